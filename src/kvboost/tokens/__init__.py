@@ -1,0 +1,1 @@
+"""Text and ids: encoding, splitting, keys. Knows nothing of tensors or models."""

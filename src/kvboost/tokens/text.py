@@ -1,0 +1,94 @@
+"""Text to ids and back again, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+
+class Tokenizer(Protocol):
+    """What we need of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text`` with the special tokens the model expects in front."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids`` without special tokens."""
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Ids of a conversation in the model's own template, ready for the next answer."""
+
+
+class Detokenizer:
+    """Turns a growing list of ids into text pieces, each token decoded once or twice.
+
+    A token may hold half a character, and its text may depend on the token before it. So a piece
+    is the difference between two decodings that start at the same id, and it is held back while
+    it ends in an unfinished character::
+
+        ids    ... | prefix .. read | read .. end
+        piece  =  decode(prefix..end) - decode(prefix..read)
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._prefix = 0
+        self._read = 0
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        return self._take(final=False)
+
+    def finish(self) -> str:
+        """What was still held back."""
+        return self._take(final=True)
+
+    def _take(self, *, final: bool) -> str:
+        known = self._tokenizer.decode(self._ids[self._prefix : self._read])
+        text = self._tokenizer.decode(self._ids[self._prefix :])
+        if len(text) <= len(known) or (text.endswith("\ufffd") and not final):
+            return ""
+        self._prefix, self._read = self._read, len(self._ids)
+        return text[len(known) :]
+
+
+class StopMatcher:
+    """Finds stop strings in text that arrives in pieces, wherever the tokens are cut.
+
+    ``push`` returns the text that is safe to show: what might yet become a stop string is held
+    back. After a match ``stopped`` is true and nothing more comes out.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, piece: str) -> str:
+        if self.stopped:
+            return ""
+        self._held += piece
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return self._release(min(found))
+        return self._release(len(self._held) - self._possible_start())
+
+    def finish(self) -> str:
+        """What was held back for a stop string that never came."""
+        return "" if self.stopped else self._release(len(self._held))
+
+    def _possible_start(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+    def _release(self, length: int) -> str:
+        out, self._held = self._held[:length], self._held[length:]
+        return out

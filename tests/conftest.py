@@ -1,0 +1,30 @@
+"""Engines on tiny models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvboost import KVBoost
+from tiny import OTHER_MODELS, internvl_model, make_engine, tiny_model
+
+
+@pytest.fixture
+def engine() -> Iterator[KVBoost]:
+    with make_engine(tiny_model("llama")) as made:
+        yield made
+        assert made._store.check_integrity() == []
+
+
+@pytest.fixture(scope="session")
+def tiny_engine() -> Callable[[str], KVBoost]:
+    """One engine per architecture for the whole session."""
+
+    @functools.cache
+    def make(name: str) -> KVBoost:
+        model = internvl_model() if name == "internvl" else tiny_model(name)
+        return make_engine(model, strict=name not in OTHER_MODELS)
+
+    return make

@@ -1,0 +1,122 @@
+"""Tiny random models of every architecture, and a tokenizer of bytes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from kvboost import KVBoost
+from kvboost.config import EngineConfig
+
+EOS = 256
+VOCAB = 260
+CONTEXT = 256
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": EOS,
+}
+_GQA = {**_SIZES, "num_key_value_heads": 2}
+_WINDOW = {"sliding_window": 24}
+
+ROPE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _GQA),
+    "qwen2": ("Qwen2", _GQA),
+    "qwen3": ("Qwen3", {**_GQA, "head_dim": 16}),
+    "mistral": ("Mistral", {**_GQA, "sliding_window": None}),
+    "mistral-window": ("Mistral", {**_GQA, **_WINDOW}),
+    "mixtral": ("Mixtral", {**_GQA, "num_local_experts": 4}),
+    "gemma": ("Gemma", {**_GQA, "head_dim": 16}),
+    "gemma2": ("Gemma2", {**_GQA, **_WINDOW, "head_dim": 16, "query_pre_attn_scalar": 16}),
+    "gemma3_text": (
+        "Gemma3",
+        {**_GQA, **_WINDOW, "head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 6},
+    ),
+    "phi": ("Phi", _GQA),
+    "phi3": ("Phi3", _GQA),
+    "phi3-window": ("Phi3", {**_GQA, **_WINDOW}),
+    "stablelm": ("StableLm", _GQA),
+    "olmo2": ("Olmo2", _GQA),
+    "gpt_neox": ("GPTNeoX", _SIZES),
+    "smollm3": ("SmolLM3", {**_GQA, "no_rope_layer_interval": 2}),
+    "granite": ("Granite", _GQA),
+}
+OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", _SIZES),
+    "opt": ("OPT", {**_SIZES, "ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "bloom": ("Bloom", _SIZES),
+    "mpt": ("Mpt", {**_SIZES, "max_seq_len": CONTEXT}),
+}
+ALL_MODELS = ROPE_MODELS | OTHER_MODELS
+
+
+def tiny_config(name: str, **changes: Any) -> Any:
+    family, options = ALL_MODELS[name]
+    suffix = "TextConfig" if family == "Gemma3" else "Config"
+    return getattr(transformers, f"{family}{suffix}")(**{**options, **changes})
+
+
+def tiny_model(name: str, **changes: Any) -> PreTrainedModel:
+    """A random model of a few thousand weights; the same one every time."""
+    family, _ = ALL_MODELS[name]
+    suffix = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}{suffix}")(tiny_config(name, **changes)).eval()
+    with torch.no_grad():  # louder weights, so that attention is far from uniform
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.mul_(4)
+    return model
+
+
+def internvl_model() -> PreTrainedModel:
+    """InternLM's family as transformers ships it: a Qwen2 text model beside a vision tower."""
+    torch.manual_seed(0)
+    vision = transformers.InternVLVisionConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=[28, 28],
+        patch_size=[14, 14],
+    )
+    config = transformers.InternVLConfig(
+        vision_config=vision, text_config=tiny_config("qwen2"), image_token_id=259
+    )
+    return transformers.InternVLForConditionalGeneration(config).eval()
+
+
+@functools.cache
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and a minimal chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: number for number, symbol in enumerate(alphabet)}
+    vocab["<eos>"] = EOS
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    return fast
+
+
+def make_engine(model: PreTrainedModel, *, strict: bool = True, **config: Any) -> KVBoost:
+    options = {"chunk_size": 16, **config}
+    return KVBoost.from_model(
+        model, byte_tokenizer(), strict=strict, config=EngineConfig(**options)
+    )
