@@ -13,6 +13,7 @@ from kvboost.errors import (
     PromptError,
     UnsupportedModelError,
 )
+from kvboost.model.reference import StockModel
 from kvboost.results import (
     GenerationResult,
     ReuseReport,
@@ -41,6 +42,7 @@ __all__ = [
     "ReuseReport",
     "Span",
     "SpanKind",
+    "StockModel",
     "TextStream",
     "Timings",
     "TokenLogprob",

@@ -48,8 +48,6 @@ from kvboost.verify import verify
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from kvboost.model.reference import StockModel
-
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages (``{"role": ..., "content": ...}``)."""
 
@@ -132,7 +130,7 @@ class KVBoost:
         cls, model: Any, tokenizer: Any, *, strict: bool = True, config: EngineConfig | None = None
     ) -> Self:
         """Takes a transformers model and tokenizer that are already in memory. From then on the
-        model's attention is ours; ``engine.stock`` still runs it the ordinary way."""
+        model's attention is ours; ``model.set_attn_implementation("sdpa")`` gives it back."""
         return cls(wrap(model, tokenizer, strict=strict), config)
 
     @property
@@ -150,11 +148,6 @@ class KVBoost:
     @property
     def context_length(self) -> int | None:
         return self._model.context_length
-
-    @property
-    def stock(self) -> StockModel:
-        """The same weights through stock transformers, to compare with."""
-        return self._model.stock
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids a prompt stands for."""
@@ -416,11 +409,15 @@ class KVBoost:
         return self._model.forward([Segment(kv, torch.tensor(token_ids), positions, num_logits)])
 
     def _slices(self, request: Request, start: int) -> Iterator[tuple[int, int]]:
-        """What is to be computed, in pieces that bound the memory of one forward. Where rotation
-        depends on the prompt's length, the model must see it whole."""
-        end = len(request.token_ids)
-        step = self.config.prefill_slice if self._reusable(request) else end
-        return ((at, min(at + step, end)) for at in range(start, end, step))
+        """What is to be computed, in pieces that bound the memory of one forward. They end on a
+        fixed grid, so that a hit leaves the later ones as they were. Where rotation depends on
+        the prompt's length, the model must see it whole."""
+        total = len(request.token_ids)
+        step = self.config.prefill_slice if self._reusable(request) else total
+        while start < total:
+            end = min((start // step + 1) * step, total)
+            yield start, end
+            start = end
 
     @contextmanager
     def _lookup(self, request: Request, limit: int, *, pin: bool = True) -> Iterator[list[Hit]]:

@@ -7,10 +7,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvboost import GenerationMode, UnsupportedModelError
+from kvboost import GenerationMode, StockModel, UnsupportedModelError
 from kvboost.model.attention import Segment
 from kvboost.model.compat import ARCHITECTURES
-from tiny import ALL_MODELS, OTHER_MODELS, make_engine, tiny_model
+from kvboost.reuse.plan import LEAST_TOKENS
+from tiny import ALL_MODELS, OTHER_MODELS, internvl_model, make_engine, tiny_model
 
 NAMES = [*ALL_MODELS, "internvl"]
 
@@ -27,12 +28,13 @@ def test_every_architecture_of_the_table_is_tested() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_baseline_equals_stock_transformers(name, tiny_engine) -> None:
     engine = tiny_engine(name)
+    stock = StockModel(internvl_model() if name == "internvl" else tiny_model(name))
     ids = random_ids(90, seed=1)
-    expected = engine.stock.logits(ids)[-30:]
+    expected = stock.logits(ids)[-30:]
     actual = engine.score(ids[:61], [*ids[61:], 0], GenerationMode.BASELINE)
     assert torch.allclose(actual, expected, atol=1e-4)
     greedy = engine.generate(ids, 8, GenerationMode.BASELINE, ignore_eos=True).token_ids
-    assert greedy == engine.stock.generate(ids, 8)
+    assert greedy == stock.generate(ids, 8)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,7 +60,7 @@ def test_prefix_cache_equals_baseline_for_any_split_of_a_conversation(name, tiny
                 for mode in (GenerationMode.BASELINE, GenerationMode.PREFIX_CACHE)
             ]
             assert torch.allclose(*scores, atol=1e-3, rtol=0)
-            assert hit.exact_tokens >= known
+            assert hit.exact_tokens >= (known if known >= LEAST_TOKENS else 0)
             prompt = prompt + hit.token_ids
             known = len(prompt) - 1  # the last token was never fed
         engine.forget_salt(salt)

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from kvboost.model.kv import RequestKV
 
 NAME = "kvboost"
+BLOCK_ROWS = 512
 SEGMENTS = "kvboost_segments"
 """The attribute of the fresh keys that tells ``attend`` whose rows they are. Keyword arguments of
 the model's call would be the ordinary way, but not every architecture hands them down."""
@@ -36,7 +37,7 @@ class Segment:
     token_ids: torch.Tensor
     positions: range | torch.Tensor
     num_logits: int = 1
-    _masks: dict[int | None, torch.Tensor] = field(default_factory=dict, repr=False)
+    _blocks: dict[int | None, list[Block]] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -55,26 +56,45 @@ class Segment:
             return torch.arange(self.positions.start, self.positions.stop, device=device)
         return self.positions
 
-    def mask(self, window: int | None, like: torch.Tensor) -> torch.Tensor:
-        """Additive ``[rows, keys]`` for keys ``[first_key(window), end)``; made once a forward.
+    def blocks(self, window: int | None, like: torch.Tensor) -> list[Block]:
+        """The rows in blocks, each with the keys it may look at; made once a forward."""
+        if window not in self._blocks:
+            positions = self.position_ids(like.device)
+            self._blocks[window] = [
+                Block.of(start, positions[start : start + BLOCK_ROWS], window, like)
+                for start in range(0, len(self), BLOCK_ROWS)
+            ]
+        return self._blocks[window]
 
-        The width is padded in memory to a multiple of 8, which the GPU's kernels want.
-        """
-        if window not in self._masks:
-            start = self.first_key(window)
-            keys = torch.arange(start, self.end, device=like.device)
-            queries = self.position_ids(like.device)[:, None]
-            hidden = keys > queries
-            if window is not None:
-                hidden |= keys <= queries - window
-            width = -(-len(keys) // 8) * 8
-            padded = torch.zeros(len(self), width, dtype=like.dtype, device=like.device)
-            self._masks[window] = padded[:, : len(keys)].masked_fill_(hidden, float("-inf"))
-        return self._masks[window]
 
-    def first_key(self, window: int | None) -> int:
-        """The first row that any query of this segment may look at."""
-        return 0 if window is None else max(0, self.first + 1 - window)
+@dataclass(frozen=True)
+class Block:
+    """Rows ``[start, end)`` of a segment and the keys ``[first_key, end_key)`` they may look at.
+    Attending block by block leaves out most of what the mask would hide anyway."""
+
+    start: int
+    end: int
+    first_key: int
+    end_key: int
+    mask: torch.Tensor
+    """Additive ``[rows, keys]``, its width padded in memory to a multiple of 8 as the GPU's
+    kernels want it."""
+
+    @classmethod
+    def of(
+        cls, start: int, positions: torch.Tensor, window: int | None, like: torch.Tensor
+    ) -> Block:
+        first, last = int(positions[0]), int(positions[-1])
+        first_key = 0 if window is None else max(0, first + 1 - window)
+        keys = torch.arange(first_key, last + 1, device=like.device)
+        queries = positions[:, None]
+        hidden = keys > queries
+        if window is not None:
+            hidden |= keys <= queries - window
+        width = -(-len(keys) // 8) * 8
+        mask = torch.zeros(len(positions), width, dtype=like.dtype, device=like.device)
+        mask = mask[:, : len(keys)].masked_fill_(hidden, float("-inf"))
+        return cls(start, start + len(positions), first_key, last + 1, mask)
 
 
 def attend(
@@ -107,65 +127,64 @@ def attend(
     for segment in segments:
         rows = slice(start, start + len(segment))
         start = rows.stop
-        q = query[:, :, rows]
-        if _plain_prefill(segment, sliding_window, softcap):
-            out = sdpa(
-                q, key[:, :, rows], value[:, :, rows], is_causal=True, scale=scale, enable_gqa=True
-            )
+        q, k, v = query[:, :, rows], key[:, :, rows], value[:, :, rows]
+        window = sliding_window if sliding_window and segment.end > sliding_window else None
+        contiguous = isinstance(segment.positions, range) and window is None and softcap is None
+        if contiguous and segment.first == 0:
+            # A sequence from its first token on: the very call stock transformers makes.
+            out = sdpa(q, k, v, is_causal=len(segment) > 1, scale=scale, enable_gqa=True)
+        elif contiguous and (len(segment) == 1 or query.device.type == "cuda"):
+            keys, values = segment.kv.layer(layer, 0, segment.end)
+            mask = causal_lower_right(len(segment), segment.end) if len(segment) > 1 else None
+            out = sdpa(q, keys[None], values[None], attn_mask=mask, scale=scale, enable_gqa=True)
+        elif contiguous and segment.first <= len(segment):
+            out = _attend_padded(q, segment, layer, scale)
         else:
-            first = segment.first_key(sliding_window)
-            keys, values = segment.kv.layer(layer, first, segment.end)
-            window = sliding_window if first > 0 or _cuts(segment, sliding_window) else None
-            out = _attend_one(q, keys[None], values[None], segment, window, scale, softcap)
+            out = _attend_blocks(q, segment, layer, window, scale, softcap)
         outputs.append(out)
     packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return packed.transpose(1, 2).contiguous(), None
 
 
-def _cuts(segment: Segment, window: int | None) -> bool:
-    """Whether the window hides any key that causality alone would show."""
-    return window is not None and segment.end > window
+def _attend_padded(query: torch.Tensor, segment: Segment, layer: int, scale: float) -> torch.Tensor:
+    """A segment behind a shorter beginning, as if that were asked too: the kernel that knows
+    causality by itself does both in less time than the one with a mask does the segment alone."""
+    keys, values = segment.kv.layer(layer, 0, segment.end)
+    padded = torch.nn.functional.pad(query, (0, 0, segment.first, 0))
+    out = sdpa(padded, keys[None], values[None], is_causal=True, scale=scale, enable_gqa=True)
+    return out[:, :, segment.first :]
 
 
-def _plain_prefill(segment: Segment, window: int | None, softcap: float | None) -> bool:
-    """A sequence from its first token on: the very call stock transformers makes, to the bit."""
-    return (
-        isinstance(segment.positions, range)
-        and segment.first == 0
-        and len(segment) > 1
-        and softcap is None
-        and not _cuts(segment, window)
-    )
-
-
-def _attend_one(
+def _attend_blocks(
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
     segment: Segment,
+    layer: int,
     window: int | None,
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """One segment over ``keys`` and ``values`` ``[1, kv_heads, keys, dim]``."""
-    if softcap is not None:
-        return _softcapped(query, keys, values, segment.mask(window, query), scale, softcap)
-    if len(segment) == 1:  # one query sees every key there is
-        return sdpa(query, keys, values, scale=scale, enable_gqa=True)
-    if query.device.type != "cuda":
-        mask = segment.mask(window, query)
-        return sdpa(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
-    if window is None and isinstance(segment.positions, range):
-        bias = causal_lower_right(len(segment), keys.shape[2])
-        return sdpa(query, keys, values, attn_mask=bias, scale=scale, enable_gqa=True)
-    folded, mask = _fold(query, keys.shape[1], segment.mask(window, query))
-    return sdpa(folded, keys, values, attn_mask=mask, scale=scale).view_as(query)
+    """A segment with an explicit mask, block by block."""
+    outputs = []
+    for block in segment.blocks(window, query):
+        keys, values = segment.kv.layer(layer, block.first_key, block.end_key)
+        q = query[:, :, block.start : block.end]
+        if softcap is not None:
+            out = _softcapped(q, keys[None], values[None], block.mask, scale, softcap)
+        elif query.device.type == "cuda":  # its kernels with a mask know no grouped queries
+            folded, mask = _fold(q, keys.shape[0], block.mask)
+            out = sdpa(folded, keys[None], values[None], attn_mask=mask, scale=scale).view_as(q)
+        else:
+            out = sdpa(
+                q, keys[None], values[None], attn_mask=block.mask, scale=scale, enable_gqa=True
+            )
+        outputs.append(out)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
 def _fold(
     query: torch.Tensor, num_kv_heads: int, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Grouped queries as more rows of their KV head, for kernels that know no groups."""
+    """Grouped queries as more rows of their KV head."""
     _, heads, rows, dim = query.shape
     groups = heads // num_kv_heads
     folded = query.reshape(1, num_kv_heads, groups * rows, dim)

@@ -34,12 +34,8 @@ class Forward:
         self._lock = threading.Lock()
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.shape = _probe(model)
-        self.bind()
-
-    def bind(self) -> None:
-        """Makes the model attend through us."""
-        if self.packed:
-            self.model.set_attn_implementation(attention.NAME)
+        if packed:
+            model.set_attn_implementation(attention.NAME)
 
     def __call__(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Logits ``[wanted rows, vocab]`` of all segments, in order. Writes the fresh rows of

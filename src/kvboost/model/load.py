@@ -25,7 +25,7 @@ from kvboost.errors import ConfigError, ModelError, ModelNotFoundError, PromptEr
 from kvboost.model import weights
 from kvboost.model.compat import Support, check, context_length
 from kvboost.model.forward import Forward
-from kvboost.model.reference import StockModel
+from kvboost.model.packing import can_pack, pack_linears
 from kvboost.model.sampling import eos_ids, warn_about_defaults
 
 
@@ -41,7 +41,6 @@ class LoadedModel:
     """Names everything about the model that its KV depends on."""
     context_length: int | None
     eos_ids: frozenset[int]
-    stock: StockModel
 
     @property
     def vocab_size(self) -> int:
@@ -134,7 +133,21 @@ def load(
     dtype: str | torch.dtype | None = None,
     **hf_kwargs: Any,
 ) -> LoadedModel:
-    """Loads a model and its tokenizer. ``hf_kwargs`` go to transformers' ``from_pretrained``."""
+    """Loads a model and its tokenizer, ready to be served. ``hf_kwargs`` go to transformers'
+    ``from_pretrained``."""
+    model, tokenizer = read(name, strict=strict, device=device, dtype=dtype, **hf_kwargs)
+    return wrap(model, tokenizer, name=name, strict=strict, own=True)
+
+
+def read(
+    name: str,
+    *,
+    strict: bool,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    **hf_kwargs: Any,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model and its tokenizer as transformers gives them, on their device."""
     chosen_device = pick_device(device)
     chosen_dtype = pick_dtype(dtype, chosen_device)
     source, gguf = _locate(name)
@@ -150,7 +163,7 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(source, **files)
     except OSError as error:
         raise ModelNotFoundError(_explain(name, source, error)) from error
-    return wrap(model.to(chosen_device), tokenizer, name=name, strict=strict)
+    return model.to(chosen_device), tokenizer
 
 
 def wrap(
@@ -159,24 +172,26 @@ def wrap(
     *,
     name: str = "custom",
     strict: bool = True,
+    own: bool = False,
 ) -> LoadedModel:
-    """A model that is already in memory. From now on its attention is ours."""
+    """A model that is already in memory, ready to be served. From now on its attention is ours;
+    where nobody else holds it (``own``) its weights may be laid out anew as well."""
     support = check(model.config, strict=strict)
     model = model.eval()
     if model.generation_config is None:
         raise ModelError(f"{type(model).__name__} cannot generate text")
     warn_about_defaults(model.generation_config)
-    attention = str(model.config._attn_implementation)
-    forward = Forward(model, packed=support.packed)
+    identity = fingerprint(model)
+    if own and can_pack(model.device, model.dtype):
+        pack_linears(model)
     return LoadedModel(
         name=name,
-        forward=forward,
+        forward=Forward(model, packed=support.packed),
         tokenizer=ModelTokenizer(tokenizer),
         support=support,
-        fingerprint=fingerprint(model),
+        fingerprint=identity,
         context_length=context_length(model.config),
         eos_ids=eos_ids(model.generation_config),
-        stock=StockModel(forward, attention),
     )
 
 

@@ -1,0 +1,1 @@
+"""Workloads, runs and reports: numbers that hold when someone else runs them."""

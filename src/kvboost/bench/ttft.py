@@ -1,0 +1,151 @@
+"""Time to first token: full prefill by stock transformers, ours without and with reuse, and the
+floor, which is stock transformers with the KV already in its cache. And one decode step.
+
+The clock runs outside: from the call with token ids until its first token is on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from kvboost import GenerationMode, KVBoost, StockModel
+from kvboost.bench.timing import Contender, Sample, interleave
+from kvboost.bench.workloads import PATTERNS, question
+
+DECODE_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class TTFT:
+    """One row: a prompt of ``num_tokens`` of which ``num_new`` are new."""
+
+    pattern: str
+    num_tokens: int
+    num_new: int
+    stock: Sample
+    baseline: Sample
+    warm: Sample
+    floor: Sample
+    reused: float
+
+    @property
+    def warm_over_floor(self) -> float:
+        return self.warm.median_ms / self.floor.median_ms
+
+    @property
+    def baseline_over_stock(self) -> float:
+        return self.baseline.median_ms / self.stock.median_ms
+
+    @property
+    def speedup(self) -> float:
+        return self.stock.median_ms / self.warm.median_ms
+
+    def as_json(self) -> dict[str, object]:
+        ratios = {
+            "warm_over_floor": self.warm_over_floor,
+            "baseline_over_stock": self.baseline_over_stock,
+            "speedup": self.speedup,
+        }
+        return {**asdict(self), **ratios}
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Milliseconds per generated token behind a prompt of ``num_tokens`` that is known."""
+
+    num_tokens: int
+    stock: Sample
+    ours: Sample
+
+    @property
+    def ours_over_stock(self) -> float:
+        return self.ours.median_ms / self.stock.median_ms
+
+    def as_json(self) -> dict[str, object]:
+        return {**asdict(self), "ours_over_stock": self.ours_over_stock}
+
+
+def measure_ttft(
+    engine: KVBoost,
+    stock: StockModel,
+    pattern: str,
+    num_tokens: int,
+    num_new: int = 32,
+    rounds: int = 7,
+    on_round: Callable[[], None] = lambda: None,
+) -> TTFT:
+    shared = PATTERNS[pattern].shared(engine.encode, num_tokens - num_new)
+    tails = [question(engine.encode, number, num_new) for number in range(rounds + 1)]
+    salt = f"ttft-{pattern}-{num_tokens}"
+    engine.warm(shared, cache_salt=salt)
+    cache = stock.prefill(shared)
+    reused: list[float] = []
+
+    def warm(number: int) -> None:
+        result = engine.generate(
+            shared + tails[number], 1, GenerationMode.PREFIX_CACHE, cache_salt=salt
+        )
+        reused.append(result.kv_reuse_ratio)
+
+    times = interleave(
+        {
+            "stock": Contender(lambda n: stock.next_token(shared + tails[n])),
+            "baseline": Contender(
+                lambda n: engine.generate(shared + tails[n], 1, GenerationMode.BASELINE)
+            ),
+            "warm": Contender(warm),
+            "floor": Contender(
+                lambda n: stock.next_token(tails[n], cache),
+                after=lambda: stock.rewind(cache, num_new),
+            ),
+        },
+        rounds,
+        on_round,
+    )
+    engine.forget_salt(salt)
+    return TTFT(pattern, num_tokens, num_new, **times, reused=min(reused))
+
+
+def measure_decode(
+    engine: KVBoost,
+    stock: StockModel,
+    num_tokens: int,
+    rounds: int = 5,
+    on_round: Callable[[], None] = lambda: None,
+) -> Decode:
+    """Whole calls over a known prompt, divided by the tokens they gave."""
+    prompt = PATTERNS["rag"].shared(engine.encode, num_tokens)
+    salt = f"decode-{num_tokens}"
+    engine.warm(prompt, cache_salt=salt)
+    cache = stock.prefill(prompt[:-1])
+    times = interleave(
+        {
+            "stock": Contender(
+                lambda _: stock.generate(prompt, DECODE_TOKENS, cache),
+                after=lambda: stock.rewind(cache, DECODE_TOKENS),
+            ),
+            "ours": Contender(
+                lambda _: engine.generate(
+                    prompt,
+                    DECODE_TOKENS,
+                    GenerationMode.PREFIX_CACHE,
+                    cache_salt=salt,
+                    ignore_eos=True,
+                )
+            ),
+        },
+        rounds,
+        on_round,
+    )
+    engine.forget_salt(salt)
+    per_token = {
+        name: Sample(*(value / DECODE_TOKENS for value in asdict(sample).values()))
+        for name, sample in times.items()
+    }
+    return Decode(num_tokens, **per_token)
+
+
+def rounds_of(patterns: Sequence[str], lengths: Sequence[int], rounds: int) -> int:
+    """How many rounds a run has, for its progress bar."""
+    return (len(patterns) * len(lengths) + 1) * (rounds + 1)
