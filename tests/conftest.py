@@ -6,9 +6,17 @@ import functools
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
+from hypothesis import HealthCheck, settings
 
 from kvboost import KVBoost
 from tiny import OTHER_MODELS, internvl_model, make_engine, tiny_model
+
+torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on a busy machine
+
+# A busy machine is no failure.
+settings.register_profile("kvboost", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvboost")
 
 
 @pytest.fixture

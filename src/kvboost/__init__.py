@@ -1,7 +1,9 @@
 """KVBoost: a language model should never read the same text twice."""
 
-from kvboost.config import GenerationMode
-from kvboost.engine import KVBoost
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import (
     CacheFolderError,
     ChecksumError,
@@ -13,7 +15,6 @@ from kvboost.errors import (
     PromptError,
     UnsupportedModelError,
 )
-from kvboost.model.reference import StockModel
 from kvboost.results import (
     GenerationResult,
     ReuseReport,
@@ -25,6 +26,11 @@ from kvboost.results import (
 )
 from kvboost.stream import TextStream
 
+if TYPE_CHECKING:
+    from kvboost.engine import KVBoost
+    from kvboost.model.reference import StockModel
+    from kvboost.model.weights import ModelInfo, list_models, pull_model
+
 __version__ = "1.0.0.dev0"
 
 __all__ = [
@@ -32,11 +38,13 @@ __all__ = [
     "ChecksumError",
     "ConfigError",
     "ContextLengthError",
+    "EngineConfig",
     "GenerationMode",
     "GenerationResult",
     "KVBoost",
     "KVBoostError",
     "ModelError",
+    "ModelInfo",
     "ModelNotFoundError",
     "PromptError",
     "ReuseReport",
@@ -48,4 +56,21 @@ __all__ = [
     "TokenLogprob",
     "UnsupportedModelError",
     "VerificationReport",
+    "list_models",
+    "pull_model",
 ]
+
+# These import torch and transformers, which takes seconds; `kvboost --help` should not.
+_HEAVY = {
+    "KVBoost": "kvboost.engine",
+    "ModelInfo": "kvboost.model.weights",
+    "StockModel": "kvboost.model.reference",
+    "list_models": "kvboost.model.weights",
+    "pull_model": "kvboost.model.weights",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HEAVY:
+        raise AttributeError(f"module 'kvboost' has no attribute {name!r}")
+    return getattr(import_module(_HEAVY[name]), name)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvboost.config import DEFAULT_MODEL
+from kvboost.config import DEFAULT_MODEL, home
 from kvboost.errors import KVBoostError
 
 app = typer.Typer(
@@ -58,15 +58,13 @@ def _errors() -> Iterator[None]:
 
 
 def _engine(model: str, device: str | None, dtype: str | None) -> Any:
-    """An engine, with a word about what is going on while torch is imported."""
-    with Console(stderr=True).status(f"loading {model}"):
-        from kvboost import KVBoost
-        from kvboost.model.weights import BUNDLED, installed
+    """An engine, with a word about what takes time: first torch, then the weights."""
+    with Console(stderr=True).status(f"loading {model}") as status:
+        import kvboost
 
-        ready = model not in BUNDLED or model in installed()
-        if ready:
-            return KVBoost.from_pretrained(model, device=device, dtype=dtype)
-    return KVBoost.from_pretrained(model, device=device, dtype=dtype)
+        if any(info.name == model and not info.installed for info in kvboost.list_models()):
+            status.stop()  # its own progress follows
+        return kvboost.KVBoost.from_pretrained(model, device=device, dtype=dtype)
 
 
 @app.command()
@@ -169,39 +167,29 @@ def models(context: typer.Context, as_json: AsJson = False) -> None:
     if context.invoked_subcommand is not None:
         return
     with _errors():
-        from kvboost.model.weights import BUNDLED, installed, models_dir
+        from kvboost import list_models
 
-        here = installed()
-        rows: list[dict[str, Any]] = [
-            {
-                "name": name,
-                "installed": name in here,
-                "description": here.get(name, {}).get("description")
-                or (BUNDLED[name].description if name in BUNDLED else ""),
-                "license": here.get(name, {}).get("license")
-                or (BUNDLED[name].license if name in BUNDLED else ""),
-            }
-            for name in sorted({*BUNDLED, *here})
-        ]
+        known = list_models()
     if as_json:
-        _print_json({"folder": str(models_dir()), "models": rows})
+        _print_json([vars(info) for info in known])
         return
-    table = Table(title=f"models in {models_dir()}")
+    table = Table(title="models that load by name")
     for heading in ("name", "here", "what", "license"):
         table.add_column(heading)
-    for row in rows:
-        here_mark = "yes" if row["installed"] else "kvboost models pull " + row["name"]
-        table.add_row(row["name"], here_mark, row["description"], row["license"])
+    for info in known:
+        here = "yes" if info.installed else f"kvboost models pull {info.name}"
+        table.add_row(info.name, here, info.description, info.license)
     out.print(table)
+    out.print(f"They are kept in {home() / 'models'}.", style="dim", highlight=False)
 
 
 @models_app.command()
 def pull(name: Annotated[str, typer.Argument(help="A bundled name.")]) -> None:
     """Fetch a bundled model, verify it and convert it."""
     with _errors():
-        from kvboost.model.weights import ensure
+        from kvboost import pull_model
 
-        out.print(f"{name} is in {ensure(name)}", highlight=False)
+        out.print(f"{name} is in {pull_model(name)}", highlight=False)
 
 
 @app.command()

@@ -74,7 +74,8 @@ def parse_bytes(size: int | str, option: str = "size") -> int:
     if isinstance(size, int) and not isinstance(size, bool):
         whole(size, 0, option)
         return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    text = size if isinstance(size, str) else ""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in UNITS:
         raise ConfigError(
             f"{option}={size!r} is not a size; write bytes as a number, or with a unit such as "

@@ -15,6 +15,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from kvboost.errors import UnsupportedModelError
 from kvboost.model.kv import RequestKV
 
 NAME = "kvboost"
@@ -119,7 +120,7 @@ def attend(
         )
     for unsupported in ("s_aux", "position_bias"):
         if kwargs.get(unsupported) is not None:
-            raise NotImplementedError(f"attention with {unsupported} is not supported")
+            raise UnsupportedModelError(f"attention with {unsupported} is not supported")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     outputs = []

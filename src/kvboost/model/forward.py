@@ -162,6 +162,10 @@ def _probe(model: PreTrainedModel) -> KVShape:
             f"{type(model).__name__} does not run on a plain key/value cache "
             f"({type(error).__name__}: {error}); KVBoost cannot reuse what it reads"
         ) from error
+    if not probe.seen:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps no keys and values: there is nothing to reuse"
+        )
     shapes = {tuple(keys.shape) for keys in probe.seen.values()}
     if len(shapes) != 1 or sorted(probe.seen) != list(range(len(probe.seen))):
         raise UnsupportedModelError(

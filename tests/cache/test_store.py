@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvboost.cache.chunk import Lineage
+from kvboost.cache.store import ChunkStore
+from kvboost.cache.tiers.ram import RamTier
+from kvboost.tokens.hashing import as_token_ids, root_key
+
+ROOT = root_key("model", "", "exact")
+CHUNK = 4
+ROW_BYTES = 2 * 4  # keys and values, one float each
+
+
+def rows_of(ids: list[int]) -> Callable[[int, int], torch.Tensor]:
+    """KV that is a function of everything before it: the running sum of the tokens."""
+    sums = torch.cumsum(torch.tensor(ids, dtype=torch.float32), 0)
+    kv = sums.view(1, 1, 1, -1, 1).expand(2, 1, 1, len(ids), 1)
+    return lambda start, end: kv[:, :, :, start:end].contiguous()
+
+
+def make_store(max_rows: int = 1000, max_chunks: int | None = None) -> ChunkStore:
+    return ChunkStore(RamTier(max_rows * ROW_BYTES), chunk_size=CHUNK, max_chunks=max_chunks)
+
+
+def admit(store: ChunkStore, ids: list[int]) -> int:
+    return store.admit(ROOT, as_token_ids(ids), rows_of(ids), Lineage.EXACT)
+
+
+def check_hit(store: ChunkStore, ids: list[int]) -> int:
+    """How many leading rows are known; each must be what was stored."""
+    expected = rows_of(ids)(0, len(ids))
+    with store.lookup(ROOT, as_token_ids(ids)) as hits:
+        for hit in hits:
+            rows = slice(hit.start, hit.start + hit.num_tokens)
+            known = hit.chunk.kv[:, :, :, : hit.num_tokens]
+            assert torch.equal(known, expected[:, :, :, rows])
+            assert hit.chunk.base_position == hit.start
+        return sum(hit.num_tokens for hit in hits)
+
+
+def test_what_was_admitted_is_found_and_stored_once() -> None:
+    store = make_store()
+    assert admit(store, list(range(10))) == 3
+    assert admit(store, list(range(10))) == 0
+    assert check_hit(store, list(range(10))) == 10
+    assert check_hit(store, [0, 1, 2, 3, 4, 9, 9]) == 5
+    assert check_hit(store, [5]) == 0
+    assert store.stats()["nbytes"] == 10 * ROW_BYTES
+
+
+def test_a_longer_chunk_takes_the_place_of_the_tail_it_continues() -> None:
+    store = make_store()
+    admit(store, [1, 2, 3, 4, 5])
+    assert admit(store, [1, 2, 3, 4, 5, 6, 7]) == 1
+    assert store.stats()["chunks"] == 2
+    assert admit(store, [1, 2, 3, 4, 5, 6]) == 0  # a part of what is known
+    assert check_hit(store, [1, 2, 3, 4, 5, 6, 7, 8]) == 7
+
+
+def test_the_beginning_of_a_text_that_does_not_fit_is_kept() -> None:
+    store = make_store(max_rows=8)
+    assert admit(store, list(range(20))) == 2
+    assert check_hit(store, list(range(20))) == 8
+    assert store.stats()["rejected"] == 1
+    assert make_store(max_rows=3).admit(ROOT, as_token_ids([1] * 4), rows_of([1] * 4), "x") == 0
+
+
+def test_the_least_recently_used_leaf_makes_room() -> None:
+    store = make_store(max_chunks=3)
+    admit(store, [1, 1, 1, 1, 2, 2, 2, 2])
+    admit(store, [3, 3, 3, 3])
+    check_hit(store, [1, 1, 1, 1, 2, 2, 2, 2])
+    admit(store, [4, 4, 4, 4])
+    assert check_hit(store, [3, 3, 3, 3]) == 0
+    assert check_hit(store, [1, 1, 1, 1, 2, 2, 2, 2]) == 8
+
+
+def test_pinned_chunks_stay() -> None:
+    store = make_store(max_chunks=1)
+    admit(store, [1, 1, 1, 1])
+    with store.lookup(ROOT, as_token_ids([1, 1, 1, 1])) as hits:
+        assert admit(store, [2, 2, 2, 2]) == 0
+        assert store.stats()["pinned"] == 1
+        store.clear()
+        assert len(hits) == 1 and store.stats()["chunks"] == 1
+    assert store.stats()["pinned"] == 0
+    assert admit(store, [2, 2, 2, 2]) == 1
+    assert check_hit(store, [1, 1, 1, 1]) == 0
+
+
+def test_pins_are_released_when_the_request_fails() -> None:
+    store = make_store()
+    admit(store, [1, 1, 1, 1])
+    with pytest.raises(RuntimeError), store.lookup(ROOT, as_token_ids([1, 1, 1, 1])):
+        raise RuntimeError
+    assert store.stats()["pinned"] == 0
+
+
+def test_a_failed_copy_leaves_nothing_behind() -> None:
+    store = make_store()
+
+    def broken(start: int, end: int) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError):
+        store.admit(ROOT, as_token_ids([1, 2, 3, 4]), broken, Lineage.EXACT)
+    assert store.stats()["pinned"] == 0
+    assert admit(store, [1, 2, 3, 4]) == 1
+
+
+def test_looking_counts_nothing() -> None:
+    store = make_store()
+    admit(store, [1, 1, 1, 1])
+    with store.lookup(ROOT, as_token_ids([1, 1, 1, 1]), pin=False) as hits:
+        assert len(hits) == 1
+    stats = store.stats()
+    assert (stats["hits"], stats["misses"], stats["pinned"]) == (0, 0, 0)
+
+
+def test_a_chunk_the_tier_lost_is_a_miss_and_so_is_all_behind_it() -> None:
+    tier = RamTier(10_000)
+    store = ChunkStore(tier, chunk_size=CHUNK)
+    ids = list(range(12))
+    admit(store, ids)
+    with store.lookup(ROOT, as_token_ids(ids)) as hits:
+        middle = hits[1].chunk.key
+    tier.delete(middle)
+    assert check_hit(store, ids) == 4
+    assert store.stats()["lost"] == 2
+    assert store.check_integrity() == []
+    assert admit(store, ids) == 2
+    assert check_hit(store, ids) == 12
+
+
+def test_forgetting_one_root_leaves_the_others() -> None:
+    store = make_store()
+    other = root_key("model", "salt", "exact")
+    admit(store, [1, 2, 3, 4, 5])
+    store.admit(other, as_token_ids([1, 2, 3]), rows_of([1, 2, 3]), Lineage.EXACT)
+    store.forget(ROOT)
+    assert check_hit(store, [1, 2, 3]) == 0
+    assert store.stats()["chunks"] == 1
+    store.close()
+    assert store.stats()["chunks"] == 0
+
+
+texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=20)
+
+
+@settings(max_examples=60)
+@given(texts, st.integers(0, 40), st.integers(1, 8))
+def test_budgets_hold_and_hits_are_right_whatever_comes(prompts, max_rows, max_chunks) -> None:
+    store = make_store(max_rows, max_chunks)
+    for ids in prompts:
+        check_hit(store, ids)
+        admit(store, ids)
+        stats = store.stats()
+        assert stats["nbytes"] <= max_rows * ROW_BYTES
+        assert stats["chunks"] <= max_chunks
+        assert store.check_integrity() == []
+
+
+def test_many_threads_at_once() -> None:
+    """Hits stay right, budgets hold, identical admissions store once, nothing stays pinned."""
+    store = make_store(max_rows=60)
+    failures: list[BaseException] = []
+    over_budget = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            for _ in range(150):
+                ids = [rng.randrange(3) for _ in range(rng.randrange(1, 24))]
+                check_hit(store, ids)
+                admit(store, ids)
+                over_budget.append(store.stats()["nbytes"] > 60 * ROW_BYTES)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert not any(over_budget)
+    assert store.stats()["pinned"] == 0
+    assert store.check_integrity() == []
+
+
+def test_identical_concurrent_admissions_store_once() -> None:
+    store = make_store()
+    ids = list(range(40))
+    barrier = threading.Barrier(4)
+    new = []
+
+    def work() -> None:
+        barrier.wait()
+        new.append(admit(store, ids))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(new) == [0, 0, 0, 10]

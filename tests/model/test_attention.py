@@ -1,0 +1,81 @@
+"""Every way a segment can be attended equals attention written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvboost import UnsupportedModelError
+from kvboost.model import attention
+from kvboost.model.attention import Segment, attend
+from kvboost.model.kv import KVShape, RequestKV
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+SHAPE = KVShape(1, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
+
+
+def written_out(query, keys, values, positions, window, softcap, scale):
+    """The slow reference: one query at a time over the keys it may see."""
+    groups = HEADS // KV_HEADS
+    rows = []
+    for row, position in enumerate(positions.tolist()):
+        first = 0 if window is None else max(0, position + 1 - window)
+        heads = []
+        for head in range(HEADS):
+            k = keys[head // groups, first : position + 1]
+            v = values[head // groups, first : position + 1]
+            scores = (k @ query[0, head, row]) * scale
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
+            heads.append(torch.softmax(scores, 0) @ v)
+        rows.append(torch.stack(heads))
+    return torch.stack(rows)[None]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 5, 100])
+@pytest.mark.parametrize(
+    "positions",
+    [
+        range(20),
+        range(1),
+        range(19, 20),
+        range(4, 20),
+        range(15, 20),
+        torch.tensor([2, 3, 9, 19]),
+        torch.tensor([7]),
+    ],
+    ids=["whole", "first", "decode", "short beginning", "tail", "gaps", "one inside"],
+)
+def test_attention_equals_the_written_out_one(monkeypatch, positions, window, softcap) -> None:
+    monkeypatch.setattr(attention, "BLOCK_ROWS", 3)
+    generator = torch.Generator().manual_seed(1)
+    kv = RequestKV(SHAPE, 20)
+    kv.data.copy_(torch.randn(kv.data.shape, generator=generator))
+    segment = Segment(kv, torch.zeros(len(positions)), positions)
+    ids = segment.position_ids(torch.device("cpu"))
+    query = torch.randn(1, HEADS, len(positions), DIM, generator=generator)
+    keys, values = kv.layer(0, 0, 20)
+    fresh_keys, fresh_values = keys[None, :, ids], values[None, :, ids]
+    setattr(fresh_keys, attention.SEGMENTS, [segment])
+    module = torch.nn.Module()
+    module.layer_idx = 0
+    out, _ = attend(
+        module,
+        query,
+        fresh_keys,
+        fresh_values,
+        None,
+        scaling=0.4,
+        sliding_window=window,
+        softcap=softcap,
+    )
+    expected = written_out(query, keys, values, ids, window, softcap, 0.4)
+    assert torch.allclose(out, expected, atol=1e-5)
+
+
+def test_attention_that_we_do_not_know_is_refused() -> None:
+    keys = torch.zeros(1, 1, 1, 1)
+    setattr(keys, attention.SEGMENTS, [])
+    with pytest.raises(UnsupportedModelError, match="position_bias"):
+        attend(torch.nn.Module(), keys, keys, keys, None, position_bias=keys)

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvboost.model.kv import KVPool, KVShape, RequestKV
+
+SHAPE = KVShape(2, 3, 4, torch.float32, torch.device("cpu"))
+
+
+def test_rows_are_written_in_place_contiguous_or_not() -> None:
+    kv = RequestKV(SHAPE, 10)
+    kv.data.zero_()
+    kv.write(1, range(2, 4), torch.ones(3, 2, 4), torch.full((3, 2, 4), 2.0))
+    kv.write(0, torch.tensor([0, 5]), torch.full((3, 2, 4), 3.0), torch.full((3, 2, 4), 4.0))
+    assert kv.data[0, 1, :, 2:4].eq(1).all() and kv.data[1, 1, :, 2:4].eq(2).all()
+    assert kv.data[0, 0, :, [0, 5]].eq(3).all() and kv.data[1, 0, :, [0, 5]].eq(4).all()
+    assert kv.data.count_nonzero() == 4 * 3 * 2 * 4
+
+
+def test_growing_doubles_and_keeps_what_is_there() -> None:
+    kv = RequestKV(SHAPE, 1)
+    capacity = kv.capacity
+    kv.data.fill_(7)
+    kv.reserve(capacity)
+    assert kv.capacity == capacity
+    kv.reserve(capacity + 1)
+    assert kv.capacity == 2 * capacity
+    assert kv.rows(0, capacity).eq(7).all()
+
+
+def test_a_copy_is_contiguous_and_its_own() -> None:
+    kv = RequestKV(SHAPE, 10)
+    kv.data.fill_(1)
+    copy = kv.copy_rows(2, 5)
+    kv.data.fill_(2)
+    assert copy.is_contiguous() and copy.shape == (2, 2, 3, 3, 4) and copy.eq(1).all()
+    assert SHAPE.bytes_per_token == copy.nbytes / 3
+
+
+def test_a_pool_lends_what_fits_and_keeps_a_few() -> None:
+    pool = KVPool(SHAPE, max_idle=2)
+    with pool.lend(300) as large, pool.lend(10) as small, pool.lend(10) as other:
+        assert len({id(large), id(small), id(other)}) == 3
+    assert pool.idle_bytes == large.data.nbytes + small.data.nbytes
+    with pool.lend(5) as again:
+        assert again in (small, other)
+    with pytest.raises(RuntimeError), pool.lend(300) as same:
+        assert same is large
+        raise RuntimeError
+    with pool.lend(300) as same:
+        assert same is large

