@@ -353,7 +353,7 @@ def test_an_engine_is_a_context_and_lets_go_of_its_cache() -> None:
 
 def test_our_attention_outside_the_engine_explains_itself(engine) -> None:
     with pytest.raises(RuntimeError, match="set_attn_implementation"):
-        engine._model.forward.model(torch.tensor([[1, 2, 3]]))
+        engine._model.forward.model(torch.tensor([[1, 2, 3]], device=engine.device))
 
 
 def test_a_model_that_keeps_no_plain_kv_is_refused() -> None:

@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "doctor": LEAVES | {"model"},
     "bench": LEAVES | {"kvboost"},
     "cli": LEAVES | {"kvboost", "bench", "doctor"},
+    "__main__": {"cli"},
     "kvboost": LEAVES | {"engine", "model", "stream"},
 }
 FORBIDDEN_LIBRARIES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from kvboost import KVBoost
 from kvboost.config import EngineConfig
 
+DEVICE = os.environ.get("KVBOOST_TEST_DEVICE", "cpu")  # "cuda" runs the same tests on a GPU
 EOS = 256
 VOCAB = 260
 CONTEXT = 256
@@ -78,7 +80,7 @@ def tiny_model(name: str, **changes: Any) -> PreTrainedModel:
         for weight in model.parameters():
             if weight.ndim > 1:
                 weight.mul_(4)
-    return model
+    return model.to(DEVICE)
 
 
 def internvl_model() -> PreTrainedModel:
@@ -95,7 +97,7 @@ def internvl_model() -> PreTrainedModel:
     config = transformers.InternVLConfig(
         vision_config=vision, text_config=tiny_config("qwen2"), image_token_id=259
     )
-    return transformers.InternVLForConditionalGeneration(config).eval()
+    return transformers.InternVLForConditionalGeneration(config).eval().to(DEVICE)
 
 
 @functools.cache

@@ -97,8 +97,9 @@ class EngineConfig:
     recompute_overlap: int = 16
     kv_cache_bits: int = 16
     disk_cache_dir: str | None = None
-    prefill_slice: int = 2048
-    """Long prompts are prefilled this many tokens at a time, so that memory stays bounded."""
+    prefill_slice: int | None = None
+    """Long prompts are prefilled this many tokens at a time, so that memory stays bounded; by
+    default what suits the device."""
 
     def __post_init__(self) -> None:
         whole(self.chunk_size, 8, "chunk_size")
@@ -115,7 +116,8 @@ class EngineConfig:
                 f"disk_cache_dir={self.disk_cache_dir!r}: this version keeps KV in memory only; "
                 "leave disk_cache_dir unset"
             )
-        whole(self.prefill_slice, 1, "prefill_slice")
+        if self.prefill_slice is not None:
+            whole(self.prefill_slice, 1, "prefill_slice")
 
 
 @dataclass(frozen=True)

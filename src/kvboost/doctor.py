@@ -12,7 +12,7 @@ import torch
 from kvboost.config import home
 from kvboost.model import weights
 from kvboost.model.load import cpu_has_bf16, pick_device, pick_dtype
-from kvboost.model.packing import can_pack
+from kvboost.model.packing import can_pack, memory_bytes
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ def examine(model: str, device: str | None = None, dtype: str | None = None) -> 
                 f"torch uses {torch.get_num_threads()} of {os.cpu_count()} cores; set "
                 "OMP_NUM_THREADS to use more"
             )
-    memory = _memory_bytes()
-    if memory is not None and memory < 4 * 1024**3:
+    memory = memory_bytes()
+    if 0 < memory < 4 * 1024**3:
         advice.append("less than 4 GiB of memory: lower max_cache_bytes")
     folder_state = _folder_state()
     if folder_state != "writable":
@@ -78,13 +78,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 def _folder_state() -> str:

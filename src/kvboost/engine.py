@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages (``{"role": ..., "content": ...}``)."""
 
+SLICE_ON_CPU = 2048
+SLICE_ON_GPU = 16384  # a forward costs launches first: fewer, larger ones
+
 NOT_MOVED = "moved reuse does not exist yet: chunk_kv_reuse served exact hits only"
 
 
@@ -82,6 +85,9 @@ class KVBoost:
             chunk_size=self.config.chunk_size,
             max_chunks=self.config.max_chunks,
         )
+        self._prefill_slice = self.config.prefill_slice or (
+            SLICE_ON_CPU if model.device.type == "cpu" else SLICE_ON_GPU
+        )
         self._totals: Counter[str] = Counter()
         self._totals_lock = threading.Lock()
 
@@ -100,7 +106,7 @@ class KVBoost:
         recompute_overlap: int = 16,
         kv_cache_bits: int = 16,
         disk_cache_dir: str | None = None,
-        prefill_slice: int = 2048,
+        prefill_slice: int | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         **hf_kwargs: Any,
@@ -413,7 +419,7 @@ class KVBoost:
         fixed grid, so that a hit leaves the later ones as they were. Where rotation depends on
         the prompt's length, the model must see it whole."""
         total = len(request.token_ids)
-        step = self.config.prefill_slice if self._reusable(request) else total
+        step = self._prefill_slice if self._reusable(request) else total
         while start < total:
             end = min((start // step + 1) * step, total)
             yield start, end

@@ -11,7 +11,7 @@ from kvboost import GenerationMode, StockModel, UnsupportedModelError
 from kvboost.model.attention import Segment
 from kvboost.model.compat import ARCHITECTURES
 from kvboost.reuse.plan import LEAST_TOKENS
-from tiny import ALL_MODELS, OTHER_MODELS, internvl_model, make_engine, tiny_model
+from tiny import ALL_MODELS, DEVICE, OTHER_MODELS, internvl_model, make_engine, tiny_model
 
 NAMES = [*ALL_MODELS, "internvl"]
 
@@ -32,7 +32,7 @@ def test_baseline_equals_stock_transformers(name, tiny_engine) -> None:
     ids = random_ids(90, seed=1)
     expected = stock.logits(ids)[-30:]
     actual = engine.score(ids[:61], [*ids[61:], 0], GenerationMode.BASELINE)
-    assert torch.allclose(actual, expected, atol=1e-4)
+    assert torch.allclose(actual, expected, atol=1e-4 if DEVICE == "cpu" else 1e-3)
     greedy = engine.generate(ids, 8, GenerationMode.BASELINE, ignore_eos=True).token_ids
     assert greedy == stock.generate(ids, 8)
 

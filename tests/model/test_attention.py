@@ -56,7 +56,7 @@ def test_attention_equals_the_written_out_one(monkeypatch, positions, window, so
     ids = segment.position_ids(torch.device("cpu"))
     query = torch.randn(1, HEADS, len(positions), DIM, generator=generator)
     keys, values = kv.layer(0, 0, 20)
-    fresh_keys, fresh_values = keys[None, :, ids], values[None, :, ids]
+    fresh_keys, fresh_values = keys[:, :, ids], values[:, :, ids]
     setattr(fresh_keys, attention.SEGMENTS, [segment])
     module = torch.nn.Module()
     module.layer_idx = 0
@@ -70,7 +70,7 @@ def test_attention_equals_the_written_out_one(monkeypatch, positions, window, so
         sliding_window=window,
         softcap=softcap,
     )
-    expected = written_out(query, keys, values, ids, window, softcap, 0.4)
+    expected = written_out(query, keys[0], values[0], ids, window, softcap, 0.4)
     assert torch.allclose(out, expected, atol=1e-5)
 
 

@@ -11,8 +11,8 @@ SHAPE = KVShape(2, 3, 4, torch.float32, torch.device("cpu"))
 def test_rows_are_written_in_place_contiguous_or_not() -> None:
     kv = RequestKV(SHAPE, 10)
     kv.data.zero_()
-    kv.write(1, range(2, 4), torch.ones(3, 2, 4), torch.full((3, 2, 4), 2.0))
-    kv.write(0, torch.tensor([0, 5]), torch.full((3, 2, 4), 3.0), torch.full((3, 2, 4), 4.0))
+    kv.write(1, range(2, 4), torch.ones(1, 3, 2, 4), torch.full((1, 3, 2, 4), 2.0))
+    kv.write(0, torch.tensor([0, 5]), torch.full((1, 3, 2, 4), 3.0), torch.full((1, 3, 2, 4), 4.0))
     assert kv.data[0, 1, :, 2:4].eq(1).all() and kv.data[1, 1, :, 2:4].eq(2).all()
     assert kv.data[0, 0, :, [0, 5]].eq(3).all() and kv.data[1, 0, :, [0, 5]].eq(4).all()
     assert kv.data.count_nonzero() == 4 * 3 * 2 * 4

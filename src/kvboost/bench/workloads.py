@@ -27,7 +27,7 @@ QUESTIONS = (
 _MODULES = (
     "textwrap heapq bisect string shlex statistics fractions queue sched calendar difflib argparse "
     "configparser csv dataclasses functools contextlib collections tempfile zipfile logging ast "
-    "threading subprocess pathlib typing unittest.mock urllib.parse http.client email.message"
+    "threading subprocess pathlib unittest.mock urllib.parse http.client email.message"
 )
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvboost.errors import UnsupportedModelError
@@ -40,6 +41,12 @@ class Segment:
     num_logits: int = 1
     _blocks: dict[int | None, list[Block]] = field(default_factory=dict, repr=False)
 
+    def __post_init__(self) -> None:
+        device = self.kv.shape.device
+        self.token_ids = self.token_ids.to(device)
+        if isinstance(self.positions, torch.Tensor):
+            self.positions = self.positions.to(device)
+
     def __len__(self) -> int:
         return len(self.token_ids)
 
@@ -56,6 +63,11 @@ class Segment:
         if isinstance(self.positions, range):
             return torch.arange(self.positions.start, self.positions.stop, device=device)
         return self.positions
+
+    @cached_property
+    def corner(self) -> CausalBias | None:
+        """The mask of a sequence's last rows, as GPU kernels know it; one row needs none."""
+        return causal_lower_right(len(self), self.end) if len(self) > 1 else None
 
     def blocks(self, window: int | None, like: torch.Tensor) -> list[Block]:
         """The rows in blocks, each with the keys it may look at; made once a forward."""
@@ -98,6 +110,13 @@ class Block:
         return cls(start, start + len(positions), first_key, last + 1, mask)
 
 
+def split(rows: torch.Tensor, segments: Sequence[Segment]) -> Sequence[torch.Tensor]:
+    """Packed ``[1, heads, total, dim]`` as one tensor per segment."""
+    if len(segments) == 1:
+        return (rows,)
+    return rows.split([len(segment) for segment in segments], dim=2)
+
+
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -124,11 +143,9 @@ def attend(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     outputs = []
-    start = 0
-    for segment in segments:
-        rows = slice(start, start + len(segment))
-        start = rows.stop
-        q, k, v = query[:, :, rows], key[:, :, rows], value[:, :, rows]
+    for segment, q, k, v in zip(
+        segments, *(split(rows, segments) for rows in (query, key, value)), strict=True
+    ):
         window = sliding_window if sliding_window and segment.end > sliding_window else None
         contiguous = isinstance(segment.positions, range) and window is None and softcap is None
         if contiguous and segment.first == 0:
@@ -136,8 +153,7 @@ def attend(
             out = sdpa(q, k, v, is_causal=len(segment) > 1, scale=scale, enable_gqa=True)
         elif contiguous and (len(segment) == 1 or query.device.type == "cuda"):
             keys, values = segment.kv.layer(layer, 0, segment.end)
-            mask = causal_lower_right(len(segment), segment.end) if len(segment) > 1 else None
-            out = sdpa(q, keys[None], values[None], attn_mask=mask, scale=scale, enable_gqa=True)
+            out = sdpa(q, keys, values, attn_mask=segment.corner, scale=scale, enable_gqa=True)
         elif contiguous and segment.first <= len(segment):
             out = _attend_padded(q, segment, layer, scale)
         else:
@@ -152,7 +168,7 @@ def _attend_padded(query: torch.Tensor, segment: Segment, layer: int, scale: flo
     causality by itself does both in less time than the one with a mask does the segment alone."""
     keys, values = segment.kv.layer(layer, 0, segment.end)
     padded = torch.nn.functional.pad(query, (0, 0, segment.first, 0))
-    out = sdpa(padded, keys[None], values[None], is_causal=True, scale=scale, enable_gqa=True)
+    out = sdpa(padded, keys, values, is_causal=True, scale=scale, enable_gqa=True)
     return out[:, :, segment.first :]
 
 
@@ -170,14 +186,12 @@ def _attend_blocks(
         keys, values = segment.kv.layer(layer, block.first_key, block.end_key)
         q = query[:, :, block.start : block.end]
         if softcap is not None:
-            out = _softcapped(q, keys[None], values[None], block.mask, scale, softcap)
+            out = _softcapped(q, keys, values, block.mask, scale, softcap)
         elif query.device.type == "cuda":  # its kernels with a mask know no grouped queries
-            folded, mask = _fold(q, keys.shape[0], block.mask)
-            out = sdpa(folded, keys[None], values[None], attn_mask=mask, scale=scale).view_as(q)
+            folded, mask = _fold(q, keys.shape[1], block.mask)
+            out = sdpa(folded, keys, values, attn_mask=mask, scale=scale).reshape(q.shape)
         else:
-            out = sdpa(
-                q, keys[None], values[None], attn_mask=block.mask, scale=scale, enable_gqa=True
-            )
+            out = sdpa(q, keys, values, attn_mask=block.mask, scale=scale, enable_gqa=True)
         outputs.append(out)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
@@ -205,4 +219,4 @@ def _softcapped(
     weights = torch.matmul(folded, keys.transpose(2, 3)) * scale
     weights = torch.tanh(weights / softcap) * softcap + mask
     weights = torch.softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype)
-    return torch.matmul(weights, values).view_as(query)
+    return torch.matmul(weights, values).reshape(query.shape)

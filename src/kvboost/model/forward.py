@@ -50,7 +50,7 @@ class Forward:
     ) -> torch.Tensor:
         device = self.shape.device
         kwargs: dict[str, Any] = {}
-        token_ids = torch.cat([segment.token_ids for segment in segments]).to(device)
+        token_ids = torch.cat([segment.token_ids for segment in segments])
         if self.packed:
             positions = [segment.position_ids(device) for segment in segments]
             kwargs["position_ids"] = torch.cat(positions)[None]
@@ -81,11 +81,13 @@ class _PackedCache:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        start = 0
-        for segment in self._segments:
-            rows = slice(start, start + len(segment))
-            segment.kv.write(layer_idx, segment.positions, keys[0, :, rows], values[0, :, rows])
-            start = rows.stop
+        for segment, k, v in zip(
+            self._segments,
+            attention.split(keys, self._segments),
+            attention.split(values, self._segments),
+            strict=True,
+        ):
+            segment.kv.write(layer_idx, segment.positions, k, v)
         setattr(keys, attention.SEGMENTS, self._segments)
         return keys, values
 
@@ -114,10 +116,9 @@ class _SequenceCache:
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         segment = self._segment
-        segment.kv.write(layer_idx, segment.positions, keys[0], values[0])
+        segment.kv.write(layer_idx, segment.positions, keys, values)
         self._lengths[layer_idx] = segment.end
-        known, known_values = segment.kv.layer(layer_idx, 0, segment.end)
-        return known[None], known_values[None]
+        return segment.kv.layer(layer_idx, 0, segment.end)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._lengths.get(layer_idx, self._segment.first)

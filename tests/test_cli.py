@@ -1,0 +1,128 @@
+"""The command line on a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvboost.cli import app
+from tiny import byte_tokenizer, tiny_model
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("llama", max_position_embeddings=8192).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+
+
+def run(*arguments: str, **options: object):
+    return runner.invoke(app, list(arguments), **options)
+
+
+def test_help_teaches_every_command() -> None:
+    shown = run("--help").output
+    for command in ("demo", "generate", "chat", "models", "doctor", "bench"):
+        assert command in shown
+        assert run(command, "--help").exit_code == 0
+
+
+def test_generate_prints_text_or_json(model) -> None:
+    plain = run("generate", "hello", "-m", model, "--max-new-tokens", "4")
+    assert plain.exit_code == 0
+    assert "not read again" in plain.output
+    parsed = json.loads(
+        run("generate", "-", "-m", model, "--max-new-tokens", "4", "--json", input="hello").stdout
+    )
+    assert len(parsed["token_ids"]) <= 4
+    assert parsed["spans"][-1]["end"] == parsed["prompt_tokens"]
+    assert parsed["timings"]["ttft_ms"] > 0
+
+
+def test_chat_shows_reuse_per_turn(model) -> None:
+    shown = run("chat", "-m", model, "--max-new-tokens", "4", input="hello there friend\nmore\n\n")
+    assert shown.exit_code == 0
+    turns = [line for line in shown.output.splitlines() if "not read again" in line]
+    assert len(turns) == 2
+    assert "0% not read again" in turns[0] and " 0% not read again" not in turns[1]
+
+
+def test_models_lists_and_refuses_unknown_names() -> None:
+    listed = json.loads(run("models", "--json").stdout)
+    assert [info["name"] for info in listed] == ["smollm2-135m"]
+    assert "smollm2-135m" in run("models").output
+    refused = run("models", "pull", "gpt-7")
+    assert refused.exit_code == 2
+    assert "bundled: smollm2-135m" in refused.stderr
+
+
+def test_doctor_tells_facts_and_advice() -> None:
+    findings = json.loads(run("doctor", "--json").stdout)
+    assert {"torch", "device", "dtype", "cache folder"} <= set(findings["facts"])
+    assert any("on first use" in advice for advice in findings["advice"])
+    assert "torch" in run("doctor").output
+
+
+def test_doctor_sees_a_folder_that_cannot_be_used(monkeypatch, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path / "file"))
+    findings = json.loads(run("doctor", "--json").stdout)
+    assert findings["facts"]["cache folder is"] == "not a folder"
+    assert any("KVBOOST_HOME" in advice for advice in findings["advice"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("generate", "hello", "-m", "./nowhere"), "no model folder"),
+        (("generate", "hello", "--max-new-tokens", "0"), "max_new_tokens=0"),
+        (("generate", "hello", "--mode", "turbo"), "mode='turbo'"),
+        (("generate", ""), "prompt is empty"),
+        (("generate", "hello", "--dtype", "int3"), "dtype='int3'"),
+        (("bench", "ttft", "--pattern", "nonsense"), "pattern='nonsense'"),
+        (("bench", "ttft", "--tokens", "8"), "tokens=8"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(model, arguments, message) -> None:
+    if "-m" not in arguments:
+        arguments = (*arguments, "-m", model)
+    if arguments[1] == "":
+        arguments = (*arguments, "--no-chat")
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_the_demo_compares_what_it_claims(model) -> None:
+    shown = run("demo", "-m", model, "--json")
+    assert shown.exit_code == 0, shown.output
+    asked = json.loads(shown.stdout)
+    assert len(asked) == 7
+    for one in asked:
+        assert one["same"] == (one["baseline"]["token_ids"] == one["reuse"]["token_ids"])
+    assert all(one["same"] for one in asked)
+    assert asked[-1]["reuse"]["kv_reuse_ratio"] > 0.9
+
+
+def test_the_benchmark_ends_with_json(model) -> None:
+    done = run("bench", "ttft", "-m", model, "--quick", "--dtype", "float32")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert [row["num_tokens"] for row in report["rows"]] == [256, 512]
+    for row in report["rows"]:
+        assert row["reused"] == pytest.approx(1 - 32 / row["num_tokens"])
+        ratio = row["warm"]["median_ms"] / row["floor"]["median_ms"]
+        assert row["warm_over_floor"] == pytest.approx(ratio)
+    assert report["decode"]["num_tokens"] == 512
+    assert report["machine"]["dtype"] == "float32"
