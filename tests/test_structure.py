@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "cache": LEAVES | {"tokens"},
     "reuse": LEAVES | {"tokens", "cache"},
     "model": LEAVES,
-    "stream": LEAVES,
+    "stream": LEAVES | {"tokens"},
     "verify": LEAVES,
     "engine": LEAVES | {"tokens", "cache", "reuse", "model", "stream", "verify"},
     "doctor": LEAVES | {"model"},

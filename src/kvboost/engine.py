@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 import threading
 from collections import Counter
@@ -10,8 +9,9 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
+from typing import TYPE_CHECKING, Any, TypedDict
 
+import numpy as np
 import torch
 
 from kvboost.cache.chunk import Lineage
@@ -41,15 +41,13 @@ from kvboost.results import (
 from kvboost.reuse.assemble import place
 from kvboost.reuse.plan import exact_prefix
 from kvboost.stream import Request, Run, TextStream
-from kvboost.tokens.hashing import ChunkKey, as_token_ids, root_key
+from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, root_key
+from kvboost.tokens.prompt import Prompt, PromptReader
 from kvboost.tokens.text import Detokenizer, StopMatcher
 from kvboost.verify import verify
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or chat messages (``{"role": ..., "content": ...}``)."""
 
 SLICE_ON_CPU = 2048
 SLICE_ON_GPU = 16384  # a forward costs launches first: fewer, larger ones
@@ -79,6 +77,7 @@ class KVBoost:
         """Most callers want :meth:`from_pretrained` or :meth:`from_model`."""
         self.config = config or EngineConfig()
         self._model = model
+        self._prompts = PromptReader(model.tokenizer, model.vocab_size)
         self._pool = KVPool(model.forward.shape)
         self._store = ChunkStore(
             RamTier(self.config.max_cache_bytes),
@@ -157,14 +156,7 @@ class KVBoost:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids a prompt stands for."""
-        if isinstance(prompt, str):
-            ids = self._model.tokenizer.encode(prompt)
-        elif _is_chat(prompt):
-            ids = self._model.tokenizer.encode_chat(prompt)
-        else:
-            ids = self._check_ids(prompt)
-        if not ids:
-            raise PromptError("the prompt is empty; give at least one token")
+        ids: list[int] = self._prompts.read(prompt).tolist()
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -218,7 +210,7 @@ class KVBoost:
         """
         clock = Clock()
         params = _sampling_params(max_new_tokens, sampling)
-        request = self._request(self.encode(prompt), mode, cache_salt, params)
+        request = self._request(self._prompts.read(prompt), mode, cache_salt, params)
         clock.lap("tokenize")
         run = Run(clock)
         return TextStream(self._serve(request, run), run, request)
@@ -231,7 +223,7 @@ class KVBoost:
         cache_salt: str = "",
     ) -> ReuseReport:
         """How a prompt would be served now. Runs nothing, counts nothing."""
-        request = self._request(self.encode(prompt), mode, cache_salt)
+        request = self._request(self._prompts.read(prompt), mode, cache_salt)
         with self._lookup(request, len(request.token_ids) - 1, pin=False) as hits:
             return self._report(request, hits)
 
@@ -251,7 +243,7 @@ class KVBoost:
             )
         if header is not None and not isinstance(text, str):
             raise PromptError("header= goes with text given as a string")
-        ids = self.encode(text if header is None else f"{header}{text}")
+        ids = self._prompts.read(text if header is None else f"{header}{text}")
         request = self._request(ids, GenerationMode.PREFIX_CACHE, cache_salt)
         run = Run(Clock())
         with self._pool.lend(len(ids)) as kv:
@@ -268,9 +260,9 @@ class KVBoost:
     ) -> torch.Tensor:
         """Logits ``[len(continuation), vocab]`` with which the model meets each token of
         ``continuation`` behind ``prompt``. Keeps nothing."""
-        ids = self.encode(prompt)
-        follow = self._check_ids(continuation)
-        request = self._request([*ids, *follow[:-1]], mode, cache_salt)
+        follow = self._prompts.read(continuation)
+        ids = as_token_ids(np.concatenate([self._prompts.read(prompt), follow[:-1]]))
+        request = self._request(ids, mode, cache_salt)
         with self._pool.lend(len(request.token_ids)) as kv:
             return self._prefill(request, Run(Clock()), kv, num_logits=len(follow))
 
@@ -392,7 +384,7 @@ class KVBoost:
             if len(run.token_ids) == limit:
                 run.finish_reason = "length"
                 break
-            logits = self._compute(kv, (token,), run.rows, 1)[-1]
+            logits = self._compute(kv, as_token_ids([token]), run.rows, 1)[-1]
             run.rows += 1
         yield from run.show(stops.push(detokenizer.finish()))
         yield from run.show(stops.finish())
@@ -403,16 +395,17 @@ class KVBoost:
         if request.mode is GenerationMode.BASELINE:
             return 0
         num_rows = min(run.rows, self._reusable(request))
-        ids = as_token_ids((*request.token_ids, *run.token_ids)[:num_rows])
+        ids = as_token_ids(np.concatenate([request.token_ids, run.token_ids])[:num_rows])
         return self._store.admit(self._root(request.salt), ids, kv.copy_rows, Lineage.EXACT)
 
     def _compute(
-        self, kv: RequestKV, token_ids: Sequence[int], start: int, num_logits: int
+        self, kv: RequestKV, token_ids: TokenIds, start: int, num_logits: int
     ) -> torch.Tensor:
         """Runs ``token_ids`` at positions from ``start`` on."""
         positions = range(start, start + len(token_ids))
         kv.reserve(positions.stop)
-        return self._model.forward([Segment(kv, torch.tensor(token_ids), positions, num_logits)])
+        ids = torch.from_numpy(token_ids.astype(np.int64))
+        return self._model.forward([Segment(kv, ids, positions, num_logits)])
 
     def _slices(self, request: Request, start: int) -> Iterator[tuple[int, int]]:
         """What is to be computed, in pieces that bound the memory of one forward. They end on a
@@ -431,7 +424,7 @@ class KVBoost:
         if request.mode is GenerationMode.BASELINE:
             yield []
             return
-        ids = as_token_ids(request.token_ids[: min(limit, self._reusable(request))])
+        ids = request.token_ids[: min(limit, self._reusable(request))]
         with self._store.lookup(self._root(request.salt), ids, pin=pin) as hits:
             yield hits
 
@@ -462,7 +455,7 @@ class KVBoost:
 
     def _request(
         self,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         mode: GenerationMode | str,
         salt: str,
         params: SamplingParams | None = None,
@@ -472,7 +465,7 @@ class KVBoost:
         if self.context_length is not None and len(token_ids) >= self.context_length:
             raise ContextLengthError(len(token_ids), self.context_length)
         return Request(
-            tuple(token_ids),
+            token_ids,
             choose(GenerationMode, mode, "mode"),
             salt,
             params or SamplingParams(max_new_tokens=1),
@@ -480,23 +473,6 @@ class KVBoost:
 
     def _root(self, salt: str) -> ChunkKey:
         return root_key(self._model.fingerprint, salt, Lineage.EXACT.value)
-
-    def _check_ids(self, prompt: object) -> list[int]:
-        """``prompt`` as a list of valid token ids."""
-        try:
-            ids = [operator.index(item) for item in prompt]  # type: ignore[attr-defined]
-        except TypeError:
-            raise PromptError(
-                f"a prompt is a string, token ids, or chat messages; got {_short(prompt)}"
-            ) from None
-        vocabulary = self._model.vocab_size
-        for token_id in ids:
-            if not 0 <= token_id < vocabulary:
-                raise PromptError(
-                    f"token id {token_id} is outside the model's vocabulary of {vocabulary:,} "
-                    f"(0 to {vocabulary - 1:,})"
-                )
-        return ids
 
     def _count(self, run: Run) -> None:
         with self._totals_lock:
@@ -513,20 +489,3 @@ def _sampling_params(max_new_tokens: int, options: SamplingOptions) -> SamplingP
             raise ConfigError(f"unknown option {name!r}; there are {', '.join(sorted(known))}")
     given: dict[str, Any] = {**options, "stop": stop_strings(options.get("stop"))}
     return SamplingParams(max_new_tokens=max_new_tokens, **given)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) < 60 else text[:57] + '...'}"
-
-
-def _is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, str]]]:
-    """Whether ``prompt`` is a conversation; raises PromptError on a message we cannot read."""
-    if not isinstance(prompt, Sequence) or not any(isinstance(item, Mapping) for item in prompt):
-        return False
-    for message in prompt:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise PromptError(
-                f"a chat message is a mapping with 'role' and 'content'; got {_short(message)}"
-            )
-    return True

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvboost.config import GenerationMode, SamplingParams
 from kvboost.results import Clock, GenerationResult, ReuseReport, TokenLogprob
+from kvboost.tokens.hashing import TokenIds
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 class Request:
     """What was asked, checked."""
 
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     mode: GenerationMode
     salt: str
     params: SamplingParams

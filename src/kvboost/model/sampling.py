@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import (
     GenerationConfig,
@@ -45,7 +48,7 @@ class Sampler:
         self,
         params: SamplingParams,
         defaults: GenerationConfig,
-        prompt_ids: Sequence[int],
+        prompt_ids: Sequence[int] | npt.NDArray[np.integer[Any]],
         device: torch.device,
     ) -> None:
         self._logprobs = params.logprobs
@@ -57,7 +60,9 @@ class Sampler:
             else:
                 self._generator.manual_seed(params.seed)
         self._processors = _processors(params, defaults)
-        self._seen = torch.tensor(prompt_ids, device=device) if self._processors else None
+        self._seen: torch.Tensor | None = None
+        if self._processors:
+            self._seen = torch.tensor(prompt_ids, dtype=torch.long, device=device)
 
     def __call__(self, logits: torch.Tensor) -> tuple[int, TokenLogprob | None]:
         """The next token, given the model's logits ``[vocab]``."""

@@ -1,0 +1,67 @@
+"""What users call a prompt, as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeGuard
+
+import numpy as np
+
+from kvboost.errors import PromptError
+from kvboost.tokens.hashing import TokenIds, as_token_ids
+from kvboost.tokens.text import Tokenizer
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Text, token ids, or chat messages (``{"role": ..., "content": ...}``)."""
+
+
+class PromptReader:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+
+    def read(self, prompt: Prompt) -> TokenIds:
+        """The token ids of ``prompt``; PromptError if there are none or it is no prompt."""
+        if isinstance(prompt, str):
+            ids = as_token_ids(self._tokenizer.encode(prompt))
+        elif _is_chat(prompt):
+            ids = as_token_ids(self._tokenizer.encode_chat(prompt))
+        else:
+            ids = self._check(prompt)
+        if not len(ids):
+            raise PromptError("the prompt is empty; give at least one token")
+        return ids
+
+    def _check(self, prompt: object) -> TokenIds:
+        try:
+            ids = np.asarray(prompt)
+        except ValueError:  # lists of different lengths
+            ids = np.empty((0, 0))
+        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+            raise PromptError(
+                f"a prompt is a string, token ids, or chat messages; got {_short(prompt)}"
+            )
+        wrong = ids[(ids < 0) | (ids >= self._vocab_size)]
+        if len(wrong):
+            raise PromptError(
+                f"token id {wrong[0]} is outside the model's vocabulary of {self._vocab_size:,} "
+                f"(0 to {self._vocab_size - 1:,})"
+            )
+        return as_token_ids(ids)
+
+
+def _is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, str]]]:
+    """Whether ``prompt`` is a conversation; raises PromptError on a message we cannot read."""
+    if not isinstance(prompt, Sequence) or not any(isinstance(item, Mapping) for item in prompt):
+        return False
+    for message in prompt:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise PromptError(
+                f"a chat message is a mapping with 'role' and 'content'; got {_short(message)}"
+            )
+    return True
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) < 60 else text[:57] + '...'}"
