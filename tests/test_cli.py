@@ -124,5 +124,7 @@ def test_the_benchmark_ends_with_json(model) -> None:
         assert row["reused"] == pytest.approx(1 - 32 / row["num_tokens"])
         ratio = row["warm"]["median_ms"] / row["floor"]["median_ms"]
         assert row["warm_over_floor"] == pytest.approx(ratio)
+    first = report["rows"][0]  # one pattern: pooled is that pattern
+    assert report["pooled"][0]["speedup"] == pytest.approx(first["speedup"])
     assert report["decode"]["num_tokens"] == 512
     assert report["machine"]["dtype"] == "float32"

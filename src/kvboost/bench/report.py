@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvboost import ReuseReport, SpanKind
-from kvboost.bench.ttft import TTFT, Decode
+from kvboost.bench.ttft import TTFT, Decode, Pooled
 
 COLOURS = {SpanKind.EXACT: "green", SpanKind.COMPUTE: "yellow"}
 MARKS = {SpanKind.EXACT: "█", SpanKind.COMPUTE: "▒"}  # told apart without colours too
@@ -54,6 +54,20 @@ def ttft_table(rows: Sequence[TTFT]) -> Table:
             *(_spread(sample) for sample in (row.stock, row.baseline)),
             f"{row.baseline_over_stock:.2f}",
             *(_spread(sample) for sample in (row.warm, row.floor)),
+            f"{row.warm_over_floor:.2f}",
+            f"{row.speedup:.1f} ×",
+        )
+    return table
+
+
+def pooled_table(rows: Sequence[Pooled]) -> Table:
+    table = Table(title="all patterns together")
+    for heading in ("tokens", "baseline ÷ stock", "warm ÷ floor", "faster than stock"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row.num_tokens:,}",
+            f"{row.baseline_over_stock:.2f}",
             f"{row.warm_over_floor:.2f}",
             f"{row.speedup:.1f} ×",
         )

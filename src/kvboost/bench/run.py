@@ -10,7 +10,7 @@ from rich.console import Console
 from kvboost import ConfigError, KVBoost, StockModel
 from kvboost.bench import report
 from kvboost.bench.machine import describe
-from kvboost.bench.ttft import measure_decode, measure_ttft, rounds_of
+from kvboost.bench.ttft import Pooled, measure_decode, measure_ttft, rounds_of
 from kvboost.bench.workloads import PATTERNS
 from kvboost.progress import Progress
 
@@ -51,6 +51,9 @@ def run_ttft(
     engine.close()
     report.explain_ttft(console)
     console.print(report.ttft_table(rows))
+    by_length = [[row for row in rows if row.num_tokens == length] for length in lengths]
+    pooled = [Pooled.of(group) for group in by_length]
+    console.print(report.pooled_table(pooled))
     console.print(report.decode_table([decode]))
     return {
         "benchmark": "ttft",
@@ -59,5 +62,6 @@ def run_ttft(
         "machine": machine,
         "rounds": rounds,
         "rows": [row.as_json() for row in rows],
+        "pooled": [vars(row) for row in pooled],
         "decode": decode.as_json(),
     }

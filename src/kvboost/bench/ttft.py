@@ -51,6 +51,28 @@ class TTFT:
 
 
 @dataclass(frozen=True)
+class Pooled:
+    """All patterns of one length together: ratios of summed medians, steadier than any single."""
+
+    num_tokens: int
+    baseline_over_stock: float
+    warm_over_floor: float
+    speedup: float
+
+    @classmethod
+    def of(cls, rows: Sequence[TTFT]) -> Pooled:
+        def total(name: str) -> float:
+            return sum(getattr(row, name).median_ms for row in rows)
+
+        return cls(
+            rows[0].num_tokens,
+            total("baseline") / total("stock"),
+            total("warm") / total("floor"),
+            total("stock") / total("warm"),
+        )
+
+
+@dataclass(frozen=True)
 class Decode:
     """Milliseconds per generated token behind a prompt of ``num_tokens`` that is known."""
 
