@@ -61,15 +61,11 @@ class Pooled:
 
     @classmethod
     def of(cls, rows: Sequence[TTFT]) -> Pooled:
-        def total(name: str) -> float:
-            return sum(getattr(row, name).median_ms for row in rows)
-
-        return cls(
-            rows[0].num_tokens,
-            total("baseline") / total("stock"),
-            total("warm") / total("floor"),
-            total("stock") / total("warm"),
+        stock, baseline, warm, floor = (
+            sum(sample.median_ms for sample in samples)
+            for samples in zip(*((r.stock, r.baseline, r.warm, r.floor) for r in rows), strict=True)
         )
+        return cls(rows[0].num_tokens, baseline / stock, warm / floor, stock / warm)
 
 
 @dataclass(frozen=True)
