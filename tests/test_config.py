@@ -59,6 +59,11 @@ def test_an_engine_option_out_of_range_names_option_and_value(option, value) -> 
         ("stop", ("",)),
         ("logprobs", 100),
         ("do_sample", "yes"),
+        ("temperature", float("nan")),
+        ("repetition_penalty", "x"),
+        ("logprobs", 2.5),
+        ("seed", 2**70),
+        ("ignore_eos", "no"),
     ],
 )
 def test_a_sampling_option_out_of_range_names_option_and_value(option, value) -> None:
@@ -94,6 +99,8 @@ def test_stop_is_one_string_or_several() -> None:
     assert stop_strings(None) == ()
     assert stop_strings("END") == ("END",)
     assert stop_strings(["a", "b"]) == ("a", "b")
+    with pytest.raises(ConfigError, match="stop=5"):
+        stop_strings(5)
 
 
 def test_home_follows_the_environment(monkeypatch, tmp_path) -> None:

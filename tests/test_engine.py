@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from kvboost import (
     ContextLengthError,
     GenerationMode,
     KVBoost,
+    KVBoostError,
     PromptError,
     SpanKind,
     StockModel,
@@ -127,7 +129,9 @@ def test_chat_uses_the_template_and_grows_without_reading_again(engine) -> None:
 def test_a_stream_gives_the_text_in_pieces_and_the_result_after(engine) -> None:
     whole = engine.generate(TEXT, 30, ignore_eos=True)
     stream = engine.stream(TEXT, 30, ignore_eos=True)
-    pieces = list(stream)
+    pieces = [next(stream), next(stream)]
+    assert stream.result.total_ms > stream.result.ttft_ms > 0  # true on the way too
+    pieces += stream
     assert "".join(pieces) == whole.output_text == stream.result.output_text
     assert stream.result.token_ids == whole.token_ids
     assert engine.decode(whole.token_ids) == whole.output_text
@@ -168,6 +172,24 @@ def test_finish_reasons_are_true(engine) -> None:
     assert len(stopped.token_ids) < 40
 
 
+def test_an_answer_longer_than_the_room_set_aside_grows(engine, monkeypatch) -> None:
+    expected = engine.generate([1] * 250, 5, GenerationMode.BASELINE, ignore_eos=True).token_ids
+    monkeypatch.setattr("kvboost.engine.FIRST_ROOM", 1)
+    monkeypatch.setattr("kvboost.model.kv._ROUND", 1)
+    engine._pool.clear()
+    grown = engine.generate([1] * 250, 5, GenerationMode.BASELINE, ignore_eos=True).token_ids
+    assert grown == expected
+    assert engine._pool._idle[0].capacity == 2 * 251
+
+
+def test_a_stop_that_only_the_last_flush_completes_is_a_stop(engine, monkeypatch) -> None:
+    tokenizer = engine._model.tokenizer
+    half = tokenizer.encode("é")[0]
+    monkeypatch.setattr("kvboost.engine.Sampler", lambda *_: lambda logits: (half, None))
+    result = engine.generate(TEXT, 1, stop="\ufffd")
+    assert (result.finish_reason, result.output_text) == ("stop", "")
+
+
 def test_every_end_of_sequence_token_ends(engine) -> None:
     free = engine.generate(TEXT, 10, ignore_eos=True).token_ids
     model = tiny_model("llama")
@@ -204,6 +226,8 @@ def test_token_ids_outside_the_vocabulary_are_refused(engine) -> None:
 
 
 def test_chat_messages_that_cannot_be_read_are_refused(engine) -> None:
+    with pytest.raises(PromptError, match="chat\\(\\) takes messages"):
+        engine.chat("hello")
     with pytest.raises(PromptError, match="'role' and 'content'"):
         engine.chat([{"role": "user"}])
     with pytest.raises(PromptError, match="'role' and 'content'"):
@@ -266,11 +290,16 @@ def longrope_model():
     return tiny_model("phi3", rope_parameters=rope, original_max_position_embeddings=64)
 
 
+def test_an_answer_that_crosses_the_switch_equals_stock_and_is_not_kept() -> None:
+    engine = make_engine(longrope_model())
+    prompt = [number * 5 % 256 for number in range(58)]
+    result = engine.generate(prompt, 20, EXACT, ignore_eos=True)
+    assert result.token_ids == StockModel(longrope_model()).generate(prompt, 20)
+    assert engine.cache_stats()["hot_chunks"] == 0
+
+
 @pytest.mark.parametrize("make_model", [dynamic_model, longrope_model])
-def test_where_rotation_depends_on_length_only_short_prompts_are_reused(
-    make_model, monkeypatch
-) -> None:
-    monkeypatch.setattr("kvboost.model.load.context_length", lambda config: CONTEXT)
+def test_where_rotation_depends_on_length_only_short_prompts_are_reused(make_model) -> None:
     engine = make_engine(make_model(), prefill_slice=16)
     short, long = [number * 5 % 256 for number in range(40)], list(range(100))
     engine.warm(short)
@@ -292,11 +321,69 @@ def test_reported_times_are_true_by_an_outside_clock(engine) -> None:
     list(stream)
     total = (time.perf_counter() - start) * 1e3
     timings = stream.result.timings
-    assert timings.ttft_ms <= first
-    assert timings.ttft_ms == pytest.approx(first, abs=5)
-    assert timings.total_ms == pytest.approx(total, abs=5)
-    assert sum(asdict(timings)[f"{phase}_ms"] for phase in PHASES) == pytest.approx(total, abs=5)
+    assert first / 2 < timings.ttft_ms <= first
+    assert total / 2 < timings.total_ms <= total
+    phases = sum(asdict(timings)[f"{phase}_ms"] for phase in PHASES)
+    assert phases == pytest.approx(timings.total_ms)
     assert stream.result.tokens_per_sec == pytest.approx(12 / timings.total_ms * 1e3)
+
+
+def test_the_callers_own_time_is_not_counted(engine) -> None:
+    stream = engine.stream(TEXT, 4, ignore_eos=True)
+    time.sleep(0.3)
+    for _ in stream:
+        time.sleep(0.3)
+    assert stream.result.ttft_ms < 300
+    assert stream.result.total_ms < 600
+
+
+def test_a_hit_too_short_to_use_is_no_hit(engine) -> None:
+    engine.warm("abcde" + "x" * 30)
+    assert engine.generate("abcde" + "y" * 30, 1, EXACT).exact_tokens == 0
+    assert engine.cache_stats()["cache_hits"] == 0
+
+
+def test_a_stream_that_nobody_closes_takes_no_lock_when_it_is_collected(engine) -> None:
+    """The collector may run in a thread that holds our locks; here this very thread does."""
+    stream = engine.stream(TEXT, 50, EXACT, ignore_eos=True)
+    next(stream)
+    with engine._store._admission, engine._store._lock, engine._pool._lock:
+        del stream
+        gc.collect()
+    assert engine.generate(TEXT, 3, EXACT).cached_tokens == 0
+
+
+def test_logprobs_come_with_every_token(engine) -> None:
+    result = engine.generate(TEXT, 5, ignore_eos=True, logprobs=3)
+    assert [one.token_id for one in result.logprobs] == result.token_ids
+    for one in result.logprobs:
+        assert len(one.top) == 3
+        assert one.top[0] == (one.token_id, pytest.approx(one.logprob))
+    assert engine.generate(TEXT, 2).logprobs is None
+
+
+def test_a_closed_engine_says_so_and_gives_the_model_back() -> None:
+    model = tiny_model("llama")
+    own = model.config._attn_implementation
+    with make_engine(model) as first, make_engine(model) as second:
+        expected = first.generate(TEXT, 4, "baseline").token_ids
+        assert second.generate(TEXT, 4, "baseline").token_ids == expected
+        first.close()
+        assert second.generate(TEXT, 4, "baseline").token_ids == expected
+    assert model.config._attn_implementation == own
+    with pytest.raises(KVBoostError, match="engine is closed"):
+        first.generate(TEXT)
+
+
+def test_adapters_switched_at_run_time_never_share(engine, monkeypatch) -> None:
+    model = engine._model.forward.model
+    monkeypatch.setattr(model, "_hf_peft_config_loaded", True)
+    active = ["first"]
+    monkeypatch.setattr(model, "active_adapters", lambda: active)
+    engine.warm(TEXT)
+    assert engine.plan(TEXT).cached_tokens > 0
+    active[0] = "second"
+    assert engine.plan(TEXT).cached_tokens == 0
 
 
 def test_statistics_add_up(engine) -> None:
@@ -307,8 +394,8 @@ def test_statistics_add_up(engine) -> None:
     assert stats["prompt_tokens"] == 2 * len(TEXT)
     assert stats["exact_tokens"] == len(TEXT) - 1
     assert stats["generated_tokens"] == 8
-    assert stats["cache_hits"] + stats["cache_misses"] == 2 * 4
-    assert stats["hit_rate"] == stats["exact_hit_rate"] == 0.5
+    assert (stats["cache_hits"], stats["cache_misses"]) == (4, 4 + 1)
+    assert stats["hit_rate"] == stats["exact_hit_rate"] == 4 / 9
     assert stats["tiers"]["ram"]["bytes"] == stats["hot_memory_mb"] * 1e6
     engine.clear()
     assert engine.cache_stats()["hot_chunks"] == 0
@@ -352,6 +439,7 @@ def test_an_engine_is_a_context_and_lets_go_of_its_cache() -> None:
 
 
 def test_our_attention_outside_the_engine_explains_itself(engine) -> None:
+    engine.generate(TEXT, 1)
     with pytest.raises(RuntimeError, match="set_attn_implementation"):
         engine._model.forward.model(torch.tensor([[1, 2, 3]], device=engine.device))
 

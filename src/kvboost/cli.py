@@ -227,7 +227,7 @@ def ttft(
         list[int] | None, typer.Option(help="Prompt lengths; 512, 1024 and 2048 if not given.")
     ] = None,
     new: Annotated[int, typer.Option(min=1, help="How many of them are new.")] = 32,
-    rounds: Annotated[int, typer.Option(min=1, help="Medians are over this many.")] = 7,
+    rounds: Annotated[int, typer.Option(min=1, max=50, help="Medians are over this many.")] = 7,
     quick: Annotated[bool, typer.Option(help="One pattern, short prompts: half a minute.")] = False,
     device: Device = None,
     dtype: Dtype = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -49,13 +50,17 @@ def one_of(value: str | int, allowed: Sequence[str | int], option: str) -> None:
         raise ConfigError(f"{option}={value!r} is not available; choose one of {listing}")
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def at_least(value: float, least: float, option: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
+    if not _is_number(value) or value < least:
         raise ConfigError(f"{option}={value!r} must be a number of at least {least}")
 
 
 def within(value: float, low: float, high: float, option: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+    if not _is_number(value) or not low <= value <= high:
         raise ConfigError(f"{option}={value!r} must be a number between {low} and {high}")
 
 
@@ -151,14 +156,18 @@ class SamplingParams:
         for option in ("top_p", "min_p"):
             if (share := getattr(self, option)) is not None:
                 within(share, 0.0, 1.0, option)
-        if self.repetition_penalty is not None and not self.repetition_penalty > 0:
-            raise ConfigError(f"repetition_penalty={self.repetition_penalty!r} must be above 0")
+        if self.repetition_penalty is not None:
+            at_least(self.repetition_penalty, 0.01, "repetition_penalty")
         if self.seed is not None:
             whole(self.seed, 0, "seed")
+            within(self.seed, 0, 2**63 - 1, "seed")
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ConfigError(f"stop={self.stop!r} must hold non-empty strings")
         if self.logprobs is not None:
+            whole(self.logprobs, 0, "logprobs")
             within(self.logprobs, 0, 20, "logprobs")
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos={self.ignore_eos!r} must be True or False")
 
     @property
     def samples(self) -> bool:
@@ -173,7 +182,11 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """The user's ``stop`` as a tuple: one string, several, or none."""
     if stop is None:
         return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+    if isinstance(stop, str):
+        return (stop,)
+    if not isinstance(stop, Sequence):
+        raise ConfigError(f"stop={stop!r} must be a string or several strings")
+    return tuple(stop)
 
 
 def home() -> Path:

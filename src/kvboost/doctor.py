@@ -28,13 +28,13 @@ def examine(model: str, device: str | None = None, dtype: str | None = None) -> 
     advice = []
     if chosen_device.type == "cpu":
         advice.append(
-            "no GPU is used: a full prefill of a 1.5B model takes about a minute for 2,000 tokens; "
-            "reuse pays all the more"
+            "no GPU is used: reading a prompt is the slow part here, and the part that reuse "
+            "saves; `kvboost bench ttft` measures both"
         )
         if not cpu_has_bf16():
             advice.append(
-                "this CPU has no bfloat16 matrix units, so float32 is the default: expect three "
-                "times the time of one that has them"
+                "this CPU has no bfloat16 matrix units, so float32 is the default; where there are "
+                "some, a prefill takes about a third of the time"
             )
         if chosen_dtype == torch.float16:
             advice.append("float16 is slow on CPUs; use bfloat16 or float32")

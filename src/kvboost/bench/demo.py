@@ -112,7 +112,8 @@ def show(everything: list[Asked], console: Console) -> None:
         console.print(f"  {asked.title:<{width}} ", prompt_map(asked.reuse.reuse), end="\n")
     console.print("  ", legend())
     console.print(f"\nasked last: {CODE_QUESTIONS[-1]}", highlight=False)
-    console.print(f"answer:     {everything[-1].reuse.output_text}", highlight=False)
+    answer = everything[-1].reuse.output_text  # the model's words, not our markup
+    console.print(f"answer:     {answer}", highlight=False, markup=False)
     same = sum(asked.same for asked in everything)
     verdict = f"\n{same} of {len(everything)} answers, compared token by token, are identical."
     if same < len(everything):

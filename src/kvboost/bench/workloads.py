@@ -6,6 +6,7 @@ Each pattern is a long shared beginning and many short, different ends: the ques
 from __future__ import annotations
 
 import inspect
+import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +24,9 @@ QUESTIONS = (
     "Write the shortest test that would fail if the main idea were wrong.",
     "What did the author assume about the reader, and is that assumption fair?",
 )
+
+OPENINGS = string.ascii_letters
+MAX_QUESTIONS = len(OPENINGS)
 
 _MODULES = (
     "textwrap heapq bisect string shlex statistics fractions queue sched calendar difflib argparse "
@@ -49,9 +53,9 @@ class Pattern:
 
 
 def question(encode: Encode, number: int, num_tokens: int) -> list[int]:
-    """Exactly ``num_tokens`` tokens that no other number gives, in the words of a user."""
-    text = f"\n\nRequest {number}: {QUESTIONS[number % len(QUESTIONS)]} "
-    ids = encode(text)
+    """Exactly ``num_tokens`` tokens in the words of a user. The very first differs for every
+    number below ``MAX_QUESTIONS``, so nothing of one is known from another."""
+    ids = encode(f"{OPENINGS[number]}) {QUESTIONS[number % len(QUESTIONS)]} ")
     while len(ids) < num_tokens:
         ids += ids
     return ids[:num_tokens]

@@ -91,8 +91,8 @@ class PrefixIndex:
     def leaf_extended_by(self, parent: ChunkKey, token_ids: TokenIds) -> ChunkKey | None:
         """A childless sibling whose tokens ``token_ids`` begin with: of no use beside them.
 
-        Siblings never begin with one another (this method keeps it so), hence it can only stand
-        directly before them.
+        The store drops it, so siblings do not begin with one another unless one was in use, and
+        it can only stand directly before them.
         """
         siblings = self._children.get(parent)
         at = bisect_left(siblings.order, _sortable(token_ids)) if siblings else 0

@@ -61,7 +61,7 @@ class ChunkStore:
     ) -> Iterator[list[Hit]]:
         """The longest known beginning of ``token_ids``, pinned until the context is left.
 
-        ``pin=False`` only looks: nothing is counted and nothing becomes younger.
+        ``pin=False`` only looks: nothing becomes younger.
         """
         with self._lock:
             hits = self._match(root, token_ids)
@@ -69,9 +69,6 @@ class ChunkStore:
             if pin:
                 self._pins.update(keys)
                 self._policy.touch(keys)
-                num_chunks = len(fixed(len(token_ids), self._chunk_size))
-                self._counts["hits"] += len(hits)
-                self._counts["misses"] += max(0, num_chunks - len(hits))
         try:
             yield hits
         finally:
@@ -83,8 +80,8 @@ class ChunkStore:
         """Keeps the KV of ``token_ids``, which begin a sequence; returns how many chunks are new.
 
         Chunks that are known are skipped, a shorter one that a new one continues is replaced.
-        When the budget is full of pinned chunks the rest is left out: the beginning of a text is
-        worth more than its end.
+        When the budget is full of pinned chunks, or a copy fails, the rest is left out: the
+        beginning of a text is worth more than its end.
         """
         new = 0
         path: list[ChunkKey] = []
@@ -99,7 +96,13 @@ class ChunkStore:
                             self._pins[known] += 1
                     if known is None:
                         key = chain_key(parent, ids)
-                        chunk = KVChunk(key, parent, ids, copy(start, end), start, lineage)
+                        try:
+                            kv = copy(start, end)
+                        except (MemoryError, RuntimeError):  # torch is out of memory
+                            with self._lock:
+                                self._counts["failed"] += 1
+                            break
+                        chunk = KVChunk(key, parent, ids, kv, start, lineage)
                         with self._lock:
                             if not self._insert(chunk):
                                 self._counts["rejected"] += 1
@@ -122,7 +125,7 @@ class ChunkStore:
                 "pinned": len(self._pins),
                 **{
                     name: self._counts[name]
-                    for name in ("hits", "misses", "admitted", "evicted", "rejected", "lost")
+                    for name in ("admitted", "evicted", "rejected", "failed", "lost")
                 },
             }
 
@@ -198,14 +201,14 @@ class ChunkStore:
         return best.key
 
     def _insert(self, chunk: KVChunk) -> bool:
-        shorter = self._index.leaf_extended_by(chunk.parent, chunk.token_ids)
-        if shorter is not None and shorter not in self._pins:
-            self._drop(shorter)
         if chunk.nbytes > self._tier.max_bytes:
             return False
         while not self._fits(chunk):
             if not self._evict_one():
                 return False
+        shorter = self._index.leaf_extended_by(chunk.parent, chunk.token_ids)
+        if shorter is not None and shorter not in self._pins:
+            self._drop(shorter)
         if not self._tier.put(chunk):
             return False
         self._index.insert(chunk.key, chunk.parent, chunk.token_ids)

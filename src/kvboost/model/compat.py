@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -67,6 +68,11 @@ class Support:
     reuse_limit: int | None
     """Positions below this one rotate alike in every prompt; beyond it, how a key is rotated
     depends on the prompt's length, and nothing is reused or kept."""
+    switches: bool = False
+    """LongRoPE: at ``reuse_limit`` all positions change to other factors, once."""
+
+    def switches_at(self, position: int) -> bool:
+        return self.switches and position == self.reuse_limit
 
     @property
     def packed(self) -> bool:
@@ -95,27 +101,30 @@ def check(config: PretrainedConfig, *, strict: bool) -> Support:
             "re-rotated, so text that moved can never be reused. strict=False gives exact prefix "
             "reuse"
         )
-    return Support(model_type, architecture, _reuse_limit(config.get_text_config()))
+    text = config.get_text_config()
+    limits = [
+        int(rope.get("original_max_position_embeddings") or text.max_position_embeddings)
+        for rope in _ropes(text)
+        if rope["rope_type"] in LENGTH_DEPENDENT_ROPE
+    ]
+    switches = any(rope["rope_type"] == "longrope" for rope in _ropes(text))
+    return Support(model_type, architecture, min(limits, default=None), switches)
 
 
-def _reuse_limit(config: PretrainedConfig) -> int | None:
-    """The first length at which the RoPE of any layer depends on the prompt's length."""
+def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """The RoPE parameters of every kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     per_layer_type = all(isinstance(value, dict) for value in parameters.values())
-    ropes = list(parameters.values()) if per_layer_type else [parameters]
-    limits = [
-        int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
-        for rope in ropes
-        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE
-    ]
-    return min(limits, default=None)
+    ropes = parameters.values() if per_layer_type else [parameters]
+    return [rope for rope in ropes if "rope_type" in rope]
 
 
 def context_length(config: PretrainedConfig) -> int | None:
     """How many tokens the model can hold, or None where its config sets no limit."""
     text = config.get_text_config()
+    dynamic = [rope["factor"] for rope in _ropes(text) if rope["rope_type"] == "dynamic"]
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         limit = getattr(text, name, None)
         if isinstance(limit, int) and limit > 0:
-            return limit
+            return int(limit * max(dynamic, default=1))
     return None

@@ -31,16 +31,28 @@ class Forward:
     def __init__(self, model: PreTrainedModel, *, packed: bool) -> None:
         self.model = model
         self.packed = packed
+        self._own_attention = "sdpa" if model._supports_sdpa else "eager"
         self._lock = threading.Lock()
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.release()  # another engine may have bound it
         self.shape = _probe(model)
-        if packed:
-            model.set_attn_implementation(attention.NAME)
+
+    def bind(self) -> None:
+        """Makes the model attend through us."""
+        if self.packed and self.model.config._attn_implementation != attention.NAME:
+            self._own_attention = self.model.config._attn_implementation
+            self.model.set_attn_implementation(attention.NAME)
+
+    def release(self) -> None:
+        """Gives the model its own attention back."""
+        if self.model.config._attn_implementation == attention.NAME:
+            self.model.set_attn_implementation(self._own_attention)
 
     def __call__(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Logits ``[wanted rows, vocab]`` of all segments, in order. Writes the fresh rows of
         every segment into its KV, which must have the room."""
         with self._lock, torch.inference_mode():
+            self.bind()
             if self.packed:
                 return self._run(segments, _PackedCache(segments))
             return torch.cat([self._run([one], _SequenceCache(one)) for one in segments])

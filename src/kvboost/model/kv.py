@@ -95,11 +95,12 @@ class RequestKV:
 
 class KVPool:
     """Hands out request KV and takes it back. Fresh memory costs a page fault every 4 KiB, five
-    times the copy of a hit, so a few buffers are kept for the next requests."""
+    times the copy of a hit, so the last few buffers are kept for the next requests."""
 
-    def __init__(self, shape: KVShape, max_idle: int = 2) -> None:
+    def __init__(self, shape: KVShape, max_idle: int = 2, max_idle_bytes: int = 1024**3) -> None:
         self.shape = shape
         self._max_idle = max_idle
+        self._max_idle_bytes = max_idle_bytes
         self._idle: list[RequestKV] = []
         self._lock = threading.Lock()
 
@@ -122,12 +123,25 @@ class KVPool:
         return RequestKV(self.shape, num_tokens)
 
     def _give(self, kv: RequestKV) -> None:
-        with self._lock:
+        # Never waits: the garbage collector may run this in a thread that holds the lock.
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             self._idle.append(kv)
-            if len(self._idle) > self._max_idle:
-                self._idle.remove(min(self._idle, key=lambda kv: kv.capacity))
+            while len(self._idle) > self._max_idle or self._idle_bytes() > self._max_idle_bytes:
+                self._idle.pop(0)
+        finally:
+            self._lock.release()
+
+    def _idle_bytes(self) -> int:
+        return sum(kv.data.nbytes for kv in self._idle)
+
+    def clear(self) -> None:
+        """Lets go of the buffers that nobody uses."""
+        with self._lock:
+            self._idle.clear()
 
     @property
     def idle_bytes(self) -> int:
         with self._lock:
-            return sum(kv.data.nbytes for kv in self._idle)
+            return self._idle_bytes()

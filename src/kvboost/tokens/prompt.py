@@ -22,8 +22,8 @@ class PromptReader:
 
     def read(self, prompt: Prompt) -> TokenIds:
         """The token ids of ``prompt``; PromptError if there are none or it is no prompt."""
-        if isinstance(prompt, str):
-            ids = as_token_ids(self._tokenizer.encode(prompt))
+        if isinstance(prompt, str):  # nothing is empty, even if a BOS token would go before it
+            ids = as_token_ids(self._tokenizer.encode(prompt) if prompt else [])
         elif _is_chat(prompt):
             ids = as_token_ids(self._tokenizer.encode_chat(prompt))
         else:
