@@ -419,8 +419,8 @@ class KVBoost:
         start = run.rows
         run.rows += 1
         if self._model.support.switches_at(start):
-            # From here on every position rotates by other factors: all is computed anew, as stock
-            # transformers does, and what it gives fits no other prompt's beginning.
+            # From here on every position rotates by other factors: all is computed anew, and what
+            # it gives fits no shorter prompt.
             run.kept = False
             ids = as_token_ids(np.concatenate([request.token_ids, run.token_ids]))
             return self._compute(kv, ids, 0, 1)[-1]
