@@ -153,8 +153,10 @@ def test_a_failure_frees_everything_and_keeps_nothing_half_done(engine, monkeypa
         raise MemoryError("no room")
 
     monkeypatch.setattr(engine._model.forward, "_run", lambda *args: broken(args))
+    stream = engine.stream(TEXT + "more and more", 5, EXACT)
     with pytest.raises(MemoryError):
-        engine.generate(TEXT + "more and more", 5, EXACT)
+        next(stream)
+    assert stream.result.finish_reason == "error"
     monkeypatch.undo()
     after = engine.cache_stats()
     assert (after["hot_chunks"], after["pinned"]) == (before["hot_chunks"], 0)

@@ -346,18 +346,19 @@ class KVBoost:
         """The pipeline of one request; yields the text that is safe to show."""
         room = min(self._answer_limit(request), FIRST_ROOM)
         with self._pool.lend(len(request.token_ids) + room) as kv:
+            settled = True
             try:
                 logits = self._prefill(request, run, kv)
                 yield from self._decode(request, run, kv, logits[-1])
             except GeneratorExit:
-                if not run.closing:  # collected, not closed: this thread may hold any lock of ours
-                    return
+                # Closed, or else collected in a thread that may hold any lock of ours.
+                settled = run.closing
                 raise
             except BaseException:
                 run.finish_reason, run.kept = "error", False
                 raise
             finally:
-                if run.finish_reason != "cancelled" or run.closing:
+                if settled:
                     run.clock.lap("decode")
                     self._admit(request, run, kv)
                     self._count(request, run)

@@ -45,8 +45,9 @@ class Forward:
 
     def release(self) -> None:
         """Gives the model its own attention back."""
-        if self.model.config._attn_implementation == attention.NAME:
-            self.model.set_attn_implementation(self._own_attention)
+        with self._lock:
+            if self.model.config._attn_implementation == attention.NAME:
+                self.model.set_attn_implementation(self._own_attention)
 
     def __call__(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Logits ``[wanted rows, vocab]`` of all segments, in order. Writes the fresh rows of
