@@ -176,18 +176,18 @@ def test_finish_reasons_are_true(engine) -> None:
 
 def test_an_answer_longer_than_the_room_set_aside_grows(engine, monkeypatch) -> None:
     expected = engine.generate([1] * 250, 5, GenerationMode.BASELINE, ignore_eos=True).token_ids
-    monkeypatch.setattr("kvboost.engine.FIRST_ROOM", 1)
+    monkeypatch.setattr("kvboost.pipeline.FIRST_ROOM", 1)
     monkeypatch.setattr("kvboost.model.kv._ROUND", 1)
-    engine._pool.clear()
+    engine._pipeline.pool.clear()
     grown = engine.generate([1] * 250, 5, GenerationMode.BASELINE, ignore_eos=True).token_ids
     assert grown == expected
-    assert engine._pool._idle[0].capacity == 2 * 251
+    assert engine._pipeline.pool._idle[0].capacity == 2 * 251
 
 
 def test_a_stop_that_only_the_last_flush_completes_is_a_stop(engine, monkeypatch) -> None:
     tokenizer = engine._model.tokenizer
     half = tokenizer.encode("é")[0]
-    monkeypatch.setattr("kvboost.engine.Sampler", lambda *_: lambda logits: (half, None))
+    monkeypatch.setattr("kvboost.pipeline.Sampler", lambda *_: lambda logits: (half, None))
     result = engine.generate(TEXT, 1, stop="\ufffd")
     assert (result.finish_reason, result.output_text) == ("stop", "")
 
@@ -350,7 +350,11 @@ def test_a_stream_that_nobody_closes_takes_no_lock_when_it_is_collected(engine) 
     """The collector may run in a thread that holds our locks; here this very thread does."""
     stream = engine.stream(TEXT, 50, EXACT, ignore_eos=True)
     next(stream)
-    with engine._store._admission, engine._store._lock, engine._pool._lock:
+    with (
+        engine._pipeline.store._admission,
+        engine._pipeline.store._lock,
+        engine._pipeline.pool._lock,
+    ):
         del stream
         gc.collect()
     assert engine.generate(TEXT, 3, EXACT).cached_tokens == 0
@@ -420,7 +424,7 @@ def test_threads_get_the_answers_they_would_get_alone() -> None:
         thread.join()
     assert [answers[number] for number in range(12)] == expected
     assert engine.cache_stats()["pinned"] == 0
-    assert engine._store.check_integrity() == []
+    assert engine._pipeline.store.check_integrity() == []
 
 
 def test_a_small_cache_changes_speed_and_nothing_else() -> None:
