@@ -315,17 +315,30 @@ def test_where_rotation_depends_on_length_only_short_prompts_are_reused(make_mod
         assert "depends on the prompt's length" in "".join(result.reuse.notes)
 
 
-def test_reported_times_are_true_by_an_outside_clock(engine) -> None:
-    engine.generate(TEXT, 3)
+def test_reported_times_are_true_by_an_outside_clock(engine, monkeypatch) -> None:
+    """Planning and every forward are made to take a known while: no time may go unreported, and
+    none that did not pass may be reported."""
+    forward, lookup = engine._model.forward._run, engine._pipeline.store.lookup
+
+    def slow(call):
+        def slowed(*arguments, **options):
+            time.sleep(0.02)
+            return call(*arguments, **options)
+
+        return slowed
+
+    monkeypatch.setattr(engine._model.forward, "_run", slow(forward))
+    monkeypatch.setattr(engine._pipeline.store, "lookup", slow(lookup))
     start = time.perf_counter()
-    stream = engine.stream(TEXT, 12, GenerationMode.BASELINE, ignore_eos=True)
+    stream = engine.stream(TEXT, 12, EXACT, ignore_eos=True)
     next(stream)
     first = (time.perf_counter() - start) * 1e3
     list(stream)
     total = (time.perf_counter() - start) * 1e3
     timings = stream.result.timings
-    assert first / 2 < timings.ttft_ms <= first
-    assert total / 2 < timings.total_ms <= total
+    assert 2 * 20 <= timings.ttft_ms <= first
+    assert 13 * 20 <= timings.total_ms <= total
+    assert timings.plan_ms >= 20 and timings.prefill_ms >= 20 and timings.decode_ms >= 11 * 20
     phases = sum(asdict(timings)[f"{phase}_ms"] for phase in PHASES)
     assert phases == pytest.approx(timings.total_ms)
     assert stream.result.tokens_per_sec == pytest.approx(12 / timings.total_ms * 1e3)
