@@ -78,11 +78,6 @@ class Support:
     def packed(self) -> bool:
         return self.architecture.packed
 
-    @property
-    def can_move(self) -> bool:
-        """Whether keys can be re-rotated to another place."""
-        return self.architecture.positions is Positions.ROPE
-
 
 def check(config: PretrainedConfig, *, strict: bool) -> Support:
     """What a model with ``config`` allows. ``strict`` refuses what can never be moved."""

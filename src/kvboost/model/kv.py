@@ -22,10 +22,6 @@ class KVShape:
     dtype: torch.dtype
     device: torch.device
 
-    @property
-    def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
     def allocate(self, num_tokens: int) -> torch.Tensor:
         return torch.empty(
             (2, self.num_layers, self.num_kv_heads, num_tokens, self.head_dim),
