@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvboost.bench.workloads import MAX_QUESTIONS, PATTERNS, question
+from kvboost.bench.workloads import MAX_QUESTIONS, PATTERNS, fragments, question
 from kvboost.model.load import ModelTokenizer
 from tiny import byte_tokenizer
 
@@ -20,6 +20,11 @@ def test_a_pattern_gives_any_length_and_always_the_same(name) -> None:
 def test_patterns_differ_from_their_first_chunk_on() -> None:
     beginnings = [tuple(pattern.shared(ENCODE, 128)) for pattern in PATTERNS.values()]
     assert len(set(beginnings)) == len(PATTERNS)
+
+
+def test_what_a_tokenizer_puts_before_every_text_is_left_out() -> None:
+    with_bos = fragments(lambda text: [2, *ENCODE(text)])
+    assert with_bos("hello") == fragments(ENCODE)("hello") == ENCODE("hello")
 
 
 def test_questions_have_the_length_asked_for_and_never_repeat() -> None:

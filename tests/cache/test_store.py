@@ -56,6 +56,13 @@ def test_what_was_admitted_is_found_and_stored_once() -> None:
     assert store.stats()["nbytes"] == 10 * ROW_BYTES
 
 
+def test_a_chunk_holds_its_own_ids_and_not_the_prompt() -> None:
+    store = make_store()
+    admit(store, list(range(10)))
+    with store.lookup(ROOT, as_token_ids(range(10))) as hits:
+        assert all(hit.chunk.token_ids.base is None for hit in hits)
+
+
 def test_a_longer_chunk_takes_the_place_of_the_tail_it_continues() -> None:
     store = make_store()
     admit(store, [1, 2, 3, 4, 5])

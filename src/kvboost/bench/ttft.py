@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from kvboost import GenerationMode, KVBoost, StockModel
 from kvboost.bench.timing import Contender, Sample, interleave
-from kvboost.bench.workloads import PATTERNS, question
+from kvboost.bench.workloads import PATTERNS, fragments, question
 
 DECODE_TOKENS = 24
 
@@ -27,7 +27,6 @@ class TTFT:
     baseline: Sample
     warm: Sample
     floor: Sample
-    reused: float
 
     @property
     def warm_over_floor(self) -> float:
@@ -93,18 +92,19 @@ def measure_ttft(
     rounds: int = 7,
     on_round: Callable[[], None] = lambda: None,
 ) -> TTFT:
-    shared = PATTERNS[pattern].shared(engine.encode, num_tokens - num_new)
-    tails = [question(engine.encode, number, num_new) for number in range(rounds + 1)]
+    encode = fragments(engine.encode)
+    shared = PATTERNS[pattern].shared(encode, num_tokens - num_new)
+    tails = [question(encode, number, num_new) for number in range(rounds + 1)]
     salt = f"ttft-{pattern}-{num_tokens}"
     engine.warm(shared, cache_salt=salt)
     cache = stock.prefill(shared)
-    reused: list[float] = []
+    reused: set[int] = set()
 
     def warm(number: int) -> None:
         result = engine.generate(
             shared + tails[number], 1, GenerationMode.PREFIX_CACHE, cache_salt=salt
         )
-        reused.append(result.kv_reuse_ratio)
+        reused.add(result.cached_tokens)
 
     times = interleave(
         {
@@ -122,8 +122,8 @@ def measure_ttft(
         on_round,
     )
     engine.forget_salt(salt)
-    assert set(reused) == {1 - num_new / num_tokens}, "every round finds all but the new tokens"
-    return TTFT(pattern, num_tokens, num_new, **times, reused=reused[0])
+    assert reused == {len(shared)}, "every round finds all but the new tokens"
+    return TTFT(pattern, num_tokens, num_new, **times)
 
 
 def measure_decode(
@@ -134,7 +134,7 @@ def measure_decode(
     on_round: Callable[[], None] = lambda: None,
 ) -> Decode:
     """Whole calls over a known prompt, divided by the tokens they gave."""
-    prompt = PATTERNS["rag"].shared(engine.encode, num_tokens)
+    prompt = PATTERNS["rag"].shared(fragments(engine.encode), num_tokens)
     salt = f"decode-{num_tokens}"
     engine.warm(prompt, cache_salt=salt)
     cache = stock.prefill(prompt[:-1])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from itertools import takewhile
 
 Encode = Callable[[str], list[int]]
 
@@ -33,6 +34,13 @@ _MODULES = (
     "configparser csv dataclasses functools contextlib collections tempfile zipfile logging ast "
     "threading subprocess pathlib unittest.mock urllib.parse http.client email.message"
 )
+
+
+def fragments(encode: Encode) -> Encode:
+    """``encode`` without what it puts before every text (a BOS token), for texts to be joined."""
+    pairs = zip(encode("a"), encode("b"), strict=False)
+    added = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return lambda text: encode(text)[added:]
 
 
 @dataclass(frozen=True)

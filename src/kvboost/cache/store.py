@@ -20,7 +20,7 @@ from kvboost.cache.eviction import LRU, EvictionPolicy
 from kvboost.cache.index import PrefixIndex
 from kvboost.cache.tiers.base import Tier
 from kvboost.tokens.chunking import fixed
-from kvboost.tokens.hashing import ChunkKey, TokenIds, chain_key
+from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, chain_key
 
 RowCopy = Callable[[int, int], torch.Tensor]
 """``copy(start, end)`` gives rows ``[start, end)`` of a request's KV as a tensor of its own,
@@ -102,7 +102,8 @@ class ChunkStore:
                             with self._lock:
                                 self._counts["failed"] += 1
                             break
-                        chunk = KVChunk(key, parent, ids, kv, start, lineage)
+                        # Ids of its own: a view would hold the whole prompt for as long.
+                        chunk = KVChunk(key, parent, as_token_ids(ids), kv, start, lineage)
                         with self._lock:
                             if not self._insert(chunk):
                                 self._counts["rejected"] += 1
