@@ -42,7 +42,7 @@ def test_a_second_request_reuses_what_the_first_read_and_generated(engine) -> No
 
 
 def test_a_prompt_that_is_known_whole_still_computes_its_last_token(engine) -> None:
-    engine.warm(TEXT)
+    engine.warm(TEXT, header="")
     result = engine.generate(TEXT, 3, EXACT)
     assert result.exact_tokens == len(TEXT) - 1
     assert result.token_ids == engine.generate(TEXT, 3, GenerationMode.BASELINE).token_ids
@@ -51,7 +51,7 @@ def test_a_prompt_that_is_known_whole_still_computes_its_last_token(engine) -> N
 def test_baseline_neither_reads_nor_writes_the_cache(engine) -> None:
     engine.generate(TEXT, 5, GenerationMode.BASELINE)
     assert engine.cache_stats()["hot_chunks"] == 0
-    engine.warm(TEXT)
+    engine.warm(TEXT, header="")
     before = engine.cache_stats()
     assert engine.generate(TEXT, 5, GenerationMode.BASELINE).cached_tokens == 0
     after = engine.cache_stats()
@@ -59,16 +59,8 @@ def test_baseline_neither_reads_nor_writes_the_cache(engine) -> None:
     assert after["cache_hits"] == before["cache_hits"]
 
 
-def test_chunk_reuse_says_that_it_serves_exact_hits_only(engine) -> None:
-    engine.warm(TEXT)
-    result = engine.generate(TEXT, 3)
-    assert result.exact_tokens > 0
-    assert any("moved reuse does not exist yet" in note for note in result.reuse.notes)
-    assert engine.generate(TEXT, 3, EXACT).reuse.notes == ()
-
-
 def test_salts_never_share(engine) -> None:
-    engine.warm(TEXT, cache_salt="alice")
+    engine.warm(TEXT, header="", cache_salt="alice")
     assert engine.generate(TEXT, 2, EXACT, cache_salt="alice").cached_tokens > 0
     assert engine.generate(TEXT, 2, EXACT, cache_salt="bob").cached_tokens == 0
     assert engine.generate(TEXT, 2, EXACT).cached_tokens == 0
@@ -95,7 +87,7 @@ def test_two_models_dtypes_or_adapters_never_share() -> None:
 
 def test_plan_tells_without_doing(engine) -> None:
     assert engine.plan(TEXT).cached_tokens == 0
-    engine.warm(TEXT)
+    engine.warm(TEXT, header="")
     before = engine.cache_stats()
     report = engine.plan(TEXT + "what?")
     assert report.cached_tokens == len(TEXT)
@@ -105,14 +97,49 @@ def test_plan_tells_without_doing(engine) -> None:
 
 
 def test_warm_counts_new_chunks_and_reads_behind_a_header(engine) -> None:
-    assert engine.warm("x" * 40) == 3
-    assert engine.warm("x" * 40) == 0
+    assert engine.warm("x" * 40, header="") == 3
+    assert engine.warm("x" * 40, header="") == 0
     assert engine.warm(TEXT, header="header: ") > 0
     assert engine.plan(f"header: {TEXT}!").cached_tokens == len(TEXT) + 8
     with pytest.raises(ConfigError, match="position_offset=5"):
         engine.warm(TEXT, position_offset=5)
     with pytest.raises(PromptError, match="header="):
         engine.warm([1, 2, 3], header="h")
+
+
+def test_a_document_is_read_as_the_beginning_of_a_chat(engine) -> None:
+    engine.warm(TEXT)
+    asked = [{"role": "user", "content": f"{TEXT} And then?"}]
+    assert engine.plan(asked, EXACT).cached_tokens == len(f"u:{TEXT}")
+
+
+def test_many_documents_are_read_and_serve_in_any_order(engine) -> None:
+    documents = [letter * 3 + TEXT[number : number + 40] for number, letter in enumerate("abc")]
+    new = engine.warm(documents)
+    assert new == sum(-(-len(f"u:{text}") // 16) for text in documents)
+    assert engine.warm(documents) == 0
+    asked = [{"role": "user", "content": "".join(reversed(documents)) + " What is new here?"}]
+    report = engine.plan(asked, recompute_strategy="query")
+    assert report.cached_tokens >= sum(map(len, documents))
+    with pytest.raises(PromptError, match="a document is a non-empty string"):
+        engine.warm(["a", ""])
+
+
+def test_arranging_documents_finds_the_longest_exact_hit(engine) -> None:
+    documents = [letter * 30 for letter in "abc"]
+    assert engine.arrange("read: ", documents, "?").exact_tokens == 0
+    engine.generate(f"read: {documents[2]}{documents[0]}", 1)
+    found = engine.arrange("read: ", documents, "?")
+    assert found.order == (2, 0, 1)
+    assert found.exact_tokens == len("read: ") + 60
+    assert found.exact_tokens_as_given == len("read: ")
+    result = engine.generate(found.prompt, 1, EXACT)
+    assert result.exact_tokens == found.exact_tokens
+    framed = engine.arrange(None, documents, "What?")
+    asked = [{"role": "user", "content": "".join(documents) + "What?"}]
+    assert framed.prompt == engine.encode(asked)
+    with pytest.raises(PromptError, match="must be several strings"):
+        engine.arrange("", "abc", "?")
 
 
 def test_chat_uses_the_template_and_grows_without_reading_again(engine) -> None:
@@ -146,7 +173,7 @@ def test_a_stream_that_is_left_early_keeps_what_was_read_and_frees_its_kv(engine
 
 
 def test_a_failure_frees_everything_and_keeps_nothing_half_done(engine, monkeypatch) -> None:
-    engine.warm(TEXT)
+    engine.warm(TEXT, header="")
     before = engine.cache_stats()
 
     def broken(segments):
@@ -273,8 +300,8 @@ def test_long_prompts_are_prefilled_in_slices_with_the_same_result() -> None:
     assert sliced.generate(prompt, 8, EXACT).token_ids == expected
     assert sliced.generate([*prompt, 1], 8, EXACT).exact_tokens == 120
     assert torch.allclose(
-        whole.score(prompt, expected, "baseline"),
-        sliced.score(prompt, expected, "baseline"),
+        whole.score(prompt, expected, "baseline").logits,
+        sliced.score(prompt, expected, "baseline").logits,
         atol=1e-4,
     )
 
@@ -308,7 +335,7 @@ def test_where_rotation_depends_on_length_only_short_prompts_are_reused(make_mod
     engine.warm(short)
     assert engine.generate([*short, 1], 4, EXACT).exact_tokens == 40
     expected = StockModel(make_model()).logits(long)[-1]
-    assert torch.allclose(engine.score(long, [0], EXACT)[0], expected, atol=1e-4)
+    assert torch.allclose(engine.score(long, [0], EXACT).logits[0], expected, atol=1e-4)
     for _ in range(2):
         result = engine.generate(long, 4, EXACT)
         assert result.exact_tokens == 0
@@ -400,7 +427,7 @@ def test_adapters_switched_at_run_time_never_share(engine, monkeypatch) -> None:
     monkeypatch.setattr(model, "_hf_peft_config_loaded", True)
     active = ["first"]
     monkeypatch.setattr(model, "active_adapters", lambda: active)
-    engine.warm(TEXT)
+    engine.warm(TEXT, header="")
     assert engine.plan(TEXT).cached_tokens > 0
     active[0] = "second"
     assert engine.plan(TEXT).cached_tokens == 0
@@ -454,7 +481,7 @@ def test_a_small_cache_changes_speed_and_nothing_else() -> None:
 
 def test_an_engine_is_a_context_and_lets_go_of_its_cache() -> None:
     with make_engine(tiny_model("llama")) as engine:
-        engine.warm(TEXT)
+        engine.warm(TEXT, header="")
     assert engine.cache_stats()["hot_chunks"] == 0
 
 

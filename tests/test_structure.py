@@ -22,9 +22,12 @@ MAY_IMPORT = {
     "reuse": LEAVES | {"tokens", "cache"},
     "model": LEAVES,
     "stream": LEAVES | {"tokens"},
-    "verify": LEAVES,
+    "calibrate": LEAVES | {"tokens"},
+    "audit": LEAVES | {"stream", "calibrate"},
+    "verify": LEAVES | {"calibrate"},
     "pipeline": LEAVES | {"tokens", "cache", "reuse", "model", "stream"},
-    "engine": LEAVES | {"tokens", "model", "stream", "pipeline", "verify"},
+    "engine": LEAVES
+    | {"tokens", "reuse", "model", "stream", "pipeline", "verify", "calibrate", "audit"},
     "doctor": LEAVES | {"model"},
     "bench": LEAVES | {"kvboost"},
     "cli": LEAVES | {"kvboost", "bench", "doctor"},
@@ -34,6 +37,7 @@ MAY_IMPORT = {
 FORBIDDEN_LIBRARIES = {
     "tokens": {"torch", "transformers"},
     "cache/index.py": {"torch"},
+    "cache/anchors.py": {"torch"},
     "cache/eviction.py": {"torch"},
 }
 

@@ -54,6 +54,8 @@ ROPE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoX", _SIZES),
     "smollm3": ("SmolLM3", {**_GQA, "no_rope_layer_interval": 2}),
     "granite": ("Granite", _GQA),
+    "cohere": ("Cohere", _GQA),
+    "glm": ("Glm", {**_GQA, "head_dim": 16, "partial_rotary_factor": 0.5}),
 }
 OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", _SIZES),

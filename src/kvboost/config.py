@@ -16,7 +16,7 @@ from kvboost.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
 
-CHUNKING = ("fixed",)
+CHUNKING = ("fixed", "semantic", "document")
 STRATEGIES = ("auto", "query", "cacheblend", "selective", "none")
 KV_BITS = (16,)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -32,7 +32,8 @@ class GenerationMode(str, Enum):
     PREFIX_CACHE = "prefix_cache"
     """Exact hits only: the answer is the one the model gives without a cache."""
     CHUNK_KV_REUSE = "chunk_kv_reuse"
-    """Exact and moved hits. Until moved reuse exists, the same as ``PREFIX_CACHE``."""
+    """Exact hits, and text that was read at another place, moved and repaired: faster, and close
+    to the answer without a cache; every result says how much of it was moved."""
 
 
 def choose(kind: type[EnumT], value: EnumT | str, option: str) -> EnumT:
@@ -105,6 +106,14 @@ class EngineConfig:
     prefill_slice: int | None = None
     """Long prompts are prefilled this many tokens at a time, so that memory stays bounded; by
     default what suits the device."""
+    document_markers: tuple[str, ...] = ("\n\n",)
+    """Where documents end, with ``chunking="document"``."""
+    audit_fraction: float = 0.0
+    """This share of the answers over moved text is compared with a full prefill when idle."""
+
+    @property
+    def repair(self) -> RepairParams:
+        return RepairParams(self.recompute_strategy, self.recompute_ratio, self.recompute_overlap)
 
     def __post_init__(self) -> None:
         whole(self.chunk_size, 8, "chunk_size")
@@ -112,9 +121,8 @@ class EngineConfig:
             whole(self.max_chunks, 1, "max_chunks")
         whole(self.max_cache_bytes, 0, "max_cache_bytes")
         one_of(self.chunking, CHUNKING, "chunking")
-        one_of(self.recompute_strategy, STRATEGIES, "recompute_strategy")
-        within(self.recompute_ratio, 0.0, 1.0, "recompute_ratio")
-        whole(self.recompute_overlap, 0, "recompute_overlap")
+        _ = self.repair
+        within(self.audit_fraction, 0.0, 1.0, "audit_fraction")
         one_of(self.kv_cache_bits, KV_BITS, "kv_cache_bits")
         if self.disk_cache_dir is not None:
             raise ConfigError(
@@ -123,6 +131,28 @@ class EngineConfig:
             )
         if self.prefill_slice is not None:
             whole(self.prefill_slice, 1, "prefill_slice")
+        if not self.document_markers or not all(
+            isinstance(marker, str) and marker for marker in self.document_markers
+        ):
+            raise ConfigError(
+                f"document_markers={self.document_markers!r} must hold non-empty strings"
+            )
+
+
+@dataclass(frozen=True)
+class RepairParams:
+    """How one request repairs what it reuses from another place."""
+
+    strategy: str = "auto"
+    ratio: float = 0.15
+    """The share of moved rows that is computed again."""
+    overlap: int = 16
+    """``selective``: how many rows at each end of a moved run."""
+
+    def __post_init__(self) -> None:
+        one_of(self.strategy, STRATEGIES, "recompute_strategy")
+        within(self.ratio, 0.0, 1.0, "recompute_ratio")
+        whole(self.overlap, 0, "recompute_overlap")
 
 
 @dataclass(frozen=True)

@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard, cast
 
 import numpy as np
 import torch
 
+from kvboost.audit import Auditor
+from kvboost.calibrate import calibrate
 from kvboost.config import (
     DEFAULT_MODEL,
     EngineConfig,
     GenerationMode,
     SamplingParams,
     choose,
+    home,
     parse_bytes,
     stop_strings,
 )
 from kvboost.errors import ConfigError, ContextLengthError, KVBoostError, PromptError
-from kvboost.model.load import LoadedModel, load, wrap
+from kvboost.model.load import LoadedModel, load, machine_key, wrap
 from kvboost.pipeline import Pipeline
+from kvboost.progress import Progress
 from kvboost.results import (
+    Arrangement,
+    Calibration,
     Clock,
     GenerationResult,
     ReuseReport,
+    Score,
     VerificationReport,
 )
+from kvboost.reuse.arrange import arrange
 from kvboost.stream import Request, Run, TextStream
 from kvboost.tokens.hashing import TokenIds, as_token_ids
 from kvboost.tokens.prompt import Prompt, PromptReader
@@ -53,15 +62,33 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
 
 
+class ReuseOptions(TypedDict, total=False):
+    """What a request may share, and how it repairs moved text; by default as the engine does."""
+
+    cache_salt: str
+    recompute_strategy: str | None
+    recompute_ratio: float | None
+
+
+class RequestOptions(SamplingOptions, ReuseOptions, total=False):
+    """What a request may choose. ``keep=False`` leaves nothing of it in the cache."""
+
+    keep: bool
+
+
 class KVBoost:
     """A model that does not read the same text twice. Safe to call from several threads."""
 
-    def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
-        """Most callers want :meth:`from_pretrained` or :meth:`from_model`."""
+    def __init__(
+        self, model: LoadedModel, config: EngineConfig | None = None, costs: Path | None = None
+    ) -> None:
+        """Most callers want :meth:`from_pretrained` or :meth:`from_model`. ``costs`` is a file
+        for what forwards were found to cost."""
         self.config = config or EngineConfig()
         self._model = model
         self._prompts = PromptReader(model.tokenizer, model.vocab_size)
-        self._pipeline = Pipeline(model, self.config)
+        self._pipeline = Pipeline(model, self.config, costs)
+        self._auditor = Auditor(self, self.config.audit_fraction)
         self._closed = False
 
     @classmethod
@@ -80,6 +107,8 @@ class KVBoost:
         kv_cache_bits: int = 16,
         disk_cache_dir: str | None = None,
         prefill_slice: int | None = None,
+        document_markers: Sequence[str] = ("\n\n",),
+        audit_fraction: float = 0.0,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         **hf_kwargs: Any,
@@ -101,8 +130,11 @@ class KVBoost:
             kv_cache_bits=kv_cache_bits,
             disk_cache_dir=disk_cache_dir,
             prefill_slice=prefill_slice,
+            document_markers=tuple(document_markers),
+            audit_fraction=audit_fraction,
         )
-        return cls(load(model_name, strict=strict, device=device, dtype=dtype, **hf_kwargs), config)
+        model = load(model_name, strict=strict, device=device, dtype=dtype, **hf_kwargs)
+        return cls(model, config, home() / "costs" / f"{machine_key(model)}.json")
 
     @classmethod
     def from_model(
@@ -142,17 +174,17 @@ class KVBoost:
         prompt: Prompt,
         max_new_tokens: int = 64,
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
-        *,
-        cache_salt: str = "",
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> GenerationResult:
         """Answers a prompt. What of it was read before is not read again.
 
         Greedy unless ``temperature``, ``top_k``, ``top_p`` or ``min_p`` is given. ``seed`` makes
         sampling repeatable; ``stop`` is a string or several; ``logprobs=k`` adds the k likeliest
         tokens of each step. Requests with different ``cache_salt`` never share KV.
+        ``recompute_strategy`` and ``recompute_ratio`` say how moved text is repaired;
+        ``keep=False`` leaves nothing of this request in the cache.
         """
-        stream = self.stream(prompt, max_new_tokens, mode, cache_salt=cache_salt, **sampling)
+        stream = self.stream(prompt, max_new_tokens, mode, **options)
         for _ in stream:
             pass
         return stream.result
@@ -162,23 +194,19 @@ class KVBoost:
         messages: Sequence[Mapping[str, str]],
         max_new_tokens: int = 64,
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
-        *,
-        cache_salt: str = "",
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> GenerationResult:
         """Answers a conversation in the model's own chat template."""
         if isinstance(messages, str):
             raise PromptError("chat() takes messages; give text to generate()")
-        return self.generate(messages, max_new_tokens, mode, cache_salt=cache_salt, **sampling)
+        return self.generate(messages, max_new_tokens, mode, **options)
 
     def stream(
         self,
         prompt: Prompt,
         max_new_tokens: int = 64,
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
-        *,
-        cache_salt: str = "",
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> TextStream:
         """Like :meth:`generate`, as an iterator of text pieces; ``.result`` follows the last one.
 
@@ -186,57 +214,109 @@ class KVBoost:
         until then is kept.
         """
         clock = Clock()
-        params = _sampling_params(max_new_tokens, sampling)
-        request = self._request(self._prompts.read(prompt), mode, cache_salt, params)
+        params, reuse, keep = _split(max_new_tokens, options)
+        request = self._request(self._prompts.read(prompt), mode, params, keep, **reuse)
         clock.lap("tokenize")
         run = Run(clock)
-        return TextStream(self._pipeline.serve(request, run), run, request)
+        pieces = self._auditor.watch(request, run, self._pipeline.serve(request, run))
+        return TextStream(pieces, run, request)
 
     def plan(
         self,
         prompt: Prompt,
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
-        *,
-        cache_salt: str = "",
+        **options: Unpack[ReuseOptions],
     ) -> ReuseReport:
         """How a prompt would be served now. Runs nothing, counts nothing."""
-        request = self._request(self._prompts.read(prompt), mode, cache_salt)
-        return self._pipeline.plan(request)
+        return self._pipeline.plan(self._request(self._prompts.read(prompt), mode, **options))
 
     def warm(
         self,
-        text: Prompt,
+        text: Prompt | Sequence[str],
         position_offset: int = 0,
         header: str | None = None,
         *,
         cache_salt: str = "",
     ) -> int:
-        """Reads ``text``, behind ``header`` if given, and keeps it. Returns the new chunks."""
+        """Reads a document, or several, and keeps it; returns the new chunks.
+
+        A text is read behind ``header``, or without one as the beginning of a user's first
+        message in the model's chat template (``header=""`` reads it alone). It then serves
+        wherever it stands in a prompt, exactly where everything before it is the same too. Token
+        ids and messages are read as they are.
+        """
         if position_offset != 0:
             raise ConfigError(
-                f"position_offset={position_offset!r}: text is read from position 0; put what "
-                "stands before it into header"
+                f"position_offset={position_offset!r} is not needed: what is read serves at any "
+                "position; to read it behind something, give that as header"
             )
-        if header is not None and not isinstance(text, str):
-            raise PromptError("header= goes with text given as a string")
-        ids = self._prompts.read(text if header is None else f"{header}{text}")
-        request = self._request(ids, GenerationMode.PREFIX_CACHE, cache_salt)
-        return self._pipeline.read(request)
+        if isinstance(text, str):
+            return self._warm(self._prompts.read_document(text, header), cache_salt)
+        if not _is_documents(text):
+            if header is not None:
+                raise PromptError("header= goes with text given as a string or several")
+            return self._warm(self._prompts.read(cast(Prompt, text)), cache_salt)
+        with Progress("reading documents") as progress, progress.step("read", len(text)) as step:
+            new = 0
+            for document in text:
+                new += self._warm(self._prompts.read_document(document, header), cache_salt)
+                step.advance()
+            return new
+
+    def arrange(
+        self,
+        header: str | None,
+        documents: Sequence[str],
+        question: str,
+        *,
+        cache_salt: str = "",
+    ) -> Arrangement:
+        """The prompt of ``documents``, in whatever order, whose exact hit is longest, and what it
+        is expected to save. ``header`` and ``question`` stand before and behind them; with
+        ``header=None`` both are put into the model's chat template."""
+        frame = self._model.tokenizer.chat_frame() if header is None else None
+        before, behind = (frame[0], question + frame[1]) if frame else (header or "", question)
+        if isinstance(documents, str) or not documents:
+            raise PromptError(f"documents={documents!r} must be several strings")
+        read = self._prompts.join
+        return arrange(
+            read(before),
+            [read(text) for text in documents],
+            read(behind),
+            lambda ids: self._pipeline.known_exactly(ids, cache_salt),
+        )
 
     def score(
         self,
         prompt: Prompt,
         continuation: Sequence[int],
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
-        *,
-        cache_salt: str = "",
-    ) -> torch.Tensor:
+        **options: Unpack[ReuseOptions],
+    ) -> Score:
         """Logits ``[len(continuation), vocab]`` with which the model meets each token of
         ``continuation`` behind ``prompt``. Keeps nothing."""
+        clock = Clock()
         follow = self._prompts.read(continuation)
         ids = as_token_ids(np.concatenate([self._prompts.read(prompt), follow[:-1]]))
-        request = self._request(ids, mode, cache_salt)
-        return self._pipeline.score(request, len(follow))
+        request = self._request(ids, mode, **options)
+        clock.lap("tokenize")
+        run = Run(clock)
+        logits = self._pipeline.score(request, run, len(follow))
+        return Score(logits, clock.timings(), run.reuse)
+
+    def calibrate(
+        self, samples: Sequence[Prompt], max_kl: float, *, cache_salt: str = ""
+    ) -> Calibration:
+        """Finds the smallest share of moved rows to recompute with which the answers to
+        ``samples`` stay within ``max_kl`` of a full prefill, and uses it from now on. What the
+        samples reuse must have been read before, as in the traffic they stand for."""
+        found = calibrate(self, samples, max_kl, cache_salt)
+        self.config = replace(self.config, recompute_ratio=found.ratio)
+        return found
+
+    def audit(self) -> None:
+        """Compares the answers that wait for it (``audit_fraction``) with a full prefill now."""
+        self._auditor.drain()
 
     def verify_correctness(self, max_new_tokens: int = 32) -> VerificationReport:
         """Answers built-in prompts with and without reuse and compares. The report is truthy only
@@ -248,21 +328,25 @@ class KVBoost:
         wholly or in part; ``cache_misses`` are the chunks that computed rows would fill."""
         store = self._pipeline.store.stats()
         totals = self._pipeline.totals()
-        lookups = totals["hits"] + totals["misses"]
-        rate = totals["hits"] / lookups if lookups else 0.0
+        approximate = totals["approximate_hits"] + totals["moved_hits"]
+        hits = totals["exact_hits"] + approximate
+        lookups = hits + totals["misses"]
         prompt = totals["prompt_tokens"]
         return {
             "hot_chunks": store["chunks"],
             "hot_memory_mb": store["nbytes"] / 1e6,
-            "cache_hits": totals["hits"],
-            "approximate_hits": 0,
+            "cache_hits": hits,
+            "approximate_hits": approximate,
             "cache_misses": totals["misses"],
-            "hit_rate": rate,
-            "exact_hit_rate": rate,
+            "hit_rate": hits / lookups if lookups else 0.0,
+            "exact_hit_rate": totals["exact_hits"] / lookups if lookups else 0.0,
             "requests": totals["requests"],
             "prompt_tokens": prompt,
             "exact_tokens": totals["exact_tokens"],
-            "token_reuse_rate": totals["exact_tokens"] / prompt if prompt else 0.0,
+            "approximate_tokens": totals["approximate_tokens"],
+            "moved_tokens": totals["moved_tokens"],
+            "recomputed_tokens": totals["recomputed_tokens"],
+            "token_reuse_rate": totals["cached_tokens"] / prompt if prompt else 0.0,
             "generated_tokens": totals["generated_tokens"],
             "admitted": store["admitted"],
             "evicted": store["evicted"],
@@ -271,6 +355,7 @@ class KVBoost:
             "lost": store["lost"],
             "idle_kv_bytes": self._pipeline.pool.idle_bytes,
             "pinned": store["pinned"],
+            "audit": self._auditor.stats(),
             "tiers": {
                 "ram": {
                     "chunks": store["chunks"],
@@ -291,6 +376,8 @@ class KVBoost:
     def close(self) -> None:
         """Lets go of the cache and gives the model its own attention back."""
         self._closed = True
+        self._auditor.close()
+        self._pipeline.cost.save()
         self._pipeline.store.close()
         self._pipeline.pool.clear()
         self._model.forward.release()
@@ -306,31 +393,59 @@ class KVBoost:
     ) -> None:
         self.close()
 
+    def _warm(self, token_ids: TokenIds, salt: str) -> int:
+        request = self._request(token_ids, GenerationMode.PREFIX_CACHE, cache_salt=salt)
+        return self._pipeline.read(request)
+
     def _request(
         self,
         token_ids: TokenIds,
         mode: GenerationMode | str,
-        salt: str,
         params: SamplingParams | None = None,
+        keep: bool = True,
+        *,
+        cache_salt: str = "",
+        recompute_strategy: str | None = None,
+        recompute_ratio: float | None = None,
     ) -> Request:
         if self._closed:
             raise KVBoostError("this engine is closed; make another one")
-        if not isinstance(salt, str):
-            raise ConfigError(f"cache_salt={salt!r} must be a string")
+        if not isinstance(cache_salt, str):
+            raise ConfigError(f"cache_salt={cache_salt!r} must be a string")
+        if not isinstance(keep, bool):
+            raise ConfigError(f"keep={keep!r} must be True or False")
         if self.context_length is not None and len(token_ids) >= self.context_length:
             raise ContextLengthError(len(token_ids), self.context_length)
+        repair = self.config.repair
+        if recompute_strategy is not None:
+            repair = replace(repair, strategy=recompute_strategy)
+        if recompute_ratio is not None:
+            repair = replace(repair, ratio=recompute_ratio)
         return Request(
             token_ids,
             choose(GenerationMode, mode, "mode"),
-            salt,
+            cache_salt,
             params or SamplingParams(max_new_tokens=1),
+            repair,
+            keep,
         )
 
 
-def _sampling_params(max_new_tokens: int, options: SamplingOptions) -> SamplingParams:
-    known = {option.name for option in fields(SamplingParams)}
+def _split(
+    max_new_tokens: int, options: RequestOptions
+) -> tuple[SamplingParams, ReuseOptions, bool]:
+    """A request's options by whom they concern; an unknown one is an error."""
+    sampling = {option.name for option in fields(SamplingParams)}
+    reuse = set(ReuseOptions.__annotations__)
     for name in options:
-        if name not in known:
-            raise ConfigError(f"unknown option {name!r}; there are {', '.join(sorted(known))}")
-    given: dict[str, Any] = {**options, "stop": stop_strings(options.get("stop"))}
-    return SamplingParams(max_new_tokens=max_new_tokens, **given)
+        if name not in sampling | reuse | {"keep"}:
+            known = ", ".join(sorted(sampling | reuse | {"keep"}))
+            raise ConfigError(f"unknown option {name!r}; there are {known}")
+    given: dict[str, Any] = {name: options[name] for name in options if name in sampling}  # type: ignore[literal-required]
+    given["stop"] = stop_strings(options.get("stop"))
+    shared: Any = {name: value for name, value in options.items() if name in reuse}
+    return SamplingParams(max_new_tokens=max_new_tokens, **given), shared, options.get("keep", True)
+
+
+def _is_documents(text: object) -> TypeGuard[Sequence[str]]:
+    return isinstance(text, Sequence) and bool(text) and isinstance(text[0], str)

@@ -1,18 +1,20 @@
-"""One request's way: plan → assemble → prefill → decode → admit."""
+"""One request's way: plan → assemble → repair and prefill → decode → admit."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from kvboost.cache.chunk import Lineage
-from kvboost.cache.store import ChunkStore, Hit
+from kvboost.cache.anchors import anchor_window
+from kvboost.cache.store import ChunkStore, Known
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.config import EngineConfig, GenerationMode
 from kvboost.model.attention import Segment
@@ -21,32 +23,51 @@ from kvboost.model.load import LoadedModel
 from kvboost.model.sampling import Sampler
 from kvboost.results import Clock, ReuseReport, SpanKind
 from kvboost.reuse.assemble import place
-from kvboost.reuse.plan import exact_prefix
+from kvboost.reuse.cost import CostModel
+from kvboost.reuse.plan import LIVE_TOKENS, Plan, make_plan
+from kvboost.reuse.repair import PROBE_BAND, PROBE_ROWS, STRATEGIES, Hook, Moved
+from kvboost.reuse.rope import Rotation
+from kvboost.reuse.shift import Shift
 from kvboost.stream import Request, Run
-from kvboost.tokens.chunking import fixed
+from kvboost.tokens.chunking import Cutter, fixed
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, root_key
 from kvboost.tokens.text import Detokenizer, StopMatcher
 
 FIRST_ROOM = 512  # rows set aside for an answer; a longer one makes its KV grow
 SLICE_ON_CPU = 2048
 SLICE_ON_GPU = 16384  # a forward costs launches first: fewer, larger ones
-
-NOT_MOVED = "moved reuse does not exist yet: chunk_kv_reuse served exact hits only"
+PAYS = 0.9
+"""Moved text is reused where that is expected to take less than this of computing it."""
+AUDITED_TOKENS = 8
+"""The first tokens of an answer are audited: later ones build on them."""
 
 
 class Pipeline:
     """Runs checked requests against a model and a chunk store. Safe to call from several threads:
     what they share has locks of its own."""
 
-    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+    def __init__(self, model: LoadedModel, config: EngineConfig, costs: Path | None = None) -> None:
         self._model = model
         self._config = config
         self.pool = KVPool(model.forward.shape)
+        self.cut = Cutter(
+            config.chunking,
+            config.chunk_size,
+            model.tokenizer.decode,
+            model.vocab_size,
+            config.document_markers,
+        )
         self.store = ChunkStore(
             RamTier(config.max_cache_bytes),
-            chunk_size=config.chunk_size,
+            cut=self.cut,
+            window=anchor_window(config.chunk_size),
             max_chunks=config.max_chunks,
         )
+        self.cost = CostModel(model.attention_share, costs)
+        self._rotation: Rotation | None = None
+        if model.frequencies is not None:
+            interleaved = model.support.architecture.interleaved
+            self._rotation = Rotation(model.frequencies, interleaved=interleaved)
         self._prefill_slice = config.prefill_slice or (
             SLICE_ON_CPU if model.device.type == "cpu" else SLICE_ON_GPU
         )
@@ -60,8 +81,15 @@ class Pipeline:
 
     def plan(self, request: Request) -> ReuseReport:
         """How a request would be served now."""
-        with self._lookup(request, len(request.token_ids) - 1, pin=False) as hits:
-            return self._report(request, hits)
+        live_end = len(request.token_ids)
+        with self._lookup(request, live_end, pin=False) as known:
+            plan, notes = self._plan(request, known, live_end)
+        return ReuseReport(plan.spans, notes, request.repair.strategy if plan.moved else None)
+
+    def known_exactly(self, token_ids: TokenIds, salt: str) -> int:
+        """How many of the first tokens an exact hit would cover."""
+        with self.store.lookup(self.root(salt), token_ids, pin=False) as known:
+            return known.exact[-1].end if known.exact else 0
 
     def read(self, request: Request) -> int:
         """Computes what is not known of a prompt and keeps it; returns the new chunks."""
@@ -70,10 +98,12 @@ class Pipeline:
             self._prefill(request, run, kv)
             return self._admit(request, run, kv)
 
-    def score(self, request: Request, num_logits: int) -> torch.Tensor:
+    def score(self, request: Request, run: Run, num_logits: int) -> torch.Tensor:
         """The logits of a prompt's last ``num_logits`` rows; keeps nothing."""
         with self.pool.lend(len(request.token_ids)) as kv:
-            return self._prefill(request, Run(Clock()), kv, num_logits)
+            logits = self._prefill(request, run, kv, num_logits)
+            run.clock.lap("prefill")
+            return logits
 
     def serve(self, request: Request, run: Run) -> Generator[str, None, None]:
         """The pipeline of one request; yields the text that is safe to show."""
@@ -101,20 +131,77 @@ class Pipeline:
         self, request: Request, run: Run, kv: RequestKV, num_logits: int = 1
     ) -> torch.Tensor:
         """Plans the prompt, puts known rows in place and computes the rest, a slice at a time.
-        Returns the logits of the last ``num_logits`` rows, which are always computed."""
-        ids = request.token_ids
-        first_logit = len(ids) - num_logits
-        with self._lookup(request, first_logit) as hits:
-            run.reuse = self._report(request, hits)
+        Returns the logits of the last ``num_logits`` rows, which are always computed; what they
+        answer is the prompt up to the first of them."""
+        live_end = len(request.token_ids) - num_logits + 1
+        with self._lookup(request, live_end) as known:
+            plan, notes = self._plan(request, known, live_end)
             run.clock.lap("plan")
-            place(run.reuse.spans, hits, kv)
-            run.clock.lap("assemble")
+            place(plan, kv, self._rotation)
+            seconds = run.clock.lap("assemble")
+        run.reuse = ReuseReport(plan.spans, notes)
+        run.exact_rows = plan.exact_rows
+        if plan.moved:
+            self.cost.observe_place(plan.num_moved, seconds)
+            return self._repair(request, run, kv, plan, live_end, num_logits)
         run.rows = run.reuse.cached_tokens
+        ids = request.token_ids
         logits = []
         for start, end in self._slices(request, run.rows):
-            wanted = max(0, end - max(start, first_logit))
-            logits.append(self._compute(kv, ids[start:end], start, wanted))
+            wanted = max(0, end - max(start, live_end - 1))
+            logits.append(self._compute(kv, ids[start:end], range(start, end), wanted))
             run.rows = end
+        return logits[-1] if len(logits) == 1 else torch.cat(logits)
+
+    def _repair(
+        self,
+        request: Request,
+        run: Run,
+        kv: RequestKV,
+        plan: Plan,
+        live_end: int,
+        num_logits: int,
+    ) -> torch.Tensor:
+        """Computes what is new of a prompt with moved runs, and what a strategy names of those,
+        together; as :meth:`_prefill`."""
+        ids = torch.from_numpy(request.token_ids.astype(np.int64)).to(self._model.device)
+        total = len(ids)
+        kv.reserve(total)
+
+        def look(
+            positions: torch.Tensor, hook: Hook, until: int, absent: torch.Tensor | None
+        ) -> None:
+            segment = Segment(
+                kv, ids[positions], positions, 0, hook=hook, until=until, absent=absent
+            )
+            self._model.forward([segment])
+
+        moved = Moved(plan, live_end, kv.shape.num_layers, self._model.device, look)
+        choice = STRATEGIES[request.repair.strategy](moved, request.repair)
+        run.clock.lap("probe")
+        rows = (choice.rows | moved.unknown).nonzero()[:, 0]
+        span_of = moved.span_of()
+        logits, since = [], 0
+        for some in torch.split(rows, self._prefill_slice):
+            hook = None
+            if choice.shift and self._rotation is not None:
+                # A slice shifts the rows from the end of the one before to its own: each once.
+                until = int(some[-1]) + 1
+                within = span_of.clone()
+                within[:since] = within[until:] = -1
+                shift, since = Shift(self._rotation, some, within), until
+                hook = shift if shift.useful else None
+            wanted = int((some >= total - num_logits).sum())
+            logits.append(self._model.forward([Segment(kv, ids[some], some, wanted, hook=hook)]))
+        run.rows = total
+        recomputed = choice.rows.nonzero()[:, 0].tolist()
+        run.reuse = replace(
+            run.reuse,
+            strategy=request.repair.strategy,
+            recomputed=tuple(recomputed),
+            charged_tokens=moved.charged_tokens + len(recomputed),
+        )
+        run.clock.lap("repair")
         return logits[-1] if len(logits) == 1 else torch.cat(logits)
 
     def _decode(
@@ -128,12 +215,14 @@ class Pipeline:
         ends = frozenset[int]() if params.ignore_eos else self._model.eos_ids
         limit = self._answer_limit(request)
         while True:
+            if run.record and run.reuse.strategy is not None and len(run.recorded) < AUDITED_TOKENS:
+                run.recorded.append(logits.clone())
             token, logprob = sample(logits)
             if not run.token_ids:
                 run.clock.first_token()
-                run.clock.lap("prefill")
+                self._learn(run, run.clock.lap("prefill"))
             else:
-                run.clock.lap("decode")
+                self.cost.observe(1, run.rows, run.clock.lap("decode"))
             run.accept(token, logprob)
             yield from run.show(stops.push(detokenizer.push(token)))
             if token in ends or stops.stopped:
@@ -157,23 +246,30 @@ class Pipeline:
             # it gives fits no shorter prompt.
             run.kept = False
             ids = as_token_ids(np.concatenate([request.token_ids, run.token_ids]))
-            return self._compute(kv, ids, 0, 1)[-1]
-        return self._compute(kv, as_token_ids(run.token_ids[-1:]), start, 1)[-1]
+            return self._compute(kv, ids, range(len(ids)), 1)[-1]
+        last = as_token_ids(run.token_ids[-1:])
+        return self._compute(kv, last, range(start, start + 1), 1)[-1]
+
+    def _learn(self, run: Run, seconds: float) -> None:
+        """Takes a prefill without repair as an example of what a forward costs."""
+        if not run.reuse.count(SpanKind.MOVED):
+            known, total = run.reuse.cached_tokens, run.reuse.prompt_tokens
+            self.cost.observe(total - known, (known + total) // 2, seconds)
 
     def _admit(self, request: Request, run: Run, kv: RequestKV) -> int:
         """Keeps the rows this request computed, generated tokens included; returns how many
         chunks are new."""
-        if request.mode is GenerationMode.BASELINE or not run.kept:
+        if request.mode is GenerationMode.BASELINE or not (run.kept and request.keep):
             return 0
         num_rows = min(run.rows, self._reusable(request))
         ids = as_token_ids(np.concatenate([request.token_ids, run.token_ids])[:num_rows])
-        return self.store.admit(self.root(request.salt), ids, kv.copy_rows, Lineage.EXACT)
+        root = self.root(request.salt)
+        return self.store.admit(root, ids, kv.copy_rows, exact_rows=run.exact_rows)
 
     def _compute(
-        self, kv: RequestKV, token_ids: TokenIds, start: int, num_logits: int
+        self, kv: RequestKV, token_ids: TokenIds, positions: range, num_logits: int
     ) -> torch.Tensor:
-        """Runs ``token_ids`` at positions from ``start`` on."""
-        positions = range(start, start + len(token_ids))
+        """Runs ``token_ids`` at ``positions``."""
         kv.reserve(positions.stop)
         ids = torch.from_numpy(token_ids.astype(np.int64))
         return self._model.forward([Segment(kv, ids, positions, num_logits)])
@@ -190,25 +286,50 @@ class Pipeline:
             start = end
 
     @contextmanager
-    def _lookup(self, request: Request, limit: int, *, pin: bool = True) -> Iterator[list[Hit]]:
-        """Known chunks that serve the first ``limit`` rows of a prompt, pinned meanwhile."""
+    def _lookup(self, request: Request, live_end: int, *, pin: bool = True) -> Iterator[Known]:
+        """What is known of the prompt up to ``live_end``, whose last row is always computed;
+        pinned meanwhile."""
         if request.mode is GenerationMode.BASELINE:
-            yield []
+            yield Known()
             return
-        ids = request.token_ids[: min(limit, self._reusable(request))]
-        with self.store.lookup(self.root(request.salt), ids, pin=pin) as hits:
-            yield hits
+        reusable = self._reusable(request)
+        ids = request.token_ids[: min(live_end - 1, reusable)]
+        moved_before = 0
+        if request.mode is GenerationMode.CHUNK_KV_REUSE and self._rotation is not None:
+            moved_before = max(0, min(live_end - LIVE_TOKENS, reusable))
+        root = self.root(request.salt)
+        with self.store.lookup(root, ids, moved_before=moved_before, pin=pin) as known:
+            yield known
 
-    def _report(self, request: Request, hits: Sequence[Hit]) -> ReuseReport:
+    def _plan(self, request: Request, known: Known, live_end: int) -> tuple[Plan, tuple[str, ...]]:
+        """How ``known`` serves the prompt, and what is to be said about it."""
+        plan = make_plan(len(request.token_ids), known)
         notes = []
-        if request.mode is GenerationMode.CHUNK_KV_REUSE:
-            notes.append(NOT_MOVED)
-        if not self._reusable(request):
+        if plan.moved and request.repair.strategy == "auto" and not self._pays(request, plan):
+            plan = plan.without_moved()
+            notes.append("moved text was computed: reusing it would not have been faster")
+        if request.mode is GenerationMode.CHUNK_KV_REUSE and self._rotation is None:
+            positions = self._model.support.architecture.positions.value
+            notes.append(f"this model uses {positions}: only exact hits are reused")
+        if request.mode is not GenerationMode.BASELINE and not self._reusable(request):
             notes.append(
                 f"beyond {self._model.support.reuse_limit:,} tokens this model's rotation depends "
-                "on the prompt's length: nothing is reused or kept"
+                "on the prompt's length: nothing is reused, moved or kept"
             )
-        return ReuseReport(exact_prefix(len(request.token_ids), hits), tuple(notes))
+        return plan, tuple(notes)
+
+    def _pays(self, request: Request, plan: Plan) -> bool:
+        """Whether reusing the moved runs of ``plan`` is expected to be faster than computing
+        them: the probe, the rows in place and the sparse forward against a plain one."""
+        total = plan.num_tokens
+        known = plan.in_place[-1].end if plan.in_place else 0
+        plain = self.cost.forward(total - known, (known + total) // 2)
+        unknown = sum(len(rows) for rows in plan.computed())
+        recomputed = round(request.repair.ratio * plan.num_moved)
+        reused = self.cost.forward(unknown + recomputed, total)
+        reused += self.cost.forward(min(unknown, PROBE_ROWS), total) * PROBE_BAND[1]
+        reused += self.cost.place(plan.num_moved)
+        return reused < PAYS * plain
 
     def _reusable(self, request: Request) -> int:
         """How many leading rows may be reused or kept."""
@@ -227,16 +348,21 @@ class Pipeline:
     def root(self, salt: str) -> ChunkKey:
         """Where the prefix tree of this model, its adapters and ``salt`` begins."""
         identity = f"{self._model.fingerprint} {self._model.active_adapters}"
-        return root_key(identity, salt, Lineage.EXACT.value)
+        return root_key(identity, salt)
 
     def _count(self, request: Request, run: Run) -> None:
-        hits = sum(span.kind is SpanKind.EXACT for span in run.reuse.spans)
+        kinds = Counter(span.kind for span in run.reuse.spans)
         computed = len(fixed(run.reuse.count(SpanKind.COMPUTE), self._config.chunk_size))
         with self._totals_lock:
             if request.mode is not GenerationMode.BASELINE:
-                self._totals["hits"] += hits
+                self._totals["exact_hits"] += kinds[SpanKind.EXACT]
+                self._totals["approximate_hits"] += kinds[SpanKind.APPROXIMATE]
+                self._totals["moved_hits"] += kinds[SpanKind.MOVED]
                 self._totals["misses"] += computed
             self._totals["requests"] += 1
             self._totals["prompt_tokens"] += run.reuse.prompt_tokens
-            self._totals["exact_tokens"] += run.reuse.count(SpanKind.EXACT)
+            self._totals["cached_tokens"] += run.reuse.cached_tokens
+            self._totals["recomputed_tokens"] += len(run.reuse.recomputed)
+            for kind in (SpanKind.EXACT, SpanKind.APPROXIMATE, SpanKind.MOVED):
+                self._totals[f"{kind.value}_tokens"] += run.reuse.count(kind)
             self._totals["generated_tokens"] += len(run.token_ids)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 PHASES = (
     "tokenize",
@@ -32,10 +33,13 @@ class Clock:
         self._first_token: float | None = None
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
-    def lap(self, phase: str) -> None:
+    def lap(self, phase: str) -> float:
+        """Charges the time since the last lap to ``phase``; returns it, in seconds."""
         now = time.perf_counter()
-        self._seconds[phase] += now - self._last
+        seconds = now - self._last
+        self._seconds[phase] += seconds
         self._last = now
+        return seconds
 
     def leave_out(self, seconds: float) -> None:
         """Takes time out that was not ours: the caller's, between two pieces of a stream."""
@@ -79,6 +83,12 @@ class Timings:
 class SpanKind(str, Enum):
     EXACT = "exact"
     """Same tokens behind the same everything: the KV is what the model would compute."""
+    APPROXIMATE = "approximate"
+    """Same tokens behind the same everything, but computed on top of moved rows: this
+    conversation's own past, used as it is."""
+    MOVED = "moved"
+    """Same tokens at another place or behind other text: keys turned to their new positions, some
+    rows recomputed."""
     COMPUTE = "compute"
     """Not known: computed for this request."""
 
@@ -92,6 +102,10 @@ class Span:
     end: int
     donor: str | None = None
     """The key of the chunk that serves these rows."""
+    offset: int = 0
+    """Which of the donor's rows is the first."""
+    resemblance: float = 0.0
+    """Of a moved span: the share of the rows before it that its donor was computed behind too."""
 
     @property
     def num_tokens(self) -> int:
@@ -104,6 +118,13 @@ class ReuseReport:
 
     spans: tuple[Span, ...]
     notes: tuple[str, ...] = ()
+    strategy: str | None = None
+    """What repaired the moved rows; None when none were."""
+    recomputed: tuple[int, ...] = ()
+    """Moved rows that were computed again, in order."""
+    charged_tokens: float = 0.0
+    """What repair cost, in rows through all layers: recomputed rows, and the part of the layers
+    that probes ran."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -115,7 +136,13 @@ class ReuseReport:
     @property
     def cached_tokens(self) -> int:
         """Rows that are really not computed."""
-        return self.prompt_tokens - self.count(SpanKind.COMPUTE)
+        return self.prompt_tokens - self.count(SpanKind.COMPUTE) - len(self.recomputed)
+
+    @property
+    def charged_share(self) -> float:
+        """``charged_tokens`` per moved row."""
+        moved = self.count(SpanKind.MOVED)
+        return self.charged_tokens / moved if moved else 0.0
 
     @property
     def kv_reuse_ratio(self) -> float:
@@ -159,12 +186,19 @@ class GenerationResult:
         return self.reuse.count(SpanKind.EXACT)
 
     @property
+    def approximate_tokens(self) -> int:
+        """Rows of this conversation's own past that stand on moved ones."""
+        return self.reuse.count(SpanKind.APPROXIMATE)
+
+    @property
     def moved_tokens(self) -> int:
-        return 0
+        """Rows whose text was read at another place; ``recomputed_tokens`` of them were computed
+        again."""
+        return self.reuse.count(SpanKind.MOVED)
 
     @property
     def recomputed_tokens(self) -> int:
-        return 0
+        return len(self.reuse.recomputed)
 
     @property
     def kv_reuse_ratio(self) -> float:
@@ -182,6 +216,52 @@ class GenerationResult:
     def tokens_per_sec(self) -> float:
         """Generated tokens over the whole time of the call."""
         return len(self.token_ids) / (self.total_ms / 1e3) if self.total_ms else 0.0
+
+
+@dataclass(frozen=True)
+class Score:
+    """What ``score`` gives back. ``logits`` is a tensor ``[continuation, vocab]``."""
+
+    logits: Any
+    timings: Timings
+    reuse: ReuseReport
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What ``arrange`` gives back."""
+
+    prompt: list[int]
+    """Token ids for ``generate``."""
+    order: tuple[int, ...]
+    """Which of the documents stands where: the first is ``documents[order[0]]``."""
+    exact_tokens: int
+    """How many tokens of the prompt are expected not to be read again."""
+    exact_tokens_as_given: int
+    """The same for the documents in the order they were given in."""
+
+    @property
+    def saved_tokens(self) -> int:
+        """What arranging saves."""
+        return self.exact_tokens - self.exact_tokens_as_given
+
+
+@dataclass(frozen=True)
+class CalibrationStep:
+    """Of one ratio: mean KL to a full prefill, and what repair cost per moved row."""
+
+    ratio: float
+    mean_kl: float
+    charged_share: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What ``calibrate`` found: ``ratio`` is the smallest tried that holds ``max_kl``."""
+
+    ratio: float
+    max_kl: float
+    steps: tuple[CalibrationStep, ...]
 
 
 @dataclass(frozen=True)

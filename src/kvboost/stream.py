@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from kvboost.config import GenerationMode, SamplingParams
+import torch
+
+from kvboost.config import GenerationMode, RepairParams, SamplingParams
 from kvboost.results import Clock, GenerationResult, ReuseReport, TokenLogprob
 from kvboost.tokens.hashing import TokenIds
 
@@ -24,6 +27,9 @@ class Request:
     mode: GenerationMode
     salt: str
     params: SamplingParams
+    repair: RepairParams
+    keep: bool = True
+    """Whether what it computes is kept for later requests."""
 
 
 @dataclass
@@ -34,6 +40,8 @@ class Run:
     reuse: ReuseReport = field(default_factory=lambda: ReuseReport(()))
     rows: int = 0
     """Rows of the request's KV that are in place."""
+    exact_rows: int = sys.maxsize
+    """Rows before the first that is approximate or moved."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
@@ -42,6 +50,9 @@ class Run:
     """The caller closes the stream, rather than the garbage collector finding it."""
     kept: bool = True
     """Whether the rows may be kept for later requests."""
+    record: bool = False
+    """Whether to keep the logits of the first tokens over moved text, for an audit."""
+    recorded: list[torch.Tensor] = field(default_factory=list)
 
     def accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
         self.token_ids.append(token_id)

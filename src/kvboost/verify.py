@@ -8,8 +8,9 @@ from typing import Protocol
 
 import torch
 
+from kvboost.calibrate import kl_divergence
 from kvboost.config import GenerationMode
-from kvboost.results import GenerationResult, VerificationReport
+from kvboost.results import GenerationResult, Score, VerificationReport
 
 PASSAGE = """\
 The lighthouse at Corran Point was built in 1874 after three ships were lost in one winter. Its
@@ -58,7 +59,7 @@ class Engine(Protocol):
         mode: GenerationMode,
         *,
         cache_salt: str,
-    ) -> torch.Tensor: ...
+    ) -> Score: ...
 
     def forget_salt(self, cache_salt: str) -> None: ...
 
@@ -92,12 +93,12 @@ def verify(engine: Engine, max_new_tokens: int) -> VerificationReport:
             tokens_equal &= hit.token_ids == base.token_ids
             modes = (GenerationMode.BASELINE, GenerationMode.PREFIX_CACHE)
             expected, actual = (
-                engine.score(prompt, base.token_ids, mode, cache_salt=salt).double()
+                engine.score(prompt, base.token_ids, mode, cache_salt=salt).logits.double()
                 for mode in modes
             )
             deltas.append(float((expected - actual).abs().max()))
             largest.append(float(expected.abs().max()))
-            divergences.append(_mean_kl(expected, actual))
+            divergences.append(float(kl_divergence(expected, actual).mean()))
     finally:
         engine.forget_salt(salt)
     return _judge(
@@ -155,12 +156,6 @@ def _prompts(engine: Engine, max_new_tokens: int) -> list[tuple[list[int], list[
             passage = passage[: max(1, room - max_new_tokens - len(tail) - 1)]
         prompts.append((passage, passage + tail))
     return prompts
-
-
-def _mean_kl(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    """Mean KL(expected || actual) over rows of logits."""
-    log_p, log_q = expected.log_softmax(-1), actual.log_softmax(-1)
-    return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
 
 
 def _worst(values: Sequence[float]) -> float:

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.cache.chunk import Lineage
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.ram import RamTier
+from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import as_token_ids, root_key
 
 ROOT = root_key("model", "", "exact")
@@ -27,23 +27,25 @@ def rows_of(ids: list[int]) -> Callable[[int, int], torch.Tensor]:
 
 
 def make_store(max_rows: int = 1000, max_chunks: int | None = None) -> ChunkStore:
-    return ChunkStore(RamTier(max_rows * ROW_BYTES), chunk_size=CHUNK, max_chunks=max_chunks)
+    return ChunkStore(
+        RamTier(max_rows * ROW_BYTES),
+        cut=lambda ids: fixed(len(ids), CHUNK),
+        max_chunks=max_chunks,
+    )
 
 
 def admit(store: ChunkStore, ids: list[int]) -> int:
-    return store.admit(ROOT, as_token_ids(ids), rows_of(ids), Lineage.EXACT)
+    return store.admit(ROOT, as_token_ids(ids), rows_of(ids), exact_rows=len(ids))
 
 
 def check_hit(store: ChunkStore, ids: list[int]) -> int:
     """How many leading rows are known; each must be what was stored."""
     expected = rows_of(ids)(0, len(ids))
-    with store.lookup(ROOT, as_token_ids(ids)) as hits:
-        for hit in hits:
-            rows = slice(hit.start, hit.start + hit.num_tokens)
-            known = hit.chunk.kv[:, :, :, : hit.num_tokens]
-            assert torch.equal(known, expected[:, :, :, rows])
-            assert hit.chunk.base_position == hit.start
-        return sum(hit.num_tokens for hit in hits)
+    with store.lookup(ROOT, as_token_ids(ids)) as known:
+        for hit in known.exact:
+            assert torch.equal(hit.kv, expected[:, :, :, hit.start : hit.end])
+            assert hit.chunk.base_position == hit.start and hit.distance == 0
+        return sum(hit.num_tokens for hit in known.exact)
 
 
 def test_what_was_admitted_is_found_and_stored_once() -> None:
@@ -59,8 +61,8 @@ def test_what_was_admitted_is_found_and_stored_once() -> None:
 def test_a_chunk_holds_its_own_ids_and_not_the_prompt() -> None:
     store = make_store()
     admit(store, list(range(10)))
-    with store.lookup(ROOT, as_token_ids(range(10))) as hits:
-        assert all(hit.chunk.token_ids.base is None for hit in hits)
+    with store.lookup(ROOT, as_token_ids(range(10))) as known:
+        assert all(hit.chunk.token_ids.base is None for hit in known.exact)
 
 
 def test_a_longer_chunk_takes_the_place_of_the_tail_it_continues() -> None:
@@ -77,7 +79,10 @@ def test_the_beginning_of_a_text_that_does_not_fit_is_kept() -> None:
     assert admit(store, list(range(20))) == 2
     assert check_hit(store, list(range(20))) == 8
     assert store.stats()["rejected"] == 1
-    assert make_store(max_rows=3).admit(ROOT, as_token_ids([1] * 4), rows_of([1] * 4), "x") == 0
+    assert (
+        make_store(max_rows=3).admit(ROOT, as_token_ids([1] * 4), rows_of([1] * 4), exact_rows=4)
+        == 0
+    )
 
 
 def test_the_least_recently_used_leaf_makes_room() -> None:
@@ -93,11 +98,11 @@ def test_the_least_recently_used_leaf_makes_room() -> None:
 def test_pinned_chunks_stay() -> None:
     store = make_store(max_chunks=1)
     admit(store, [1, 1, 1, 1])
-    with store.lookup(ROOT, as_token_ids([1, 1, 1, 1])) as hits:
+    with store.lookup(ROOT, as_token_ids([1, 1, 1, 1])) as known:
         assert admit(store, [2, 2, 2, 2]) == 0
         assert store.stats()["pinned"] == 1
         store.clear()
-        assert len(hits) == 1 and store.stats()["chunks"] == 1
+        assert len(known.exact) == 1 and store.stats()["chunks"] == 1
     assert store.stats()["pinned"] == 0
     assert admit(store, [2, 2, 2, 2]) == 1
     assert check_hit(store, [1, 1, 1, 1]) == 0
@@ -117,7 +122,7 @@ def test_a_failed_copy_leaves_nothing_behind() -> None:
     def broken(start: int, end: int) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
-    assert store.admit(ROOT, as_token_ids([1, 2, 3, 4]), broken, Lineage.EXACT) == 0
+    assert store.admit(ROOT, as_token_ids([1, 2, 3, 4]), broken, exact_rows=4) == 0
     assert (store.stats()["pinned"], store.stats()["failed"]) == (0, 1)
     assert admit(store, [1, 2, 3, 4]) == 1
 
@@ -126,8 +131,8 @@ def test_looking_makes_nothing_younger() -> None:
     store = make_store(max_chunks=2)
     admit(store, [1, 1, 1, 1])
     admit(store, [2, 2, 2, 2])
-    with store.lookup(ROOT, as_token_ids([1, 1, 1, 1]), pin=False) as hits:
-        assert len(hits) == 1 and store.stats()["pinned"] == 0
+    with store.lookup(ROOT, as_token_ids([1, 1, 1, 1]), pin=False) as known:
+        assert len(known.exact) == 1 and store.stats()["pinned"] == 0
     admit(store, [3, 3, 3, 3])
     assert check_hit(store, [1, 1, 1, 1]) == 0
 
@@ -142,11 +147,11 @@ def test_a_rejected_chunk_does_not_cost_the_shorter_one_it_continues() -> None:
 
 def test_a_chunk_the_tier_lost_is_a_miss_and_so_is_all_behind_it() -> None:
     tier = RamTier(10_000)
-    store = ChunkStore(tier, chunk_size=CHUNK)
+    store = ChunkStore(tier, cut=lambda ids: fixed(len(ids), CHUNK))
     ids = list(range(12))
     admit(store, ids)
-    with store.lookup(ROOT, as_token_ids(ids)) as hits:
-        middle = hits[1].chunk.key
+    with store.lookup(ROOT, as_token_ids(ids)) as known:
+        middle = known.exact[1].chunk.key
     tier.delete(middle)
     assert check_hit(store, ids) == 4
     assert store.stats()["lost"] == 2
@@ -159,7 +164,7 @@ def test_forgetting_one_root_leaves_the_others() -> None:
     store = make_store()
     other = root_key("model", "salt", "exact")
     admit(store, [1, 2, 3, 4, 5])
-    store.admit(other, as_token_ids([1, 2, 3]), rows_of([1, 2, 3]), Lineage.EXACT)
+    store.admit(other, as_token_ids([1, 2, 3]), rows_of([1, 2, 3]), exact_rows=3)
     store.forget(ROOT)
     assert check_hit(store, [1, 2, 3]) == 0
     assert store.stats()["chunks"] == 1

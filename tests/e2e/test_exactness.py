@@ -34,7 +34,7 @@ def test_a_prompt_cut_into_calls_at_random_places_answers_as_if_whole(
     assert hit.exact_tokens >= cut
     assert hit.token_ids == base.token_ids
     expected, actual = (
-        smollm.score(prompt, base.token_ids, mode, cache_salt=salt)
+        smollm.score(prompt, base.token_ids, mode, cache_salt=salt).logits
         for mode in (GenerationMode.BASELINE, GenerationMode.PREFIX_CACHE)
     )
     assert (expected - actual).abs().max() <= 1e-3
@@ -52,7 +52,7 @@ def test_baseline_is_bit_exact_with_stock_transformers_in_the_default_dtype() ->
         stock = StockModel.from_pretrained("smollm2-135m")
         prompt = PATTERNS["code"].shared(engine.encode, 1024)
         expected = stock.logits(prompt)[-1]
-        assert torch.equal(engine.score(prompt, [0], GenerationMode.BASELINE)[0], expected)
+        assert torch.equal(engine.score(prompt, [0], GenerationMode.BASELINE).logits[0], expected)
         assert engine.verify_correctness(8)
 
 

@@ -31,7 +31,7 @@ def test_baseline_equals_stock_transformers(name, tiny_engine) -> None:
     stock = StockModel(internvl_model() if name == "internvl" else tiny_model(name))
     ids = random_ids(90, seed=1)
     expected = stock.logits(ids)[-30:]
-    actual = engine.score(ids[:61], [*ids[61:], 0], GenerationMode.BASELINE)
+    actual = engine.score(ids[:61], [*ids[61:], 0], GenerationMode.BASELINE).logits
     assert torch.allclose(actual, expected, atol=1e-4 if DEVICE == "cpu" else 1e-3)
     greedy = engine.generate(ids, 8, GenerationMode.BASELINE, ignore_eos=True).token_ids
     assert greedy == stock.generate(ids, 8)
@@ -56,7 +56,7 @@ def test_prefix_cache_equals_baseline_for_any_split_of_a_conversation(name, tiny
             )
             assert hit.token_ids == base.token_ids
             scores = [
-                engine.score(prompt, base.token_ids, mode, cache_salt=salt)
+                engine.score(prompt, base.token_ids, mode, cache_salt=salt).logits
                 for mode in (GenerationMode.BASELINE, GenerationMode.PREFIX_CACHE)
             ]
             assert torch.allclose(*scores, atol=1e-3, rtol=0)

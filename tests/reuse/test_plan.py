@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import torch
 from hypothesis import given
@@ -8,45 +9,113 @@ from hypothesis import strategies as st
 
 from kvboost import SpanKind
 from kvboost.cache.chunk import KVChunk, Lineage
-from kvboost.cache.store import Hit
+from kvboost.cache.store import Hit, Known, MovedRun
 from kvboost.reuse.assemble import place
-from kvboost.reuse.plan import LEAST_TOKENS, exact_prefix
+from kvboost.reuse.plan import LEAST_MOVED, LEAST_TOKENS, choose, make_plan
+from kvboost.reuse.rope import Rotation
 from kvboost.tokens.hashing import ChunkKey, as_token_ids
 
 
-def hits_of(lengths: list[int]) -> list[Hit]:
-    hits, start = [], 0
-    for number, length in enumerate(lengths):
-        kv = torch.arange(start, start + length + 3).float().view(1, 1, 1, -1, 1)
-        kv = kv.expand(2, 2, 1, length + 3, 1).contiguous()
-        ids = as_token_ids(range(length + 3))
-        key, parent = ChunkKey(f"chunk{number}"), ChunkKey("root")
-        hits.append(Hit(KVChunk(key, parent, ids, kv, start, Lineage.EXACT), start, length))
-        start += length
-    return hits
+def chunk(
+    name: str, base: int, length: int, lineage: Lineage = Lineage.EXACT, dim: int = 1
+) -> KVChunk:
+    """Rows that say which position they were computed at."""
+    kv = torch.arange(base, base + length).float().view(1, 1, 1, -1, 1)
+    kv = kv.expand(2, 2, 1, length, dim).contiguous()
+    ids = as_token_ids(range(length))
+    return KVChunk(ChunkKey(name), ChunkKey("root"), ids, kv, base, lineage)
 
 
-@given(st.lists(st.integers(1, 20), max_size=5), st.integers(1, 20))
-def test_spans_cover_the_prompt_without_gaps(lengths, rest) -> None:
+def hits_of(lengths: list[int]) -> tuple[Hit, ...]:
+    starts = itertools.accumulate(lengths, initial=0)
+    return tuple(
+        Hit(chunk(f"chunk{start}", start, length + 3), start, length)
+        for start, length in zip(starts, lengths, strict=False)
+    )
+
+
+def run(
+    start: int, end: int, resemblance: float = 0.0, lineage: Lineage = Lineage.EXACT
+) -> MovedRun:
+    name = f"{start}-{end}-{resemblance}-{lineage.value}"
+    return MovedRun((Hit(chunk(name, 7, end - start, lineage), start, end - start),), resemblance)
+
+
+@given(
+    st.lists(st.integers(1, 20), max_size=5),
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 120)), max_size=8),
+    st.integers(1, 20),
+)
+def test_spans_cover_the_prompt_without_gaps(lengths, moved, rest) -> None:
     hits = hits_of(lengths)
-    spans = exact_prefix(sum(lengths) + rest, hits)
-    assert spans[0].start == 0
-    assert spans[-1].end == sum(lengths) + rest
+    known = sum(lengths)
+    runs = tuple(run(known + start, known + start + length) for start, length in moved)
+    end = max([known, *(one.end for one in runs)]) + rest
+    plan = make_plan(end, Known(hits, (), runs))
+    spans = plan.spans
+    assert spans[0].start == 0 and spans[-1].end == end
     assert all(left.end == right.start for left, right in itertools.pairwise(spans))
     assert spans[-1].kind is SpanKind.COMPUTE and spans[-1].num_tokens >= rest
-    used = sum(lengths) >= LEAST_TOKENS
-    assert [span.donor for span in spans[:-1]] == [hit.chunk.key for hit in hits if used]
+    used = known >= LEAST_TOKENS
+    exact = [span.donor for span in spans if span.kind is SpanKind.EXACT]
+    assert exact == [hit.chunk.key for hit in hits if used]
+    assert plan.exact_rows == min([one.start for one in plan.moved], default=sys.maxsize)
 
 
-def test_rows_are_put_where_they_belong() -> None:
-    class Rows:
-        data = torch.full((2, 2, 1, 40, 1), -1.0)
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 150)), max_size=10))
+def test_chosen_runs_do_not_overlap_and_leave_no_long_known_run_to_compute(places) -> None:
+    runs = [run(start, start + length) for start, length in places]
+    chosen = choose(runs)
+    assert all(left.end <= right.start for left, right in itertools.pairwise(chosen))
+    covered = {row for one in chosen for row in range(one.start, one.end)}
+    for one in runs:
+        left = [row not in covered for row in range(one.start, one.end)]
+        assert max((len(list(g)) for free, g in itertools.groupby(left) if free), default=0) < (
+            LEAST_MOVED
+        )
 
-        def rows(self, start: int, end: int) -> torch.Tensor:
-            return self.data[:, :, :, start:end]
 
-    hits = hits_of([16, 7])
-    kv = Rows()
-    place(exact_prefix(30, hits), hits, kv)
+def test_a_donor_with_the_same_context_goes_first_and_an_exact_one_before_an_approximate() -> None:
+    near, far = run(0, 64, 0.9), run(0, 64, 0.1)
+    assert choose([far, near]) == (near,)
+    exact, approximate = run(0, 64), run(0, 64, lineage=Lineage.APPROXIMATE)
+    assert choose([approximate, exact]) == (exact,)
+    longer = run(0, 200, lineage=Lineage.APPROXIMATE)
+    assert choose([exact, longer])[0].end == 200
+
+
+def test_clipping_a_run_keeps_rows_and_donors_together() -> None:
+    whole = MovedRun((Hit(chunk("a", 50, 40), 100, 40), Hit(chunk("b", 90, 40), 140, 40)), 0.5)
+    part = whole.clip(130, 150)
+    assert [(hit.start, hit.num_tokens, hit.offset) for hit in part.hits] == [
+        (130, 10, 30),
+        (140, 10, 0),
+    ]
+    assert all(hit.distance == 50 for hit in part.hits)
+    assert part.hits[0].kv[0, 0, 0, 0, 0] == 80
+
+
+class Rows:
+    def __init__(self, num_tokens: int, dim: int = 1) -> None:
+        self.data = torch.full((2, 2, 1, num_tokens, dim), -1.0)
+
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        return self.data[:, :, :, start:end]
+
+
+def test_rows_in_place_are_put_where_they_belong() -> None:
+    kv = Rows(40)
+    place(make_plan(30, Known(hits_of([16, 7]))), kv, None)
     expected = torch.cat([torch.arange(23.0), torch.full((17,), -1.0)])
     assert torch.equal(kv.data, expected.view(1, 1, 1, 40, 1).expand_as(kv.data))
+
+
+def test_moved_values_are_copied_and_keys_turned() -> None:
+    kv = Rows(80, dim=2)
+    moved = MovedRun((Hit(chunk("a", 3, 40, dim=2), 20, 40),), 0.0)
+    place(make_plan(80, Known((), (), (moved,))), kv, Rotation(torch.full((2, 1), 0.5)))
+    keys, values = kv.rows(20, 60)
+    assert torch.equal(values[0, 0, :, 0], torch.arange(3.0, 43.0))
+    turn = torch.tensor(17 * 0.5)
+    assert torch.allclose(keys[0, 0, 1, 0], 4 * (turn.cos() - turn.sin()), atol=1e-5)
+    assert (kv.rows(0, 20) == -1).all() and (kv.rows(60, 80) == -1).all()

@@ -13,8 +13,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvboost.tokens.hashing import ChunkKey, TokenIds
 
 
@@ -57,6 +55,9 @@ class PrefixIndex:
 
     def parent(self, key: ChunkKey) -> ChunkKey:
         return self._nodes[key].parent
+
+    def tokens(self, key: ChunkKey) -> TokenIds:
+        return self._nodes[key].token_ids
 
     def has_children(self, key: ChunkKey) -> bool:
         return key in self._children
@@ -143,5 +144,5 @@ def _sortable(token_ids: TokenIds) -> bytes:
 
 def _common_prefix(left: TokenIds, right: TokenIds) -> int:
     length = min(len(left), len(right))
-    different = np.flatnonzero(left[:length] != right[:length])
-    return int(different[0]) if len(different) else length
+    first = (left[:length] != right[:length]).tobytes().find(1)
+    return length if first < 0 else first

@@ -1,6 +1,7 @@
 """The chunk store: lookup with pins, admission under a budget. The only room with locks.
 
-Two locks. ``_lock`` guards the index, the tier and the pins, and is held for microseconds.
+Two locks. ``_lock`` guards the indexes, the tier and the pins, and is held for a few milliseconds
+at most, the search of a long prompt.
 ``_admission`` lets one request at a time bring chunks in, so that the copies it makes need not
 hold up anyone's lookup, and so that identical requests store once.
 """
@@ -15,25 +16,100 @@ from dataclasses import dataclass
 
 import torch
 
+from kvboost.cache.anchors import WINDOW, AnchorIndex, Run
 from kvboost.cache.chunk import KVChunk, Lineage
 from kvboost.cache.eviction import LRU, EvictionPolicy
 from kvboost.cache.index import PrefixIndex
 from kvboost.cache.tiers.base import Tier
-from kvboost.tokens.chunking import fixed
-from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, chain_key
+from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, branch_key, chain_key
 
 RowCopy = Callable[[int, int], torch.Tensor]
 """``copy(start, end)`` gives rows ``[start, end)`` of a request's KV as a tensor of its own,
 ``[2, layers, kv_heads, end - start, head_dim]``."""
 
 
+Cut = Callable[[TokenIds], list[tuple[int, int]]]
+"""Where a sequence is cut into chunks: ``[start, end)`` without gaps. What is cut off first must
+not depend on what comes later."""
+
+
 @dataclass(frozen=True)
 class Hit:
-    """The first ``num_tokens`` rows of ``chunk`` serve rows from ``start`` of the prompt."""
+    """``num_tokens`` rows of ``chunk`` from ``offset`` on serve rows from ``start`` of a prompt."""
 
     chunk: KVChunk
     start: int
     num_tokens: int
+    offset: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def kv(self) -> torch.Tensor:
+        return self.chunk.kv[:, :, :, self.offset : self.offset + self.num_tokens]
+
+    @property
+    def distance(self) -> int:
+        """How far these rows are moved."""
+        return self.start - (self.chunk.base_position + self.offset)
+
+    def clip(self, start: int, end: int) -> Hit:
+        """The part of it that serves rows ``[start, end)``."""
+        start, end = max(start, self.start), min(end, self.end)
+        return Hit(self.chunk, start, end - start, self.offset + start - self.start)
+
+
+@dataclass(frozen=True)
+class MovedRun:
+    """Rows of a prompt that stand together somewhere else. ``resemblance`` is the share of the
+    rows before them that the donor was computed behind too."""
+
+    hits: tuple[Hit, ...]
+    resemblance: float
+
+    @property
+    def start(self) -> int:
+        return self.hits[0].start
+
+    @property
+    def end(self) -> int:
+        return self.hits[-1].end
+
+    @property
+    def is_exact(self) -> bool:
+        return all(hit.chunk.lineage is Lineage.EXACT for hit in self.hits)
+
+    def clip(self, start: int, end: int) -> MovedRun:
+        hits = (hit.clip(start, end) for hit in self.hits if hit.start < end and hit.end > start)
+        return MovedRun(tuple(hits), self.resemblance)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a prompt. ``exact`` serves its beginning; ``approximate`` goes on from
+    there, in place; ``moved`` runs stand behind both and may overlap one another."""
+
+    exact: tuple[Hit, ...] = ()
+    approximate: tuple[Hit, ...] = ()
+    moved: tuple[MovedRun, ...] = ()
+
+    @property
+    def keys(self) -> list[ChunkKey]:
+        hits = [*self.exact, *self.approximate, *(hit for run in self.moved for hit in run.hits)]
+        return [hit.chunk.key for hit in hits]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One chunk to be admitted: the ``depth``-th of its sequence."""
+
+    depth: int
+    start: int
+    end: int
+    lineage: Lineage
+    branches: bool = False
 
 
 class ChunkStore:
@@ -41,15 +117,17 @@ class ChunkStore:
         self,
         tier: Tier,
         *,
-        chunk_size: int,
+        cut: Cut,
+        window: int = WINDOW,
         max_chunks: int | None = None,
         policy: EvictionPolicy | None = None,
     ) -> None:
         self._tier = tier
-        self._chunk_size = chunk_size
+        self._cut = cut
         self._max_chunks = max_chunks
         self._policy: EvictionPolicy = policy or LRU()
         self._index = PrefixIndex()
+        self._anchors = AnchorIndex(window)
         self._pins: Counter[ChunkKey] = Counter()
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -57,27 +135,32 @@ class ChunkStore:
 
     @contextmanager
     def lookup(
-        self, root: ChunkKey, token_ids: TokenIds, *, pin: bool = True
-    ) -> Iterator[list[Hit]]:
-        """The longest known beginning of ``token_ids``, pinned until the context is left.
+        self, root: ChunkKey, token_ids: TokenIds, *, moved_before: int = 0, pin: bool = True
+    ) -> Iterator[Known]:
+        """What is known of ``token_ids``, pinned until the context is left: the beginning that is
+        exact, and with ``moved_before`` also what is approximate, and what stands elsewhere of
+        the rows before that one.
 
         ``pin=False`` only looks: nothing becomes younger.
         """
         with self._lock:
-            hits = self._match(root, token_ids)
-            keys = [hit.chunk.key for hit in hits]
+            known = self._match(root, token_ids, moved_before)
+            keys = known.keys
             if pin:
                 self._pins.update(keys)
                 self._policy.touch(keys)
         try:
-            yield hits
+            yield known
         finally:
             if pin:
                 with self._lock:
                     self._unpin(keys)
 
-    def admit(self, root: ChunkKey, token_ids: TokenIds, copy: RowCopy, lineage: Lineage) -> int:
+    def admit(self, root: ChunkKey, token_ids: TokenIds, copy: RowCopy, *, exact_rows: int) -> int:
         """Keeps the KV of ``token_ids``, which begin a sequence; returns how many chunks are new.
+
+        The first ``exact_rows`` are exact, the others were computed on top of moved ones: they go
+        beside the exact tree, from the chunk on where they begin.
 
         Chunks that are known are skipped, a shorter one that a new one continues is replaced.
         When the budget is full of pinned chunks, or a copy fails, the rest is left out: the
@@ -85,38 +168,66 @@ class ChunkStore:
         """
         new = 0
         path: list[ChunkKey] = []
+        pinned: list[ChunkKey] = []
         with self._admission:
             try:
-                parent = root
-                for start, end in fixed(len(token_ids), self._chunk_size):
-                    ids = token_ids[start:end]
-                    with self._lock:
-                        known = self._known(parent, ids)
-                        if known is not None:
-                            self._pins[known] += 1
-                    if known is None:
-                        key = chain_key(parent, ids)
-                        try:
-                            kv = copy(start, end)
-                        except (MemoryError, RuntimeError):  # torch is out of memory
-                            with self._lock:
-                                self._counts["failed"] += 1
-                            break
-                        # Ids of its own: a view would hold the whole prompt for as long.
-                        chunk = KVChunk(key, parent, as_token_ids(ids), kv, start, lineage)
-                        with self._lock:
-                            if not self._insert(chunk):
-                                self._counts["rejected"] += 1
-                                break
-                            self._pins[key] += 1
-                        new += 1
-                    parent = known or key
-                    path.append(parent)
+                for part in self._parts(token_ids, exact_rows):
+                    parent = path[part.depth - 1] if part.depth else root
+                    if part.branches:
+                        parent = branch_key(parent)
+                    key, is_new = self._admit_one(root, parent, part, token_ids, copy)
+                    if key is None:
+                        break
+                    new += is_new
+                    path[part.depth :] = [key]
+                    pinned.append(key)
             finally:
                 with self._lock:
-                    self._policy.touch(path)
-                    self._unpin(path)
+                    self._policy.touch(pinned)
+                    self._unpin(pinned)
         return new
+
+    def _parts(self, token_ids: TokenIds, exact_rows: int) -> Iterator[_Part]:
+        """The chunks of a sequence. One in which exactness ends comes twice: its exact rows, and
+        all of it as the first of the approximate ones::
+
+            exact        |----|----|--|
+            approximate            |----|----|
+        """
+        branched = False
+        for depth, (start, end) in enumerate(self._cut(token_ids)):
+            if start < exact_rows:
+                yield _Part(depth, start, min(end, exact_rows), Lineage.EXACT)
+            if end > exact_rows:
+                yield _Part(depth, start, end, Lineage.APPROXIMATE, branches=not branched)
+                branched = True
+
+    def _admit_one(
+        self, root: ChunkKey, parent: ChunkKey, part: _Part, token_ids: TokenIds, copy: RowCopy
+    ) -> tuple[ChunkKey | None, bool]:
+        """The pinned chunk that holds ``part``, or None if it cannot be kept; and whether it is
+        new."""
+        ids = token_ids[part.start : part.end]
+        with self._lock:
+            known = self._known(parent, ids)
+            if known is not None:
+                self._pins[known] += 1
+                return known, False
+        try:
+            kv = copy(part.start, part.end)
+        except (MemoryError, RuntimeError):  # torch is out of memory
+            with self._lock:
+                self._counts["failed"] += 1
+            return None, False
+        # Ids of its own: a view would hold the whole prompt for as long.
+        own_ids = as_token_ids(ids)
+        chunk = KVChunk(chain_key(parent, ids), parent, own_ids, kv, part.start, part.lineage)
+        with self._lock:
+            if not self._insert(root, chunk):
+                self._counts["rejected"] += 1
+                return None, False
+            self._pins[chunk.key] += 1
+        return chunk.key, True
 
     def stats(self) -> dict[str, int]:
         with self._lock:
@@ -131,9 +242,9 @@ class ChunkStore:
             }
 
     def forget(self, root: ChunkKey) -> None:
-        """Forgets every chunk below ``root`` that is not in use right now."""
+        """Forgets every chunk of ``root`` that is not in use right now."""
         with self._admission, self._lock:
-            for key in reversed(self._index.descendants(root)):
+            for key in self._anchors.keys(root):
                 if key not in self._pins:
                     self._drop(key)
 
@@ -169,27 +280,93 @@ class ChunkStore:
             orphans = [
                 chunk.key
                 for chunk in held_chunks
-                if chunk.base_position > 0 and chunk.parent not in held
+                if chunk.lineage is Lineage.EXACT
+                and chunk.base_position > 0
+                and chunk.parent not in held
             ]
             if orphans:
                 problems.append(f"{len(orphans)} chunks outlived their parents")
+            problems += self._anchors.check_integrity()
+            if len(self._anchors) != len(indexed):
+                problems.append(f"{len(self._anchors)} chunks are anchored, {len(indexed)} indexed")
             if any(count <= 0 for count in self._pins.values()):
                 problems.append(f"pins below zero: {dict(self._pins)}")
             return problems
 
     # Everything below is called with the lock held.
 
-    def _match(self, root: ChunkKey, token_ids: TokenIds) -> list[Hit]:
+    def _match(self, root: ChunkKey, token_ids: TokenIds, moved_before: int) -> Known:
+        exact = self._walk(root, token_ids)
+        if not moved_before:
+            return Known(exact)
+        approximate = self._continue(root, exact, token_ids)
+        in_place = [*exact, *approximate]
+        start = in_place[-1].end if in_place else 0
+        runs = self._anchors.find(self._index, root, token_ids[:moved_before], start)
+        moved = self._moved(in_place, runs)
+        return Known(exact, approximate, moved)
+
+    def _walk(self, parent: ChunkKey, token_ids: TokenIds, start: int = 0) -> tuple[Hit, ...]:
+        """Chunks below ``parent`` that serve ``token_ids`` from ``start`` on."""
         hits: list[Hit] = []
-        start = 0
-        for match in self._index.match(root, token_ids):
+        for match in self._index.match(parent, token_ids[start:]):
             chunk = self._tier.get(match.key)
             if chunk is None:
                 self._lose(match.key)
                 break
             hits.append(Hit(chunk, start, match.num_tokens))
             start += match.num_tokens
-        return hits
+        return tuple(hits)
+
+    def _continue(
+        self, root: ChunkKey, exact: tuple[Hit, ...], token_ids: TokenIds
+    ) -> tuple[Hit, ...]:
+        """The approximate branch of the exact path that reaches furthest beyond it."""
+        end = exact[-1].end if exact else 0
+        best: tuple[Hit, ...] = ()
+        forks = [(root, 0), *((hit.chunk.key, hit.end) for hit in exact)]
+        for key, row in reversed(forks):
+            hits = self._walk(branch_key(key), token_ids, row)
+            if hits and hits[-1].end > max(end, best[-1].end if best else 0):
+                best = tuple(hit.clip(end, hit.end) for hit in hits if hit.end > end)
+        return best
+
+    def _moved(self, in_place: list[Hit], runs: list[Run]) -> tuple[MovedRun, ...]:
+        """``runs``, by their starts, with their chunks, each cut off where a chunk is lost."""
+        stands = [(hit.end, hit.chunk.key, hit.num_tokens) for hit in in_place]
+        for run in runs:
+            stands += [(one.start + one.num_tokens, one.key, one.num_tokens) for one in run.pieces]
+        stands.sort(reverse=True)
+        before: dict[ChunkKey, int] = {}  # chunks that end where a run begins or earlier
+        moved = []
+        for run in runs:
+            while stands and stands[-1][0] <= run.start:
+                _, key, num_tokens = stands.pop()
+                before[key] = num_tokens
+            hits: list[Hit] = []
+            for piece in run.pieces:
+                chunk = self._tier.get(piece.key) if piece.key in self._index else None
+                if chunk is None:
+                    if piece.key in self._index:
+                        self._lose(piece.key)
+                    break
+                hits.append(Hit(chunk, piece.start, piece.num_tokens, piece.offset))
+            if hits:
+                moved.append(MovedRun(tuple(hits), self._resemblance(run, before)))
+        return tuple(moved)
+
+    def _resemblance(self, run: Run, before: dict[ChunkKey, int]) -> float:
+        """How much of what stands ``before`` a run stood before its donor too."""
+        if run.start == 0:
+            return 0.0
+        shared, key = 0, run.pieces[0].key
+        while before and self._has_parent(key):
+            key = self._index.parent(key)
+            shared += before.get(key, 0)
+        return min(1.0, shared / run.start)
+
+    def _has_parent(self, key: ChunkKey) -> bool:
+        return key in self._index and self._index.parent(key) in self._index
 
     def _known(self, parent: ChunkKey, ids: TokenIds) -> ChunkKey | None:
         """A child of ``parent`` that begins with ``ids`` and is really there."""
@@ -201,7 +378,7 @@ class ChunkStore:
             return None
         return best.key
 
-    def _insert(self, chunk: KVChunk) -> bool:
+    def _insert(self, root: ChunkKey, chunk: KVChunk) -> bool:
         if chunk.nbytes > self._tier.max_bytes:
             return False
         while not self._fits(chunk):
@@ -213,6 +390,7 @@ class ChunkStore:
         if not self._tier.put(chunk):
             return False
         self._index.insert(chunk.key, chunk.parent, chunk.token_ids)
+        self._anchors.insert(root, chunk.key, chunk.token_ids)
         self._policy.add(chunk.key)
         self._counts["admitted"] += 1
         return True
@@ -237,6 +415,7 @@ class ChunkStore:
 
     def _drop(self, key: ChunkKey) -> None:
         self._index.remove(key)
+        self._anchors.remove(key)
         self._policy.remove(key)
         self._tier.delete(key)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.attention.bias import CausalBias, causal_lower_right
@@ -26,19 +26,42 @@ SEGMENTS = "kvboost_segments"
 the model's call would be the ordinary way, but not every architecture hands them down."""
 
 
+class StopForward(Exception):
+    """The layers above are not wanted."""
+
+
+class Hook(Protocol):
+    """Sees one segment on its way through the layers, and may change what ``kv`` holds of rows
+    that are not the segment's own."""
+
+    def on_fresh(self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Before the segment's fresh rows, ``[1, kv_heads, rows, dim]``, are written over what
+        ``kv`` holds at their positions."""
+
+    def on_query(
+        self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
+    ) -> None:
+        """Before attention of ``query``, ``[1, heads, rows, dim]``; fresh rows are in place."""
+
+
 @dataclass
 class Segment:
     """Tokens of one request that go through the model together.
 
     ``positions`` is a ``range`` where they follow one another, else an increasing tensor. Every
-    row of ``kv`` below the last position must be written before, or by this segment itself.
-    Logits are wanted of the last ``num_logits`` rows.
+    row of ``kv`` below the last position must be written before, or by this segment itself,
+    unless it is ``absent``: ``[end]``, true for rows that no query may look at.
+    Logits are wanted of the last ``num_logits`` rows. With ``until`` the forward ends in that
+    layer, once its fresh rows are written and the hook has seen its queries; there are no logits.
     """
 
     kv: RequestKV
     token_ids: torch.Tensor
     positions: range | torch.Tensor
     num_logits: int = 1
+    hook: Hook | None = None
+    absent: torch.Tensor | None = None
+    until: int | None = None
     _blocks: dict[int | None, list[Block]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +97,7 @@ class Segment:
         if window not in self._blocks:
             positions = self.position_ids(like.device)
             self._blocks[window] = [
-                Block.of(start, positions[start : start + BLOCK_ROWS], window, like)
+                Block.of(start, positions[start : start + BLOCK_ROWS], window, like, self.absent)
                 for start in range(0, len(self), BLOCK_ROWS)
             ]
         return self._blocks[window]
@@ -95,7 +118,12 @@ class Block:
 
     @classmethod
     def of(
-        cls, start: int, positions: torch.Tensor, window: int | None, like: torch.Tensor
+        cls,
+        start: int,
+        positions: torch.Tensor,
+        window: int | None,
+        like: torch.Tensor,
+        absent: torch.Tensor | None = None,
     ) -> Block:
         first, last = int(positions[0]), int(positions[-1])
         first_key = 0 if window is None else max(0, first + 1 - window)
@@ -104,6 +132,8 @@ class Block:
         hidden = keys > queries
         if window is not None:
             hidden |= keys <= queries - window
+        if absent is not None:
+            hidden |= absent[first_key : last + 1]
         width = -(-len(keys) // 8) * 8
         mask = torch.zeros(len(positions), width, dtype=like.dtype, device=like.device)
         mask = mask[:, : len(keys)].masked_fill_(hidden, float("-inf"))
@@ -147,7 +177,16 @@ def attend(
         segments, *(split(rows, segments) for rows in (query, key, value)), strict=True
     ):
         window = sliding_window if sliding_window and segment.end > sliding_window else None
-        contiguous = isinstance(segment.positions, range) and window is None and softcap is None
+        if segment.hook is not None:
+            segment.hook.on_query(layer, segment.kv, q, scale, window)
+        if segment.until == layer:
+            raise StopForward
+        contiguous = (
+            isinstance(segment.positions, range)
+            and segment.absent is None
+            and window is None
+            and softcap is None
+        )
         if contiguous and segment.first == 0:
             # A sequence from its first token on: the very call stock transformers makes.
             out = sdpa(q, k, v, is_causal=len(segment) > 1, scale=scale, enable_gqa=True)

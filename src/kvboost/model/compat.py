@@ -27,9 +27,12 @@ class Architecture:
 
     positions: Positions
     packed: bool = True
+    interleaved: bool = False
+    """RoPE turns neighbouring channels, not the two halves of a head."""
 
 
 ROPE = Architecture(Positions.ROPE)
+INTERLEAVED = Architecture(Positions.ROPE, interleaved=True)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": ROPE,
@@ -48,6 +51,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt_neox": ROPE,
     "smollm3": ROPE,
     "granite": ROPE,
+    "cohere": INTERLEAVED,
+    "glm": INTERLEAVED,
     "gpt2": Architecture(Positions.LEARNED),
     "opt": Architecture(Positions.LEARNED),
     "bloom": Architecture(Positions.ALIBI, packed=False),

@@ -1,6 +1,6 @@
 """The one primitive: segments of any requests, packed into one row, through the model once.
 
-Prefill, the live tail after a hit, decode and batches are all this call.
+Prefill, the live tail after a hit, sparse repair, probes, decode and batches are all this call.
 """
 
 from __future__ import annotations
@@ -51,11 +51,15 @@ class Forward:
 
     def __call__(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Logits ``[wanted rows, vocab]`` of all segments, in order. Writes the fresh rows of
-        every segment into its KV, which must have the room."""
+        every segment into its KV, which must have the room. Segments that end in a layer
+        (``until``) go alone and give none."""
         with self._lock, torch.inference_mode():
             self.bind()
             if self.packed:
-                return self._run(segments, _PackedCache(segments))
+                try:
+                    return self._run(segments, _PackedCache(segments))
+                except attention.StopForward:
+                    return torch.empty(0)
             return torch.cat([self._run([one], _SequenceCache(one)) for one in segments])
 
     def _run(
@@ -100,6 +104,8 @@ class _PackedCache:
             attention.split(values, self._segments),
             strict=True,
         ):
+            if segment.hook is not None:
+                segment.hook.on_fresh(layer_idx, segment.kv, k, v)
             segment.kv.write(layer_idx, segment.positions, k, v)
         setattr(keys, attention.SEGMENTS, self._segments)
         return keys, values

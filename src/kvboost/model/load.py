@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from kvboost.model import weights
 from kvboost.model.compat import Support, check, context_length
 from kvboost.model.forward import Forward
 from kvboost.model.packing import can_pack, pack_linears
+from kvboost.model.rope import frequencies
 from kvboost.model.sampling import eos_ids, warn_about_defaults
 
 
@@ -43,10 +45,20 @@ class LoadedModel:
     """Names everything about the model that its KV depends on."""
     context_length: int | None
     eos_ids: frozenset[int]
+    frequencies: torch.Tensor | None
+    """``[layers, pairs]``: by how much keys turn per position; None where they do not."""
 
     @property
     def vocab_size(self) -> int:
         return int(self.forward.model.get_input_embeddings().num_embeddings)
+
+    @property
+    def attention_share(self) -> float:
+        """The arithmetic of attending to one key, as a share of one row's through the weights."""
+        config = self.forward.model.config.get_text_config()
+        shape = self.forward.shape
+        per_key = 2 * config.num_attention_heads * shape.head_dim * shape.num_layers
+        return float(per_key / self.forward.model.num_parameters(exclude_embeddings=True))
 
     @property
     def active_adapters(self) -> list[str]:
@@ -63,6 +75,9 @@ class LoadedModel:
         return self.forward.shape.device
 
 
+_CONTENT = "kvboost-stands-in-for-what-the-user-says"
+
+
 class ModelTokenizer:
     """A transformers tokenizer behind our own small face."""
 
@@ -71,6 +86,22 @@ class ModelTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(self.hf(text, verbose=False)["input_ids"])
+
+    def encode_fragment(self, text: str) -> list[int]:
+        return list(self.hf(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def chat_frame(self) -> tuple[str, str] | None:
+        if self.hf.chat_template is None:
+            return None
+        message = {"role": "user", "content": _CONTENT}
+        try:
+            text = self.hf.apply_chat_template(
+                [message], add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError:
+            return None
+        before, found, after = str(text).partition(_CONTENT)
+        return (before, after) if found else None
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(
@@ -196,14 +227,16 @@ def wrap(
     identity = fingerprint(model)
     if own and can_pack(model.device, model.dtype):
         pack_linears(model)
+    forward = Forward(model, packed=support.packed)
     return LoadedModel(
         name=name,
-        forward=Forward(model, packed=support.packed),
+        forward=forward,
         tokenizer=ModelTokenizer(tokenizer),
         support=support,
         fingerprint=identity,
         context_length=context_length(model.config),
         eos_ids=eos_ids(model.generation_config),
+        frequencies=frequencies(model, support, forward.shape.num_layers),
     )
 
 
@@ -276,6 +309,14 @@ def fingerprint(model: PreTrainedModel) -> str:
             sample = bits[:: max(1, len(bits) // 64)].tolist()
             digest.update(f"{total}{sample}".encode())
     return digest.hexdigest()
+
+
+def machine_key(model: LoadedModel) -> str:
+    """Names a model and what it runs on: what its forwards cost is a matter of both."""
+    device = model.device
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    identity = f"{model.fingerprint} {device.type} {chip} {torch.get_num_threads()}"
+    return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

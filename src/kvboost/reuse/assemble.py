@@ -1,14 +1,13 @@
-"""Known KV into the request's own, in place."""
+"""Known KV into the request's own: in place as it is, moved text with its keys turned."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from kvboost.cache.store import Hit
-from kvboost.results import Span, SpanKind
+from kvboost.reuse.plan import Plan
+from kvboost.reuse.rope import Rotation
 
 
 class KVRows(Protocol):
@@ -18,10 +17,14 @@ class KVRows(Protocol):
         """A view of rows ``[start, end)``: ``[2, layers, kv_heads, end - start, head_dim]``."""
 
 
-def place(spans: Sequence[Span], hits: Sequence[Hit], kv: KVRows) -> None:
-    """Copies the rows of exact spans into ``kv`` as they are. Hits must be pinned."""
-    donors = {str(hit.chunk.key): hit.chunk for hit in hits}
-    for span in spans:
-        if span.kind is SpanKind.EXACT and span.donor is not None:
-            known = donors[span.donor].kv[:, :, :, : span.num_tokens]
-            kv.rows(span.start, span.end).copy_(known, non_blocking=True)
+def place(plan: Plan, kv: KVRows, rotation: Rotation | None) -> None:
+    """Copies the rows of ``plan``'s hits into ``kv``. Hits must be pinned; a plan with moved runs
+    needs the model's ``rotation``."""
+    for hit in plan.in_place:
+        kv.rows(hit.start, hit.end).copy_(hit.kv, non_blocking=True)
+    for run in plan.moved:
+        assert rotation is not None
+        for hit in run.hits:
+            keys, values = kv.rows(hit.start, hit.end)
+            values.copy_(hit.kv[1], non_blocking=True)
+            rotation.move(hit.kv[0].to(keys.device, non_blocking=True), hit.distance, keys)

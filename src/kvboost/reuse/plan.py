@@ -2,28 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from kvboost.cache.store import Hit
+from kvboost.cache.store import Hit, Known, MovedRun
 from kvboost.results import Span, SpanKind
 
 LEAST_TOKENS = 16
 """A shorter beginning is read again: its rows ride along for nothing, and a prompt computed from
 its first token on takes the fastest attention."""
+LEAST_MOVED = 32
+"""A shorter moved run is read again: it would be repaired for a good part, and hardly saves."""
+LIVE_TOKENS = 16
+"""The last rows of a prompt are always computed: they are what the answer hangs on, and they say
+which moved rows matter."""
 
 
-def exact_prefix(num_tokens: int, hits: Sequence[Hit]) -> tuple[Span, ...]:
-    """Spans of a prompt of ``num_tokens`` that begins with ``hits``; the rest is computed. Hits
-    that would save less than they cost are left out. ::
+@dataclass(frozen=True)
+class Plan:
+    """``spans`` cover the prompt. ``in_place`` serve where they stand, ``moved`` runs do not
+    overlap; both are in order."""
 
-    0                            num_tokens
-    |--exact--|--exact--|--compute--|
+    spans: tuple[Span, ...]
+    in_place: tuple[Hit, ...] = ()
+    moved: tuple[MovedRun, ...] = ()
+
+    @property
+    def exact_rows(self) -> int:
+        """Rows before the first that is approximate or moved: they are exact, and without one
+        everything that follows the prompt is."""
+        inexact = (SpanKind.APPROXIMATE, SpanKind.MOVED)
+        return next((span.start for span in self.spans if span.kind in inexact), sys.maxsize)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.spans[-1].end
+
+    @property
+    def num_moved(self) -> int:
+        return sum(run.end - run.start for run in self.moved)
+
+    def computed(self) -> Iterator[range]:
+        for span in self.spans:
+            if span.kind is SpanKind.COMPUTE:
+                yield range(span.start, span.end)
+
+    def without_moved(self) -> Plan:
+        """The same prompt with its moved runs computed."""
+        return _cover(self.num_tokens, self.in_place, ())
+
+
+def make_plan(num_tokens: int, known: Known) -> Plan:
+    """How ``known`` serves a prompt of ``num_tokens``. What would save less than it costs is left
+    out. ::
+
+    0                                                             num_tokens
+    |--exact--|--exact--|--compute--|--moved--|--moved--|--compute--|
     """
-    spans = [
-        Span(SpanKind.EXACT, hit.start, hit.start + hit.num_tokens, donor=hit.chunk.key)
-        for hit in hits
-    ]
-    known = spans[-1].end if spans else 0
-    if known < LEAST_TOKENS:
-        return (Span(SpanKind.COMPUTE, 0, num_tokens),)
-    return (*spans, Span(SpanKind.COMPUTE, known, num_tokens))
+    in_place = (*known.exact, *known.approximate)
+    if in_place and in_place[-1].end < LEAST_TOKENS:
+        in_place = ()
+    return _cover(num_tokens, in_place, choose(known.moved))
+
+
+def choose(runs: Sequence[MovedRun]) -> tuple[MovedRun, ...]:
+    """Of overlapping ``runs`` those that leave as few rows to compute as possible: the longest
+    first, of the others what it leaves free. A donor that was read behind more of the same text
+    counts as longer, one that is approximate itself as shorter."""
+
+    def worth(run: MovedRun) -> float:
+        return (run.end - run.start) * (1 + run.resemblance) * (1.0 if run.is_exact else 0.75)
+
+    chosen: list[MovedRun] = []
+    for run in sorted(runs, key=worth, reverse=True):
+        start = run.start
+        for taken in [*sorted(chosen, key=lambda one: one.start), None]:
+            end = run.end if taken is None else min(run.end, taken.start)
+            if end - start >= LEAST_MOVED:
+                chosen.append(run.clip(start, end))
+            if taken is None or taken.start >= run.end:
+                break
+            start = max(start, taken.end)
+    return tuple(sorted(chosen, key=lambda run: run.start))
+
+
+def _cover(num_tokens: int, in_place: tuple[Hit, ...], moved: tuple[MovedRun, ...]) -> Plan:
+    spans: list[Span] = []
+
+    def compute_until(row: int) -> None:
+        known = spans[-1].end if spans else 0
+        if row > known:
+            spans.append(Span(SpanKind.COMPUTE, known, row))
+
+    for hit in in_place:
+        kind = SpanKind(hit.chunk.lineage.value)
+        spans.append(Span(kind, hit.start, hit.end, hit.chunk.key))
+    for run in moved:
+        compute_until(run.start)
+        spans += [
+            Span(SpanKind.MOVED, hit.start, hit.end, hit.chunk.key, hit.offset, run.resemblance)
+            for hit in run.hits
+        ]
+    compute_until(num_tokens)
+    return Plan(tuple(spans), in_place, moved)

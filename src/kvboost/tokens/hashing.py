@@ -26,7 +26,7 @@ def as_token_ids(ids: object) -> TokenIds:
     return array
 
 
-def root_key(fingerprint: str, salt: str, lineage: str) -> ChunkKey:
+def root_key(fingerprint: str, salt: str, lineage: str = "exact") -> ChunkKey:
     """The parent of every first chunk. Fields are length-prefixed: none can imitate another."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for field in (fingerprint, salt, lineage):
@@ -42,3 +42,8 @@ def chain_key(parent: ChunkKey, token_ids: TokenIds) -> ChunkKey:
     digest.update(bytes.fromhex(parent))
     digest.update(np.ascontiguousarray(token_ids, dtype="<i4").tobytes())
     return ChunkKey(digest.hexdigest())
+
+
+def branch_key(parent: ChunkKey) -> ChunkKey:
+    """Where the approximate continuations of ``parent`` begin, beside its exact children."""
+    return root_key(parent, "", "approximate")

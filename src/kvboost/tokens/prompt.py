@@ -32,6 +32,21 @@ class PromptReader:
             raise PromptError("the prompt is empty; give at least one token")
         return ids
 
+    def read_document(self, text: str, header: str | None) -> TokenIds:
+        """The ids of ``text`` as it stands behind ``header`` in a prompt; without one, as it
+        begins a user's first message."""
+        if not isinstance(text, str) or not text:
+            raise PromptError(f"a document is a non-empty string; got {_short(text)}")
+        frame = self._tokenizer.chat_frame() if header is None else None
+        if frame is None:
+            return self.read(f"{header or ''}{text}")
+        return self.join(frame[0], text)
+
+    def join(self, *fragments: str) -> TokenIds:
+        """The ids of ``fragments``, each read on its own, one behind the other."""
+        ids = [token for text in fragments for token in self._tokenizer.encode_fragment(text)]
+        return as_token_ids(ids)
+
     def _check(self, prompt: object) -> TokenIds:
         try:
             ids = np.asarray(prompt)

@@ -12,6 +12,13 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of ``text`` with the special tokens the model expects in front."""
 
+    def encode_fragment(self, text: str) -> list[int]:
+        """Ids of ``text`` alone, to be joined with others."""
+
+    def chat_frame(self) -> tuple[str, str] | None:
+        """What the chat template puts before and behind a first user message, up to the answer;
+        None if there is no template to say."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens."""
 

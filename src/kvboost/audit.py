@@ -1,0 +1,136 @@
+"""Auditing: a share of the answers over moved text, compared with a full prefill when idle."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from kvboost.calibrate import kl_divergence
+from kvboost.config import GenerationMode
+from kvboost.results import Score
+from kvboost.stream import Request, Run
+
+MOST_WAITING = 16
+IDLE_SECONDS = 0.5
+
+
+class Engine(Protocol):
+    """What auditing needs of an engine: its public face."""
+
+    def score(
+        self, prompt: Sequence[int], continuation: Sequence[int], mode: GenerationMode
+    ) -> Score: ...
+
+
+@dataclass(frozen=True)
+class _Sample:
+    prompt: list[int]
+    answer: list[int]
+    logits: torch.Tensor
+
+
+class Auditor:
+    """Watches requests, picks ``fraction`` of those that reused moved text, and compares their
+    first tokens' distributions with those of a full prefill once no request has run for a while.
+    A thread of its own does that; it starts with the first sample."""
+
+    def __init__(self, engine: Engine, fraction: float) -> None:
+        self._engine = engine
+        self._fraction = fraction
+        self._random = random.Random(1)
+        self._waiting: deque[_Sample] = deque(maxlen=MOST_WAITING)
+        self._divergences: list[float] = []
+        self._agreed = 0
+        self._active = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def watch(
+        self, request: Request, run: Run, pieces: Generator[str, None, None]
+    ) -> Generator[str, None, None]:
+        """``pieces``, with the request counted as active meanwhile."""
+        if not self._fraction:
+            return pieces
+        return self._watch(request, run, pieces)
+
+    def _watch(
+        self, request: Request, run: Run, pieces: Generator[str, None, None]
+    ) -> Generator[str, None, None]:
+        run.record = self._random.random() < self._fraction
+        with self._changed:
+            self._active += 1
+        try:
+            yield from pieces
+        finally:
+            with self._changed:
+                self._active -= 1
+                if run.recorded and run.finish_reason in ("stop", "length"):
+                    answer = run.token_ids[: len(run.recorded)]
+                    logits = torch.stack(run.recorded[: len(answer)]).cpu()
+                    sample = _Sample(request.token_ids.tolist(), answer, logits)
+                    self._waiting.append(sample)
+                    self._start()
+                self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Compares everything that waits, now."""
+        while (sample := self._take()) is not None:
+            self._compare(sample)
+
+    def stats(self) -> dict[str, Any]:
+        with self._changed:
+            count = len(self._divergences)
+            return {
+                "fraction": self._fraction,
+                "audited": count,
+                "waiting": len(self._waiting),
+                "mean_kl": sum(self._divergences) / count if count else None,
+                "max_kl": max(self._divergences, default=None),
+                "first_token_agreement": self._agreed / count if count else None,
+            }
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _start(self) -> None:
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._work, name="kvboost-audit", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and not self._waiting:
+                    self._changed.wait()
+                # Idle: nothing active, and nothing begins within a moment.
+                while not self._closed and (self._active or self._changed.wait(IDLE_SECONDS)):
+                    if self._active:
+                        self._changed.wait()
+                if self._closed:
+                    return
+            if (sample := self._take()) is not None:
+                self._compare(sample)
+
+    def _take(self) -> _Sample | None:
+        with self._changed:
+            return self._waiting.popleft() if self._waiting else None
+
+    def _compare(self, sample: _Sample) -> None:
+        full = self._engine.score(sample.prompt, sample.answer, GenerationMode.BASELINE)
+        logits = full.logits.cpu()
+        divergence = float(kl_divergence(logits, sample.logits).mean())
+        with self._changed:
+            self._divergences.append(divergence)
+            self._agreed += int(logits[0].argmax()) == int(sample.logits[0].argmax())

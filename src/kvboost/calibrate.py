@@ -1,0 +1,92 @@
+"""How much repair the user's own text needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from kvboost.config import GenerationMode, at_least
+from kvboost.errors import PromptError
+from kvboost.progress import Progress
+from kvboost.results import Calibration, CalibrationStep, GenerationResult, Score
+from kvboost.tokens.prompt import Prompt
+
+RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
+ANSWER_TOKENS = 16
+
+
+class Engine(Protocol):
+    """What calibration needs of an engine: its public face."""
+
+    def generate(
+        self, prompt: Prompt, max_new_tokens: int, mode: GenerationMode, *, keep: bool
+    ) -> GenerationResult: ...
+
+    def score(
+        self,
+        prompt: Prompt,
+        continuation: Sequence[int],
+        mode: GenerationMode,
+        *,
+        cache_salt: str,
+        recompute_ratio: float,
+    ) -> Score: ...
+
+
+def calibrate(
+    engine: Engine, samples: Sequence[Prompt], max_kl: float, salt: str = ""
+) -> Calibration:
+    """Goes up the ratios until the mean deviation of the samples' answers is within ``max_kl``.
+    Recomputing everything always is."""
+    at_least(max_kl, 0.0, "max_kl")
+    if isinstance(samples, str) or not samples:
+        raise PromptError("calibrate() takes several sample prompts, as they will be sent")
+    steps: list[CalibrationStep] = []
+    with Progress("calibrating") as progress:
+        answers, expected = [], []
+        with progress.step("answering in full", len(samples)) as step:
+            for sample in samples:
+                answer = engine.generate(
+                    sample, ANSWER_TOKENS, GenerationMode.BASELINE, keep=False
+                ).token_ids
+                answers.append(answer)
+                full = engine.score(
+                    sample, answer, GenerationMode.BASELINE, cache_salt=salt, recompute_ratio=0.0
+                )
+                expected.append(full.logits)
+                step.advance()
+        for ratio in RATIOS:
+            with progress.step(f"recomputing {ratio:.0%}", len(samples)) as step:
+                divergences, moved, charged = [], 0, 0.0
+                for sample, answer, logits in zip(samples, answers, expected, strict=True):
+                    scored = engine.score(
+                        sample,
+                        answer,
+                        GenerationMode.CHUNK_KV_REUSE,
+                        cache_salt=salt,
+                        recompute_ratio=ratio,
+                    )
+                    divergences.append(float(kl_divergence(logits, scored.logits).mean()))
+                    moved += scored.reuse.prompt_tokens and sum(
+                        span.num_tokens for span in scored.reuse.spans if span.kind == "moved"
+                    )
+                    charged += scored.reuse.charged_tokens
+                    step.advance()
+            if not moved:
+                raise PromptError(
+                    "none of the samples reuses moved text: warm() their documents first, or send "
+                    "requests that hold them elsewhere"
+                )
+            mean = sum(divergences) / len(divergences)
+            steps.append(CalibrationStep(ratio, mean, charged / moved))
+            if mean <= max_kl:
+                break
+    return Calibration(ratio=steps[-1].ratio, max_kl=max_kl, steps=tuple(steps))
+
+
+def kl_divergence(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
+    """KL(expected || actual) of every row of logits, in float64: ``[rows]``."""
+    log_p, log_q = expected.double().log_softmax(-1), actual.double().log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)

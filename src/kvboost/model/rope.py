@@ -1,0 +1,30 @@
+"""The RoPE frequencies of a loaded model, as its own rotary embedding holds them."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost.model.compat import Positions, Support
+
+
+def frequencies(model: PreTrainedModel, support: Support, num_layers: int) -> torch.Tensor | None:
+    """``[layers, pairs]``, zeros for layers without positions; None where positions are not
+    rotary."""
+    if support.architecture.positions is not Positions.ROPE:
+        return None
+    config = model.config.get_text_config()
+    (rotary,) = (
+        module for name, module in model.named_modules() if name.split(".")[-1] == "rotary_emb"
+    )
+    buffers = dict(rotary.named_buffers())
+    kinds = getattr(config, "layer_types", None) or [""] * num_layers
+    turning = getattr(config, "no_rope_layers", None) or [True] * num_layers
+    layers = []
+    for kind, turns in zip(kinds, turning, strict=True):
+        # Gemma 3 has a RoPE per kind of layer. The original is what short prompts are turned by,
+        # where long ones change it.
+        own = buffers.get(f"{kind}_original_inv_freq")
+        inverse = buffers["original_inv_freq"] if own is None else own
+        layers.append(inverse if turns else torch.zeros_like(inverse))
+    return torch.stack(layers).detach().double().cpu()

@@ -1,0 +1,52 @@
+"""Order as a free choice: documents arranged so that most of the prompt was read before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvboost.results import Arrangement
+from kvboost.tokens.hashing import TokenIds
+
+_MOST_LOOKUPS = 512
+"""A walk that would take more looks at the tree goes on with the best order found so far."""
+
+
+def arrange(
+    header: TokenIds,
+    documents: Sequence[TokenIds],
+    question: TokenIds,
+    known: Callable[[TokenIds], int],
+) -> Arrangement:
+    """The order of ``documents`` behind ``header`` whose beginning is known furthest: a walk down
+    the prefix tree over the set of documents, one step for each that is known whole, then the one
+    that is known in part, then the rest in the order given. ``known(ids)`` is how many tokens of
+    ``ids`` the exact hit covers."""
+    lookups = 0
+    best: tuple[int, list[int]] = (0, [])
+
+    def walk(ids: TokenIds, order: list[int]) -> None:
+        nonlocal lookups, best
+        for number in range(len(documents)):
+            if number in order or lookups >= _MOST_LOOKUPS:
+                continue
+            longer = np.concatenate([ids, documents[number]])
+            lookups += 1
+            reach = known(longer)
+            if reach > len(ids) and reach > best[0]:
+                best = (reach, [*order, number])
+            if reach == len(longer):
+                walk(longer, [*order, number])
+
+    in_given_order = np.concatenate([header, *documents])
+    best = (known(in_given_order), [])
+    walk(header, [])
+    order = [*best[1], *(number for number in range(len(documents)) if number not in best[1])]
+    prompt = np.concatenate([header, *(documents[number] for number in order), question])
+    return Arrangement(
+        prompt=prompt.tolist(),
+        order=tuple(order),
+        exact_tokens=best[0],
+        exact_tokens_as_given=known(in_given_order),
+    )

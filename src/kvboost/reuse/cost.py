@@ -1,0 +1,116 @@
+"""What a forward costs: learned from the ones that run, so that reuse is used where it pays.
+
+A forward of ``rows`` rows over ``keys`` keys takes about ``fixed + rows * (row + key * keys)``.
+What the three are depends on model, machine and device: on a GPU launches make up most of a short
+forward, on a CPU rows do. Before anything has run, the arithmetic of the model stands in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+
+FIXED_ROWS = 24
+"""What a forward costs beyond its rows, in rows, before it has been measured."""
+_LEAST_SPREAD = 8
+"""Rows of the largest forward seen per row of the smallest: fewer say too little of either."""
+_MEMORY = 64.0
+"""Older forwards fade: as many as these count."""
+
+
+class CostModel:
+    """Thread-safe. ``attention_share`` is the arithmetic of one key over that of one row's
+    weights; ``path``, if given, is where what was learned is kept between processes."""
+
+    def __init__(self, attention_share: float, path: Path | None = None) -> None:
+        self._prior = np.array([FIXED_ROWS, 1.0, attention_share])
+        self._path = path
+        self._lock = threading.Lock()
+        self._gram = np.zeros((3, 3))
+        self._target = np.zeros(3)
+        self._rows = [float("inf"), 0.0]
+        self._place = [0.0, 0.0]
+        self._load()
+
+    def observe(self, rows: int, keys: int, seconds: float) -> None:
+        """A forward took this long. Errors count relative to its length."""
+        if rows < 1 or seconds <= 0:
+            return
+        features = _features(rows, keys) / seconds
+        with self._lock:
+            fade = 1 - 1 / _MEMORY
+            self._gram = self._gram * fade + np.outer(features, features)
+            self._target = self._target * fade + features
+            self._rows = [min(self._rows[0], rows), max(self._rows[1], rows)]
+
+    def observe_place(self, rows: int, seconds: float) -> None:
+        """Putting ``rows`` known rows in place took this long."""
+        with self._lock:
+            self._place = [self._place[0] * 0.9 + rows, self._place[1] * 0.9 + seconds]
+
+    @property
+    def is_measured(self) -> bool:
+        return self._rows[1] >= _LEAST_SPREAD * self._rows[0]
+
+    def forward(self, rows: int, keys: int) -> float:
+        """What a forward would cost: seconds once measured, until then rows."""
+        with self._lock:
+            coefficients = self._coefficients()
+        return float(_features(rows, keys) @ coefficients)
+
+    def place(self, rows: int) -> float:
+        with self._lock:
+            seen, seconds = self._place
+            return rows * seconds / seen if seen and self.is_measured else 0.0
+
+    def save(self) -> None:
+        """Writes what was learned, if there is anything; a folder that cannot be written is no
+        loss."""
+        if self._path is None or not self.is_measured:
+            return
+        learned = {
+            "gram": self._gram.tolist(),
+            "target": self._target.tolist(),
+            "rows": self._rows,
+            "place": self._place,
+        }
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self._path.parent, delete=False, suffix=".tmp"
+            ) as file:
+                json.dump(learned, file)
+            os.replace(file.name, self._path)
+        except OSError:
+            return
+
+    def _load(self) -> None:
+        try:
+            learned = json.loads(self._path.read_text()) if self._path else None
+            if learned:
+                gram, target = np.array(learned["gram"]), np.array(learned["target"])
+                rows, place = map(float, learned["rows"]), map(float, learned["place"])
+                if gram.shape == (3, 3) and target.shape == (3,):
+                    self._gram, self._target = gram, target
+                    self._rows, self._place = list(rows), list(place)
+        except (OSError, ValueError, TypeError, KeyError):
+            return  # written by another version, or not by us: learned anew
+
+    def _coefficients(self) -> np.ndarray:
+        """Relative least squares, drawn a little towards the prior; never negative."""
+        if not self.is_measured:
+            return self._prior
+        scale = self._target[1] / max(self._gram[1] @ self._prior, 1e-30)
+        prior = self._prior * scale
+        pull = np.diag(1e-3 * np.diag(self._gram))
+        solved = np.linalg.solve(self._gram + pull, self._target + pull @ prior)
+        return np.clip(solved, 0.0, None)
+
+
+def _features(rows: int, keys: int) -> np.ndarray:
+    return np.array([1.0, rows, float(rows) * keys])

@@ -1,0 +1,76 @@
+"""What a look at a few rows or a few layers tells about moved rows: hooks of the forward."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+_SCORES = 1 << 24  # attention weights held at a time
+
+
+class LayerRows(Protocol):
+    """A request's KV, layer by layer."""
+
+    def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of keys and values in rows ``[start, end)``: ``[1, kv_heads, rows, dim]``."""
+
+
+class AttentionMass:
+    """Adds up, over ``layers``, how much a prompt's last rows attend to each row before them:
+    ``mass`` is ``[start]``, weights after softmax, averaged over heads, summed over the rows from
+    ``start`` on. Rows that are ``absent``, ``[start]``, get none."""
+
+    def __init__(self, layers: range, start: int, absent: torch.Tensor) -> None:
+        self._layers = layers
+        self._absent = absent
+        self.mass = torch.zeros(start, device=absent.device)
+
+    def on_fresh(
+        self, layer: int, kv: LayerRows, keys: torch.Tensor, values: torch.Tensor
+    ) -> None: ...
+
+    def on_query(
+        self, layer: int, kv: LayerRows, query: torch.Tensor, scale: float, window: int | None
+    ) -> None:
+        if layer not in self._layers:
+            return
+        start = len(self.mass)
+        _, heads, rows, dim = query.shape
+        keys, _ = kv.layer(layer, 0, start + rows)
+        kv_heads = keys.shape[1]
+        folded = query.reshape(kv_heads, heads // kv_heads * rows, dim)
+        positions = torch.arange(start + rows, device=query.device)
+        hidden = positions > positions[start:, None]
+        if window is not None:
+            hidden |= positions <= positions[start:, None] - window
+        hidden[:, :start] |= self._absent
+        at_once = max(1, _SCORES // (folded.shape[1] * (start + rows)))
+        for some, some_keys in zip(
+            torch.split(folded, at_once), torch.split(keys[0], at_once), strict=True
+        ):  # a few KV heads at a time: a long prompt has many weights
+            scores = torch.matmul(some, some_keys.transpose(1, 2)).float() * scale
+            scores = scores.view(-1, rows, start + rows).masked_fill_(hidden, float("-inf"))
+            self.mass += scores.softmax(-1).sum((0, 1))[:start] / heads
+
+
+class Deviation:
+    """Of rows computed anew up to ``layer``: how far their keys and values there lie from those
+    that were known. ``squared`` is ``[rows]``, keys and values together."""
+
+    def __init__(self, layer: int, positions: torch.Tensor) -> None:
+        self._layer = layer
+        self._positions = positions
+        self.squared = torch.zeros(len(positions), device=positions.device)
+
+    def on_fresh(self, layer: int, kv: LayerRows, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if layer != self._layer:
+            return
+        known = kv.layer(layer, 0, int(self._positions[-1]) + 1)
+        for fresh, stale in zip((keys, values), known, strict=True):
+            distance = fresh.float() - stale[:, :, self._positions].float()
+            self.squared += distance.square().sum((0, 1, 3))
+
+    def on_query(
+        self, layer: int, kv: LayerRows, query: torch.Tensor, scale: float, window: int | None
+    ) -> None: ...

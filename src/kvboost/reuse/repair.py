@@ -1,0 +1,180 @@
+"""Which moved rows are computed again.
+
+A strategy looks at the moved rows, perhaps through a few layers of the model, and names those to
+recompute. They and everything that is not known then go through one packed forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+
+from kvboost.cache.store import MovedRun
+from kvboost.config import RepairParams
+from kvboost.reuse.plan import Plan
+from kvboost.reuse.probe import AttentionMass, Deviation, LayerRows
+
+PROBE_ROWS = 64
+"""No more of a prompt's last rows than these are asked what they attend to."""
+PROBE_BAND = (0.64, 0.86)
+"""Between these depths a model looks for what it will say: their attention is observed."""
+PARTIAL_LAYER = 0.25
+"""What the layer that a look ends in costs: its projections run, attention and MLP do not."""
+SHIFT_TOKENS = 256
+"""Rows that share one shift; a longer run is several such spans."""
+
+
+class Hook(Protocol):
+    """What a forward shows of a segment; see ``kvboost.model.attention.Hook``."""
+
+    def on_fresh(
+        self, layer: int, kv: LayerRows, keys: torch.Tensor, values: torch.Tensor
+    ) -> None: ...
+
+    def on_query(
+        self, layer: int, kv: LayerRows, query: torch.Tensor, scale: float, window: int | None
+    ) -> None: ...
+
+
+Look = Callable[[torch.Tensor, Hook, int, "torch.Tensor | None"], None]
+"""``look(positions, hook, until, absent)`` runs rows of the prompt through the model up to layer
+``until``; rows that are ``absent`` are not attended to."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``rows``, ``[prompt]``, is true for moved rows to recompute; ``shift`` says whether the
+    others of their spans follow them (see ``kvboost.reuse.shift``)."""
+
+    rows: torch.Tensor
+    shift: bool = False
+
+
+@dataclass
+class Moved:
+    """The moved rows of a prompt whose answer begins behind row ``live_end``, and what looking at
+    them has cost."""
+
+    plan: Plan
+    live_end: int
+    num_layers: int
+    device: torch.device
+    look: Look
+    charged_tokens: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = torch.zeros(self.plan.num_tokens, dtype=torch.bool, device=self.device)
+        self.unknown = self.rows.clone()
+        for run in self.runs:
+            self.rows[run.start : run.end] = True
+        for computed in self.plan.computed():
+            self.unknown[computed.start : computed.stop] = True
+
+    @property
+    def runs(self) -> Sequence[MovedRun]:
+        return self.plan.moved
+
+    def attention(self) -> torch.Tensor:
+        """How much the live tail attends to each moved row: ``[prompt]``. The tail runs over the
+        moved KV as it is; other rows that are not known yet are left out."""
+        start = max(self.runs[-1].end, self.live_end - PROBE_ROWS)
+        tail = torch.arange(start, self.live_end, device=self.device)
+        absent = self.unknown[: self.live_end].clone()
+        absent[start:] = False
+        low, high = (round(depth * self.num_layers) for depth in PROBE_BAND)
+        band = range(min(low, high - 1), high)
+        mass = AttentionMass(band, start, absent[:start])
+        self._look(tail, mass, band[-1], absent if bool(absent.any()) else None)
+        scores = torch.zeros(len(self.rows), device=self.device)
+        scores[:start] = mass.mass
+        return scores * self.rows
+
+    def deviation(self) -> torch.Tensor:
+        """How far each moved row's keys and values in layer 1 lie from those that its new place
+        gives: ``[prompt]``. All moved and unknown rows run through layer 0."""
+        needed = (self.rows | self.unknown)[: self.live_end].nonzero()[:, 0]
+        layer = min(1, self.num_layers - 1)
+        deviation = Deviation(layer, needed)
+        self._look(needed, deviation, layer, None)
+        scores = torch.zeros(len(self.rows), device=self.device)
+        scores[needed] = deviation.squared
+        return scores * self.rows
+
+    def _look(
+        self, positions: torch.Tensor, hook: Hook, until: int, absent: torch.Tensor | None
+    ) -> None:
+        self.look(positions, hook, until, absent)
+        self.charged_tokens += len(positions) * (until + PARTIAL_LAYER) / self.num_layers
+
+    def top(self, scores: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """The ``num_rows`` moved rows that score highest."""
+        chosen = torch.zeros_like(self.rows)
+        ranked = scores.masked_fill(~self.rows, float("-inf"))
+        chosen[ranked.topk(num_rows).indices] = True
+        return chosen
+
+    def span_of(self) -> torch.Tensor:
+        """Which span a moved row belongs to, -1 for the others: ``[prompt]``."""
+        spans = torch.full((len(self.rows),), -1, dtype=torch.long, device=self.device)
+        number = 0
+        for run in self.runs:
+            length = run.end - run.start
+            parts = -(-length // SHIFT_TOKENS)
+            for part in range(parts):
+                first, last = (run.start + length * n // parts for n in (part, part + 1))
+                spans[first:last] = number
+                number += 1
+        return spans
+
+
+def none(moved: Moved, repair: RepairParams) -> Choice:
+    """Moved rows are used as they are."""
+    return Choice(torch.zeros_like(moved.rows))
+
+
+def selective(moved: Moved, repair: RepairParams) -> Choice:
+    """The first and the last ``overlap`` rows of every run."""
+    rows = torch.zeros_like(moved.rows)
+    for run in moved.runs:
+        overlap = min(repair.overlap, run.end - run.start)
+        rows[run.start : run.start + overlap] = True
+        rows[run.end - overlap : run.end] = True
+    return Choice(rows)
+
+
+def cacheblend(moved: Moved, repair: RepairParams) -> Choice:
+    """The rows whose keys and values deviate most in layer 1, after layer 0 has run in full.
+
+    Layer 0 gives the fresh rows of layer 1, which stay; from there on only the chosen rows go on.
+    """
+    num_rows = round(repair.ratio * moved.plan.num_moved)
+    return Choice(moved.top(moved.deviation(), num_rows))
+
+
+def query(moved: Moved, repair: RepairParams) -> Choice:
+    """The rows that the live tail attends to; the rest of each span is shifted with them."""
+    num_rows = round(repair.ratio * moved.plan.num_moved)
+    if num_rows in (0, moved.plan.num_moved):  # nothing to choose
+        return Choice(moved.rows.clone() if num_rows else torch.zeros_like(moved.rows))
+    return Choice(moved.top(moved.attention(), num_rows), shift=True)
+
+
+def auto(moved: Moved, repair: RepairParams) -> Choice:
+    """As ``query``, with less for runs whose donors were read behind much the same text: half as
+    much where it was all the same."""
+    close = sum((run.end - run.start) * max(0.0, run.resemblance - 0.5) for run in moved.runs)
+    thrift = 1 - close / moved.plan.num_moved
+    ratio = repair.ratio if repair.ratio == 1 else repair.ratio * thrift
+    return query(moved, replace(repair, ratio=ratio))
+
+
+STRATEGIES: dict[str, Callable[[Moved, RepairParams], Choice]] = {
+    "auto": auto,
+    "query": query,
+    "cacheblend": cacheblend,
+    "selective": selective,
+    "none": none,
+}

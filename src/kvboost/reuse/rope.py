@@ -1,0 +1,72 @@
+"""Rotary positions: how keys are turned to another place.
+
+RoPE turns each pair of a key's channels by ``position * frequency``. Two turns add up, so a key
+that was computed at one position is moved to another by turning it once more, by the difference.
+What a scaled RoPE (linear, NTK by parts, YaRN, llama3) changes are the frequencies; YaRN's
+attention factor is a length, which turning leaves alone.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+Turns = tuple[torch.Tensor, torch.Tensor]
+"""Cosine and sine of angles."""
+
+
+class Rotation:
+    """``frequencies`` is ``[layers, pairs]``, radians per position; a layer without positions has
+    zeros. Channels beyond ``2 * pairs`` are not turned. Pairs are channels ``(i, i + pairs)``, or
+    neighbours ``(2i, 2i + 1)`` where the layout is ``interleaved``."""
+
+    def __init__(self, frequencies: torch.Tensor, *, interleaved: bool = False) -> None:
+        self._frequencies = frequencies.detach().to("cpu", torch.float64)
+        self._interleaved = interleaved
+        self._turns = lru_cache(maxsize=64)(self._make_turns)
+        _, kinds = torch.unique(self._frequencies, dim=0, return_inverse=True)
+        self.kinds: list[int] = kinds.tolist()
+        """Per layer; layers of one kind turn alike. Most models have one, Gemma 3 has two."""
+
+    def move(self, keys: torch.Tensor, distance: int, out: torch.Tensor) -> None:
+        """Writes ``keys``, ``[layers, kv_heads, tokens, dim]``, moved by ``distance`` positions
+        into ``out``. Computed in float32, rounded once."""
+        cos, sin = (part[:, None, None, :] for part in self._turns(distance, keys.device))
+        turned = self._turn(keys.float(), cos, sin)
+        out.copy_(turned, non_blocking=True)
+
+    def turns(self, layer: int, positions: torch.Tensor) -> Turns:
+        """Cosine and sine ``[positions, pairs]`` of every position's turn in one layer."""
+        angles = positions.cpu().double()[:, None] * self._frequencies[layer]
+        return _cos_sin(angles, positions.device)
+
+    def turn(self, keys: torch.Tensor, turns: Turns, *, back: bool = False) -> torch.Tensor:
+        """``keys`` in float32, ``[..., positions, dim]``, turned to their positions, or ``back``
+        to where position plays no part."""
+        cos, sin = turns
+        return self._turn(keys, cos, -sin if back else sin)
+
+    def _make_turns(self, distance: int, device: torch.device) -> Turns:
+        return _cos_sin(distance * self._frequencies, device)
+
+    def _turn(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        first, second = self._pairs(keys)
+        turned = keys.clone()
+        to_first, to_second = self._pairs(turned)
+        torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=to_second).addcmul_(first, sin)
+        return turned
+
+    def _pairs(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of both halves of every pair."""
+        num_pairs = self._frequencies.shape[1]
+        if self._interleaved:
+            turning = keys[..., : 2 * num_pairs]
+            return turning[..., 0::2], turning[..., 1::2]
+        return keys[..., :num_pairs], keys[..., num_pairs : 2 * num_pairs]
+
+
+def _cos_sin(angles: torch.Tensor, device: torch.device) -> Turns:
+    """In float64 first: thousands of radians leave float32 few digits."""
+    return angles.cos().float().to(device), angles.sin().float().to(device)

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvboost.bench.plots import check_plot, plot_quality, quality_figure
+from kvboost.errors import ConfigError
+
+PANELS = {
+    "same text": {"none": [(0, 0.4)], "late": [(30, 0.01), (10, 0.1), (20, 0.03)]},
+    "other text": {"late": [(10, 0.3), (20, 0.2)]},
+}
+
+
+def curve(axes, name):
+    (line,) = [line for line in axes.lines if line.get_label() == name]
+    return line
+
+
+def legend(figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+@pytest.mark.parametrize(("suffix", "beginning"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
+def test_the_suffix_says_what_is_saved(tmp_path, suffix, beginning) -> None:
+    path = tmp_path / f"quality{suffix}"
+    plot_quality(PANELS, path, title="Quality", floor=0.01)
+    assert path.read_bytes().startswith(beginning)
+
+
+def test_each_panel_has_its_title_and_all_share_a_log_axis() -> None:
+    first, second = quality_figure(PANELS, title="Quality").axes
+    assert [first.get_title(), second.get_title()] == list(PANELS)
+    assert first.get_yscale() == second.get_yscale() == "log"
+    assert first.get_shared_y_axes().joined(first, second)
+
+
+def test_every_point_and_the_floor_lie_within_the_axis() -> None:
+    low, high = quality_figure(PANELS, title="Quality", floor=0.002).axes[0].get_ylim()
+    assert low < 0.002 < 0.4 < high < 1
+
+
+def test_points_are_joined_from_left_to_right() -> None:
+    line = curve(quality_figure(PANELS, title="Quality").axes[0], "late")
+    assert list(line.get_xdata()) == [10, 20, 30]
+    assert list(line.get_ydata()) == [0.1, 0.03, 0.01]
+
+
+def test_a_strategy_looks_the_same_in_every_panel_and_unlike_any_other() -> None:
+    first, second = quality_figure(PANELS, title="Quality").axes
+    assert curve(first, "late").get_color() == curve(second, "late").get_color()
+    assert curve(first, "late").get_color() != curve(first, "none").get_color()
+
+
+def test_many_strategies_stay_distinguishable() -> None:
+    curves = {f"strategy {number}": [(0, 0.1)] for number in range(30)}
+    lines = quality_figure({"": curves}, title="Quality").axes[0].lines
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == 30
+
+
+def test_the_legend_names_each_strategy_once_and_the_floor() -> None:
+    assert legend(quality_figure(PANELS, title="Quality", floor=0.012)) == [
+        "none",
+        "late",
+        "bf16 noise floor (0.012)",
+    ]
+
+
+def test_the_floor_is_a_dashed_line_in_every_panel() -> None:
+    for axes in quality_figure(PANELS, title="Quality", floor=0.012).axes:
+        (line,) = [line for line in axes.lines if line.get_linestyle() == "--"]
+        assert list(line.get_ydata()) == [0.012, 0.012]
+
+
+def test_without_a_floor_no_line_is_dashed() -> None:
+    for axes in quality_figure(PANELS, title="Quality").axes:
+        assert all(line.get_linestyle() == "-" for line in axes.lines)
+
+
+def test_a_kl_of_zero_is_drawn_below_all_others_and_the_legend_says_so() -> None:
+    figure = quality_figure({"": {"late": [(10, 0.02), (100, 0.0)]}}, title="Quality")
+    (axes,) = figure.axes
+    (share, height), *others = axes.collections[0].get_offsets()
+    assert (share, height, others) == (100, pytest.approx(0.001), [])
+    assert axes.get_ylim()[0] < height
+    assert legend(figure)[-1] == "hollow: KL of 0, drawn at 1e-03"
+
+
+def test_nothing_but_zeros_can_be_saved(tmp_path) -> None:
+    plot_quality({"": {"late": [(10, 0.0)]}}, tmp_path / "zero.png", title="Zero", floor=0.0)
+    assert (tmp_path / "zero.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("panels", [{}, {"same text": {}}, {"same text": {"late": []}}])
+def test_nothing_is_not_plotted(panels) -> None:
+    with pytest.raises(ValueError, match="nothing to plot"):
+        quality_figure(panels, title="Quality")
+
+
+@pytest.mark.parametrize("point", [(10, float("nan")), (float("inf"), 0.1)])
+def test_a_number_that_is_none_is_refused(point) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        quality_figure({"": {"late": [(0, 0.1), point]}}, title="Quality")
+
+
+def test_an_unknown_suffix_is_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"quality\.pdf' must end in \.png or \.svg"):
+        check_plot(tmp_path / "quality.pdf")
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere"):
+        check_plot(tmp_path / "nowhere" / "quality.png")
+
+
+def test_missing_matplotlib_says_how_to_install_it(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvboost\[plot\]'"):
+        plot_quality(PANELS, tmp_path / "quality.png", title="Quality")
+
+
+def test_a_plot_leaves_the_backend_alone(tmp_path) -> None:
+    """Someone's own pyplot must go on as before, so ours never imports it."""
+    code = (
+        "import sys; from kvboost.bench.plots import plot_quality\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        f"plot_quality({PANELS!r}, {str(tmp_path / 'quality.png')!r}, title='Quality')\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

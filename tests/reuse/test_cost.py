@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+
+from kvboost.reuse.cost import CostModel
+
+FIXED, ROW, KEY = 0.05, 0.0005, 1e-7
+
+
+def seconds(rows: int, keys: int) -> float:
+    return FIXED + rows * (ROW + KEY * keys)
+
+
+def learned(path=None) -> CostModel:
+    cost = CostModel(3e-4, path)
+    for _ in range(5):
+        for rows, keys in ((1, 500), (1, 2000), (32, 2000), (500, 250), (2000, 1000)):
+            cost.observe(rows, keys, seconds(rows, keys))
+    return cost
+
+
+def test_before_anything_ran_rows_count() -> None:
+    cost = CostModel(3e-4)
+    assert not cost.is_measured
+    assert cost.forward(1000, 500) > 5 * cost.forward(100, 500)
+    assert cost.forward(100, 10_000) > cost.forward(100, 100)
+    assert cost.place(100) == 0
+
+
+def test_what_forwards_cost_is_learned() -> None:
+    cost = learned()
+    for rows, keys in ((1, 1000), (64, 2000), (300, 2000), (1500, 750), (4000, 2000)):
+        assert cost.forward(rows, keys) == pytest.approx(seconds(rows, keys), rel=0.1)
+    cost.observe_place(1000, 0.02)
+    assert cost.place(500) == pytest.approx(0.01)
+
+
+def test_decode_steps_alone_are_no_measure_of_a_prefill() -> None:
+    cost = CostModel(3e-4)
+    for _ in range(50):
+        cost.observe(1, 1000, 0.05)
+    assert not cost.is_measured
+
+
+def test_what_was_learned_outlives_the_process_and_damage_is_no_harm(tmp_path) -> None:
+    path = tmp_path / "costs" / "model.json"
+    learned(path).save()
+    again = CostModel(3e-4, path)
+    assert again.is_measured
+    assert again.forward(300, 2000) == pytest.approx(seconds(300, 2000), rel=0.1)
+    assert [file.name for file in path.parent.iterdir()] == ["model.json"]
+    path.write_text('{"gram": [[1]], "target": "x"')
+    assert not CostModel(3e-4, path).is_measured
+    CostModel(3e-4, tmp_path / "no" / "file").save()  # nothing learned, nothing written
+    assert not (tmp_path / "no").exists()

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvboost.reuse import probe
+from kvboost.reuse.probe import AttentionMass, Deviation
+
+HEADS, KV_HEADS, ROWS, START, DIM = 4, 2, 5, 20, 8
+
+
+class KV:
+    """One layer of random keys and values."""
+
+    def __init__(self) -> None:
+        self.keys, self.values = torch.randn(2, 1, KV_HEADS, START + ROWS, DIM)
+
+    def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.keys[:, :, start:end], self.values[:, :, start:end]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("at_once", [1 << 24, 1])  # all heads together, or one after the other
+def test_mass_is_what_attention_gives_each_row(window, at_once, monkeypatch) -> None:
+    monkeypatch.setattr(probe, "_SCORES", at_once)
+    kv, query = KV(), torch.randn(1, HEADS, ROWS, DIM)
+    absent = torch.zeros(START, dtype=torch.bool)
+    absent[3:6] = True
+    mass = AttentionMass(range(2, 4), START, absent)
+    for layer in range(5):  # the band counts two of them
+        mass.on_query(layer, kv, query, 0.3, window)
+    expected = torch.zeros(START)
+    for head in range(HEADS):
+        for row in range(ROWS):
+            keys = kv.keys[0, head // 2]
+            scores = keys @ query[0, head, row] * 0.3
+            for position in range(START + ROWS):
+                seen = position <= START + row and not (position < START and absent[position])
+                if not seen or (window and position <= START + row - window):
+                    scores[position] = float("-inf")
+            expected += scores.softmax(0)[:START] / HEADS
+    assert torch.allclose(mass.mass, 2 * expected, atol=1e-5)
+    assert (mass.mass[3:6] == 0).all()
+
+
+def test_deviation_is_the_distance_of_fresh_and_known_rows_in_one_layer() -> None:
+    kv = KV()
+    positions = torch.tensor([2, 9])
+    fresh = torch.randn(2, 1, KV_HEADS, 2, DIM)
+    deviation = Deviation(1, positions)
+    deviation.on_fresh(0, kv, torch.zeros(1), torch.zeros(1))  # another layer
+    deviation.on_fresh(1, kv, *fresh)
+    expected = (fresh[0] - kv.keys[:, :, positions]).square().sum((0, 1, 3))
+    expected += (fresh[1] - kv.values[:, :, positions]).square().sum((0, 1, 3))
+    assert torch.allclose(deviation.squared, expected)

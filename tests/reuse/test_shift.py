@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import torch
+
+from kvboost.reuse.rope import Rotation
+from kvboost.reuse.shift import PRIOR_ROWS, STRENGTH, Shift
+
+ROTATION = Rotation(torch.rand(2, 2))
+SPAN_OF = torch.tensor([-1, -1, 0, 0, 0, 0, 1, 1, 1, -1])
+
+
+class KV:
+    def __init__(self) -> None:
+        self.data = torch.randn(2, 1, 3, len(SPAN_OF), 4)
+
+    def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.data[0, :, :, start:end], self.data[1, :, :, start:end]
+
+
+def fresh_rows(
+    kv: KV, positions: torch.Tensor, offset: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that lie off the known ones by one offset, of keys where position plays no part."""
+    turned = ROTATION.turn(offset.expand(3, len(positions), 4), ROTATION.turns(1, positions))
+    return kv.data[0, :, :, positions] + turned, kv.data[1, :, :, positions] + offset
+
+
+def test_a_shared_offset_is_carried_to_the_other_rows_of_its_span() -> None:
+    kv, offset = KV(), torch.tensor([1.0, -2.0, 0.5, 3.0])
+    before = kv.data.clone()
+    positions = torch.tensor([1, 2, 4, 5, 9])  # three rows of span 0, none of span 1
+    shift = Shift(ROTATION, positions, SPAN_OF)
+    assert shift.useful
+    shift.on_fresh(1, kv, *fresh_rows(kv, positions, offset))
+    moved = kv.data - before
+    weight = STRENGTH * 3 / (3 + PRIOR_ROWS)
+    at_3 = ROTATION.turn(weight * offset.expand(3, 1, 4), ROTATION.turns(1, torch.tensor([3])))
+    assert torch.allclose(moved[0, 0, :, 3:4], at_3, atol=1e-5)
+    assert torch.allclose(moved[1, 0, :, 3], (weight * offset).expand(3, 4), atol=1e-5)
+    others = [row for row in range(len(SPAN_OF)) if row != 3]
+    assert (moved[:, :, :, others] == 0).all()
+
+
+def test_layer_0_and_single_rows_shift_nothing() -> None:
+    kv = KV()
+    before = kv.data.clone()
+    positions = torch.tensor([2, 3, 9])
+    offset = torch.ones(4)
+    Shift(ROTATION, positions, SPAN_OF).on_fresh(0, kv, *fresh_rows(kv, positions, offset))
+    assert torch.equal(kv.data, before)
+    assert not Shift(ROTATION, torch.tensor([2, 9]), SPAN_OF).useful
+    everything = torch.arange(2, 10)
+    assert not Shift(ROTATION, everything, SPAN_OF).useful

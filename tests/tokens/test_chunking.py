@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvboost.errors import ConfigError
+from kvboost.tokens.chunking import SHORTEST_DOCUMENT, Cutter, fixed
+from kvboost.tokens.hashing import as_token_ids
+
+STRATEGIES = ("fixed", "semantic", "document")
+
+# Tokens as real vocabularies have them: ends glued to words, nothing, half a character.
+PIECES = ["a", "b ", " c", " ", "", "\ufffd", ".", " d.", '?"', "\n", ".\n", "\n\n", "\n\nz", "-"]
+MARKERS = [("\n\n",), ("-" * 10,), ("\n\n", "--"), ("--", "-- -"), ("a--\n", "-")]
+
+# Runs, so that markers overlap, follow each other closely or are far apart.
+runs = st.tuples(st.integers(0, len(PIECES) - 1), st.integers(1, 3) | st.integers(6, 24))
+tokens = st.lists(runs, max_size=12).map(
+    lambda found: [token_id for token_id, length in found for _ in range(length)]
+)
+sizes = st.integers(1, 20)
+
+
+def pieces(ids: Sequence[int]) -> str:
+    return "".join(PIECES[token_id] for token_id in ids)
+
+
+def characters(ids: Sequence[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+def cut(cutter: Cutter, text: str) -> list[str]:
+    """The chunks of ``text``, each character a token."""
+    intervals = cutter(as_token_ids([ord(character) for character in text]))
+    return [text[start:end] for start, end in intervals]
+
+
+def by_character(strategy: str, chunk_size: int, markers: Sequence[str] = ("\n\n",)) -> Cutter:
+    return Cutter(strategy, chunk_size, characters, 0x3100, markers)
+
+
+class Reader:
+    """The slow reference: reads token by token and says whether a chunk ends here."""
+
+    def __init__(self, strategy: str, chunk_size: int, markers: Sequence[str]) -> None:
+        self.strategy = strategy
+        self.chunk_size = chunk_size
+        self.markers = [marker.replace(" ", "") for marker in markers]
+
+    def cut(self, ids: Sequence[int]) -> list[tuple[int, int]]:
+        intervals = []
+        start = document = 0
+        for end in range(1, len(ids) + 1):
+            ends_document = self.strategy == "document" and self.ends_document(ids[document:end])
+            if (
+                end - start == self.chunk_size
+                or ends_document
+                or (self.strategy == "semantic" and self.ends_sentence(ids[start:end]))
+            ):
+                intervals.append((start, end))
+                start = end
+            if ends_document:
+                document = end
+        return intervals + [(start, len(ids))] * (start < len(ids))
+
+    def ends_sentence(self, chunk: Sequence[int]) -> bool:
+        last = pieces(chunk[-1:])
+        bare = last.rstrip().rstrip("\"'”)]}")
+        return len(chunk) >= self.chunk_size // 2 and ("\n" in last or bare.endswith((".", "?")))
+
+    def ends_document(self, document: Sequence[int]) -> bool:
+        text = pieces(document).replace(" ", "")
+        before = len(pieces(document[:-1]).replace(" ", ""))
+        return len(document) >= SHORTEST_DOCUMENT and any(
+            text.startswith(marker, at) and at + len(marker) > before
+            for marker in self.markers
+            for at in range(len(text))
+        )
+
+
+@given(st.sampled_from(STRATEGIES), sizes, st.sampled_from(MARKERS), tokens)
+def test_cuts_are_those_of_a_reader_who_sees_token_after_token(strategy, size, markers, ids):
+    cutter = Cutter(strategy, size, pieces, len(PIECES), markers)
+    expected = Reader(strategy, size, markers).cut(ids)
+    assert cutter(as_token_ids(ids)) == expected
+    assert cutter(as_token_ids(ids)) == expected, "and the same again"
+
+
+@given(st.sampled_from(STRATEGIES), sizes, st.sampled_from(MARKERS), tokens, tokens)
+def test_all_chunks_but_the_last_stay_when_a_sequence_grows(strategy, size, markers, ids, more):
+    cutter = Cutter(strategy, size, pieces, len(PIECES), markers)
+    settled = cutter(as_token_ids(ids))[:-1]
+    assert cutter(as_token_ids(ids + more))[: len(settled)] == settled
+
+
+@given(st.sampled_from(STRATEGIES), sizes, st.sampled_from(MARKERS), tokens)
+def test_chunks_cover_everything_once_and_none_is_too_long(strategy, size, markers, ids):
+    intervals = Cutter(strategy, size, pieces, len(PIECES), markers)(as_token_ids(ids))
+    assert [at for start, end in intervals for at in range(start, end)] == list(range(len(ids)))
+    assert all(1 <= end - start <= size for start, end in intervals)
+
+
+@given(sizes, st.sampled_from(["\n", "-"]), tokens, tokens)
+def test_a_document_is_cut_alike_wherever_it_stands(size, character, ids, document):
+    cutter = Cutter("document", size, pieces, len(PIECES), [character * 2])
+    other = ids + [PIECES.index("a")] * SHORTEST_DOCUMENT + [PIECES.index(character)] * 2
+    moved = [
+        (start + len(other), end + len(other)) for start, end in cutter(as_token_ids(document))
+    ]
+    assert cutter(as_token_ids(other + document)) == cutter(as_token_ids(other)) + moved
+
+
+def test_fixed_is_the_grid_and_decodes_nothing():
+    def refuse(ids: Sequence[int]) -> str:
+        raise AssertionError(f"decoded {ids}")
+
+    ids = as_token_ids(range(11))
+    assert Cutter("fixed", 4, refuse, 11)(ids) == fixed(11, 4)
+
+
+def test_a_sentence_ends_a_chunk_once_it_is_half_full():
+    chunks = cut(by_character("semantic", 10), "No. Well, yes. 0123456789abc")
+    assert chunks == ["No. Well, ", "yes. 01234", "56789abc"]
+    assert cut(by_character("semantic", 20), "No. Well, yes. And") == ["No. Well, yes.", " And"]
+
+
+@pytest.mark.parametrize(
+    ("piece", "ends"),
+    [
+        (".", True), (" end.  ", True), ('!"', True), ("?)", True), ("…", True), (".”]", True),
+        ("。", True), ("\n", True), ("\n    x", True), (" }\n", True),
+        ("", False), ("\ufffd", False), (" ", False), (",", False), ('"', False), (".5", False),
+    ],
+)  # fmt: skip
+def test_what_ends_a_sentence(piece: str, ends: bool):
+    cutter = Cutter("semantic", 4, lambda ids: ["word", piece][ids[0]], 2)
+    assert cutter(as_token_ids([0, 1, 0])) == ([(0, 2), (2, 3)] if ends else [(0, 3)])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_text_without_any_end_is_cut_on_the_grid(strategy: str):
+    ids = np.full(100_003, ord("a"), np.int32)
+    assert by_character(strategy, 128)(ids) == fixed(len(ids), 128)
+
+
+def test_documents_end_behind_their_marker():
+    cutter = by_character("document", 20)
+    assert cut(cutter, "document 1\n\ndocument 2\n\ndoc") == [
+        "document 1\n\n",
+        "document 2\n\n",
+        "doc",
+    ]
+    assert cut(cutter, "one\ntwo\nthree\n") == ["one\ntwo\nthree\n"]
+
+
+def test_a_long_document_is_cut_from_its_own_beginning_and_its_rest_stays_alone():
+    chunks = cut(by_character("document", 10), "document\n\n0123456789ab\n\nnext")
+    assert chunks == ["document\n\n", "0123456789", "ab\n\n", "next"]
+
+
+def test_a_short_document_joins_the_next():
+    chunks = cut(by_character("document", 20), "one\n\ntwo\n\nthree\n\nfour")
+    assert chunks == ["one\n\ntwo\n\n", "three\n\nfour"]
+
+
+def test_a_document_is_long_enough_at_its_eighth_token():
+    assert SHORTEST_DOCUMENT == 8
+    cutter = by_character("document", 20)
+    assert cut(cutter, "seven\n\neight.\n\nnext") == ["seven\n\neight.\n\n", "next"]
+    assert cut(cutter, "eight.\n\nnext") == ["eight.\n\n", "next"]
+    assert cut(cutter, "eight\n\n\nnext") == ["eight\n\n\n", "next"], "markers may overlap"
+
+
+def test_a_line_of_spaces_is_a_blank_line():
+    assert cut(by_character("document", 20), "document\n  \nnext") == ["document\n  \n", "next"]
+
+
+def test_a_marker_may_span_many_tokens_and_end_inside_one():
+    words = ["<", "/", "doc", ">\n", "word "]
+    cutter = Cutter("document", 64, lambda ids: words[ids[0]], 5, ["</doc>"])
+    assert cutter(as_token_ids([4] * 6 + [0, 1, 2, 3] + [4] * 3)) == [(0, 10), (10, 13)]
+
+
+@pytest.mark.parametrize("markers", [["###", "\n\n"], ["\n\n", "###"]])
+def test_each_of_several_markers_ends_a_document(markers: list[str]):
+    chunks = cut(by_character("document", 20, markers), "document### another\n\nnext")
+    assert chunks == ["document###", " another\n\n", "next"]
+
+
+def test_the_marker_that_ends_first_counts_when_one_holds_another():
+    cutter = by_character("document", 20, ["cument--1", "--"])
+    assert cut(cutter, "document--1 next") == ["document--", "1 next"]
+
+
+@pytest.mark.parametrize("strategy", ["semantic", "document"])
+def test_an_id_is_decoded_when_it_is_first_seen_and_never_again(strategy: str):
+    decoded: Counter[int] = Counter()
+
+    def decode(ids: Sequence[int]) -> str:
+        decoded.update(ids)
+        return characters(ids)
+
+    cutter = Cutter(strategy, 4, decode, 250_000)
+    cutter(as_token_ids([5, 9, 5, 5]))
+    assert decoded == {5: 1, 9: 1}
+    cutter(as_token_ids([9, 7, 5, 249_999]))
+    assert decoded == {5: 1, 9: 1, 7: 1, 249_999: 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "paragraphs"}, "chunking='paragraphs' is not available; choose one of"),
+        ({"chunk_size": 0}, "chunk_size=0 must be a whole number of at least 1"),
+        ({"markers": "\n\n"}, "is one string; give a list"),
+        ({"markers": []}, "at least one"),
+        ({"markers": ["END", "  "]}, "more than spaces"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, object], message: str):
+    allowed = {"strategy": "document", "chunk_size": 8, "markers": ["\n\n"]}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Cutter(decode=characters, vocab_size=9, **(allowed | options))
