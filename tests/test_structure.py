@@ -23,8 +23,8 @@ MAY_IMPORT = {
     "model": LEAVES,
     "stream": LEAVES | {"tokens"},
     "calibrate": LEAVES | {"tokens"},
-    "audit": LEAVES | {"stream", "calibrate"},
-    "verify": LEAVES | {"calibrate"},
+    "audit": LEAVES | {"stream"},
+    "verify": LEAVES,
     "pipeline": LEAVES | {"tokens", "cache", "reuse", "model", "stream"},
     "engine": LEAVES
     | {"tokens", "reuse", "model", "stream", "pipeline", "verify", "calibrate", "audit"},

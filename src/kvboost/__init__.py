@@ -16,8 +16,11 @@ from kvboost.errors import (
     UnsupportedModelError,
 )
 from kvboost.results import (
+    Arrangement,
+    Calibration,
     GenerationResult,
     ReuseReport,
+    Score,
     Span,
     SpanKind,
     Timings,
@@ -34,7 +37,9 @@ if TYPE_CHECKING:
 __version__ = "1.0.0.dev0"
 
 __all__ = [
+    "Arrangement",
     "CacheFolderError",
+    "Calibration",
     "ChecksumError",
     "ConfigError",
     "ContextLengthError",
@@ -48,6 +53,7 @@ __all__ = [
     "ModelNotFoundError",
     "PromptError",
     "ReuseReport",
+    "Score",
     "Span",
     "SpanKind",
     "StockModel",

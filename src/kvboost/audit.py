@@ -11,9 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from kvboost.calibrate import kl_divergence
 from kvboost.config import GenerationMode
-from kvboost.results import Score
+from kvboost.results import Score, kl_divergence
 from kvboost.stream import Request, Run
 
 MOST_WAITING = 16

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
 from kvboost.config import GenerationMode, at_least
 from kvboost.errors import PromptError
 from kvboost.progress import Progress
-from kvboost.results import Calibration, CalibrationStep, GenerationResult, Score
+from kvboost.results import (
+    Calibration,
+    CalibrationStep,
+    GenerationResult,
+    Score,
+    SpanKind,
+    kl_divergence,
+)
 from kvboost.tokens.prompt import Prompt
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
@@ -69,9 +74,7 @@ def calibrate(
                         recompute_ratio=ratio,
                     )
                     divergences.append(float(kl_divergence(logits, scored.logits).mean()))
-                    moved += scored.reuse.prompt_tokens and sum(
-                        span.num_tokens for span in scored.reuse.spans if span.kind == "moved"
-                    )
+                    moved += scored.reuse.count(SpanKind.MOVED)
                     charged += scored.reuse.charged_tokens
                     step.advance()
             if not moved:
@@ -84,9 +87,3 @@ def calibrate(
             if mean <= max_kl:
                 break
     return Calibration(ratio=steps[-1].ratio, max_kl=max_kl, steps=tuple(steps))
-
-
-def kl_divergence(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
-    """KL(expected || actual) of every row of logits, in float64: ``[rows]``."""
-    log_p, log_q = expected.double().log_softmax(-1), actual.double().log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1)

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -74,7 +75,8 @@ def demo(
     dtype: Dtype = "float32",
     as_json: AsJson = False,
 ) -> None:
-    """A growing chat and a code file asked about three times, without and with reuse.
+    """A growing chat, a code file asked about three times, and documents in three orders: each
+    prompt without and with reuse.
 
     In float32, so that the answers can be compared token by token; --dtype bfloat16 is faster.
     """
@@ -90,6 +92,7 @@ def demo(
                     "baseline": _result(one.baseline),
                     "reuse": _result(one.reuse),
                     "same": one.same,
+                    "mean_kl": one.mean_kl,
                 }
                 for one in asked
             ]
@@ -217,6 +220,75 @@ def doctor(
         out.print("Nothing here should be slow.", style="green")
 
 
+@app.command()
+def quality(
+    dataset: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="JSON lines with question, answers and passages; made-up questions if not given."
+        ),
+    ] = None,
+    model: Model = DEFAULT_MODEL,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="auto, query, cacheblend, selective, none; all but query if not given."),
+    ] = None,
+    ratio: Annotated[
+        list[float] | None,
+        typer.Option(help="Share of moved rows to recompute; 0.15 if not given."),
+    ] = None,
+    donor: Annotated[
+        list[str] | None,
+        typer.Option(help="How passages were read before: alone, header, other, reordered; all."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Questions of every file.")] = None,
+    passages: Annotated[int, typer.Option(min=2, help="Passages in a prompt.")] = 8,
+    passage_tokens: Annotated[int, typer.Option(min=64, help="The most tokens of one.")] = 256,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 16,
+    floor: Annotated[
+        bool, typer.Option(help="Also the deviation of the same model in another dtype.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw KL against charged share: a .png or .svg file.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Keep every row, as JSON lines.")] = None,
+    load: Annotated[
+        list[Path] | None, typer.Option(help="Show rows that were saved instead of measuring.")
+    ] = None,
+    part: Annotated[str, typer.Option(help="2/3: every third question, from the second.")] = "1/1",
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """What moved reuse gives up, against full prefill; JSON on the last line.
+
+    Every question's passages are read before in several ways (donor kinds), then served in a new
+    prompt by each strategy. KL is over the full model's own answer, token by token; charged is
+    what repair cost per moved token, probes included.
+    """
+    with _errors():
+        from kvboost.bench.quality import DONORS, Setting
+        from kvboost.bench.run import run_quality
+
+        report = run_quality(
+            model,
+            [str(path) for path in dataset or ()],
+            strategy or ["auto", "cacheblend", "selective", "none"],
+            ratio or [0.15],
+            donor or list(DONORS),
+            Setting(passages, passage_tokens, answer_tokens),
+            out,
+            limit=limit,
+            part=part,
+            floor=floor,
+            plot=str(plot) if plot else None,
+            save=str(save) if save else None,
+            load=[str(path) for path in load or ()],
+            device=device,
+            dtype=dtype,
+        )
+    print(json.dumps(report))
+
+
 @bench_app.command()
 def ttft(
     model: Model = DEFAULT_MODEL,
@@ -244,6 +316,39 @@ def ttft(
     print(json.dumps(report))
 
 
+@bench_app.command()
+def moved(
+    model: Model = DEFAULT_MODEL,
+    rounds: Annotated[int, typer.Option(min=1, max=50, help="Medians are over this many.")] = 7,
+    conversations: Annotated[int, typer.Option(min=1, help="Of five turns each.")] = 3,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Eight moved passages against stock's full prefill; conversations that began with moved
+    text; JSON on the last line."""
+    with _errors():
+        from kvboost.bench.run import run_moved
+
+        report = run_moved(model, rounds, conversations, out, device=device, dtype=dtype)
+    print(json.dumps(report))
+
+
+@bench_app.command()
+def arrange(
+    model: Model = DEFAULT_MODEL,
+    requests: Annotated[int, typer.Option(min=1, help="How many requests are sent.")] = 150,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Exact reuse on requests that draw 5 of 50 documents by a Zipf law, as given and arranged;
+    JSON on the last line."""
+    with _errors():
+        from kvboost.bench.run import run_arranged
+
+        report = run_arranged(model, requests, out, device=device, dtype=dtype)
+    print(json.dumps(report))
+
+
 def _ask() -> str:
     try:
         return out.input("[bold]you:[/bold] ").strip()
@@ -267,6 +372,11 @@ def _result(result: Any) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
         "cached_tokens": result.cached_tokens,
+        "exact_tokens": result.exact_tokens,
+        "approximate_tokens": result.approximate_tokens,
+        "moved_tokens": result.moved_tokens,
+        "recomputed_tokens": result.recomputed_tokens,
+        "charged_tokens": result.reuse.charged_tokens,
         "kv_reuse_ratio": result.kv_reuse_ratio,
         "timings": vars(result.timings),
         "spans": [

@@ -19,6 +19,7 @@ DEFAULT_MODEL = "smollm2-135m"
 CHUNKING = ("fixed", "semantic", "document")
 STRATEGIES = ("auto", "query", "cacheblend", "selective", "none")
 KV_BITS = (16,)
+REUSE_MOVED = ("when_faster", "always")
 DTYPES = ("float32", "bfloat16", "float16")
 
 EnumT = TypeVar("EnumT", bound=Enum)
@@ -108,6 +109,9 @@ class EngineConfig:
     default what suits the device."""
     document_markers: tuple[str, ...] = ("\n\n",)
     """Where documents end, with ``chunking="document"``."""
+    reuse_moved: str = "when_faster"
+    """Strategy ``auto`` computes moved text where reusing it would not be faster; ``"always"``
+    spares the computation all the same."""
     audit_fraction: float = 0.0
     """This share of the answers over moved text is compared with a full prefill when idle."""
 
@@ -122,6 +126,7 @@ class EngineConfig:
         whole(self.max_cache_bytes, 0, "max_cache_bytes")
         one_of(self.chunking, CHUNKING, "chunking")
         _ = self.repair
+        one_of(self.reuse_moved, REUSE_MOVED, "reuse_moved")
         within(self.audit_fraction, 0.0, 1.0, "audit_fraction")
         one_of(self.kv_cache_bits, KV_BITS, "kv_cache_bits")
         if self.disk_cache_dir is not None:

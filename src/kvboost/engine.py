@@ -108,6 +108,7 @@ class KVBoost:
         disk_cache_dir: str | None = None,
         prefill_slice: int | None = None,
         document_markers: Sequence[str] = ("\n\n",),
+        reuse_moved: str = "when_faster",
         audit_fraction: float = 0.0,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
@@ -131,6 +132,7 @@ class KVBoost:
             disk_cache_dir=disk_cache_dir,
             prefill_slice=prefill_slice,
             document_markers=tuple(document_markers),
+            reuse_moved=reuse_moved,
             audit_fraction=audit_fraction,
         )
         model = load(model_name, strict=strict, device=device, dtype=dtype, **hf_kwargs)

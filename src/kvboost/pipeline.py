@@ -180,16 +180,14 @@ class Pipeline:
         choice = STRATEGIES[request.repair.strategy](moved, request.repair)
         run.clock.lap("probe")
         rows = (choice.rows | moved.unknown).nonzero()[:, 0]
-        span_of = moved.span_of()
+        spans = moved.spans()
         logits, since = [], 0
         for some in torch.split(rows, self._prefill_slice):
             hook = None
             if choice.shift and self._rotation is not None:
                 # A slice shifts the rows from the end of the one before to its own: each once.
                 until = int(some[-1]) + 1
-                within = span_of.clone()
-                within[:since] = within[until:] = -1
-                shift, since = Shift(self._rotation, some, within), until
+                shift, since = Shift(self._rotation, some, spans.between(since, until)), until
                 hook = shift if shift.useful else None
             wanted = int((some >= total - num_logits).sum())
             logits.append(self._model.forward([Segment(kv, ids[some], some, wanted, hook=hook)]))
@@ -305,7 +303,8 @@ class Pipeline:
         """How ``known`` serves the prompt, and what is to be said about it."""
         plan = make_plan(len(request.token_ids), known)
         notes = []
-        if plan.moved and request.repair.strategy == "auto" and not self._pays(request, plan):
+        weighs = request.repair.strategy == "auto" and self._config.reuse_moved == "when_faster"
+        if plan.moved and weighs and not self._pays(request, plan):
             plan = plan.without_moved()
             notes.append("moved text was computed: reusing it would not have been faster")
         if request.mode is GenerationMode.CHUNK_KV_REUSE and self._rotation is None:

@@ -105,7 +105,7 @@ class Span:
     offset: int = 0
     """Which of the donor's rows is the first."""
     resemblance: float = 0.0
-    """Of a moved span: the share of the rows before it that its donor was computed behind too."""
+    """Of a moved span: how alike what stands before it and what stood before its donor are."""
 
     @property
     def num_tokens(self) -> int:
@@ -216,6 +216,12 @@ class GenerationResult:
     def tokens_per_sec(self) -> float:
         """Generated tokens over the whole time of the call."""
         return len(self.token_ids) / (self.total_ms / 1e3) if self.total_ms else 0.0
+
+
+def kl_divergence(expected: Any, actual: Any) -> Any:
+    """KL(expected || actual) of every row of logits, two tensors, in float64: ``[rows]``."""
+    log_p, log_q = expected.double().log_softmax(-1), actual.double().log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-import torch
-
 from kvboost.config import GenerationMode, RepairParams, SamplingParams
 from kvboost.results import Clock, GenerationResult, ReuseReport, TokenLogprob
 from kvboost.tokens.hashing import TokenIds
 
 if TYPE_CHECKING:
+    import torch
     from typing_extensions import Self
 
 

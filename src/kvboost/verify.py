@@ -8,9 +8,8 @@ from typing import Protocol
 
 import torch
 
-from kvboost.calibrate import kl_divergence
 from kvboost.config import GenerationMode
-from kvboost.results import GenerationResult, Score, VerificationReport
+from kvboost.results import GenerationResult, Score, VerificationReport, kl_divergence
 
 PASSAGE = """\
 The lighthouse at Corran Point was built in 1874 after three ships were lost in one winter. Its

@@ -3,10 +3,11 @@ from __future__ import annotations
 import torch
 
 from kvboost.reuse.rope import Rotation
-from kvboost.reuse.shift import PRIOR_ROWS, STRENGTH, Shift
+from kvboost.reuse.shift import PRIOR_ROWS, STRENGTH, Shift, Spans
 
 ROTATION = Rotation(torch.rand(2, 2))
 SPAN_OF = torch.tensor([-1, -1, 0, 0, 0, 0, 1, 1, 1, -1])
+SPANS = Spans(SPAN_OF, torch.tensor([0.5, 0.0]), torch.arange(10) == 1)
 
 
 class KV:
@@ -29,15 +30,16 @@ def test_a_shared_offset_is_carried_to_the_other_rows_of_its_span() -> None:
     kv, offset = KV(), torch.tensor([1.0, -2.0, 0.5, 3.0])
     before = kv.data.clone()
     positions = torch.tensor([1, 2, 4, 5, 9])  # three rows of span 0, none of span 1
-    shift = Shift(ROTATION, positions, SPAN_OF)
+    shift = Shift(ROTATION, positions, SPANS)
     assert shift.useful
     shift.on_fresh(1, kv, *fresh_rows(kv, positions, offset))
     moved = kv.data - before
-    weight = STRENGTH * 3 / (3 + PRIOR_ROWS)
+    weight = STRENGTH * (1 - 0.5) * 3 / (3 + PRIOR_ROWS)
     at_3 = ROTATION.turn(weight * offset.expand(3, 1, 4), ROTATION.turns(1, torch.tensor([3])))
     assert torch.allclose(moved[0, 0, :, 3:4], at_3, atol=1e-5)
     assert torch.allclose(moved[1, 0, :, 3], (weight * offset).expand(3, 4), atol=1e-5)
-    others = [row for row in range(len(SPAN_OF)) if row != 3]
+    # Fresh rows (2, 4, 5) are written over right after; nothing else moves.
+    others = [row for row in range(len(SPAN_OF)) if row not in (2, 3, 4, 5)]
     assert (moved[:, :, :, others] == 0).all()
 
 
@@ -46,8 +48,26 @@ def test_layer_0_and_single_rows_shift_nothing() -> None:
     before = kv.data.clone()
     positions = torch.tensor([2, 3, 9])
     offset = torch.ones(4)
-    Shift(ROTATION, positions, SPAN_OF).on_fresh(0, kv, *fresh_rows(kv, positions, offset))
+    Shift(ROTATION, positions, SPANS).on_fresh(0, kv, *fresh_rows(kv, positions, offset))
     assert torch.equal(kv.data, before)
-    assert not Shift(ROTATION, torch.tensor([2, 9]), SPAN_OF).useful
+    assert not Shift(ROTATION, torch.tensor([2, 9]), SPANS).useful
     everything = torch.arange(2, 10)
-    assert not Shift(ROTATION, everything, SPAN_OF).useful
+    assert not Shift(ROTATION, everything, SPANS).useful
+
+
+def test_rows_that_began_a_sequence_teach_nothing() -> None:
+    kv, offset = KV(), torch.ones(4)
+    positions = torch.tensor([2, 4, 5, 9])
+    fresh = fresh_rows(kv, positions, offset)
+    fresh[1][:, :, 0] += 1000  # row 2, a sink
+    sinks = Spans(SPAN_OF, torch.zeros(2), torch.arange(10) == 2)
+    before = kv.data.clone()
+    Shift(ROTATION, positions, sinks).on_fresh(1, kv, *fresh)
+    weight = STRENGTH * 2 / (2 + PRIOR_ROWS)
+    moved = (kv.data - before)[1, 0, :, 3]
+    assert torch.allclose(moved, (weight * offset).expand(3, 4), atol=1e-4)
+
+
+def test_rows_outside_a_slice_are_left_to_the_others() -> None:
+    part = SPANS.between(4, 7)
+    assert part.span_of.tolist() == [-1, -1, -1, -1, 0, 0, 1, -1, -1, -1]

@@ -2,42 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kvboost import ReuseReport, SpanKind
+from kvboost.bench.moved import Moved, Turn
+from kvboost.bench.quality import DONORS, RATIO_FREE, Summary
 from kvboost.bench.ttft import TTFT, Decode, Pooled
 
-COLOURS = {SpanKind.EXACT: "green", SpanKind.COMPUTE: "yellow"}
-MARKS = {SpanKind.EXACT: "█", SpanKind.COMPUTE: "▒"}  # told apart without colours too
+RECOMPUTED = "recomputed"
+# Kind: mark (told apart without colours too), colour, meaning.
+CELLS = {
+    SpanKind.EXACT.value: ("█", "green", "exact: read before, not read again"),
+    SpanKind.APPROXIMATE.value: ("▓", "blue", "this conversation's own past over moved text"),
+    SpanKind.MOVED.value: ("▓", "cyan", "moved: read at another place"),
+    RECOMPUTED: ("▚", "magenta", "moved, a fifth or more computed again"),
+    SpanKind.COMPUTE.value: ("▒", "yellow", "computed now"),
+}
 
 
 def prompt_map(report: ReuseReport, width: int = 48) -> Text:
-    """A prompt as one bar: each cell shows what most of its tokens are."""
+    """A prompt as one bar: each cell shows what most of its tokens are, and moved ones whether a
+    fifth of them or more was computed again."""
     text = Text()
     total = report.prompt_tokens
     for cell in range(width):
         start, end = cell * total / width, (cell + 1) * total / width
-        kind = max(
-            SpanKind,
-            key=lambda kind: sum(
+        shares = {
+            kind: sum(
                 max(0.0, min(span.end, end) - max(span.start, start))
                 for span in report.spans
                 if span.kind is kind
-            ),
-        )
-        text.append(MARKS[kind], style=COLOURS[kind])
+            )
+            for kind in SpanKind
+        }
+        kind = max(SpanKind, key=lambda kind: shares[kind])
+        name = kind.value
+        again = bisect_left(report.recomputed, end) - bisect_left(report.recomputed, start)
+        if kind is SpanKind.MOVED and again >= 0.2 * shares[kind]:
+            name = RECOMPUTED
+        mark, colour, _ = CELLS[name]
+        text.append(mark, style=colour)
     return text
 
 
-def legend() -> Text:
-    return Text.assemble(
-        (f"{MARKS[SpanKind.EXACT]} exact: read before, not read again   ", COLOURS[SpanKind.EXACT]),
-        (f"{MARKS[SpanKind.COMPUTE]} computed now", COLOURS[SpanKind.COMPUTE]),
-    )
+def legend(reports: Sequence[ReuseReport] = ()) -> Text:
+    """What the marks mean; given ``reports``, those that may occur in their maps."""
+    kinds = {span.kind.value for report in reports for span in report.spans}
+    if any(report.recomputed for report in reports):
+        kinds.add(RECOMPUTED)
+    shown = [cell for name, cell in CELLS.items() if not reports or name in kinds]
+    parts = [(f"{mark} {meaning}   ", colour) for mark, colour, meaning in shown]
+    return Text.assemble(*parts)
+
+
+def quality_tables(summaries: Sequence[Summary]) -> Iterator[Table]:
+    """A table per donor kind."""
+    for donor in dict.fromkeys(one.donor for one in summaries):
+        count = max(one.count for one in summaries if one.donor == donor)
+        table = Table(title=f"{donor}: {DONORS.get(donor, donor)} ({count} questions)")
+        table.add_column("strategy")
+        headings = ("ratio", "charged", "mean KL", "median", "top-1", "same text", "differs at")
+        for heading in (*headings, "F1 (full)", "F1 difference, 95 %", "TTFT ÷ full"):
+            table.add_column(heading, justify="right")
+        for one in summaries:
+            if one.donor == donor:
+                table.add_row(*_quality_cells(one))
+        yield table
+
+
+def _quality_cells(one: Summary) -> list[str]:
+    low, high = one.f1_difference
+    return [
+        one.strategy,
+        "–" if one.strategy in RATIO_FREE else f"{one.ratio:.0%}",
+        f"{one.charged_share:.1%}",
+        f"{one.mean_kl:.4f}",
+        f"{one.median_kl:.4f}",
+        f"{one.top1:.1%}",
+        f"{one.same_text:.0%}",
+        "–" if one.first_difference is None else f"{one.first_difference:g}",
+        f"{one.f1:.3f} ({one.full_f1:.3f})",
+        f"{low:+.3f} … {high:+.3f}",
+        f"{one.ttft_ratio:.2f}",
+    ]
 
 
 def ttft_table(rows: Sequence[TTFT]) -> Table:
@@ -70,6 +122,36 @@ def pooled_table(rows: Sequence[Pooled]) -> Table:
             f"{row.baseline_over_stock:.2f}",
             f"{row.warm_over_floor:.2f}",
             f"{row.speedup:.1f} ×",
+        )
+    return table
+
+
+def moved_table(moved: Moved) -> Table:
+    table = Table(
+        title=f"time to first token, ms: {moved.num_tokens:,} tokens, {moved.moved_tokens:,} of "
+        f"them moved, {moved.ratio:.0%} of those recomputed"
+    )
+    for heading in ("stock full prefill", *moved.over_stock):
+        table.add_column(heading.replace("_", " "), justify="right")
+    table.add_row(
+        *(_spread(sample) for sample in (moved.stock, moved.auto, moved.cacheblend)),
+        *(_spread(sample) for sample in (moved.none, moved.no_hit)),
+    )
+    table.add_row("÷ stock", *(f"{ratio:.2f}" for ratio in moved.over_stock.values()))
+    return table
+
+
+def turns_table(turns: Sequence[Turn]) -> Table:
+    table = Table(title="a conversation that began with moved passages, and the same one exact")
+    for heading in ("turn", "moved, ms", "exact, ms", "KL to full prefill", "rows repaired"):
+        table.add_column(heading, justify="right")
+    for turn in turns:
+        table.add_row(
+            str(turn.number),
+            f"{turn.moved_ms:.0f}",
+            f"{turn.exact_ms:.0f}",
+            f"{turn.moved_kl:.4f}",
+            f"{turn.repaired_tokens:g}",
         )
     return table
 

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
+from typing import Any
 
 from rich.console import Console
 
 from kvboost import ConfigError, KVBoost, StockModel
 from kvboost.bench import report
+from kvboost.bench.arranged import measure_arranged
 from kvboost.bench.machine import describe
+from kvboost.bench.moved import TURNS, measure_conversation, measure_moved
+from kvboost.bench.plots import check_plot, plot_quality
+from kvboost.bench.quality import (
+    DONORS,
+    Row,
+    Setting,
+    Summary,
+    cells_of,
+    load_rows,
+    measure,
+    noise_floor,
+    save_rows,
+    summarize,
+)
+from kvboost.bench.questions import Question, make_questions, read_questions
 from kvboost.bench.ttft import Pooled, measure_decode, measure_ttft, rounds_of
 from kvboost.bench.workloads import PATTERNS
+from kvboost.config import STRATEGIES, one_of, within
 from kvboost.progress import Progress
 
 
@@ -65,3 +84,170 @@ def run_ttft(
         "pooled": [vars(row) for row in pooled],
         "decode": decode.as_json(),
     }
+
+
+def run_moved(
+    model: str,
+    rounds: int,
+    conversations: int,
+    console: Console,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> dict[str, object]:
+    """Passages in new orders against stock's full prefill, and conversations that go on."""
+    engine = KVBoost.from_pretrained(model, device=device, dtype=dtype, reuse_moved="always")
+    stock = StockModel.from_pretrained(model, device=device, dtype=dtype)
+    machine = describe(engine.device, engine.dtype)
+    console.print(machine)
+    with engine, Progress("measuring, interleaved") as progress:
+        with progress.step("passages in new orders", total=rounds + 1) as step:
+            moved = measure_moved(engine, stock, rounds=rounds, on_round=step.advance)
+        with progress.step("conversations", total=conversations * TURNS) as step:
+            turns = measure_conversation(engine, conversations, step.advance)
+    console.print(report.moved_table(moved))
+    console.print(report.turns_table(turns))
+    return {
+        "benchmark": "moved",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "model": model,
+        "machine": machine,
+        "moved": moved.as_json(),
+        "turns": [asdict(turn) for turn in turns],
+    }
+
+
+def run_arranged(
+    model: str,
+    requests: int,
+    console: Console,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> dict[str, object]:
+    """Exact reuse on a stream of requests, as they come and arranged."""
+    with (
+        KVBoost.from_pretrained(model, device=device, dtype=dtype) as engine,
+        Progress("requests that draw 5 of 50 documents by a Zipf law") as progress,
+        progress.step("requests", total=requests) as step,
+    ):
+        arranged = measure_arranged(engine, requests=requests, on_request=step.advance)
+    console.print(
+        f"exact hits, share of prompt tokens over {arranged.requests} requests: "
+        f"{arranged.as_given:.1%} as given, {arranged.arranged:.1%} arranged"
+    )
+    return {"benchmark": "arrange", "model": model, **asdict(arranged)}
+
+
+def run_quality(
+    model: str,
+    datasets: Sequence[str],
+    strategies: Sequence[str],
+    ratios: Sequence[float],
+    donors: Sequence[str],
+    setting: Setting,
+    console: Console,
+    *,
+    limit: int | None = None,
+    part: str = "1/1",
+    floor: bool = False,
+    plot: str | None = None,
+    save: str | None = None,
+    load: Sequence[str] = (),
+    device: str | None = None,
+    dtype: str | None = None,
+) -> dict[str, object]:
+    """Quality of every strategy, ratio and donor kind, measured or loaded."""
+    for strategy in strategies:
+        one_of(strategy, STRATEGIES, "strategy")
+    for ratio in ratios:
+        within(ratio, 0.0, 1.0, "ratio")
+    for donor in donors:
+        one_of(donor, list(DONORS), "donor")
+    if plot is not None:
+        check_plot(plot)
+    noise: dict[str, Any] | None = None
+    machine: Any = "as saved"
+    if load:
+        rows = load_rows(load)
+    else:
+        questions = _part(_questions(datasets, limit), part)
+        with KVBoost.from_pretrained(
+            model, device=device, dtype=dtype, reuse_moved="always"
+        ) as engine:
+            machine = describe(engine.device, engine.dtype)
+            console.print(machine)
+            rows = _measure(engine, questions, strategies, ratios, donors, setting)
+            if floor:
+                noise = _noise_floor(engine, model, questions, setting, device)
+    if save is not None:
+        save_rows(rows, save)
+    summaries = summarize(rows)
+    for table in report.quality_tables(summaries):
+        console.print(table)
+    if noise is not None:
+        console.print(
+            f"noise floor, the same model in {noise['dtype']}: mean KL {noise['mean_kl']:.4f}, "
+            f"median {noise['median_kl']:.4f}, same text {noise['same_text']:.0%}"
+        )
+    if plot is not None:
+        level = noise["mean_kl"] if noise is not None else None
+        title = f"{model}: deviation from full prefill"
+        plot_quality(_panels(summaries), plot, title=title, floor=level)
+        console.print(f"drawn in {plot}", highlight=False)
+    return {
+        "benchmark": "quality",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "model": model,
+        "machine": machine,
+        "noise_floor": noise,
+        "summaries": [asdict(one) for one in summaries],
+    }
+
+
+def _questions(datasets: Sequence[str], limit: int | None) -> list[Question]:
+    """The first ``limit`` questions of every file, or made-up ones."""
+    if not datasets:
+        return make_questions(limit or 20)
+    return [question for path in datasets for question in read_questions(path)[:limit]]
+
+
+def _part(questions: list[Question], part: str) -> list[Question]:
+    """Every n-th question, for several processes: ``2/3`` is the second of three."""
+    number, _, total = part.partition("/")
+    if not (number.isdigit() and total.isdigit() and 1 <= int(number) <= int(total)):
+        raise ConfigError(f"part={part!r} must be such as '2/3', the second of three")
+    return questions[int(number) - 1 :: int(total)]
+
+
+def _measure(
+    engine: KVBoost,
+    questions: Sequence[Question],
+    strategies: Sequence[str],
+    ratios: Sequence[float],
+    donors: Sequence[str],
+    setting: Setting,
+) -> list[Row]:
+    total = len(questions) * len(donors) * len(list(cells_of(strategies, ratios)))
+    with (
+        Progress(f"{len(questions)} questions, {len(donors)} donor kinds") as progress,
+        progress.step("served", total) as step,
+    ):
+        return list(measure(engine, questions, strategies, ratios, donors, setting, step.advance))
+
+
+def _noise_floor(
+    engine: KVBoost, model: str, questions: Sequence[Question], setting: Setting, device: str | None
+) -> dict[str, Any]:
+    other = "bfloat16" if str(engine.dtype) == "torch.float32" else "float32"
+    with KVBoost.from_pretrained(model, device=device, dtype=other) as twin:
+        return {"dtype": other, **noise_floor(engine, twin, questions, setting)}
+
+
+def _panels(summaries: Sequence[Summary]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Mean KL against charged percent: a panel per donor kind, a curve per strategy."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for one in summaries:
+        curve = panels.setdefault(one.donor, {}).setdefault(one.strategy, [])
+        curve.append((100 * one.charged_share, one.mean_kl))
+    return panels

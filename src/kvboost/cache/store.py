@@ -63,8 +63,8 @@ class Hit:
 
 @dataclass(frozen=True)
 class MovedRun:
-    """Rows of a prompt that stand together somewhere else. ``resemblance`` is the share of the
-    rows before them that the donor was computed behind too."""
+    """Rows of a prompt that stand together somewhere else. ``resemblance`` is how alike what
+    stands before them here and there is: what both have in common over the longer of the two."""
 
     hits: tuple[Hit, ...]
     resemblance: float
@@ -352,18 +352,16 @@ class ChunkStore:
                     break
                 hits.append(Hit(chunk, piece.start, piece.num_tokens, piece.offset))
             if hits:
-                moved.append(MovedRun(tuple(hits), self._resemblance(run, before)))
+                moved.append(MovedRun(tuple(hits), self._resemblance(hits[0], before)))
         return tuple(moved)
 
-    def _resemblance(self, run: Run, before: dict[ChunkKey, int]) -> float:
-        """How much of what stands ``before`` a run stood before its donor too."""
-        if run.start == 0:
-            return 0.0
-        shared, key = 0, run.pieces[0].key
+    def _resemblance(self, hit: Hit, before: dict[ChunkKey, int]) -> float:
+        """How much of what stands ``before`` a hit here stood before its donor too."""
+        shared, key = 0, hit.chunk.key
         while before and self._has_parent(key):
             key = self._index.parent(key)
             shared += before.get(key, 0)
-        return min(1.0, shared / run.start)
+        return min(1.0, shared / max(1, hit.start, hit.start - hit.distance))
 
     def _has_parent(self, key: ChunkKey) -> bool:
         return key in self._index and self._index.parent(key) in self._index

@@ -68,11 +68,12 @@ def make_plan(num_tokens: int, known: Known) -> Plan:
 
 def choose(runs: Sequence[MovedRun]) -> tuple[MovedRun, ...]:
     """Of overlapping ``runs`` those that leave as few rows to compute as possible: the longest
-    first, of the others what it leaves free. A donor that was read behind more of the same text
-    counts as longer, one that is approximate itself as shorter."""
+    first, of the others what it leaves free. Between runs of about the same length, a donor that
+    was read behind more of the same text goes first, and one that is approximate itself last; a
+    run that holds a whole passage is worth more than parts of two."""
 
     def worth(run: MovedRun) -> float:
-        return (run.end - run.start) * (1 + run.resemblance) * (1.0 if run.is_exact else 0.75)
+        return (run.end - run.start) * (1 + 0.1 * run.resemblance) * (1.0 if run.is_exact else 0.9)
 
     chosen: list[MovedRun] = []
     for run in sorted(runs, key=worth, reverse=True):

@@ -16,6 +16,7 @@ from kvboost.cache.store import MovedRun
 from kvboost.config import RepairParams
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.probe import AttentionMass, Deviation, LayerRows
+from kvboost.reuse.shift import Spans
 
 PROBE_ROWS = 64
 """No more of a prompt's last rows than these are asked what they attend to."""
@@ -23,6 +24,10 @@ PROBE_BAND = (0.64, 0.86)
 """Between these depths a model looks for what it will say: their attention is observed."""
 PARTIAL_LAYER = 0.25
 """What the layer that a look ends in costs: its projections run, attention and MLP do not."""
+CLOSE = 0.9
+"""Donors of more resemblance than this need half the repair."""
+SINK_TOKENS = 4
+"""The first rows of a sequence draw attention whatever they say: unlike all others, when moved."""
 SHIFT_TOKENS = 256
 """Rows that share one shift; a longer run is several such spans."""
 
@@ -116,18 +121,19 @@ class Moved:
         chosen[ranked.topk(num_rows).indices] = True
         return chosen
 
-    def span_of(self) -> torch.Tensor:
-        """Which span a moved row belongs to, -1 for the others: ``[prompt]``."""
-        spans = torch.full((len(self.rows),), -1, dtype=torch.long, device=self.device)
-        number = 0
+    def spans(self) -> Spans:
+        span_of = torch.full((len(self.rows),), -1, dtype=torch.long, device=self.device)
+        sinks = torch.zeros_like(self.rows)
+        resemblance: list[float] = []
         for run in self.runs:
             length = run.end - run.start
             parts = -(-length // SHIFT_TOKENS)
             for part in range(parts):
                 first, last = (run.start + length * n // parts for n in (part, part + 1))
-                spans[first:last] = number
-                number += 1
-        return spans
+                span_of[first:last] = len(resemblance)
+                resemblance.append(run.resemblance)
+            sinks[run.start : max(run.start, SINK_TOKENS + run.hits[0].distance)] = True
+        return Spans(span_of, torch.tensor(resemblance, device=self.device), sinks)
 
 
 def none(moved: Moved, repair: RepairParams) -> Choice:
@@ -163,12 +169,11 @@ def query(moved: Moved, repair: RepairParams) -> Choice:
 
 
 def auto(moved: Moved, repair: RepairParams) -> Choice:
-    """As ``query``, with less for runs whose donors were read behind much the same text: half as
-    much where it was all the same."""
-    close = sum((run.end - run.start) * max(0.0, run.resemblance - 0.5) for run in moved.runs)
-    thrift = 1 - close / moved.plan.num_moved
-    ratio = repair.ratio if repair.ratio == 1 else repair.ratio * thrift
-    return query(moved, replace(repair, ratio=ratio))
+    """As ``query``, with half the budget for runs that stand behind (nearly) all that their
+    donors stood behind."""
+    close = sum(run.end - run.start for run in moved.runs if run.resemblance >= CLOSE)
+    ratio = repair.ratio * (1 - 0.5 * close / moved.plan.num_moved)
+    return query(moved, replace(repair, ratio=repair.ratio if repair.ratio == 1 else ratio))
 
 
 STRATEGIES: dict[str, Callable[[Moved, RepairParams], Choice]] = {

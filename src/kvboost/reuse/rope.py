@@ -47,6 +47,25 @@ class Rotation:
         cos, sin = turns
         return self._turn(keys, cos, -sin if back else sin)
 
+    def spread(self, turns: Turns, dim: int) -> Turns:
+        """``turns`` over all ``dim`` channels, so that ``keys * cos + quarter(keys) * sin`` turns
+        them; channels that do not turn are multiplied by one."""
+        cos, sin = turns
+        wide = cos.new_ones(*cos.shape[:-1], dim), sin.new_zeros(*sin.shape[:-1], dim)
+        for part, channels in zip((cos, sin), wide, strict=True):
+            for half in self._pairs(channels):
+                half.copy_(part)
+        return wide
+
+    def quarter(self, keys: torch.Tensor) -> torch.Tensor:
+        """``keys`` with every pair turned by a quarter; channels that do not turn become zero."""
+        first, second = self._pairs(keys)
+        turned = torch.zeros_like(keys)
+        to_first, to_second = self._pairs(turned)
+        to_first.copy_(-second)
+        to_second.copy_(first)
+        return turned
+
     def _make_turns(self, distance: int, device: torch.device) -> Turns:
         return _cos_sin(distance * self._frequencies, device)
 

@@ -7,14 +7,35 @@ rest of the span is moved by it before anything attends to them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from kvboost.reuse.probe import LayerRows
 from kvboost.reuse.rope import Rotation, Turns
 
 STRENGTH = 0.7
+"""How much of a mean error is carried over, where donor and prompt have nothing in common."""
 PRIOR_ROWS = 4
 """A mean over ``n`` rows is trusted ``n / (n + PRIOR_ROWS)``."""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Rows that share one offset. ``span_of``, ``[prompt]``, is -1 for rows that are not moved.
+    ``resemblance``, ``[spans]``: where a donor's context was close, errors are small and have less
+    in common, and less of them is carried over. ``sinks``, ``[prompt]``, are true for rows that
+    began a sequence and say nothing about others."""
+
+    span_of: torch.Tensor
+    resemblance: torch.Tensor
+    sinks: torch.Tensor
+
+    def between(self, start: int, end: int) -> Spans:
+        """Of rows ``[start, end)`` alone."""
+        span_of = self.span_of.clone()
+        span_of[:start] = span_of[end:] = -1
+        return Spans(span_of, self.resemblance, self.sinks)
 
 
 class Shift:
@@ -22,59 +43,63 @@ class Shift:
     the other rows of a span, keys and values alike, the mean difference between fresh and stale
     of those recomputed: keys where position plays no part, turned back to where they stand.
 
-    ``positions`` are all rows of the segment; ``span_of`` is ``[prompt]``: which span a moved row
-    belongs to, -1 for rows that are not moved.
+    ``positions`` are all rows of the segment, in order.
     """
 
-    def __init__(self, rotation: Rotation, positions: torch.Tensor, span_of: torch.Tensor) -> None:
+    def __init__(self, rotation: Rotation, positions: torch.Tensor, spans: Spans) -> None:
         self._rotation = rotation
-        spans = span_of[positions]
-        self._index = (spans >= 0).nonzero()[:, 0]
+        teaches = (spans.span_of[positions] >= 0) & ~spans.sinks[positions]
+        self._index = teaches.nonzero()[:, 0]
         self._fresh = positions[self._index]
-        self._span_of_fresh = spans[self._index]
-        stale = span_of.clone()
-        stale[positions] = -1
-        self._stale = (stale >= 0).nonzero()[:, 0]
-        self._span_of_stale = stale[self._stale]
-        num_spans = int(span_of.max()) + 1 if len(span_of) else 0
-        count = torch.bincount(self._span_of_fresh, minlength=num_spans).float()
-        trust = torch.where(count >= 2, count / (count + PRIOR_ROWS), torch.zeros_like(count))
-        self._mean_weight = (STRENGTH * trust / count.clamp(min=1))[:, None]
-        self._end = int(positions[-1]) + 1
-        self._turns: dict[int, tuple[Turns, Turns]] = {}
-
-    @property
-    def useful(self) -> bool:
+        moved = (spans.span_of >= 0).nonzero()[:, 0]
+        self.useful = 2 <= len(self._fresh) < len(moved)
         """Whether there is something to learn from and something to move."""
-        return bool(len(self._stale)) and bool((self._mean_weight > 0).any())
+        if not self.useful:
+            return
+        # Everything between the first and the last moved row is touched; rows that are not moved
+        # get the offset of no span, and fresh ones are written over right after.
+        self._start, self._end = int(moved[0]), int(moved[-1]) + 1
+        num_spans = len(spans.resemblance)
+        between = spans.span_of[self._start : self._end]
+        self._offset_of = torch.where(between >= 0, between, num_spans)
+        numbers = torch.arange(num_spans + 1, device=positions.device)[:, None]
+        of_span = spans.span_of[self._fresh] == numbers
+        count = of_span.sum(1, keepdim=True)
+        trust = torch.where(count >= 2, count / (count + PRIOR_ROWS), 0.0)
+        strength = STRENGTH * (1 - torch.nn.functional.pad(spans.resemblance, (0, 1)))[:, None]
+        self._mean = of_span * (strength * trust / count.clamp(min=1))
+        self._turns: dict[int, tuple[Turns, Turns]] = {}
 
     def on_fresh(self, layer: int, kv: LayerRows, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer == 0:  # its keys and values depend on the token alone: nothing is stale
             return
+        here, (cos, sin) = self._turns_of(layer, keys)
         stale_keys, stale_values = (rows[0] for rows in kv.layer(layer, 0, self._end))
-        here, there = self._turns_of(layer)
-        error = keys[0, :, self._index].float() - stale_keys[:, self._fresh].float()
-        offset = self._offsets(self._rotation.turn(error, here, back=True))
-        stale_keys[:, self._stale] += self._rotation.turn(offset, there).to(keys.dtype)
-        error = values[0, :, self._index].float() - stale_values[:, self._fresh].float()
-        stale_values[:, self._stale] += self._offsets(error).to(values.dtype)
+        offsets = self._mean @ self._rotation.turn(self._error(keys, stale_keys), here, back=True)
+        along, across = (
+            part.to(keys.dtype).index_select(1, self._offset_of)
+            for part in (offsets, self._rotation.quarter(offsets))
+        )
+        stale_keys[:, self._start :].add_(along.mul_(cos).addcmul_(across, sin))
+        offsets = (self._mean @ self._error(values, stale_values)).to(values.dtype)
+        stale_values[:, self._start :].add_(offsets.index_select(1, self._offset_of))
+
+    def _error(self, fresh: torch.Tensor, stale: torch.Tensor) -> torch.Tensor:
+        """By how much the recomputed rows differ from what was known: ``[heads, rows, dim]``."""
+        known = stale.index_select(1, self._fresh).float()
+        return fresh[0].index_select(1, self._index).float() - known
 
     def on_query(
         self, layer: int, kv: LayerRows, query: torch.Tensor, scale: float, window: int | None
     ) -> None: ...
 
-    def _turns_of(self, layer: int) -> tuple[Turns, Turns]:
-        """Turns of the fresh and of the stale rows; made once per kind of layer."""
+    def _turns_of(self, layer: int, keys: torch.Tensor) -> tuple[Turns, Turns]:
+        """Turns of the fresh rows, and of all touched ones over all channels; made once per kind
+        of layer."""
         kind = self._rotation.kinds[layer]
         if kind not in self._turns:
-            self._turns[kind] = (
-                self._rotation.turns(layer, self._fresh),
-                self._rotation.turns(layer, self._stale),
-            )
+            touched = torch.arange(self._start, self._end, device=keys.device)
+            there = self._rotation.spread(self._rotation.turns(layer, touched), keys.shape[-1])
+            cos, sin = (part.to(keys.dtype) for part in there)
+            self._turns[kind] = (self._rotation.turns(layer, self._fresh), (cos, sin))
         return self._turns[kind]
-
-    def _offsets(self, error: torch.Tensor) -> torch.Tensor:
-        """``error`` of the fresh rows, ``[heads, fresh, dim]``, as every stale row's share."""
-        sums = error.new_zeros(error.shape[0], len(self._mean_weight), error.shape[2])
-        sums.index_add_(1, self._span_of_fresh, error)
-        return (sums * self._mean_weight)[:, self._span_of_stale]
