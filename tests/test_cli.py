@@ -32,7 +32,7 @@ def run(*arguments: str, **options: object):
 
 def test_help_teaches_every_command() -> None:
     shown = run("--help").output
-    for command in ("demo", "generate", "chat", "models", "doctor", "bench"):
+    for command in ("demo", "generate", "chat", "models", "doctor", "bench", "quality"):
         assert command in shown
         assert run(command, "--help").exit_code == 0
 
@@ -108,11 +108,15 @@ def test_the_demo_compares_what_it_claims(model) -> None:
     shown = run("demo", "-m", model, "--json")
     assert shown.exit_code == 0, shown.output
     asked = json.loads(shown.stdout)
-    assert len(asked) == 7
+    exact, moved = asked[:7], asked[7:]
     for one in asked:
         assert one["same"] == (one["baseline"]["token_ids"] == one["reuse"]["token_ids"])
-    assert all(one["same"] for one in asked)
-    assert asked[-1]["reuse"]["kv_reuse_ratio"] > 0.9
+    assert all(one["same"] and one["mean_kl"] is None for one in exact)
+    assert exact[-1]["reuse"]["kv_reuse_ratio"] > 0.9
+    assert len(moved) == 3
+    for one in moved:
+        assert one["reuse"]["moved_tokens"] > 1000 and one["reuse"]["recomputed_tokens"] > 0
+        assert one["mean_kl"] > 0
 
 
 def test_the_benchmark_ends_with_json(model) -> None:
@@ -127,3 +131,35 @@ def test_the_benchmark_ends_with_json(model) -> None:
     assert report["pooled"][0]["speedup"] == pytest.approx(first["speedup"])
     assert report["decode"]["num_tokens"] == 512
     assert report["machine"]["dtype"] == "float32"
+
+
+def test_quality_measures_draws_saves_and_loads(model, tmp_path) -> None:
+    rows, picture = tmp_path / "rows.jsonl", tmp_path / "quality.png"
+    options = ("--passages", "3", "--passage-tokens", "80", "--answer-tokens", "3")
+    chosen = ("--strategy", "auto", "--strategy", "none", "--donor", "header", "--limit", "2")
+    outputs = ("--save", str(rows), "--plot", str(picture))
+    done = run("quality", "-m", model, *options, *chosen, *outputs, "--dtype", "float32")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert [one["strategy"] for one in report["summaries"]] == ["auto", "none"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    again = json.loads(run("quality", "--load", str(rows)).stdout.splitlines()[-1])
+    assert again["summaries"] == report["summaries"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--strategy", "magic"), "strategy='magic' is not available"),
+        (("--ratio", "1.5"), "ratio=1.5 must be a number between"),
+        (("--donor", "friend"), "donor='friend' is not available"),
+        (("--part", "3/2"), "part='3/2' must be such as"),
+        (("--dataset", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--plot", "picture.doc"), "picture.doc"),
+        (("--load", "nowhere.jsonl"), "nowhere.jsonl"),
+    ],
+)
+def test_quality_refuses_nonsense_before_it_loads_a_model(arguments, message) -> None:
+    done = run("quality", "-m", "no-such-model", *arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr and "Traceback" not in done.output

@@ -7,7 +7,7 @@ from kvboost.reuse.shift import PRIOR_ROWS, STRENGTH, Shift, Spans
 
 ROTATION = Rotation(torch.rand(2, 2))
 SPAN_OF = torch.tensor([-1, -1, 0, 0, 0, 0, 1, 1, 1, -1])
-SPANS = Spans(SPAN_OF, torch.tensor([0.5, 0.0]), torch.arange(10) == 1)
+SPANS = Spans(SPAN_OF, torch.tensor([0.5, 0.0]))
 
 
 class KV:
@@ -53,19 +53,6 @@ def test_layer_0_and_single_rows_shift_nothing() -> None:
     assert not Shift(ROTATION, torch.tensor([2, 9]), SPANS).useful
     everything = torch.arange(2, 10)
     assert not Shift(ROTATION, everything, SPANS).useful
-
-
-def test_rows_that_began_a_sequence_teach_nothing() -> None:
-    kv, offset = KV(), torch.ones(4)
-    positions = torch.tensor([2, 4, 5, 9])
-    fresh = fresh_rows(kv, positions, offset)
-    fresh[1][:, :, 0] += 1000  # row 2, a sink
-    sinks = Spans(SPAN_OF, torch.zeros(2), torch.arange(10) == 2)
-    before = kv.data.clone()
-    Shift(ROTATION, positions, sinks).on_fresh(1, kv, *fresh)
-    weight = STRENGTH * 2 / (2 + PRIOR_ROWS)
-    moved = (kv.data - before)[1, 0, :, 3]
-    assert torch.allclose(moved, (weight * offset).expand(3, 4), atol=1e-4)
 
 
 def test_rows_outside_a_slice_are_left_to_the_others() -> None:

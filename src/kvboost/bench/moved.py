@@ -109,11 +109,16 @@ def measure_moved(
 
 
 def measure_conversation(
-    engine: KVBoost, conversations: int = 3, on_turn: Callable[[], None] = lambda: None
+    engine: KVBoost,
+    conversations: int = 3,
+    *,
+    num_passages: int = 6,
+    passage_tokens: int = 250,
+    on_turn: Callable[[], None] = lambda: None,
 ) -> list[Turn]:
     """Conversations of several turns over passages: begun with them in another order than they
     were read in, and begun with all of it new."""
-    header, passages = _passages(engine, 6, 250)
+    header, passages = _passages(engine, num_passages, passage_tokens)
     encode = fragments(engine.encode)
     seen: list[list[tuple[float, float, float, int]]] = [[] for _ in range(TURNS)]
     for conversation in range(conversations):

@@ -104,7 +104,7 @@ def run_moved(
         with progress.step("passages in new orders", total=rounds + 1) as step:
             moved = measure_moved(engine, stock, rounds=rounds, on_round=step.advance)
         with progress.step("conversations", total=conversations * TURNS) as step:
-            turns = measure_conversation(engine, conversations, step.advance)
+            turns = measure_conversation(engine, conversations, on_turn=step.advance)
     console.print(report.moved_table(moved))
     console.print(report.turns_table(turns))
     return {

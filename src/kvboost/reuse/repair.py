@@ -26,8 +26,6 @@ PARTIAL_LAYER = 0.25
 """What the layer that a look ends in costs: its projections run, attention and MLP do not."""
 CLOSE = 0.9
 """Donors of more resemblance than this need half the repair."""
-SINK_TOKENS = 4
-"""The first rows of a sequence draw attention whatever they say: unlike all others, when moved."""
 SHIFT_TOKENS = 256
 """Rows that share one shift; a longer run is several such spans."""
 
@@ -123,7 +121,6 @@ class Moved:
 
     def spans(self) -> Spans:
         span_of = torch.full((len(self.rows),), -1, dtype=torch.long, device=self.device)
-        sinks = torch.zeros_like(self.rows)
         resemblance: list[float] = []
         for run in self.runs:
             length = run.end - run.start
@@ -132,8 +129,7 @@ class Moved:
                 first, last = (run.start + length * n // parts for n in (part, part + 1))
                 span_of[first:last] = len(resemblance)
                 resemblance.append(run.resemblance)
-            sinks[run.start : max(run.start, SINK_TOKENS + run.hits[0].distance)] = True
-        return Spans(span_of, torch.tensor(resemblance, device=self.device), sinks)
+        return Spans(span_of, torch.tensor(resemblance, device=self.device))
 
 
 def none(moved: Moved, repair: RepairParams) -> Choice:

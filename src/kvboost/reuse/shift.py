@@ -14,7 +14,7 @@ import torch
 from kvboost.reuse.probe import LayerRows
 from kvboost.reuse.rope import Rotation, Turns
 
-STRENGTH = 0.7
+STRENGTH = 0.6
 """How much of a mean error is carried over, where donor and prompt have nothing in common."""
 PRIOR_ROWS = 4
 """A mean over ``n`` rows is trusted ``n / (n + PRIOR_ROWS)``."""
@@ -24,18 +24,16 @@ PRIOR_ROWS = 4
 class Spans:
     """Rows that share one offset. ``span_of``, ``[prompt]``, is -1 for rows that are not moved.
     ``resemblance``, ``[spans]``: where a donor's context was close, errors are small and have less
-    in common, and less of them is carried over. ``sinks``, ``[prompt]``, are true for rows that
-    began a sequence and say nothing about others."""
+    in common, and less of them is carried over."""
 
     span_of: torch.Tensor
     resemblance: torch.Tensor
-    sinks: torch.Tensor
 
     def between(self, start: int, end: int) -> Spans:
         """Of rows ``[start, end)`` alone."""
         span_of = self.span_of.clone()
         span_of[:start] = span_of[end:] = -1
-        return Spans(span_of, self.resemblance, self.sinks)
+        return Spans(span_of, self.resemblance)
 
 
 class Shift:
@@ -48,8 +46,7 @@ class Shift:
 
     def __init__(self, rotation: Rotation, positions: torch.Tensor, spans: Spans) -> None:
         self._rotation = rotation
-        teaches = (spans.span_of[positions] >= 0) & ~spans.sinks[positions]
-        self._index = teaches.nonzero()[:, 0]
+        self._index = (spans.span_of[positions] >= 0).nonzero()[:, 0]
         self._fresh = positions[self._index]
         moved = (spans.span_of >= 0).nonzero()[:, 0]
         self.useful = 2 <= len(self._fresh) < len(moved)
