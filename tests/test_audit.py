@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from test_moved import HEADER, PASSAGES, prompt_of
+from test_reuse import HEADER, PASSAGES, prompt_of
 from tiny import make_engine, tiny_model
 
 

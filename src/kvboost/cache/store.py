@@ -357,14 +357,11 @@ class ChunkStore:
 
     def _resemblance(self, hit: Hit, before: dict[ChunkKey, int]) -> float:
         """How much of what stands ``before`` a hit here stood before its donor too."""
-        shared, key = 0, hit.chunk.key
-        while before and self._has_parent(key):
-            key = self._index.parent(key)
+        shared, key = 0, self._index.parent(hit.chunk.key)
+        while before and key in self._index:
             shared += before.get(key, 0)
+            key = self._index.parent(key)
         return min(1.0, shared / max(1, hit.start, hit.start - hit.distance))
-
-    def _has_parent(self, key: ChunkKey) -> bool:
-        return key in self._index and self._index.parent(key) in self._index
 
     def _known(self, parent: ChunkKey, ids: TokenIds) -> ChunkKey | None:
         """A child of ``parent`` that begins with ``ids`` and is really there."""

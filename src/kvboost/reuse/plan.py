@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from kvboost.cache.store import Hit, Known, MovedRun
 from kvboost.results import Span, SpanKind
@@ -76,16 +78,22 @@ def choose(runs: Sequence[MovedRun]) -> tuple[MovedRun, ...]:
         return (run.end - run.start) * (1 + 0.1 * run.resemblance) * (1.0 if run.is_exact else 0.9)
 
     chosen: list[MovedRun] = []
+    taken: list[tuple[int, int]] = []  # what they hold, in order
     for run in sorted(runs, key=worth, reverse=True):
-        start = run.start
-        for taken in [*sorted(chosen, key=lambda one: one.start), None]:
-            end = run.end if taken is None else min(run.end, taken.start)
-            if end - start >= LEAST_MOVED:
-                chosen.append(run.clip(start, end))
-            if taken is None or taken.start >= run.end:
-                break
-            start = max(start, taken.end)
+        for start, end in list(_free(run, taken)):
+            chosen.append(run.clip(start, end))
+            insort(taken, (start, end))
     return tuple(sorted(chosen, key=lambda run: run.start))
+
+
+def _free(run: MovedRun, taken: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The parts of ``run`` that nobody has ``taken`` and that are long enough to be worth it."""
+    start, last = run.start, run.end
+    first = max(0, bisect_right(taken, (start, last)) - 1)
+    for begin, end in [*takewhile(lambda one: one[0] < last, taken[first:]), (last, last)]:
+        if begin - start >= LEAST_MOVED:
+            yield start, begin
+        start = max(start, end)
 
 
 def _cover(num_tokens: int, in_place: tuple[Hit, ...], moved: tuple[MovedRun, ...]) -> Plan:
