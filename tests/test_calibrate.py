@@ -30,6 +30,22 @@ def test_the_smallest_ratio_that_holds_is_found_and_used(warmed) -> None:
     assert result.recomputed_tokens == round(loose.ratio * result.moved_tokens)
 
 
+def test_reuse_that_would_not_be_faster_is_calibrated_too(engine) -> None:
+    for passage in PASSAGES:
+        engine.warm([*HEADER, *passage])
+    found = engine.calibrate(SAMPLES[:1], max_kl=0.0)
+    assert found.ratio == 1.0 and found.steps[0].mean_kl > 1e-4
+    assert found.holds == (found.steps[-1].mean_kl == 0)
+
+
+def test_strategies_without_a_ratio_are_refused() -> None:
+    with (
+        make_engine(tiny_model("llama"), recompute_strategy="none") as engine,
+        pytest.raises(ConfigError, match="no ratio to calibrate"),
+    ):
+        engine.calibrate(SAMPLES, max_kl=0.1)
+
+
 def test_samples_that_reuse_nothing_are_an_error(engine) -> None:
     with pytest.raises(PromptError, match="warm"):
         engine.calibrate(SAMPLES, max_kl=0.1)

@@ -267,11 +267,53 @@ def test_the_exact_version_wins_once_there_is_one(engine) -> None:
     engine.warm(prompt_of([0, 1]))
     prompt = prompt_of([1, 0])
     engine.generate(prompt, 2, MOVED, **SLOPPY)
-    assert engine.plan(prompt).spans[-2].kind is SpanKind.APPROXIMATE
+    assert engine.plan(prompt, **SLOPPY).spans[-2].kind is SpanKind.APPROXIMATE
     engine.generate(prompt, 2, EXACT)
-    report = engine.plan(prompt)
+    report = engine.plan(prompt, **SLOPPY)
     assert report.count(SpanKind.APPROXIMATE) == 0
     assert report.count(SpanKind.EXACT) == len(prompt) - 1
+
+
+def test_a_request_does_not_go_on_from_rows_that_were_repaired_otherwise(engine) -> None:
+    engine.warm(prompt_of([0, 1]))
+    prompt = prompt_of([1, 0])
+    engine.generate(prompt, 1, **SLOPPY)
+    careful = engine.score(prompt, [1, 2], **ALL)
+    assert careful.reuse.count(SpanKind.APPROXIMATE) == 0
+    assert torch.allclose(careful.logits, engine.score(prompt, [1, 2], BASELINE).logits, atol=1e-3)
+
+
+def test_originals_are_asked_before_copies_however_many_copies_there_are(engine) -> None:
+    engine.warm([*HEADER, *PASSAGES[0]])
+    for number in range(12):  # each leaves an approximate copy of the passage
+        engine.generate([*words(400 + number, 20), *PASSAGES[0], *QUESTION], 1, **SLOPPY)
+    report = engine.plan([*words(500, 20), *PASSAGES[0], *QUESTION], **SLOPPY)
+    (root,) = {span.donor for span in engine.plan([*HEADER, *PASSAGES[0], 1]).spans[:1]}
+    donors = [span.donor for span in report.spans if span.kind is SpanKind.MOVED]
+    lineages = {engine._pipeline.store._tier.get(donor).lineage.value for donor in donors}
+    assert root in donors and lineages == {"exact"}
+
+
+def test_a_few_approximate_rows_do_not_make_a_new_prompt_approximate(engine) -> None:
+    engine.warm(PASSAGES[0])
+    engine.generate([*HEADER, *HEADER, *PASSAGES[0], *QUESTION], 1, **SLOPPY)
+    other = [*HEADER, *HEADER, *PASSAGES[0][:3], *words(600, 60)]
+    result = engine.generate(other, 1, MOVED, **SLOPPY)
+    assert result.approximate_tokens == 0
+    assert engine.plan(other, EXACT).count(SpanKind.EXACT) == len(other) - 1
+
+
+def test_rows_that_hold_nothing_yet_do_not_reach_the_probe(engine) -> None:
+    for passage in PASSAGES[:2]:
+        engine.warm([*HEADER, *passage])
+    prompt = [*words(700, 30), *PASSAGES[1], *words(701, 30), *PASSAGES[0], *QUESTION]
+    options = {"recompute_strategy": "query", "recompute_ratio": 0.2, "keep": False}
+    chosen = []
+    for value in (0.0, float("nan")):
+        with engine._pipeline.pool.lend(CONTEXT * 2) as kv:
+            kv.data.fill_(value)
+        chosen.append(engine.generate(prompt, 1, **options).reuse.recomputed)
+    assert chosen[0] == chosen[1] and len(chosen[0]) > 10
 
 
 def test_forgetting_a_salt_forgets_what_is_approximate_too(engine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -46,8 +47,11 @@ class Auditor:
         self._waiting: deque[_Sample] = deque(maxlen=MOST_WAITING)
         self._divergences: list[float] = []
         self._agreed = 0
+        self._failed = 0
         self._active = 0
+        self._quiet_since = time.monotonic()
         self._changed = threading.Condition()
+        self._comparing = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -65,11 +69,13 @@ class Auditor:
         run.record = self._random.random() < self._fraction
         with self._changed:
             self._active += 1
+            self._changed.notify_all()
         try:
             yield from pieces
         finally:
             with self._changed:
                 self._active -= 1
+                self._quiet_since = time.monotonic()
                 if run.recorded and run.finish_reason in ("stop", "length"):
                     answer = run.token_ids[: len(run.recorded)]
                     logits = torch.stack(run.recorded[: len(answer)]).cpu()
@@ -79,9 +85,10 @@ class Auditor:
                 self._changed.notify_all()
 
     def drain(self) -> None:
-        """Compares everything that waits, now."""
-        while (sample := self._take()) is not None:
-            self._compare(sample)
+        """Compares everything that waits, now; what is being compared is waited for."""
+        with self._comparing:
+            while (sample := self._take()) is not None:
+                self._compare(sample)
 
     def stats(self) -> dict[str, Any]:
         with self._changed:
@@ -90,6 +97,7 @@ class Auditor:
                 "fraction": self._fraction,
                 "audited": count,
                 "waiting": len(self._waiting),
+                "failed": self._failed,
                 "mean_kl": sum(self._divergences) / count if count else None,
                 "max_kl": max(self._divergences, default=None),
                 "first_token_agreement": self._agreed / count if count else None,
@@ -109,27 +117,32 @@ class Auditor:
             self._thread.start()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closed and not self._waiting:
-                    self._changed.wait()
-                # Idle: nothing active, and nothing begins within a moment.
-                while not self._closed and (self._active or self._changed.wait(IDLE_SECONDS)):
-                    if self._active:
-                        self._changed.wait()
-                if self._closed:
-                    return
-            if (sample := self._take()) is not None:
-                self._compare(sample)
+        while self._await_idle():
+            self.drain()
+
+    def _await_idle(self) -> bool:
+        """Waits until a sample is there and no request has run for a while; false once closed."""
+        with self._changed:
+            while not self._closed:
+                rest = self._quiet_since + IDLE_SECONDS - time.monotonic()
+                if self._waiting and not self._active and rest <= 0:
+                    return True
+                # Woken by every request that begins or ends, or when this one's rest is over.
+                self._changed.wait(rest if self._waiting and not self._active else None)
+            return False
 
     def _take(self) -> _Sample | None:
         with self._changed:
             return self._waiting.popleft() if self._waiting else None
 
     def _compare(self, sample: _Sample) -> None:
-        full = self._engine.score(sample.prompt, sample.answer, GenerationMode.BASELINE)
-        logits = full.logits.cpu()
-        divergence = float(kl_divergence(logits, sample.logits).mean())
+        try:
+            full = self._engine.score(sample.prompt, sample.answer, GenerationMode.BASELINE)
+        except Exception:  # out of memory, or closed meanwhile: no reason to stop serving
+            with self._changed:
+                self._failed += 1
+            return
+        divergence = float(kl_divergence(full.logits, sample.logits).mean())
         with self._changed:
             self._divergences.append(divergence)
-            self._agreed += int(logits[0].argmax()) == int(sample.logits[0].argmax())
+            self._agreed += int(full.logits[0].argmax()) == int(sample.logits[0].argmax())

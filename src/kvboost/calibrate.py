@@ -37,17 +37,23 @@ class Engine(Protocol):
         *,
         cache_salt: str,
         recompute_ratio: float,
+        reuse_moved: str,
     ) -> Score: ...
 
 
 def calibrate(
     engine: Engine, samples: Sequence[Prompt], max_kl: float, salt: str = ""
 ) -> Calibration:
-    """Goes up the ratios until the mean deviation of the samples' answers is within ``max_kl``.
-    Recomputing everything always is."""
+    """Goes up the ratios until the mean deviation of the samples' answers is within ``max_kl``."""
     at_least(max_kl, 0.0, "max_kl")
     if isinstance(samples, str) or not samples:
         raise PromptError("calibrate() takes several sample prompts, as they will be sent")
+
+    def score(sample: Prompt, answer: Sequence[int], mode: GenerationMode, ratio: float) -> Score:
+        return engine.score(
+            sample, answer, mode, cache_salt=salt, recompute_ratio=ratio, reuse_moved="always"
+        )
+
     steps: list[CalibrationStep] = []
     with Progress("calibrating") as progress:
         answers, expected = [], []
@@ -57,22 +63,13 @@ def calibrate(
                     sample, ANSWER_TOKENS, GenerationMode.BASELINE, keep=False
                 ).token_ids
                 answers.append(answer)
-                full = engine.score(
-                    sample, answer, GenerationMode.BASELINE, cache_salt=salt, recompute_ratio=0.0
-                )
-                expected.append(full.logits)
+                expected.append(score(sample, answer, GenerationMode.BASELINE, 0.0).logits)
                 step.advance()
         for ratio in RATIOS:
             with progress.step(f"recomputing {ratio:.0%}", len(samples)) as step:
                 divergences, moved, charged = [], 0, 0.0
                 for sample, answer, logits in zip(samples, answers, expected, strict=True):
-                    scored = engine.score(
-                        sample,
-                        answer,
-                        GenerationMode.CHUNK_KV_REUSE,
-                        cache_salt=salt,
-                        recompute_ratio=ratio,
-                    )
+                    scored = score(sample, answer, GenerationMode.CHUNK_KV_REUSE, ratio)
                     divergences.append(float(kl_divergence(logits, scored.logits).mean()))
                     moved += scored.reuse.count(SpanKind.MOVED)
                     charged += scored.reuse.charged_tokens

@@ -110,14 +110,14 @@ class EngineConfig:
     document_markers: tuple[str, ...] = ("\n\n",)
     """Where documents end, with ``chunking="document"``."""
     reuse_moved: str = "when_faster"
-    """Strategy ``auto`` computes moved text where reusing it would not be faster; ``"always"``
-    spares the computation all the same."""
     audit_fraction: float = 0.0
     """This share of the answers over moved text is compared with a full prefill when idle."""
 
     @property
     def repair(self) -> RepairParams:
-        return RepairParams(self.recompute_strategy, self.recompute_ratio, self.recompute_overlap)
+        return RepairParams(
+            self.recompute_strategy, self.recompute_ratio, self.recompute_overlap, self.reuse_moved
+        )
 
     def __post_init__(self) -> None:
         whole(self.chunk_size, 8, "chunk_size")
@@ -126,7 +126,6 @@ class EngineConfig:
         whole(self.max_cache_bytes, 0, "max_cache_bytes")
         one_of(self.chunking, CHUNKING, "chunking")
         _ = self.repair
-        one_of(self.reuse_moved, REUSE_MOVED, "reuse_moved")
         within(self.audit_fraction, 0.0, 1.0, "audit_fraction")
         one_of(self.kv_cache_bits, KV_BITS, "kv_cache_bits")
         if self.disk_cache_dir is not None:
@@ -137,10 +136,10 @@ class EngineConfig:
         if self.prefill_slice is not None:
             whole(self.prefill_slice, 1, "prefill_slice")
         if not self.document_markers or not all(
-            isinstance(marker, str) and marker for marker in self.document_markers
+            isinstance(marker, str) and marker.strip(" ") for marker in self.document_markers
         ):
             raise ConfigError(
-                f"document_markers={self.document_markers!r} must hold non-empty strings"
+                f"document_markers={self.document_markers!r} must hold strings that are not blank"
             )
 
 
@@ -153,9 +152,13 @@ class RepairParams:
     """The share of moved rows that is computed again."""
     overlap: int = 16
     """``selective``: how many rows at each end of a moved run."""
+    reuse_moved: str = "when_faster"
+    """Strategy ``auto`` computes moved text where reusing it would not be faster; ``"always"``
+    spares the computation all the same, and gives the same answer on every machine."""
 
     def __post_init__(self) -> None:
         one_of(self.strategy, STRATEGIES, "recompute_strategy")
+        one_of(self.reuse_moved, REUSE_MOVED, "reuse_moved")
         within(self.ratio, 0.0, 1.0, "recompute_ratio")
         whole(self.overlap, 0, "recompute_overlap")
 

@@ -68,6 +68,7 @@ class ReuseOptions(TypedDict, total=False):
     cache_salt: str
     recompute_strategy: str | None
     recompute_ratio: float | None
+    reuse_moved: str | None
 
 
 class RequestOptions(SamplingOptions, ReuseOptions, total=False):
@@ -107,7 +108,7 @@ class KVBoost:
         kv_cache_bits: int = 16,
         disk_cache_dir: str | None = None,
         prefill_slice: int | None = None,
-        document_markers: Sequence[str] = ("\n\n",),
+        document_markers: str | Sequence[str] = "\n\n",
         reuse_moved: str = "when_faster",
         audit_fraction: float = 0.0,
         device: str | torch.device | None = None,
@@ -131,7 +132,11 @@ class KVBoost:
             kv_cache_bits=kv_cache_bits,
             disk_cache_dir=disk_cache_dir,
             prefill_slice=prefill_slice,
-            document_markers=tuple(document_markers),
+            document_markers=(
+                (document_markers,)
+                if isinstance(document_markers, str)
+                else tuple(document_markers)
+            ),
             reuse_moved=reuse_moved,
             audit_fraction=audit_fraction,
         )
@@ -229,7 +234,9 @@ class KVBoost:
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
         **options: Unpack[ReuseOptions],
     ) -> ReuseReport:
-        """How a prompt would be served now. Runs nothing, counts nothing."""
+        """How a prompt would be served now. Runs nothing, counts nothing. Which moved rows would
+        be recomputed is decided by the model, so none are named here."""
+        _refuse_unknown(options, set(ReuseOptions.__annotations__))
         return self._pipeline.plan(self._request(self._prompts.read(prompt), mode, **options))
 
     def warm(
@@ -276,15 +283,13 @@ class KVBoost:
         """The prompt of ``documents``, in whatever order, whose exact hit is longest, and what it
         is expected to save. ``header`` and ``question`` stand before and behind them; with
         ``header=None`` both are put into the model's chat template."""
-        frame = self._model.tokenizer.chat_frame() if header is None else None
-        before, behind = (frame[0], question + frame[1]) if frame else (header or "", question)
         if isinstance(documents, str) or not documents:
             raise PromptError(f"documents={documents!r} must be several strings")
-        read = self._prompts.join
+        before, behind = self._prompts.frame(header, question)
         return arrange(
-            read(before),
-            [read(text) for text in documents],
-            read(behind),
+            before,
+            [self._prompts.join(text) for text in documents],
+            behind,
             lambda ids: self._pipeline.known_exactly(ids, cache_salt),
         )
 
@@ -298,6 +303,9 @@ class KVBoost:
         """Logits ``[len(continuation), vocab]`` with which the model meets each token of
         ``continuation`` behind ``prompt``. Keeps nothing."""
         clock = Clock()
+        _refuse_unknown(options, set(ReuseOptions.__annotations__))
+        if isinstance(continuation, str):
+            raise PromptError("continuation is token ids, such as a result's token_ids")
         follow = self._prompts.read(continuation)
         ids = as_token_ids(np.concatenate([self._prompts.read(prompt), follow[:-1]]))
         request = self._request(ids, mode, **options)
@@ -312,6 +320,11 @@ class KVBoost:
         """Finds the smallest share of moved rows to recompute with which the answers to
         ``samples`` stay within ``max_kl`` of a full prefill, and uses it from now on. What the
         samples reuse must have been read before, as in the traffic they stand for."""
+        if self.config.recompute_strategy in ("selective", "none"):
+            raise ConfigError(
+                f"recompute_strategy={self.config.recompute_strategy!r} has no ratio to calibrate; "
+                "use 'auto', 'query' or 'cacheblend'"
+            )
         found = calibrate(self, samples, max_kl, cache_salt)
         self.config = replace(self.config, recompute_ratio=found.ratio)
         return found
@@ -377,8 +390,8 @@ class KVBoost:
 
     def close(self) -> None:
         """Lets go of the cache and gives the model its own attention back."""
-        self._closed = True
         self._auditor.close()
+        self._closed = True
         self._pipeline.cost.save()
         self._pipeline.store.close()
         self._pipeline.pool.clear()
@@ -409,6 +422,7 @@ class KVBoost:
         cache_salt: str = "",
         recompute_strategy: str | None = None,
         recompute_ratio: float | None = None,
+        reuse_moved: str | None = None,
     ) -> Request:
         if self._closed:
             raise KVBoostError("this engine is closed; make another one")
@@ -423,6 +437,8 @@ class KVBoost:
             repair = replace(repair, strategy=recompute_strategy)
         if recompute_ratio is not None:
             repair = replace(repair, ratio=recompute_ratio)
+        if reuse_moved is not None:
+            repair = replace(repair, reuse_moved=reuse_moved)
         return Request(
             token_ids,
             choose(GenerationMode, mode, "mode"),
@@ -439,14 +455,17 @@ def _split(
     """A request's options by whom they concern; an unknown one is an error."""
     sampling = {option.name for option in fields(SamplingParams)}
     reuse = set(ReuseOptions.__annotations__)
-    for name in options:
-        if name not in sampling | reuse | {"keep"}:
-            known = ", ".join(sorted(sampling | reuse | {"keep"}))
-            raise ConfigError(f"unknown option {name!r}; there are {known}")
+    _refuse_unknown(options, sampling | reuse | {"keep"})
     given: dict[str, Any] = {name: options[name] for name in options if name in sampling}  # type: ignore[literal-required]
     given["stop"] = stop_strings(options.get("stop"))
     shared: Any = {name: value for name, value in options.items() if name in reuse}
     return SamplingParams(max_new_tokens=max_new_tokens, **given), shared, options.get("keep", True)
+
+
+def _refuse_unknown(options: Mapping[str, object], known: set[str]) -> None:
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}; there are {', '.join(sorted(known))}")
 
 
 def _is_documents(text: object) -> TypeGuard[Sequence[str]]:

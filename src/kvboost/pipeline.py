@@ -16,7 +16,7 @@ import torch
 from kvboost.cache.anchors import anchor_window
 from kvboost.cache.store import ChunkStore, Known
 from kvboost.cache.tiers.ram import RamTier
-from kvboost.config import EngineConfig, GenerationMode
+from kvboost.config import EngineConfig, GenerationMode, RepairParams
 from kvboost.model.attention import Segment
 from kvboost.model.kv import KVPool, RequestKV
 from kvboost.model.load import LoadedModel
@@ -50,7 +50,7 @@ class Pipeline:
         self._model = model
         self._config = config
         self.pool = KVPool(model.forward.shape)
-        self.cut = Cutter(
+        cut = Cutter(
             config.chunking,
             config.chunk_size,
             model.tokenizer.decode,
@@ -59,7 +59,7 @@ class Pipeline:
         )
         self.store = ChunkStore(
             RamTier(config.max_cache_bytes),
-            cut=self.cut,
+            cut=cut,
             window=anchor_window(config.chunk_size),
             max_chunks=config.max_chunks,
         )
@@ -83,7 +83,7 @@ class Pipeline:
         """How a request would be served now."""
         live_end = len(request.token_ids)
         with self._lookup(request, live_end, pin=False) as known:
-            plan, notes = self._plan(request, known, live_end)
+            plan, notes = self._plan(request, known)
         return ReuseReport(plan.spans, notes, request.repair.strategy if plan.moved else None)
 
     def known_exactly(self, token_ids: TokenIds, salt: str) -> int:
@@ -102,6 +102,8 @@ class Pipeline:
         """The logits of a prompt's last ``num_logits`` rows; keeps nothing."""
         with self.pool.lend(len(request.token_ids)) as kv:
             logits = self._prefill(request, run, kv, num_logits)
+            if logits.device.type == "cuda":
+                torch.cuda.synchronize(logits.device)
             run.clock.lap("prefill")
             return logits
 
@@ -135,14 +137,14 @@ class Pipeline:
         answer is the prompt up to the first of them."""
         live_end = len(request.token_ids) - num_logits + 1
         with self._lookup(request, live_end) as known:
-            plan, notes = self._plan(request, known, live_end)
+            plan, notes = self._plan(request, known)
             run.clock.lap("plan")
             place(plan, kv, self._rotation)
             seconds = run.clock.lap("assemble")
         run.reuse = ReuseReport(plan.spans, notes)
         run.exact_rows = plan.exact_rows
         if plan.moved:
-            self.cost.observe_place(plan.num_moved, seconds)
+            self.cost.observe_place(plan.num_known, seconds)
             return self._repair(request, run, kv, plan, live_end, num_logits)
         run.rows = run.reuse.cached_tokens
         ids = request.token_ids
@@ -176,6 +178,8 @@ class Pipeline:
             )
             self._model.forward([segment])
 
+        for unknown in plan.computed():  # a look passes over them, but not over what is no number
+            kv.rows(unknown.start, unknown.stop).zero_()
         moved = Moved(plan, live_end, kv.shape.num_layers, self._model.device, look)
         choice = STRATEGIES[request.repair.strategy](moved, request.repair)
         run.clock.lap("probe")
@@ -220,7 +224,9 @@ class Pipeline:
                 run.clock.first_token()
                 self._learn(run, run.clock.lap("prefill"))
             else:
-                self.cost.observe(1, run.rows, run.clock.lap("decode"))
+                seconds = run.clock.lap("decode")
+                if len(run.token_ids) == 1:  # one step of a request says what all of them cost
+                    self.cost.observe(1, run.rows, seconds)
             run.accept(token, logprob)
             yield from run.show(stops.push(detokenizer.push(token)))
             if token in ends or stops.stopped:
@@ -262,7 +268,9 @@ class Pipeline:
         num_rows = min(run.rows, self._reusable(request))
         ids = as_token_ids(np.concatenate([request.token_ids, run.token_ids])[:num_rows])
         root = self.root(request.salt)
-        return self.store.admit(root, ids, kv.copy_rows, exact_rows=run.exact_rows)
+        return self.store.admit(
+            root, ids, kv.copy_rows, exact_rows=run.exact_rows, repair=_name(request.repair)
+        )
 
     def _compute(
         self, kv: RequestKV, token_ids: TokenIds, positions: range, num_logits: int
@@ -296,14 +304,17 @@ class Pipeline:
         if request.mode is GenerationMode.CHUNK_KV_REUSE and self._rotation is not None:
             moved_before = max(0, min(live_end - LIVE_TOKENS, reusable))
         root = self.root(request.salt)
-        with self.store.lookup(root, ids, moved_before=moved_before, pin=pin) as known:
+        with self.store.lookup(
+            root, ids, moved_before=moved_before, repair=_name(request.repair), pin=pin
+        ) as known:
             yield known
 
-    def _plan(self, request: Request, known: Known, live_end: int) -> tuple[Plan, tuple[str, ...]]:
+    def _plan(self, request: Request, known: Known) -> tuple[Plan, tuple[str, ...]]:
         """How ``known`` serves the prompt, and what is to be said about it."""
         plan = make_plan(len(request.token_ids), known)
         notes = []
-        weighs = request.repair.strategy == "auto" and self._config.reuse_moved == "when_faster"
+        repair = request.repair
+        weighs = repair.strategy == "auto" and repair.reuse_moved == "when_faster"
         if plan.moved and weighs and not self._pays(request, plan):
             plan = plan.without_moved()
             notes.append("moved text was computed: reusing it would not have been faster")
@@ -365,3 +376,8 @@ class Pipeline:
             for kind in (SpanKind.EXACT, SpanKind.APPROXIMATE, SpanKind.MOVED):
                 self._totals[f"{kind.value}_tokens"] += run.reuse.count(kind)
             self._totals["generated_tokens"] += len(run.token_ids)
+
+
+def _name(repair: RepairParams) -> str:
+    """Requests that are repaired alike may go on from one another's rows."""
+    return f"{repair.strategy} {repair.ratio} {repair.overlap}"

@@ -220,7 +220,7 @@ class GenerationResult:
 
 def kl_divergence(expected: Any, actual: Any) -> Any:
     """KL(expected || actual) of every row of logits, two tensors, in float64: ``[rows]``."""
-    log_p, log_q = expected.double().log_softmax(-1), actual.double().log_softmax(-1)
+    log_p, log_q = (logits.cpu().double().log_softmax(-1) for logits in (expected, actual))
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
@@ -268,6 +268,12 @@ class Calibration:
     ratio: float
     max_kl: float
     steps: tuple[CalibrationStep, ...]
+
+    @property
+    def holds(self) -> bool:
+        """False if not even recomputing everything stays within ``max_kl``, which 16-bit rounding
+        may exceed."""
+        return self.steps[-1].mean_kl <= self.max_kl
 
 
 @dataclass(frozen=True)

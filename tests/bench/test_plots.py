@@ -64,7 +64,7 @@ def test_the_legend_names_each_strategy_once_and_the_floor() -> None:
     assert legend(quality_figure(PANELS, title="Quality", floor=0.012)) == [
         "none",
         "late",
-        "bf16 noise floor (0.012)",
+        "noise floor of another dtype (0.012)",
     ]
 
 

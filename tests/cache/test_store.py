@@ -232,3 +232,32 @@ def test_identical_concurrent_admissions_store_once() -> None:
     for thread in threads:
         thread.join()
     assert sorted(new) == [0, 0, 0, 10]
+
+
+def test_an_approximate_branch_goes_on_from_whole_chunks_alone() -> None:
+    """A branch below a chunk of four tokens does not serve behind three of them."""
+    store = make_store()
+    ids = [1, 2, 3, 4, 5, 6, 7, 8]
+    store.admit(ROOT, as_token_ids(ids), rows_of(ids), exact_rows=4, repair="x")
+    with store.lookup(ROOT, as_token_ids(ids), moved_before=8, repair="x") as known:
+        assert [hit.end for hit in known.exact] == [4]
+        assert [(hit.start, hit.end) for hit in known.approximate] == [(4, 8)]
+    shorter = as_token_ids([1, 2, 3, 5, 6, 7, 8])
+    with store.lookup(ROOT, shorter, moved_before=7, repair="x") as known:
+        assert [hit.end for hit in known.exact] == [3] and known.approximate == ()
+    with store.lookup(ROOT, as_token_ids(ids), moved_before=8, repair="y") as known:
+        assert known.approximate == ()
+    assert store.check_integrity() == []
+
+
+def test_exactness_may_end_inside_a_chunk() -> None:
+    store = make_store()
+    ids = list(range(10, 22))
+    assert store.admit(ROOT, as_token_ids(ids), rows_of(ids), exact_rows=6) == 4
+    assert check_hit(store, ids) == 6
+    with store.lookup(ROOT, as_token_ids(ids), moved_before=12) as known:
+        assert [(hit.start, hit.end) for hit in known.approximate] == [(6, 8), (8, 12)]
+        assert known.approximate[0].offset == 2 and known.approximate[0].distance == 0
+    assert store.stats()["pinned"] == 0 and store.check_integrity() == []
+    store.forget(ROOT)
+    assert store.stats()["chunks"] == 0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
 from kvboost import GenerationMode, GenerationResult, KVBoost
@@ -171,4 +172,4 @@ def _maps(everything: list[Asked], console: Console) -> None:
     width = max(len(asked.title) for asked in everything)
     for asked in everything:
         console.print(f"  {asked.title:<{width}} ", prompt_map(asked.reuse.reuse), end="\n")
-    console.print("  ", legend([asked.reuse.reuse for asked in everything]))
+    console.print(Padding(legend([asked.reuse.reuse for asked in everything]), (0, 0, 0, 2)))

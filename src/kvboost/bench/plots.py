@@ -60,7 +60,7 @@ def quality_figure(
     """Mean KL against charged share: a panel per donor kind, side by side, and in each a curve
     per strategy, which looks the same in every panel.
 
-    ``floor`` is the KL that bf16 rounding alone causes. A log axis has no place for a KL of zero:
+    ``floor`` is the KL that another dtype alone causes. A log axis has no place for a KL of zero:
     such points are drawn hollow and unconnected, below all others, and the legend says so.
     """
     from matplotlib.figure import Figure
@@ -113,7 +113,7 @@ def quality_figure(
         for name, (colour, marker) in looks.items()
     ]
     if floor is not None:
-        label = f"bf16 noise floor ({floor:.2g})"
+        label = f"noise floor of another dtype ({floor:.2g})"
         handles.append(Line2D([], [], color=INK, linestyle="--", linewidth=1.2, label=label))
     if min(kls) <= 0:
         label = f"hollow: KL of 0, drawn at {zero_at:.0e}"

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvboost import ConfigError, GenerationMode, KVBoost, SpanKind
-from kvboost.bench.questions import Question
+from kvboost.bench.questions import Question, make_questions
 from kvboost.bench.stats import f1, paired_bootstrap
 from kvboost.results import kl_divergence
 
@@ -96,6 +96,8 @@ def measure(
     cells = list(cells_of(strategies, ratios))
     for number, question in enumerate(questions):
         other = questions[(number + 1) % len(questions)]
+        if other is question:
+            other = make_questions(1, seed=1)[0]
         asked = _Asked(engine, question, other, setting, seed=number)
         for donor in donors:
             salt = f"quality-{donor}"

@@ -51,13 +51,13 @@ def prompt_map(report: ReuseReport, width: int = 48) -> Text:
 
 
 def legend(reports: Sequence[ReuseReport] = ()) -> Text:
-    """What the marks mean; given ``reports``, those that may occur in their maps."""
+    """What the marks mean, a line each; given ``reports``, those that may occur in their maps."""
     kinds = {span.kind.value for report in reports for span in report.spans}
     if any(report.recomputed for report in reports):
         kinds.add(RECOMPUTED)
     shown = [cell for name, cell in CELLS.items() if not reports or name in kinds]
-    parts = [(f"{mark} {meaning}   ", colour) for mark, colour, meaning in shown]
-    return Text.assemble(*parts)
+    lines = [Text(f"{mark} {meaning}", style=colour) for mark, colour, meaning in shown]
+    return Text("\n").join(lines)
 
 
 def quality_tables(summaries: Sequence[Summary]) -> Iterator[Table]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -24,6 +25,7 @@ from kvboost.bench.quality import (
     load_rows,
     measure,
     noise_floor,
+    pool,
     save_rows,
     summarize,
 )
@@ -32,6 +34,9 @@ from kvboost.bench.ttft import Pooled, measure_decode, measure_ttft, rounds_of
 from kvboost.bench.workloads import PATTERNS
 from kvboost.config import STRATEGIES, one_of, within
 from kvboost.progress import Progress
+
+ROUNDING = 1e-6
+"""A KL below this is the order of additions and nothing else; it is drawn as zero."""
 
 
 def run_ttft(
@@ -166,6 +171,8 @@ def run_quality(
         one_of(donor, list(DONORS), "donor")
     if plot is not None:
         check_plot(plot)
+    if save is not None and not Path(save).absolute().parent.is_dir():
+        raise ConfigError(f"save={save!r}: there is no folder {Path(save).absolute().parent}")
     noise: dict[str, Any] | None = None
     machine: Any = "as saved"
     if load:
@@ -202,6 +209,10 @@ def run_quality(
         "machine": machine,
         "noise_floor": noise,
         "summaries": [asdict(one) for one in summaries],
+        "pooled": [
+            {"strategy": strategy, "ratio": ratio, "mean_kl": mean_kl}
+            for (strategy, ratio), mean_kl in pool(summaries, ("alone", "header", "other")).items()
+        ],
     }
 
 
@@ -217,7 +228,10 @@ def _part(questions: list[Question], part: str) -> list[Question]:
     number, _, total = part.partition("/")
     if not (number.isdigit() and total.isdigit() and 1 <= int(number) <= int(total)):
         raise ConfigError(f"part={part!r} must be such as '2/3', the second of three")
-    return questions[int(number) - 1 :: int(total)]
+    chosen = questions[int(number) - 1 :: int(total)]
+    if not chosen:
+        raise ConfigError(f"part={part!r}: there are only {len(questions)} questions")
+    return chosen
 
 
 def _measure(
@@ -249,5 +263,5 @@ def _panels(summaries: Sequence[Summary]) -> dict[str, dict[str, list[tuple[floa
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for one in summaries:
         curve = panels.setdefault(one.donor, {}).setdefault(one.strategy, [])
-        curve.append((100 * one.charged_share, one.mean_kl))
+        curve.append((100 * one.charged_share, one.mean_kl if one.mean_kl > ROUNDING else 0.0))
     return panels

@@ -26,7 +26,8 @@ class EvictionPolicy(Protocol):
 
 class LRU:
     """Least recently used. A path is touched from its end to its beginning, so a parent is
-    always younger than its children and outlives them."""
+    younger than the children it was used with and outlives them; the store lets no chunk go that
+    has any."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[ChunkKey, None] = OrderedDict()

@@ -1,4 +1,4 @@
-"""The chunk store: lookup with pins, admission under a budget. The only room with locks.
+"""The chunk store: lookup with pins, admission under a budget.
 
 Two locks. ``_lock`` guards the indexes, the tier and the pins, and is held for a few milliseconds
 at most, the search of a long prompt.
@@ -135,16 +135,23 @@ class ChunkStore:
 
     @contextmanager
     def lookup(
-        self, root: ChunkKey, token_ids: TokenIds, *, moved_before: int = 0, pin: bool = True
+        self,
+        root: ChunkKey,
+        token_ids: TokenIds,
+        *,
+        moved_before: int = 0,
+        repair: str = "",
+        pin: bool = True,
     ) -> Iterator[Known]:
         """What is known of ``token_ids``, pinned until the context is left: the beginning that is
-        exact, and with ``moved_before`` also what is approximate, and what stands elsewhere of
-        the rows before that one.
+        exact, and with ``moved_before`` also what goes on from there on top of moved rows
+        (repaired in the way ``repair`` names), and what stands elsewhere of the rows before
+        ``moved_before``.
 
         ``pin=False`` only looks: nothing becomes younger.
         """
         with self._lock:
-            known = self._match(root, token_ids, moved_before)
+            known = self._match(root, token_ids, moved_before, repair)
             keys = known.keys
             if pin:
                 self._pins.update(keys)
@@ -156,7 +163,15 @@ class ChunkStore:
                 with self._lock:
                     self._unpin(keys)
 
-    def admit(self, root: ChunkKey, token_ids: TokenIds, copy: RowCopy, *, exact_rows: int) -> int:
+    def admit(
+        self,
+        root: ChunkKey,
+        token_ids: TokenIds,
+        copy: RowCopy,
+        *,
+        exact_rows: int,
+        repair: str = "",
+    ) -> int:
         """Keeps the KV of ``token_ids``, which begin a sequence; returns how many chunks are new.
 
         The first ``exact_rows`` are exact, the others were computed on top of moved ones: they go
@@ -174,7 +189,7 @@ class ChunkStore:
                 for part in self._parts(token_ids, exact_rows):
                     parent = path[part.depth - 1] if part.depth else root
                     if part.branches:
-                        parent = branch_key(parent)
+                        parent = branch_key(parent, repair)
                     key, is_new = self._admit_one(root, parent, part, token_ids, copy)
                     if key is None:
                         break
@@ -244,7 +259,7 @@ class ChunkStore:
     def forget(self, root: ChunkKey) -> None:
         """Forgets every chunk of ``root`` that is not in use right now."""
         with self._admission, self._lock:
-            for key in self._anchors.keys(root):
+            for key in [*self._anchors.keys(root), *self._anchors.keys(_approximate(root))]:
                 if key not in self._pins:
                     self._drop(key)
 
@@ -295,16 +310,20 @@ class ChunkStore:
 
     # Everything below is called with the lock held.
 
-    def _match(self, root: ChunkKey, token_ids: TokenIds, moved_before: int) -> Known:
+    def _match(self, root: ChunkKey, token_ids: TokenIds, moved_before: int, repair: str) -> Known:
         exact = self._walk(root, token_ids)
         if not moved_before:
             return Known(exact)
-        approximate = self._continue(root, exact, token_ids)
+        approximate = self._continue(root, exact, token_ids, repair)
         in_place = [*exact, *approximate]
         start = in_place[-1].end if in_place else 0
-        runs = self._anchors.find(self._index, root, token_ids[:moved_before], start)
-        moved = self._moved(in_place, runs)
-        return Known(exact, approximate, moved)
+        ids = token_ids[:moved_before]
+        runs = self._anchors.find(self._index, root, ids, start)
+        if not _covered(runs, start, moved_before):
+            # Copies of copies only where there is no original.
+            runs += self._anchors.find(self._index, _approximate(root), ids, start)
+            runs.sort(key=lambda run: run.start)
+        return Known(exact, approximate, self._moved(in_place, runs))
 
     def _walk(self, parent: ChunkKey, token_ids: TokenIds, start: int = 0) -> tuple[Hit, ...]:
         """Chunks below ``parent`` that serve ``token_ids`` from ``start`` on."""
@@ -319,14 +338,16 @@ class ChunkStore:
         return tuple(hits)
 
     def _continue(
-        self, root: ChunkKey, exact: tuple[Hit, ...], token_ids: TokenIds
+        self, root: ChunkKey, exact: tuple[Hit, ...], token_ids: TokenIds, repair: str
     ) -> tuple[Hit, ...]:
-        """The approximate branch of the exact path that reaches furthest beyond it."""
+        """The approximate branch of the exact path that reaches furthest beyond it. A branch
+        begins where a whole chunk ends."""
         end = exact[-1].end if exact else 0
         best: tuple[Hit, ...] = ()
-        forks = [(root, 0), *((hit.chunk.key, hit.end) for hit in exact)]
+        whole = (hit for hit in exact if hit.num_tokens == hit.chunk.num_tokens)
+        forks = [(root, 0), *((hit.chunk.key, hit.end) for hit in whole)]
         for key, row in reversed(forks):
-            hits = self._walk(branch_key(key), token_ids, row)
+            hits = self._walk(branch_key(key, repair), token_ids, row)
             if hits and hits[-1].end > max(end, best[-1].end if best else 0):
                 best = tuple(hit.clip(end, hit.end) for hit in hits if hit.end > end)
         return best
@@ -385,7 +406,8 @@ class ChunkStore:
         if not self._tier.put(chunk):
             return False
         self._index.insert(chunk.key, chunk.parent, chunk.token_ids)
-        self._anchors.insert(root, chunk.key, chunk.token_ids)
+        space = root if chunk.lineage is Lineage.EXACT else _approximate(root)
+        self._anchors.insert(space, chunk.key, chunk.token_ids)
         self._policy.add(chunk.key)
         self._counts["admitted"] += 1
         return True
@@ -419,3 +441,17 @@ class ChunkStore:
         for key in set(keys):
             if self._pins[key] <= 0:
                 del self._pins[key]
+
+
+def _approximate(root: ChunkKey) -> ChunkKey:
+    """Where approximate chunks of ``root`` are anchored: they are asked after the exact ones."""
+    return branch_key(root, "anchors")
+
+
+def _covered(runs: list[Run], start: int, end: int) -> bool:
+    """Whether ``runs``, by their starts, leave no window of rows ``[start, end)`` free."""
+    for run in runs:
+        if run.start - start >= WINDOW:
+            return False
+        start = max(start, run.end)
+    return end - start < WINDOW

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from kvboost.errors import UnsupportedModelError
 from kvboost.model.compat import Positions, Support
 
 
@@ -14,10 +15,15 @@ def frequencies(model: PreTrainedModel, support: Support, num_layers: int) -> to
     if support.architecture.positions is not Positions.ROPE:
         return None
     config = model.config.get_text_config()
-    (rotary,) = (
+    rotary = [
         module for name, module in model.named_modules() if name.split(".")[-1] == "rotary_emb"
-    )
-    buffers = dict(rotary.named_buffers())
+    ]
+    if len(rotary) != 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {len(rotary)} rotary embeddings; KVBoost knows models "
+            "with one. strict=False with another model type gives exact prefix reuse"
+        )
+    buffers = dict(rotary[0].named_buffers())
     kinds = getattr(config, "layer_types", None) or [""] * num_layers
     turning = getattr(config, "no_rope_layers", None) or [True] * num_layers
     layers = []

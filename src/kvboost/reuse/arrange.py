@@ -39,8 +39,8 @@ def arrange(
             if reach == len(longer):
                 walk(longer, [*order, number])
 
-    in_given_order = np.concatenate([header, *documents])
-    best = (known(in_given_order), [])
+    as_given = known(np.concatenate([header, *documents]))
+    best = (as_given, [])
     walk(header, [])
     order = [*best[1], *(number for number in range(len(documents)) if number not in best[1])]
     prompt = np.concatenate([header, *(documents[number] for number in order), question])
@@ -48,5 +48,5 @@ def arrange(
         prompt=prompt.tolist(),
         order=tuple(order),
         exact_tokens=best[0],
-        exact_tokens_as_given=known(in_given_order),
+        exact_tokens_as_given=as_given,
     )

@@ -21,6 +21,7 @@ def place(plan: Plan, kv: KVRows, rotation: Rotation | None) -> None:
     """Copies the rows of ``plan``'s hits into ``kv``. Hits must be pinned; a plan with moved runs
     needs the model's ``rotation``."""
     for hit in plan.in_place:
+        assert hit.distance == 0
         kv.rows(hit.start, hit.end).copy_(hit.kv, non_blocking=True)
     for run in plan.moved:
         assert rotation is not None

@@ -42,6 +42,11 @@ class Plan:
         return self.spans[-1].end
 
     @property
+    def num_known(self) -> int:
+        """Rows that are put in place, moved ones included."""
+        return sum(hit.num_tokens for hit in self.in_place) + self.num_moved
+
+    @property
     def num_moved(self) -> int:
         return sum(run.end - run.start for run in self.moved)
 
@@ -62,7 +67,9 @@ def make_plan(num_tokens: int, known: Known) -> Plan:
     0                                                             num_tokens
     |--exact--|--exact--|--compute--|--moved--|--moved--|--compute--|
     """
-    in_place = (*known.exact, *known.approximate)
+    # A few approximate rows would make everything behind them approximate too.
+    goes_on = sum(hit.num_tokens for hit in known.approximate) >= LEAST_MOVED
+    in_place = (*known.exact, *(known.approximate if goes_on else ()))
     if in_place and in_place[-1].end < LEAST_TOKENS:
         in_place = ()
     return _cover(num_tokens, in_place, choose(known.moved))

@@ -20,6 +20,8 @@ from kvboost.reuse.shift import Spans
 
 PROBE_ROWS = 64
 """No more of a prompt's last rows than these are asked what they attend to."""
+LOOK_ROWS = 4096
+"""Rows that go through a look together: masks of more would take too much memory."""
 PROBE_BAND = (0.64, 0.86)
 """Between these depths a model looks for what it will say: their attention is observed."""
 PARTIAL_LAYER = 0.25
@@ -100,10 +102,11 @@ class Moved:
         gives: ``[prompt]``. All moved and unknown rows run through layer 0."""
         needed = (self.rows | self.unknown)[: self.live_end].nonzero()[:, 0]
         layer = min(1, self.num_layers - 1)
-        deviation = Deviation(layer, needed)
-        self._look(needed, deviation, layer, None)
         scores = torch.zeros(len(self.rows), device=self.device)
-        scores[needed] = deviation.squared
+        for some in torch.split(needed, LOOK_ROWS):
+            deviation = Deviation(layer, some)
+            self._look(some, deviation, layer, None)
+            scores[some] = deviation.squared
         return scores * self.rows
 
     def _look(

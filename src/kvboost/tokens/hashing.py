@@ -44,6 +44,7 @@ def chain_key(parent: ChunkKey, token_ids: TokenIds) -> ChunkKey:
     return ChunkKey(digest.hexdigest())
 
 
-def branch_key(parent: ChunkKey) -> ChunkKey:
-    """Where the approximate continuations of ``parent`` begin, beside its exact children."""
-    return root_key(parent, "", "approximate")
+def branch_key(parent: ChunkKey, repair: str) -> ChunkKey:
+    """Where the approximate continuations of ``parent`` begin, beside its exact children: those
+    that were repaired in the way ``repair`` names."""
+    return root_key(parent, repair, "approximate")

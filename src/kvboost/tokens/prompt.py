@@ -42,6 +42,14 @@ class PromptReader:
             return self.read(f"{header or ''}{text}")
         return self.join(frame[0], text)
 
+    def frame(self, header: str | None, question: str) -> tuple[TokenIds, TokenIds]:
+        """What stands before and behind documents: ``header`` and ``question``, or without a
+        header the chat template's own beginning, and its end behind the question."""
+        frame = self._tokenizer.chat_frame() if header is None else None
+        if frame is None:
+            return as_token_ids(self._tokenizer.encode(header or "")), self.join(question)
+        return self.join(frame[0]), self.join(question, frame[1])
+
     def join(self, *fragments: str) -> TokenIds:
         """The ids of ``fragments``, each read on its own, one behind the other."""
         ids = [token for text in fragments for token in self._tokenizer.encode_fragment(text)]
