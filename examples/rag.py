@@ -1,13 +1,13 @@
-"""RAG: passages first, in a fixed order, and the question after them.
+"""RAG: passages and a question. In a fixed order they are reused exactly, in any other moved.
 
-Only exact prefix reuse exists so far: text is reused when it is the same from the first token
-on. So the passages stand at the front, always in the same order, and the question comes last.
-This fits a small handbook that goes into every prompt, or several questions about the same
-search results.
+Passages that stand at the front in the same order are exact hits: the answer is that of a full
+prefill. The runner measures this (mode prefix_cache); its last prompt asks with the passages
+reversed, so that the table shows what exact reuse alone cannot do.
 
-It does not yet help a retriever that returns other passages, or the same ones in another order,
-for each question: everything from the first difference on is read again. The last prompt here
-asks with the passages reversed, so that the table shows this too.
+A retriever returns other passages, or the same ones in another order, for each question. For that
+read them ahead with ``warm`` and ask in the default mode: they are moved to where they stand and
+repaired a little. ``main`` shows it. Where the order does not matter to you, ``engine.arrange``
+finds the one with the longest exact hit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sched
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-from kvboost import GenerationMode, KVBoost
+from kvboost import KVBoost
 
 Messages = list[dict[str, str]]
 
@@ -52,15 +52,19 @@ def ask_all(ask: Callable[[str, Messages], str]) -> None:
 
 
 def main() -> None:
-    """The same without the runner. ``plan`` says what a prompt would reuse and runs nothing."""
+    """The same without the runner, the passages in another order for every question."""
     with KVBoost.from_pretrained("smollm2-135m") as engine:
-        for question in QUESTIONS:
-            result = engine.chat(messages(question), 24, GenerationMode.PREFIX_CACHE)
+        engine.warm([inspect.getdoc(module) or "" for module in PASSAGES])
+        for number, question in enumerate(QUESTIONS):
+            order = PASSAGES[number:] + PASSAGES[:number]
+            result = engine.chat(messages(question, order), 24)
             print(f"{question}\n  {result.output_text}")
-            print(f"  {result.kv_reuse_ratio:.0%} reused, {result.ttft_ms:.0f} ms\n")
-        for title, passages in (("as before", PASSAGES), ("reversed", PASSAGES[::-1])):
-            plan = engine.plan(messages("And why?", passages), GenerationMode.PREFIX_CACHE)
-            print(f"with the passages {title}, {plan.kv_reuse_ratio:.0%} would be reused")
+            print(
+                f"  {result.exact_tokens} tokens exact, {result.moved_tokens} moved, "
+                f"{result.recomputed_tokens} of those recomputed; {result.ttft_ms:.0f} ms\n"
+            )
+            for note in result.reuse.notes:
+                print(f"  note: {note}")
 
 
 if __name__ == "__main__":

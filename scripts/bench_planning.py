@@ -31,7 +31,7 @@ class Shelf:
     """A store whose chunks hold no KV to speak of."""
 
     def __init__(self) -> None:
-        self.store = ChunkStore(RamTier(1 << 40), cut=lambda ids: fixed(len(ids), CHUNK))
+        self.store = ChunkStore(RamTier(1 << 40), cut=lambda ids, _: fixed(len(ids), CHUNK))
 
     def admit(self, ids: TokenIds) -> None:
         self.store.admit(

@@ -125,6 +125,18 @@ def test_many_documents_are_read_and_serve_in_any_order(engine) -> None:
         engine.warm(["a", ""])
 
 
+def test_a_callers_boundaries_are_kept(engine) -> None:
+    engine.generate(TEXT, 1, boundaries=[5, 11])
+    chunks = {span.end for span in engine.plan(TEXT + "!").spans}
+    assert {5, 11} <= chunks
+    with pytest.raises(ConfigError, match="boundaries=1000"):
+        engine.generate(TEXT, 1, boundaries=[1000])
+    with make_engine(tiny_model("llama"), chunking="document") as by_document:
+        by_document.warm("x" * 40)  # behind the two tokens of the chat template's header
+        report = by_document.plan([{"role": "user", "content": "x" * 40}], EXACT)
+        assert [span.end for span in report.spans[:2]] == [2, 18]
+
+
 def test_arranging_documents_finds_the_longest_exact_hit(engine) -> None:
     documents = [letter * 30 for letter in "abc"]
     assert engine.arrange("read: ", documents, "?").exact_tokens == 0

@@ -23,6 +23,7 @@ from kvboost.config import (
     home,
     parse_bytes,
     stop_strings,
+    within,
 )
 from kvboost.errors import ConfigError, ContextLengthError, KVBoostError, PromptError
 from kvboost.model.load import LoadedModel, load, machine_key, wrap
@@ -72,9 +73,11 @@ class ReuseOptions(TypedDict, total=False):
 
 
 class RequestOptions(SamplingOptions, ReuseOptions, total=False):
-    """What a request may choose. ``keep=False`` leaves nothing of it in the cache."""
+    """What a request may choose. ``keep=False`` leaves nothing of it in the cache;
+    ``boundaries`` are the token positions where its documents begin, for the cutting of chunks."""
 
     keep: bool
+    boundaries: Sequence[int]
 
 
 class KVBoost:
@@ -189,7 +192,8 @@ class KVBoost:
         sampling repeatable; ``stop`` is a string or several; ``logprobs=k`` adds the k likeliest
         tokens of each step. Requests with different ``cache_salt`` never share KV.
         ``recompute_strategy`` and ``recompute_ratio`` say how moved text is repaired;
-        ``keep=False`` leaves nothing of this request in the cache.
+        ``keep=False`` leaves nothing of this request in the cache; ``boundaries`` says where its
+        documents begin.
         """
         stream = self.stream(prompt, max_new_tokens, mode, **options)
         for _ in stream:
@@ -221,8 +225,15 @@ class KVBoost:
         until then is kept.
         """
         clock = Clock()
-        params, reuse, keep = _split(max_new_tokens, options)
-        request = self._request(self._prompts.read(prompt), mode, params, keep, **reuse)
+        params, reuse = _split(max_new_tokens, options)
+        request = self._request(
+            self._prompts.read(prompt),
+            mode,
+            params,
+            options.get("keep", True),
+            options.get("boundaries", ()),
+            **reuse,
+        )
         clock.lap("tokenize")
         run = Run(clock)
         pieces = self._auditor.watch(request, run, self._pipeline.serve(request, run))
@@ -260,7 +271,7 @@ class KVBoost:
                 "position; to read it behind something, give that as header"
             )
         if isinstance(text, str):
-            return self._warm(self._prompts.read_document(text, header), cache_salt)
+            return self._warm_document(text, header, cache_salt)
         if not _is_documents(text):
             if header is not None:
                 raise PromptError("header= goes with text given as a string or several")
@@ -268,7 +279,7 @@ class KVBoost:
         with Progress("reading documents") as progress, progress.step("read", len(text)) as step:
             new = 0
             for document in text:
-                new += self._warm(self._prompts.read_document(document, header), cache_salt)
+                new += self._warm_document(document, header, cache_salt)
                 step.advance()
             return new
 
@@ -408,8 +419,13 @@ class KVBoost:
     ) -> None:
         self.close()
 
-    def _warm(self, token_ids: TokenIds, salt: str) -> int:
-        request = self._request(token_ids, GenerationMode.PREFIX_CACHE, cache_salt=salt)
+    def _warm_document(self, text: str, header: str | None, salt: str) -> int:
+        ids, start = self._prompts.read_document(text, header)
+        return self._warm(ids, salt, (start,) if self.config.chunking == "document" else ())
+
+    def _warm(self, token_ids: TokenIds, salt: str, boundaries: Sequence[int] = ()) -> int:
+        mode = GenerationMode.PREFIX_CACHE
+        request = self._request(token_ids, mode, boundaries=boundaries, cache_salt=salt)
         return self._pipeline.read(request)
 
     def _request(
@@ -418,6 +434,7 @@ class KVBoost:
         mode: GenerationMode | str,
         params: SamplingParams | None = None,
         keep: bool = True,
+        boundaries: Sequence[int] = (),
         *,
         cache_salt: str = "",
         recompute_strategy: str | None = None,
@@ -430,6 +447,8 @@ class KVBoost:
             raise ConfigError(f"cache_salt={cache_salt!r} must be a string")
         if not isinstance(keep, bool):
             raise ConfigError(f"keep={keep!r} must be True or False")
+        for place in boundaries:
+            within(place, 0, len(token_ids), "boundaries")
         if self.context_length is not None and len(token_ids) >= self.context_length:
             raise ContextLengthError(len(token_ids), self.context_length)
         repair = self.config.repair
@@ -446,20 +465,19 @@ class KVBoost:
             params or SamplingParams(max_new_tokens=1),
             repair,
             keep,
+            tuple(boundaries),
         )
 
 
-def _split(
-    max_new_tokens: int, options: RequestOptions
-) -> tuple[SamplingParams, ReuseOptions, bool]:
+def _split(max_new_tokens: int, options: RequestOptions) -> tuple[SamplingParams, ReuseOptions]:
     """A request's options by whom they concern; an unknown one is an error."""
     sampling = {option.name for option in fields(SamplingParams)}
     reuse = set(ReuseOptions.__annotations__)
-    _refuse_unknown(options, sampling | reuse | {"keep"})
+    _refuse_unknown(options, sampling | reuse | {"keep", "boundaries"})
     given: dict[str, Any] = {name: options[name] for name in options if name in sampling}  # type: ignore[literal-required]
     given["stop"] = stop_strings(options.get("stop"))
     shared: Any = {name: value for name, value in options.items() if name in reuse}
-    return SamplingParams(max_new_tokens=max_new_tokens, **given), shared, options.get("keep", True)
+    return SamplingParams(max_new_tokens=max_new_tokens, **given), shared
 
 
 def _refuse_unknown(options: Mapping[str, object], known: set[str]) -> None:

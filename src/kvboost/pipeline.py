@@ -269,7 +269,12 @@ class Pipeline:
         ids = as_token_ids(np.concatenate([request.token_ids, run.token_ids])[:num_rows])
         root = self.root(request.salt)
         return self.store.admit(
-            root, ids, kv.copy_rows, exact_rows=run.exact_rows, repair=_name(request.repair)
+            root,
+            ids,
+            kv.copy_rows,
+            exact_rows=run.exact_rows,
+            repair=_name(request.repair),
+            boundaries=request.boundaries,
         )
 
     def _compute(

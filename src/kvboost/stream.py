@@ -29,6 +29,8 @@ class Request:
     repair: RepairParams
     keep: bool = True
     """Whether what it computes is kept for later requests."""
+    boundaries: tuple[int, ...] = ()
+    """Tokens with which a new document begins: no chunk goes across."""
 
 
 @dataclass

@@ -29,7 +29,7 @@ def rows_of(ids: list[int]) -> Callable[[int, int], torch.Tensor]:
 def make_store(max_rows: int = 1000, max_chunks: int | None = None) -> ChunkStore:
     return ChunkStore(
         RamTier(max_rows * ROW_BYTES),
-        cut=lambda ids: fixed(len(ids), CHUNK),
+        cut=lambda ids, _: fixed(len(ids), CHUNK),
         max_chunks=max_chunks,
     )
 
@@ -147,7 +147,7 @@ def test_a_rejected_chunk_does_not_cost_the_shorter_one_it_continues() -> None:
 
 def test_a_chunk_the_tier_lost_is_a_miss_and_so_is_all_behind_it() -> None:
     tier = RamTier(10_000)
-    store = ChunkStore(tier, cut=lambda ids: fixed(len(ids), CHUNK))
+    store = ChunkStore(tier, cut=lambda ids, _: fixed(len(ids), CHUNK))
     ids = list(range(12))
     admit(store, ids)
     with store.lookup(ROOT, as_token_ids(ids)) as known:

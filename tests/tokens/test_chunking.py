@@ -227,3 +227,13 @@ def test_wrong_options_are_refused(options: dict[str, object], message: str):
     allowed = {"strategy": "document", "chunk_size": 8, "markers": ["\n\n"]}
     with pytest.raises(ConfigError, match=re.escape(message)):
         Cutter(decode=characters, vocab_size=9, **(allowed | options))
+
+
+@given(st.sampled_from(STRATEGIES), tokens, st.lists(st.integers(-3, 80), max_size=4), sizes)
+def test_what_lies_between_boundaries_is_cut_on_its_own(strategy, ids, boundaries, size) -> None:
+    cutter = Cutter(strategy, size, pieces, len(PIECES))
+    inside = sorted({place for place in boundaries if 0 < place < len(ids)})
+    expected = []
+    for begin, end in zip([0, *inside], [*inside, len(ids)], strict=True):
+        expected += [(begin + a, begin + b) for a, b in cutter(as_token_ids(ids[begin:end]))]
+    assert cutter(as_token_ids(ids), boundaries) == expected

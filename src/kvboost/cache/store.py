@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,9 +28,9 @@ RowCopy = Callable[[int, int], torch.Tensor]
 ``[2, layers, kv_heads, end - start, head_dim]``."""
 
 
-Cut = Callable[[TokenIds], list[tuple[int, int]]]
-"""Where a sequence is cut into chunks: ``[start, end)`` without gaps. What is cut off first must
-not depend on what comes later."""
+Cut = Callable[[TokenIds, Sequence[int]], list[tuple[int, int]]]
+"""Where a sequence is cut into chunks: ``[start, end)`` without gaps, none across the boundaries
+given. What is cut off first must not depend on what comes later."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,7 @@ class ChunkStore:
         *,
         exact_rows: int,
         repair: str = "",
+        boundaries: Sequence[int] = (),
     ) -> int:
         """Keeps the KV of ``token_ids``, which begin a sequence; returns how many chunks are new.
 
@@ -186,7 +187,7 @@ class ChunkStore:
         pinned: list[ChunkKey] = []
         with self._admission:
             try:
-                for part in self._parts(token_ids, exact_rows):
+                for part in self._parts(self._cut(token_ids, boundaries), exact_rows):
                     parent = path[part.depth - 1] if part.depth else root
                     if part.branches:
                         parent = branch_key(parent, repair)
@@ -202,7 +203,7 @@ class ChunkStore:
                     self._unpin(pinned)
         return new
 
-    def _parts(self, token_ids: TokenIds, exact_rows: int) -> Iterator[_Part]:
+    def _parts(self, cuts: list[tuple[int, int]], exact_rows: int) -> Iterator[_Part]:
         """The chunks of a sequence. One in which exactness ends comes twice: its exact rows, and
         all of it as the first of the approximate ones::
 
@@ -210,7 +211,7 @@ class ChunkStore:
             approximate            |----|----|
         """
         branched = False
-        for depth, (start, end) in enumerate(self._cut(token_ids)):
+        for depth, (start, end) in enumerate(cuts):
             if start < exact_rows:
                 yield _Part(depth, start, min(end, exact_rows), Lineage.EXACT)
             if end > exact_rows:

@@ -75,9 +75,15 @@ class Cutter:
         self._ends_sentence = _PerToken(decode, vocab_size, _ends_sentence, bool)
         self._texts = _PerToken(decode, vocab_size, _without_spaces, object)
 
-    def __call__(self, token_ids: TokenIds) -> list[Interval]:
-        """Intervals ``[start, end)``: all tokens in order, 1 to ``chunk_size`` in each."""
-        return self._cut(token_ids)
+    def __call__(self, token_ids: TokenIds, boundaries: Sequence[int] = ()) -> list[Interval]:
+        """Intervals ``[start, end)``: all tokens in order, 1 to ``chunk_size`` in each. None goes
+        across the ``boundaries`` the caller gives: what lies between two is cut on its own."""
+        inside = {place for place in boundaries if 0 < place < len(token_ids)}
+        return [
+            (begin + start, begin + end)
+            for begin, stop in pairwise([0, *sorted(inside), len(token_ids)])
+            for start, end in self._cut(token_ids[begin:stop])
+        ]
 
     def _fixed(self, token_ids: TokenIds) -> list[Interval]:
         return fixed(len(token_ids), self._chunk_size)

@@ -32,15 +32,16 @@ class PromptReader:
             raise PromptError("the prompt is empty; give at least one token")
         return ids
 
-    def read_document(self, text: str, header: str | None) -> TokenIds:
-        """The ids of ``text`` as it stands behind ``header`` in a prompt; without one, as it
-        begins a user's first message."""
+    def read_document(self, text: str, header: str | None) -> tuple[TokenIds, int]:
+        """The ids of ``text`` as it stands behind ``header`` in a prompt, without one as it
+        begins a user's first message; and how many of them stand before it."""
         if not isinstance(text, str) or not text:
             raise PromptError(f"a document is a non-empty string; got {_short(text)}")
         frame = self._tokenizer.chat_frame() if header is None else None
         if frame is None:
-            return self.read(f"{header or ''}{text}")
-        return self.join(frame[0], text)
+            ids = self.read(f"{header or ''}{text}")
+            return ids, max(0, len(ids) - len(self.join(text)))
+        return self.join(frame[0], text), len(self.join(frame[0]))
 
     def frame(self, header: str | None, question: str) -> tuple[TokenIds, TokenIds]:
         """What stands before and behind documents: ``header`` and ``question``, or without a
