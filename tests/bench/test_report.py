@@ -29,9 +29,10 @@ def test_quality_is_shown_by_donor_strategy_and_ratio() -> None:
     ]
     (summary,) = summarize(rows)
     assert (summary.mean_kl, summary.same_text, summary.first_difference) == (0.2, 0.5, 4)
-    console = Console(width=200, record=True)
+    console = Console(width=80, record=True)
     for table in quality_tables([summary]):
         console.print(table)
     shown = console.export_text()
     for part in ("behind the chat template's header (2 questions)", "15%", "17.0%", "0.2000"):
         assert part in shown
+    assert "…" not in shown.replace("…+", "")  # nothing is cut off

@@ -190,8 +190,9 @@ def run_quality(
     if save is not None:
         save_rows(rows, save)
     summaries = summarize(rows)
+    report.explain_quality(console)
     for table in report.quality_tables(summaries):
-        console.print(table)
+        console.print("", table)
     if noise is not None:
         console.print(
             f"noise floor, the same model in {noise['dtype']}: mean KL {noise['mean_kl']:.4f}, "
