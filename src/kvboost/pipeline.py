@@ -138,6 +138,7 @@ class Pipeline:
         live_end = len(request.token_ids) - num_logits + 1
         with self._lookup(request, live_end) as known:
             plan, notes = self._plan(request, known)
+            self.store.touch(plan.moved)
             run.clock.lap("plan")
             place(plan, kv, self._rotation)
             seconds = run.clock.lap("assemble")

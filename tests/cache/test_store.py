@@ -30,6 +30,7 @@ def make_store(max_rows: int = 1000, max_chunks: int | None = None) -> ChunkStor
     return ChunkStore(
         RamTier(max_rows * ROW_BYTES),
         cut=lambda ids, _: fixed(len(ids), CHUNK),
+        window=CHUNK,
         max_chunks=max_chunks,
     )
 
@@ -261,3 +262,20 @@ def test_exactness_may_end_inside_a_chunk() -> None:
     assert store.stats()["pinned"] == 0 and store.check_integrity() == []
     store.forget(ROOT)
     assert store.stats()["chunks"] == 0
+
+
+def test_only_moved_runs_that_serve_become_younger() -> None:
+    texts = [list(range(start, start + 8)) for start in (100, 200, 300)]
+    for served in (False, True):
+        store = make_store(max_chunks=6)
+        for ids in texts:
+            admit(store, ids)
+        # The oldest text is found at another place; a new one then needs its room.
+        prompt = as_token_ids([1, *texts[0]])
+        with store.lookup(ROOT, prompt, moved_before=9) as known:
+            assert known.exact == () and len(known.moved) == 1
+            if served:
+                store.touch(known.moved)
+        admit(store, list(range(400, 408)))
+        assert check_hit(store, texts[0]) == (8 if served else 0)
+        assert check_hit(store, texts[1]) == (0 if served else 8)

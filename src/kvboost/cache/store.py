@@ -148,20 +148,27 @@ class ChunkStore:
         (repaired in the way ``repair`` names), and what stands elsewhere of the rows before
         ``moved_before``.
 
-        ``pin=False`` only looks: nothing becomes younger.
+        What is in place becomes younger; of moved runs a plan takes some, and tells ``touch``.
+        ``pin=False`` only looks: nothing is pinned or becomes younger.
         """
         with self._lock:
             known = self._match(root, token_ids, moved_before, repair)
             keys = known.keys
             if pin:
                 self._pins.update(keys)
-                self._policy.touch(keys)
+                self._policy.touch(hit.chunk.key for hit in (*known.exact, *known.approximate))
         try:
             yield known
         finally:
             if pin:
                 with self._lock:
                     self._unpin(keys)
+
+    def touch(self, runs: Sequence[MovedRun]) -> None:
+        """These moved runs serve a request: their chunks become younger."""
+        with self._lock:
+            for run in runs:
+                self._policy.touch(hit.chunk.key for hit in run.hits)
 
     def admit(
         self,
