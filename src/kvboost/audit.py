@@ -45,7 +45,9 @@ class Auditor:
         self._fraction = fraction
         self._random = random.Random(1)
         self._waiting: deque[_Sample] = deque(maxlen=MOST_WAITING)
-        self._divergences: list[float] = []
+        self._audited = 0
+        self._total_kl = 0.0
+        self._max_kl = 0.0
         self._agreed = 0
         self._failed = 0
         self._active = 0
@@ -86,20 +88,19 @@ class Auditor:
 
     def drain(self) -> None:
         """Compares everything that waits, now; what is being compared is waited for."""
-        with self._comparing:
-            while (sample := self._take()) is not None:
-                self._compare(sample)
+        while self._compare_next():
+            pass
 
     def stats(self) -> dict[str, Any]:
         with self._changed:
-            count = len(self._divergences)
+            count = self._audited
             return {
                 "fraction": self._fraction,
                 "audited": count,
                 "waiting": len(self._waiting),
                 "failed": self._failed,
-                "mean_kl": sum(self._divergences) / count if count else None,
-                "max_kl": max(self._divergences, default=None),
+                "mean_kl": self._total_kl / count if count else None,
+                "max_kl": self._max_kl if count else None,
                 "first_token_agreement": self._agreed / count if count else None,
             }
 
@@ -118,7 +119,7 @@ class Auditor:
 
     def _work(self) -> None:
         while self._await_idle():
-            self.drain()
+            self._compare_next()
 
     def _await_idle(self) -> bool:
         """Waits until a sample is there and no request has run for a while; false once closed."""
@@ -131,9 +132,14 @@ class Auditor:
                 self._changed.wait(rest if self._waiting and not self._active else None)
             return False
 
-    def _take(self) -> _Sample | None:
-        with self._changed:
-            return self._waiting.popleft() if self._waiting else None
+    def _compare_next(self) -> bool:
+        """Compares one sample; false if none waits."""
+        with self._comparing:
+            with self._changed:
+                sample = self._waiting.popleft() if self._waiting else None
+            if sample is not None:
+                self._compare(sample)
+        return sample is not None
 
     def _compare(self, sample: _Sample) -> None:
         try:
@@ -144,5 +150,7 @@ class Auditor:
             return
         divergence = float(kl_divergence(full.logits, sample.logits).mean())
         with self._changed:
-            self._divergences.append(divergence)
+            self._audited += 1
+            self._total_kl += divergence
+            self._max_kl = max(self._max_kl, divergence)
             self._agreed += int(full.logits[0].argmax()) == int(sample.logits[0].argmax())

@@ -125,7 +125,7 @@ class EngineConfig:
             whole(self.max_chunks, 1, "max_chunks")
         whole(self.max_cache_bytes, 0, "max_cache_bytes")
         one_of(self.chunking, CHUNKING, "chunking")
-        _ = self.repair
+        _ = self.repair  # validates its part
         within(self.audit_fraction, 0.0, 1.0, "audit_fraction")
         one_of(self.kv_cache_bits, KV_BITS, "kv_cache_bits")
         if self.disk_cache_dir is not None:

@@ -1,9 +1,9 @@
 """The chunk store: lookup with pins, admission under a budget.
 
 Two locks. ``_lock`` guards the indexes, the tier and the pins, and is held for a few milliseconds
-at most, the search of a long prompt.
-``_admission`` lets one request at a time bring chunks in, so that the copies it makes need not
-hold up anyone's lookup, and so that identical requests store once.
+at most, the search of a long prompt. ``_admission`` lets one request at a time bring chunks in,
+so that the copies it makes need not hold up anyone's lookup, and so that identical requests store
+once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, branch_key,
 RowCopy = Callable[[int, int], torch.Tensor]
 """``copy(start, end)`` gives rows ``[start, end)`` of a request's KV as a tensor of its own,
 ``[2, layers, kv_heads, end - start, head_dim]``."""
-
 
 Cut = Callable[[TokenIds, Sequence[int]], list[tuple[int, int]]]
 """Where a sequence is cut into chunks: ``[start, end)`` without gaps, none across the boundaries

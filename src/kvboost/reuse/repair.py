@@ -123,6 +123,7 @@ class Moved:
         return chosen
 
     def spans(self) -> Spans:
+        """The runs, a long one in several parts of about the same length."""
         span_of = torch.full((len(self.rows),), -1, dtype=torch.long, device=self.device)
         resemblance: list[float] = []
         for run in self.runs:
