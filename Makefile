@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test check services format bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -26,8 +26,19 @@ check: $(READY)  ## format, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: check  ## check, then every test
+test: check services  ## check, then every test
 	$(BIN)/pytest
+
+APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
+services:  ## install what tests talk to: redis-server
+	@command -v redis-server >/dev/null && exit; \
+	if ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ]; then \
+		echo "redis-server is missing; to install it takes apt-get and root."; \
+	elif ! { $(APT) install -y redis-server || \
+			{ $(APT) update && $(APT) install -y redis-server; }; } >/dev/null 2>&1; then \
+		echo "redis-server is missing and apt-get could not install it."; \
+	fi; \
+	command -v redis-server >/dev/null || echo "Tests that need it will be skipped."
 
 format: $(READY)  ## rewrite files the way check wants them
 	$(BIN)/ruff format .

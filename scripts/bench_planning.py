@@ -16,6 +16,9 @@ import time
 import numpy as np
 import torch
 
+from kvboost.cache.chunk import Origin
+from kvboost.cache.compress import plain
+from kvboost.cache.hierarchy import Tiers
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.reuse.plan import make_plan
@@ -31,11 +34,18 @@ class Shelf:
     """A store whose chunks hold no KV to speak of."""
 
     def __init__(self) -> None:
-        self.store = ChunkStore(RamTier(1 << 40), cut=lambda ids, _: fixed(len(ids), CHUNK))
+        self.store = ChunkStore(
+            Tiers(RamTier(1 << 40)),
+            cut=lambda ids, _: fixed(len(ids), CHUNK),
+            origin=Origin("model"),
+        )
 
     def admit(self, ids: TokenIds) -> None:
         self.store.admit(
-            ROOT, ids, lambda start, end: torch.empty(2, 1, 1, end - start, 1), exact_rows=len(ids)
+            ROOT,
+            ids,
+            lambda start, end, *_: plain(torch.empty(2, 1, 1, end - start, 1)),
+            exact_rows=len(ids),
         )
 
 

@@ -34,7 +34,10 @@ def test_a_size_that_is_none_names_the_value(written) -> None:
         ("recompute_ratio", 1.5),
         ("recompute_overlap", -1),
         ("kv_cache_bits", 3),
-        ("disk_cache_dir", "/somewhere"),
+        ("disk_cache_dir", ""),
+        ("disk_cache_bytes", -1),
+        ("gpu_cache_bytes", 1.5),
+        ("remote_cache_bytes", "2GB"),
         ("prefill_slice", 0),
     ],
 )

@@ -181,7 +181,7 @@ def test_a_stream_that_is_left_early_keeps_what_was_read_and_frees_its_kv(engine
         next(stream)
     assert stream.result.finish_reason == "cancelled"
     assert engine.plan(TEXT + "!").cached_tokens == len(TEXT)
-    assert engine.cache_stats()["pinned"] == 0
+    assert engine.cache_stats()["in_use"] == 0
 
 
 def test_a_failure_frees_everything_and_keeps_nothing_half_done(engine, monkeypatch) -> None:
@@ -198,7 +198,7 @@ def test_a_failure_frees_everything_and_keeps_nothing_half_done(engine, monkeypa
     assert stream.result.finish_reason == "error"
     monkeypatch.undo()
     after = engine.cache_stats()
-    assert (after["hot_chunks"], after["pinned"]) == (before["hot_chunks"], 0)
+    assert (after["hot_chunks"], after["in_use"]) == (before["hot_chunks"], 0)
     base = engine.generate(TEXT + "more", 5, GenerationMode.BASELINE).token_ids
     assert engine.generate(TEXT + "more", 5, EXACT).token_ids == base
 
@@ -475,7 +475,7 @@ def test_threads_get_the_answers_they_would_get_alone() -> None:
     for thread in threads:
         thread.join()
     assert [answers[number] for number in range(12)] == expected
-    assert engine.cache_stats()["pinned"] == 0
+    assert engine.cache_stats()["in_use"] == 0
     assert engine._pipeline.store.check_integrity() == []
 
 

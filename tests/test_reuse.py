@@ -290,7 +290,7 @@ def test_originals_are_asked_before_copies_however_many_copies_there_are(engine)
     report = engine.plan([*words(500, 20), *PASSAGES[0], *QUESTION], **SLOPPY)
     (root,) = {span.donor for span in engine.plan([*HEADER, *PASSAGES[0], 1]).spans[:1]}
     donors = [span.donor for span in report.spans if span.kind is SpanKind.MOVED]
-    lineages = {engine._pipeline.store._tier.get(donor).lineage.value for donor in donors}
+    lineages = {engine._pipeline.store._catalogue.info(donor).lineage.value for donor in donors}
     assert root in donors and lineages == {"exact"}
 
 

@@ -29,8 +29,9 @@ MAY_IMPORT = {
     "engine": LEAVES
     | {"tokens", "reuse", "model", "stream", "pipeline", "verify", "calibrate", "audit"},
     "doctor": LEAVES | {"model"},
-    "bench": LEAVES | {"kvboost"},
-    "cli": LEAVES | {"kvboost", "bench", "doctor"},
+    "bench": LEAVES | {"kvboost", "tokens", "cache", "reuse", "model"},
+    "folder": LEAVES | {"tokens", "cache"},
+    "cli": LEAVES | {"kvboost", "bench", "doctor", "folder", "model"},
     "__main__": {"cli"},
     "kvboost": LEAVES | {"engine", "model", "stream"},
 }
@@ -39,6 +40,8 @@ FORBIDDEN_LIBRARIES = {
     "cache/index.py": {"torch"},
     "cache/anchors.py": {"torch"},
     "cache/eviction.py": {"torch"},
+    "cache/foresight.py": {"torch"},
+    "cache/returns.py": {"torch"},
 }
 
 

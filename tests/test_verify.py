@@ -5,14 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvboost.cache.compress import plain
 from kvboost.cache.tiers.ram import RamTier
 from tiny import make_engine, tiny_model
 
 
 def damage(chunk):
-    kv = chunk.kv.clone()
+    kv = chunk.data.tensors["kv"].clone()
     kv[:, 1] += 0.5 * torch.randn(kv[:, 1].shape, generator=torch.Generator().manual_seed(0))
-    return replace(chunk, kv=kv)
+    return replace(chunk, data=plain(kv))
 
 
 def test_verification_sees_hits_and_agreement_and_leaves_no_trace(engine) -> None:
@@ -45,7 +46,8 @@ def test_not_a_number_is_not_agreement(monkeypatch, engine) -> None:
     put = RamTier.put
 
     def poison(self, chunk):
-        return put(self, replace(chunk, kv=torch.full_like(chunk.kv, float("nan"))))
+        kv = torch.full_like(chunk.data.tensors["kv"], float("nan"))
+        return put(self, replace(chunk, data=plain(kv)))
 
     monkeypatch.setattr(RamTier, "put", poison)
     assert not engine.verify_correctness(max_new_tokens=4)

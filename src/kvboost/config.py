@@ -18,7 +18,7 @@ DEFAULT_MODEL = "smollm2-135m"
 
 CHUNKING = ("fixed", "semantic", "document")
 STRATEGIES = ("auto", "query", "cacheblend", "selective", "none")
-KV_BITS = (16,)
+KV_BITS = (16, 8, 4)
 REUSE_MOVED = ("when_faster", "always")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -91,6 +91,14 @@ def parse_bytes(size: int | str, option: str = "size") -> int:
     return int(float(match[1]) * UNITS[match[2].lower()])
 
 
+def format_bytes(size: int) -> str:
+    """Bytes as people write them: ``"512B"``, ``"1.5MiB"``. ``parse_bytes`` reads it back, to
+    the tenth shown."""
+    power = next((power for power in range(4) if round(size / 1024**power, 1) < 1024), 4)
+    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{size / 1024**power:.1f}".removesuffix(".0") + unit
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How an engine keeps and reuses KV. Validated on creation."""
@@ -103,7 +111,19 @@ class EngineConfig:
     recompute_ratio: float = 0.15
     recompute_overlap: int = 16
     kv_cache_bits: int = 16
-    disk_cache_dir: str | None = None
+    """As what KV is kept: 16 is what the model computed (of 32-bit models 32); 8 and 4 are close
+    to it."""
+    key_norms: bool = False
+    """Whether eviction also weighs the norm of a chunk's keys: small ones are attended to more."""
+    gpu_cache_bytes: int | None = None
+    """The budget in the GPU's own memory; by default a quarter of what is free."""
+    disk_cache_dir: str | os.PathLike[str] | None = None
+    disk_cache_bytes: int = 20 * 1024**3
+    remote_cache_url: str | None = None
+    """A store shared by machines: ``redis://host``, or what fsspec knows, such as ``s3://bucket``
+    or a shared folder."""
+    remote_cache_bytes: int | None = None
+    """The budget there; without one the store's own limits hold."""
     prefill_slice: int | None = None
     """Long prompts are prefilled this many tokens at a time, so that memory stays bounded; by
     default what suits the device."""
@@ -128,11 +148,14 @@ class EngineConfig:
         _ = self.repair  # validates its part
         within(self.audit_fraction, 0.0, 1.0, "audit_fraction")
         one_of(self.kv_cache_bits, KV_BITS, "kv_cache_bits")
-        if self.disk_cache_dir is not None:
-            raise ConfigError(
-                f"disk_cache_dir={self.disk_cache_dir!r}: this version keeps KV in memory only; "
-                "leave disk_cache_dir unset"
-            )
+        if not isinstance(self.key_norms, bool):
+            raise ConfigError(f"key_norms={self.key_norms!r} must be True or False")
+        whole(self.disk_cache_bytes, 0, "disk_cache_bytes")
+        for option in ("gpu_cache_bytes", "remote_cache_bytes"):
+            if (size := getattr(self, option)) is not None:
+                whole(size, 0, option)
+        if self.disk_cache_dir is not None and not os.fspath(self.disk_cache_dir):
+            raise ConfigError("disk_cache_dir='' must name a folder; None keeps nothing on disk")
         if self.prefill_slice is not None:
             whole(self.prefill_slice, 1, "prefill_slice")
         if not self.document_markers or not all(
@@ -236,3 +259,11 @@ def home() -> Path:
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "kvboost"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvboost"
+
+
+def cache_dir() -> Path:
+    """The folder ``kvboost cache`` looks into: ``KVBOOST_CACHE_DIR``, or ``kv`` beside the
+    models."""
+    if chosen := os.environ.get("KVBOOST_CACHE_DIR"):
+        return Path(chosen).expanduser()
+    return home() / "kv"

@@ -48,6 +48,20 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 
+STORE_COUNTS = (
+    "admitted",
+    "promoted",
+    "demoted",
+    "evicted",
+    "rejected",
+    "failed",
+    "unwritten",
+    "lost",
+    "in_use",
+    "pinned",
+)
+
+
 class SamplingOptions(TypedDict, total=False):
     """How tokens are picked; see ``SamplingParams`` for what each leaves to the model."""
 
@@ -109,7 +123,12 @@ class KVBoost:
         recompute_ratio: float = 0.15,
         recompute_overlap: int = 16,
         kv_cache_bits: int = 16,
-        disk_cache_dir: str | None = None,
+        key_norms: bool = False,
+        gpu_cache_bytes: int | str | None = None,
+        disk_cache_dir: str | os.PathLike[str] | None = None,
+        disk_cache_bytes: int | str = "20GiB",
+        remote_cache_url: str | None = None,
+        remote_cache_bytes: int | str | None = None,
         prefill_slice: int | None = None,
         document_markers: str | Sequence[str] = "\n\n",
         reuse_moved: str = "when_faster",
@@ -133,7 +152,12 @@ class KVBoost:
             recompute_ratio=recompute_ratio,
             recompute_overlap=recompute_overlap,
             kv_cache_bits=kv_cache_bits,
+            key_norms=key_norms,
+            gpu_cache_bytes=_optional_bytes(gpu_cache_bytes, "gpu_cache_bytes"),
             disk_cache_dir=disk_cache_dir,
+            disk_cache_bytes=parse_bytes(disk_cache_bytes, "disk_cache_bytes"),
+            remote_cache_url=remote_cache_url,
+            remote_cache_bytes=_optional_bytes(remote_cache_bytes, "remote_cache_bytes"),
             prefill_slice=prefill_slice,
             document_markers=(
                 (document_markers,)
@@ -270,16 +294,14 @@ class KVBoost:
                 f"position_offset={position_offset!r} is not needed: what is read serves at any "
                 "position; to read it behind something, give that as header"
             )
-        if isinstance(text, str):
-            return self._warm_document(text, header, cache_salt)
         if not _is_documents(text):
-            if header is not None:
-                raise PromptError("header= goes with text given as a string or several")
-            return self._warm(self._prompts.read(cast(Prompt, text)), cache_salt)
+            ids, boundaries = self._read_one(cast(Prompt, text), header)
+            return self._warm(ids, cache_salt, boundaries)
         with Progress("reading documents") as progress, progress.step("read", len(text)) as step:
             new = 0
             for document in text:
-                new += self._warm_document(document, header, cache_salt)
+                ids, boundaries = self._read_one(document, header)
+                new += self._warm(ids, cache_salt, boundaries)
                 step.advance()
             return new
 
@@ -359,8 +381,9 @@ class KVBoost:
         lookups = hits + totals["misses"]
         prompt = totals["prompt_tokens"]
         return {
-            "hot_chunks": store["chunks"],
-            "hot_memory_mb": store["nbytes"] / 1e6,
+            "hot_chunks": store["tiers"]["ram"]["chunks"],
+            "hot_memory_mb": store["tiers"]["ram"]["bytes"] / 1e6,
+            "chunks": store["chunks"],
             "cache_hits": hits,
             "approximate_hits": approximate,
             "cache_misses": totals["misses"],
@@ -374,26 +397,47 @@ class KVBoost:
             "recomputed_tokens": totals["recomputed_tokens"],
             "token_reuse_rate": totals["cached_tokens"] / prompt if prompt else 0.0,
             "generated_tokens": totals["generated_tokens"],
-            "admitted": store["admitted"],
-            "evicted": store["evicted"],
-            "rejected": store["rejected"],
-            "failed": store["failed"],
-            "lost": store["lost"],
+            **{name: store[name] for name in STORE_COUNTS},
             "idle_kv_bytes": self._pipeline.pool.idle_bytes,
-            "pinned": store["pinned"],
             "audit": self._auditor.stats(),
-            "tiers": {
-                "ram": {
-                    "chunks": store["chunks"],
-                    "bytes": store["nbytes"],
-                    "max_bytes": self.config.max_cache_bytes,
-                }
-            },
+            "tiers": store["tiers"],
         }
 
+    def pin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
+        """Reads a text as :meth:`warm` does, unless it is known, and keeps it from being evicted
+        until :meth:`unpin` or :meth:`close`; returns the chunks that stay."""
+        ids, boundaries = self._read_one(text, header)
+        self._warm(ids, cache_salt, boundaries)
+        return self._pipeline.store.pin(self._pipeline.root(cache_salt), ids)
+
+    def unpin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
+        """Takes a :meth:`pin` of the same text back; returns the chunks it concerned."""
+        ids, _ = self._read_one(text, header)
+        return self._pipeline.store.unpin(self._pipeline.root(cache_salt), ids)
+
+    def forget(self, text: Prompt) -> int:
+        """Forgets a text on every tier, whatever stood before it and under whatever salt: every
+        chunk that holds it (of a long one: 32 tokens in a row of it), and every chunk that was
+        read behind one of those. Returns how many there were. Raises ``ForgetError`` if some could
+        not be removed. Other processes keep what they hold in memory."""
+        ids = (
+            [self._prompts.read(text)] if not isinstance(text, str) else self._prompts.inside(text)
+        )
+        return self._pipeline.store.forget_text(ids)
+
     def clear(self) -> None:
-        """Forgets everything that was read."""
+        """Forgets everything that was read, in memory and on disk. What a remote store shares
+        with other machines stays."""
         self._pipeline.store.clear()
+
+    def check_integrity(self) -> list[str]:
+        """What does not add up in the cache's own books, across all tiers; empty when all is
+        well."""
+        return self._pipeline.store.check_integrity()
+
+    def flush(self) -> None:
+        """Writes what is in memory alone to disk and remote store, now rather than soon."""
+        self._pipeline.store.flush()
 
     def forget_salt(self, cache_salt: str) -> None:
         """Forgets everything that was read under ``cache_salt``."""
@@ -419,9 +463,14 @@ class KVBoost:
     ) -> None:
         self.close()
 
-    def _warm_document(self, text: str, header: str | None, salt: str) -> int:
-        ids, start = self._prompts.read_document(text, header)
-        return self._warm(ids, salt, (start,) if self.config.chunking == "document" else ())
+    def _read_one(self, text: Prompt, header: str | None) -> tuple[TokenIds, Sequence[int]]:
+        """The ids of one text to be warmed, and where it begins in them if that matters."""
+        if isinstance(text, str):
+            ids, start = self._prompts.read_document(text, header)
+            return ids, (start,) if self.config.chunking == "document" else ()
+        if header is not None:
+            raise PromptError("header= goes with text given as a string or several")
+        return self._prompts.read(text), ()
 
     def _warm(self, token_ids: TokenIds, salt: str, boundaries: Sequence[int] = ()) -> int:
         mode = GenerationMode.PREFIX_CACHE
@@ -486,5 +535,14 @@ def _refuse_unknown(options: Mapping[str, object], known: set[str]) -> None:
             raise ConfigError(f"unknown option {name!r}; there are {', '.join(sorted(known))}")
 
 
+def _optional_bytes(size: int | str | None, option: str) -> int | None:
+    return None if size is None else parse_bytes(size, option)
+
+
 def _is_documents(text: object) -> TypeGuard[Sequence[str]]:
-    return isinstance(text, Sequence) and bool(text) and isinstance(text[0], str)
+    return (
+        isinstance(text, Sequence)
+        and not isinstance(text, str)
+        and bool(text)
+        and isinstance(text[0], str)
+    )

@@ -8,7 +8,8 @@
     │   ├── ModelNotFoundError (FileNotFoundError)
     │   ├── UnsupportedModelError (ValueError)   the architecture stands in the way
     │   └── ChecksumError                    downloaded weights are not the ones we know
-    └── CacheFolderError (OSError)           the cache folder cannot be used
+    ├── CacheFolderError (OSError)           the cache folder cannot be used
+    └── ForgetError                          what was to be forgotten is still somewhere
 
 A mistake of the caller names the value, what is allowed and what to do.
 """
@@ -53,6 +54,10 @@ class UnsupportedModelError(ModelError, ValueError):
 
 class ChecksumError(ModelError):
     """Downloaded weights are not the ones we know."""
+
+
+class ForgetError(KVBoostError):
+    """What was to be forgotten could not be removed everywhere."""
 
 
 class CacheFolderError(KVBoostError, OSError):

@@ -8,14 +8,23 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from kvboost.cache.anchors import anchor_window
-from kvboost.cache.store import ChunkStore, Known
+from kvboost.cache.chunk import Origin
+from kvboost.cache.compress import KVData, Packer
+from kvboost.cache.foresight import Foresight
+from kvboost.cache.hierarchy import Tiers
+from kvboost.cache.hits import Known
+from kvboost.cache.store import ChunkLost, ChunkStore
+from kvboost.cache.tiers.disk import DiskTier
+from kvboost.cache.tiers.gpu import GpuTier
 from kvboost.cache.tiers.ram import RamTier
+from kvboost.cache.tiers.remote import open_remote
 from kvboost.config import EngineConfig, GenerationMode, RepairParams
 from kvboost.model.attention import Segment
 from kvboost.model.kv import KVPool, RequestKV
@@ -58,16 +67,20 @@ class Pipeline:
             config.document_markers,
         )
         self.store = ChunkStore(
-            RamTier(config.max_cache_bytes),
+            open_tiers(config, model.device),
             cut=cut,
+            origin=Origin(model.fingerprint, model.name),
             window=anchor_window(config.chunk_size),
             max_chunks=config.max_chunks,
+            policy=partial(Foresight, use_importance=config.key_norms),
+            attention_share=model.attention_share,
         )
         self.cost = CostModel(model.attention_share, costs)
         self._rotation: Rotation | None = None
         if model.frequencies is not None:
             interleaved = model.support.architecture.interleaved
             self._rotation = Rotation(model.frequencies, interleaved=interleaved)
+        self._packer = Packer(config.kv_cache_bits, self._rotation, measures_keys=config.key_norms)
         self._prefill_slice = config.prefill_slice or (
             SLICE_ON_CPU if model.device.type == "cpu" else SLICE_ON_GPU
         )
@@ -136,16 +149,10 @@ class Pipeline:
         Returns the logits of the last ``num_logits`` rows, which are always computed; what they
         answer is the prompt up to the first of them."""
         live_end = len(request.token_ids) - num_logits + 1
-        with self._lookup(request, live_end) as known:
-            plan, notes = self._plan(request, known)
-            self.store.touch(plan.moved)
-            run.clock.lap("plan")
-            place(plan, kv, self._rotation)
-            seconds = run.clock.lap("assemble")
-        run.reuse = ReuseReport(plan.spans, notes)
+        while (plan := self._assemble(request, run, kv, live_end)) is None:
+            pass  # something was lost on the way: it is planned without it
         run.exact_rows = plan.exact_rows
         if plan.moved:
-            self.cost.observe_place(plan.num_known, seconds)
             return self._repair(request, run, kv, plan, live_end, num_logits)
         run.rows = run.reuse.cached_tokens
         ids = request.token_ids
@@ -155,6 +162,26 @@ class Pipeline:
             logits.append(self._compute(kv, ids[start:end], range(start, end), wanted))
             run.rows = end
         return logits[-1] if len(logits) == 1 else torch.cat(logits)
+
+    def _assemble(self, request: Request, run: Run, kv: RequestKV, live_end: int) -> Plan | None:
+        """Plans the prompt and puts what is known in place; None if a chunk of the plan turned
+        out to be lost."""
+        with self._lookup(request, live_end) as known:
+            plan, notes = self._plan(request, known)
+            self.store.touch(plan.in_place, *(moved.hits for moved in plan.moved))
+            run.clock.lap("plan")
+            seconds = 0.0
+            try:
+                for hit, data in self.store.fetch(plan.hits):
+                    seconds += run.clock.lap("fetch")
+                    place(hit, data, kv, self._packer)
+                    seconds += run.clock.lap("assemble")
+            except ChunkLost:
+                return None
+        run.reuse = ReuseReport(plan.spans, notes)
+        if plan.moved:
+            self.cost.observe_place(plan.num_known, seconds)
+        return plan
 
     def _repair(
         self,
@@ -268,11 +295,14 @@ class Pipeline:
             return 0
         num_rows = min(run.rows, self._reusable(request))
         ids = as_token_ids(np.concatenate([request.token_ids, run.token_ids])[:num_rows])
-        root = self.root(request.salt)
+
+        def pack(start: int, end: int, like: KVData | None, common: int) -> KVData:
+            return self._packer.pack(kv.rows(start, end), start, like, common)
+
         return self.store.admit(
-            root,
+            self.root(request.salt),
             ids,
-            kv.copy_rows,
+            pack,
             exact_rows=run.exact_rows,
             repair=_name(request.repair),
             boundaries=request.boundaries,
@@ -362,8 +392,10 @@ class Pipeline:
         return limit
 
     def root(self, salt: str) -> ChunkKey:
-        """Where the prefix tree of this model, its adapters and ``salt`` begins."""
-        identity = f"{self._model.fingerprint} {self._model.active_adapters}"
+        """Where the prefix tree of this model, its adapters, the precision of what is kept and
+        ``salt`` begins."""
+        bits = self._config.kv_cache_bits
+        identity = f"{self._model.fingerprint} {self._model.active_adapters} {bits}"
         return root_key(identity, salt)
 
     def _count(self, request: Request, run: Run) -> None:
@@ -382,6 +414,23 @@ class Pipeline:
             for kind in (SpanKind.EXACT, SpanKind.APPROXIMATE, SpanKind.MOVED):
                 self._totals[f"{kind.value}_tokens"] += run.reuse.count(kind)
             self._totals["generated_tokens"] += len(run.token_ids)
+
+
+def open_tiers(config: EngineConfig, device: torch.device) -> Tiers:
+    """Where an engine on ``device`` keeps its chunks."""
+    on_gpu = device.type == "cuda"
+    ram = RamTier(config.max_cache_bytes, pinned=on_gpu)
+    gpu = disk = remote = None
+    if on_gpu:
+        share = config.gpu_cache_bytes
+        if share is None:
+            share = min(config.max_cache_bytes, torch.cuda.mem_get_info(device)[0] // 4)
+        gpu = GpuTier(share, device) if share else None
+    if config.disk_cache_dir is not None:
+        disk = DiskTier(config.disk_cache_dir, config.disk_cache_bytes, allocate=ram.allocate)
+    if config.remote_cache_url is not None:
+        remote = open_remote(config.remote_cache_url, config.remote_cache_bytes)
+    return Tiers(ram, gpu, disk, remote)
 
 
 def _name(repair: RepairParams) -> str:

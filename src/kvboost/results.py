@@ -106,6 +106,8 @@ class Span:
     """Which of the donor's rows is the first."""
     resemblance: float = 0.0
     """Of a moved span: how alike what stands before it and what stood before its donor are."""
+    tier: str | None = None
+    """Where the donor lay: ``"gpu"``, ``"ram"``, ``"disk"`` or ``"remote"``."""
 
     @property
     def num_tokens(self) -> int:

@@ -77,15 +77,6 @@ def test_a_match_may_end_inside_a_chunk_and_hashes_are_not_trusted() -> None:
     assert index.match(root_key("model", "salt", "exact"), as_token_ids([1, 2])) == []
 
 
-def test_descendants_are_everything_below() -> None:
-    index = PrefixIndex()
-    insert_all(index, [1, 2, 3, 4, 5, 6, 7, 8, 9])
-    insert_all(index, [1, 2, 3, 4, 7, 7])
-    first = index.match(ROOT, as_token_ids([1, 2, 3, 4]))[0].key
-    assert set(index.descendants(first)) == set(index.keys()) - {first}
-    assert set(index.descendants(ROOT)) == set(index.keys())
-
-
 def test_ten_thousand_siblings_need_one_search() -> None:
     index = PrefixIndex()
     rng = np.random.default_rng(0)

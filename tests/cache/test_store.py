@@ -9,30 +9,37 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.cache.store import ChunkStore
+from chunks import ORIGIN, ROOT
+from kvboost.cache.compress import KVData, plain
+from kvboost.cache.hierarchy import Tiers
+from kvboost.cache.store import ChunkLost, ChunkStore
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import as_token_ids, root_key
 
-ROOT = root_key("model", "", "exact")
 CHUNK = 4
 ROW_BYTES = 2 * 4  # keys and values, one float each
 
 
-def rows_of(ids: list[int]) -> Callable[[int, int], torch.Tensor]:
+def rows_of(ids: list[int]) -> Callable[..., KVData]:
     """KV that is a function of everything before it: the running sum of the tokens."""
     sums = torch.cumsum(torch.tensor(ids, dtype=torch.float32), 0)
     kv = sums.view(1, 1, 1, -1, 1).expand(2, 1, 1, len(ids), 1)
-    return lambda start, end: kv[:, :, :, start:end].contiguous()
+    return lambda start, end, *_: plain(kv[:, :, :, start:end].contiguous())
 
 
 def make_store(max_rows: int = 1000, max_chunks: int | None = None) -> ChunkStore:
     return ChunkStore(
-        RamTier(max_rows * ROW_BYTES),
+        Tiers(RamTier(max_rows * ROW_BYTES)),
         cut=lambda ids, _: fixed(len(ids), CHUNK),
+        origin=ORIGIN,
         window=CHUNK,
         max_chunks=max_chunks,
     )
+
+
+def ram(store: ChunkStore) -> dict:
+    return store.stats()["tiers"]["ram"]
 
 
 def admit(store: ChunkStore, ids: list[int]) -> int:
@@ -41,11 +48,13 @@ def admit(store: ChunkStore, ids: list[int]) -> int:
 
 def check_hit(store: ChunkStore, ids: list[int]) -> int:
     """How many leading rows are known; each must be what was stored."""
-    expected = rows_of(ids)(0, len(ids))
+    expected = rows_of(ids)(0, len(ids)).tensors["kv"]
     with store.lookup(ROOT, as_token_ids(ids)) as known:
-        for hit in known.exact:
-            assert torch.equal(hit.kv, expected[:, :, :, hit.start : hit.end])
-            assert hit.chunk.base_position == hit.start and hit.distance == 0
+        for hit, data in store.fetch(known.exact):
+            kv = data.tensors["kv"][:, :, :, : hit.num_tokens]
+            assert torch.equal(kv, expected[:, :, :, hit.start : hit.end])
+            assert hit.chunk.base_position == hit.start and hit.distance == hit.offset == 0
+        store.touch(known.exact)
         return sum(hit.num_tokens for hit in known.exact)
 
 
@@ -56,7 +65,7 @@ def test_what_was_admitted_is_found_and_stored_once() -> None:
     assert check_hit(store, list(range(10))) == 10
     assert check_hit(store, [0, 1, 2, 3, 4, 9, 9]) == 5
     assert check_hit(store, [5]) == 0
-    assert store.stats()["nbytes"] == 10 * ROW_BYTES
+    assert ram(store)["bytes"] == 10 * ROW_BYTES
 
 
 def test_a_chunk_holds_its_own_ids_and_not_the_prompt() -> None:
@@ -101,10 +110,10 @@ def test_pinned_chunks_stay() -> None:
     admit(store, [1, 1, 1, 1])
     with store.lookup(ROOT, as_token_ids([1, 1, 1, 1])) as known:
         assert admit(store, [2, 2, 2, 2]) == 0
-        assert store.stats()["pinned"] == 1
+        assert store.stats()["in_use"] == 1
         store.clear()
         assert len(known.exact) == 1 and store.stats()["chunks"] == 1
-    assert store.stats()["pinned"] == 0
+    assert store.stats()["in_use"] == 0
     assert admit(store, [2, 2, 2, 2]) == 1
     assert check_hit(store, [1, 1, 1, 1]) == 0
 
@@ -114,17 +123,17 @@ def test_pins_are_released_when_the_request_fails() -> None:
     admit(store, [1, 1, 1, 1])
     with pytest.raises(RuntimeError), store.lookup(ROOT, as_token_ids([1, 1, 1, 1])):
         raise RuntimeError
-    assert store.stats()["pinned"] == 0
+    assert store.stats()["in_use"] == 0
 
 
 def test_a_failed_copy_leaves_nothing_behind() -> None:
     store = make_store()
 
-    def broken(start: int, end: int) -> torch.Tensor:
+    def broken(*_: object) -> KVData:
         raise RuntimeError("out of memory")
 
     assert store.admit(ROOT, as_token_ids([1, 2, 3, 4]), broken, exact_rows=4) == 0
-    assert (store.stats()["pinned"], store.stats()["failed"]) == (0, 1)
+    assert (store.stats()["in_use"], store.stats()["failed"]) == (0, 1)
     assert admit(store, [1, 2, 3, 4]) == 1
 
 
@@ -133,7 +142,7 @@ def test_looking_makes_nothing_younger() -> None:
     admit(store, [1, 1, 1, 1])
     admit(store, [2, 2, 2, 2])
     with store.lookup(ROOT, as_token_ids([1, 1, 1, 1]), pin=False) as known:
-        assert len(known.exact) == 1 and store.stats()["pinned"] == 0
+        assert len(known.exact) == 1 and store.stats()["in_use"] == 0
     admit(store, [3, 3, 3, 3])
     assert check_hit(store, [1, 1, 1, 1]) == 0
 
@@ -148,22 +157,23 @@ def test_a_rejected_chunk_does_not_cost_the_shorter_one_it_continues() -> None:
 
 def test_a_chunk_the_tier_lost_is_a_miss_and_so_is_all_behind_it() -> None:
     tier = RamTier(10_000)
-    store = ChunkStore(tier, cut=lambda ids, _: fixed(len(ids), CHUNK))
+    store = ChunkStore(Tiers(tier), cut=lambda ids, _: fixed(len(ids), CHUNK), origin=ORIGIN)
     ids = list(range(12))
     admit(store, ids)
     with store.lookup(ROOT, as_token_ids(ids)) as known:
-        middle = known.exact[1].chunk.key
-    tier.delete(middle)
+        tier.delete(known.exact[1].chunk.key)
+        with pytest.raises(ChunkLost):
+            list(store.fetch(known.exact))
     assert check_hit(store, ids) == 4
-    assert store.stats()["lost"] == 2
+    assert (store.stats()["lost"], store.stats()["in_use"]) == (1, 0)
     assert store.check_integrity() == []
-    assert admit(store, ids) == 2
+    assert admit(store, ids) == 1  # what stands behind it was never lost
     assert check_hit(store, ids) == 12
 
 
 def test_forgetting_one_root_leaves_the_others() -> None:
     store = make_store()
-    other = root_key("model", "salt", "exact")
+    other = root_key("model", "salt")
     admit(store, [1, 2, 3, 4, 5])
     store.admit(other, as_token_ids([1, 2, 3]), rows_of([1, 2, 3]), exact_rows=3)
     store.forget(ROOT)
@@ -184,7 +194,7 @@ def test_budgets_hold_and_hits_are_right_whatever_comes(prompts, max_rows, max_c
         check_hit(store, ids)
         admit(store, ids)
         stats = store.stats()
-        assert stats["nbytes"] <= max_rows * ROW_BYTES
+        assert stats["tiers"]["ram"]["bytes"] <= max_rows * ROW_BYTES
         assert stats["chunks"] <= max_chunks
         assert store.check_integrity() == []
 
@@ -202,7 +212,7 @@ def test_many_threads_at_once() -> None:
                 ids = [rng.randrange(3) for _ in range(rng.randrange(1, 24))]
                 check_hit(store, ids)
                 admit(store, ids)
-                over_budget.append(store.stats()["nbytes"] > 60 * ROW_BYTES)
+                over_budget.append(ram(store)["bytes"] > 60 * ROW_BYTES)
         except BaseException as error:
             failures.append(error)
 
@@ -213,7 +223,7 @@ def test_many_threads_at_once() -> None:
         thread.join()
     assert failures == []
     assert not any(over_budget)
-    assert store.stats()["pinned"] == 0
+    assert store.stats()["in_use"] == 0
     assert store.check_integrity() == []
 
 
@@ -259,7 +269,7 @@ def test_exactness_may_end_inside_a_chunk() -> None:
     with store.lookup(ROOT, as_token_ids(ids), moved_before=12) as known:
         assert [(hit.start, hit.end) for hit in known.approximate] == [(6, 8), (8, 12)]
         assert known.approximate[0].offset == 2 and known.approximate[0].distance == 0
-    assert store.stats()["pinned"] == 0 and store.check_integrity() == []
+    assert store.stats()["in_use"] == 0 and store.check_integrity() == []
     store.forget(ROOT)
     assert store.stats()["chunks"] == 0
 
@@ -275,7 +285,7 @@ def test_only_moved_runs_that_serve_become_younger() -> None:
         with store.lookup(ROOT, prompt, moved_before=9) as known:
             assert known.exact == () and len(known.moved) == 1
             if served:
-                store.touch(known.moved)
+                store.touch(*(run.hits for run in known.moved))
         admit(store, list(range(400, 408)))
         assert check_hit(store, texts[0]) == (8 if served else 0)
         assert check_hit(store, texts[1]) == (0 if served else 8)

@@ -7,23 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chunks import make_chunk
 from kvboost import SpanKind
-from kvboost.cache.chunk import KVChunk, Lineage
-from kvboost.cache.store import Hit, Known, MovedRun
+from kvboost.cache.chunk import ChunkInfo, Lineage
+from kvboost.cache.compress import KVData, Packer, plain
+from kvboost.cache.hits import Hit, Known, MovedRun
 from kvboost.reuse.assemble import place
 from kvboost.reuse.plan import LEAST_MOVED, LEAST_TOKENS, choose, make_plan
 from kvboost.reuse.rope import Rotation
-from kvboost.tokens.hashing import ChunkKey, as_token_ids
 
 
-def chunk(
-    name: str, base: int, length: int, lineage: Lineage = Lineage.EXACT, dim: int = 1
-) -> KVChunk:
-    """Rows that say which position they were computed at."""
-    kv = torch.arange(base, base + length).float().view(1, 1, 1, -1, 1)
-    kv = kv.expand(2, 2, 1, length, dim).contiguous()
-    ids = as_token_ids(range(length))
-    return KVChunk(ChunkKey(name), ChunkKey("root"), ids, kv, base, lineage)
+def chunk(name: str, base: int, length: int, lineage: Lineage = Lineage.EXACT) -> ChunkInfo:
+    return make_chunk(range(length), key=name, position=base, lineage=lineage).info
 
 
 def hits_of(lengths: list[int]) -> tuple[Hit, ...]:
@@ -92,7 +87,6 @@ def test_clipping_a_run_keeps_rows_and_donors_together() -> None:
         (140, 10, 0),
     ]
     assert all(hit.distance == 50 for hit in part.hits)
-    assert part.hits[0].kv[0, 0, 0, 0, 0] == 80
 
 
 class Rows:
@@ -103,19 +97,26 @@ class Rows:
         return self.data[:, :, :, start:end]
 
 
+def counted(base: int, length: int, dim: int = 1) -> KVData:
+    """Rows that say which position they were computed at."""
+    kv = torch.arange(base, base + length).float().view(1, 1, 1, -1, 1)
+    return plain(kv.expand(2, 2, 1, length, dim).contiguous())
+
+
 def test_rows_in_place_are_put_where_they_belong() -> None:
     kv = Rows(40)
-    place(make_plan(30, Known(hits_of([16, 7]))), kv, None)
+    for hit in make_plan(30, Known(hits_of([16, 7]))).hits:
+        place(hit, counted(hit.start, hit.num_tokens), kv, Packer(16, None))
     expected = torch.cat([torch.arange(23.0), torch.full((17,), -1.0)])
     assert torch.equal(kv.data, expected.view(1, 1, 1, 40, 1).expand_as(kv.data))
 
 
 def test_moved_values_are_copied_and_keys_turned() -> None:
     kv = Rows(80, dim=2)
-    moved = MovedRun((Hit(chunk("a", 3, 40, dim=2), 20, 40),), 0.0)
-    place(make_plan(80, Known((), (), (moved,))), kv, Rotation(torch.full((2, 1), 0.5)))
+    packer = Packer(16, Rotation(torch.full((2, 1), 0.5)))
+    place(Hit(chunk("a", 3, 45), 20, 40, 2), counted(3, 45, dim=2), kv, packer)
     keys, values = kv.rows(20, 60)
-    assert torch.equal(values[0, 0, :, 0], torch.arange(3.0, 43.0))
-    turn = torch.tensor(17 * 0.5)
-    assert torch.allclose(keys[0, 0, 1, 0], 4 * (turn.cos() - turn.sin()), atol=1e-5)
+    assert torch.equal(values[0, 0, :, 0], torch.arange(5.0, 45.0))
+    turn = torch.tensor(15 * 0.5)
+    assert torch.allclose(keys[0, 0, 1, 0], 6 * (turn.cos() - turn.sin()), atol=1e-5)
     assert (kv.rows(0, 20) == -1).all() and (kv.rows(60, 80) == -1).all()

@@ -122,20 +122,6 @@ class PrefixIndex:
         if not siblings.keys:
             del self._children[node.parent]
 
-    def descendants(self, key: ChunkKey) -> list[ChunkKey]:
-        """Every chunk below ``key``, children before their own children."""
-        found: list[ChunkKey] = []
-        level = [key]
-        while level:
-            level = [
-                child
-                for parent in level
-                if parent in self._children
-                for child in self._children[parent].keys
-            ]
-            found += level
-        return found
-
 
 def _sortable(token_ids: TokenIds) -> bytes:
     """Bytes that sort as the tokens do, and whose prefixes are the tokens' prefixes."""

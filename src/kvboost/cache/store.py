@@ -1,9 +1,9 @@
-"""The chunk store: lookup with pins, admission under a budget.
+"""The chunk store: lookup with pins, fetching, admission, forgetting.
 
-Two locks. ``_lock`` guards the indexes, the tier and the pins, and is held for a few milliseconds
-at most, the search of a long prompt. ``_admission`` lets one request at a time bring chunks in,
-so that the copies it makes need not hold up anyone's lookup, and so that identical requests store
-once.
+Locks, in this order. ``_admission`` lets one request at a time bring chunks in, so that the copies
+it makes hold up no lookup, and identical requests store once. ``_lock`` guards catalogue, shelves,
+tiers in memory and pins, and is held for a few milliseconds at most, the search of a long prompt;
+never while a file is read or written or a network is waited for.
 """
 
 from __future__ import annotations
@@ -13,91 +13,30 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-
-from kvboost.cache.anchors import WINDOW, AnchorIndex, Run
-from kvboost.cache.chunk import KVChunk, Lineage
-from kvboost.cache.eviction import LRU, EvictionPolicy
-from kvboost.cache.index import PrefixIndex
-from kvboost.cache.tiers.base import Tier
+from kvboost.cache.anchors import WINDOW
+from kvboost.cache.catalogue import Catalogue
+from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
+from kvboost.cache.compress import KVData
+from kvboost.cache.eviction import EvictionPolicy
+from kvboost.cache.foresight import Foresight
+from kvboost.cache.hierarchy import Hierarchy, Tiers
+from kvboost.cache.hits import Hit, Known
+from kvboost.errors import ForgetError
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, branch_key, chain_key
 
-RowCopy = Callable[[int, int], torch.Tensor]
-"""``copy(start, end)`` gives rows ``[start, end)`` of a request's KV as a tensor of its own,
-``[2, layers, kv_heads, end - start, head_dim]``."""
+Pack = Callable[[int, int, "KVData | None", int], KVData]
+"""``pack(start, end, like, common)`` gives rows ``[start, end)`` of a request's KV in memory of
+their own; the first ``common`` of them are those of ``like``."""
 
 Cut = Callable[[TokenIds, Sequence[int]], list[tuple[int, int]]]
 """Where a sequence is cut into chunks: ``[start, end)`` without gaps, none across the boundaries
 given. What is cut off first must not depend on what comes later."""
 
 
-@dataclass(frozen=True)
-class Hit:
-    """``num_tokens`` rows of ``chunk`` from ``offset`` on serve rows from ``start`` of a prompt."""
-
-    chunk: KVChunk
-    start: int
-    num_tokens: int
-    offset: int = 0
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
-
-    @property
-    def kv(self) -> torch.Tensor:
-        return self.chunk.kv[:, :, :, self.offset : self.offset + self.num_tokens]
-
-    @property
-    def distance(self) -> int:
-        """How far these rows are moved."""
-        return self.start - (self.chunk.base_position + self.offset)
-
-    def clip(self, start: int, end: int) -> Hit:
-        """The part of it that serves rows ``[start, end)``."""
-        start, end = max(start, self.start), min(end, self.end)
-        return Hit(self.chunk, start, end - start, self.offset + start - self.start)
-
-
-@dataclass(frozen=True)
-class MovedRun:
-    """Rows of a prompt that stand together somewhere else. ``resemblance`` is how alike what
-    stands before them here and there is: what both have in common over the longer of the two."""
-
-    hits: tuple[Hit, ...]
-    resemblance: float
-
-    @property
-    def start(self) -> int:
-        return self.hits[0].start
-
-    @property
-    def end(self) -> int:
-        return self.hits[-1].end
-
-    @property
-    def is_exact(self) -> bool:
-        return all(hit.chunk.lineage is Lineage.EXACT for hit in self.hits)
-
-    def clip(self, start: int, end: int) -> MovedRun:
-        hits = (hit.clip(start, end) for hit in self.hits if hit.start < end and hit.end > start)
-        return MovedRun(tuple(hits), self.resemblance)
-
-
-@dataclass(frozen=True)
-class Known:
-    """What is known of a prompt. ``exact`` serves its beginning; ``approximate`` goes on from
-    there, in place; ``moved`` runs stand behind both and may overlap one another."""
-
-    exact: tuple[Hit, ...] = ()
-    approximate: tuple[Hit, ...] = ()
-    moved: tuple[MovedRun, ...] = ()
-
-    @property
-    def keys(self) -> list[ChunkKey]:
-        hits = [*self.exact, *self.approximate, *(hit for run in self.moved for hit in run.hits)]
-        return [hit.chunk.key for hit in hits]
+class ChunkLost(Exception):
+    """A chunk that was found cannot be had any more: the prompt must be planned again."""
 
 
 @dataclass(frozen=True)
@@ -114,23 +53,35 @@ class _Part:
 class ChunkStore:
     def __init__(
         self,
-        tier: Tier,
+        tiers: Tiers,
         *,
         cut: Cut,
+        origin: Origin,
         window: int = WINDOW,
         max_chunks: int | None = None,
-        policy: EvictionPolicy | None = None,
+        policy: Callable[[], EvictionPolicy] = Foresight,
+        attention_share: float = 0.0,
     ) -> None:
-        self._tier = tier
+        """``origin`` names the model; of other models' chunks on a shared disk only the bytes
+        matter. ``max_chunks`` bounds memory, beside its bytes. ``attention_share`` is what
+        attending to one token costs, in rows computed: chunks far behind are dearer."""
         self._cut = cut
-        self._max_chunks = max_chunks
-        self._policy: EvictionPolicy = policy or LRU()
-        self._index = PrefixIndex()
-        self._anchors = AnchorIndex(window)
-        self._pins: Counter[ChunkKey] = Counter()
+        self._origin = origin
+        self._catalogue = Catalogue(window)
+        self._pins: Counter[ChunkKey] = Counter()  # by requests, while they copy
+        self._kept: Counter[ChunkKey] = Counter()  # by the user, until unpinned
         self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._admission = threading.Lock()
+        self._places = Hierarchy(
+            tiers,
+            self,
+            self._lock,
+            policy=policy,
+            max_chunks=max_chunks,
+            attention_share=attention_share,
+        )
+        self._places.open()
 
     @contextmanager
     def lookup(
@@ -147,33 +98,41 @@ class ChunkStore:
         (repaired in the way ``repair`` names), and what stands elsewhere of the rows before
         ``moved_before``.
 
-        What is in place becomes younger; of moved runs a plan takes some, and tells ``touch``.
-        ``pin=False`` only looks: nothing is pinned or becomes younger.
+        What is used of it is told by ``touch``. ``pin=False`` only looks.
         """
+        self._places.refresh()
+        far = self._ask_remote(root, token_ids)
         with self._lock:
             known = self._match(root, token_ids, moved_before, repair)
-            keys = known.keys
-            if pin:
-                self._pins.update(keys)
-                self._policy.touch(hit.chunk.key for hit in (*known.exact, *known.approximate))
+            keys = list(known.keys()) if pin else []
+            self._pins.update(keys)
         try:
             yield known
         finally:
-            if pin:
-                with self._lock:
-                    self._unpin(keys)
+            with self._lock:
+                self._unpin(keys)
+                self._places.forget_far(far)
 
-    def touch(self, runs: Sequence[MovedRun]) -> None:
-        """These moved runs serve a request: their chunks become younger."""
+    def fetch(self, hits: Sequence[Hit]) -> Iterator[tuple[Hit, KVData]]:
+        """The data of pinned hits, in order; what lies on slow tiers is read ahead meanwhile.
+        Raises ``ChunkLost`` when one cannot be had; it is forgotten then."""
+        chunks = self._places.fetch([hit.chunk.key for hit in hits])
+        for hit, chunk in zip(hits, chunks, strict=True):
+            if chunk is None:
+                raise ChunkLost(hit.chunk.key)
+            yield hit, chunk.data
+
+    def touch(self, *paths: Sequence[Hit]) -> None:
+        """These hits serve a request, each path from front to end: they become younger."""
         with self._lock:
-            for run in runs:
-                self._policy.touch(hit.chunk.key for hit in run.hits)
+            for path in paths:
+                self._places.touch([hit.chunk.key for hit in path])
 
     def admit(
         self,
         root: ChunkKey,
         token_ids: TokenIds,
-        copy: RowCopy,
+        pack: Pack,
         *,
         exact_rows: int,
         repair: str = "",
@@ -194,10 +153,9 @@ class ChunkStore:
         with self._admission:
             try:
                 for part in self._parts(self._cut(token_ids, boundaries), exact_rows):
-                    parent = path[part.depth - 1] if part.depth else root
-                    if part.branches:
-                        parent = branch_key(parent, repair)
-                    key, is_new = self._admit_one(root, parent, part, token_ids, copy)
+                    before = path[part.depth - 1] if part.depth else root
+                    parent = branch_key(before, repair) if part.branches else before
+                    key, is_new = self._admit_one(root, before, parent, part, token_ids, pack)
                     if key is None:
                         break
                     new += is_new
@@ -205,7 +163,7 @@ class ChunkStore:
                     pinned.append(key)
             finally:
                 with self._lock:
-                    self._policy.touch(pinned)
+                    self._places.settle()
                     self._unpin(pinned)
         return new
 
@@ -225,240 +183,224 @@ class ChunkStore:
                 branched = True
 
     def _admit_one(
-        self, root: ChunkKey, parent: ChunkKey, part: _Part, token_ids: TokenIds, copy: RowCopy
+        self,
+        root: ChunkKey,
+        before: ChunkKey,
+        parent: ChunkKey,
+        part: _Part,
+        token_ids: TokenIds,
+        pack: Pack,
     ) -> tuple[ChunkKey | None, bool]:
         """The pinned chunk that holds ``part``, or None if it cannot be kept; and whether it is
         new."""
-        ids = token_ids[part.start : part.end]
+        # Ids of its own: a view would hold the whole prompt for as long.
+        ids = as_token_ids(token_ids[part.start : part.end])
+        like: KVData | None = None
         with self._lock:
-            known = self._known(parent, ids)
-            if known is not None:
-                self._pins[known] += 1
-                return known, False
+            sibling, common = self._sibling(parent, ids)
+            if sibling is not None and common == len(ids):
+                self._pins[sibling] += 1
+                return sibling, False
+            if sibling is not None and (chunk := self._places.ready(sibling)) is not None:
+                like = chunk.data
         try:
-            kv = copy(part.start, part.end)
+            data = pack(part.start, part.end, like, common)
+            key = chain_key(parent, ids)
+            described = ChunkInfo(
+                key,
+                parent,
+                before,
+                root,
+                ids,
+                part.start,
+                part.lineage,
+                data.bits,
+                data.nbytes,
+                self._origin,
+                data.key_norm,
+            )
+            chunk = KVChunk(described, data)
+            in_ram = self._places.adopt(chunk)
         except (MemoryError, RuntimeError):  # torch is out of memory
             with self._lock:
                 self._counts["failed"] += 1
             return None, False
-        # Ids of its own: a view would hold the whole prompt for as long.
-        own_ids = as_token_ids(ids)
-        chunk = KVChunk(chain_key(parent, ids), parent, own_ids, kv, part.start, part.lineage)
         with self._lock:
-            if not self._insert(root, chunk):
+            if key in self._catalogue:  # another process has just written it
+                self._pins[key] += 1
+                return key, False
+            if not self._places.put(in_ram, chunk):
                 self._counts["rejected"] += 1
                 return None, False
-            self._pins[chunk.key] += 1
-        return chunk.key, True
+            shorter = self._catalogue.leaf_extended_by(parent, ids)
+            if shorter is not None and not self.is_held(shorter):
+                self._drop([shorter])
+            self._catalogue.add(described)
+            self._counts["admitted"] += 1
+            self._pins[key] += 1
+        return key, True
 
-    def stats(self) -> dict[str, int]:
+    def pin(self, root: ChunkKey, token_ids: TokenIds) -> int:
+        """Keeps what ``token_ids`` begin with from being evicted; returns the number of chunks.
+        Pins add up."""
         with self._lock:
-            return {
-                "chunks": len(self._index),
-                "nbytes": self._tier.nbytes,
-                "pinned": len(self._pins),
-                **{
-                    name: self._counts[name]
-                    for name in ("admitted", "evicted", "rejected", "failed", "lost")
-                },
-            }
+            path = self._catalogue.path(root, token_ids)
+            self._kept.update(path)
+            return len(path)
+
+    def unpin(self, root: ChunkKey, token_ids: TokenIds) -> int:
+        """Takes one pin back; returns the number of chunks."""
+        with self._lock:
+            path = [key for key in self._catalogue.path(root, token_ids) if key in self._kept]
+            self._kept.subtract(path)
+            self._kept += Counter()  # drops what is not kept any more
+            return len(path)
+
+    def forget_text(self, texts: Sequence[TokenIds]) -> int:
+        """Forgets every chunk that holds a piece of ``texts`` or was read behind one, in use or
+        not, for good and on every tier; returns how many there were. Raises ``ForgetError`` if
+        some could not be removed."""
+        with self._admission:
+            with self._lock:
+                keys = self._catalogue.holding(texts)
+                self._drop(keys)
+            self._places.await_writing()
+            far = Catalogue(WINDOW)
+            for info in self._places.remote_infos():
+                far.add(info)
+            forgotten = dict.fromkeys([*keys, *far.holding(texts)])
+            left = self._places.purge(list(forgotten))
+        if left:
+            places = " and ".join(f"{count} in {place}" for place, count in left.items())
+            raise ForgetError(
+                f"of {len(forgotten)} chunks that hold this text {places} could not be removed; "
+                "see that it can be written and call again"
+            )
+        return len(forgotten)
 
     def forget(self, root: ChunkKey) -> None:
         """Forgets every chunk of ``root`` that is not in use right now."""
         with self._admission, self._lock:
-            for key in [*self._anchors.keys(root), *self._anchors.keys(_approximate(root))]:
-                if key not in self._pins:
-                    self._drop(key)
+            self._drop([key for key in self._catalogue.of_root(root) if key not in self._pins])
+        self._places.await_writing()
 
     def clear(self) -> None:
-        """Forgets everything that is not in use right now."""
+        """Forgets everything that is not in use right now, on every tier of this machine."""
         with self._admission, self._lock:
-            for key in list(self._policy):
-                if key not in self._pins:
-                    self._drop(key)
+            self._drop([key for key in self._catalogue if key not in self._pins])
+        self._places.await_writing()
+
+    def flush(self) -> None:
+        """Writes what is not written yet."""
+        self._places.flush()
 
     def close(self) -> None:
-        self.clear()
-        with self._admission, self._lock:
-            self._tier.close()
+        """Writes what is not written yet and lets go of everything."""
+        with self._admission:
+            self._places.close()
+            with self._lock:
+                self._catalogue.clear()
+
+    def stats(self) -> dict[str, Any]:
+        remote = self._places.remote_stats()
+        with self._lock:
+            places = self._places.stats(remote)
+            places["rejected"] += self._counts["rejected"]
+            counted = {name: self._counts[name] for name in ("admitted", "failed")}
+            return {
+                "chunks": len(self._catalogue),
+                "in_use": len(self._pins),
+                "pinned": len(self._kept),
+                **counted,
+                **places,
+            }
 
     def check_integrity(self) -> list[str]:
-        """What does not add up between index, tier, policy and pins; empty when all is well."""
-        with self._admission, self._lock:
-            problems = []
-            indexed, held, ordered = (
-                set(self._index.keys()),
-                set(self._tier.keys()),
-                set(self._policy),
-            )
-            if indexed != held or indexed != ordered:
-                problems.append(
-                    f"index {len(indexed)}, tier {len(held)} and policy {len(ordered)} differ"
-                )
-            held_chunks = [chunk for key in held if (chunk := self._tier.get(key)) is not None]
-            nbytes = sum(chunk.nbytes for chunk in held_chunks)
-            if nbytes != self._tier.nbytes:
-                problems.append(f"tier says {self._tier.nbytes} bytes but holds {nbytes}")
-            orphans = [
-                chunk.key
-                for chunk in held_chunks
-                if chunk.lineage is Lineage.EXACT
-                and chunk.base_position > 0
-                and chunk.parent not in held
-            ]
-            if orphans:
-                problems.append(f"{len(orphans)} chunks outlived their parents")
-            problems += self._anchors.check_integrity()
-            if len(self._anchors) != len(indexed):
-                problems.append(f"{len(self._anchors)} chunks are anchored, {len(indexed)} indexed")
+        """What does not add up between catalogue, shelves, tiers and pins; empty when all is
+        well."""
+        with self._admission, self._places.quiet(), self._lock:
+            problems = self._catalogue.check_integrity() + self._places.check_integrity()
+            if nowhere := [key for key in self._catalogue if self._places.where(key) is None]:
+                problems.append(f"{len(nowhere)} chunks are in the catalogue and in no tier")
             if any(count <= 0 for count in self._pins.values()):
                 problems.append(f"pins below zero: {dict(self._pins)}")
             return problems
 
+    # What the hierarchy asks and tells, with the lock held.
+
+    def is_held(self, key: ChunkKey) -> bool:
+        return key in self._pins or key in self._kept
+
+    def is_wanted(self, key: ChunkKey) -> bool:
+        return key in self._catalogue
+
+    def found(self, info: ChunkInfo) -> None:
+        if info.origin.fingerprint == self._origin.fingerprint and info.key not in self._catalogue:
+            self._catalogue.add(info)
+
+    def gone(self, key: ChunkKey) -> None:
+        if key in self._catalogue:
+            self._catalogue.remove(key)
+
+    def _ask_remote(self, root: ChunkKey, token_ids: TokenIds) -> list[ChunkKey]:
+        """Enters what a remote store has of the chunks that ``token_ids`` need next; returns
+        their keys."""
+        if not self._places.asks_remote:
+            return []
+        unknown: list[ChunkInfo] = []
+        parent = root
+        with self._lock:
+            for start, end in self._cut(token_ids, ()):
+                ids = as_token_ids(token_ids[start:end])
+                key = chain_key(parent, ids)
+                if key not in self._catalogue:
+                    exact = Lineage.EXACT
+                    unknown.append(
+                        ChunkInfo(key, parent, parent, root, ids, start, exact, 16, 0, self._origin)
+                    )
+                parent = key
+        there = self._places.in_remote([info.key for info in unknown])
+        found = [info for info, has in zip(unknown, there, strict=False) if has]
+        with self._lock:
+            found = [info for info in found if info.key not in self._catalogue]
+            for info in found:
+                self._catalogue.add(info)
+            self._places.remember(info.key for info in found)
+        return [info.key for info in found]
+
     # Everything below is called with the lock held.
 
     def _match(self, root: ChunkKey, token_ids: TokenIds, moved_before: int, repair: str) -> Known:
-        exact = self._walk(root, token_ids)
-        if not moved_before:
-            return Known(exact)
-        approximate = self._continue(root, exact, token_ids, repair)
-        in_place = [*exact, *approximate]
-        start = in_place[-1].end if in_place else 0
-        ids = token_ids[:moved_before]
-        runs = self._anchors.find(self._index, root, ids, start)
-        if not _covered(runs, start, moved_before):
-            # Copies of copies only where there is no original.
-            runs += self._anchors.find(self._index, _approximate(root), ids, start)
-            runs.sort(key=lambda run: run.start)
-        return Known(exact, approximate, self._moved(in_place, runs))
+        lost: list[ChunkKey] = []
 
-    def _walk(self, parent: ChunkKey, token_ids: TokenIds, start: int = 0) -> tuple[Hit, ...]:
-        """Chunks below ``parent`` that serve ``token_ids`` from ``start`` on."""
-        hits: list[Hit] = []
-        for match in self._index.match(parent, token_ids[start:]):
-            chunk = self._tier.get(match.key)
-            if chunk is None:
-                self._lose(match.key)
-                break
-            hits.append(Hit(chunk, start, match.num_tokens))
-            start += match.num_tokens
-        return tuple(hits)
+        def where(key: ChunkKey) -> str | None:
+            tier = self._places.where(key)
+            if tier is None:
+                lost.append(key)
+            return tier
 
-    def _continue(
-        self, root: ChunkKey, exact: tuple[Hit, ...], token_ids: TokenIds, repair: str
-    ) -> tuple[Hit, ...]:
-        """The approximate branch of the exact path that reaches furthest beyond it. A branch
-        begins where a whole chunk ends."""
-        end = exact[-1].end if exact else 0
-        best: tuple[Hit, ...] = ()
-        whole = (hit for hit in exact if hit.num_tokens == hit.chunk.num_tokens)
-        forks = [(root, 0), *((hit.chunk.key, hit.end) for hit in whole)]
-        for key, row in reversed(forks):
-            hits = self._walk(branch_key(key, repair), token_ids, row)
-            if hits and hits[-1].end > max(end, best[-1].end if best else 0):
-                best = tuple(hit.clip(end, hit.end) for hit in hits if hit.end > end)
-        return best
+        known = self._catalogue.match(root, token_ids, moved_before, repair, where)
+        for key in lost:
+            self._places.lose(key)
+        return known
 
-    def _moved(self, in_place: list[Hit], runs: list[Run]) -> tuple[MovedRun, ...]:
-        """``runs``, by their starts, with their chunks, each cut off where a chunk is lost."""
-        stands = [(hit.end, hit.chunk.key, hit.num_tokens) for hit in in_place]
-        for run in runs:
-            stands += [(one.start + one.num_tokens, one.key, one.num_tokens) for one in run.pieces]
-        stands.sort(reverse=True)
-        before: dict[ChunkKey, int] = {}  # chunks that end where a run begins or earlier
-        moved = []
-        for run in runs:
-            while stands and stands[-1][0] <= run.start:
-                _, key, num_tokens = stands.pop()
-                before[key] = num_tokens
-            hits: list[Hit] = []
-            for piece in run.pieces:
-                chunk = self._tier.get(piece.key) if piece.key in self._index else None
-                if chunk is None:
-                    if piece.key in self._index:
-                        self._lose(piece.key)
-                    break
-                hits.append(Hit(chunk, piece.start, piece.num_tokens, piece.offset))
-            if hits:
-                moved.append(MovedRun(tuple(hits), self._resemblance(hits[0], before)))
-        return tuple(moved)
+    def _sibling(self, parent: ChunkKey, ids: TokenIds) -> tuple[ChunkKey | None, int]:
+        """A child of ``parent`` that is really there, and how many of ``ids`` it begins with."""
+        found = self._catalogue.sibling(parent, ids)
+        if found is None:
+            return None, 0
+        if self._places.where(found[0]) is None:
+            self._places.lose(found[0])
+            return None, 0
+        return found
 
-    def _resemblance(self, hit: Hit, before: dict[ChunkKey, int]) -> float:
-        """How much of what stands ``before`` a hit here stood before its donor too."""
-        shared, key = 0, self._index.parent(hit.chunk.key)
-        while before and key in self._index:
-            shared += before.get(key, 0)
-            key = self._index.parent(key)
-        return min(1.0, shared / max(1, hit.start, hit.start - hit.distance))
+    def _drop(self, keys: Sequence[ChunkKey]) -> None:
+        self._places.drop(keys)
+        for key in keys:
+            self.gone(key)
 
-    def _known(self, parent: ChunkKey, ids: TokenIds) -> ChunkKey | None:
-        """A child of ``parent`` that begins with ``ids`` and is really there."""
-        best = self._index.best_child(parent, ids)
-        if best is None or best.num_tokens < len(ids):
-            return None
-        if not self._tier.contains(best.key):
-            self._lose(best.key)
-            return None
-        return best.key
-
-    def _insert(self, root: ChunkKey, chunk: KVChunk) -> bool:
-        if chunk.nbytes > self._tier.max_bytes:
-            return False
-        while not self._fits(chunk):
-            if not self._evict_one():
-                return False
-        shorter = self._index.leaf_extended_by(chunk.parent, chunk.token_ids)
-        if shorter is not None and shorter not in self._pins:
-            self._drop(shorter)
-        if not self._tier.put(chunk):
-            return False
-        self._index.insert(chunk.key, chunk.parent, chunk.token_ids)
-        space = root if chunk.lineage is Lineage.EXACT else _approximate(root)
-        self._anchors.insert(space, chunk.key, chunk.token_ids)
-        self._policy.add(chunk.key)
-        self._counts["admitted"] += 1
-        return True
-
-    def _fits(self, chunk: KVChunk) -> bool:
-        room = self._max_chunks is None or len(self._index) < self._max_chunks
-        return room and self._tier.nbytes + chunk.nbytes <= self._tier.max_bytes
-
-    def _evict_one(self) -> bool:
-        for key in self._policy:
-            if key not in self._pins and not self._index.has_children(key):
-                self._drop(key)
-                self._counts["evicted"] += 1
-                return True
-        return False
-
-    def _lose(self, key: ChunkKey) -> None:
-        """The tier no longer has ``key``: nothing behind it can be reached any more."""
-        for gone in [*reversed(self._index.descendants(key)), key]:
-            self._drop(gone)
-            self._counts["lost"] += 1
-
-    def _drop(self, key: ChunkKey) -> None:
-        self._index.remove(key)
-        self._anchors.remove(key)
-        self._policy.remove(key)
-        self._tier.delete(key)
-
-    def _unpin(self, keys: list[ChunkKey]) -> None:
+    def _unpin(self, keys: Sequence[ChunkKey]) -> None:
         self._pins.subtract(keys)
         for key in set(keys):
             if self._pins[key] <= 0:
                 del self._pins[key]
-
-
-def _approximate(root: ChunkKey) -> ChunkKey:
-    """Where approximate chunks of ``root`` are anchored: they are asked after the exact ones."""
-    return branch_key(root, "anchors")
-
-
-def _covered(runs: list[Run], start: int, end: int) -> bool:
-    """Whether ``runs``, by their starts, leave no window of rows ``[start, end)`` free."""
-    for run in runs:
-        if run.start - start >= WINDOW:
-            return False
-        start = max(start, run.end)
-    return end - start < WINDOW

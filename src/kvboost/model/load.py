@@ -209,6 +209,20 @@ def read(
     return model.to(chosen_device), tokenizer
 
 
+def load_tokenizer(name: str | os.PathLike[str], *, local_only: bool = False) -> ModelTokenizer:
+    """The tokenizer of a model, without its weights. ``local_only`` fetches nothing."""
+    if local_only and name in weights.BUNDLED and not weights.is_installed(os.fspath(name)):
+        raise ModelNotFoundError(f"{name} is not here; `kvboost models pull {name}` fetches it")
+    source, gguf = _locate(name)
+    files = {"gguf_file": gguf} if gguf else {}
+    try:
+        return ModelTokenizer(
+            AutoTokenizer.from_pretrained(source, local_files_only=local_only, **files)
+        )
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(_explain(name, source, error)) from error
+
+
 def wrap(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -30,7 +30,7 @@ def frequencies(model: PreTrainedModel, support: Support, num_layers: int) -> to
     for kind, turns in zip(kinds, turning, strict=True):
         # Gemma 3 has a RoPE per kind of layer. The original is what short prompts are turned by,
         # where long ones change it.
-        own = buffers.get(f"{kind}_original_inv_freq")
-        inverse = buffers["original_inv_freq"] if own is None else own
+        names = (f"{kind}_original_inv_freq", "original_inv_freq", "inv_freq")
+        inverse = next(buffers[name] for name in names if name in buffers)
         layers.append(inverse if turns else torch.zeros_like(inverse))
     return torch.stack(layers).detach().double().cpu()

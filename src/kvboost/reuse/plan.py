@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from kvboost.cache.store import Hit, Known, MovedRun
+from kvboost.cache.hits import Hit, Known, MovedRun
 from kvboost.results import Span, SpanKind
 
 LEAST_TOKENS = 16
@@ -54,6 +54,11 @@ class Plan:
         for span in self.spans:
             if span.kind is SpanKind.COMPUTE:
                 yield range(span.start, span.end)
+
+    @property
+    def hits(self) -> tuple[Hit, ...]:
+        """Everything that is put in place, in order."""
+        return (*self.in_place, *(hit for run in self.moved for hit in run.hits))
 
     def without_moved(self) -> Plan:
         """The same prompt with its moved runs computed."""
@@ -113,11 +118,19 @@ def _cover(num_tokens: int, in_place: tuple[Hit, ...], moved: tuple[MovedRun, ..
 
     for hit in in_place:
         kind = SpanKind(hit.chunk.lineage.value)
-        spans.append(Span(kind, hit.start, hit.end, hit.chunk.key))
+        spans.append(Span(kind, hit.start, hit.end, hit.chunk.key, hit.offset, tier=hit.tier))
     for run in moved:
         compute_until(run.start)
         spans += [
-            Span(SpanKind.MOVED, hit.start, hit.end, hit.chunk.key, hit.offset, run.resemblance)
+            Span(
+                SpanKind.MOVED,
+                hit.start,
+                hit.end,
+                hit.chunk.key,
+                hit.offset,
+                run.resemblance,
+                hit.tier,
+            )
             for hit in run.hits
         ]
     compute_until(num_tokens)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from kvboost.cache.store import MovedRun
+from kvboost.cache.hits import MovedRun
 from kvboost.config import RepairParams
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.probe import AttentionMass, Deviation, LayerRows

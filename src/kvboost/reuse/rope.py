@@ -25,6 +25,7 @@ class Rotation:
         self._frequencies = frequencies.detach().to("cpu", torch.float64)
         self._interleaved = interleaved
         self._turns = lru_cache(maxsize=64)(self._make_turns)
+        self._tables: dict[torch.device, Turns] = {}
         _, kinds = torch.unique(self._frequencies, dim=0, return_inverse=True)
         self.kinds: list[int] = kinds.tolist()
         """Per layer; layers of one kind turn alike. Most models have one, Gemma 3 has two."""
@@ -35,6 +36,13 @@ class Rotation:
         cos, sin = (part[:, None, None, :] for part in self._turns(distance, keys.device))
         turned = self._turn(keys.float(), cos, sin)
         out.copy_(turned, non_blocking=True)
+
+    def turn_to(self, keys: torch.Tensor, position: int, *, back: bool = False) -> torch.Tensor:
+        """``keys`` in float32, ``[layers, kv_heads, tokens, dim]``, turned from where position
+        plays no part to ``position`` and those behind it, or ``back``."""
+        end = position + keys.shape[2]
+        cos, sin = (part[:, None, position:end] for part in self._table(end, keys.device))
+        return self._turn(keys, cos, -sin if back else sin)
 
     def turns(self, layer: int, positions: torch.Tensor) -> Turns:
         """Cosine and sine ``[positions, pairs]`` of every position's turn in one layer."""
@@ -68,6 +76,17 @@ class Rotation:
 
     def _make_turns(self, distance: int, device: torch.device) -> Turns:
         return _cos_sin(distance * self._frequencies, device)
+
+    def _table(self, num_positions: int, device: torch.device) -> Turns:
+        """Turns ``[layers, positions, pairs]`` of at least ``num_positions``; one for all layers
+        where they turn alike."""
+        table = self._tables.get(device)
+        if table is None or table[0].shape[1] < num_positions:
+            positions = torch.arange(max(1024, 2 * num_positions), dtype=torch.float64)
+            layers = self._frequencies if len(set(self.kinds)) > 1 else self._frequencies[:1]
+            table = _cos_sin(positions[:, None] * layers[:, None, :], device)
+            self._tables[device] = table
+        return table
 
     def _turn(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         first, second = self._pairs(keys)

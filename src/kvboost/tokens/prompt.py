@@ -51,6 +51,14 @@ class PromptReader:
             return as_token_ids(self._tokenizer.encode(header or "")), self.join(question)
         return self.join(frame[0]), self.join(question, frame[1])
 
+    def inside(self, text: str) -> list[TokenIds]:
+        """The ids by which ``text`` is recognised inside others, several ways: the first and the
+        last of them depend on what stands beside it."""
+        if not text.strip():
+            raise PromptError(f"a text to look for is not blank; got {_short(text)}")
+        ways = [self.join(f"{before}{text.strip()}") for before in ("", " ", "\n")]
+        return [ids[1:-1] if len(ids) > 8 else ids for ids in ways]
+
     def join(self, *fragments: str) -> TokenIds:
         """The ids of ``fragments``, each read on its own, one behind the other."""
         ids = [token for text in fragments for token in self._tokenizer.encode_fragment(text)]

@@ -1,22 +1,11 @@
 from __future__ import annotations
 
-import torch
-
-from kvboost.cache.chunk import KVChunk, Lineage
+from chunks import make_chunk
 from kvboost.cache.tiers.ram import RamTier
-from kvboost.tokens.hashing import as_token_ids, chain_key, root_key
-
-ROOT = root_key("model", "", "exact")
-
-
-def chunk(number: int, tokens: int = 4) -> KVChunk:
-    ids = as_token_ids([number] * tokens)
-    kv = torch.full((2, 1, 1, tokens, 2), float(number))
-    return KVChunk(chain_key(ROOT, ids), ROOT, ids, kv, 0, Lineage.EXACT)
 
 
 def test_a_tier_keeps_its_budget_and_counts_bytes() -> None:
-    first, second = chunk(1), chunk(2)
+    first, second = make_chunk([1] * 4), make_chunk([2] * 4)
     tier = RamTier(first.nbytes + second.nbytes - 1)
     assert tier.put(first)
     assert not tier.put(second)

@@ -1,22 +1,45 @@
-"""Chunks in memory."""
+"""Chunks in memory: the host's, or that of a GPU."""
 
 from __future__ import annotations
 
-from kvboost.cache.chunk import KVChunk
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.tokens.hashing import ChunkKey
 
 
 class RamTier:
+    """In host memory, ``pinned`` where a GPU reads from it."""
+
     name = "ram"
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, *, pinned: bool = False) -> None:
         self.max_bytes = max_bytes
+        self.faults: dict[str, int] = {}
+        self._pinned = pinned
         self._chunks: dict[ChunkKey, KVChunk] = {}
         self._nbytes = 0
 
     @property
     def nbytes(self) -> int:
         return self._nbytes
+
+    def adopt(self, chunk: KVChunk) -> KVChunk:
+        """``chunk`` with its data where this tier keeps it: itself if it is there already. Changes
+        nothing here and needs no lock."""
+        return replace(chunk, data=chunk.data.map(self._bring))
+
+    def allocate(self, like: torch.Tensor) -> torch.Tensor:
+        """Room where this tier keeps things."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._pinned)
+
+    def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            return tensor
+        return self.allocate(tensor).copy_(tensor)
 
     def get(self, key: ChunkKey) -> KVChunk | None:
         return self._chunks.get(key)
@@ -40,6 +63,9 @@ class RamTier:
 
     def keys(self) -> list[ChunkKey]:
         return list(self._chunks)
+
+    def infos(self) -> Iterator[ChunkInfo]:
+        return (chunk.info for chunk in list(self._chunks.values()))
 
     def close(self) -> None:
         self._chunks.clear()

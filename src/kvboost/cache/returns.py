@@ -1,0 +1,237 @@
+"""How soon chunks come back: a model of return rates, learned while serving.
+
+A chunk's rate is a product: what is usual at its age (the time since its last use), times a factor
+for each kind it is of. That is Cox's proportional hazards model over bins. It is fitted to probes,
+chunks whose way was followed: for each bin and kind, returns seen over returns expected. Those
+that did not return yet count with the time they were watched, so nothing has to be waited for.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Cells = tuple[int | None, ...]
+"""The kind that a chunk is of in each respect; None where that is unknown."""
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[Any]
+
+NUM_CELLS = 64
+UNKNOWN = NUM_CELLS - 1
+
+FIRST_BIN = 16
+NUM_BINS = 44
+EDGES = FIRST_BIN * (2.0 ** (np.arange(NUM_BINS + 1) / 2) - 1)
+WIDTHS = np.diff(EDGES)
+
+LEVELS_PER_DOUBLING = 4
+MAX_LEVEL = 12 * LEVELS_PER_DOUBLING
+
+WINDOW = 16_384
+"""Probes that are learned from: the newest."""
+FIRST_FIT = 64
+FIT_SHARE = 1 / 16
+"""A fit comes when so many of the probes are new."""
+SWEEPS = 5
+PRIOR = 4.0
+"""Returns that must have been seen before a kind's own rate counts as much as the usual one."""
+
+TRUST, DOUBT = 3.0, 1.0
+"""Standard errors by which the model must be better than recency to be trusted, and to stay so."""
+FADE = 0.97
+"""What a judgement is worth one fit later."""
+RIVALS = 512
+
+
+@lru_cache(maxsize=4096)
+def log_bin(count: int, per_doubling: float) -> int:
+    """0 for 0, then so many bins for each doubling of ``count + 1``."""
+    return min(UNKNOWN - 1, int(per_doubling * math.log2(count + 1)))
+
+
+class ReturnModel:
+    """Watches probes, learns from them now and then, and says what chunks are worth.
+
+    Probes of one request (``probes_together``) mostly return together, so that they count as one
+    where it must be decided whether an advantage is chance.
+    """
+
+    def __init__(self, probes_together: int) -> None:
+        self.fits = 0
+        self.is_trusted = False
+        self._together = probes_together
+        self._watched = 0
+        self._unlearned = 0
+        self._cells: Ints = np.zeros((0, WINDOW), dtype=np.int16)
+        self._start = np.zeros(WINDOW)
+        self._end = np.zeros(WINDOW)
+        self._is_open = np.zeros(WINDOW, dtype=bool)
+        self._returned = np.zeros(WINDOW, dtype=bool)
+        self._factors: Floats = np.ones((0, NUM_CELLS))
+        self._factor_rows: list[list[float]] = []
+        self._usual = 1.0
+        self._worth: list[list[float]] = []
+        self._foreseen: tuple[Ints, Floats] = (np.zeros(0, dtype=np.int64), np.zeros(0))
+        self._advantage = 0.0
+        self._variance = 0.0
+
+    def watch(self, cells: Cells, start: int, now: int) -> int:
+        """Follows a chunk of these kinds, last used at ``start``; returns the probe's number.
+        May fit the model, to what is known ``now``."""
+        if not len(self._cells):
+            self._cells = np.zeros((len(cells), WINDOW), dtype=np.int16)
+            self._factors = np.ones((len(cells), NUM_CELLS))
+        slot = self._watched % WINDOW
+        self._cells[:, slot] = [UNKNOWN if cell is None else cell for cell in cells]
+        self._start[slot] = start
+        self._is_open[slot], self._returned[slot] = True, False
+        self._watched += 1
+        self._unlearned += 1
+        if self._unlearned >= max(FIRST_FIT, FIT_SHARE * min(self._watched, WINDOW)):
+            self._unlearned = 0
+            self._judge()
+            self._fit(now)
+        return self._watched - 1
+
+    def used(self, probe: int, now: int) -> None:
+        """The chunk came back."""
+        self._close(probe, now, returned=True)
+
+    def lost(self, probe: int, now: int) -> None:
+        """The chunk is followed no longer. Negative numbers are no probes."""
+        if probe >= 0:
+            self._close(probe, now, returned=False)
+
+    def level(self, cells: Cells) -> int:
+        """How much faster than usual chunks of these kinds return, on a scale of logarithms."""
+        factor = 1.0
+        for row, cell in zip(self._factor_rows, cells, strict=True):
+            factor *= row[UNKNOWN if cell is None else cell]
+        level = round(LEVELS_PER_DOUBLING * math.log2(factor / self._usual))
+        return max(-MAX_LEVEL, min(MAX_LEVEL, level))
+
+    def worth(self, level: int, age: int) -> float:
+        """Returns to be expected per unit of time that a chunk is kept, if it is kept for as long
+        as serves it best. There must have been a fit."""
+        age_bin = int(2 * math.log2(1 + max(0, age) / FIRST_BIN))
+        return self._worth[level + MAX_LEVEL][min(NUM_BINS - 1, age_bin)]
+
+    def _close(self, probe: int, now: int, *, returned: bool) -> None:
+        slot = probe % WINDOW
+        if probe >= self._watched - WINDOW:  # else another has its place
+            self._end[slot] = now
+            self._is_open[slot], self._returned[slot] = False, returned
+
+    def _fit(self, now: int) -> None:
+        count = min(self._watched, WINDOW)
+        cells = self._cells[:, :count]
+        is_open = self._is_open[:count]
+        ages = np.maximum(0.0, np.where(is_open, now, self._end[:count]) - self._start[:count])
+        bins = np.minimum(np.searchsorted(EDGES, ages, side="right") - 1, NUM_BINS - 1)
+        in_last_bin = ages - EDGES[bins]
+        returned = self._returned[:count]
+        returns = np.bincount(bins[returned], minlength=NUM_BINS)
+        returns_of = [np.bincount(row[returned], minlength=NUM_CELLS) for row in cells]
+
+        factor = self._factor(cells)
+        for _ in range(SWEEPS):
+            beyond = np.cumsum(_sums(bins, factor, NUM_BINS)[::-1])[::-1]
+            last = _sums(bins, factor * in_last_bin, NUM_BINS)
+            rates = _usual_rates(returns, np.append(beyond[1:], 0.0) * WIDTHS + last)
+            until = np.concatenate([[0.0], np.cumsum(rates * WIDTHS)])
+            expected = until[bins] + rates[bins] * in_last_bin
+            for row, factors, seen in zip(cells, self._factors, returns_of, strict=True):
+                others = factor / factors[row]
+                factors[:] = _factors(seen, _sums(row, expected * others, NUM_CELLS))
+                factor = others * factors[row]
+
+        self.fits += 1
+        self._factor_rows = self._factors.tolist()
+        # Only the product of rates and factors means something; levels are around what is usual.
+        self._usual = math.exp(np.log(factor).mean())
+        worth = _worth_table(rates * self._usual)
+        self._worth = worth.tolist()
+        (open_slots,) = np.nonzero(is_open)
+        levels = np.rint(LEVELS_PER_DOUBLING * np.log2(factor[open_slots] / self._usual)).astype(
+            np.int64
+        )
+        levels = np.clip(levels, -MAX_LEVEL, MAX_LEVEL) + MAX_LEVEL
+        first = self._watched - count
+        numbers = first + (open_slots - first) % WINDOW
+        self._foreseen = (numbers, worth[levels, bins[open_slots]])
+
+    def _factor(self, cells: Ints) -> Floats:
+        factor = np.ones(cells.shape[1])
+        for row, factors in zip(cells, self._factors, strict=True):
+            factor *= factors[row]
+        return factor
+
+    def _judge(self) -> None:
+        """Of the probes that were open at the last fit some returned since. Did the model rank
+        them above the others where recency did not, or the other way round?"""
+        numbers, worth = self._foreseen
+        is_here = numbers >= self._watched - WINDOW
+        numbers, worth = numbers[is_here], worth[is_here]
+        slots = numbers % WINDOW
+        start, returned = self._start[slots], self._returned[slots]
+        (others,) = np.nonzero(self._is_open[slots])
+        others = others[:: max(1, len(others) // RIVALS)]
+        self._advantage *= FADE
+        self._variance *= FADE
+        if returned.any() and len(others):
+            older = np.sign(start[others] - start[returned, None])
+            better = np.sign(worth[returned, None] - worth[others])
+            gains = np.where(older == better, better, 0.0).mean(axis=1)
+            self._advantage += gains.sum()
+            self._variance += self._together * (gains**2).sum()
+        errors = self._advantage / math.sqrt(self._variance + 1.0)
+        self.is_trusted = errors > (DOUBT if self.is_trusted else TRUST)
+
+
+def _sums(cells: Ints, weights: Floats, num_cells: int) -> Floats:
+    return np.bincount(cells, weights, num_cells).astype(np.float64, copy=False)
+
+
+def _usual_rates(returns: Ints, exposure: Floats) -> Floats:
+    """Returns per unit of time at every age. Where little was seen, the rate of the bin before
+    goes on, falling as one over the age: by that alone the order is that of the last use."""
+    rates = np.empty(NUM_BINS)
+    expected = 1.0 / WIDTHS[0]
+    for age_bin in range(NUM_BINS):
+        seen, time = returns[age_bin], exposure[age_bin]
+        rates[age_bin] = (PRIOR + seen) / (PRIOR / expected + time)
+        expected = rates[age_bin] / math.sqrt(2)
+    return rates
+
+
+def _factors(seen: Ints, expected: Floats) -> Floats:
+    """Returns seen over expected, of every cell. Where little was seen, as in the cells beside."""
+    beside_seen, beside_expected = np.zeros(NUM_CELLS), np.zeros(NUM_CELLS)
+    for beside, values in ((beside_seen, seen[:UNKNOWN]), (beside_expected, expected[:UNKNOWN])):
+        beside[1:UNKNOWN] += values[:-1]
+        beside[: UNKNOWN - 1] += values[1:]
+    prior = PRIOR * (PRIOR + beside_seen) / (PRIOR + beside_expected)
+    return (prior + seen) / (PRIOR + expected)
+
+
+def _worth_table(rates: Floats) -> Floats:
+    """``[2 * MAX_LEVEL + 1, NUM_BINS]``: what chunks of each level are worth at each age.
+
+    If kept until the end of some later bin, a chunk returns with some probability and stays for
+    some time; the best ratio of the two over all ends counts (Gittins' index). So a chunk whose
+    time is yet to come is not judged by the present alone.
+    """
+    levels = np.arange(-MAX_LEVEL, MAX_LEVEL + 1) / LEVELS_PER_DOUBLING
+    hazard = rates * WIDTHS * 2.0 ** levels[:, None]
+    stay = WIDTHS * -np.expm1(-hazard) / hazard  # in a bin, if it is there at its beginning
+    worth = np.empty((len(levels), NUM_BINS))
+    for start in range(NUM_BINS):
+        until = np.cumsum(hazard[:, start:], axis=1)
+        time = np.cumsum(stay[:, start:] * np.exp(hazard[:, start:] - until), axis=1)
+        worth[:, start] = (-np.expm1(-until) / time).max(axis=1)
+    return worth

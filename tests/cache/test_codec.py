@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from chunks import make_chunk
+from kvboost.cache import codec
+from kvboost.cache.chunk import KVChunk, Lineage
+from kvboost.cache.compress import Packer, plain
+
+
+def chunks() -> list[KVChunk]:
+    kv = torch.randn(2, 2, 1, 70, 8)
+    return [
+        make_chunk(range(70), data=plain(kv)),
+        make_chunk(range(70), data=plain(kv.bfloat16()), position=9, lineage=Lineage.APPROXIMATE),
+        make_chunk(range(70), data=Packer(8, None).pack(kv.bfloat16(), 0)),
+        make_chunk(range(3), data=Packer(4, None).pack(kv[:, :, :, :3].contiguous(), 7)),
+    ]
+
+
+def assert_same(left: KVChunk, right: KVChunk) -> None:
+    assert left.data.tensors.keys() == right.data.tensors.keys()
+    for name, tensor in left.data.tensors.items():
+        assert tensor.dtype == right.data.tensors[name].dtype
+        assert torch.equal(tensor, right.data.tensors[name])
+    described = [
+        {**vars(chunk.info), "token_ids": chunk.info.token_ids.tolist()} for chunk in (left, right)
+    ]
+    assert described[0] == described[1]
+
+
+@pytest.mark.parametrize("chunk", chunks(), ids=["32", "16", "8", "4"])
+def test_a_chunk_comes_back_as_it_was_from_bytes_and_from_a_file(chunk, tmp_path: Path) -> None:
+    data = codec.encode(chunk)
+    assert_same(codec.decode(data), chunk)
+    path = tmp_path / "chunk"
+    path.write_bytes(data)
+    read = codec.read_file(path)
+    assert_same(read, chunk)
+    path.write_bytes(bytes(len(data)))  # what was read does not lie in the file
+    assert_same(read, chunk)
+    assert codec.info(codec.read_header(data[: codec.header_length(data)])).key == chunk.key
+
+
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    """200 places all over the file, the header included: never another chunk than the one."""
+    rng = random.Random(0)
+    noticed = 0
+    for chunk in chunks():
+        data = codec.encode(chunk)
+        header = codec.header_length(data)
+        for number in range(50):
+            flipped = bytearray(data)
+            place = rng.randrange(header if number % 2 else len(data))
+            flipped[place] ^= 1 << rng.randrange(8)
+            path = tmp_path / "chunk"
+            path.write_bytes(flipped)
+            for read, source in ((codec.decode, bytes(flipped)), (codec.read_file, path)):
+                try:
+                    assert_same(read(source), chunk)  # a bit that means nothing, such as padding
+                except codec.BadChunk:
+                    noticed += 1
+    assert noticed > 350
+
+
+@pytest.mark.parametrize("keep", [0, 1, 7, 8, 100, 0.5, 0.999])
+def test_truncated_bytes_are_noticed(keep, tmp_path: Path) -> None:
+    data = codec.encode(chunks()[0])
+    cut = data[: int(keep * len(data)) if isinstance(keep, float) else keep]
+    path = tmp_path / "chunk"
+    path.write_bytes(cut)
+    with pytest.raises(codec.BadChunk):
+        codec.decode(cut)
+    with pytest.raises(codec.BadChunk):
+        codec.read_file(path)
+
+
+def test_what_is_no_chunk_is_refused(tmp_path: Path) -> None:
+    foreign = save({"kv": torch.zeros(3)}, {"format": "pt"})
+    for data in (foreign, save({"kv": torch.zeros(3)}), b"\xff" * 400, b"{}" * 100):
+        with pytest.raises(codec.BadChunk):
+            codec.decode(data)
+        path = tmp_path / "chunk"
+        path.write_bytes(data)
+        with pytest.raises(codec.BadChunk):
+            codec.read_file(path)
+    with pytest.raises(FileNotFoundError):
+        codec.read_file(tmp_path / "nothing")
+
+
+def test_a_header_that_contradicts_itself_is_refused() -> None:
+    header = codec.read_header(codec.encode(chunks()[0]))
+    for name, value in (("key", "0" * 32), ("bits", "7"), ("position", "x"), ("lineage", "new")):
+        with pytest.raises(codec.BadChunk):
+            codec.info(header | {name: value})

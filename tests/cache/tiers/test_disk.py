@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from chunks import make_chunk
+from kvboost.cache import codec
+from kvboost.cache.chunk import KVChunk
+from kvboost.cache.tiers.disk import MOST_QUARANTINED, REFRESH_SECONDS, DiskTier
+from kvboost.errors import CacheFolderError
+
+
+def numbered(number: int) -> KVChunk:
+    return make_chunk(range(number, number + 8))
+
+
+def file_of(tier: DiskTier, chunk: KVChunk) -> Path:
+    return tier.folder / chunk.key[:2] / f"{chunk.key}.safetensors"
+
+
+def seen(tier: DiskTier) -> set[str]:
+    """What another look at the folder adds."""
+    time.sleep(REFRESH_SECONDS)
+    return {info.key for info in tier.refresh().added}
+
+
+def test_what_is_put_is_there_for_the_next_process(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "kv", 10**6)
+    chunk = numbered(1)
+    assert tier.put(chunk) and tier.put(chunk)
+    assert tier.contains(chunk.key) and tier.keys() == [chunk.key]
+    assert tier.nbytes == file_of(tier, chunk).stat().st_size
+    again = DiskTier(tmp_path / "kv", 10**6)
+    (info,) = again.refresh(now=True).added
+    assert (info.key, info.token_ids.tolist()) == (chunk.key, chunk.info.token_ids.tolist())
+    found = again.get(chunk.key)
+    assert found is not None
+    assert torch.equal(found.data.tensors["kv"], chunk.data.tensors["kv"])
+    again.delete(chunk.key)
+    assert not file_of(tier, chunk).exists() and again.nbytes == 0
+    assert tier.get(chunk.key) is None and tier.faults == {"vanished": 1}
+
+
+def test_the_folder_is_the_users_alone(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "kv", 10**6)
+    tier.put(numbered(1))
+    for folder in (tier.folder, file_of(tier, numbered(1)).parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert (tier.folder / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f59")
+
+
+def test_the_budget_holds_quarantine_included(tmp_path: Path) -> None:
+    size = len(codec.encode(numbered(1)))
+    tier = DiskTier(tmp_path, 2 * size + 10)
+    assert tier.put(numbered(1)) and tier.put(numbered(2))
+    assert not tier.put(numbered(3))
+    assert not file_of(tier, numbered(3)).exists()
+    file_of(tier, numbered(2)).write_bytes(b"x" * size)
+    assert tier.get(numbered(2).key) is None
+    assert tier.nbytes == 2 * size  # it lies in quarantine
+    assert tier.put(numbered(3))  # which makes room first
+    assert not list((tmp_path / "quarantine").iterdir())
+    assert tier.nbytes <= tier.max_bytes
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "foreign", "swapped"])
+def test_a_file_that_is_not_whole_is_a_miss_counted_and_put_aside(damage, tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 10**6)
+    chunk = numbered(1)
+    tier.put(chunk)
+    path = file_of(tier, chunk)
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[-5] ^= 4
+    path.write_bytes(
+        {
+            "flip": bytes(data),
+            "truncate": bytes(data[:-9]),
+            "empty": b"",
+            "foreign": b"hello" * 99,
+            "swapped": codec.encode(numbered(2)),
+        }[damage]
+    )
+    assert tier.get(chunk.key) is None
+    assert tier.faults == {"corrupt": 1}
+    assert not path.exists() and (tmp_path / "quarantine" / path.name).exists()
+    assert not tier.contains(chunk.key)
+    assert tier.put(chunk) and tier.get(chunk.key) is not None
+    # And so at the next start, as far as the header shows it.
+    if damage in ("empty", "foreign", "swapped"):
+        path.write_bytes({"empty": b"", "foreign": b"x" * 99}.get(damage, bytes(data[:300])))
+        again = DiskTier(tmp_path, 10**6)
+        assert again.refresh(now=True).added == () and again.faults == {"corrupt": 1}
+
+
+def test_quarantine_holds_the_last_few(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 10**7)
+    for number in range(MOST_QUARANTINED + 5):
+        tier.put(numbered(number))
+        file_of(tier, numbered(number)).write_bytes(b"x")
+        assert tier.get(numbered(number).key) is None
+    assert len(list((tmp_path / "quarantine").iterdir())) == MOST_QUARANTINED
+    tier.clear_quarantine()
+    assert not list((tmp_path / "quarantine").iterdir()) and tier.nbytes == 0
+
+
+def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "ab").mkdir()
+    for name in ("notes.txt", "ab/model.safetensors", "ab/x.txt"):
+        (tmp_path / name).write_text("mine")
+    tier = DiskTier(tmp_path, 10**6)
+    assert tier.refresh(now=True).added == ()
+    assert {path.read_text() for path in tmp_path.glob("**/*.txt")} == {"mine"}
+    assert (tmp_path / "ab/model.safetensors").read_text() == "mine"
+
+
+def test_processes_see_each_others_chunks(tmp_path: Path) -> None:
+    one, two = DiskTier(tmp_path, 10**6), DiskTier(tmp_path, 10**6)
+    for number in range(20):
+        one.put(numbered(number))
+        assert seen(two) == {numbered(number).key}
+        if number % 2:
+            two.delete(numbered(number).key)
+    one.put(numbered(99))
+    time.sleep(REFRESH_SECONDS)
+    assert set(one.refresh().gone) == {numbered(number).key for number in range(1, 20, 2)}
+    assert sorted(one.keys()) == sorted({*two.keys(), numbered(99).key})
+
+
+def test_a_file_written_within_the_same_tick_is_seen_at_the_next_look(tmp_path: Path) -> None:
+    one, two = DiskTier(tmp_path, 10**6), DiskTier(tmp_path, 10**6)
+    first, second = numbered(1), numbered(2)
+    one.put(first)
+    shard = file_of(one, first).parent
+    before = shard.stat(), tmp_path.stat()
+    assert seen(two) == {first.key}
+    # The clock of the file system has not moved when the second one comes, to the same shard.
+    data = codec.encode(make_chunk(range(2, 10)))
+    (shard / f"{first.key[:2]}{second.key[2:]}.safetensors").write_bytes(data)
+    for folder, time_of in zip((shard, tmp_path), before, strict=True):
+        os.utime(folder, ns=(time_of.st_atime_ns, time_of.st_mtime_ns))
+    seen(two)
+    assert two.faults == {"corrupt": 1}  # it was looked at: its name is not its own
+
+
+def test_leftovers_of_a_dead_process_are_removed(tmp_path: Path) -> None:
+    DiskTier(tmp_path, 10**6)
+    (tmp_path / "tmp-1-x").write_bytes(b"half a chunk")
+    DiskTier(tmp_path, 10**6)
+    assert not list(tmp_path.glob("tmp-*"))
+
+
+def test_a_full_disk_is_a_counter(tmp_path: Path, monkeypatch) -> None:
+    tier = DiskTier(tmp_path, 10**6)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert not tier.put(numbered(1))
+    assert tier.faults == {"full": 1}
+    assert not list(tmp_path.glob("tmp-*")) and tier.nbytes == 0
+    assert tier.put(numbered(1))
+
+
+def test_a_path_that_is_no_folder_is_an_error_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CacheFolderError, match="choose another one"):
+        DiskTier(tmp_path / "file", 10**6)
+    with pytest.raises(CacheFolderError, match="file/below"):
+        DiskTier(tmp_path / "file" / "below", 10**6)
+
+
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from kvboost.cache.tiers.disk import DiskTier
+from chunks import make_chunk
+chunk = make_chunk(range(5))
+os.setgid(65534); os.setuid(65534)
+tier = DiskTier(Path(sys.argv[1]), 10**6)
+(info,) = tier.refresh(now=True).added
+assert tier.get(info.key) is not None
+assert not tier.put(chunk)
+tier.delete(info.key)
+assert tier.contains(info.key)
+print(sorted(tier.faults))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="needs root")
+def test_a_folder_that_may_only_be_read_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    DiskTier(folder, 10**6).put(numbered(1))
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    for parent in (tmp_path, *tmp_path.parents[:-1]):
+        parent.chmod(parent.stat().st_mode | 0o055)
+    done = subprocess.run(
+        [sys.executable, "-c", AS_NOBODY, str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "['undeleted', 'unwritable']"

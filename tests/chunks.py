@@ -1,0 +1,47 @@
+"""Chunks for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
+from kvboost.cache.compress import KVData, plain
+from kvboost.tokens.hashing import ChunkKey, as_token_ids, chain_key, root_key
+
+ROOT = root_key("model", "")
+ORIGIN = Origin("model", "a model")
+
+
+def make_chunk(
+    ids: Sequence[int],
+    *,
+    parent: ChunkKey = ROOT,
+    before: ChunkKey | None = None,
+    root: ChunkKey = ROOT,
+    data: KVData | None = None,
+    position: int = 0,
+    lineage: Lineage = Lineage.EXACT,
+    origin: Origin = ORIGIN,
+    key: str | None = None,
+) -> KVChunk:
+    """A chunk of ``ids``; its data, if none are given, are drawn, the same for the same ids."""
+    tokens = as_token_ids(ids)
+    if data is None:
+        draw = torch.Generator().manual_seed(int(sum(ids)))
+        data = plain(torch.randn(2, 2, 1, len(tokens), 4, generator=draw))
+    name = chain_key(parent, tokens) if key is None else ChunkKey(key)
+    info = ChunkInfo(
+        name,
+        parent,
+        before or parent,
+        root,
+        tokens,
+        position,
+        lineage,
+        data.bits,
+        data.nbytes,
+        origin,
+    )
+    return KVChunk(info, data)
