@@ -12,6 +12,7 @@ import os
 import random
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -98,7 +99,7 @@ def measure(
         other = questions[(number + 1) % len(questions)]
         if other is question:
             other = make_questions(1, seed=1)[0]
-        asked = _Asked(engine, question, other, setting, seed=number)
+        asked = Asked(engine, question, other, setting, seed=number)
         for donor in donors:
             salt = f"quality-{donor}"
             asked.read_before(donor, salt)
@@ -113,7 +114,7 @@ def cells_of(strategies: Sequence[str], ratios: Sequence[float]) -> Iterator[tup
         yield from ((strategy, ratio) for ratio in ((0.0,) if strategy in RATIO_FREE else ratios))
 
 
-class _Asked:
+class Asked:
     """A question whose full answer is known."""
 
     def __init__(
@@ -133,6 +134,12 @@ class _Asked:
         self._full_f1 = f1(full.output_text, question.answers)
         scored = engine.score(self.prompt, self.answer, baseline)
         self.logits, self._full_ms = scored.logits, scored.timings.total_ms
+
+    def through(self, engine: KVBoost) -> Asked:
+        """The same question and answer for another engine on the same model."""
+        other = copy(self)
+        other._engine = engine
+        return other
 
     def _cut(self, question: Question) -> list[str]:
         """Passages of at most so many tokens, each a paragraph of its own."""
@@ -214,7 +221,7 @@ def noise_floor(
     """How far the same model lies from itself in another dtype, both prefilled in full."""
     divergences, same = [], 0
     for number, question in enumerate(questions):
-        asked = _Asked(engine, question, question, setting, seed=number)
+        asked = Asked(engine, question, question, setting, seed=number)
         scored = other.score(asked.prompt, asked.answer, GenerationMode.BASELINE)
         divergences.append(float(kl_divergence(asked.logits, scored.logits).mean()))
         same += bool((asked.logits.argmax(-1) == scored.logits.argmax(-1)).all())

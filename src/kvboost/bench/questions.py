@@ -338,3 +338,20 @@ TEMPLATES = (
     "{who} laughed, since {other} had mistaken {thing} for a present.",
     "Every year {other} would sweep the steps of {building} {mood}.",
 )
+
+
+def choose_questions(datasets: Sequence[str], limit: int | None, part: str) -> list[Question]:
+    """The first ``limit`` questions of every file, or made-up ones; of those every n-th, for
+    several processes: ``part`` 2/3 is the second of three."""
+    questions = (
+        [question for path in datasets for question in read_questions(path)[:limit]]
+        if datasets
+        else make_questions(limit or 20)
+    )
+    number, _, total = part.partition("/")
+    if not (number.isdigit() and total.isdigit() and 1 <= int(number) <= int(total)):
+        raise ConfigError(f"part={part!r} must be such as '2/3', the second of three")
+    chosen = questions[int(number) - 1 :: int(total)]
+    if not chosen:
+        raise ConfigError(f"part={part!r}: there are only {len(questions)} questions")
+    return chosen

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from kvboost import ConfigError, KVBoost, StockModel
-from kvboost.bench import report
+from kvboost.bench import report, traffic
 from kvboost.bench.arranged import measure_arranged
 from kvboost.bench.machine import describe
 from kvboost.bench.moved import TURNS, measure_conversation, measure_moved
@@ -29,7 +29,8 @@ from kvboost.bench.quality import (
     save_rows,
     summarize,
 )
-from kvboost.bench.questions import Question, make_questions, read_questions
+from kvboost.bench.questions import Question, choose_questions
+from kvboost.bench.traffic_plot import plot_traffic
 from kvboost.bench.ttft import Pooled, measure_decode, measure_ttft, rounds_of
 from kvboost.bench.workloads import PATTERNS
 from kvboost.config import STRATEGIES, one_of, within
@@ -178,7 +179,7 @@ def run_quality(
     if load:
         rows = load_rows(load)
     else:
-        questions = _part(_questions(datasets, limit), part)
+        questions = choose_questions(datasets, limit, part)
         with KVBoost.from_pretrained(
             model, device=device, dtype=dtype, reuse_moved="always"
         ) as engine:
@@ -217,24 +218,6 @@ def run_quality(
     }
 
 
-def _questions(datasets: Sequence[str], limit: int | None) -> list[Question]:
-    """The first ``limit`` questions of every file, or made-up ones."""
-    if not datasets:
-        return make_questions(limit or 20)
-    return [question for path in datasets for question in read_questions(path)[:limit]]
-
-
-def _part(questions: list[Question], part: str) -> list[Question]:
-    """Every n-th question, for several processes: ``2/3`` is the second of three."""
-    number, _, total = part.partition("/")
-    if not (number.isdigit() and total.isdigit() and 1 <= int(number) <= int(total)):
-        raise ConfigError(f"part={part!r} must be such as '2/3', the second of three")
-    chosen = questions[int(number) - 1 :: int(total)]
-    if not chosen:
-        raise ConfigError(f"part={part!r}: there are only {len(questions)} questions")
-    return chosen
-
-
 def _measure(
     engine: KVBoost,
     questions: Sequence[Question],
@@ -266,3 +249,35 @@ def _panels(summaries: Sequence[Summary]) -> dict[str, dict[str, list[tuple[floa
         curve = panels.setdefault(one.donor, {}).setdefault(one.strategy, [])
         curve.append((100 * one.charged_share, one.mean_kl if one.mean_kl > ROUNDING else 0.0))
     return panels
+
+
+def run_traffic(
+    traces: Sequence[str],
+    sizes: Sequence[int] | None,
+    requests: int,
+    console: Console,
+    *,
+    plot: str | None = None,
+) -> dict[str, object]:
+    """Every eviction policy on made-up traffic, and on real traces at ``sizes``."""
+    if plot is not None:
+        check_plot(plot)
+    replayed = [*traffic.made_up(requests), *(traffic.read_trace(path, sizes) for path in traces)]
+    with (
+        Progress("replaying traffic") as progress,
+        progress.step("replays", traffic.num_replays(replayed)) as step,
+    ):
+        rows = traffic.run(replayed, progress=step.advance)
+    console.print(traffic.traffic_table(rows))
+    closed = traffic.mean_gap_closed(rows)
+    for name, share in closed.items():
+        console.print(f"{name}: {share:.0%} of the gap between LRU and the optimum closed")
+    if plot is not None:
+        plot_traffic(rows, plot, title="block hit rate by cache size")
+        console.print(f"drawn in {plot}", highlight=False)
+    return {
+        "benchmark": "traffic",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "rows": [row.as_json() for row in rows],
+        "mean_gap_closed": closed,
+    }

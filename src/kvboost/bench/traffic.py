@@ -1,0 +1,300 @@
+"""Which eviction policy keeps what comes back: traffic replayed without a model.
+
+Prompts are paths of blocks, and a block is served only if all before it are. The policies are the
+store's own, behind a cache that follows the store's rules; what the best possible one could have
+kept, knowing the future, is computed beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from heapq import heappop, heappush
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from kvboost.cache.eviction import FIFO, LFU, LRU, Entry, EvictionPolicy
+from kvboost.cache.foresight import Foresight
+from kvboost.errors import ConfigError
+from kvboost.tokens.hashing import ChunkKey
+
+Prompt = Sequence[int]
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "FIFO": FIFO,
+    "LFU": LFU,
+    "LRU": LRU,
+    "Foresight": Foresight,
+}
+OURS = "Foresight"
+OPTIMUM = "optimum"
+SHARES = (0.01, 0.03, 0.1, 0.3)
+TRACE_SIZES = (1_000, 3_000, 10_000, 30_000)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in the order they came, and the cache sizes, in blocks, to replay them at.
+
+    In ``paths`` a number stands for a block together with everything before it, and
+    ``parents[number]`` for the one before (-1: none), so equal blocks behind different beginnings
+    are told apart.
+    """
+
+    name: str
+    paths: tuple[tuple[int, ...], ...]
+    parents: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, prompts: Sequence[Prompt], sizes: Sequence[int] | None = None) -> Trace:
+        """``sizes`` are shares of all distinct blocks unless given."""
+        numbers: dict[tuple[int, int], int] = {}
+        paths = []
+        for prompt in prompts:
+            path: list[int] = []
+            for block in prompt:
+                before = path[-1] if path else -1
+                path.append(numbers.setdefault((before, block), len(numbers)))
+            paths.append(tuple(path))
+        sizes = sizes or [max(1, round(share * len(numbers))) for share in SHARES]
+        parents = tuple(before for before, _ in numbers)
+        return cls(name, tuple(paths), parents, tuple(dict.fromkeys(sizes)))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks asked for, distinct or not."""
+        return sum(map(len, self.paths))
+
+
+@dataclass(frozen=True)
+class Row:
+    """Share of the blocks asked for that were served, by each policy and at best."""
+
+    traffic: str
+    size: int
+    hit_rates: dict[str, float]
+
+    @property
+    def gap_closed(self) -> float | None:
+        """How much of the way from LRU to the optimum ours goes; None if there is none to go."""
+        gap = self.hit_rates[OPTIMUM] - self.hit_rates["LRU"]
+        return (self.hit_rates[OURS] - self.hit_rates["LRU"]) / gap if gap > 1e-9 else None
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "gap_closed": self.gap_closed}
+
+
+def run(
+    traces: Sequence[Trace],
+    sizes: Sequence[int] | None = None,
+    progress: Callable[[], object] = lambda: None,
+) -> list[Row]:
+    """Every policy on every trace, at ``sizes`` or at the trace's own. ``progress`` is called
+    after each of ``num_replays`` replays."""
+    rows = []
+    for trace in traces:
+        for size in sizes or trace.sizes:
+            served = {}
+            for name, policy in POLICIES.items():
+                served[name] = replay(trace, policy(), size)
+                progress()
+            served[OPTIMUM] = optimum(trace, size)
+            progress()
+            total = max(1, trace.num_blocks)
+            rates = {name: hits / total for name, hits in served.items()}
+            rows.append(Row(trace.name, size, rates))
+    return rows
+
+
+def num_replays(traces: Sequence[Trace], sizes: Sequence[int] | None = None) -> int:
+    return sum(len(sizes or trace.sizes) for trace in traces) * (len(POLICIES) + 1)
+
+
+def replay(trace: Trace, policy: EvictionPolicy, size: int) -> int:
+    """Blocks served by a cache of ``size`` blocks. As in the store, only blocks that none follows
+    are evicted, and never one of the request itself; what then finds no room is left out."""
+    keys = [ChunkKey(str(number)) for number in range(len(trace.parents))]
+    numbers = {key: number for number, key in enumerate(keys)}
+    entries = [
+        Entry(key, ChunkKey("root") if parent < 0 else keys[parent], nbytes=1, cost=1.0)
+        for key, parent in zip(keys, trace.parents, strict=True)
+    ]
+    is_here = [False] * len(keys)
+    num_children = [0] * (len(keys) + 1)  # the last, at -1, is the root's
+    num_here = hits = 0
+
+    def evict_one(used: frozenset[int]) -> bool:
+        for key in policy:
+            number = numbers[key]
+            if number not in used and not num_children[number]:
+                policy.remove(key)
+                is_here[number] = False
+                num_children[trace.parents[number]] -= 1
+                return True
+        return False
+
+    for path in trace.paths:
+        served = next((at for at, number in enumerate(path) if not is_here[number]), len(path))
+        hits += served
+        used = frozenset(path[:served])
+        if served:
+            policy.touch([keys[number] for number in path[:served]])
+        new = path[served:size]
+        while num_here + len(new) > size and evict_one(used):
+            num_here -= 1
+        new = new[: size - num_here]
+        for number in new:
+            is_here[number] = True
+            num_children[trace.parents[number]] += 1
+        num_here += len(new)
+        if new:
+            policy.add([entries[number] for number in new])
+    return hits
+
+
+def optimum(trace: Trace, size: int) -> int:
+    """Blocks that the best possible cache of ``size`` blocks serves: it keeps those that are used
+    soonest, and need not keep what it just computed (Belady's rule). A block's next use is never
+    before that of the one it follows, so keeping the nearer ones keeps beginnings whole."""
+    never = len(trace.paths)
+    upcoming: dict[int, int] = {}
+    next_uses: list[list[int]] = []
+    for time in range(never - 1, -1, -1):
+        path = trace.paths[time]
+        next_uses.append([upcoming.get(number, never) for number in path])
+        upcoming.update(dict.fromkeys(path, time))
+    next_uses.reverse()
+
+    here: dict[int, int] = {}
+    farthest: list[tuple[int, int, int]] = []
+    hits = 0
+    for path, uses in zip(trace.paths, next_uses, strict=True):
+        hits += next((at for at, number in enumerate(path) if number not in here), len(path))
+        for depth, (number, use) in enumerate(zip(path, uses, strict=True)):
+            here[number] = use
+            heappush(farthest, (-use, -depth, number))
+        while len(here) > size:
+            use, _, number = heappop(farthest)
+            if here.get(number) == -use:
+                del here[number]
+    return hits
+
+
+def read_trace(path: str | os.PathLike[str], sizes: Sequence[int] | None = None) -> Trace:
+    """A file with a JSON object per line whose ``hash_ids`` name the blocks of a request, in the
+    order of the requests: the format of Mooncake's traces. Raises ``ConfigError``."""
+    path = Path(path).expanduser()
+    expected = 'each line must be such as {"hash_ids": [0, 1, 2]}, with whole numbers'
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"trace={str(path)!r} cannot be read ({error}); {expected}") from error
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            blocks = json.loads(line)["hash_ids"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}, line {number}: no hash_ids; {expected}") from error
+        if not isinstance(blocks, list) or not all(type(block) is int for block in blocks):
+            raise ConfigError(f"{path}, line {number}: hash_ids are {blocks!r:.60}; {expected}")
+        prompts.append(blocks)
+    if not any(prompts):
+        raise ConfigError(f"{path} has no requests; {expected}")
+    trace = Trace.of(path.stem, prompts, sizes or TRACE_SIZES)
+    if sizes is None and len(trace.parents) < max(TRACE_SIZES):
+        return Trace.of(path.stem, prompts)
+    return trace
+
+
+def made_up(requests: int = 2_000, seed: int = 0) -> list[Trace]:
+    """Traffic of three kinds. Questions over documents that are all equally popular, or popular
+    by a Zipf law, and conversations that go on after a while."""
+    return [
+        Trace.of("uniform", list(documents(requests, exponent=0.0, seed=seed))),
+        Trace.of("zipf", list(documents(requests, exponent=1.0, seed=seed))),
+        Trace.of("temporal", list(conversations(requests, seed=seed))),
+    ]
+
+
+def documents(requests: int, *, exponent: float, seed: int = 0) -> Iterator[Prompt]:
+    """A system prompt, a document behind it, a question that is never asked again. The n-th
+    document is asked about in proportion to ``n ** -exponent``."""
+    rng = random.Random(seed)
+    blocks = _Blocks()
+    systems = [blocks.new(rng.randint(1, 6)) for _ in range(4)]
+    texts = [rng.choice(systems) + blocks.new(rng.randint(2, 30)) for _ in range(requests // 8)]
+    draws = list(accumulate((rank + 1) ** -exponent for rank in range(len(texts))))
+    for _ in range(requests):
+        text = texts[bisect_left(draws, rng.random() * draws[-1])]
+        yield text + blocks.new(rng.randint(1, 3))
+
+
+def conversations(requests: int, *, seed: int = 0) -> Iterator[Prompt]:
+    """Conversations behind a few system prompts. With every turn it becomes likelier that another
+    follows, mostly after some hundred other requests; the last block of a turn is not full yet,
+    so the next turn changes it. Now and then a long text comes by once."""
+    rng = random.Random(seed)
+    blocks = _Blocks()
+    systems = [blocks.new(rng.randint(1, 6)) for _ in range(3)]
+    waiting: list[tuple[float, int, list[int], int]] = []
+    for time in range(requests):
+        if time % 100 == 99:
+            yield blocks.new(150)
+            continue
+        if waiting and waiting[0][0] <= time:
+            _, _, path, turn = heappop(waiting)
+            path = path[:-1] + blocks.new(rng.randint(1, 4))
+        else:
+            path, turn = rng.choice(systems) + blocks.new(rng.randint(2, 30)), 0
+        yield path
+        if rng.random() < (turn + 1) / (turn + 3):
+            due = time + rng.lognormvariate(math.log(150), 1.0)
+            heappush(waiting, (due, time, path, turn + 1))
+
+
+class _Blocks:
+    """Block ids that were not used before."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def new(self, count: int) -> list[int]:
+        self._count += count
+        return list(range(self._count - count, self._count))
+
+
+def mean_gap_closed(rows: Sequence[Row]) -> dict[str, float]:
+    """Over all sizes of each traffic at which there is a gap."""
+    gaps: dict[str, list[float]] = {}
+    for row in rows:
+        if row.gap_closed is not None:
+            gaps.setdefault(row.traffic, []).append(row.gap_closed)
+    return {traffic: sum(closed) / len(closed) for traffic, closed in gaps.items()}
+
+
+def traffic_table(rows: Sequence[Row]) -> Table:
+    table = Table(title="blocks served, share of those asked for", box=None, padding=(0, 1, 0, 0))
+    table.add_column("traffic", no_wrap=True)
+    for heading in ("blocks", *POLICIES, OPTIMUM, "gap closed"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    means = mean_gap_closed(rows)
+    for traffic in dict.fromkeys(row.traffic for row in rows):
+        for row in (row for row in rows if row.traffic == traffic):
+            rates = (f"{row.hit_rates[name]:.1%}" for name in (*POLICIES, OPTIMUM))
+            gap = "–" if row.gap_closed is None else f"{row.gap_closed:.0%}"
+            table.add_row(traffic, f"{row.size:,}", *rates, gap)
+        if traffic in means:
+            blanks = [""] * (len(POLICIES) + 2)
+            table.add_row("", *blanks, f"mean {means[traffic]:.0%}", end_section=True)
+    return table
