@@ -32,7 +32,7 @@ def run(*arguments: str, **options: object):
 
 def test_help_teaches_every_command() -> None:
     shown = run("--help").output
-    for command in ("demo", "generate", "chat", "models", "doctor", "bench", "quality"):
+    for command in ("demo", "generate", "chat", "models", "doctor", "cache", "bench", "quality"):
         assert command in shown
         assert run(command, "--help").exit_code == 0
 
@@ -55,6 +55,32 @@ def test_chat_shows_reuse_per_turn(model) -> None:
     turns = [line for line in shown.output.splitlines() if "not read again" in line]
     assert len(turns) == 2
     assert "0% not read again" in turns[0] and " 0% not read again" not in turns[1]
+
+
+def test_the_next_run_does_not_read_again_what_is_kept(model, tmp_path) -> None:
+    text = "The lamp burned paraffin until the cable came. " * 5
+    kept = ("-m", model, "--max-new-tokens", "4", "--cache-dir", str(tmp_path / "kv"))
+    first = json.loads(run("generate", f"{text} Why?", *kept, "--json").stdout)
+    assert first["cached_tokens"] == 0
+    second = json.loads(run("generate", f"{text} When?", *kept, "--json").stdout)
+    assert second["cached_tokens"] >= len(text)
+    assert second["spans"][0]["tier"] == "disk"
+    shown = run("generate", f"{text} How?", *kept).output
+    assert "from disk)" in " ".join(shown.split())
+
+
+def test_chat_goes_on_in_the_next_run(model, tmp_path) -> None:
+    said = "hello there friend, it has been a long time\n\n"
+    kept = ("-m", model, "--max-new-tokens", "4", "--cache-dir", str(tmp_path / "kv"))
+    assert "0% not read again;" in run("chat", *kept, input=said).output
+    assert "from disk)" in run("chat", *kept, input=said).output
+
+
+def test_kv_is_kept_in_fewer_bits_when_asked(model, tmp_path) -> None:
+    kept = ("--cache-dir", str(tmp_path / "kv"), "--kv-bits", "4")
+    run("generate", "hello " * 40, "-m", model, "--max-new-tokens", "4", *kept)
+    listed = json.loads(run("cache", "ls", "--dir", str(tmp_path / "kv"), "--json").stdout)
+    assert listed and {entry["bits"] for entry in listed} == {4}
 
 
 def test_models_lists_and_refuses_unknown_names() -> None:
@@ -89,6 +115,7 @@ def test_doctor_sees_a_folder_that_cannot_be_used(monkeypatch, tmp_path) -> None
         (("generate", "hello", "--mode", "turbo"), "mode='turbo'"),
         (("generate", ""), "prompt is empty"),
         (("generate", "hello", "--dtype", "int3"), "dtype='int3'"),
+        (("generate", "hello", "--kv-bits", "3"), "kv_cache_bits=3"),
         (("bench", "ttft", "--pattern", "nonsense"), "pattern='nonsense'"),
         (("bench", "ttft", "--tokens", "8"), "tokens=8"),
     ],

@@ -1,0 +1,332 @@
+"""``kvboost cache``: what is in a cache folder, and what may be done with it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import cache as remember
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from kvboost.cli.common import AsJson, errors, out, print_json
+from kvboost.config import DEFAULT_MODEL, cache_dir, format_bytes, parse_bytes
+from kvboost.errors import KVBoostError, ModelError
+
+if TYPE_CHECKING:
+    from kvboost.folder import CacheFolder, Entry
+
+app = typer.Typer(
+    help="Look into the folder where KV is kept, tidy it up, take it elsewhere.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+Dir = Annotated[
+    Path | None,
+    typer.Option("--dir", help="The folder; KVBOOST_CACHE_DIR, or kv beside the models, if not."),
+]
+OfModel = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="Only of this model: its name, or how its id begins."),
+]
+_PREVIEW = 48
+
+
+@app.command()
+def ls(
+    folder: Dir = None,
+    model: OfModel = None,
+    text: Annotated[bool, typer.Option("--text", help="Show how their text begins.")] = False,
+    limit: Annotated[int, typer.Option(min=0, help="Chunks to print; 0 prints all.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List the chunks, what was used last first.
+
+    JSON lists all of them.
+
+    Example: [bold]kvboost cache ls --dir ./kv --text[/bold]
+    """
+    with errors():
+        entries = _open(folder).entries(model)
+        shown = entries[: limit or None] if not as_json else entries
+        previews = _previews(shown) if text else None
+    if as_json:
+        print_json([_entry(entry, previews) for entry in shown])
+        return
+    table = _table("key", "model", "tokens", "from")
+    for column in ("text",) if previews else ("depth", "lineage", "bits", "size", "used"):
+        table.add_column(column, no_wrap=True)
+    for entry in shown:
+        info = entry.info
+        row = [info.key[:12], _clean(info.origin.name, 16), f"{info.num_tokens}"]
+        row.append(f"{info.base_position:,}")
+        if previews:
+            row.append(_clean(previews[info.key], 40))
+        else:
+            row += [f"{entry.depth}", info.lineage.value, f"{info.bits}"]
+            row += [format_bytes(entry.nbytes), _ago(entry.used)]
+        table.add_row(*row)
+    out.print(table, highlight=False, markup=False)
+    if len(entries) > len(shown):
+        out.print(f"and {len(entries) - len(shown):,} more; --limit 0 prints all", style="dim")
+
+
+@app.command()
+def info(folder: Dir = None, as_json: AsJson = False) -> None:
+    """What is there of each model, and how much.
+
+    Example: [bold]kvboost cache info --dir ./kv[/bold]
+    """
+    with errors():
+        opened = _open(folder)
+        found = opened.summary()
+    if as_json:
+        print_json(
+            {
+                "folder": str(opened.path),
+                "chunks": found.chunks,
+                "tokens": found.tokens,
+                "bytes": found.nbytes,
+                "quarantine": {"files": found.quarantined, "bytes": found.quarantined_bytes},
+                "models": [
+                    {
+                        "name": one.name,
+                        "fingerprint": one.fingerprint,
+                        "bits": one.bits,
+                        "chunks": one.chunks,
+                        "tokens": one.tokens,
+                        "bytes": one.nbytes,
+                    }
+                    for one in found.models
+                ],
+            }
+        )
+        return
+    table = _table("model", "id", "bits", "chunks", "tokens", "size")
+    for one in found.models:
+        bits = ", ".join(map(str, one.bits))
+        table.add_row(
+            _clean(one.name),
+            _clean(one.fingerprint[:12]),
+            bits,
+            f"{one.chunks:,}",
+            f"{one.tokens:,}",
+            format_bytes(one.nbytes),
+        )
+    if found.quarantined:
+        size = format_bytes(found.quarantined_bytes)
+        table.add_row("quarantine", "", "", f"{found.quarantined} files", "", size)
+    out.print(table, highlight=False, markup=False)
+    _say(
+        f"{opened.path}: {found.chunks:,} chunks, {found.tokens:,} tokens, "
+        f"{format_bytes(found.nbytes)}"
+    )
+
+
+@app.command()
+def verify(folder: Dir = None, as_json: AsJson = False) -> None:
+    """Read every file and hold it against its checksum.
+
+    What is not whole goes into quarantine, and the exit code is 1.
+
+    Example: [bold]kvboost cache verify --dir ./kv[/bold]
+    """
+    with errors():
+        verdict = _open(folder).verify()
+    if as_json:
+        print_json(vars(verdict))
+    else:
+        _say(f"{verdict.ok:,} chunks are whole")
+        if verdict.bad:
+            _say(f"{verdict.bad:,} files were not; they are in quarantine", style="yellow")
+        if verdict.unreadable:
+            _say(f"{verdict.unreadable:,} files could not be read", style="yellow")
+    if not verdict:
+        raise typer.Exit(1)
+
+
+@app.command()
+def clear(
+    folder: Dir = None,
+    model: OfModel = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove everything, or everything of one model.
+
+    What is in quarantine goes as well.
+
+    Example: [bold]kvboost cache clear --dir ./kv --model smollm2-135m[/bold]
+    """
+    with errors():
+        opened = _open(folder)
+        found = opened.summary(model)
+        what = f"{found.chunks:,} chunks" + (f" of {_clean(model)}" if model else "")
+        if not yes:
+            question = f"Remove {what}, {format_bytes(found.nbytes)}, from {opened.path}?"
+            typer.confirm(question, abort=True, err=True)
+        removed = opened.clear(model)
+    if as_json:
+        print_json({"removed": removed})
+    else:
+        _say(f"{removed:,} files removed")
+
+
+@app.command()
+def export(
+    target: Annotated[Path, typer.Argument(help="The .tar file to write.")],
+    folder: Dir = None,
+    model: OfModel = None,
+    key: Annotated[
+        str | None, typer.Option(help="Only this chunk, and those it was read behind.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write chunks into one file, for another machine.
+
+    Whoever has the file can read the text.
+
+    Example: [bold]kvboost cache export kv.tar --dir ./kv --model smollm2-135m[/bold]
+    """
+    with errors():
+        done = _open(folder).export(target, model=model, key=key)
+    if as_json:
+        print_json({"chunks": done.chunks, "bytes": done.nbytes, "bad": done.bad})
+        return
+    _say(f"{done.chunks:,} chunks, {format_bytes(done.nbytes)}, are in {target}")
+    if done.bad:
+        _say(f"{done.bad:,} could not be read whole and were left out", style="yellow")
+
+
+@app.command("import")
+def install(
+    source: Annotated[Path, typer.Argument(help="A file that kvboost cache export wrote.")],
+    folder: Dir = None,
+    max_size: Annotated[str, typer.Option(help="What the folder may hold at most.")] = "20GiB",
+    as_json: AsJson = False,
+) -> None:
+    """Take chunks from an exported file in, each checked first.
+
+    The model will believe it has read them: take only files from people you trust.
+
+    Example: [bold]kvboost cache import kv.tar --dir ./kv --max-size 2GiB[/bold]
+    """
+    with errors():
+        budget = parse_bytes(max_size, "--max-size")
+        done = _open(folder, create=True, max_bytes=budget).install(source)
+    if as_json:
+        print_json(vars(done))
+        return
+    _say(f"{done.installed:,} chunks installed; {done.present:,} were here already")
+    if done.refused:
+        _say(f"{done.refused:,} members are not whole chunks: refused", style="yellow")
+    if done.no_room:
+        _say(f"{done.no_room:,} have no room in {max_size}: left out", style="yellow")
+
+
+@app.command()
+def forget(
+    text: Annotated[str, typer.Argument(help="What to forget; - reads standard input.")],
+    folder: Dir = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Whose tokens the text is looked for in."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove what holds a text, and what was read behind it.
+
+    Programs that are running keep what they hold in memory: close them first.
+
+    Example: [bold]kvboost cache forget "the secret" --dir ./kv[/bold]
+    """
+    with errors():
+        opened = _open(folder)
+        names = opened.models()
+        chosen = model or (names[0] if len(names) == 1 else DEFAULT_MODEL)
+        from kvboost.model.load import load_tokenizer
+
+        try:
+            tokenizer = load_tokenizer(chosen, local_only=model is None)
+        except ModelError as error:
+            raise ModelError(f"{error}; --model names the one whose tokenizer it is") from None
+        forgotten = opened.forget(sys.stdin.read() if text == "-" else text, tokenizer)
+    others = [name for name in names if name != chosen]
+    if as_json:
+        print_json({"forgotten": forgotten, "model": chosen, "other_models": others})
+        return
+    _say(
+        f"{forgotten:,} chunks removed: what held this text, in the tokens of {_clean(chosen)}, "
+        "and what was read behind it"
+    )
+    if others:
+        listing = ", ".join(map(_clean, others))
+        _say(f"other tokens than those were not looked for: try --model {listing}", style="yellow")
+
+
+def _open(folder: Path | None, **options: Any) -> CacheFolder:
+    from kvboost.folder import CacheFolder
+
+    return CacheFolder(folder or cache_dir(), **options)
+
+
+def _entry(entry: Entry, previews: dict[str, str] | None) -> dict[str, Any]:
+    info = entry.info
+    described = {
+        "key": info.key,
+        "parent": info.parent,
+        "depth": entry.depth,
+        "model": info.origin.name,
+        "fingerprint": info.origin.fingerprint,
+        "tokens": info.num_tokens,
+        "position": info.base_position,
+        "lineage": info.lineage.value,
+        "bits": info.bits,
+        "bytes": entry.nbytes,
+        "used": entry.used,
+    }
+    return described | ({"text": previews[info.key]} if previews else {})
+
+
+def _previews(entries: list[Entry]) -> dict[str, str]:
+    """How the text of each chunk begins; ``?`` where its model's tokenizer is not here."""
+    from kvboost.model.load import load_tokenizer
+
+    @remember
+    def decoder(name: str) -> Callable[[list[int]], str]:
+        try:
+            return load_tokenizer(name, local_only=True).decode
+        except KVBoostError:
+            return lambda ids: "?"
+
+    return {
+        entry.info.key: decoder(entry.info.origin.name)(entry.info.token_ids[:_PREVIEW].tolist())
+        for entry in entries
+    }
+
+
+def _clean(text: str, width: int = 200) -> str:
+    """What a file says, fit for a terminal: one line, not too long, no control characters."""
+    line = "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
+    return line if len(line) <= width else f"{line[: width - 1]}…"
+
+
+def _table(*headings: str) -> Table:
+    return Table(*headings, box=None, padding=(0, 1, 0, 0))
+
+
+def _ago(moment: float) -> str:
+    """How long ago that was."""
+    seconds = max(0.0, time.time() - moment)
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _say(line: str, style: str = "") -> None:
+    out.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
