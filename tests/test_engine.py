@@ -509,3 +509,13 @@ def test_a_model_that_keeps_no_plain_kv_is_refused() -> None:
     )
     with pytest.raises(UnsupportedModelError, match="keeps no keys and values"):
         make_engine(transformers.MambaForCausalLM(config), strict=False)
+
+
+def test_a_closed_engine_says_so_whatever_is_asked() -> None:
+    engine = make_engine(tiny_model("llama"))
+    engine.close()
+    for ask in (engine.clear, lambda: engine.forget("x"), lambda: engine.forget_salt("x")):
+        with pytest.raises(KVBoostError, match="closed"):
+            ask()
+    assert engine.check_integrity() == []
+    engine.close()

@@ -25,9 +25,11 @@ MAY_IMPORT = {
     "calibrate": LEAVES | {"tokens"},
     "audit": LEAVES | {"stream"},
     "verify": LEAVES,
+    "options": LEAVES,
     "pipeline": LEAVES | {"tokens", "cache", "reuse", "model", "stream"},
     "engine": LEAVES
-    | {"tokens", "reuse", "model", "stream", "pipeline", "verify", "calibrate", "audit"},
+    | {"tokens", "reuse", "model", "options", "stream", "pipeline"}
+    | {"verify", "calibrate", "audit"},
     "doctor": LEAVES | {"model"},
     "bench": LEAVES | {"kvboost", "tokens", "cache", "reuse", "model"},
     "folder": LEAVES | {"tokens", "cache"},

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -22,11 +22,11 @@ from kvboost.config import (
     choose,
     home,
     parse_bytes,
-    stop_strings,
     within,
 )
 from kvboost.errors import ConfigError, ContextLengthError, KVBoostError, PromptError
 from kvboost.model.load import LoadedModel, load, machine_key, wrap
+from kvboost.options import RequestOptions, ReuseOptions, refuse_unknown, split
 from kvboost.pipeline import Pipeline
 from kvboost.progress import Progress
 from kvboost.results import (
@@ -60,38 +60,6 @@ STORE_COUNTS = (
     "in_use",
     "pinned",
 )
-
-
-class SamplingOptions(TypedDict, total=False):
-    """How tokens are picked; see ``SamplingParams`` for what each leaves to the model."""
-
-    do_sample: bool | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    seed: int | None
-    stop: str | Sequence[str] | None
-    logprobs: int | None
-    ignore_eos: bool
-
-
-class ReuseOptions(TypedDict, total=False):
-    """What a request may share, and how it repairs moved text; by default as the engine does."""
-
-    cache_salt: str
-    recompute_strategy: str | None
-    recompute_ratio: float | None
-    reuse_moved: str | None
-
-
-class RequestOptions(SamplingOptions, ReuseOptions, total=False):
-    """What a request may choose. ``keep=False`` leaves nothing of it in the cache;
-    ``boundaries`` are the token positions where its documents begin, for the cutting of chunks."""
-
-    keep: bool
-    boundaries: Sequence[int]
 
 
 class KVBoost:
@@ -249,7 +217,7 @@ class KVBoost:
         until then is kept.
         """
         clock = Clock()
-        params, reuse = _split(max_new_tokens, options)
+        params, reuse = split(max_new_tokens, options)
         request = self._request(
             self._prompts.read(prompt),
             mode,
@@ -271,7 +239,7 @@ class KVBoost:
     ) -> ReuseReport:
         """How a prompt would be served now. Runs nothing, counts nothing. Which moved rows would
         be recomputed is decided by the model, so none are named here."""
-        _refuse_unknown(options, set(ReuseOptions.__annotations__))
+        refuse_unknown(options, set(ReuseOptions.__annotations__))
         return self._pipeline.plan(self._request(self._prompts.read(prompt), mode, **options))
 
     def warm(
@@ -336,7 +304,7 @@ class KVBoost:
         """Logits ``[len(continuation), vocab]`` with which the model meets each token of
         ``continuation`` behind ``prompt``. Keeps nothing."""
         clock = Clock()
-        _refuse_unknown(options, set(ReuseOptions.__annotations__))
+        refuse_unknown(options, set(ReuseOptions.__annotations__))
         if isinstance(continuation, str):
             raise PromptError("continuation is token ids, such as a result's token_ids")
         follow = self._prompts.read(continuation)
@@ -412,14 +380,17 @@ class KVBoost:
 
     def unpin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
         """Takes a :meth:`pin` of the same text back; returns the chunks it concerned."""
+        self._check_open()
         ids, _ = self._read_one(text, header)
         return self._pipeline.store.unpin(self._pipeline.root(cache_salt), ids)
 
     def forget(self, text: Prompt) -> int:
-        """Forgets a text on every tier, whatever stood before it and under whatever salt: every
-        chunk that holds it (of a long one: 32 tokens in a row of it), and every chunk that was
-        read behind one of those. Returns how many there were. Raises ``ForgetError`` if some could
-        not be removed. Other processes keep what they hold in memory."""
+        """Forgets a text that this model has read, on every tier, whatever stood before it and
+        under whatever salt: every chunk that holds it (of a long one: 32 tokens in a row of it),
+        and every chunk that was read behind one of those. Requests that run meanwhile are not
+        kept. Returns how many chunks there were. Raises ``ForgetError`` if some could not be
+        removed. Other processes keep what they hold in memory."""
+        self._check_open()
         ids = (
             [self._prompts.read(text)] if not isinstance(text, str) else self._prompts.inside(text)
         )
@@ -428,6 +399,7 @@ class KVBoost:
     def clear(self) -> None:
         """Forgets everything that was read, in memory and on disk. What a remote store shares
         with other machines stays."""
+        self._check_open()
         self._pipeline.store.clear()
 
     def check_integrity(self) -> list[str]:
@@ -440,7 +412,8 @@ class KVBoost:
         self._pipeline.store.flush()
 
     def forget_salt(self, cache_salt: str) -> None:
-        """Forgets everything that was read under ``cache_salt``."""
+        """Forgets everything that was read under ``cache_salt``, on every tier."""
+        self._check_open()
         self._pipeline.store.forget(self._pipeline.root(cache_salt))
 
     def close(self) -> None:
@@ -462,6 +435,10 @@ class KVBoost:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise KVBoostError("this engine is closed; make another one")
 
     def _read_one(self, text: Prompt, header: str | None) -> tuple[TokenIds, Sequence[int]]:
         """The ids of one text to be warmed, and where it begins in them if that matters."""
@@ -490,8 +467,7 @@ class KVBoost:
         recompute_ratio: float | None = None,
         reuse_moved: str | None = None,
     ) -> Request:
-        if self._closed:
-            raise KVBoostError("this engine is closed; make another one")
+        self._check_open()
         if not isinstance(cache_salt, str):
             raise ConfigError(f"cache_salt={cache_salt!r} must be a string")
         if not isinstance(keep, bool):
@@ -516,23 +492,6 @@ class KVBoost:
             keep,
             tuple(boundaries),
         )
-
-
-def _split(max_new_tokens: int, options: RequestOptions) -> tuple[SamplingParams, ReuseOptions]:
-    """A request's options by whom they concern; an unknown one is an error."""
-    sampling = {option.name for option in fields(SamplingParams)}
-    reuse = set(ReuseOptions.__annotations__)
-    _refuse_unknown(options, sampling | reuse | {"keep", "boundaries"})
-    given: dict[str, Any] = {name: options[name] for name in options if name in sampling}  # type: ignore[literal-required]
-    given["stop"] = stop_strings(options.get("stop"))
-    shared: Any = {name: value for name, value in options.items() if name in reuse}
-    return SamplingParams(max_new_tokens=max_new_tokens, **given), shared
-
-
-def _refuse_unknown(options: Mapping[str, object], known: set[str]) -> None:
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"unknown option {name!r}; there are {', '.join(sorted(known))}")
 
 
 def _optional_bytes(size: int | str | None, option: str) -> int | None:

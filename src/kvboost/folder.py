@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from kvboost.cache import codec
 from kvboost.cache.anchors import WINDOW
-from kvboost.cache.catalogue import Catalogue
+from kvboost.cache.catalogue import Catalogue, holding
 from kvboost.cache.chunk import ChunkInfo, Origin
 from kvboost.cache.tiers.disk import LOCK_SECONDS, SUFFIX, DiskTier
 from kvboost.errors import CacheFolderError, ConfigError, ForgetError
@@ -269,7 +269,7 @@ class CacheFolder:
             catalogue = Catalogue(WINDOW)
             for info in self._infos.values():
                 catalogue.add(info)
-            keys = catalogue.holding(texts)
+            keys = holding(catalogue.infos(), texts)
             unknown = len(set(self._keys()) - set(self._infos))
             left = self._remove(keys)
         if left or unknown:

@@ -66,8 +66,9 @@ class Pipeline:
             model.vocab_size,
             config.document_markers,
         )
+        tiers = open_tiers(config, model.device)
         self.store = ChunkStore(
-            open_tiers(config, model.device),
+            tiers,
             cut=cut,
             origin=Origin(model.fingerprint, model.name),
             window=anchor_window(config.chunk_size),
@@ -80,7 +81,12 @@ class Pipeline:
         if model.frequencies is not None:
             interleaved = model.support.architecture.interleaved
             self._rotation = Rotation(model.frequencies, interleaved=interleaved)
-        self._packer = Packer(config.kv_cache_bits, self._rotation, measures_keys=config.key_norms)
+        self._packer = Packer(
+            config.kv_cache_bits,
+            self._rotation,
+            own=tiers.ram.own if model.device.type == "cpu" else None,
+            measures_keys=config.key_norms,
+        )
         self._prefill_slice = config.prefill_slice or (
             SLICE_ON_CPU if model.device.type == "cpu" else SLICE_ON_GPU
         )
@@ -149,8 +155,10 @@ class Pipeline:
         Returns the logits of the last ``num_logits`` rows, which are always computed; what they
         answer is the prompt up to the first of them."""
         live_end = len(request.token_ids) - num_logits + 1
-        while (plan := self._assemble(request, run, kv, live_end)) is None:
-            pass  # something was lost on the way: it is planned without it
+        run.epoch = self.store.epoch
+        plan = self._assemble(request, run, kv, live_end)
+        while plan is None:  # something was lost on the way: it is planned without it
+            plan = self._assemble(request, run, kv, live_end, again=True)
         run.exact_rows = plan.exact_rows
         if plan.moved:
             return self._repair(request, run, kv, plan, live_end, num_logits)
@@ -163,10 +171,12 @@ class Pipeline:
             run.rows = end
         return logits[-1] if len(logits) == 1 else torch.cat(logits)
 
-    def _assemble(self, request: Request, run: Run, kv: RequestKV, live_end: int) -> Plan | None:
+    def _assemble(
+        self, request: Request, run: Run, kv: RequestKV, live_end: int, *, again: bool = False
+    ) -> Plan | None:
         """Plans the prompt and puts what is known in place; None if a chunk of the plan turned
-        out to be lost."""
-        with self._lookup(request, live_end) as known:
+        out to be lost. What that is never comes ``again``: a remote store is not asked twice."""
+        with self._lookup(request, live_end, ask_remote=not again) as known:
             plan, notes = self._plan(request, known)
             self.store.touch(plan.in_place, *(moved.hits for moved in plan.moved))
             run.clock.lap("plan")
@@ -306,6 +316,7 @@ class Pipeline:
             exact_rows=run.exact_rows,
             repair=_name(request.repair),
             boundaries=request.boundaries,
+            epoch=run.epoch,
         )
 
     def _compute(
@@ -328,7 +339,9 @@ class Pipeline:
             start = end
 
     @contextmanager
-    def _lookup(self, request: Request, live_end: int, *, pin: bool = True) -> Iterator[Known]:
+    def _lookup(
+        self, request: Request, live_end: int, *, pin: bool = True, ask_remote: bool = True
+    ) -> Iterator[Known]:
         """What is known of the prompt up to ``live_end``, whose last row is always computed;
         pinned meanwhile."""
         if request.mode is GenerationMode.BASELINE:
@@ -341,7 +354,12 @@ class Pipeline:
             moved_before = max(0, min(live_end - LIVE_TOKENS, reusable))
         root = self.root(request.salt)
         with self.store.lookup(
-            root, ids, moved_before=moved_before, repair=_name(request.repair), pin=pin
+            root,
+            ids,
+            moved_before=moved_before,
+            repair=_name(request.repair),
+            pin=pin,
+            ask_remote=ask_remote,
         ) as known:
             yield known
 

@@ -41,6 +41,8 @@ class Run:
     reuse: ReuseReport = field(default_factory=lambda: ReuseReport(()))
     rows: int = 0
     """Rows of the request's KV that are in place."""
+    epoch: int = 0
+    """Of the store, when the request was planned."""
     exact_rows: int = sys.maxsize
     """Rows before the first that is approximate or moved."""
     token_ids: list[int] = field(default_factory=list)

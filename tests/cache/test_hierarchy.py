@@ -398,3 +398,120 @@ def test_forgetting_crosses_into_approximate_branches_and_takes_what_lost_its_be
         store._places.lose(known.exact[5].chunk.key)
     assert store.forget_text([as_token_ids(text(11))]) == 9
     assert len(hits(store, long)) == 5 and store.check_integrity() == []
+
+
+class Liar:
+    """A remote store that says it has everything and gives nothing."""
+
+    name, state, max_bytes, nbytes = "remote", "closed", 10**9, 0
+
+    def __init__(self) -> None:
+        self.faults: dict[str, int] = {}
+        self.asked = 0
+
+    def contains_many(self, keys):
+        self.asked += 1
+        return [True] * len(keys)
+
+    def get(self, key):
+        return None
+
+    def put(self, chunk) -> bool:
+        return False
+
+    def delete(self, key) -> None: ...
+
+    def infos(self):
+        return iter(())
+
+    def stats(self):
+        return {}
+
+    def close(self) -> None: ...
+
+
+def test_a_remote_store_that_promises_and_does_not_give_is_not_asked_again(open_store) -> None:
+    liar = Liar()
+    store = open_store(disk=None, remote=liar)
+    ids = as_token_ids(text(1))
+    with store.lookup(ROOT, ids) as known:
+        assert [hit.tier for hit in known.exact] == ["remote"] * 3
+        with pytest.raises(ChunkLost):
+            list(store.fetch(known.exact))
+    with store.lookup(ROOT, ids, ask_remote=False) as known:
+        assert known.exact == ()
+    assert liar.asked == 1 and store.stats()["chunks"] == 0
+
+
+def test_what_comes_from_afar_says_in_what_precision(open_store, tmp_path) -> None:
+    url = f"file://{tmp_path}/far"
+    here = open_store(remote=open_remote(url, 10**9), folder="here")
+    admit(here, text(1))
+    here.flush()
+    there = open_store(remote=open_remote(url, 10**9), folder="there")
+    assert len(hits(there, text(1))) == 3
+    sizes = {there._catalogue.info(key).nbytes for key in there._catalogue}
+    assert sizes == {CHUNK_BYTES}
+
+
+def test_what_is_being_computed_while_a_text_is_forgotten_is_not_kept(open_store) -> None:
+    store = open_store()
+    epoch = store.epoch
+    store.forget_text([as_token_ids(text(1))])
+    ids = text(1)
+    assert store.admit(ROOT, as_token_ids(ids), rows_of(ids), exact_rows=12, epoch=epoch) == 0
+    assert admit(store, ids) == 3
+
+
+def test_forgetting_sees_what_other_processes_wrote_and_their_quarantine(
+    open_store, tmp_path
+) -> None:
+    one, two = open_store(), open_store()
+    admit(one, text(1))
+    one.flush()
+    aside = tmp_path / "kv" / "quarantine"
+    aside.mkdir()
+    (aside / "other.safetensors").write_bytes(b"some of it")
+    assert two.forget_text([as_token_ids(text(1))]) == 3
+    assert files(tmp_path / "kv") == [] and not list(aside.iterdir())
+
+
+def test_forgetting_a_salt_reaches_the_remote_store(open_store, tmp_path) -> None:
+    root = root_key("model", "tenant")
+    store = open_store(remote=open_remote(f"file://{tmp_path}/far", 10**9))
+    admit(store, text(1), root)
+    admit(store, text(2))
+    store.flush()
+    assert store.forget(root) == 3
+    assert hits(store, text(1), root) == [] and len(hits(store, text(2))) == 3
+
+
+def test_pins_end_with_what_they_hold(open_store) -> None:
+    store = open_store()
+    admit(store, text(1))
+    store.pin(ROOT, as_token_ids(text(1)))
+    store.forget_text([as_token_ids(text(1))])
+    assert store.stats()["pinned"] == 0
+
+
+def test_the_gpu_holds_nothing_that_memory_has_no_room_for(open_store) -> None:
+    store = open_store(disk=None, ram=2, gpu=10)
+    with store.lookup(ROOT, as_token_ids([1])):
+        admit(store, text(1, 20))
+    assert store.stats()["chunks"] == 2 and store.stats()["tiers"]["gpu"]["chunks"] == 2
+    assert store.check_integrity() == []
+
+
+def test_a_host_copy_that_waits_to_be_written_counts_though_the_gpu_has_it_too(open_store) -> None:
+    store = open_store(ram=2, gpu=100)
+    writing = threading.Event()
+    write = store._places._writer._write
+    store._places._writer._write = lambda chunk: writing.wait() and write(chunk)
+    for seed in range(4):
+        admit(store, text(seed))
+    tiers = store.stats()["tiers"]
+    assert tiers["gpu"]["chunks"] == 12 and tiers["ram"]["chunks"] == 2
+    assert tiers["writing"]["waiting_bytes"] == 10 * CHUNK_BYTES
+    writing.set()
+    store.flush()
+    assert store.check_integrity() == []

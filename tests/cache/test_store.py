@@ -289,3 +289,24 @@ def test_only_moved_runs_that_serve_become_younger() -> None:
         admit(store, list(range(400, 408)))
         assert check_hit(store, texts[0]) == (8 if served else 0)
         assert check_hit(store, texts[1]) == (0 if served else 8)
+
+
+def test_a_chunk_never_stands_behind_one_that_ends_elsewhere() -> None:
+    """A longer chunk that begins alike must not become the parent of what follows a shorter."""
+    ids = [1, 2, 3, 4, 1, 2, 3, 4, 5, 6]
+    for boundaries in ((), (2,), (3, 5)):
+        store = ChunkStore(
+            Tiers(RamTier(10_000)),
+            cut=lambda ids, ends: [
+                part
+                for part in zip([0, *ends], [*ends, len(ids)], strict=True)
+                if part[0] < part[1]
+            ],
+            origin=ORIGIN,
+        )
+        admit(store, ids)  # one chunk
+        tokens = as_token_ids(ids)
+        store.admit(ROOT, tokens, rows_of(ids), exact_rows=10, boundaries=boundaries)
+        assert store.check_integrity() == []
+        for prompt in (ids, [*ids, *ids[2:]], [*ids[:2], *ids[2:5], 9]):
+            check_hit(store, prompt)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -99,14 +100,14 @@ def test_what_memory_lets_go_is_held_within_bounds_until_it_is_written(make, sin
     writer.owe(first)
     writer.owe(second)
     assert writer.let_go(first.key)
-    assert writer.waiting_bytes == first.nbytes
+    assert writer.stats()["waiting_bytes"] == first.nbytes
     assert not writer.let_go(second.key)  # too much
     assert not writer.owes(second.key) and not writer.let_go("unknown")
     writer.taken_back(first.key)
-    assert writer.waiting_bytes == 0
+    assert writer.stats()["waiting_bytes"] == 0
     assert writer.let_go(first.key)
     sink.may_go_on.set()
-    until(lambda: sink.written == [first.key] and writer.waiting_bytes == 0)
+    until(lambda: sink.written == [first.key] and writer.stats()["waiting_bytes"] == 0)
 
 
 def test_what_fails_is_owed_and_tried_again(make, sink, monkeypatch) -> None:
@@ -119,6 +120,45 @@ def test_what_fails_is_owed_and_tried_again(make, sink, monkeypatch) -> None:
     sink.refuses = False
     writer.flush()
     assert sink.written == [chunk.key] and not writer.owes(chunk.key)
+
+
+def test_one_that_cannot_be_written_does_not_keep_the_others_from_it(make, sink) -> None:
+    writer = make()
+    chunks = [make_chunk([number]) for number in range(6)]
+    write = sink.write
+    sink.write = lambda chunk: chunk is not chunks[0] and write(chunk)
+    writer._write = sink.write
+    for chunk in chunks:
+        writer.owe(chunk)
+    writer.close()
+    assert sink.written == [chunk.key for chunk in chunks[1:]]
+
+
+def test_whatever_is_raised_the_thread_goes_on(make, sink) -> None:
+    writer = make()
+
+    def broken(chunk: KVChunk) -> bool:
+        raise MemoryError
+
+    writer._write = broken
+    writer.owe(make_chunk([1]))
+    writer.flush()
+    writer.await_writing()
+    writer._write = sink.write
+    writer.flush()
+    assert sink.written == [make_chunk([1]).key]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_ends_without_waiting_for_a_thread_it_has_not(make, sink) -> None:
+    writer = make()
+    sink.may_go_on.clear()
+    writer.owe(make_chunk([1]))
+    pid = os.fork()
+    if not pid:
+        writer.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_what_is_cancelled_is_not_written_and_what_is_being_written_is_waited_for(

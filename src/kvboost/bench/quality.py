@@ -122,7 +122,7 @@ class Asked:
     ) -> None:
         self._engine = engine
         self._question = question
-        self._random = random.Random(seed)
+        self._seed = seed
         self._setting = setting
         self._documents = self._cut(question)
         self._others = self._cut(other)
@@ -165,9 +165,9 @@ class Asked:
                 behind = engine.arrange(None, [stranger, text], "", cache_salt="none").prompt
                 engine.warm(behind, cache_salt=salt)
         else:
-            order = list(documents)
+            order, shuffler = list(documents), random.Random(self._seed)
             while order == documents and len(set(documents)) > 1:
-                self._random.shuffle(order)
+                shuffler.shuffle(order)
             earlier = engine.arrange(None, order, "Summarize this.", cache_salt="none").prompt
             engine.generate(earlier, 1, GenerationMode.PREFIX_CACHE, cache_salt=salt)
 

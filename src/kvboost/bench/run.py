@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -267,7 +268,7 @@ def run_traffic(
         Progress("replaying traffic") as progress,
         progress.step("replays", traffic.num_replays(replayed)) as step,
     ):
-        rows = traffic.run(replayed, progress=step.advance)
+        rows = traffic.run(replayed, progress=step.advance, processes=os.cpu_count() or 1)
     console.print(traffic.traffic_table(rows))
     closed = traffic.mean_gap_closed(rows)
     for name, share in closed.items():

@@ -127,6 +127,9 @@ class _Traffic:
         if kind < 0.03:
             engine.forget(rng.choice(self._documents))
             return
+        if kind < 0.032:
+            engine.clear()
+            return
         prompt, salt = self._prompt(), rng.choice(["", "", f"tenant-{rng.randrange(3)}"])
         if rng.random() < 0.1:
             with engine.stream(prompt, 8, cache_salt=salt) as stream:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -26,7 +27,7 @@ from kvboost.bench.workloads import PATTERNS, fragments
 from kvboost.cache import codec
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
 from kvboost.cache.compress import PLAIN, KVData, Packer, plain
-from kvboost.cache.hierarchy import Tiers
+from kvboost.cache.hierarchy import FETCHED_AHEAD, Tiers
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.ram import RamTier
@@ -67,48 +68,51 @@ class Packed:
 
 
 def measure_promotion(folder: Path, kv_rows: torch.Tensor, rounds: int) -> Iterator[Promotion]:
-    """Of the chunks in ``folder``: from RAM into a request's rows, and from disk into RAM."""
+    """Of the chunks in ``folder``, the way a request takes: from RAM into its rows, and from disk
+    into RAM, each with the search for them. The references read with as many threads."""
     chunks = _chunks(folder)
     nbytes = sum(chunk.nbytes for chunk in chunks)
+    ids = as_token_ids(np.concatenate([chunk.info.token_ids for chunk in chunks]))
+    root, origin = chunks[0].info.root, chunks[0].info.origin
     packer = Packer(16, None)
     flat = [torch.empty_like(chunk.data.tensors[PLAIN]) for chunk in chunks]
 
-    def place(_: int) -> None:
-        for chunk in chunks:
-            start = chunk.info.base_position
-            rows = kv_rows[:, :, :, start : start + chunk.info.num_tokens]
-            packer.place(chunk.data, start, 0, start, rows)
+    def bring_up(store: ChunkStore, rows: torch.Tensor | None) -> None:
+        with store.lookup(root, ids) as known:
+            for hit, data in store.fetch(known.exact):
+                if rows is not None:
+                    place = rows[:, :, :, hit.start : hit.end]
+                    packer.place(data, hit.start, 0, hit.start, place)
 
     def copy(_: int) -> None:
         for chunk, out in zip(chunks, flat, strict=True):
             out.copy_(chunk.data.tensors[PLAIN])
 
-    timed = interleave({"ours": Contender(place), "reference": Contender(copy)}, rounds)
-    yield Promotion("ram", nbytes, timed["ours"], timed["reference"])
-
-    paths = [folder / chunk.key[:2] / f"{chunk.key}.safetensors" for chunk in chunks]
-    ids = as_token_ids(np.concatenate([chunk.info.token_ids for chunk in chunks]))
-    opened: list[ChunkStore] = []
-
-    def promote(_: int) -> None:
-        store = opened[-1]
-        with store.lookup(chunks[0].info.root, ids) as known:
-            for _hit, _data in store.fetch(known.exact):
-                pass
-
-    def reopen() -> None:
-        if opened:
-            opened.pop().close()
-        opened.append(_store(folder, chunks[0].info.origin))
-
-    reopen()
+    opened = [_store(folder, origin)]
+    bring_up(opened[0], None)
     timed = interleave(
         {
-            "ours": Contender(promote, reopen),
-            "reference": Contender(lambda _: [path.read_bytes() for path in paths]),
+            "ours": Contender(lambda _: bring_up(opened[0], kv_rows)),
+            "reference": Contender(copy),
         },
         rounds,
     )
+    yield Promotion("ram", nbytes, timed["ours"], timed["reference"])
+
+    def reopen() -> None:
+        opened.pop().close()
+        opened.append(_store(folder, origin))
+
+    paths = [folder / chunk.key[:2] / f"{chunk.key}.safetensors" for chunk in chunks]
+    reopen()
+    with ThreadPoolExecutor(FETCHED_AHEAD) as pool:
+        timed = interleave(
+            {
+                "ours": Contender(lambda _: bring_up(opened[0], None), reopen),
+                "reference": Contender(lambda _: list(pool.map(Path.read_bytes, paths))),
+            },
+            rounds,
+        )
     opened.pop().close()
     yield Promotion("disk", nbytes, timed["ours"], timed["reference"])
 

@@ -12,10 +12,14 @@ import math
 import os
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +78,15 @@ class Trace:
         """Blocks asked for, distinct or not."""
         return sum(map(len, self.paths))
 
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """The blocks as a policy is told of them, by their numbers."""
+        keys = [ChunkKey(str(number)) for number in range(len(self.parents))]
+        return tuple(
+            Entry(key, ChunkKey("root") if parent < 0 else keys[parent], nbytes=1, cost=1.0)
+            for key, parent in zip(keys, self.parents, strict=True)
+        )
+
 
 @dataclass(frozen=True)
 class Row:
@@ -97,22 +110,39 @@ def run(
     traces: Sequence[Trace],
     sizes: Sequence[int] | None = None,
     progress: Callable[[], object] = lambda: None,
+    *,
+    processes: int = 1,
 ) -> list[Row]:
     """Every policy on every trace, at ``sizes`` or at the trace's own. ``progress`` is called
     after each of ``num_replays`` replays."""
-    rows = []
-    for trace in traces:
-        for size in sizes or trace.sizes:
-            served = {}
-            for name, policy in POLICIES.items():
-                served[name] = replay(trace, policy(), size)
-                progress()
-            served[OPTIMUM] = optimum(trace, size)
+    cells = [(trace, size) for trace in traces for size in sizes or trace.sizes]
+    jobs = [(trace, size, name) for trace, size in cells for name in (*POLICIES, OPTIMUM)]
+    hits = []
+    with _mapper(processes) as mapped:
+        for served in mapped(_served, jobs):
+            hits.append(served)
             progress()
-            total = max(1, trace.num_blocks)
-            rates = {name: hits / total for name, hits in served.items()}
-            rows.append(Row(trace.name, size, rates))
+    by_cell = iter(hits)
+    rows = []
+    for trace, size in cells:
+        total = max(1, trace.num_blocks)
+        rates = {name: next(by_cell) / total for name in (*POLICIES, OPTIMUM)}
+        rows.append(Row(trace.name, size, rates))
     return rows
+
+
+@contextmanager
+def _mapper(processes: int) -> Iterator[Callable[..., Iterable[int]]]:
+    if processes == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        yield pool.map
+
+
+def _served(job: tuple[Trace, int, str]) -> int:
+    trace, size, name = job
+    return optimum(trace, size) if name == OPTIMUM else replay(trace, POLICIES[name](), size)
 
 
 def num_replays(traces: Sequence[Trace], sizes: Sequence[int] | None = None) -> int:
@@ -122,41 +152,26 @@ def num_replays(traces: Sequence[Trace], sizes: Sequence[int] | None = None) -> 
 def replay(trace: Trace, policy: EvictionPolicy, size: int) -> int:
     """Blocks served by a cache of ``size`` blocks. As in the store, only blocks that none follows
     are evicted, and never one of the request itself; what then finds no room is left out."""
-    keys = [ChunkKey(str(number)) for number in range(len(trace.parents))]
-    numbers = {key: number for number, key in enumerate(keys)}
-    entries = [
-        Entry(key, ChunkKey("root") if parent < 0 else keys[parent], nbytes=1, cost=1.0)
-        for key, parent in zip(keys, trace.parents, strict=True)
-    ]
-    is_here = [False] * len(keys)
-    num_children = [0] * (len(keys) + 1)  # the last, at -1, is the root's
-    num_here = hits = 0
-
-    def evict_one(used: frozenset[int]) -> bool:
-        for key in policy:
-            number = numbers[key]
-            if number not in used and not num_children[number]:
-                policy.remove(key)
-                is_here[number] = False
-                num_children[trace.parents[number]] -= 1
-                return True
-        return False
-
+    entries = trace.entries
+    here: set[ChunkKey] = set()
+    hits = 0
     for path in trace.paths:
-        served = next((at for at, number in enumerate(path) if not is_here[number]), len(path))
+        keys = [entries[number].key for number in path]
+        served = next((at for at, key in enumerate(keys) if key not in here), len(path))
         hits += served
-        used = frozenset(path[:served])
         if served:
-            policy.touch([keys[number] for number in path[:served]])
+            policy.touch(keys[:served])
         new = path[served:size]
-        while num_here + len(new) > size and evict_one(used):
-            num_here -= 1
-        new = new[: size - num_here]
-        for number in new:
-            is_here[number] = True
-            num_children[trace.parents[number]] += 1
-        num_here += len(new)
+        missing = len(here) + len(new) - size
+        if missing > 0:
+            used = frozenset(keys[:served])
+            victims = list(islice((key for key in policy if key not in used), missing))
+            for key in victims:
+                policy.remove(key)
+            here.difference_update(victims)
+        new = new[: size - len(here)]
         if new:
+            here.update(keys[served : served + len(new)])
             policy.add([entries[number] for number in new])
     return hits
 

@@ -5,7 +5,7 @@ Not thread-safe: the store holds its lock around every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,11 @@ class Catalogue:
         self._tree.remove(key)
         self._anchors.remove(key)
 
+    def describe(self, info: ChunkInfo) -> None:
+        """More is known of a chunk than when it was added."""
+        if info.key in self._infos:
+            self._infos[info.key] = info
+
     def of_root(self, root: ChunkKey) -> list[ChunkKey]:
         return [key for key, info in self._infos.items() if info.root == root]
 
@@ -74,34 +79,9 @@ class Catalogue:
         """The chunks that begin with ``token_ids``, exactly, the last perhaps in part."""
         return [match.key for match in self._tree.match(root, token_ids)]
 
-    def holding(self, texts: Sequence[TokenIds]) -> list[ChunkKey]:
-        """Every chunk that holds a piece of one of ``texts`` (all of it, or ``WINDOW`` tokens in a
-        row), in whatever tree, and every chunk that was read behind one. So is every chunk whose
-        beginning is lost: nobody can say what it was read behind."""
-        pieces = {
-            piece.tobytes() for ids in texts for piece in _windows(ids, min(WINDOW, len(ids)))
-        }
-        lengths = sorted({min(WINDOW, len(ids)) for ids in texts})
-        found: dict[ChunkKey, None] = {}
-        for info in list(self._infos.values()):
-            before = self._before(info, lengths[-1] - 1)
-            ids = np.concatenate([before, info.token_ids])
-            for length in lengths:
-                for start, one in enumerate(_windows(ids, length)):
-                    if one.tobytes() in pieces:
-                        found |= dict.fromkeys(self._back_to(info, start - len(before)))
-                        break
-        behind: dict[ChunkKey, list[ChunkKey]] = {}
-        for info in self._infos.values():
-            behind.setdefault(info.before, []).append(info.key)
-            if info.base_position and info.before not in self._infos:
-                found[info.key] = None
-        left = list(found)
-        while left:
-            new = [key for key in behind.get(left.pop(), ()) if key not in found]
-            found |= dict.fromkeys(new)
-            left += new
-        return list(found)
+    def infos(self) -> dict[ChunkKey, ChunkInfo]:
+        """A copy of what is known, to be searched without holding anyone up."""
+        return dict(self._infos)
 
     def match(
         self, root: ChunkKey, token_ids: TokenIds, moved_before: int, repair: str, where: Where
@@ -128,6 +108,10 @@ class Catalogue:
                 f"{len(self._infos)} chunks, {len(self._tree)} in the tree, "
                 f"{len(self._anchors)} anchored"
             )
+        before = ((info, self._infos.get(info.before)) for info in self._infos.values())
+        for info, one in before:
+            if one is not None and one.base_position + one.num_tokens != info.base_position:
+                problems.append(f"{info.key} does not begin where {one.key} ends")
         return problems
 
     def _walk(
@@ -138,7 +122,7 @@ class Catalogue:
         for match in self._tree.match(parent, token_ids[start:]):
             info, tier = self._infos[match.key], where(match.key)
             num_tokens = usable_rows(info.bits, info.num_tokens, match.num_tokens)
-            if tier is None or num_tokens == 0:
+            if tier is None or num_tokens == 0 or info.base_position != start:
                 break
             hits.append(Hit(info, start, num_tokens, tier=tier))
             start += num_tokens
@@ -196,24 +180,53 @@ class Catalogue:
             key = self._infos[key].parent
         return min(1.0, shared / max(1, hit.start, hit.start - hit.distance))
 
-    def _back_to(self, info: ChunkInfo, row: int) -> Iterator[ChunkKey]:
-        """A chunk, and those before it back to the one that holds ``row``, counted from its
-        first; rows before it are negative."""
-        yield info.key
-        while row < 0:
-            info = self._infos[info.before]
-            row += info.num_tokens
-            yield info.key
 
-    def _before(self, info: ChunkInfo, num_tokens: int) -> TokenIds:
-        """The ``num_tokens`` before a chunk, as far as they are known."""
-        pieces: list[TokenIds] = []
-        missing = num_tokens
-        while missing > 0 and (before := self._infos.get(info.before)) is not None:
-            pieces.insert(0, before.token_ids[-missing:])
-            missing -= len(pieces[0])
-            info = before
-        return np.concatenate([*pieces, np.empty(0, np.int32)])
+def holding(infos: Mapping[ChunkKey, ChunkInfo], texts: Sequence[TokenIds]) -> list[ChunkKey]:
+    """Every chunk of ``infos`` that holds a piece of one of ``texts`` (all of it, or ``WINDOW``
+    tokens in a row), in whatever tree, and every chunk that was read behind one. So is every chunk
+    whose beginning is lost: nobody can say what it was read behind."""
+    pieces = {piece.tobytes() for ids in texts for piece in _windows(ids, min(WINDOW, len(ids)))}
+    lengths = sorted({min(WINDOW, len(ids)) for ids in texts})
+    found: dict[ChunkKey, None] = {}
+    behind: dict[ChunkKey, list[ChunkKey]] = {}
+    for info in infos.values():
+        behind.setdefault(info.before, []).append(info.key)
+        if info.base_position and info.before not in infos:
+            found[info.key] = None
+        before = _before(infos, info, lengths[-1] - 1)
+        ids = np.concatenate([before, info.token_ids])
+        for length in lengths:
+            for start, one in enumerate(_windows(ids, length)):
+                if one.tobytes() in pieces:
+                    found |= dict.fromkeys(_back_to(infos, info, start - len(before)))
+                    break
+    left = list(found)
+    while left:
+        new = [key for key in behind.get(left.pop(), ()) if key not in found]
+        found |= dict.fromkeys(new)
+        left += new
+    return list(found)
+
+
+def _back_to(infos: Mapping[ChunkKey, ChunkInfo], info: ChunkInfo, row: int) -> Iterator[ChunkKey]:
+    """A chunk, and those before it back to the one that holds ``row``, counted from its first;
+    rows before it are negative."""
+    yield info.key
+    while row < 0:
+        info = infos[info.before]
+        row += info.num_tokens
+        yield info.key
+
+
+def _before(infos: Mapping[ChunkKey, ChunkInfo], info: ChunkInfo, num_tokens: int) -> TokenIds:
+    """The ``num_tokens`` before a chunk, as far as they are known."""
+    pieces: list[TokenIds] = []
+    missing = num_tokens
+    while missing > 0 and (before := infos.get(info.before)) is not None:
+        pieces.insert(0, before.token_ids[-missing:])
+        missing -= len(pieces[0])
+        info = before
+    return np.concatenate([*pieces, np.empty(0, np.int32)])
 
 
 def _windows(token_ids: TokenIds, length: int) -> npt.NDArray[np.int32]:

@@ -111,7 +111,7 @@ def info(metadata: Mapping[str, str]) -> ChunkInfo:
             raise BadChunk("the header contradicts itself")
     except BadChunk:
         raise
-    except (KeyError, ValueError, TypeError, AttributeError):
+    except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError):
         raise BadChunk("the header is not that of a chunk") from None
     return found
 

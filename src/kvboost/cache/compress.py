@@ -87,20 +87,27 @@ def usable_rows(bits: int, num_tokens: int, wanted: int) -> int:
 
 class Packer:
     """Packs rows for keeping, and puts kept ones in place. ``positions`` is None for models whose
-    keys do not turn. With ``measures_keys`` their norm is kept too."""
+    keys do not turn. ``own`` says what a copy for keeping is; by default one on the same device.
+    With ``measures_keys`` the norm of keys is kept too."""
 
     def __init__(
-        self, bits: int, positions: Positions | None, *, measures_keys: bool = False
+        self,
+        bits: int,
+        positions: Positions | None,
+        *,
+        own: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        measures_keys: bool = False,
     ) -> None:
         self.bits = bits
         self._positions = positions
+        self._own = own or _copy
         self._measures_keys = measures_keys
 
     def pack(
         self, rows: torch.Tensor, position: int, like: KVData | None = None, common: int = 0
     ) -> KVData:
         """``rows``, ``[2, layers, kv_heads, tokens, head_dim]``, the first of which stands at
-        ``position``, in memory of their own on the same device. The first ``common`` of them are
+        ``position``, in memory of their own. The first ``common`` of them are
         also those of ``like``: what it has quantized is taken over."""
         data = self._pack(rows, position, like, common)
         if self._measures_keys:
@@ -109,10 +116,10 @@ class Packer:
 
     def _pack(self, rows: torch.Tensor, position: int, like: KVData | None, common: int) -> KVData:
         if self.bits == 16:
-            return plain(_own(rows))
+            return plain(self._own(rows))
         whole = rows.shape[3] // GROUP * GROUP
         known = _take_over(like, common) if like and like.bits == self.bits else {}
-        first = _own(rows[:, :, :, : max(0, FIRST_ROWS - position)])
+        first = rows[:, :, :, : max(0, FIRST_ROWS - position)]
         keys, values = rows
         begin = known["keys"].shape[2] * GROUP if known else 0
         turned = self._turn(keys[:, :, begin:whole].float(), position + begin, back=True)
@@ -125,8 +132,9 @@ class Packer:
         for name, some in known.items():
             packed[name] = torch.cat([some.to(rows.device), packed[name]], 2)
         if not all(packed[name].isfinite().all() for name in ("keys_range", "values_range")):
-            return plain(_own(rows))
-        return KVData(self.bits, packed | {"first": first, "rest_keys": _own(keys[:, :, whole:])})
+            return plain(self._own(rows))
+        packed |= {"first": first, "rest_keys": keys[:, :, whole:]}
+        return KVData(self.bits, packed).map(self._own)
 
     def place(self, data: KVData, base: int, offset: int, position: int, out: torch.Tensor) -> None:
         """Writes rows of ``data``, whose chunk stands at ``base``, into ``out``, ``[2, layers,
@@ -182,7 +190,7 @@ class Packer:
         return self._positions.turn_to(keys, position, back=back)
 
 
-def _own(rows: torch.Tensor) -> torch.Tensor:
+def _copy(rows: torch.Tensor) -> torch.Tensor:
     """``rows`` in contiguous memory that nobody else has."""
     return rows.clone(memory_format=torch.contiguous_format)
 

@@ -9,7 +9,6 @@ has left. What differs is the order of the line. The one to use is
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -18,7 +17,7 @@ from typing import Protocol
 from kvboost.tokens.hashing import ChunkKey
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """What a policy is told about a chunk."""
 
@@ -41,6 +40,10 @@ class EvictionPolicy(Protocol):
 
     def add(self, entries: Sequence[Entry]) -> None:
         """One request's new chunks, parents first: their first use."""
+
+    def restore(self, entries: Sequence[Entry]) -> None:
+        """Chunks that were found, such as at a start, those used longest ago first: when they
+        were used is not known."""
 
     def touch(self, path: Sequence[ChunkKey]) -> None:
         """A request used this path again, first chunk first. Unknown keys are passed over: a
@@ -69,14 +72,13 @@ Rank = tuple[float, float]
 """The smaller goes first."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Node:
     """A chunk that is here."""
 
     entry: Entry
     added: int
     used: int
-    density: float
     uses: int = 1
     ticket: int = -1
     """Of its valid place in line; none while it has children."""
@@ -84,12 +86,14 @@ class Node:
 
 class LeavesFirst(ABC):
     """A line of the chunks that have no children, by their ranks: a heap in which places that are
-    no longer valid stay until they come up. Time is counted in chunks used."""
+    no longer valid stay until they come up. Who lost the last child joins when the line is looked
+    at, as most leave before. Time is counted in chunks used."""
 
     def __init__(self) -> None:
         self._nodes: dict[ChunkKey, Node] = {}
-        self._children: Counter[ChunkKey] = Counter()
+        self._children: dict[ChunkKey, int] = {}
         self._line: list[tuple[Rank, int, Node]] = []
+        self._joining: dict[ChunkKey, None] = {}
         self._tickets = 0
         self._now = 0
 
@@ -102,6 +106,9 @@ class LeavesFirst(ABC):
     def __iter__(self) -> Iterator[ChunkKey]:
         """Walks the heap from its top, so that it stays as it is: after a place come its two
         successors in the heap, and the parent whose children have all been passed."""
+        for key in self._joining:
+            self._queue(self._nodes[key])
+        self._joining.clear()
         line = self._line
         while line and line[0][1] != line[0][2].ticket:
             heappop(line)
@@ -112,28 +119,34 @@ class LeavesFirst(ABC):
             _, ticket, node, place = heappop(ahead)
             if place < 0 or ticket == node.ticket:
                 yield node.entry.key
-                parent = self._nodes.get(node.entry.parent)
+                above = node.entry.parent
+                parent = self._nodes.get(above)
                 if parent is not None:
-                    passed[parent.entry.key] = passed.get(parent.entry.key, 0) + 1
-                    if passed[parent.entry.key] == self._children[parent.entry.key]:
+                    passed[above] = passed.get(above, 0) + 1
+                    if passed[above] == self._children[above]:
                         orphaned += 1
                         heappush(ahead, (self._rank(parent), -orphaned, parent, -1))
-            for successor in (2 * place + 1, 2 * place + 2):
-                if 0 < successor < len(line):
-                    heappush(ahead, (*line[successor], successor))
+            if place >= 0:
+                for successor in (2 * place + 1, 2 * place + 2):
+                    if successor < len(line):
+                        heappush(ahead, (*line[successor], successor))
 
     def add(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             assert entry.key not in self._nodes, f"{entry.key} is here already"
             self._now += 1
-            node = Node(entry, self._now, self._now, self._density(entry))
-            self._nodes[entry.key] = node
-            self._children[entry.parent] += 1
+            self._nodes[entry.key] = Node(entry, self._now, self._now)
+            self._children[entry.parent] = self._children.get(entry.parent, 0) + 1
             parent = self._nodes.get(entry.parent)
             if parent is not None:
                 parent.ticket = -1
+                self._joining.pop(entry.parent, None)
         for entry in entries:
-            self._queue(self._nodes[entry.key])
+            if entry.key not in self._children:
+                self._queue(self._nodes[entry.key])
+
+    def restore(self, entries: Sequence[Entry]) -> None:
+        self.add(entries)
 
     def touch(self, path: Sequence[ChunkKey]) -> None:
         self._now += len(path)
@@ -142,21 +155,19 @@ class LeavesFirst(ABC):
             if node is not None:
                 node.uses += 1
                 node.used = self._now
-                self._queue(node)
+                if key not in self._children:
+                    self._queue(node)
 
     def remove(self, key: ChunkKey) -> None:
         node = self._nodes.pop(key)
         node.ticket = -1
+        self._joining.pop(key, None)
         parent = node.entry.parent
         self._children[parent] -= 1
         if not self._children[parent]:
             del self._children[parent]
             if parent in self._nodes:
-                self._queue(self._nodes[parent])
-
-    def _density(self, entry: Entry) -> float:
-        """What a use of it saves, per byte."""
-        return entry.cost / max(1, entry.nbytes)
+                self._joining[parent] = None
 
     @abstractmethod
     def _rank(self, node: Node) -> Rank:
@@ -164,8 +175,6 @@ class LeavesFirst(ABC):
 
     def _queue(self, node: Node) -> None:
         """A chunk without children takes the place that its rank gives it now."""
-        if node.entry.key in self._children:
-            return
         self._tickets += 1
         node.ticket = self._tickets
         heappush(self._line, (self._rank(node), node.ticket, node))

@@ -13,7 +13,7 @@ from kvboost.cache.returns import Cells, ReturnModel, log_bin
 from kvboost.tokens.hashing import ChunkKey
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Visit:
     """One request's way along a path, as far as it is known."""
 
@@ -27,9 +27,15 @@ class _Visit:
     """How often the last chunk it has in common with earlier ones was used."""
     unshared: int | None = None
     """How much of the request that used that chunk before it left out."""
+    pause: int | None = None
+    """Time since the request it goes on from, as a logarithm."""
+    quickness: float = 0.0
+    """By the kinds that all of its chunks are of."""
+    fitted: int = -1
+    """The fit of the model that ``quickness`` is from; -1: none since the visit changed."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Memory:
     """What is remembered of a chunk, also when it has left."""
 
@@ -39,13 +45,16 @@ class _Memory:
     usual_gap: float | None = None
     """Between its uses, as a logarithm; the later ones weigh more. A new chunk takes over its
     parent's."""
+    density: float = 0.0
+    """What a use of it saves, per byte."""
     credit: float = 0.0
-    """What a use of it saves per byte, on top of the credit of what had left by its last use: so
-    what is worth more stays longer, but not for ever (GreedyDual)."""
+    """Its density, on top of the credit of what had left by its last use: so what is worth more
+    stays longer, but not for ever (GreedyDual)."""
     probe: int = -1
-    level: int = 0
+    worth: float = 0.0
     fitted: int = -1
-    """The fit of the model that ``level`` is from."""
+    """The fit of the model that ``worth`` is from; -1: none since the last use."""
+    holds_until: float = 0.0
 
 
 class Foresight(LeavesFirst):
@@ -54,8 +63,9 @@ class Foresight(LeavesFirst):
     How soon chunks come back is learned while serving, by :class:`ReturnModel`, from a few chunks
     of every request (*probes*): the curve over the time since the last use, and how much faster
     chunks of each kind are. Kinds are how often and how regularly a chunk was used, where in its
-    request it stands, how long that request was, how much of it was new, and how it went on from
-    earlier ones. What has left is remembered too, for a while, so that a return too late counts.
+    request it stands, how long that request was, how much of it was new, and how and how soon it
+    went on from earlier ones. What has left is remembered too, for a while, so that a return too
+    late counts.
 
     Until the model has shown that it foresees returns better than recency does, and whenever it
     no longer does, the order is that of the least recently used, with chunks that cost more or
@@ -99,6 +109,7 @@ class Foresight(LeavesFirst):
         visit = self._visit_behind(entries[0].parent)
         visit.time = self._now + len(entries)
         visit.length += len(entries)
+        visit.fitted = -1
         before = self._memories.get(entries[0].parent)
         for depth, entry in enumerate(entries, visit.length - len(entries)):
             memory = self._memories.get(entry.key)
@@ -109,10 +120,21 @@ class Foresight(LeavesFirst):
             else:
                 del self._left[entry.key]
                 self._use(memory, visit, depth)
-            memory.credit = self._inflation + self._density(entry)
+            memory.density = self._density(entry)
+            memory.credit = self._inflation + memory.density
             before = memory
         super().add(entries)
         self._request[1].extend(entry.key for entry in entries)
+        self._keep_in_order()
+
+    def restore(self, entries: Sequence[Entry]) -> None:
+        for number, entry in enumerate(entries, 1):
+            self._left.pop(entry.key, None)
+            memory = _Memory(_Visit(self._now + number, length=1), depth=0)
+            memory.density = self._density(entry)
+            memory.credit = self._inflation + memory.density
+            self._memories[entry.key] = memory
+        super().add(entries)
         self._keep_in_order()
 
     def touch(self, path: Sequence[ChunkKey]) -> None:
@@ -124,7 +146,7 @@ class Foresight(LeavesFirst):
         for depth, key in enumerate(known):
             memory = self._memories[key]
             self._use(memory, visit, depth)
-            memory.credit = self._inflation + self._nodes[key].density
+            memory.credit = self._inflation + memory.density
         super().touch(path)
         self._request[1].extend(known)
         self._keep_in_order()
@@ -144,7 +166,8 @@ class Foresight(LeavesFirst):
             key = keys[-1] if number == 0 else keys[self._random.randrange(len(keys))]
             memory = self._memories.get(key)
             if memory is not None and memory.visit is visit and memory.probe < 0:
-                memory.probe = self._model.watch(_cells(memory), visit.time, self._now)
+                cells = _visit_cells(visit) + _own_cells(memory)
+                memory.probe = self._model.watch(cells, visit.time, self._now)
         self._request = (_Visit(time), [])
         return self._request[0]
 
@@ -173,40 +196,59 @@ class Foresight(LeavesFirst):
             visit.fork_uses = memory.uses
             visit.unshared = max(0, earlier.length - depth - 1)
             visit.turn = earlier.turn + 1 if 2 * (depth + 1) >= earlier.length else 0
+            visit.pause = int(gap) if visit.turn else None
 
     def _density(self, entry: Entry) -> float:
-        return super()._density(entry) * (entry.importance if self._use_importance else 1.0)
+        density = entry.cost / max(1, entry.nbytes)
+        return density * entry.importance if self._use_importance else density
 
     def _rank(self, node: Node) -> Rank:
         memory = self._memories[node.entry.key]
         if not self._model.is_trusted:
             return memory.credit, node.used
-        if memory.fitted != self._model.fits:
-            memory.level = self._model.level(_cells(memory))
-            memory.fitted = self._model.fits
-        age = self._now - memory.visit.time
-        return node.density * self._model.worth(memory.level, age), node.used
+        fits = self._model.fits
+        if memory.fitted != fits or memory.holds_until <= self._now:
+            visit = memory.visit
+            if visit.fitted != fits:
+                visit.quickness = self._model.quickness(_visit_cells(visit))
+                visit.fitted = fits
+            own = self._model.quickness(_own_cells(memory), NUM_VISIT_CELLS)
+            worth, until = self._model.worth(visit.quickness + own, self._now - visit.time)
+            memory.worth, memory.holds_until = memory.density * worth, visit.time + until
+            memory.fitted = fits
+        return memory.worth, node.used
 
     def _keep_in_order(self) -> None:
-        """Ranks change with time. They are taken anew when as many chunks were used as stand in
-        line, so that each use pays for one, and when the model has learned."""
-        if self._now - self._queued_at >= len(self._line) or self._queued_fit != self._model.fits:
+        """Ranks change with time. They are taken anew when a quarter as many chunks were used as
+        stand in line, so that each use pays for four, and when the model has learned. Few of them
+        did change, so that is cheap."""
+        is_due = 4 * (self._now - self._queued_at) >= len(self._line)
+        if is_due or self._queued_fit != self._model.fits:
             self._queued_at, self._queued_fit = self._now, self._model.fits
             self._queue_again()
 
 
-def _cells(memory: _Memory) -> Cells:
-    """The kinds that a chunk is of."""
-    visit = memory.visit
+def _visit_cells(visit: _Visit) -> Cells:
+    """The kinds that all chunks of a visit are of."""
     fresh = min(31, log_bin(visit.fresh, 1.5))
     return (
         fresh,
         fresh + (32 if visit.turn else 0),
         log_bin(visit.turn, 2),
-        log_bin(memory.uses - 1, 2),
-        log_bin(visit.length - memory.depth - 1, 1),
         log_bin(visit.length - 1, 1),
-        None if memory.usual_gap is None else int(memory.usual_gap),
         log_bin(visit.fork_uses, 1),
         None if visit.unshared is None else log_bin(visit.unshared, 1.5),
+        visit.pause,
+    )
+
+
+NUM_VISIT_CELLS = 7
+
+
+def _own_cells(memory: _Memory) -> Cells:
+    """The kinds that a chunk is of beside those of its visit."""
+    return (
+        log_bin(memory.uses - 1, 2),
+        log_bin(memory.visit.length - memory.depth - 1, 1),
+        None if memory.usual_gap is None else int(memory.usual_gap),
     )

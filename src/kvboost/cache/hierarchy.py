@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -54,13 +54,16 @@ class Owner(Protocol):
     def found(self, info: ChunkInfo) -> None:
         """Another process has written a chunk."""
 
+    def described(self, info: ChunkInfo) -> None:
+        """More is known of a chunk now."""
+
     def gone(self, key: ChunkKey) -> None:
         """A chunk has left the last tier."""
 
 
 class Hierarchy:
-    """``lock`` is the owner's: methods say when it must be held. No file or network is waited
-    for with it."""
+    """``lock`` is the owner's: methods say when it must be held. No file is read, written or
+    removed and no network waited for with it."""
 
     def __init__(
         self,
@@ -99,8 +102,9 @@ class Hierarchy:
         """Finds what is on disk, and lets some of it go if that is too much."""
         if self._disk is not None:
             self.refresh(now=True)
-            with self._disk.exclusive():
-                self._make_room_on_disk(0)
+            with self._disk.exclusive() as locked:
+                if locked:
+                    self._make_room_on_disk(0)
 
     def where(self, key: ChunkKey) -> str | None:
         """The fastest tier ``key`` lies in. The lock must be held."""
@@ -129,11 +133,13 @@ class Hierarchy:
         is no room. Where memory is full of what is held it goes to the slow tiers at once. The
         lock must be held."""
         in_ram = self._put_in_ram(chunk)
+        if self._writer is None and not in_ram:
+            return False
         if self._writer is not None and not self._writer.owe(chunk, leaving=not in_ram):
             return False
         if self._gpu is not None:
             self._put_on_gpu(on_device)
-        return in_ram or self._writer is not None
+        return True
 
     def settle(self) -> None:
         """One request's chunks are in: they are ordered. The lock must be held."""
@@ -173,9 +179,10 @@ class Hierarchy:
         """What was found in the remote store alone, and not fetched, is not held on to. The lock
         must be held."""
         for key in self._far.intersection(keys):
-            self._far.discard(key)
-            if self.where(key) is None:
-                self._owner.gone(key)
+            if not self._owner.is_held(key):
+                self._far.discard(key)
+                if self.where(key) is None:
+                    self._owner.gone(key)
 
     @property
     def asks_remote(self) -> bool:
@@ -208,19 +215,27 @@ class Hierarchy:
         return self._remote.contains_many(keys) if self._remote is not None and keys else []
 
     def drop(self, keys: Sequence[ChunkKey]) -> None:
-        """Removes chunks from every tier of this machine, for good. The lock must be held; what
-        is being written just now may land: see ``await_writing``."""
+        """Takes chunks off every shelf, and out of memory. The lock must be held. Files are left
+        for ``unlink``; what is being written just now may land: see ``await_writing``."""
         for key in keys:
             if self._writer is not None:
                 self._writer.cancel(key)
             self._far.discard(key)
             for shelf in self._shelves():
                 if key in shelf:
-                    shelf.tier.delete(key)
                     shelf.remove(key)
+                    if shelf is not self._disk_shelf:
+                        shelf.tier.delete(key)
+
+    def unlink(self, keys: Sequence[ChunkKey]) -> None:
+        """Removes the files of chunks that were dropped. The lock must not be held."""
+        if self._disk is not None:
+            for key in keys:
+                self._disk.delete(key)
 
     def lose(self, key: ChunkKey) -> None:
-        """``key`` was found, and cannot be had from any tier. The lock must be held."""
+        """``key`` was found, and cannot be had from any tier now. A file of it that may be whole
+        stays, and is found again later. The lock must be held."""
         if self._owner.is_wanted(key):
             self.drop([key])
             self._owner.gone(key)
@@ -240,11 +255,10 @@ class Hierarchy:
         if not changes.added and not changes.gone:
             return
         with self._lock:
-            for info in changes.added:
-                if info.key not in self._disk_shelf:
-                    self._disk_shelf.add(self._entry(info))
-                    self._disk_shelf.settle()  # they did not come with one request
-                    self._owner.found(info)
+            found = [info for info in changes.added if info.key not in self._disk_shelf]
+            self._disk_shelf.restore([self._entry(info) for info in found])
+            for info in found:
+                self._owner.found(info)
             for key in changes.gone:
                 self._disk_shelf.remove(key)
                 self._leave(key)
@@ -287,13 +301,12 @@ class Hierarchy:
             tiers["remote"] = {**remote, "hits": self._hits["remote"]}
         if self._writer is not None:
             tiers["writing"] = self._writer.stats()
-        names = ("evicted", "demoted", "promoted", "unwritten", "rejected", "lost")
+        names = ("evicted", "demoted", "promoted", "unwritten", "rejected", "failed", "lost")
         return {"tiers": tiers, **{name: self._counts[name] for name in names}}
 
-    def keys(self) -> set[ChunkKey]:
-        """Of everything that lies here, other models' files included. The lock must be held."""
-        owed = self._writer.keys() if self._writer is not None else []
-        return set(owed).union(self._far, *(shelf.keys() for shelf in self._shelves()))
+    def in_memory(self) -> set[ChunkKey]:
+        """What lies in GPU or RAM. The lock must be held."""
+        return {*self._ram.keys(), *(self._gpu.keys() if self._gpu is not None else ())}
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -342,21 +355,38 @@ class Hierarchy:
             if chunk is not None:
                 self._hits[tier or "ram"] += 1
                 return chunk
-        return self._fetcher.submit(self._load, key) if self._fetcher is not None else None
+        if self._fetcher is None:
+            return None
+        try:
+            return self._fetcher.submit(self._load, key)
+        except RuntimeError:  # closed meanwhile
+            return None
 
     def _load(self, key: ChunkKey) -> KVChunk | None:
-        """Reads a chunk from the disk or from afar, and brings it into memory."""
+        """Reads a chunk from the disk or from afar, and brings it into memory; None if anything
+        stands in the way."""
+        try:
+            return self._bring_up(key)
+        except Exception:  # nothing that goes wrong here may reach a request
+            with self._lock:
+                self._counts["failed"] += 1
+            return None
+
+    def _bring_up(self, key: ChunkKey) -> KVChunk | None:
         chunk, tier = None, "disk"
         if self._disk is not None and self._disk.contains(key):
             chunk = self._disk.get(key)
         if chunk is None and self._remote is not None:
             chunk, tier = self._remote.get(key), "remote"
+            if chunk is not None:
+                chunk = replace(chunk, data=chunk.data.map(self._ram.own))
         with self._lock:
             if chunk is None:
                 self.lose(key)
             if chunk is None or not self._owner.is_wanted(key):
                 return None
             self._hits[tier] += 1
+            self._owner.described(chunk.info)
             if self._put_in_ram(chunk):
                 self._far.discard(key)
                 self._counts["promoted"] += 1
@@ -381,10 +411,14 @@ class Hierarchy:
             return chunk
         if not self._make_room(self._gpu_shelf, chunk.nbytes):
             return chunk
-        chunk = self._gpu.adopt(chunk)
-        if self._gpu.put(chunk):
+        try:
+            on_gpu = self._gpu.adopt(chunk)
+        except RuntimeError:  # its memory is full of other things
+            self._gpu.faults["full"] = self._gpu.faults.get("full", 0) + 1
+            return chunk
+        if self._gpu.put(on_gpu):
             self._gpu_shelf.add(self._entry(chunk.info))
-        return chunk
+        return on_gpu
 
     # Going down. The lock must be held, but for the disk.
 
@@ -402,8 +436,7 @@ class Hierarchy:
 
     def _leave(self, key: ChunkKey) -> None:
         """``key`` has left a tier."""
-        on_gpu = self._gpu_shelf is not None and key in self._gpu_shelf
-        if self._writer is not None and not (on_gpu or key in self._ram_shelf):
+        if self._writer is not None and key not in self._ram_shelf:
             owed = self._writer.owes(key)
             self._counts["unwritten"] += owed and not self._writer.let_go(key)
         if self.where(key) is None:
@@ -454,10 +487,12 @@ class Hierarchy:
                 if shelf.fits(nbytes):
                     return True
                 key = shelf.next_to_go(self._owner.is_held)
-                if key is None:
-                    return False
-                shelf.remove(key)
+            if key is None:
+                return False
             disk.delete(key)
+            if disk.contains(key):  # it cannot be removed
+                return False
             with self._lock:
+                shelf.remove(key)
                 self._leave(key)
         return False

@@ -9,6 +9,7 @@ that did not return yet count with the time they were watched, so nothing has to
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from functools import lru_cache
 from typing import Any
 
@@ -25,9 +26,11 @@ NUM_CELLS = 64
 UNKNOWN = NUM_CELLS - 1
 
 FIRST_BIN = 16
-NUM_BINS = 44
-EDGES = FIRST_BIN * (2.0 ** (np.arange(NUM_BINS + 1) / 2) - 1)
+BINS_PER_DOUBLING = 4
+NUM_BINS = 22 * BINS_PER_DOUBLING
+EDGES = FIRST_BIN * (2.0 ** (np.arange(NUM_BINS + 1) / BINS_PER_DOUBLING) - 1)
 WIDTHS = np.diff(EDGES)
+BIN_ENDS = [*EDGES[1:-1].tolist(), math.inf]
 
 LEVELS_PER_DOUBLING = 4
 MAX_LEVEL = 12 * LEVELS_PER_DOUBLING
@@ -73,8 +76,8 @@ class ReturnModel:
         self._is_open = np.zeros(WINDOW, dtype=bool)
         self._returned = np.zeros(WINDOW, dtype=bool)
         self._factors: Floats = np.ones((0, NUM_CELLS))
-        self._factor_rows: list[list[float]] = []
-        self._usual = 1.0
+        self._log_factors: list[list[float]] = []
+        self._usual = 0.0
         self._worth: list[list[float]] = []
         self._foreseen: tuple[Ints, Floats] = (np.zeros(0, dtype=np.int64), np.zeros(0))
         self._advantage = 0.0
@@ -107,19 +110,20 @@ class ReturnModel:
         if probe >= 0:
             self._close(probe, now, returned=False)
 
-    def level(self, cells: Cells) -> int:
-        """How much faster than usual chunks of these kinds return, on a scale of logarithms."""
-        factor = 1.0
-        for row, cell in zip(self._factor_rows, cells, strict=True):
-            factor *= row[UNKNOWN if cell is None else cell]
-        level = round(LEVELS_PER_DOUBLING * math.log2(factor / self._usual))
-        return max(-MAX_LEVEL, min(MAX_LEVEL, level))
+    def quickness(self, cells: Cells, first: int = 0) -> float:
+        """How much faster than usual chunks of these kinds return, as a logarithm. It may be
+        taken for the first respects and for those from number ``first`` on, and added up."""
+        quickness = 0.0 if first else -self._usual
+        for row, cell in zip(self._log_factors[first:], cells, strict=False):
+            quickness += row[UNKNOWN if cell is None else cell]
+        return quickness
 
-    def worth(self, level: int, age: int) -> float:
+    def worth(self, quickness: float, age: int) -> tuple[float, float]:
         """Returns to be expected per unit of time that a chunk is kept, if it is kept for as long
-        as serves it best. There must have been a fit."""
-        age_bin = int(2 * math.log2(1 + max(0, age) / FIRST_BIN))
-        return self._worth[level + MAX_LEVEL][min(NUM_BINS - 1, age_bin)]
+        as serves it best; and the age until which that holds. There must have been a fit."""
+        level = max(-MAX_LEVEL, min(MAX_LEVEL, round(quickness)))
+        age_bin = bisect_right(BIN_ENDS, age)
+        return self._worth[level + MAX_LEVEL][age_bin], BIN_ENDS[age_bin]
 
     def _close(self, probe: int, now: int, *, returned: bool) -> None:
         slot = probe % WINDOW
@@ -151,15 +155,14 @@ class ReturnModel:
                 factor = others * factors[row]
 
         self.fits += 1
-        self._factor_rows = self._factors.tolist()
+        self._log_factors = (LEVELS_PER_DOUBLING * np.log2(self._factors)).tolist()
         # Only the product of rates and factors means something; levels are around what is usual.
-        self._usual = math.exp(np.log(factor).mean())
-        worth = _worth_table(rates * self._usual)
+        quickness = LEVELS_PER_DOUBLING * np.log2(factor)
+        self._usual = float(quickness.mean())
+        worth = _worth_table(rates * 2 ** (self._usual / LEVELS_PER_DOUBLING))
         self._worth = worth.tolist()
         (open_slots,) = np.nonzero(is_open)
-        levels = np.rint(LEVELS_PER_DOUBLING * np.log2(factor[open_slots] / self._usual)).astype(
-            np.int64
-        )
+        levels = np.rint(quickness[open_slots] - self._usual).astype(np.int64)
         levels = np.clip(levels, -MAX_LEVEL, MAX_LEVEL) + MAX_LEVEL
         first = self._watched - count
         numbers = first + (open_slots - first) % WINDOW
@@ -205,7 +208,7 @@ def _usual_rates(returns: Ints, exposure: Floats) -> Floats:
     for age_bin in range(NUM_BINS):
         seen, time = returns[age_bin], exposure[age_bin]
         rates[age_bin] = (PRIOR + seen) / (PRIOR / expected + time)
-        expected = rates[age_bin] / math.sqrt(2)
+        expected = rates[age_bin] / 2 ** (1 / BINS_PER_DOUBLING)
     return rates
 
 
@@ -227,11 +230,13 @@ def _worth_table(rates: Floats) -> Floats:
     time is yet to come is not judged by the present alone.
     """
     levels = np.arange(-MAX_LEVEL, MAX_LEVEL + 1) / LEVELS_PER_DOUBLING
-    hazard = rates * WIDTHS * 2.0 ** levels[:, None]
-    stay = WIDTHS * -np.expm1(-hazard) / hazard  # in a bin, if it is there at its beginning
-    worth = np.empty((len(levels), NUM_BINS))
+    rates = rates * 2.0 ** levels[:, None]
+    hazard = rates * WIDTHS
+    returned = np.exp(hazard - np.cumsum(hazard, axis=1)) * -np.expm1(-hazard)  # within each bin
+    stayed = returned / rates
+    worth = rates.copy()  # until the end of the bin it is in; further ends follow
     for start in range(NUM_BINS):
-        until = np.cumsum(hazard[:, start:], axis=1)
-        time = np.cumsum(stay[:, start:] * np.exp(hazard[:, start:] - until), axis=1)
-        worth[:, start] = (-np.expm1(-until) / time).max(axis=1)
+        returns = np.cumsum(returned[:, start:], axis=1)
+        time = np.cumsum(stayed[:, start:], axis=1) + 1e-300  # none where all returned long before
+        np.maximum(worth[:, start], (returns / time).max(axis=1), out=worth[:, start])
     return worth

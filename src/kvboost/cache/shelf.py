@@ -43,6 +43,13 @@ class Shelf:
             self._policy.add(self._new)
             self._new = []
 
+    def restore(self, entries: Sequence[Entry]) -> None:
+        """These were found in the tier, those used longest ago first."""
+        for entry in entries:
+            self._parents[entry.key] = entry.parent
+            self._children[entry.parent] += 1
+        self._policy.restore(entries)
+
     def touch(self, path: Sequence[ChunkKey]) -> None:
         self._policy.touch(path)
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from kvboost.cache.anchors import WINDOW
-from kvboost.cache.catalogue import Catalogue
+from kvboost.cache.catalogue import Catalogue, holding
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
 from kvboost.cache.compress import KVData
 from kvboost.cache.eviction import EvictionPolicy
@@ -48,6 +48,8 @@ class _Part:
     end: int
     lineage: Lineage
     branches: bool = False
+    is_parent: bool = False
+    """Whether another one goes on from it: it must then end where it ends."""
 
 
 class ChunkStore:
@@ -71,6 +73,9 @@ class ChunkStore:
         self._pins: Counter[ChunkKey] = Counter()  # by requests, while they copy
         self._kept: Counter[ChunkKey] = Counter()  # by the user, until unpinned
         self._counts: Counter[str] = Counter()
+        self.epoch = 0
+        """How often something was forgotten."""
+        self._closed = False
         self._lock = threading.RLock()
         self._admission = threading.Lock()
         self._places = Hierarchy(
@@ -92,16 +97,18 @@ class ChunkStore:
         moved_before: int = 0,
         repair: str = "",
         pin: bool = True,
+        ask_remote: bool = True,
     ) -> Iterator[Known]:
         """What is known of ``token_ids``, pinned until the context is left: the beginning that is
         exact, and with ``moved_before`` also what goes on from there on top of moved rows
         (repaired in the way ``repair`` names), and what stands elsewhere of the rows before
         ``moved_before``.
 
-        What is used of it is told by ``touch``. ``pin=False`` only looks.
+        What is used of it is told by ``touch``. ``pin=False`` only looks. ``ask_remote=False``
+        leaves a remote store alone, which may say it has what it then does not give.
         """
         self._places.refresh()
-        far = self._ask_remote(root, token_ids)
+        far = self._ask_remote(root, token_ids) if ask_remote else []
         with self._lock:
             known = self._match(root, token_ids, moved_before, repair)
             keys = list(known.keys()) if pin else []
@@ -111,7 +118,7 @@ class ChunkStore:
         finally:
             with self._lock:
                 self._unpin(keys)
-                self._places.forget_far(far)
+                self._places.forget_far([*far, *keys])
 
     def fetch(self, hits: Sequence[Hit]) -> Iterator[tuple[Hit, KVData]]:
         """The data of pinned hits, in order; what lies on slow tiers is read ahead meanwhile.
@@ -137,6 +144,7 @@ class ChunkStore:
         exact_rows: int,
         repair: str = "",
         boundaries: Sequence[int] = (),
+        epoch: int | None = None,
     ) -> int:
         """Keeps the KV of ``token_ids``, which begin a sequence; returns how many chunks are new.
 
@@ -145,12 +153,15 @@ class ChunkStore:
 
         Chunks that are known are skipped, a shorter one that a new one continues is replaced.
         When the budget is full of pinned chunks, or a copy fails, the rest is left out: the
-        beginning of a text is worth more than its end.
+        beginning of a text is worth more than its end. Nothing is kept of a request that began
+        in an earlier ``epoch``, before something was forgotten: it may hold that.
         """
         new = 0
         path: list[ChunkKey] = []
         pinned: list[ChunkKey] = []
         with self._admission:
+            if self._closed or epoch not in (None, self.epoch):
+                return 0
             try:
                 for part in self._parts(self._cut(token_ids, boundaries), exact_rows):
                     before = path[part.depth - 1] if part.depth else root
@@ -176,10 +187,13 @@ class ChunkStore:
         """
         branched = False
         for depth, (start, end) in enumerate(cuts):
+            goes_on = depth + 1 < len(cuts)
             if start < exact_rows:
-                yield _Part(depth, start, min(end, exact_rows), Lineage.EXACT)
+                is_parent = goes_on and end <= exact_rows
+                yield _Part(depth, start, min(end, exact_rows), Lineage.EXACT, is_parent=is_parent)
             if end > exact_rows:
-                yield _Part(depth, start, end, Lineage.APPROXIMATE, branches=not branched)
+                inexact = Lineage.APPROXIMATE
+                yield _Part(depth, start, end, inexact, not branched, is_parent=goes_on)
                 branched = True
 
     def _admit_one(
@@ -199,8 +213,10 @@ class ChunkStore:
         with self._lock:
             sibling, common = self._sibling(parent, ids)
             if sibling is not None and common == len(ids):
-                self._pins[sibling] += 1
-                return sibling, False
+                length = self._catalogue.info(sibling).num_tokens
+                if length == len(ids) or not part.is_parent:
+                    self._pins[sibling] += 1
+                    return sibling, False
             if sibling is not None and (chunk := self._places.ready(sibling)) is not None:
                 like = chunk.data
         try:
@@ -233,11 +249,12 @@ class ChunkStore:
                 self._counts["rejected"] += 1
                 return None, False
             shorter = self._catalogue.leaf_extended_by(parent, ids)
-            if shorter is not None and not self.is_held(shorter):
-                self._drop([shorter])
+            replaced = [] if shorter is None or self.is_held(shorter) else [shorter]
+            self._drop(replaced)
             self._catalogue.add(described)
             self._counts["admitted"] += 1
             self._pins[key] += 1
+        self._places.unlink(replaced)
         return key, True
 
     def pin(self, root: ChunkKey, token_ids: TokenIds) -> int:
@@ -259,36 +276,44 @@ class ChunkStore:
     def forget_text(self, texts: Sequence[TokenIds]) -> int:
         """Forgets every chunk that holds a piece of ``texts`` or was read behind one, in use or
         not, for good and on every tier; returns how many there were. Raises ``ForgetError`` if
-        some could not be removed."""
+        some could not be removed. What requests are computing now is not kept."""
+        return self._forget(lambda infos: holding(infos, texts))
+
+    def forget(self, root: ChunkKey) -> int:
+        """The same for every chunk of ``root``."""
+        return self._forget(lambda infos: [key for key in infos if infos[key].root == root])
+
+    def _forget(self, choose: Callable[[Mapping[ChunkKey, ChunkInfo]], list[ChunkKey]]) -> int:
+        """Forgets what ``choose`` takes of what is here, and of what a remote store has."""
         with self._admission:
+            self.epoch += 1
+            self._places.refresh(now=True)
             with self._lock:
-                keys = self._catalogue.holding(texts)
+                here = self._catalogue.infos()
+            far = {info.key: info for info in self._places.remote_infos()}
+            keys = list(dict.fromkeys([*choose(here), *choose(far)]))
+            with self._lock:
                 self._drop(keys)
             self._places.await_writing()
-            far = Catalogue(WINDOW)
-            for info in self._places.remote_infos():
-                far.add(info)
-            forgotten = dict.fromkeys([*keys, *far.holding(texts)])
-            left = self._places.purge(list(forgotten))
+            left = self._places.purge(keys)
         if left:
             places = " and ".join(f"{count} in {place}" for place, count in left.items())
             raise ForgetError(
-                f"of {len(forgotten)} chunks that hold this text {places} could not be removed; "
-                "see that it can be written and call again"
+                f"of {len(keys)} chunks to be forgotten {places} could not be removed; see that it "
+                "can be written and call again"
             )
-        return len(forgotten)
-
-    def forget(self, root: ChunkKey) -> None:
-        """Forgets every chunk of ``root`` that is not in use right now."""
-        with self._admission, self._lock:
-            self._drop([key for key in self._catalogue.of_root(root) if key not in self._pins])
-        self._places.await_writing()
+        return len(keys)
 
     def clear(self) -> None:
         """Forgets everything that is not in use right now, on every tier of this machine."""
-        with self._admission, self._lock:
-            self._drop([key for key in self._catalogue if key not in self._pins])
-        self._places.await_writing()
+        with self._admission:
+            self.epoch += 1
+            self._places.refresh(now=True)
+            with self._lock:
+                keys = [key for key in self._catalogue if key not in self._pins]
+                self._drop(keys)
+            self._places.await_writing()
+            self._places.unlink(keys)
 
     def flush(self) -> None:
         """Writes what is not written yet."""
@@ -297,6 +322,7 @@ class ChunkStore:
     def close(self) -> None:
         """Writes what is not written yet and lets go of everything."""
         with self._admission:
+            self._closed = True
             self._places.close()
             with self._lock:
                 self._catalogue.clear()
@@ -305,13 +331,13 @@ class ChunkStore:
         remote = self._places.remote_stats()
         with self._lock:
             places = self._places.stats(remote)
-            places["rejected"] += self._counts["rejected"]
-            counted = {name: self._counts[name] for name in ("admitted", "failed")}
+            for name in ("rejected", "failed"):
+                places[name] += self._counts[name]
             return {
                 "chunks": len(self._catalogue),
                 "in_use": len(self._pins),
                 "pinned": len(self._kept),
-                **counted,
+                "admitted": self._counts["admitted"],
                 **places,
             }
 
@@ -319,9 +345,14 @@ class ChunkStore:
         """What does not add up between catalogue, shelves, tiers and pins; empty when all is
         well."""
         with self._admission, self._places.quiet(), self._lock:
+            if self._closed:
+                return []
             problems = self._catalogue.check_integrity() + self._places.check_integrity()
             if nowhere := [key for key in self._catalogue if self._places.where(key) is None]:
                 problems.append(f"{len(nowhere)} chunks are in the catalogue and in no tier")
+            ours = {key for key in self._places.in_memory() if key not in self._catalogue}
+            if ours:
+                problems.append(f"{len(ours)} chunks are in memory and not in the catalogue")
             if any(count <= 0 for count in self._pins.values()):
                 problems.append(f"pins below zero: {dict(self._pins)}")
             return problems
@@ -338,9 +369,13 @@ class ChunkStore:
         if info.origin.fingerprint == self._origin.fingerprint and info.key not in self._catalogue:
             self._catalogue.add(info)
 
+    def described(self, info: ChunkInfo) -> None:
+        self._catalogue.describe(info)
+
     def gone(self, key: ChunkKey) -> None:
         if key in self._catalogue:
             self._catalogue.remove(key)
+        self._kept.pop(key, None)
 
     def _ask_remote(self, root: ChunkKey, token_ids: TokenIds) -> list[ChunkKey]:
         """Enters what a remote store has of the chunks that ``token_ids`` need next; returns

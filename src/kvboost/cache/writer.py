@@ -8,6 +8,7 @@ each time), when much is owed, when memory lets it go, or at the end.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -19,12 +20,15 @@ from kvboost.tokens.hashing import ChunkKey
 
 COLD_SECONDS = 1.0
 LONGEST_PAUSE = 30.0
+MOST_FAILURES = 3
 
 
 @dataclass
 class _Owed:
     chunk: KVChunk
     used: float
+    tried: int = 0
+    """The flush that tried it last."""
     leaving: bool = False
     """Memory has let it go: it is held here alone."""
 
@@ -52,19 +56,15 @@ class Writer:
         self._nbytes = 0
         self._waiting_bytes = 0
         self._busy: ChunkKey | None = None
-        self._flushing = 0
-        self._failures = 0
+        self._flush = 0  # which one it is, and which one is over
+        self._flushed = 0
+        self._failures = 0  # in a row
         self._pause = 0.0
         self._not_before = 0.0
         self._closed = False
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of chunks that are held here alone."""
-        with self._changed:
-            return self._waiting_bytes
+        self._process = os.getpid()
 
     def stats(self) -> dict[str, int]:
         with self._changed:
@@ -144,22 +144,23 @@ class Writer:
             self._changed.wait_for(lambda: busy is None or self._busy != busy)
 
     def flush(self) -> None:
-        """Returns when everything is written, or when something could not be."""
+        """Returns when everything owed now was written, or tried. After ``MOST_FAILURES`` in a row
+        the rest is not."""
+        if self._is_forked():
+            return
         with self._changed:
-            failures, self._not_before = self._failures, 0.0
-            self._flushing += 1
+            self._flush += 1
+            number = self._flush
+            self._failures = 0
             self._changed.notify_all()
-            try:
-                self._changed.wait_for(
-                    lambda: (
-                        self._closed or not (self._owed or self._busy) or self._failures > failures
-                    )
-                )
-            finally:
-                self._flushing -= 1
+            self._changed.wait_for(
+                lambda: self._closed or not (self._owed or self._busy) or self._flushed >= number
+            )
 
     def close(self) -> None:
         """Writes what is owed, as far as that can be done, and ends."""
+        if self._is_forked():
+            return
         self.flush()
         with self._changed:
             self._closed = True
@@ -171,6 +172,10 @@ class Writer:
             for key in list(self._owed):
                 self._settle(key)
 
+    def _is_forked(self) -> bool:
+        """In a fork the thread is not, and the lock may be held for ever."""
+        return self._process != os.getpid()
+
     def _start(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="kvboost-write", daemon=True)
@@ -179,42 +184,66 @@ class Writer:
 
     def _work(self) -> None:
         while (chunk := self._next()) is not None:
-            done = self._write(chunk)
+            try:
+                done = self._write(chunk)
+            except Exception:  # whatever it is, later chunks must still be written
+                done = False
             with self._changed:
                 if done:
                     self._settle(chunk.key)
-                    self._pause = 0.0
+                    self._failures, self._pause = 0, 0.0
                 else:
-                    self._failures += 1
-                    self._pause = min(max(1.0, 2 * self._pause), LONGEST_PAUSE)
-                    self._not_before = time.monotonic() + self._pause
+                    self._put_off(chunk.key)
             if done:
                 self._written(chunk.key)
             with self._changed:
                 self._busy = None
                 self._changed.notify_all()
 
+    def _put_off(self, key: ChunkKey) -> None:
+        """A chunk could not be written: it comes last, after a while."""
+        self._failures += 1
+        self._pause = min(max(1.0, 2 * self._pause), LONGEST_PAUSE)
+        self._not_before = time.monotonic() + self._pause
+        if key in self._owed:
+            self._owed.move_to_end(key)
+
     def _next(self) -> KVChunk | None:
         """The next chunk to write, once there is one; None when it is time to end."""
         with self._changed:
             while not self._closed:
+                if (key := self._to_flush()) is not None:
+                    self._busy = key
+                    self._owed[key].tried = self._flush
+                    return self._owed[key].chunk
                 rest = self._due() - time.monotonic() if self._owed else None
                 if rest is not None and rest <= 0:
-                    self._busy = self._coldest()
+                    self._busy = self._ancestor(next(iter(self._owed)))
                     return self._owed[self._busy].chunk
                 self._changed.wait(rest)
             return None
 
+    def _to_flush(self) -> ChunkKey | None:
+        """What a flush has not tried yet; None, and the flush is over, if there is no more."""
+        if self._flushed < self._flush:
+            if self._failures < MOST_FAILURES:
+                for key, owed in self._owed.items():
+                    if owed.tried < self._flush:
+                        ancestor = self._ancestor(key)
+                        return ancestor if self._owed[ancestor].tried < self._flush else key
+            self._flushed = self._flush
+            self._changed.notify_all()
+        return None
+
     def _due(self) -> float:
         """When the next chunk is to be written."""
         coldest = next(iter(self._owed.values()))
-        if self._flushing or coldest.leaving or self._nbytes > self._max_owed:
+        if coldest.leaving or self._nbytes > self._max_owed:
             return self._not_before
         return max(self._not_before, coldest.used + COLD_SECONDS)
 
-    def _coldest(self) -> ChunkKey:
-        """What is owed and was used longest ago, or what must be there before it."""
-        key = next(iter(self._owed))
+    def _ancestor(self, key: ChunkKey) -> ChunkKey:
+        """What must be there before ``key``, if that is owed too; otherwise ``key``."""
         while (parent := self._owed[key].chunk.info.parent) in self._owed:
             key = parent
         return key

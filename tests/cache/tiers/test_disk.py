@@ -114,12 +114,35 @@ def test_quarantine_holds_the_last_few(tmp_path: Path) -> None:
 
 def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "ab").mkdir()
-    for name in ("notes.txt", "ab/model.safetensors", "ab/x.txt"):
+    for name in ("ab/model.safetensors", "ab/x.txt"):
         (tmp_path / name).write_text("mine")
     tier = DiskTier(tmp_path, 10**6)
     assert tier.refresh(now=True).added == ()
-    assert {path.read_text() for path in tmp_path.glob("**/*.txt")} == {"mine"}
-    assert (tmp_path / "ab/model.safetensors").read_text() == "mine"
+    assert {path.read_text() for path in tmp_path.glob("ab/*")} == {"mine"}
+
+
+@pytest.mark.parametrize("name", ["tmp-thesis.txt", "notes.txt", "CACHEDIR.TAG"])
+def test_a_folder_of_other_files_is_refused_and_left_as_it_is(name, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("mine")
+    tmp_path.chmod(0o755)
+    with pytest.raises(CacheFolderError, match=f"such as '{name}'; choose a new folder"):
+        DiskTier(tmp_path, 10**6)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_is_not_given_up(tmp_path: Path, monkeypatch):
+    tier = DiskTier(tmp_path, 10**6)
+    tier.put(numbered(1))
+
+    def no_handles(*_: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "read_file", no_handles)
+        assert tier.get(numbered(1).key) is None
+    assert tier.faults == {"unreadable": 1} and file_of(tier, numbered(1)).exists()
+    assert tier.get(numbered(1).key) is not None
 
 
 def test_processes_see_each_others_chunks(tmp_path: Path) -> None:
@@ -153,9 +176,9 @@ def test_a_file_written_within_the_same_tick_is_seen_at_the_next_look(tmp_path: 
 
 def test_leftovers_of_a_dead_process_are_removed(tmp_path: Path) -> None:
     DiskTier(tmp_path, 10**6)
-    (tmp_path / "tmp-1-x").write_bytes(b"half a chunk")
-    DiskTier(tmp_path, 10**6)
-    assert not list(tmp_path.glob("tmp-*"))
+    (tmp_path / f"tmp-1-{0:032x}").write_bytes(b"half a chunk")
+    tier = DiskTier(tmp_path, 10**6)
+    assert not list(tmp_path.glob("tmp-*")) and tier.faults == {"leftover": 1}
 
 
 def test_a_full_disk_is_a_counter(tmp_path: Path, monkeypatch) -> None:

@@ -40,6 +40,7 @@ LOCK_SECONDS = 10.0
 REFRESH_SECONDS = 0.05
 """Other processes' chunks are noticed this late. Longer than a tick of a file system's clock."""
 
+_OURS = re.compile(r"[0-9a-f]{2}|quarantine|tmp-\d+-[0-9a-f]{32}|\.lock|CACHEDIR\.TAG")
 _NAME = re.compile(rf"[0-9a-f]{{32}}{re.escape(SUFFIX)}")
 _TAG = (
     "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of kvboost: see kvboost cache --help\n"
@@ -138,7 +139,7 @@ class DiskTier:
         except codec.BadChunk:
             self._quarantine(key)
             return None
-        except (OSError, MemoryError, RuntimeError):  # torch is out of memory
+        except Exception:  # such as no memory, no file handles: the file may be fine
             self._miss(key, "unreadable")
             return None
         with suppress(OSError):  # the next start takes this for when it was used last
@@ -192,10 +193,6 @@ class DiskTier:
         with self._guard:
             return [key for shard in self._shards.values() for key in shard.sizes]
 
-    def size(self, key: ChunkKey) -> int:
-        with self._guard:
-            return self._shards[key[:2]].sizes.get(key, 0)
-
     def infos(self) -> Iterator[ChunkInfo]:
         for key in self.keys():
             try:
@@ -204,34 +201,46 @@ class DiskTier:
                 continue
 
     def clear_quarantine(self) -> None:
-        """Removes the files that were not what they said."""
+        """Removes the files that were not what they said, other processes' too."""
         with self._guard:
-            for name in list(self._quarantined):
+            for path in (self.folder / "quarantine").glob("*"):
                 with suppress(OSError):
-                    (self.folder / "quarantine" / name).unlink(missing_ok=True)
-                    del self._quarantined[name]
+                    path.unlink(missing_ok=True)
+            self._quarantined.clear()
 
     def close(self) -> None:
         """What is on disk stays."""
 
     def _prepare(self) -> None:
+        tag = self.folder / "CACHEDIR.TAG"
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            foreign = [
+                path.name for path in self.folder.iterdir() if not _OURS.fullmatch(path.name)
+            ]
+            if foreign or (tag.exists() and "kvboost" not in tag.read_text()):
+                raise CacheFolderError(
+                    f"disk_cache_dir={str(self.folder)!r} holds other files, such as "
+                    f"{min(foreign, default=tag.name)!r}; choose a new folder or an empty one"
+                )
             with suppress(OSError):
                 self.folder.chmod(0o700)
-            os.scandir(self.folder).close()
-        except OSError as error:
+        except CacheFolderError:
+            raise
+        except (OSError, UnicodeDecodeError) as error:
             raise CacheFolderError(
                 f"disk_cache_dir={str(self.folder)!r} cannot be used as a folder: "
-                f"{error.strerror or error}; choose another one"
+                f"{getattr(error, 'strerror', None) or error}; choose another one"
             ) from error
         with self.exclusive() as locked:
             if locked:
-                for left in self.folder.glob("tmp-*"):
+                for left in self.folder.glob("tmp-*"):  # nobody writes now
                     with suppress(OSError):
                         left.unlink()
-                with suppress(OSError):
-                    (self.folder / "CACHEDIR.TAG").write_text(_TAG)
+                        self._faults["leftover"] += 1
+                if not tag.exists():
+                    with suppress(OSError):
+                        tag.write_text(_TAG)
         with suppress(OSError):
             for entry in os.scandir(self.folder / "quarantine"):
                 self._quarantined[entry.name] = entry.stat().st_size

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.tokens.hashing import ChunkKey
+
+_LEAST_MAPPED = 1 << 18
 
 
 class RamTier:
@@ -33,13 +37,23 @@ class RamTier:
         return replace(chunk, data=chunk.data.map(self._bring))
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Room where this tier keeps things."""
+        """Room where this tier keeps things, for a tensor such as ``like``.
+
+        Large ones are mapped and go back to the system when their chunk goes. From the heap they
+        would lie for long between short-lived tensors of a forward, and it would grow and grow.
+        """
+        if not self._pinned and like.nbytes >= _LEAST_MAPPED:
+            with suppress(OSError):  # a process may have only so many maps
+                memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._pinned)
 
-    def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == "cpu":
-            return tensor
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy where this tier keeps things."""
         return self.allocate(tensor).copy_(tensor)
+
+    def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device.type == "cpu" else self.own(tensor)
 
     def get(self, key: ChunkKey) -> KVChunk | None:
         return self._chunks.get(key)

@@ -1,0 +1,42 @@
+"""Servers for the tests of remote tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from redis_server import MISSING, RedisServer
+
+pytest.register_assert_rewrite("remote_stores")  # so that what differs is shown
+
+
+def started(folder: Path) -> Iterator[RedisServer]:
+    if MISSING is not None:
+        pytest.skip(MISSING)
+    made = RedisServer(folder)
+    made.start()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def running_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    yield from started(tmp_path_factory.mktemp("redis"))
+
+
+@pytest.fixture
+def server(running_server: RedisServer) -> RedisServer:
+    """Empty and without limits."""
+    running_server.client.flushall()
+    running_server.client.script_flush()
+    running_server.client.config_set("maxmemory", 0)
+    running_server.client.config_set("maxmemory-policy", "noeviction")
+    return running_server
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """One that may be stopped."""
+    yield from started(tmp_path)
