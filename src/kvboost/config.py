@@ -261,9 +261,12 @@ def home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvboost"
 
 
+def chosen_cache_dir() -> Path | None:
+    """The folder in which commands keep KV unless told another: ``KVBOOST_CACHE_DIR``."""
+    chosen = os.environ.get("KVBOOST_CACHE_DIR")
+    return Path(chosen).expanduser() if chosen else None
+
+
 def cache_dir() -> Path:
-    """The folder ``kvboost cache`` looks into: ``KVBOOST_CACHE_DIR``, or ``kv`` beside the
-    models."""
-    if chosen := os.environ.get("KVBOOST_CACHE_DIR"):
-        return Path(chosen).expanduser()
-    return home() / "kv"
+    """The folder ``kvboost cache`` looks into: the chosen one, or ``kv`` beside the models."""
+    return chosen_cache_dir() or home() / "kv"

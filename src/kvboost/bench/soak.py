@@ -104,7 +104,9 @@ def soak(
 
 
 class _Traffic:
-    """Requests of all kinds, the same ones for the same seed."""
+    """Requests of all kinds, the same ones for the same seed. Their lengths come from a grid: for
+    every new number of rows oneDNN keeps code of its own, with or without a cache of ours, and a
+    soak over all lengths would watch that."""
 
     def __init__(self, engine: KVBoost, seed: int) -> None:
         self._engine = engine
@@ -115,6 +117,7 @@ class _Traffic:
         text = PATTERNS["code"].shared(encode, 40 * length)
         self._documents = [text[i : i + length] for i in range(0, len(text), length)]
         self._longest = min(limit, 8 * length)
+        self._turn = length // 4
         self._chats: list[list[int]] = []
 
     def next_request(self, seen: Soak) -> Iterator[GenerationResult]:
@@ -149,13 +152,13 @@ class _Traffic:
         rng = self._random
         if self._chats and rng.random() < 0.4:
             chat = rng.choice(self._chats)
-            chat += rng.choice(self._documents)[:48]
+            chat += rng.choice(self._documents)[: self._turn]
             if len(chat) > self._longest:
                 self._chats.remove(chat)
             return list(chat[: self._longest])
         picked = rng.sample(self._documents, rng.randrange(1, 6))
-        prompt = [token for document in picked for token in document][: self._longest - 16]
-        prompt += [rng.randrange(100, 200) for _ in range(16)]
+        prompt = [token for document in picked for token in document]
+        prompt += [rng.randrange(100, 200) for _ in range(self._turn)]
         if len(self._chats) < 8 and rng.random() < 0.3:
             self._chats.append(list(prompt))
         return prompt

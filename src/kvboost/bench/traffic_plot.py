@@ -43,6 +43,8 @@ def traffic_figure(rows: Sequence[Row], *, title: str) -> Figure:
         axes.set_title(traffic, fontsize=11, color=INK)
         axes.set_xlabel("cache size, blocks", fontsize=10, color=INK)
         axes.set_xscale("log")
+        axes.set_xticks([row.size for row in own], [f"{row.size:,}" for row in own])
+        axes.minorticks_off()
         axes.grid(color=GRID, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from kvboost.config import chosen_cache_dir
 from kvboost.errors import KVBoostError
 from kvboost.results import GenerationResult
 
@@ -44,7 +45,10 @@ Donor = Annotated[
 ]
 CacheDir = Annotated[
     Path | None,
-    typer.Option(help="Keep KV in this folder: the next run does not read the same text again."),
+    typer.Option(
+        help="Keep KV in this folder, or in that of KVBOOST_CACHE_DIR: the next run does not read "
+        "the same text again."
+    ),
 ]
 KVBits = Annotated[
     int, typer.Option("--kv-bits", help="As what KV is kept: 16, or smaller, 8 or 4.")
@@ -77,7 +81,11 @@ def load_engine(
         if any(info.name == model and not info.installed for info in kvboost.list_models()):
             status.stop()  # its own progress follows
         return kvboost.KVBoost.from_pretrained(
-            model, device=device, dtype=dtype, disk_cache_dir=cache_dir, kv_cache_bits=kv_bits
+            model,
+            device=device,
+            dtype=dtype,
+            disk_cache_dir=cache_dir or chosen_cache_dir(),
+            kv_cache_bits=kv_bits,
         )
 
 
