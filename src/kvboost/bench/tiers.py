@@ -8,7 +8,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -27,7 +26,7 @@ from kvboost.bench.workloads import PATTERNS, fragments
 from kvboost.cache import codec
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
 from kvboost.cache.compress import PLAIN, KVData, Packer, plain
-from kvboost.cache.hierarchy import FETCHED_AHEAD, Tiers
+from kvboost.cache.hierarchy import Tiers
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.ram import RamTier
@@ -69,7 +68,8 @@ class Packed:
 
 def measure_promotion(folder: Path, kv_rows: torch.Tensor, rounds: int) -> Iterator[Promotion]:
     """Of the chunks in ``folder``, the way a request takes: from RAM into its rows, and from disk
-    into RAM, each with the search for them. The references read with as many threads."""
+    into RAM, each with the search for them. The files are read one after the other, ours a few at
+    a time."""
     chunks = _chunks(folder)
     nbytes = sum(chunk.nbytes for chunk in chunks)
     ids = as_token_ids(np.concatenate([chunk.info.token_ids for chunk in chunks]))
@@ -105,14 +105,13 @@ def measure_promotion(folder: Path, kv_rows: torch.Tensor, rounds: int) -> Itera
 
     paths = [folder / chunk.key[:2] / f"{chunk.key}.safetensors" for chunk in chunks]
     reopen()
-    with ThreadPoolExecutor(FETCHED_AHEAD) as pool:
-        timed = interleave(
-            {
-                "ours": Contender(lambda _: bring_up(opened[0], None), reopen),
-                "reference": Contender(lambda _: list(pool.map(Path.read_bytes, paths))),
-            },
-            rounds,
-        )
+    timed = interleave(
+        {
+            "ours": Contender(lambda _: bring_up(opened[0], None), reopen),
+            "reference": Contender(lambda _: [path.read_bytes() for path in paths]),
+        },
+        rounds,
+    )
     opened.pop().close()
     yield Promotion("disk", nbytes, timed["ours"], timed["reference"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -184,7 +185,12 @@ def soak(
     dtype: Dtype = None,
 ) -> None:
     """Mixed requests over 64 chunks for minutes: memory, budgets and answers are watched. Ends
-    with 1 if something was wrong. JSON on the last line."""
+    with 1 if something was wrong. JSON on the last line.
+
+    oneDNN's own cache, which keeps code for a thousand numbers of rows and grows for as long, is
+    held to 16 meanwhile: what is watched is ours.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # read when torch is loaded
     with errors():
         from kvboost.bench.soak import run_soak
 
