@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,21 @@ def engine() -> Iterator[KVBoost]:
     with make_engine(tiny_model("llama")) as made:
         yield made
         assert made._pipeline.store.check_integrity() == []
+
+
+@pytest.fixture
+def open_engine(tmp_path: Path) -> Iterator[Callable[..., KVBoost]]:
+    """Engines that share a folder; each takes options of its own."""
+    opened: list[KVBoost] = []
+
+    def open_engine(**config: object) -> KVBoost:
+        options = {"disk_cache_dir": tmp_path / "kv", "gpu_cache_bytes": 0, **config}
+        opened.append(make_engine(tiny_model("llama"), **options))
+        return opened[-1]
+
+    yield open_engine
+    for engine in opened:
+        engine.close()
 
 
 @pytest.fixture(scope="session")

@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvboost import GenerationMode, KVBoost
+from kvboost import GenerationMode
 from kvboost.cache.tiers.disk import REFRESH_SECONDS
 from tiny import ROPE_MODELS, make_engine, tiny_model
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep. " * 2
 BASELINE = GenerationMode.BASELINE
 PREFIX = GenerationMode.PREFIX_CACHE
-
-
-@pytest.fixture
-def open_engine(tmp_path: Path) -> Iterator[Callable[..., KVBoost]]:
-    opened: list[KVBoost] = []
-
-    def open_engine(**config: object) -> KVBoost:
-        options = {"disk_cache_dir": tmp_path / "kv", "gpu_cache_bytes": 0, **config}
-        opened.append(make_engine(tiny_model("llama"), **options))
-        return opened[-1]
-
-    yield open_engine
-    for engine in opened:
-        engine.close()
 
 
 def tiers(result) -> set[str | None]:

@@ -48,20 +48,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 
-STORE_COUNTS = (
-    "admitted",
-    "promoted",
-    "demoted",
-    "evicted",
-    "rejected",
-    "failed",
-    "unwritten",
-    "lost",
-    "in_use",
-    "pinned",
-)
-
-
 class KVBoost:
     """A model that does not read the same text twice. Safe to call from several threads."""
 
@@ -342,34 +328,7 @@ class KVBoost:
     def cache_stats(self) -> dict[str, Any]:
         """What the cache holds and what it has done. ``cache_hits`` are chunks that served rows,
         wholly or in part; ``cache_misses`` are the chunks that computed rows would fill."""
-        store = self._pipeline.store.stats()
-        totals = self._pipeline.totals()
-        approximate = totals["approximate_hits"] + totals["moved_hits"]
-        hits = totals["exact_hits"] + approximate
-        lookups = hits + totals["misses"]
-        prompt = totals["prompt_tokens"]
-        return {
-            "hot_chunks": store["tiers"]["ram"]["chunks"],
-            "hot_memory_mb": store["tiers"]["ram"]["bytes"] / 1e6,
-            "chunks": store["chunks"],
-            "cache_hits": hits,
-            "approximate_hits": approximate,
-            "cache_misses": totals["misses"],
-            "hit_rate": hits / lookups if lookups else 0.0,
-            "exact_hit_rate": totals["exact_hits"] / lookups if lookups else 0.0,
-            "requests": totals["requests"],
-            "prompt_tokens": prompt,
-            "exact_tokens": totals["exact_tokens"],
-            "approximate_tokens": totals["approximate_tokens"],
-            "moved_tokens": totals["moved_tokens"],
-            "recomputed_tokens": totals["recomputed_tokens"],
-            "token_reuse_rate": totals["cached_tokens"] / prompt if prompt else 0.0,
-            "generated_tokens": totals["generated_tokens"],
-            **{name: store[name] for name in STORE_COUNTS},
-            "idle_kv_bytes": self._pipeline.pool.idle_bytes,
-            "audit": self._auditor.stats(),
-            "tiers": store["tiers"],
-        }
+        return {**self._pipeline.stats(), "audit": self._auditor.stats()}
 
     def pin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
         """Reads a text as :meth:`warm` does, unless it is known, and keeps it from being evicted

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,10 +94,35 @@ class Pipeline:
         self._totals: Counter[str] = Counter()
         self._totals_lock = threading.Lock()
 
-    def totals(self) -> Counter[str]:
-        """What all requests so far add up to."""
+    def stats(self) -> dict[str, Any]:
+        """What the cache holds, and what all requests so far add up to."""
+        store = self.store.stats()
         with self._totals_lock:
-            return Counter(self._totals)
+            totals = Counter(self._totals)
+        approximate = totals["approximate_hits"] + totals["moved_hits"]
+        hits = totals["exact_hits"] + approximate
+        lookups = hits + totals["misses"]
+        prompt = totals["prompt_tokens"]
+        memory = store["tiers"]["ram"]
+        return {
+            "hot_chunks": memory["chunks"],
+            "hot_memory_mb": memory["bytes"] / 1e6,
+            "cache_hits": hits,
+            "approximate_hits": approximate,
+            "cache_misses": totals["misses"],
+            "hit_rate": hits / lookups if lookups else 0.0,
+            "exact_hit_rate": totals["exact_hits"] / lookups if lookups else 0.0,
+            "requests": totals["requests"],
+            "prompt_tokens": prompt,
+            "exact_tokens": totals["exact_tokens"],
+            "approximate_tokens": totals["approximate_tokens"],
+            "moved_tokens": totals["moved_tokens"],
+            "recomputed_tokens": totals["recomputed_tokens"],
+            "token_reuse_rate": totals["cached_tokens"] / prompt if prompt else 0.0,
+            "generated_tokens": totals["generated_tokens"],
+            "idle_kv_bytes": self.pool.idle_bytes,
+            **store,
+        }
 
     def plan(self, request: Request) -> ReuseReport:
         """How a request would be served now."""

@@ -41,20 +41,6 @@ def answers() -> dict[int, list[int]]:
         }
 
 
-@pytest.fixture
-def open_engine(tmp_path: Path) -> Iterator[Callable[..., KVBoost]]:
-    opened: list[KVBoost] = []
-
-    def open_engine(**config: object) -> KVBoost:
-        options = {"disk_cache_dir": tmp_path / "kv", "gpu_cache_bytes": 0, **config}
-        opened.append(make_engine(tiny_model("llama"), **options))
-        return opened[-1]
-
-    yield open_engine
-    for engine in opened:
-        engine.close()
-
-
 def check_answers(engine: KVBoost, answers: dict[int, list[int]]) -> int:
     """How many prompt tokens came from the cache; every answer must be the plain one."""
     reused = 0

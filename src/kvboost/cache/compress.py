@@ -107,8 +107,8 @@ class Packer:
         self, rows: torch.Tensor, position: int, like: KVData | None = None, common: int = 0
     ) -> KVData:
         """``rows``, ``[2, layers, kv_heads, tokens, head_dim]``, the first of which stands at
-        ``position``, in memory of their own. The first ``common`` of them are
-        also those of ``like``: what it has quantized is taken over."""
+        ``position``, in memory of their own. The first ``common`` of them are also those of
+        ``like``: what it has quantized is taken over."""
         data = self._pack(rows, position, like, common)
         if self._measures_keys:
             data = replace(data, key_norm=float(rows[0].float().norm(dim=-1).mean()))

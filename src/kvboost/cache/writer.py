@@ -36,9 +36,8 @@ class _Owed:
 class Writer:
     """Thread-safe. ``write`` is called by a thread of its own, which starts with the first chunk,
     and says whether a chunk is done with; one that is not is tried again later. ``written`` is
-    called when a chunk is owed no more. At most
-    ``max_waiting`` bytes are held that memory has let go, and no more than ``max_owed`` are owed
-    for the sake of getting cold."""
+    called when a chunk is owed no more. At most ``max_waiting`` bytes are held that memory has let
+    go, and no more than ``max_owed`` are owed for the sake of getting cold."""
 
     def __init__(
         self,

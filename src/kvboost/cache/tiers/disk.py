@@ -168,7 +168,7 @@ class DiskTier:
         entered again by the thread that is in it."""
         try:
             self._lock.acquire()
-        except (OSError, Timeout, NotImplementedError) as error:
+        except (OSError, Timeout, NotImplementedError) as error:  # the last: no locks there
             self._fault("locked" if isinstance(error, Timeout) else "unwritable")
             yield False
             return
