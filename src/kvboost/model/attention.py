@@ -17,6 +17,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvboost.errors import UnsupportedModelError
+from kvboost.model import shared
 from kvboost.model.kv import RequestKV
 
 NAME = "kvboost"
@@ -63,6 +64,7 @@ class Segment:
     absent: torch.Tensor | None = None
     until: int | None = None
     _blocks: dict[int | None, list[Block]] = field(default_factory=dict, repr=False)
+    _own_mask: torch.Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         device = self.kv.shape.device
@@ -87,10 +89,24 @@ class Segment:
             return torch.arange(self.positions.start, self.positions.stop, device=device)
         return self.positions
 
+    @property
+    def is_plain(self) -> bool:
+        """A sequence's next rows, which look at everything before them."""
+        return isinstance(self.positions, range) and self.absent is None
+
     @cached_property
     def corner(self) -> CausalBias | None:
         """The mask of a sequence's last rows, as GPU kernels know it; one row needs none."""
         return causal_lower_right(len(self), self.end) if len(self) > 1 else None
+
+    def own_mask(self, groups: int, like: torch.Tensor) -> torch.Tensor:
+        """The mask over the request's own rows, for queries of ``groups`` heads below one another:
+        additive ``[groups * rows, keys]``; made once a forward."""
+        if self._own_mask is None:
+            first = self.kv.own_start
+            block = Block.of(0, self.position_ids(like.device) - first, None, like)
+            self._own_mask = block.mask.repeat(groups, 1)
+        return self._own_mask
 
     def blocks(self, window: int | None, like: torch.Tensor) -> list[Block]:
         """The rows in blocks, each with the keys it may look at; made once a forward."""
@@ -172,22 +188,23 @@ def attend(
             raise UnsupportedModelError(f"attention with {unsupported} is not supported")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    queries = split(query, segments)
+    bases: dict[int, shared.Part] = {}
+    if softcap is None:
+        bases = shared.attend_to_bases(queries, segments, layer, scale, sliding_window)
     outputs = []
-    for segment, q, k, v in zip(
-        segments, *(split(rows, segments) for rows in (query, key, value)), strict=True
+    for index, (segment, q, k, v) in enumerate(
+        zip(segments, queries, split(key, segments), split(value, segments), strict=True)
     ):
         window = sliding_window if sliding_window and segment.end > sliding_window else None
         if segment.hook is not None:
             segment.hook.on_query(layer, segment.kv, q, scale, window)
         if segment.until == layer:
             raise StopForward
-        contiguous = (
-            isinstance(segment.positions, range)
-            and segment.absent is None
-            and window is None
-            and softcap is None
-        )
-        if contiguous and segment.first == 0:
+        contiguous = segment.is_plain and window is None and softcap is None
+        if index in bases:
+            out = shared.attend_own(q, segment, layer, scale, bases[index])
+        elif contiguous and segment.first == 0:
             # A sequence from its first token on: the very call stock transformers makes.
             out = sdpa(q, k, v, is_causal=len(segment) > 1, scale=scale, enable_gqa=True)
         elif contiguous and (len(segment) == 1 or query.device.type == "cuda"):

@@ -30,12 +30,38 @@ class KVShape:
         )
 
 
+class SharedRows:
+    """The first ``count`` rows of a buffer: written, and read by several requests from now on.
+    ``keys`` and ``values`` are views per layer, ``[1, kv_heads, count, head_dim]``."""
+
+    def __init__(self, data: torch.Tensor, count: int) -> None:
+        self.data = data
+        self.count = count
+        rows = data.narrow(3, 0, count)
+        self.keys, self.values = (half.unsqueeze(1).unbind(0) for half in rows.unbind(0))
+        self._shorter: dict[int, SharedRows] = {}
+
+    def first(self, count: int) -> SharedRows:
+        """The first ``count`` of them; the same object for all who ask."""
+        if count >= self.count:
+            return self
+        return self._shorter.setdefault(count, SharedRows(self.data, count))
+
+
 class RequestKV:
     """Row ``p`` holds the token at position ``p``. ``data`` is ``[2, layers, kv_heads, capacity,
-    head_dim]``, keys first; rows that were never written hold anything."""
+    head_dim]``, keys first, and holds the rows from ``start`` on; rows that were never written
+    hold anything. With ``base``, its rows are read there and never written::
+
+        base   |=====================|
+        data                         |------------|      start = base.count
+        data   |---------------------------------|       start = 0: base is its own beginning
+    """
 
     def __init__(self, shape: KVShape, num_tokens: int) -> None:
         self.shape = shape
+        self.base: SharedRows | None = None
+        self.start = 0
         self._hold(shape.allocate(-(-num_tokens // _ROUND) * _ROUND))
 
     def _hold(self, data: torch.Tensor) -> None:
@@ -45,19 +71,45 @@ class RequestKV:
 
     @property
     def capacity(self) -> int:
-        return self.data.shape[3]
+        """One past the last position there is room for."""
+        return self.start + self.data.shape[3]
+
+    @property
+    def own_start(self) -> int:
+        """The first position that is not read from ``base``."""
+        return 0 if self.base is None else self.base.count
+
+    def stand_on(self, base: SharedRows | None) -> None:
+        """Begins a new request behind ``base``; what was written is void."""
+        self.base = base
+        self.start = self.own_start
+
+    def share(self, count: int) -> SharedRows:
+        """At most the first ``count`` rows, which must be written, for another request to stand
+        on. They stay as they are from now on."""
+        if self.base is None:
+            self.base = SharedRows(self.data, count)
+        return self.base.first(count)
 
     def reserve(self, num_tokens: int) -> None:
         """Makes room for ``num_tokens`` rows; grows by doubling and keeps what is written."""
         if num_tokens <= self.capacity:
             return
-        grown = self.shape.allocate(max(num_tokens, 2 * self.capacity))
-        grown[:, :, :, : self.capacity] = self.data
+        kept = self.own_start - self.start  # what others read stays where it is
+        grown = self.shape.allocate(max(num_tokens - self.own_start, 2 * self.data.shape[3] - kept))
+        grown[:, :, :, : self.data.shape[3] - kept] = self.data[:, :, :, kept:]
+        self.start = self.own_start
         self._hold(grown)
 
     def rows(self, start: int, end: int) -> torch.Tensor:
-        """A view of rows ``[start, end)``."""
-        return self.data[:, :, :, start:end]
+        """Rows ``[start, end)``: a view, unless they stand partly in ``base``."""
+        if start >= self.start:
+            return self.data[:, :, :, start - self.start : end - self.start]
+        assert self.base is not None
+        shared = self.base.data[:, :, :, start : min(end, self.start)]
+        if end <= self.start:
+            return shared
+        return torch.cat([shared, self.data[:, :, :, : end - self.start]], dim=3)
 
     def copy_rows(self, start: int, end: int) -> torch.Tensor:
         """Rows ``[start, end)`` as a contiguous tensor of their own in host memory, pinned when
@@ -73,19 +125,34 @@ class RequestKV:
         """Writes fresh rows of one layer; ``keys`` and ``values`` are ``[1, kv_heads, rows,
         head_dim]``."""
         if isinstance(positions, range):
-            self._keys[layer].narrow(2, positions.start, len(positions)).copy_(keys)
-            self._values[layer].narrow(2, positions.start, len(positions)).copy_(values)
+            first = positions.start - self.start
+            self._keys[layer].narrow(2, first, len(positions)).copy_(keys)
+            self._values[layer].narrow(2, first, len(positions)).copy_(values)
         else:
-            self._keys[layer].index_copy_(2, positions, keys)
-            self._values[layer].index_copy_(2, positions, values)
+            rows = positions - self.start if self.start else positions
+            self._keys[layer].index_copy_(2, rows, keys)
+            self._values[layer].index_copy_(2, rows, values)
 
     def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of one layer's keys and values in rows ``[start, end)``: ``[1, kv_heads, rows,
-        head_dim]``."""
-        length = end - start
-        return (
-            self._keys[layer].narrow(2, start, length),
-            self._values[layer].narrow(2, start, length),
+        """One layer's keys and values in rows ``[start, end)``, ``[1, kv_heads, rows, head_dim]``:
+        views, unless they stand partly in ``base``."""
+        if start >= self.start:
+            first, length = start - self.start, end - start
+            return (
+                self._keys[layer].narrow(2, first, length),
+                self._values[layer].narrow(2, first, length),
+            )
+        assert self.base is not None
+        shared = min(end, self.start) - start
+        return tuple(  # type: ignore[return-value]
+            torch.cat(
+                [theirs[layer].narrow(2, start, shared), own[layer][:, :, : end - start - shared]],
+                2,
+            )
+            for theirs, own in (
+                (self.base.keys, self._keys),
+                (self.base.values, self._values),
+            )
         )
 
 
@@ -101,9 +168,11 @@ class KVPool:
         self._lock = threading.Lock()
 
     @contextmanager
-    def lend(self, num_tokens: int) -> Iterator[RequestKV]:
-        """A buffer for at least ``num_tokens`` rows until the context is left."""
-        kv = self._take(num_tokens)
+    def lend(self, num_tokens: int, base: SharedRows | None = None) -> Iterator[RequestKV]:
+        """A buffer for at least ``num_tokens`` rows, those of ``base`` among them, until the
+        context is left."""
+        kv = self._take(num_tokens - (base.count if base else 0))
+        kv.stand_on(base)
         try:
             yield kv
         finally:
@@ -119,6 +188,9 @@ class KVPool:
         return RequestKV(self.shape, num_tokens)
 
     def _give(self, kv: RequestKV) -> None:
+        if kv.base is not None and kv.base.data is kv.data:
+            return  # others may stand on it: it goes when the last of them does
+        kv.stand_on(None)
         # Never waits: the garbage collector may run this in a thread that holds the lock.
         if not self._lock.acquire(blocking=False):
             return

@@ -1,0 +1,99 @@
+"""Attention of requests that stand on the same rows.
+
+The shared rows are attended to once, by the queries of all of them together; each one's own rows by
+its own queries. A softmax over both is put together from the two by their log-sum-exps, which is
+what one pass over all rows gives, but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from kvboost.model.attention import Segment
+
+Part = tuple[torch.Tensor, torch.Tensor]
+"""What attending to some of the keys gives: ``[1, heads, rows, dim]`` and the log-sum-exp of the
+weights, ``[1, heads, rows]`` in float32."""
+
+
+def attend_to_bases(
+    queries: Sequence[torch.Tensor],
+    segments: Sequence[Segment],
+    layer: int,
+    scale: float,
+    window: int | None = None,
+) -> dict[int, Part]:
+    """For the index of every segment that should attend in two parts: what its base gives. Behind
+    a ``window`` that hides some of it, none should."""
+    groups: dict[int, list[int]] = {}
+    for index, segment in enumerate(segments):
+        sees_all = segment.is_plain and not (window and segment.end > window)
+        if segment.kv.base is not None and sees_all:
+            groups.setdefault(id(segment.kv.base), []).append(index)
+    parts: dict[int, Part] = {}
+    for members in groups.values():
+        base = segments[members[0]].kv.base
+        assert base is not None
+        if len(members) == 1 and segments[members[0]].kv.start == 0:
+            continue  # it has all rows in one place
+        query = torch.cat([queries[index] for index in members], dim=2)
+        out, weight = attend_part(query, base.keys[layer], base.values[layer], scale)
+        lengths = [queries[index].shape[2] for index in members]
+        split = zip(out.split(lengths, 2), weight.split(lengths, 2), strict=True)
+        parts.update(zip(members, split, strict=True))
+    return parts
+
+
+def attend_own(
+    query: torch.Tensor, segment: Segment, layer: int, scale: float, base: Part
+) -> torch.Tensor:
+    """Attention of a segment over its own rows, put together with what its ``base`` gave."""
+    keys, values = segment.kv.layer(layer, segment.kv.own_start, segment.end)
+    rows, groups = len(segment), query.shape[1] // keys.shape[1]
+    mask = segment.own_mask(groups, query) if rows > 1 else None
+    return merge(base, attend_part(query, keys, values, scale, mask))
+
+
+def attend_part(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
+) -> Part:
+    """Attention of ``[1, heads, rows, dim]`` over some keys. Queries that share a head of keys stand
+    below one another: fewer, larger products. ``mask`` is additive, ``[groups * rows, keys]``."""
+    heads, kv_heads, rows = query.shape[1], keys.shape[1], query.shape[2]
+    folded = query.reshape(1, kv_heads, heads // kv_heads * rows, query.shape[3])
+    if query.device.type == "cpu":
+        out, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            folded, keys, values, 0.0, False, attn_mask=mask, scale=scale
+        )
+    else:
+        out, weight = _written_out(folded, keys, values, scale, mask)
+    return out.reshape(query.shape), weight.reshape(1, heads, rows)
+
+
+def _written_out(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+) -> Part:
+    weights = torch.matmul(query, keys.transpose(2, 3)).float() * scale
+    if mask is not None:
+        weights += mask
+    total = weights.logsumexp(dim=-1)
+    return torch.matmul((weights - total[..., None]).exp().to(values.dtype), values), total
+
+
+def merge(one: Part, other: Part) -> torch.Tensor:
+    """Attention over the keys of both."""
+    total = torch.logaddexp(one[1], other[1])
+    shares = ((part[1] - total).exp()[..., None] * part[0] for part in (one, other))
+    return sum(shares).to(one[0].dtype)  # type: ignore[union-attr]
