@@ -26,16 +26,18 @@ MAY_IMPORT = {
     "audit": LEAVES | {"stream"},
     "verify": LEAVES,
     "options": LEAVES,
-    "pipeline": LEAVES | {"tokens", "cache", "reuse", "model", "stream"},
+    "sharing": LEAVES | {"tokens", "model", "stream"},
+    "pipeline": LEAVES | {"tokens", "cache", "reuse", "model", "stream", "sharing"},
+    "serve": LEAVES | {"kvboost", "tokens", "model", "stream", "pipeline"},
     "engine": LEAVES
-    | {"tokens", "reuse", "model", "options", "stream", "pipeline"}
+    | {"tokens", "reuse", "model", "options", "stream", "pipeline", "serve"}
     | {"verify", "calibrate", "audit"},
     "doctor": LEAVES | {"model"},
     "bench": LEAVES | {"kvboost", "tokens", "cache", "reuse", "model"},
     "folder": LEAVES | {"tokens", "cache"},
-    "cli": LEAVES | {"kvboost", "bench", "doctor", "folder", "model"},
+    "cli": LEAVES | {"kvboost", "bench", "doctor", "folder", "model", "serve"},
     "__main__": {"cli"},
-    "kvboost": LEAVES | {"engine", "model", "stream"},
+    "kvboost": LEAVES | {"engine", "model", "stream", "serve"},
 }
 FORBIDDEN_LIBRARIES = {
     "tokens": {"torch", "transformers"},
@@ -44,6 +46,7 @@ FORBIDDEN_LIBRARIES = {
     "cache/eviction.py": {"torch"},
     "cache/foresight.py": {"torch"},
     "cache/returns.py": {"torch"},
+    "serve/scheduler.py": {"torch", "transformers"},
 }
 
 

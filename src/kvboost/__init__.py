@@ -11,9 +11,12 @@ from kvboost.errors import (
     ContextLengthError,
     ForgetError,
     KVBoostError,
+    KVTooLargeError,
     ModelError,
     ModelNotFoundError,
     PromptError,
+    QueueFullError,
+    ShuttingDownError,
     UnsupportedModelError,
 )
 from kvboost.results import (
@@ -28,6 +31,7 @@ from kvboost.results import (
     TokenLogprob,
     VerificationReport,
 )
+from kvboost.serve.sinks import AsyncTextStream
 from kvboost.stream import TextStream
 
 if TYPE_CHECKING:
@@ -39,6 +43,7 @@ __version__ = "1.0.0.dev0"
 
 __all__ = [
     "Arrangement",
+    "AsyncTextStream",
     "CacheFolderError",
     "Calibration",
     "ChecksumError",
@@ -50,12 +55,15 @@ __all__ = [
     "GenerationResult",
     "KVBoost",
     "KVBoostError",
+    "KVTooLargeError",
     "ModelError",
     "ModelInfo",
     "ModelNotFoundError",
     "PromptError",
+    "QueueFullError",
     "ReuseReport",
     "Score",
+    "ShuttingDownError",
     "Span",
     "SpanKind",
     "StockModel",

@@ -8,13 +8,16 @@ import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from kvboost.config import GenerationMode
 from kvboost.results import Score, kl_divergence
 from kvboost.stream import Request, Run
+
+Given = TypeVar("Given")
+Sent = TypeVar("Sent")
 
 MOST_WAITING = 16
 IDLE_SECONDS = 0.5
@@ -58,22 +61,22 @@ class Auditor:
         self._closed = False
 
     def watch(
-        self, request: Request, run: Run, pieces: Generator[str, None, None]
-    ) -> Generator[str, None, None]:
-        """``pieces``, with the request counted as active meanwhile."""
+        self, request: Request, run: Run, steps: Generator[Given, Sent, None]
+    ) -> Generator[Given, Sent, None]:
+        """``steps``, with the request counted as active meanwhile."""
         if not self._fraction:
-            return pieces
-        return self._watch(request, run, pieces)
+            return steps
+        return self._watch(request, run, steps)
 
     def _watch(
-        self, request: Request, run: Run, pieces: Generator[str, None, None]
-    ) -> Generator[str, None, None]:
+        self, request: Request, run: Run, steps: Generator[Given, Sent, None]
+    ) -> Generator[Given, Sent, None]:
         run.record = self._random.random() < self._fraction
         with self._changed:
             self._active += 1
             self._changed.notify_all()
         try:
-            yield from pieces
+            yield from steps
         finally:
             with self._changed:
                 self._active -= 1

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -132,6 +132,17 @@ class EngineConfig:
     reuse_moved: str = "when_faster"
     audit_fraction: float = 0.0
     """This share of the answers over moved text is compared with a full prefill when idle."""
+    max_running: int = 16
+    """Of a batch: so many requests run at once, the others wait."""
+    max_waiting: int = 256
+    max_kv_bytes: int | None = None
+    """The KV of running requests together; by default a quarter of the memory."""
+    sharing_wait: float = 2.0
+    """A request that shares unread text with one that is being read waits for it, so many seconds
+    at most; what they share is then read once. 0: nobody waits, everybody reads."""
+    step_rows: int | None = None
+    """While some requests are answering, so many tokens of other prompts are read between two
+    tokens of theirs: fewer keep the pace, more read faster. By default what suits the device."""
 
     @property
     def repair(self) -> RepairParams:
@@ -151,13 +162,17 @@ class EngineConfig:
         if not isinstance(self.key_norms, bool):
             raise ConfigError(f"key_norms={self.key_norms!r} must be True or False")
         whole(self.disk_cache_bytes, 0, "disk_cache_bytes")
-        for option in ("gpu_cache_bytes", "remote_cache_bytes"):
+        for option in ("gpu_cache_bytes", "remote_cache_bytes", "max_kv_bytes"):
             if (size := getattr(self, option)) is not None:
                 whole(size, 0, option)
         if self.disk_cache_dir is not None and not os.fspath(self.disk_cache_dir):
             raise ConfigError("disk_cache_dir='' must name a folder; None keeps nothing on disk")
-        if self.prefill_slice is not None:
-            whole(self.prefill_slice, 1, "prefill_slice")
+        whole(self.max_running, 1, "max_running")
+        whole(self.max_waiting, 0, "max_waiting")
+        at_least(self.sharing_wait, 0.0, "sharing_wait")
+        for option in ("prefill_slice", "step_rows"):
+            if (rows := getattr(self, option)) is not None:
+                whole(rows, 1, option)
         if not self.document_markers or not all(
             isinstance(marker, str) and marker.strip(" ") for marker in self.document_markers
         ):
@@ -201,6 +216,12 @@ class SamplingParams:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    """Taken from the logits of every token that was generated before."""
+    frequency_penalty: float | None = None
+    """The same, as often as it was generated."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these tokens."""
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
@@ -219,6 +240,12 @@ class SamplingParams:
                 within(share, 0.0, 1.0, option)
         if self.repetition_penalty is not None:
             at_least(self.repetition_penalty, 0.01, "repetition_penalty")
+        for option in ("presence_penalty", "frequency_penalty"):
+            if (penalty := getattr(self, option)) is not None:
+                within(penalty, -2.0, 2.0, option)
+        for token, bias in (self.logit_bias or {}).items():
+            whole(token, 0, "logit_bias: a token id")
+            within(bias, -100.0, 100.0, f"logit_bias of {token}")
         if self.seed is not None:
             whole(self.seed, 0, "seed")
             within(self.seed, 0, 2**63 - 1, "seed")
@@ -270,3 +297,8 @@ def chosen_cache_dir() -> Path | None:
 def cache_dir() -> Path:
     """The folder ``kvboost cache`` looks into: the chosen one, or ``kv`` beside the models."""
     return chosen_cache_dir() or home() / "kv"
+
+
+def api_keys() -> list[str]:
+    """The server's keys: ``KVBOOST_API_KEYS``, separated by commas, as ``--api-keys`` has them."""
+    return os.environ.get("KVBOOST_API_KEYS", "").split(",")

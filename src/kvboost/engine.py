@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -19,14 +21,16 @@ from kvboost.config import (
     EngineConfig,
     GenerationMode,
     SamplingParams,
+    at_least,
     choose,
     home,
     parse_bytes,
+    whole,
     within,
 )
 from kvboost.errors import ConfigError, ContextLengthError, KVBoostError, PromptError
 from kvboost.model.load import LoadedModel, load, machine_key, wrap
-from kvboost.options import RequestOptions, ReuseOptions, refuse_unknown, split
+from kvboost.options import BatchOptions, RequestOptions, ReuseOptions, refuse_unknown, split
 from kvboost.pipeline import Pipeline
 from kvboost.progress import Progress
 from kvboost.results import (
@@ -39,6 +43,8 @@ from kvboost.results import (
     VerificationReport,
 )
 from kvboost.reuse.arrange import arrange
+from kvboost.serve.loop import Loop, Ticket
+from kvboost.serve.sinks import AsyncTextStream, Waiting
 from kvboost.stream import Request, Run, TextStream
 from kvboost.tokens.hashing import TokenIds, as_token_ids
 from kvboost.tokens.prompt import Prompt, PromptReader
@@ -46,6 +52,9 @@ from kvboost.verify import verify
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+
+PREVIEW_TOKENS = 48
 
 
 class KVBoost:
@@ -61,6 +70,7 @@ class KVBoost:
         self._prompts = PromptReader(model.tokenizer, model.vocab_size)
         self._pipeline = Pipeline(model, self.config, costs)
         self._auditor = Auditor(self, self.config.audit_fraction)
+        self._loop = Loop(self._pipeline, model.forward, self.config, self._auditor.watch)
         self._closed = False
 
     @classmethod
@@ -87,6 +97,11 @@ class KVBoost:
         document_markers: str | Sequence[str] = "\n\n",
         reuse_moved: str = "when_faster",
         audit_fraction: float = 0.0,
+        max_running: int = 16,
+        max_waiting: int = 256,
+        max_kv_bytes: int | str | None = None,
+        sharing_wait: float = 2.0,
+        step_rows: int | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         **hf_kwargs: Any,
@@ -120,6 +135,11 @@ class KVBoost:
             ),
             reuse_moved=reuse_moved,
             audit_fraction=audit_fraction,
+            max_running=max_running,
+            max_waiting=max_waiting,
+            max_kv_bytes=_optional_bytes(max_kv_bytes, "max_kv_bytes"),
+            sharing_wait=sharing_wait,
+            step_rows=step_rows,
         )
         model = load(model_name, strict=strict, device=device, dtype=dtype, **hf_kwargs)
         return cls(model, config, home() / "costs" / f"{machine_key(model)}.json")
@@ -202,20 +222,94 @@ class KVBoost:
         Leaving early is fine: close the stream (or leave its ``with`` block) and what was read
         until then is kept.
         """
+        request, run = self._begin(prompt, max_new_tokens, mode, options)
+        steps = self._auditor.watch(request, run, self._pipeline.steps(request, run))
+        return TextStream(self._pipeline.pieces(steps, run), run, request)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int = 64,
+        mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
+        *,
+        each: Sequence[BatchOptions] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[GenerationResult]:
+        """Answers several prompts at once, each as :meth:`generate` would, in less time: every
+        step computes the next tokens of all that are running, and what prompts share is read
+        once. ``each`` has options for one prompt each, ``max_new_tokens`` and ``mode`` among
+        them, which go before those for all. The first failure is raised once all have ended."""
+        if isinstance(prompts, str):
+            raise PromptError("generate_batch() takes several prompts; give one to generate()")
+        if each is not None and len(each) != len(prompts):
+            raise ConfigError(f"each has {len(each)} entries for {len(prompts)} prompts")
+        started = []
+        for prompt, own in zip(prompts, each or [{}] * len(prompts), strict=True):
+            merged: Any = {"max_new_tokens": max_new_tokens, "mode": mode, **options, **own}
+            tokens, how = merged.pop("max_new_tokens"), merged.pop("mode")
+            started.append(self._begin(prompt, tokens, how, merged))
+        waiting = [Waiting(request, run) for request, run in started]
+        tickets: list[Ticket] = []
+        try:
+            for (request, run), one in zip(started, waiting, strict=True):
+                tickets.append(self._loop.submit(request, run, one, bounded=False))
+            wait([one.done for one in waiting])
+        except BaseException:
+            for ticket in tickets:
+                self._loop.cancel(ticket)
+            raise
+        return [one.done.result() for one in waiting]
+
+    def astream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 64,
+        mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncTextStream:
+        """Like :meth:`stream`, for a coroutine, beside any number of others. The request is queued
+        at once; ``QueueFullError`` says when to come again. After ``timeout`` seconds it ends with
+        ``finish_reason="timeout"``."""
+        if timeout is not None:
+            at_least(timeout, 0.0, "timeout")
+        request, run = self._begin(prompt, max_new_tokens, mode, options)
+        return self._submit(request, run, timeout)
+
+    async def awarm(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
+        """Like :meth:`warm` of one text, beside requests that are running."""
         clock = Clock()
-        params, reuse = split(max_new_tokens, options)
-        request = self._request(
-            self._prompts.read(prompt),
-            mode,
-            params,
-            options.get("keep", True),
-            options.get("boundaries", ()),
-            **reuse,
-        )
+        ids, boundaries = self._read_one(text, header)
+        mode = GenerationMode.PREFIX_CACHE
+        request = self._request(ids, mode, boundaries=boundaries, cache_salt=cache_salt)
         clock.lap("tokenize")
-        run = Run(clock)
-        pieces = self._auditor.watch(request, run, self._pipeline.serve(request, run))
-        return TextStream(pieces, run, request)
+        async with self._submit(request, Run(clock), None) as stream:
+            async for _ in stream:
+                pass
+        return stream.new_chunks
+
+    async def adrain(self, timeout: float | None = None) -> bool:
+        """Takes no new requests any more and waits for those that run or wait; False if they took
+        longer than ``timeout`` seconds."""
+        return await asyncio.to_thread(self._loop.drain, timeout)
+
+    def serving_stats(self) -> dict[str, Any]:
+        """How the requests of batches, coroutines and the server are doing."""
+        return self._loop.stats()
+
+    def estimate_ms(self, num_tokens: int) -> float | None:
+        """How long reading so many tokens would take without any reuse; None as long as nothing
+        has been measured."""
+        return self._pipeline.estimate_ms(num_tokens)
+
+    def chunks(self, limit: int = 20) -> list[dict[str, Any]]:
+        """The chunks in memory that are worth most, the last to be evicted first."""
+        whole(limit, 1, "limit")
+        found = self._pipeline.store.most_valuable(limit)
+        for chunk in found:
+            chunk["text"] = self.decode(chunk.pop("token_ids")[:PREVIEW_TOKENS])
+        return found
 
     def plan(
         self,
@@ -370,13 +464,16 @@ class KVBoost:
         """Writes what is in memory alone to disk and remote store, now rather than soon."""
         self._pipeline.store.flush()
 
-    def forget_salt(self, cache_salt: str) -> None:
-        """Forgets everything that was read under ``cache_salt``, on every tier."""
+    def forget_salt(self, cache_salt: str) -> int:
+        """Forgets everything that was read under ``cache_salt``, on every tier; returns how many
+        chunks there were."""
         self._check_open()
-        self._pipeline.store.forget(self._pipeline.root(cache_salt))
+        return self._pipeline.store.forget(self._pipeline.root(cache_salt))
 
     def close(self) -> None:
-        """Lets go of the cache and gives the model its own attention back."""
+        """Ends what is running, lets go of the cache and gives the model its own attention
+        back."""
+        self._loop.close()
         self._auditor.close()
         self._closed = True
         self._pipeline.cost.save()
@@ -398,6 +495,35 @@ class KVBoost:
     def _check_open(self) -> None:
         if self._closed:
             raise KVBoostError("this engine is closed; make another one")
+
+    def _begin(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int,
+        mode: GenerationMode | str,
+        options: RequestOptions,
+    ) -> tuple[Request, Run]:
+        """A checked request and its clock, which runs from here on."""
+        clock = Clock()
+        params, reuse = split(max_new_tokens, options)
+        for token in params.logit_bias or ():
+            within(token, 0, self._model.vocab_size - 1, "logit_bias: a token id")
+        request = self._request(
+            self._prompts.read(prompt),
+            mode,
+            params,
+            options.get("keep", True),
+            options.get("boundaries", ()),
+            **reuse,
+        )
+        clock.lap("tokenize")
+        return request, Run(clock)
+
+    def _submit(self, request: Request, run: Run, timeout: float | None) -> AsyncTextStream:
+        stream = AsyncTextStream(request, run)
+        ticket = self._loop.submit(request, run, stream, timeout=timeout)
+        stream.on_close(lambda: self._loop.cancel(ticket))
+        return stream
 
     def _read_one(self, text: Prompt, header: str | None) -> tuple[TokenIds, Sequence[int]]:
         """The ids of one text to be warmed, and where it begins in them if that matters."""

@@ -3,7 +3,10 @@
     KVBoostError
     ├── ConfigError (ValueError)             an option's value is not allowed
     ├── PromptError (ValueError)             a prompt that cannot be served
-    │   └── ContextLengthError               longer than the model's context
+    │   ├── ContextLengthError               longer than the model's context
+    │   └── KVTooLargeError                  its KV would not fit, even alone
+    ├── QueueFullError                       as many requests are waiting as may
+    ├── ShuttingDownError                    no new requests are taken
     ├── ModelError
     │   ├── ModelNotFoundError (FileNotFoundError)
     │   ├── UnsupportedModelError (ValueError)   the architecture stands in the way
@@ -38,6 +41,36 @@ class ContextLengthError(PromptError):
         )
         self.num_tokens = num_tokens
         self.limit = limit
+
+
+class KVTooLargeError(PromptError):
+    """The keys and values of this request would not fit, even if it ran alone."""
+
+    def __init__(self, num_tokens: int, needed: int, budget: int) -> None:
+        super().__init__(
+            f"{num_tokens:,} tokens, prompt and answer, need {needed:,} bytes of KV, but "
+            f"max_kv_bytes is {budget:,}; shorten the prompt, lower max_new_tokens or raise "
+            "max_kv_bytes"
+        )
+        self.num_tokens = num_tokens
+        self.needed = needed
+        self.budget = budget
+
+
+class QueueFullError(KVBoostError):
+    """As many requests are waiting as may."""
+
+    def __init__(self, waiting: int, retry_after: int) -> None:
+        super().__init__(
+            f"{waiting:,} requests are waiting, as many as max_waiting allows; try again in "
+            f"about {retry_after} s"
+        )
+        self.waiting = waiting
+        self.retry_after = retry_after
+
+
+class ShuttingDownError(KVBoostError):
+    """No new requests are taken."""
 
 
 class ModelError(KVBoostError):

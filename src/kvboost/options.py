@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypedDict
 
-from kvboost.config import SamplingParams, stop_strings
+from kvboost.config import GenerationMode, SamplingParams, stop_strings
 from kvboost.errors import ConfigError
 
 
@@ -19,6 +19,9 @@ class SamplingOptions(TypedDict, total=False):
     top_p: float | None
     min_p: float | None
     repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
     seed: int | None
     stop: str | Sequence[str] | None
     logprobs: int | None
@@ -40,6 +43,13 @@ class RequestOptions(SamplingOptions, ReuseOptions, total=False):
 
     keep: bool
     boundaries: Sequence[int]
+
+
+class BatchOptions(RequestOptions, total=False):
+    """What one prompt of a batch may choose."""
+
+    max_new_tokens: int
+    mode: GenerationMode | str
 
 
 def split(max_new_tokens: int, options: RequestOptions) -> tuple[SamplingParams, ReuseOptions]:

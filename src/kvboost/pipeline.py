@@ -1,4 +1,9 @@
-"""One request's way: plan → assemble → repair and prefill → decode → admit."""
+"""One request's way: plan → assemble → repair and prefill → decode → admit.
+
+The way is a generator: it gives the rows that must go through the model next and is sent their
+logits. Run by itself, every segment is a forward of its own; in a batch, those of many requests are
+packed into one (``serve/loop.py``).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,11 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -38,6 +43,7 @@ from kvboost.reuse.plan import LIVE_TOKENS, Plan, make_plan
 from kvboost.reuse.repair import PROBE_BAND, PROBE_ROWS, STRATEGIES, Hook, Moved
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift
+from kvboost.sharing import Live
 from kvboost.stream import Request, Run
 from kvboost.tokens.chunking import Cutter, fixed
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, root_key
@@ -50,6 +56,13 @@ PAYS = 0.9
 """Moved text is reused where that is expected to take less than this of computing it."""
 AUDITED_TOKENS = 8
 """The first tokens of an answer are audited: later ones build on them."""
+BREATH_SECONDS = 0.02
+"""So long one request of a batch may put rows in place before the others have their turn."""
+
+Result = TypeVar("Result")
+Steps = Generator[Segment | None, torch.Tensor | None, None]
+"""A request on its way: gives the rows it needs next and is sent their logits. ``None`` is a
+breath: it needs nothing, but text may be shown and others may go first."""
 
 
 class Pipeline:
@@ -91,6 +104,7 @@ class Pipeline:
         self._prefill_slice = config.prefill_slice or (
             SLICE_ON_CPU if model.device.type == "cpu" else SLICE_ON_GPU
         )
+        self.live = Live(shares=model.support.reuse_limit is None)
         self._totals: Counter[str] = Counter()
         self._totals_lock = threading.Lock()
 
@@ -131,6 +145,12 @@ class Pipeline:
             plan, notes = self._plan(request, known)
         return ReuseReport(plan.spans, notes, request.repair.strategy if plan.moved else None)
 
+    def estimate_ms(self, num_tokens: int) -> float | None:
+        """How long a full prefill would take; None before forwards were measured."""
+        if not self.cost.is_measured:
+            return None
+        return self.cost.forward(num_tokens, num_tokens // 2) * 1e3
+
     def known_exactly(self, token_ids: TokenIds, salt: str) -> int:
         """How many of the first tokens an exact hit would cover."""
         with self.store.lookup(self.root(salt), token_ids, pin=False) as known:
@@ -140,25 +160,43 @@ class Pipeline:
         """Computes what is not known of a prompt and keeps it; returns the new chunks."""
         run = Run(Clock())
         with self.pool.lend(len(request.token_ids)) as kv:
-            self._prefill(request, run, kv)
+            self._run(self._prefill(request, run, kv))
             return self._admit(request, run, kv)
 
     def score(self, request: Request, run: Run, num_logits: int) -> torch.Tensor:
         """The logits of a prompt's last ``num_logits`` rows; keeps nothing."""
         with self.pool.lend(len(request.token_ids)) as kv:
-            logits = self._prefill(request, run, kv, num_logits)
+            logits = self._run(self._prefill(request, run, kv, num_logits))
             if logits.device.type == "cuda":
                 torch.cuda.synchronize(logits.device)
             run.clock.lap("prefill")
             return logits
 
-    def serve(self, request: Request, run: Run) -> Generator[str, None, None]:
-        """The pipeline of one request; yields the text that is safe to show."""
-        room = min(self._answer_limit(request), FIRST_ROOM)
-        with self.pool.lend(len(request.token_ids) + room) as kv:
+    def pieces(self, steps: Steps, run: Run) -> Generator[str, None, None]:
+        """Runs a request by itself; yields the text that is safe to show."""
+        shown = 0
+        with closing(steps):
+            logits = None
+            while True:
+                try:
+                    segment = steps.send(logits)
+                except StopIteration:
+                    break
+                new, shown = run.text[shown:], len(run.text)
+                yield from new
+                logits = None if segment is None else self._forward(steps, segment)
+        yield from run.text[shown:]
+
+    def steps(self, request: Request, run: Run) -> Steps:
+        """The way of one request. What it has to show is in ``run``."""
+        base = self.live.base_for(request, self.root(request.salt)) if run.batched else None
+        with (
+            self.pool.lend(self.rows_for(request, run), base) as kv,
+            self.live.running(request, self.root(request.salt), run, kv),
+        ):
             settled = True
             try:
-                logits = self._prefill(request, run, kv)
+                logits = yield from self._prefill(request, run, kv)
                 yield from self._decode(request, run, kv, logits[-1])
             except GeneratorExit:
                 # Closed, or else collected in a thread that may hold any lock of ours.
@@ -174,44 +212,80 @@ class Pipeline:
                     self._count(request, run)
                     run.clock.lap("admit")
 
+    def rows_for(self, request: Request, run: Run) -> int:
+        """The rows that are set aside for a request. In a batch, where they must be counted before
+        it begins, all it may ever need."""
+        answer = self._answer_limit(request)
+        room = answer if run.batched else min(answer, FIRST_ROOM)
+        return len(request.token_ids) + room
+
+    def _run(self, steps: Generator[Segment | None, torch.Tensor | None, Result]) -> Result:
+        """Runs ``steps`` by themselves to their end."""
+        logits = None
+        while True:
+            try:
+                segment = steps.send(logits)
+            except StopIteration as end:
+                return cast(Result, end.value)
+            logits = None if segment is None else self._forward(steps, segment)
+
+    def _forward(
+        self, steps: Generator[Segment | None, torch.Tensor | None, Any], segment: Segment
+    ) -> torch.Tensor:
+        """The logits of a segment; a failure is the steps' to know."""
+        try:
+            return self._model.forward([segment])
+        except BaseException as error:
+            steps.throw(error)
+            raise
+
     def _prefill(
         self, request: Request, run: Run, kv: RequestKV, num_logits: int = 1
-    ) -> torch.Tensor:
+    ) -> Generator[Segment | None, torch.Tensor | None, torch.Tensor]:
         """Plans the prompt, puts known rows in place and computes the rest, a slice at a time.
         Returns the logits of the last ``num_logits`` rows, which are always computed; what they
         answer is the prompt up to the first of them."""
         live_end = len(request.token_ids) - num_logits + 1
         run.epoch = self.store.epoch
-        plan = self._assemble(request, run, kv, live_end)
+        plan = yield from self._assemble(request, run, kv, live_end)
         while plan is None:  # something was lost on the way: it is planned without it
-            plan = self._assemble(request, run, kv, live_end, again=True)
+            plan = yield from self._assemble(request, run, kv, live_end, again=True)
         run.exact_rows = plan.exact_rows
         if plan.moved:
-            return self._repair(request, run, kv, plan, live_end, num_logits)
+            return (yield from self._repair(request, run, kv, plan, live_end, num_logits))
         run.rows = run.reuse.cached_tokens
         ids = request.token_ids
         logits = []
-        for start, end in self._slices(request, run.rows):
+        while (start := run.rows) < len(ids):
+            end = self._slice_end(request, run, start)
             wanted = max(0, end - max(start, live_end - 1))
-            logits.append(self._compute(kv, ids[start:end], range(start, end), wanted))
+            logits.append((yield from self._compute(kv, ids[start:end], range(start, end), wanted)))
             run.rows = end
         return logits[-1] if len(logits) == 1 else torch.cat(logits)
 
     def _assemble(
         self, request: Request, run: Run, kv: RequestKV, live_end: int, *, again: bool = False
-    ) -> Plan | None:
+    ) -> Generator[None, object, Plan | None]:
         """Plans the prompt and puts what is known in place; None if a chunk of the plan turned
         out to be lost. What that is never comes ``again``: a remote store is not asked twice."""
         with self._lookup(request, live_end, ask_remote=not again) as known:
-            plan, notes = self._plan(request, known)
-            self.store.touch(plan.in_place, *(moved.hits for moved in plan.moved))
+            plan, notes = self._plan(request, known, kv.own_start)
+            self.store.touch(known.exact, *(moved.hits for moved in plan.moved))
             run.clock.lap("plan")
-            seconds = 0.0
+            seconds = breath = 0.0
+            if plan.moved and kv.base is not None:
+                kv.leave_base()  # repair changes rows that others would read
             try:
                 for hit, data in self.store.fetch(plan.hits):
-                    seconds += run.clock.lap("fetch")
+                    spent = run.clock.lap("fetch")
                     place(hit, data, kv, self._packer)
-                    seconds += run.clock.lap("assemble")
+                    spent += run.clock.lap("assemble")
+                    seconds += spent
+                    breath += spent
+                    if run.batched and breath > BREATH_SECONDS:
+                        breath = 0.0
+                        yield None
+                        run.clock.lap("queue")
             except ChunkLost:
                 return None
         run.reuse = ReuseReport(plan.spans, notes)
@@ -227,7 +301,7 @@ class Pipeline:
         plan: Plan,
         live_end: int,
         num_logits: int,
-    ) -> torch.Tensor:
+    ) -> Generator[Segment, torch.Tensor | None, torch.Tensor]:
         """Computes what is new of a prompt with moved runs, and what a strategy names of those,
         together; as :meth:`_prefill`."""
         ids = torch.from_numpy(request.token_ids.astype(np.int64)).to(self._model.device)
@@ -249,8 +323,10 @@ class Pipeline:
         run.clock.lap("probe")
         rows = (choice.rows | moved.unknown).nonzero()[:, 0]
         spans = moved.spans()
-        logits, since = [], 0
-        for some in torch.split(rows, self._prefill_slice):
+        logits, since, done = [], 0, 0
+        while done < len(rows):
+            some = rows[done : done + (run.slice_rows or self._prefill_slice)]
+            done += len(some)
             hook = None
             if choice.shift and self._rotation is not None:
                 # A slice shifts the rows from the end of the one before to its own: each once.
@@ -258,7 +334,9 @@ class Pipeline:
                 shift, since = Shift(self._rotation, some, spans.between(since, until)), until
                 hook = shift if shift.useful else None
             wanted = int((some >= total - num_logits).sum())
-            logits.append(self._model.forward([Segment(kv, ids[some], some, wanted, hook=hook)]))
+            given = yield Segment(kv, ids[some], some, wanted, hook=hook)
+            assert given is not None
+            logits.append(given)
         run.rows = total
         recomputed = choice.rows.nonzero()[:, 0].tolist()
         run.reuse = replace(
@@ -270,9 +348,7 @@ class Pipeline:
         run.clock.lap("repair")
         return logits[-1] if len(logits) == 1 else torch.cat(logits)
 
-    def _decode(
-        self, request: Request, run: Run, kv: RequestKV, logits: torch.Tensor
-    ) -> Iterator[str]:
+    def _decode(self, request: Request, run: Run, kv: RequestKV, logits: torch.Tensor) -> Steps:
         """Token after token until the model, a stop string or the limit ends it."""
         params = request.params
         sample = Sampler(params, self._model.generation_config, request.token_ids, logits.device)
@@ -289,23 +365,30 @@ class Pipeline:
                 self._learn(run, run.clock.lap("prefill"))
             else:
                 seconds = run.clock.lap("decode")
-                if len(run.token_ids) == 1:  # one step of a request says what all of them cost
+                if len(run.token_ids) == 1 and not run.batched:
+                    # One step of a request says what all of them cost.
                     self.cost.observe(1, run.rows, seconds)
             run.accept(token, logprob)
-            yield from run.show(stops.push(detokenizer.push(token)))
+            run.show(stops.push(detokenizer.push(token)))
             if token in ends or stops.stopped:
                 run.finish_reason = "stop"
                 break
             if len(run.token_ids) == limit:
                 run.finish_reason = "length"
                 break
-            logits = self._step(request, run, kv)
-        yield from run.show(stops.push(detokenizer.finish()))
-        yield from run.show(stops.finish())
+            if run.batched and len(run.token_ids) == 1:  # others may be waiting for this prompt
+                yield None
+                self._admit(request, run, kv)
+            logits = yield from self._step(request, run, kv)
+        run.show(stops.push(detokenizer.finish()))
+        run.show(stops.finish())
         if stops.stopped:
             run.finish_reason = "stop"
+        yield None  # the text is shown before the rows are kept
 
-    def _step(self, request: Request, run: Run, kv: RequestKV) -> torch.Tensor:
+    def _step(
+        self, request: Request, run: Run, kv: RequestKV
+    ) -> Generator[Segment, torch.Tensor | None, torch.Tensor]:
         """Feeds the last token; logits of the next."""
         start = run.rows
         run.rows += 1
@@ -314,13 +397,13 @@ class Pipeline:
             # it gives fits no shorter prompt.
             run.kept = False
             ids = as_token_ids(np.concatenate([request.token_ids, run.token_ids]))
-            return self._compute(kv, ids, range(len(ids)), 1)[-1]
+            return (yield from self._compute(kv, ids, range(len(ids)), 1))[-1]
         last = as_token_ids(run.token_ids[-1:])
-        return self._compute(kv, last, range(start, start + 1), 1)[-1]
+        return (yield from self._compute(kv, last, range(start, start + 1), 1))[-1]
 
     def _learn(self, run: Run, seconds: float) -> None:
-        """Takes a prefill without repair as an example of what a forward costs."""
-        if not run.reuse.count(SpanKind.MOVED):
+        """Takes a prefill without repair or company as an example of what a forward costs."""
+        if not run.batched and not run.reuse.count(SpanKind.MOVED):
             known, total = run.reuse.cached_tokens, run.reuse.prompt_tokens
             self.cost.observe(total - known, (known + total) // 2, seconds)
 
@@ -335,7 +418,7 @@ class Pipeline:
         def pack(start: int, end: int, like: KVData | None, common: int) -> KVData:
             return self._packer.pack(kv.rows(start, end), start, like, common)
 
-        return self.store.admit(
+        new = self.store.admit(
             self.root(request.salt),
             ids,
             pack,
@@ -344,25 +427,26 @@ class Pipeline:
             boundaries=request.boundaries,
             epoch=run.epoch,
         )
+        run.new_chunks += new
+        return new
 
     def _compute(
         self, kv: RequestKV, token_ids: TokenIds, positions: range, num_logits: int
-    ) -> torch.Tensor:
+    ) -> Generator[Segment, torch.Tensor | None, torch.Tensor]:
         """Runs ``token_ids`` at ``positions``."""
         kv.reserve(positions.stop)
         ids = torch.from_numpy(token_ids.astype(np.int64))
-        return self._model.forward([Segment(kv, ids, positions, num_logits)])
+        logits = yield Segment(kv, ids, positions, num_logits)
+        assert logits is not None
+        return logits
 
-    def _slices(self, request: Request, start: int) -> Iterator[tuple[int, int]]:
-        """What is to be computed, in pieces that bound the memory of one forward. They end on a
-        fixed grid, so that a hit leaves the later ones as they were. Where rotation depends on
-        the prompt's length, the model must see it whole."""
+    def _slice_end(self, request: Request, run: Run, start: int) -> int:
+        """Where the slice that begins at ``start`` ends. Slices bound the memory of one forward,
+        and in a batch its time. They end on a fixed grid, so that a hit leaves the later ones as
+        they were. Where rotation depends on the prompt's length, the model must see it whole."""
         total = len(request.token_ids)
-        step = self._prefill_slice if self._reusable(request) else total
-        while start < total:
-            end = min((start // step + 1) * step, total)
-            yield start, end
-            start = end
+        step = (run.slice_rows or self._prefill_slice) if self._reusable(request) else total
+        return min((start // step + 1) * step, total)
 
     @contextmanager
     def _lookup(
@@ -389,9 +473,12 @@ class Pipeline:
         ) as known:
             yield known
 
-    def _plan(self, request: Request, known: Known) -> tuple[Plan, tuple[str, ...]]:
-        """How ``known`` serves the prompt, and what is to be said about it."""
-        plan = make_plan(len(request.token_ids), known)
+    def _plan(
+        self, request: Request, known: Known, num_shared: int = 0
+    ) -> tuple[Plan, tuple[str, ...]]:
+        """How ``known`` serves the prompt, whose first ``num_shared`` rows are in place, and what
+        is to be said about it."""
+        plan = make_plan(len(request.token_ids), known, num_shared)
         notes = []
         repair = request.repair
         weighs = repair.strategy == "auto" and repair.reuse_moved == "when_faster"

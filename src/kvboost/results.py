@@ -10,6 +10,7 @@ from typing import Any
 
 PHASES = (
     "tokenize",
+    "queue",
     "plan",
     "fetch",
     "assemble",
@@ -70,6 +71,8 @@ class Timings:
     ttft_ms: float
     total_ms: float
     tokenize_ms: float
+    queue_ms: float
+    """Waiting for others, in a batch."""
     plan_ms: float
     fetch_ms: float
     assemble_ms: float
@@ -107,7 +110,8 @@ class Span:
     resemblance: float = 0.0
     """Of a moved span: how alike what stands before it and what stood before its donor are."""
     tier: str | None = None
-    """Where the donor lay: ``"gpu"``, ``"ram"``, ``"disk"`` or ``"remote"``."""
+    """Where the donor lay: ``"gpu"``, ``"ram"``, ``"disk"`` or ``"remote"``; ``"shared"``: the rows
+    are those of a request that was running."""
 
     @property
     def num_tokens(self) -> int:
@@ -166,7 +170,8 @@ class GenerationResult:
     token_ids: list[int]
     finish_reason: str
     """``"stop"`` (end of sequence or a stop string), ``"length"`` (the limit was reached) or
-    ``"cancelled"`` (the stream was left early); ``"error"`` if the request failed."""
+    ``"cancelled"`` (the stream was left early), ``"timeout"`` (its time was over); ``"error"`` if
+    the request failed."""
     timings: Timings
     reuse: ReuseReport
     logprobs: list[TokenLogprob] | None = None

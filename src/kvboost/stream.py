@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -53,6 +53,13 @@ class Run:
     """The caller closes the stream, rather than the garbage collector finding it."""
     kept: bool = True
     """Whether the rows may be kept for later requests."""
+    new_chunks: int = 0
+    """How many chunks were kept of it."""
+    batched: bool = False
+    """Other requests run beside it, and may share what it reads."""
+    slice_rows: int | None = None
+    """At most so many rows of its prompt go through the model at a time; by default what suits
+    the device."""
     record: bool = False
     """Whether to keep the logits of the first tokens over moved text, for an audit."""
     recorded: list[torch.Tensor] = field(default_factory=list)
@@ -62,11 +69,9 @@ class Run:
         if logprob is not None:
             self.logprobs.append(logprob)
 
-    def show(self, piece: str) -> Iterator[str]:
-        """Notes and yields ``piece`` unless it is empty."""
+    def show(self, piece: str) -> None:
         if piece:
             self.text.append(piece)
-            yield piece
 
     def result(self, with_logprobs: bool) -> GenerationResult:
         return GenerationResult(

@@ -267,7 +267,7 @@ def test_spaces_do_not_see_each_other() -> None:
 def test_a_hash_is_not_trusted(monkeypatch) -> None:
     monkeypatch.setattr(
         anchors,
-        "_window_hashes",
+        "window_hashes",
         lambda space, ids, window: np.zeros(max(0, len(ids) - window + 1), dtype=np.uint64),
     )
     shelf = Shelf()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,6 +34,7 @@ def written_out(query, keys, values, positions, window, softcap, scale):
     return torch.stack(rows)[None]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 5, 100])
 @pytest.mark.parametrize(
@@ -47,14 +50,16 @@ def written_out(query, keys, values, positions, window, softcap, scale):
     ],
     ids=["whole", "first", "decode", "short beginning", "tail", "gaps", "one inside"],
 )
-def test_attention_equals_the_written_out_one(monkeypatch, positions, window, softcap) -> None:
+def test_attention_equals_the_written_out_one(
+    monkeypatch, positions, window, softcap, dtype
+) -> None:
     monkeypatch.setattr(attention, "BLOCK_ROWS", 3)
     generator = torch.Generator().manual_seed(1)
-    kv = RequestKV(SHAPE, 20)
+    kv = RequestKV(replace(SHAPE, dtype=dtype), 20)
     kv.data.copy_(torch.randn(kv.data.shape, generator=generator))
     segment = Segment(kv, torch.zeros(len(positions)), positions)
     ids = segment.position_ids(torch.device("cpu"))
-    query = torch.randn(1, HEADS, len(positions), DIM, generator=generator)
+    query = torch.randn(1, HEADS, len(positions), DIM, generator=generator).to(dtype)
     keys, values = kv.layer(0, 0, 20)
     fresh_keys, fresh_values = keys[:, :, ids], values[:, :, ids]
     setattr(fresh_keys, attention.SEGMENTS, [segment])
@@ -70,8 +75,10 @@ def test_attention_equals_the_written_out_one(monkeypatch, positions, window, so
         sliding_window=window,
         softcap=softcap,
     )
-    expected = written_out(query, keys[0], values[0], ids, window, softcap, 0.4)
-    assert torch.allclose(out, expected, atol=1e-5)
+    as_numbers = (query.float(), keys[0].float(), values[0].float())
+    expected = written_out(*as_numbers, ids, window, softcap, 0.4)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    assert torch.allclose(out.float(), expected, atol=tolerance)
 
 
 def test_attention_that_we_do_not_know_is_refused() -> None:

@@ -27,13 +27,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost.cache.index import PrefixIndex
-from kvboost.tokens.hashing import ChunkKey, TokenIds
+from kvboost.tokens.hashing import ChunkKey, TokenIds, window_hashes
 
 WINDOW = 32
 MAX_DONORS = 4
 
-_BASE = 0x9E3779B97F4A7C15
-_MIX = np.uint64(0xD6E8FEB86659FD93)
 _SLOTS = 1 << 20
 
 
@@ -84,7 +82,7 @@ class AnchorIndex:
 
         A chunk shorter than a window has no anchor: it is reached from its neighbours.
         """
-        hashes = _window_hashes(space, token_ids, self._window)
+        hashes = window_hashes(space, token_ids, self._window)
         offsets = sorted({*range(0, len(hashes), self._window), *range(len(hashes))[-1:]})
         windows = list(zip(hashes[offsets].tolist(), offsets, strict=True))
         self._chunks[key] = _Anchors(space, windows)
@@ -109,7 +107,7 @@ class AnchorIndex:
         Each is as long as its chunks allow; those of different donors may overlap. ``tree`` must
         hold every chunk that was inserted here.
         """
-        hashes = _window_hashes(space, token_ids[start:], self._window)
+        hashes = window_hashes(space, token_ids[start:], self._window)
         maybe = np.flatnonzero(self._filter[(hashes % _SLOTS).astype(np.intp)])[::-1]
         search = _Search(tree, token_ids, start, self._window)
         followed: dict[int, int] = {}  # by hash, at which row
@@ -210,19 +208,3 @@ class _Search:
 def anchor_window(chunk_size: int) -> int:
     """The window for chunks of ``chunk_size`` tokens: smaller ones need smaller windows."""
     return min(WINDOW, 1 << (chunk_size.bit_length() - 1))
-
-
-def _window_hashes(space: ChunkKey, token_ids: TokenIds, window: int) -> npt.NDArray[np.uint64]:
-    """Hashes of all windows of ``token_ids``, none if they are shorter than one.
-
-    Polynomials of the tokens mod 2**64, that of two halves from those of each; ``space`` is mixed
-    in, and high bits into low ones.
-    """
-    hashes = token_ids.astype(np.uint64)
-    length = 1
-    while length < window:
-        power = np.uint64(pow(_BASE, length, 1 << 64))
-        hashes = hashes[:-length] + hashes[length:] * power
-        length *= 2
-    hashes = (hashes ^ np.uint64(int(space[:16], 16))) * _MIX
-    return hashes ^ (hashes >> np.uint64(32))

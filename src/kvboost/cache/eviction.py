@@ -56,6 +56,9 @@ class EvictionPolicy(Protocol):
         """Chunks, the one to go first coming first, children before their parents. The first few
         are cheap. Nothing may be changed between two steps."""
 
+    def uses(self, key: ChunkKey) -> int:
+        """How often it was used since it came, its coming included."""
+
     def __len__(self) -> int: ...
 
     def __contains__(self, key: object) -> bool: ...
@@ -96,6 +99,9 @@ class LeavesFirst(ABC):
         self._joining: dict[ChunkKey, None] = {}
         self._tickets = 0
         self._now = 0
+
+    def uses(self, key: ChunkKey) -> int:
+        return self._nodes[key].uses
 
     def __len__(self) -> int:
         return len(self._nodes)

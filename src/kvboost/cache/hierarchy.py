@@ -308,6 +308,11 @@ class Hierarchy:
         """What lies in GPU or RAM. The lock must be held."""
         return {*self._ram.keys(), *(self._gpu.keys() if self._gpu is not None else ())}
 
+    def last_to_go(self, limit: int) -> list[tuple[ChunkKey, int]]:
+        """The chunks in RAM that would be evicted last, the very last first, and how often each
+        was used. The lock must be held."""
+        return self._ram_shelf.last_to_go(limit)
+
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Nothing is written to disk meanwhile. To be entered before the lock."""

@@ -74,6 +74,16 @@ class Known:
     def in_place(self) -> tuple[Hit, ...]:
         return (*self.exact, *self.approximate)
 
+    def behind(self, row: int) -> Known:
+        """What of it serves rows from ``row`` on. Where exact rows end before it, the approximate
+        ones that go on from there do not count: ``row`` itself stands behind exact ones."""
+        if not row:
+            return self
+        exact = tuple(hit.clip(row, hit.end) for hit in self.exact if hit.end > row)
+        reaches = bool(self.exact) and self.exact[-1].end >= row
+        moved = (run.clip(row, run.end) for run in self.moved if run.end > row)
+        return Known(exact, self.approximate if reaches else (), tuple(moved))
+
     def keys(self) -> Iterator[ChunkKey]:
         for hit in self.in_place:
             yield hit.chunk.key

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from kvboost.tokens.hashing import ChunkKey, TokenIds
+from kvboost.tokens.hashing import ChunkKey, TokenIds, common_prefix
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class PrefixIndex:
         at = bisect_left(siblings.order, _sortable(token_ids))
         best: PrefixMatch | None = None
         for key in siblings.keys[max(0, at - 1) : at + 1]:
-            common = _common_prefix(self._nodes[key].token_ids, token_ids)
+            common = common_prefix(self._nodes[key].token_ids, token_ids)
             if common > (best.num_tokens if best else 0):
                 best = PrefixMatch(key, common)
         return best
@@ -101,7 +101,7 @@ class PrefixIndex:
             return None
         key = siblings.keys[at - 1]
         shorter = len(self._nodes[key].token_ids)
-        extended = _common_prefix(self._nodes[key].token_ids, token_ids) == shorter
+        extended = common_prefix(self._nodes[key].token_ids, token_ids) == shorter
         return key if extended and not self.has_children(key) else None
 
     def insert(self, key: ChunkKey, parent: ChunkKey, token_ids: TokenIds) -> None:
@@ -126,9 +126,3 @@ class PrefixIndex:
 def _sortable(token_ids: TokenIds) -> bytes:
     """Bytes that sort as the tokens do, and whose prefixes are the tokens' prefixes."""
     return token_ids.astype(">u4").tobytes()
-
-
-def _common_prefix(left: TokenIds, right: TokenIds) -> int:
-    length = min(len(left), len(right))
-    first = (left[:length] != right[:length]).tobytes().find(1)
-    return length if first < 0 else first

@@ -80,6 +80,11 @@ class Shelf:
                 return key
         return None
 
+    def last_to_go(self, limit: int) -> list[tuple[ChunkKey, int]]:
+        """Those who leave last, the very last first, and how often each was used."""
+        self.settle()
+        return [(key, self._policy.uses(key)) for key in reversed(list(self._policy)[-limit:])]
+
     def check_integrity(self) -> list[str]:
         self.settle()
         here, held, ordered = set(self._parents), set(self.tier.keys()), set(self._policy)

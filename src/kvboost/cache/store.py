@@ -257,6 +257,26 @@ class ChunkStore:
         self._places.unlink(replaced)
         return key, True
 
+    def most_valuable(self, limit: int) -> list[dict[str, Any]]:
+        """The chunks in memory that would be evicted last, the very last one first."""
+        with self._lock:
+            infos = self._catalogue.infos()
+            return [
+                {
+                    "key": key,
+                    "token_ids": infos[key].token_ids.tolist(),
+                    "tokens": infos[key].num_tokens,
+                    "bytes": infos[key].nbytes,
+                    "tier": self._places.where(key),
+                    "lineage": infos[key].lineage.value,
+                    "position": infos[key].base_position,
+                    "uses": uses,
+                    "pinned": key in self._kept,
+                }
+                for key, uses in self._places.last_to_go(limit)
+                if key in infos
+            ]
+
     def pin(self, root: ChunkKey, token_ids: TokenIds) -> int:
         """Keeps what ``token_ids`` begin with from being evicted; returns the number of chunks.
         Pins add up."""

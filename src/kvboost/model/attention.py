@@ -22,6 +22,9 @@ from kvboost.model.kv import RequestKV
 
 NAME = "kvboost"
 BLOCK_ROWS = 512
+GRID = 64
+"""For 16-bit numbers on a CPU, torch compiles a kernel for every number of rows and keys it meets
+and keeps them all. Behind ever new hits there would be no end to that, so they are rounded up."""
 SEGMENTS = "kvboost_segments"
 """The attribute of the fresh keys that tells ``attend`` whose rows they are. Keyword arguments of
 the model's call would be the ordinary way, but not every architecture hands them down."""
@@ -101,11 +104,10 @@ class Segment:
 
     def own_mask(self, groups: int, like: torch.Tensor) -> torch.Tensor:
         """The mask over the request's own rows, for queries of ``groups`` heads below one another:
-        additive ``[groups * rows, keys]``; made once a forward."""
+        additive ``[groups * rows, keys]``, on the grid; made once a forward."""
         if self._own_mask is None:
-            first = self.kv.own_start
-            block = Block.of(0, self.position_ids(like.device) - first, None, like)
-            self._own_mask = block.mask.repeat(groups, 1)
+            rows = self.position_ids(like.device) - self.kv.own_start
+            self._own_mask = Block.of(0, rows, None, like).mask.repeat(groups, 1)
         return self._own_mask
 
     def blocks(self, window: int | None, like: torch.Tensor) -> list[Block]:
@@ -130,7 +132,7 @@ class Block:
     end_key: int
     mask: torch.Tensor
     """Additive ``[rows, keys]``, its width padded in memory to a multiple of 8 as the GPU's
-    kernels want it."""
+    kernels want it. On the grid there are more rows and keys than needed; such keys are hidden."""
 
     @classmethod
     def of(
@@ -142,18 +144,28 @@ class Block:
         absent: torch.Tensor | None = None,
     ) -> Block:
         first, last = int(positions[0]), int(positions[-1])
-        first_key = 0 if window is None else max(0, first + 1 - window)
-        keys = torch.arange(first_key, last + 1, device=like.device)
+        grid = _grid(like)
+        first_key = 0 if window is None else max(0, first + 1 - window) // grid * grid
+        end_key = _up(last + 1, grid)
+        keys = torch.arange(first_key, end_key, device=like.device)
         queries = positions[:, None]
         hidden = keys > queries
         if window is not None:
             hidden |= keys <= queries - window
         if absent is not None:
-            hidden |= absent[first_key : last + 1]
-        width = -(-len(keys) // 8) * 8
-        mask = torch.zeros(len(positions), width, dtype=like.dtype, device=like.device)
-        mask = mask[:, : len(keys)].masked_fill_(hidden, float("-inf"))
-        return cls(start, start + len(positions), first_key, last + 1, mask)
+            hidden[:, : last + 1 - first_key] |= absent[first_key : last + 1]
+        rows, width = _up(len(positions), grid), _up(len(keys), 8)
+        mask = torch.zeros(rows, width, dtype=like.dtype, device=like.device)[:, : len(keys)]
+        mask[: len(positions)].masked_fill_(hidden, float("-inf"))
+        return cls(start, start + len(positions), first_key, end_key, mask)
+
+
+def _grid(like: torch.Tensor) -> int:
+    return GRID if like.device.type == "cpu" and like.dtype.itemsize == 2 else 1
+
+
+def _up(length: int, grid: int) -> int:
+    return -(-length // grid) * grid
 
 
 def split(rows: torch.Tensor, segments: Sequence[Segment]) -> Sequence[torch.Tensor]:
@@ -206,7 +218,10 @@ def attend(
             out = shared.attend_own(q, segment, layer, scale, bases[index])
         elif contiguous and segment.first == 0:
             # A sequence from its first token on: the very call stock transformers makes.
-            out = sdpa(q, k, v, is_causal=len(segment) > 1, scale=scale, enable_gqa=True)
+            rows = len(segment)
+            if rows > 1 and (more := _up(rows, _grid(q)) - rows):
+                q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (q, k, v))
+            out = sdpa(q, k, v, is_causal=rows > 1, scale=scale, enable_gqa=True)[:, :, :rows]
         elif contiguous and (len(segment) == 1 or query.device.type == "cuda"):
             keys, values = segment.kv.layer(layer, 0, segment.end)
             out = sdpa(q, keys, values, attn_mask=segment.corner, scale=scale, enable_gqa=True)
@@ -222,10 +237,11 @@ def attend(
 def _attend_padded(query: torch.Tensor, segment: Segment, layer: int, scale: float) -> torch.Tensor:
     """A segment behind a shorter beginning, as if that were asked too: the kernel that knows
     causality by itself does both in less time than the one with a mask does the segment alone."""
-    keys, values = segment.kv.layer(layer, 0, segment.end)
-    padded = torch.nn.functional.pad(query, (0, 0, segment.first, 0))
+    end = _up(segment.end, _grid(query))
+    keys, values = segment.kv.layer(layer, 0, end)
+    padded = torch.nn.functional.pad(query, (0, 0, segment.first, end - segment.end))
     out = sdpa(padded, keys, values, is_causal=True, scale=scale, enable_gqa=True)
-    return out[:, :, segment.first :]
+    return out[:, :, segment.first : segment.end]
 
 
 def _attend_blocks(
@@ -241,6 +257,9 @@ def _attend_blocks(
     for block in segment.blocks(window, query):
         keys, values = segment.kv.layer(layer, block.first_key, block.end_key)
         q = query[:, :, block.start : block.end]
+        rows, more = q.shape[2], block.mask.shape[0] - q.shape[2]
+        if more:
+            q = torch.nn.functional.pad(q, (0, 0, 0, more))
         if softcap is not None:
             out = _softcapped(q, keys, values, block.mask, scale, softcap)
         elif query.device.type == "cuda":  # its kernels with a mask know no grouped queries
@@ -248,7 +267,7 @@ def _attend_blocks(
             out = sdpa(folded, keys, values, attn_mask=mask, scale=scale).reshape(q.shape)
         else:
             out = sdpa(q, keys, values, attn_mask=block.mask, scale=scale, enable_gqa=True)
-        outputs.append(out)
+        outputs.append(out[:, :, :rows])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 _ROUND = 256  # capacities are multiples of this, so that a buffer fits many requests
@@ -22,24 +23,33 @@ class KVShape:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def row_bytes(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
     def allocate(self, num_tokens: int) -> torch.Tensor:
-        return torch.empty(
-            (2, self.num_layers, self.num_kv_heads, num_tokens, self.head_dim),
-            dtype=self.dtype,
-            device=self.device,
-        )
+        """Room for ``num_tokens``, of numbers: what a mask hides may be anything but not NaN."""
+        size = (2, self.num_layers, self.num_kv_heads, num_tokens, self.head_dim)
+        if self.device.type != "cpu":
+            return torch.zeros(size, dtype=self.dtype, device=self.device)
+        # The system gives zeros a page at a time, once it is touched; torch would touch it all.
+        return torch.from_numpy(
+            np.zeros((*size[:-1], size[-1] * self.dtype.itemsize), np.uint8)
+        ).view(self.dtype)
 
 
 class SharedRows:
     """The first ``count`` rows of a buffer: written, and read by several requests from now on.
     ``keys`` and ``values`` are views per layer, ``[1, kv_heads, count, head_dim]``."""
 
-    def __init__(self, data: torch.Tensor, count: int) -> None:
+    def __init__(self, data: torch.Tensor, count: int, shorter: SharedRows | None = None) -> None:
         self.data = data
         self.count = count
+        self._shorter: dict[int, SharedRows] = {}
+        if shorter is not None:
+            self._shorter = {shorter.count: shorter, **shorter._shorter}
         rows = data.narrow(3, 0, count)
         self.keys, self.values = (half.unsqueeze(1).unbind(0) for half in rows.unbind(0))
-        self._shorter: dict[int, SharedRows] = {}
 
     def first(self, count: int) -> SharedRows:
         """The first ``count`` of them; the same object for all who ask."""
@@ -51,7 +61,7 @@ class SharedRows:
 class RequestKV:
     """Row ``p`` holds the token at position ``p``. ``data`` is ``[2, layers, kv_heads, capacity,
     head_dim]``, keys first, and holds the rows from ``start`` on; rows that were never written
-    hold anything. With ``base``, its rows are read there and never written::
+    hold any numbers. With ``base``, its rows are read there and never written::
 
         base   |=====================|
         data                         |------------|      start = base.count
@@ -87,16 +97,26 @@ class RequestKV:
     def share(self, count: int) -> SharedRows:
         """At most the first ``count`` rows, which must be written, for another request to stand
         on. They stay as they are from now on."""
-        if self.base is None:
-            self.base = SharedRows(self.data, count)
+        if self.start == 0 and (self.base is None or count > self.base.count):
+            self.base = SharedRows(self.data, count, self.base)
+        assert self.base is not None
         return self.base.first(count)
+
+    def leave_base(self) -> None:
+        """Takes the rows of ``base`` over into a buffer of its own."""
+        if self.base is not None:
+            whole = self.shape.allocate(self.capacity)
+            whole[:, :, :, : self.base.count] = self.base.data[:, :, :, : self.base.count]
+            self.base, self.start = None, 0
+            self._hold(whole)
 
     def reserve(self, num_tokens: int) -> None:
         """Makes room for ``num_tokens`` rows; grows by doubling and keeps what is written."""
         if num_tokens <= self.capacity:
             return
         kept = self.own_start - self.start  # what others read stays where it is
-        grown = self.shape.allocate(max(num_tokens - self.own_start, 2 * self.data.shape[3] - kept))
+        rows = max(num_tokens - self.own_start, 2 * self.data.shape[3] - kept)
+        grown = self.shape.allocate(-(-rows // _ROUND) * _ROUND)
         grown[:, :, :, : self.data.shape[3] - kept] = self.data[:, :, :, kept:]
         self.start = self.own_start
         self._hold(grown)
@@ -178,14 +198,24 @@ class KVPool:
         finally:
             self._give(kv)
 
+    def bytes_for(self, num_tokens: int) -> int:
+        """What ``lend`` would take for so many rows of their own, now."""
+        with self._lock:
+            idle = self._fitting(num_tokens)
+        rows = idle.capacity if idle is not None else -(-num_tokens // _ROUND) * _ROUND
+        return rows * self.shape.row_bytes
+
     def _take(self, num_tokens: int) -> RequestKV:
         with self._lock:
-            fitting = [kv for kv in self._idle if kv.capacity >= num_tokens]
-            if fitting:
-                best = min(fitting, key=lambda kv: kv.capacity)
-                self._idle.remove(best)
-                return best
+            idle = self._fitting(num_tokens)
+            if idle is not None:
+                self._idle.remove(idle)
+                return idle
         return RequestKV(self.shape, num_tokens)
+
+    def _fitting(self, num_tokens: int) -> RequestKV | None:
+        fitting = (kv for kv in self._idle if kv.capacity >= num_tokens)
+        return min(fitting, key=lambda kv: kv.capacity, default=None)
 
     def _give(self, kv: RequestKV) -> None:
         if kv.base is not None and kv.base.data is kv.data:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,7 @@ class Sampler:
                 self._generator.seed()
             else:
                 self._generator.manual_seed(params.seed)
-        self._processors = _processors(params, defaults)
+        self._processors = _processors(params, defaults, len(prompt_ids))
         self._seen: torch.Tensor | None = None
         if self._processors:
             self._seen = torch.tensor(prompt_ids, dtype=torch.long, device=device)
@@ -92,9 +92,39 @@ class Sampler:
         return TokenLogprob(token_id, float(logprobs[token_id]), top)
 
 
-def _processors(params: SamplingParams, defaults: GenerationConfig) -> LogitsProcessorList:
+class GeneratedPenalty:
+    """Lowers the logits of tokens that were generated, once and for every time, and adds
+    ``bias``: OpenAI's penalties, which transformers does not have."""
+
+    def __init__(
+        self, prompt_tokens: int, presence: float, frequency: float, bias: Mapping[int, float]
+    ) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._presence = presence
+        self._frequency = frequency
+        self._bias = bias
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """As a logits processor: ``[1, tokens]`` and ``[1, vocab]``."""
+        scores = scores.clone()
+        generated = input_ids[0, self._prompt_tokens :]
+        if len(generated):
+            tokens, counts = generated.unique(return_counts=True)
+            scores[0, tokens] -= self._presence + self._frequency * counts
+        if self._bias:
+            tokens = torch.tensor(list(self._bias), device=scores.device)
+            scores[0, tokens] += torch.tensor(list(self._bias.values()), device=scores.device)
+        return scores
+
+
+def _processors(
+    params: SamplingParams, defaults: GenerationConfig, prompt_tokens: int
+) -> LogitsProcessorList:
     """In the order transformers itself applies them."""
     processors = LogitsProcessorList()
+    penalties = (params.presence_penalty or 0.0, params.frequency_penalty or 0.0)
+    if any(penalties) or params.logit_bias:
+        processors.append(GeneratedPenalty(prompt_tokens, *penalties, params.logit_bias or {}))
     penalty = _first(params.repetition_penalty, defaults.repetition_penalty)
     if penalty is not None and penalty != 1.0:
         processors.append(RepetitionPenaltyLogitsProcessor(float(penalty)))

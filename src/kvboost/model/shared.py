@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 if TYPE_CHECKING:
     from kvboost.model.attention import Segment
@@ -52,10 +53,16 @@ def attend_own(
     query: torch.Tensor, segment: Segment, layer: int, scale: float, base: Part
 ) -> torch.Tensor:
     """Attention of a segment over its own rows, put together with what its ``base`` gave."""
-    keys, values = segment.kv.layer(layer, segment.kv.own_start, segment.end)
-    rows, groups = len(segment), query.shape[1] // keys.shape[1]
-    mask = segment.own_mask(groups, query) if rows > 1 else None
-    return merge(base, attend_part(query, keys, values, scale, mask))
+    rows, first = len(segment), segment.kv.own_start
+    if rows == 1:
+        keys, values = segment.kv.layer(layer, first, segment.end)
+        return merge(base, attend_part(query, keys, values, scale))
+    groups = query.shape[1] // segment.kv.shape.num_kv_heads
+    mask = segment.own_mask(groups, query)
+    keys, values = segment.kv.layer(layer, first, first + mask.shape[1])
+    padded = pad(query, (0, 0, 0, mask.shape[0] // groups - rows))
+    out, weight = attend_part(padded, keys, values, scale, mask)
+    return merge(base, (out[:, :, :rows], weight[:, :, :rows]))
 
 
 def attend_part(
@@ -65,8 +72,9 @@ def attend_part(
     scale: float,
     mask: torch.Tensor | None = None,
 ) -> Part:
-    """Attention of ``[1, heads, rows, dim]`` over some keys. Queries that share a head of keys stand
-    below one another: fewer, larger products. ``mask`` is additive, ``[groups * rows, keys]``."""
+    """Attention of ``[1, heads, rows, dim]`` over some keys. Queries that share a head of keys
+    stand below one another: fewer, larger products. ``mask`` is additive, ``[groups * rows,
+    keys]``."""
     heads, kv_heads, rows = query.shape[1], keys.shape[1], query.shape[2]
     folded = query.reshape(1, kv_heads, heads // kv_heads * rows, query.shape[3])
     if query.device.type == "cpu":

@@ -30,6 +30,9 @@ class Plan:
     in_place: tuple[Hit, ...] = ()
     moved: tuple[MovedRun, ...] = ()
 
+    num_shared: int = 0
+    """So many of the first rows are in place already, shared with a request that is running."""
+
     @property
     def exact_rows(self) -> int:
         """Rows before the first that is approximate or moved: they are exact, and without one
@@ -43,7 +46,7 @@ class Plan:
 
     @property
     def num_known(self) -> int:
-        """Rows that are put in place, moved ones included."""
+        """Rows to be put in place, moved ones included."""
         return sum(hit.num_tokens for hit in self.in_place) + self.num_moved
 
     @property
@@ -62,22 +65,23 @@ class Plan:
 
     def without_moved(self) -> Plan:
         """The same prompt with its moved runs computed."""
-        return _cover(self.num_tokens, self.in_place, ())
+        return _cover(self.num_tokens, self.in_place, (), self.num_shared)
 
 
-def make_plan(num_tokens: int, known: Known) -> Plan:
-    """How ``known`` serves a prompt of ``num_tokens``. What would save less than it costs is left
-    out. ::
+def make_plan(num_tokens: int, known: Known, num_shared: int = 0) -> Plan:
+    """How ``known`` serves a prompt of ``num_tokens``, whose first ``num_shared`` are in place.
+    What would save less than it costs is left out. ::
 
     0                                                             num_tokens
     |--exact--|--exact--|--compute--|--moved--|--moved--|--compute--|
     """
+    known = known.behind(num_shared)
     # A few approximate rows would make everything behind them approximate too.
     goes_on = sum(hit.num_tokens for hit in known.approximate) >= LEAST_MOVED
     in_place = (*known.exact, *(known.approximate if goes_on else ()))
     if in_place and in_place[-1].end < LEAST_TOKENS:
         in_place = ()
-    return _cover(num_tokens, in_place, choose(known.moved))
+    return _cover(num_tokens, in_place, choose(known.moved), num_shared)
 
 
 def choose(runs: Sequence[MovedRun]) -> tuple[MovedRun, ...]:
@@ -108,8 +112,12 @@ def _free(run: MovedRun, taken: Sequence[tuple[int, int]]) -> Iterator[tuple[int
         start = max(start, end)
 
 
-def _cover(num_tokens: int, in_place: tuple[Hit, ...], moved: tuple[MovedRun, ...]) -> Plan:
+def _cover(
+    num_tokens: int, in_place: tuple[Hit, ...], moved: tuple[MovedRun, ...], num_shared: int
+) -> Plan:
     spans: list[Span] = []
+    if num_shared:
+        spans.append(Span(SpanKind.EXACT, 0, num_shared, tier="shared"))
 
     def compute_until(row: int) -> None:
         known = spans[-1].end if spans else 0
@@ -134,4 +142,4 @@ def _cover(num_tokens: int, in_place: tuple[Hit, ...], moved: tuple[MovedRun, ..
             for hit in run.hits
         ]
     compute_until(num_tokens)
-    return Plan(tuple(spans), in_place, moved)
+    return Plan(tuple(spans), in_place, moved, num_shared)

@@ -17,6 +17,8 @@ ChunkKey = NewType("ChunkKey", str)
 TokenIds = npt.NDArray[np.int32]
 
 _DIGEST_BYTES = 16
+_BASE = 0x9E3779B97F4A7C15
+_MIX = np.uint64(0xD6E8FEB86659FD93)
 
 
 def as_token_ids(ids: object) -> TokenIds:
@@ -48,3 +50,26 @@ def branch_key(parent: ChunkKey, repair: str) -> ChunkKey:
     """Where the approximate continuations of ``parent`` begin, beside its exact children: those
     that were repaired in the way ``repair`` names."""
     return root_key(parent, repair, "approximate")
+
+
+def common_prefix(left: TokenIds, right: TokenIds) -> int:
+    """How many tokens both begin with."""
+    length = min(len(left), len(right))
+    first = (left[:length] != right[:length]).tobytes().find(1)
+    return length if first < 0 else first
+
+
+def window_hashes(space: ChunkKey, token_ids: TokenIds, window: int) -> npt.NDArray[np.uint64]:
+    """Hashes of all windows of ``token_ids``, none if they are shorter than one.
+
+    Polynomials of the tokens mod 2**64, that of two halves from those of each; ``space`` is mixed
+    in, and high bits into low ones.
+    """
+    hashes = token_ids.astype(np.uint64)
+    length = 1
+    while length < window:
+        power = np.uint64(pow(_BASE, length, 1 << 64))
+        hashes = hashes[:-length] + hashes[length:] * power
+        length *= 2
+    hashes = (hashes ^ np.uint64(int(space[:16], 16))) * _MIX
+    return hashes ^ (hashes >> np.uint64(32))

@@ -1,0 +1,1 @@
+"""Many users at once: the loop that serves them together, and the server in front of it."""

@@ -1,0 +1,314 @@
+"""Many requests through one model: every step packs the rows they need into one forward.
+
+One thread runs it, from the first request on. A turn reads aloud: let go of who has left, start
+whom there is room for, pick rows, run them, hand everyone their logits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from kvboost.config import EngineConfig
+from kvboost.errors import KVBoostError, KVTooLargeError, ShuttingDownError
+from kvboost.model.attention import Segment
+from kvboost.model.forward import Forward
+from kvboost.model.packing import memory_bytes
+from kvboost.pipeline import Pipeline, Steps
+from kvboost.results import SpanKind
+from kvboost.serve.scheduler import Job, Scheduler
+from kvboost.stream import Request, Run
+
+STEP_ROWS_ON_CPU = 256
+STEP_ROWS_ON_GPU = 2048
+MEMORY_SHARE = 0.25
+
+Watch = Callable[[Request, Run, Steps], Steps]
+
+
+class Sink(Protocol):
+    """Who waits for an answer. Called by the loop's thread, and must not keep it waiting."""
+
+    def push(self, pieces: list[str]) -> None:
+        """More text is there."""
+
+    def end(self, error: BaseException | None) -> None:
+        """Nothing more comes."""
+
+
+@dataclass(eq=False)
+class Ticket(Job):
+    """A request in the loop."""
+
+    request: Request = field(kw_only=True)
+    run: Run = field(kw_only=True)
+    sink: Sink = field(kw_only=True)
+    steps: Steps | None = None
+    need: Segment | None = None
+    """The rows it needs next; None if it only has to be asked again."""
+    shown: int = 0
+    cancelled: bool = False
+
+
+class Loop:
+    """Safe to call from several threads."""
+
+    def __init__(
+        self, pipeline: Pipeline, forward: Forward, config: EngineConfig, watch: Watch
+    ) -> None:
+        """``watch`` sees every request's steps on their way."""
+        self._pipeline = pipeline
+        self._forward = forward
+        self._watch = watch
+        on_cpu = forward.shape.device.type == "cpu"
+        rows = config.step_rows or (STEP_ROWS_ON_CPU if on_cpu else STEP_ROWS_ON_GPU)
+        self._scheduler: Scheduler[Ticket] = Scheduler(config, rows)
+        self._config = config
+        self.max_kv_bytes = _kv_budget(config, forward.shape.device)
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._draining = False
+        self._closed = False
+        self._counts: Counter[str] = Counter()
+        self._batch_sizes: Counter[int] = Counter()
+        self._finished: Counter[str] = Counter()
+
+    def submit(
+        self,
+        request: Request,
+        run: Run,
+        sink: Sink,
+        *,
+        timeout: float | None = None,
+        bounded: bool = True,
+    ) -> Ticket:
+        """Queues a request. Raises ``KVTooLargeError`` if it could never run, ``QueueFullError``
+        if the queue is ``bounded`` and full, ``ShuttingDownError`` while draining."""
+        run.batched = True
+        rows = self._pipeline.rows_for(request, run)
+        needed = rows * self._forward.shape.row_bytes
+        if needed > self.max_kv_bytes:
+            raise KVTooLargeError(rows, needed, self.max_kv_bytes)
+        now = time.monotonic()
+        ticket = Ticket(
+            request.token_ids,
+            self._pipeline.root(request.salt),
+            request.mode,
+            arrived=now,
+            deadline=None if timeout is None else now + timeout,
+            request=request,
+            run=run,
+            sink=sink,
+        )
+        with self._changed:
+            if self._draining or self._closed:
+                raise ShuttingDownError("no new requests are taken: the engine is being closed")
+            try:
+                self._scheduler.add(ticket, bounded=bounded)
+            except KVBoostError:
+                self._counts["rejected"] += 1
+                raise
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="kvboost-loop", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends a request within one step; what it has read is kept."""
+        with self._changed:
+            ticket.cancelled = True
+            self._changed.notify_all()
+
+    def stats(self) -> dict[str, Any]:
+        held, spared = self._pipeline.live.nbytes()
+        with self._changed:
+            return {
+                "waiting": len(self._scheduler.waiting),
+                "running": len(self._scheduler.running),
+                "max_waiting": self._config.max_waiting,
+                "max_running": self._config.max_running,
+                "kv_bytes": held,
+                "max_kv_bytes": self.max_kv_bytes,
+                "shared_kv_bytes": spared,
+                "steps": self._counts["steps"],
+                "rows": self._counts["rows"],
+                "batch_sizes": dict(self._batch_sizes),
+                "finished": dict(self._finished),
+                "rejected": self._counts["rejected"],
+            }
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Takes no new requests and waits until all are answered; False if time ran out first."""
+        with self._changed:
+            self._draining = True
+            return self._changed.wait_for(self._is_idle, timeout)
+
+    def close(self) -> None:
+        """Cancels what is running and ends the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _is_idle(self) -> bool:
+        return not self._scheduler.waiting and not self._scheduler.running
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or not self._is_idle())
+                if self._closed:
+                    break
+            self._turn()
+        for job in self._everyone():
+            self._leave(job, "cancelled")
+
+    def _turn(self) -> None:
+        self._let_go()
+        self._start()
+        for job in self._running():
+            if job.need is None:  # it has taken a breath
+                self._advance(job, None)
+        now = time.monotonic()
+        with self._changed:
+            needs = {job: len(job.need) for job in self._running() if job.need is not None}
+            batch = self._scheduler.pick(needs, now)
+        if batch:
+            self._run(batch)
+
+    def _let_go(self) -> None:
+        """Ends requests whose callers have left or whose time is over."""
+        now = time.monotonic()
+        with self._changed:
+            late = set(self._scheduler.expired(now))
+            leaving = [job for job in self._everyone() if job.cancelled or job in late]
+        for job in leaving:
+            self._leave(job, "cancelled" if job.cancelled else "timeout")
+
+    def _start(self) -> None:
+        while True:
+            with self._changed:
+                job = self._scheduler.start(time.monotonic(), self._fits)
+            if job is None:
+                return
+            job.run.clock.lap("queue")
+            job.steps = self._watch(
+                job.request, job.run, self._pipeline.steps(job.request, job.run)
+            )
+            self._advance(job, None)
+
+    def _fits(self, job: Ticket) -> bool:
+        if len(self._running()) == 0:
+            return True
+        live, pool = self._pipeline.live, self._pipeline.pool
+        rows = self._pipeline.rows_for(job.request, job.run)
+        shared = live.num_shared(job.request, job.root)
+        return live.nbytes()[0] + pool.bytes_for(rows - shared) <= self.max_kv_bytes
+
+    def _run(self, batch: list[Ticket]) -> None:
+        """One forward for everyone in ``batch``; if it fails, one for each."""
+        segments = [job.need for job in batch if job.need is not None]
+        self._counts["steps"] += 1
+        self._counts["rows"] += sum(map(len, segments))
+        self._batch_sizes[len(batch)] += 1
+        try:
+            logits = self._forward(segments)
+        except Exception as error:
+            for job in batch:
+                self._run_alone(job, error if len(batch) == 1 else None)
+            return
+        parts = torch.split(logits, [segment.num_logits for segment in segments])
+        for job, part in zip(batch, parts, strict=True):
+            self._advance(job, part)
+
+    def _run_alone(self, job: Ticket, error: Exception | None) -> None:
+        """Runs the rows of one whose batch failed. Where a hook has changed other rows on the way,
+        that cannot be done twice."""
+        assert job.need is not None
+        try:
+            if error is None and job.need.hook is not None:
+                raise KVBoostError("the batch of this request failed; try again")
+            if error is not None:
+                raise error
+            logits = self._forward([job.need])
+        except Exception as failure:
+            self._throw(job, failure)
+            return
+        self._advance(job, logits)
+
+    def _advance(self, job: Ticket, logits: torch.Tensor | None) -> None:
+        """Sends a request its logits and asks what it needs next."""
+        assert job.steps is not None
+        someone_answers = any(not other.is_reading for other in self._running())
+        job.run.slice_rows = self._scheduler.slice_rows(someone_answers)
+        try:
+            job.need = job.steps.send(logits)
+        except StopIteration:
+            self._end(job, None)
+            return
+        except BaseException as error:
+            self._end(job, error)
+            return
+        job.is_reading = not job.run.token_ids
+        job.rows_done = job.run.rows
+        if not job.to_read and job.run.reuse.spans:
+            computed = (span for span in job.run.reuse.spans if span.kind is SpanKind.COMPUTE)
+            job.to_read = tuple(range(span.start, span.end) for span in computed)
+        self._show(job)
+
+    def _throw(self, job: Ticket, error: BaseException) -> None:
+        """Tells a request that its rows could not be computed."""
+        assert job.steps is not None
+        try:
+            job.steps.throw(error)
+        except BaseException as same:
+            self._end(job, same)
+
+    def _leave(self, job: Ticket, reason: str) -> None:
+        """Ends a request before it is done."""
+        job.run.finish_reason = reason
+        job.run.closing = True
+        error: BaseException | None = None
+        if job.steps is not None:
+            try:
+                job.steps.close()
+            except BaseException as failure:
+                error = failure
+        self._end(job, error)
+
+    def _end(self, job: Ticket, error: BaseException | None) -> None:
+        job.need = None
+        with self._changed:
+            self._scheduler.remove(job, time.monotonic())
+            self._finished["error" if error is not None else job.run.finish_reason] += 1
+            self._changed.notify_all()
+        self._show(job)
+        job.sink.end(error)
+
+    def _show(self, job: Ticket) -> None:
+        if len(job.run.text) > job.shown:
+            pieces = job.run.text[job.shown :]
+            job.shown += len(pieces)
+            job.sink.push(pieces)
+
+    def _running(self) -> list[Ticket]:
+        return list(self._scheduler.running)
+
+    def _everyone(self) -> list[Ticket]:
+        return [*self._scheduler.waiting, *self._scheduler.running]
+
+
+def _kv_budget(config: EngineConfig, device: torch.device) -> int:
+    if config.max_kv_bytes is not None:
+        return config.max_kv_bytes
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * 2 * MEMORY_SHARE)
+    return int(memory_bytes() * MEMORY_SHARE) or 4 * 1024**3
