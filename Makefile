@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check services format bench clean
+.PHONY: help setup demo test check services format peers bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -30,19 +30,27 @@ test: check services  ## check, then every test
 	$(BIN)/pytest
 
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
-services:  ## install what tests talk to: redis-server
-	@command -v redis-server >/dev/null && exit; \
+services:  ## install what tests talk to: redis-server, chromium
+	@missing=; for tool in redis-server chromium; do \
+		command -v $$tool >/dev/null || missing="$$missing $$tool"; \
+	done; \
+	if [ -z "$$missing" ]; then exit; fi; \
 	if ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ]; then \
-		echo "redis-server is missing; to install it takes apt-get and root."; \
-	elif ! { $(APT) install -y redis-server || \
-			{ $(APT) update && $(APT) install -y redis-server; }; } >/dev/null 2>&1; then \
-		echo "redis-server is missing and apt-get could not install it."; \
+		echo "missing:$$missing; to install them takes apt-get and root."; \
+	elif ! { $(APT) install -y $$missing || \
+			{ $(APT) update && $(APT) install -y $$missing; }; } >/dev/null 2>&1; then \
+		echo "missing:$$missing; apt-get could not install them."; \
 	fi; \
-	command -v redis-server >/dev/null || echo "Tests that need it will be skipped."
+	for tool in $$missing; do \
+		command -v $$tool >/dev/null || echo "Tests that need $$tool will be skipped."; \
+	done
 
 format: $(READY)  ## rewrite files the way check wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+peers: $(READY)  ## install the engines to compare with, each in a place of its own (minutes)
+	@$(BIN)/python scripts/setup_peers.py
 
 bench: $(READY)  ## time to first token against stock transformers
 	@$(BIN)/kvboost bench ttft

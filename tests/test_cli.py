@@ -32,7 +32,17 @@ def run(*arguments: str, **options: object):
 
 def test_help_teaches_every_command() -> None:
     shown = run("--help").output
-    for command in ("demo", "generate", "chat", "models", "doctor", "cache", "bench", "quality"):
+    for command in (
+        "demo",
+        "generate",
+        "chat",
+        "models",
+        "doctor",
+        "cache",
+        "bench",
+        "quality",
+        "serve",
+    ):
         assert command in shown
         assert run(command, "--help").exit_code == 0
 

@@ -277,6 +277,14 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(stop)
 
 
+def bound_kernel_caches() -> None:
+    """Has torch keep the code of 256 matrix products rather than of thousands: it makes new code
+    for every number of rows, and a long-running process meets them all. For processes of our own,
+    before torch is loaded; what the environment says already stays."""
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        os.environ.setdefault(name, "256")
+
+
 def home() -> Path:
     """Where models are kept: ``KVBOOST_HOME``, or ``kvboost`` in the user's cache folder."""
     if chosen := os.environ.get("KVBOOST_HOME"):

@@ -169,6 +169,11 @@ class KVBoost:
     def context_length(self) -> int | None:
         return self._model.context_length
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are smaller than this."""
+        return self._model.vocab_size
+
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids a prompt stands for."""
         ids: list[int] = self._prompts.read(prompt).tolist()
@@ -507,7 +512,7 @@ class KVBoost:
         clock = Clock()
         params, reuse = split(max_new_tokens, options)
         for token in params.logit_bias or ():
-            within(token, 0, self._model.vocab_size - 1, "logit_bias: a token id")
+            within(token, 0, self.vocab_size - 1, "logit_bias: a token id")
         request = self._request(
             self._prompts.read(prompt),
             mode,

@@ -365,7 +365,7 @@ class Pipeline:
                 self._learn(run, run.clock.lap("prefill"))
             else:
                 seconds = run.clock.lap("decode")
-                if len(run.token_ids) == 1 and not run.batched:
+                if len(run.token_ids) == 1 and not run.accompanied:
                     # One step of a request says what all of them cost.
                     self.cost.observe(1, run.rows, seconds)
             run.accept(token, logprob)
@@ -379,6 +379,7 @@ class Pipeline:
             if run.batched and len(run.token_ids) == 1:  # others may be waiting for this prompt
                 yield None
                 self._admit(request, run, kv)
+                run.clock.lap("admit")
             logits = yield from self._step(request, run, kv)
         run.show(stops.push(detokenizer.finish()))
         run.show(stops.finish())
@@ -403,7 +404,7 @@ class Pipeline:
 
     def _learn(self, run: Run, seconds: float) -> None:
         """Takes a prefill without repair or company as an example of what a forward costs."""
-        if not run.batched and not run.reuse.count(SpanKind.MOVED):
+        if not run.accompanied and not run.reuse.count(SpanKind.MOVED):
             known, total = run.reuse.cached_tokens, run.reuse.prompt_tokens
             self.cost.observe(total - known, (known + total) // 2, seconds)
 

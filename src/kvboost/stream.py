@@ -57,6 +57,8 @@ class Run:
     """How many chunks were kept of it."""
     batched: bool = False
     """Other requests run beside it, and may share what it reads."""
+    accompanied: bool = False
+    """Others have run beside it: its times say nothing of what forwards cost."""
     slice_rows: int | None = None
     """At most so many rows of its prompt go through the model at a time; by default what suits
     the device."""

@@ -38,7 +38,8 @@ def reading(scheduled: Scheduler[Job], tokens: object, **rest: object) -> Job:
 
 
 def test_the_queue_is_bounded_and_says_when_to_come_again() -> None:
-    full = scheduler(max_waiting=2)
+    full = scheduler(max_waiting=2, max_running=1)
+    reading(full, TEXT[:5])
     full.add(job())
     full.add(job())
     with pytest.raises(QueueFullError, match="2 requests are waiting") as error:

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
 from kvboost.cache.index import PrefixIndex
 from kvboost.tokens.hashing import ChunkKey, TokenIds, window_hashes

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvboost.cli import bench, cache
+from kvboost.cli import bench, cache, serve
 from kvboost.cli.common import (
     AsJson,
     CacheDir,
@@ -44,6 +44,7 @@ models_app = typer.Typer(help="Models that load by name.", invoke_without_comman
 app.add_typer(models_app, name="models")
 app.add_typer(cache.app, name="cache")
 app.add_typer(bench.app, name="bench")
+app.command()(serve.serve)
 
 
 @app.command()

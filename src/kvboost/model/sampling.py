@@ -102,7 +102,8 @@ class GeneratedPenalty:
         self._prompt_tokens = prompt_tokens
         self._presence = presence
         self._frequency = frequency
-        self._bias = bias
+        self._biased = torch.tensor(list(bias), dtype=torch.long)
+        self._bias = torch.tensor(list(bias.values()))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """As a logits processor: ``[1, tokens]`` and ``[1, vocab]``."""
@@ -111,9 +112,8 @@ class GeneratedPenalty:
         if len(generated):
             tokens, counts = generated.unique(return_counts=True)
             scores[0, tokens] -= self._presence + self._frequency * counts
-        if self._bias:
-            tokens = torch.tensor(list(self._bias), device=scores.device)
-            scores[0, tokens] += torch.tensor(list(self._bias.values()), device=scores.device)
+        if len(self._biased):
+            scores[0, self._biased.to(scores.device)] += self._bias.to(scores.device)
         return scores
 
 

@@ -181,6 +181,9 @@ class Loop:
         with self._changed:
             needs = {job: len(job.need) for job in self._running() if job.need is not None}
             batch = self._scheduler.pick(needs, now)
+        if len(needs) > 1:
+            for job in needs:
+                job.run.accompanied = True
         if batch:
             self._run(batch)
 

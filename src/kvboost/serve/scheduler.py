@@ -79,8 +79,10 @@ class Scheduler(Generic[JobT]):
     _seconds_each: float = 1.0
 
     def add(self, job: JobT, *, bounded: bool = True) -> None:
-        """Takes a job into the queue; raises ``QueueFullError`` if that is ``bounded`` and full."""
-        if bounded and len(self.waiting) >= self.config.max_waiting:
+        """Takes a job into the queue; raises ``QueueFullError`` if that is ``bounded`` and full.
+        Those who will start at once do not count."""
+        free = max(0, self.config.max_running - len(self.running))
+        if bounded and len(self.waiting) >= self.config.max_waiting + free:
             raise QueueFullError(len(self.waiting), self.retry_after())
         self.waiting.append(job)
 

@@ -1,0 +1,24 @@
+# The server. TORCH_INDEX is a package index with the build of torch you want, such as one for CPUs
+# alone; without it pip takes what its own index has.
+FROM python:3.11-slim
+
+ARG TORCH_INDEX=
+
+ENV PYTHONUNBUFFERED=1 KVBOOST_HOME=/data/home KVBOOST_CACHE_DIR=/data/kv
+
+WORKDIR /app
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY src ./src
+RUN pip install --no-cache-dir -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
+    && pip install --no-cache-dir -c constraints.txt '.[serve,remote]'
+
+RUN useradd --create-home --uid 1000 kvboost && mkdir -p /data && chown kvboost /data
+USER kvboost
+VOLUME /data
+EXPOSE 8000
+
+# Running answers have 30 s to end: give `docker stop` a little more.
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=3s --start-period=120s CMD \
+    ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/ready')"]
+ENTRYPOINT ["kvboost", "serve", "--host", "0.0.0.0"]

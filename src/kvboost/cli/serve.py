@@ -1,0 +1,188 @@
+"""``kvboost serve``: the model behind OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvboost.cli.common import CacheDir, Device, Dtype, KVBits, Mode, Model, errors
+from kvboost.config import DEFAULT_MODEL, api_keys, bound_kernel_caches, chosen_cache_dir
+from kvboost.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvboost.serve.settings import ApiKey, ServerSettings
+
+say = Console(stderr=True, highlight=False, soft_wrap=True)
+
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+def serve(
+    model: Model = DEFAULT_MODEL,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8000,
+    mode: Mode = "chunk_kv_reuse",
+    cache_dir: CacheDir = None,
+    max_cache_bytes: Annotated[str, typer.Option(help="Of memory, for what was read.")] = "2GiB",
+    remote_cache: Annotated[
+        str | None, typer.Option(help="A store shared by machines, such as redis://host:6379.")
+    ] = None,
+    kv_bits: KVBits = 16,
+    max_running: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 16,
+    max_waiting: Annotated[
+        int, typer.Option(min=0, help="Requests that may wait; more are answered 429.")
+    ] = 256,
+    max_kv_bytes: Annotated[
+        str | None,
+        typer.Option(help="Of memory, for running requests; a quarter of it if not given."),
+    ] = None,
+    sharing_wait: Annotated[
+        float,
+        typer.Option(min=0.0, help="Seconds a request may wait for one that reads the same."),
+    ] = 2.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.0, help="Seconds a request may take; 0 sets no limit.")
+    ] = 600.0,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0.0, help="Seconds for running answers when the server stops.")
+    ] = 30.0,
+    keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--api-keys",
+            help="A file of keys, one per line: key, name:key or admin:name:key. "
+            "KVBOOST_API_KEYS holds them too, with commas.",
+        ),
+    ] = None,
+    shared_cache: Annotated[
+        bool, typer.Option("--shared-cache", help="Keys share what was read.")
+    ] = False,
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Write prompts to the log.")
+    ] = False,
+    served_name: Annotated[
+        list[str] | None, typer.Option(help="What requests call the model; may be repeated.")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Another name this server is called by; * allows any."),
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Serve a model over OpenAI's API, with a page to watch it at /.
+
+    Ends on Ctrl-C or SIGTERM: running answers are finished and the cache is written.
+
+    Example: [bold]kvboost serve --cache-dir ./kv --api-keys keys.txt[/bold]
+    """
+    bound_kernel_caches()
+    with errors():
+        try:
+            from kvboost.serve.run import bind
+            from kvboost.serve.run import serve as run
+            from kvboost.serve.settings import ServerSettings, is_loopback
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"kvboost serve needs {error.name}; install it with: pip install 'kvboost[serve]'"
+            ) from None
+
+        keys = _keys(keys_file)
+        hosts = tuple(allow_host or ())
+        settings = ServerSettings(
+            served_names=tuple(served_name or ()),
+            mode=mode,
+            keys=keys,
+            shared_cache=shared_cache,
+            timeout=timeout or None,
+            drain_seconds=drain_seconds,
+            log_prompts=log_prompts,
+            # A page on the web can make a browser call 127.0.0.1 by a name of its own.
+            allowed_hosts=(*_LOCAL, *hosts)
+            if is_loopback(host) and not keys and "*" not in hosts
+            else (),
+        )
+        folder = cache_dir or chosen_cache_dir()
+        listening = bind(host, port)
+        with (
+            listening,
+            _load(
+                model,
+                device=device,
+                dtype=dtype,
+                disk_cache_dir=folder,
+                max_cache_bytes=max_cache_bytes,
+                remote_cache_url=remote_cache,
+                kv_cache_bits=kv_bits,
+                max_running=max_running,
+                max_waiting=max_waiting,
+                max_kv_bytes=max_kv_bytes,
+                sharing_wait=sharing_wait,
+            ) as engine,
+        ):
+            port = listening.getsockname()[1]
+            run(engine, settings, listening, lambda: _announce(engine, settings, host, port))
+    kept = f"; what was read is in {folder}" if folder else ""
+    say.print(f"stopped{kept}", markup=False)
+
+
+def _load(model: str, **options: Any) -> Any:
+    import kvboost
+
+    say.print(f"loading {model}", markup=False)
+    return kvboost.KVBoost.from_pretrained(model, **options)
+
+
+def _announce(engine: Any, settings: ServerSettings, host: str, port: int) -> None:
+    """Where the server is, and how to try it. Standard output has the address alone, for
+    scripts."""
+    from kvboost.serve.settings import is_loopback
+    from kvboost.serve.state import served_names
+
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    address = f"http://{shown}:{port}"
+    body = {
+        "model": served_names(engine, settings)[0],
+        "messages": [{"role": "user", "content": "What is a lighthouse for?"}],
+    }
+    key = " -H 'Authorization: Bearer KEY'" if settings.needs_key else ""
+    print(f"{address}/v1", flush=True)
+    for line in (
+        f"serving {body['model']} at {address}/v1, a page to watch it at {address}/",
+        f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+        f"-d '{json.dumps(body)}'",
+    ):
+        say.print(line, markup=False)
+    if not settings.needs_key and not is_loopback(host):
+        say.print(
+            f"warning: {host} can be reached by other machines, and no key is asked for; anyone "
+            "there may use the model and read what others have sent. Set --api-keys.",
+            style="yellow",
+            markup=False,
+        )
+    if settings.needs_key and not any(key.is_admin for key in settings.keys):
+        say.print(
+            "note: no key is marked admin:NAME:KEY, so every key may look into the cache",
+            style="yellow",
+            markup=False,
+        )
+
+
+def _keys(path: Path | None) -> tuple[ApiKey, ...]:
+    from kvboost.serve.settings import parse_keys
+
+    given = api_keys()
+    if path is None:
+        return parse_keys(given, "KVBOOST_API_KEYS")
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-keys {path} cannot be read: {error}") from None
+    keys = parse_keys([*lines, *given], str(path))
+    if not keys:
+        raise ConfigError(f"--api-keys {path} holds no key")
+    return keys

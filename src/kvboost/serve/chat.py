@@ -1,0 +1,80 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from kvboost.serve.answers import Ask, Choice
+from kvboost.serve.auth import Tenant
+from kvboost.serve.logprobs import ShownToken, chat_logprobs
+from kvboost.serve.openapi import errors, streamed
+from kvboost.serve.replies import ChatCompletion
+from kvboost.serve.respond import delivery, make_ask, respond
+from kvboost.serve.schema import ChatRequest
+from kvboost.serve.state import Serving
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatCompletion,
+    responses={**streamed("text/event-stream"), **errors(404, 413, 429, 503, 504)},
+    tags=["openai"],
+)
+async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+    """Answers a conversation in the model's own chat template, as OpenAI's API does."""
+    serving: Serving = request.app.state.serving
+    ask = chat_ask(serving, request.state.tenant, body)
+    return await respond(request, ask, ChatShape(), delivery(body))
+
+
+def chat_ask(serving: Serving, tenant: Tenant, body: ChatRequest) -> Ask:
+    limits = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
+    return make_ask(
+        serving,
+        tenant,
+        body,
+        [[message.for_template() for message in body.messages]],
+        min(limits, default=None),
+        (body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+class ChatShape:
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self, choice: Choice) -> dict[str, Any]:
+        return _chunk(choice, {"role": "assistant", "content": "", "refusal": None})
+
+    def piece(self, choice: Choice, text: str) -> dict[str, Any]:
+        return _chunk(choice, {"content": text}, choice.tokens_of(text))
+
+    def closing(self, choice: Choice) -> dict[str, Any]:
+        return {**_chunk(choice, {}), "finish_reason": choice.result.finish_reason}
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        result = choice.result
+        tokens = choice.tokens_of(result.output_text)
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": result.output_text, "refusal": None},
+            "logprobs": None if tokens is None else chat_logprobs(tokens),
+            "finish_reason": result.finish_reason,
+        }
+
+
+def _chunk(
+    choice: Choice, delta: dict[str, Any], tokens: list[ShownToken] | None = None
+) -> dict[str, Any]:
+    return {
+        "index": choice.index,
+        "delta": delta,
+        "logprobs": None if tokens is None else chat_logprobs(tokens),
+        "finish_reason": None,
+    }

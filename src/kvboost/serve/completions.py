@@ -1,0 +1,87 @@
+"""``/v1/completions``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from kvboost.serve.answers import Ask, Choice
+from kvboost.serve.auth import Tenant
+from kvboost.serve.logprobs import ShownToken, completion_logprobs
+from kvboost.serve.openapi import errors, streamed
+from kvboost.serve.replies import Completion
+from kvboost.serve.report import Decode
+from kvboost.serve.respond import delivery, make_ask, respond
+from kvboost.serve.schema import CompletionRequest
+from kvboost.serve.state import Serving
+
+router = APIRouter()
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+@router.post(
+    "/v1/completions",
+    response_model=Completion,
+    responses={**streamed("text/event-stream"), **errors(404, 413, 429, 503, 504)},
+    tags=["openai"],
+)
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """Continues one or several prompts, text or token ids, as OpenAI's API does."""
+    serving: Serving = request.app.state.serving
+    ask = completion_ask(serving, request.state.tenant, body)
+    shape = CompletionShape(serving.engine.decode if body.echo else None)
+    return await respond(request, ask, shape, delivery(body))
+
+
+def completion_ask(serving: Serving, tenant: Tenant, body: CompletionRequest) -> Ask:
+    return make_ask(
+        serving,
+        tenant,
+        body,
+        body.prompts(),
+        body.max_tokens or DEFAULT_MAX_TOKENS,
+        body.logprobs,
+    )
+
+
+class CompletionShape:
+    id_prefix = "cmpl"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, echo: Decode | None) -> None:
+        """With ``echo`` prompts stand before their answers."""
+        self._echo = echo
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        return None if self._echo is None else _chunk(choice, self._before(choice))
+
+    def piece(self, choice: Choice, text: str) -> dict[str, Any]:
+        return _chunk(choice, text, choice.tokens_of(text))
+
+    def closing(self, choice: Choice) -> dict[str, Any]:
+        return {**_chunk(choice, ""), "finish_reason": choice.result.finish_reason}
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        result = choice.result
+        tokens = choice.tokens_of(result.output_text)
+        whole = _chunk(choice, self._before(choice) + result.output_text, tokens)
+        return {**whole, "finish_reason": result.finish_reason}
+
+    def _before(self, choice: Choice) -> str:
+        if self._echo is None:
+            return ""
+        prompt = choice.ask.prompts[choice.index // choice.ask.n]
+        return prompt if isinstance(prompt, str) else self._echo(choice.prompt_ids)
+
+
+def _chunk(choice: Choice, text: str, tokens: list[ShownToken] | None = None) -> dict[str, Any]:
+    return {
+        "index": choice.index,
+        "text": text,
+        "logprobs": None if tokens is None else completion_logprobs(tokens),
+        "finish_reason": None,
+    }

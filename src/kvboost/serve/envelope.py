@@ -1,0 +1,93 @@
+"""What every answer carries, and the last resort when something fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from uuid import uuid4
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvboost.serve.errors import ClientGone, internal, log_failure, shutting_down
+from kvboost.serve.metrics import Metrics
+from kvboost.serve.settings import ServerSettings
+
+logger = logging.getLogger("kvboost.serve")
+
+ASKED_AGAIN = ("/kvboost/live", "/metrics", "/health", "/ready")
+"""By machines, every second or so: not worth a line each."""
+
+_GIVEN_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_PAGE = "/static/"
+_POLICY = (
+    "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+
+
+class Envelope:
+    """Gives every request an id (its own, if it brings a sane one), every answer the headers a
+    browser needs to be careful with it, and one line to the log. What nobody has caught is
+    answered with 500; nothing of it but the place where it happened goes to the log."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+        self._app = app
+        self._settings = settings
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.perf_counter()
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id = _request_id(scope)
+        status = 0
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                _add_headers(MutableHeaders(scope=message), scope["path"], request_id)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except ClientGone:
+            pass
+        except asyncio.CancelledError:  # the server stops and has waited for long enough
+            if not status:
+                await shutting_down().response()(scope, receive, send_with_headers)
+        except Exception as error:
+            log_failure(error, request_id, with_message=self._settings.log_prompts)
+            if not status:
+                await internal().response()(scope, receive, send_with_headers)
+        finally:
+            self._metrics.response(status)
+            tenant = state.get("tenant")
+            logger.log(
+                logging.DEBUG if scope["path"] in ASKED_AGAIN else logging.INFO,
+                "%s %s %r %s %.0f ms %s",
+                request_id,
+                scope["method"],
+                scope["path"],
+                status or "gone",
+                (time.perf_counter() - began) * 1e3,
+                tenant.name if tenant is not None else "-",
+            )
+
+
+def _add_headers(headers: MutableHeaders, path: str, request_id: str) -> None:
+    headers["x-request-id"] = request_id
+    headers["x-content-type-options"] = "nosniff"
+    headers["referrer-policy"] = "no-referrer"
+    headers["content-security-policy"] = _POLICY
+    headers.setdefault("cache-control", "no-cache" if path.startswith(_PAGE) else "no-store")
+
+
+def _request_id(scope: Scope) -> str:
+    given: bytes = dict(scope["headers"]).get(b"x-request-id", b"")
+    return given.decode() if _GIVEN_ID.fullmatch(given) else f"req-{uuid4().hex}"

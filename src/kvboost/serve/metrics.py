@@ -1,0 +1,168 @@
+"""What Prometheus reads: our own clocks and counts, and what the engine counts already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from kvboost import KVBoost
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0)
+_NEXT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_BATCH = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Metrics:
+    """A registry of its own, so that two servers in a process do not meet."""
+
+    def __init__(self, engine: KVBoost) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._ttft = Histogram(
+            "kvboost_ttft_seconds",
+            "From when a request was there to its first token",
+            registry=registry,
+            buckets=_FIRST,
+        )
+        self._inter_token = Histogram(
+            "kvboost_inter_token_seconds",
+            "Between two tokens of an answer",
+            registry=registry,
+            buckets=_NEXT,
+        )
+        self._prompt = Counter(
+            "kvboost_prompt_tokens",
+            "Prompt rows by where they came from; moved: taken as they were, recomputed: moved "
+            "and computed again",
+            ["source"],
+            registry=registry,
+        )
+        self._generated = Counter(
+            "kvboost_generated_tokens", "Tokens of all answers", registry=registry
+        )
+        self._answers = Counter(
+            "kvboost_answers", "Answers by how they ended", ["finish_reason"], registry=registry
+        )
+        self._responses = Counter(
+            "kvboost_responses", "HTTP responses by status", ["status"], registry=registry
+        )
+        registry.register(_EngineCollector(engine))
+        for source in ("exact", "approximate", "moved", "recomputed", "computed"):
+            self._prompt.labels(source)
+        for reason in ("stop", "length", "cancelled", "timeout", "error"):
+            self._answers.labels(reason)
+
+    def first_token(self, milliseconds: float) -> None:
+        self._ttft.observe(milliseconds / 1e3)
+
+    def tokens(self, seconds: float, count: int) -> None:
+        """``count`` tokens came ``seconds`` after those before them."""
+        for _ in range(count):
+            self._inter_token.observe(seconds / count)
+
+    def answer(self, finish_reason: str, rows: Mapping[str, int], generated: int) -> None:
+        self._answers.labels(finish_reason).inc()
+        self._generated.inc(generated)
+        recomputed = rows["recomputed_tokens"]
+        self._prompt.labels("exact").inc(rows["exact_tokens"])
+        self._prompt.labels("approximate").inc(rows["approximate_tokens"])
+        self._prompt.labels("moved").inc(rows["moved_tokens"] - recomputed)
+        self._prompt.labels("recomputed").inc(recomputed)
+        self._prompt.labels("computed").inc(rows["computed_tokens"])
+
+    def response(self, status: int) -> None:
+        """0: nobody was there to hear it."""
+        self._responses.labels(str(status or "gone")).inc()
+
+    def text(self) -> bytes:
+        """Asks the engine, whose remote tier may take its time: not for the event loop."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """Asks the engine when Prometheus asks us."""
+
+    def __init__(self, engine: KVBoost) -> None:
+        self._engine = engine
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())  # names are known when asked for; an engine need not run for that
+
+    def collect(self) -> Iterator[Metric]:
+        cache, serving = self._engine.cache_stats(), self._engine.serving_stats()
+        yield from _tiers(cache["tiers"])
+        for name, help_ in (
+            ("evicted", "Chunks that the cache let go for good"),
+            ("demoted", "Chunks that went a tier down"),
+            ("promoted", "Chunks that came up a tier"),
+            ("rejected", "Chunks that no tier had room for"),
+            ("failed", "Chunks that could not be stored"),
+            ("lost", "Chunks that could not be had when they were needed"),
+        ):
+            yield CounterMetricFamily(f"kvboost_cache_{name}", help_, value=cache[name])
+        yield GaugeMetricFamily("kvboost_cache_chunks", "Chunks there are", value=cache["chunks"])
+        for name, help_ in (
+            ("waiting", "Requests in the queue"),
+            ("running", "Requests that run"),
+            ("max_waiting", "Requests the queue holds"),
+            ("max_running", "Requests that may run at once"),
+            ("kv_bytes", "KV of running requests"),
+            ("max_kv_bytes", "KV that running requests may have"),
+            ("shared_kv_bytes", "KV of running requests that several of them share"),
+        ):
+            if serving.get(name) is not None:
+                yield GaugeMetricFamily(f"kvboost_serving_{name}", help_, value=serving[name])
+        yield CounterMetricFamily(
+            "kvboost_rejected", "Requests for which the queue was full", value=serving["rejected"]
+        )
+        yield CounterMetricFamily(
+            "kvboost_steps", "Forwards of the serving loop", value=serving["steps"]
+        )
+        yield _batch_sizes(serving["batch_sizes"])
+
+
+def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+    for name, help_ in (
+        ("bytes", "What a tier holds"),
+        ("max_bytes", "What a tier may hold"),
+        ("chunks", "Chunks in a tier"),
+    ):
+        gauge = GaugeMetricFamily(f"kvboost_tier_{name}", help_, labels=["tier"])
+        for tier, stats in tiers.items():
+            if stats.get(name) is not None:
+                gauge.add_metric([tier], stats[name])
+        yield gauge
+    hits = CounterMetricFamily("kvboost_tier_hits", "Chunks that a tier gave", labels=["tier"])
+    faults = CounterMetricFamily(
+        "kvboost_tier_faults", "Times a tier failed; each was a miss", labels=["tier", "fault"]
+    )
+    for tier, stats in tiers.items():
+        if "hits" in stats:
+            hits.add_metric([tier], stats["hits"])
+        for fault, count in stats.get("faults", {}).items():
+            faults.add_metric([tier, fault], count)
+    yield hits
+    yield faults
+
+
+def _batch_sizes(steps: Mapping[int, int]) -> Metric:
+    """``steps`` of every size, as a histogram."""
+    buckets = [
+        (str(float(bound)), float(sum(n for size, n in steps.items() if size <= bound)))
+        for bound in _BATCH
+    ]
+    buckets.append(("+Inf", float(sum(steps.values()))))
+    family = HistogramMetricFamily("kvboost_batch_size", "Requests in one forward")
+    family.add_metric([], buckets, sum_value=float(sum(size * n for size, n in steps.items())))
+    return family

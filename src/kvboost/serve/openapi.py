@@ -1,0 +1,139 @@
+"""The OpenAPI document: which errors a route may answer with, and what FastAPI cannot know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+import kvboost
+from kvboost.serve.replies import ErrorReply
+from kvboost.serve.schema import BIASED_ID, TOKEN_ID
+from kvboost.serve.state import Serving
+
+_SAID = {
+    400: "A field is wrong, unknown or not supported; `param` names it",
+    401: "No key, or one that is not known",
+    403: "The key, or the name the server was called by, does not allow this",
+    404: "There is no such thing",
+    408: "The body did not come in time",
+    413: "The prompt, or the body, is too large; the message has the numbers",
+    415: "The body is not JSON",
+    429: "The queue is full; `Retry-After` says when to come again",
+    431: "The headers are too large",
+    500: "The server failed",
+    503: "The server is shutting down, or too many requests are open",
+    504: "The request's time is over",
+}
+_ALWAYS = (403, 431, 500, 503)
+_BODY = (400, 408, 413, 415)
+_HEADERS = {
+    "x-request-id": ("string", "Names this request in the server's log"),
+}
+_REUSE_HEADERS = {
+    "x-kvboost-ttft-ms": ("number", "Milliseconds to the first token"),
+    "x-kvboost-exact-tokens": ("integer", "Prompt rows from the cache, exact"),
+    "x-kvboost-moved-tokens": ("integer", "Prompt rows that were read at another place"),
+    "x-kvboost-recomputed-tokens": ("integer", "Of those, computed again"),
+    "x-kvboost-computed-tokens": ("integer", "Prompt rows that were computed"),
+}
+
+
+def errors(*statuses: int, has_body: bool = True) -> dict[int | str, dict[str, Any]]:
+    """Documents ``statuses`` beside those every route has."""
+    all_of_them = {*statuses, *_ALWAYS, *(_BODY if has_body else ())}
+    return {
+        status: {"model": ErrorReply, "description": _SAID[status]}
+        for status in sorted(all_of_them)
+    }
+
+
+def streamed(media_type: str) -> dict[int | str, dict[str, Any]]:
+    """Documents that the answer may come as a stream of ``media_type``, and how it was served."""
+    return {
+        200: {
+            "content": {media_type: {}},
+            "headers": {
+                name: {"description": says, "schema": {"type": kind}}
+                for name, (kind, says) in _REUSE_HEADERS.items()
+            },
+        }
+    }
+
+
+def install(app: FastAPI, serving: Serving) -> None:
+    """Makes ``app.openapi`` say what holds on this server: the names it knows, the keys it asks
+    for, and no 422, since we answer 400."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app, serving)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _document(app: FastAPI, serving: Serving) -> dict[str, Any]:
+    document = get_openapi(
+        title="KVBoost",
+        version=kvboost.__version__,
+        description="A language model that does not read the same text twice, behind OpenAI's API.",
+        routes=app.routes,
+    )
+    schemas = document["components"]["schemas"]
+    for name in ("ChatRequest", "CompletionRequest"):
+        schemas[name]["properties"]["model"]["enum"] = list(serving.names)
+    _bound_ids(schemas, serving.engine.vocab_size)
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    if serving.settings.needs_key:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in document["paths"].items():
+        private = path.startswith(("/v1/", "/kvboost/"))
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+            if serving.settings.needs_key and private:
+                operation["security"] = [{"key": []}]
+                operation["responses"].setdefault("401", _error(401))
+            for response in operation["responses"].values():
+                response.setdefault("headers", {}).update(
+                    {
+                        name: {"description": says, "schema": {"type": kind}}
+                        for name, (kind, says) in _HEADERS.items()
+                    }
+                )
+    return document
+
+
+def _bound_ids(schema: Any, vocab_size: int) -> None:
+    """Says, wherever ``schema`` means a token id, which ones this model has."""
+    if isinstance(schema, list):
+        for one in schema:
+            _bound_ids(one, vocab_size)
+    elif isinstance(schema, dict):
+        if schema.get("title") == TOKEN_ID:
+            schema["exclusiveMaximum"] = vocab_size
+        for key, value in list(schema.items()):
+            if value == BIASED_ID:
+                schema[key] = f"^({numbers_below(vocab_size)})$"
+            elif key == "patternProperties" and BIASED_ID in value:
+                value[f"^({numbers_below(vocab_size)})$"] = value.pop(BIASED_ID)
+            _bound_ids(value, vocab_size)
+
+
+def numbers_below(limit: int) -> str:
+    """A regular expression of the numbers below ``limit``, as strings of digits."""
+    last = str(limit - 1)
+    shorter = [f"[0-9]{{1,{len(last) - 1}}}"] if len(last) > 1 else []
+    smaller = [
+        f"{last[:at]}[0-{int(digit) - 1}][0-9]{{{len(last) - at - 1}}}"
+        for at, digit in enumerate(last)
+        if digit != "0"
+    ]
+    return "|".join([*shorter, *smaller, last])
+
+
+def _error(status: int) -> dict[str, Any]:
+    schema = {"$ref": "#/components/schemas/ErrorReply"}
+    return {"description": _SAID[status], "content": {"application/json": {"schema": schema}}}

@@ -1,0 +1,219 @@
+"""What the server answers, for the OpenAPI document. Answers themselves are plain dicts: they are
+made once per token, and the tests hold them against this."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Reply(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetail(Reply):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(Reply):
+    error: ErrorDetail
+
+
+class SpanReply(Reply):
+    """Rows ``[start, end)`` of the prompt and where they came from."""
+
+    kind: Literal["exact", "approximate", "moved", "compute"]
+    start: int
+    end: int
+    tokens: int
+    recomputed: int
+    donor: str | None
+    tier: str | None
+    resemblance: float
+    text: str | None = None
+
+
+class ReuseReply(Reply):
+    """Where every row of the prompt came from. ``moved_tokens`` holds ``recomputed_tokens``."""
+
+    mode: str
+    strategy: str
+    exact_tokens: int
+    approximate_tokens: int
+    moved_tokens: int
+    recomputed_tokens: int
+    computed_tokens: int
+    charged_tokens: float
+    ttft_ms: float
+    queue_ms: float
+    total_ms: float
+    estimated_ms_without_reuse: float | None
+    notes: list[str]
+    spans: list[SpanReply]
+
+
+class PlanReply(Reply):
+    """Which moved rows would be recomputed is decided by the model, so none are counted."""
+
+    mode: str
+    strategy: str
+    prompt_tokens: int
+    exact_tokens: int
+    approximate_tokens: int
+    moved_tokens: int
+    recomputed_tokens: int
+    computed_tokens: int
+    estimated_ms_without_reuse: float | None
+    notes: list[str]
+    spans: list[SpanReply]
+
+
+class PromptDetails(Reply):
+    cached_tokens: int
+    """Rows that were exactly what the model would have computed; no others."""
+
+
+class Usage(Reply):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class TopLogprob(Reply):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Reply):
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class ChatMessage(Reply):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Reply):
+    index: int
+    message: ChatMessage
+    finish_reason: Literal["stop", "length"]
+    logprobs: ChatLogprobs | None
+    kvboost: ReuseReply | None = None
+
+
+class ChatCompletion(Reply):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    kvboost: ReuseReply
+
+
+class CompletionLogprobs(Reply):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(Reply):
+    index: int
+    text: str
+    finish_reason: Literal["stop", "length"]
+    logprobs: CompletionLogprobs | None
+    kvboost: ReuseReply | None = None
+
+
+class Completion(Reply):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    kvboost: ReuseReply
+
+
+class ModelReply(Reply):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    context_length: int | None
+
+
+class ModelList(Reply):
+    object: Literal["list"]
+    data: list[ModelReply]
+
+
+class Health(Reply):
+    status: str
+
+
+class Forgotten(Reply):
+    forgotten: int
+
+
+class ChunkReply(BaseModel):
+    """One stored chunk."""
+
+    model_config = ConfigDict(extra="allow")
+
+    key: str
+    text: str
+    tokens: int
+    bytes: int
+
+
+class CacheReply(Reply):
+    stats: dict[str, Any]
+    serving: dict[str, Any]
+    chunks: list[ChunkReply]
+
+
+class LiveRequest(Reply):
+    """One answer that is over; never any text."""
+
+    seq: int
+    at: float
+    ttft_ms: float | None
+    estimated_ms: float | None
+    prompt_tokens: int
+    exact: int
+    approximate: int
+    moved: int
+    recomputed: int
+    computed: int
+    completion_tokens: int
+    finish_reason: str
+    tenant: str
+
+
+class LiveReply(Reply):
+    seq: int
+    now: float
+    uptime_s: float
+    model: str
+    context_length: int | None
+    needs_key: bool
+    version: str
+    requests: list[LiveRequest]
+    tiers: dict[str, dict[str, Any]]
+    queue: dict[str, Any]

@@ -1,0 +1,45 @@
+"""The ``kvboost`` object of an answer: where every row of its prompt came from."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvboost.results import ReuseReport, SpanKind
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def counts(reuse: ReuseReport) -> dict[str, int]:
+    """Rows by source. ``moved_tokens`` holds those that were recomputed."""
+    return {
+        "exact_tokens": reuse.count(SpanKind.EXACT),
+        "approximate_tokens": reuse.count(SpanKind.APPROXIMATE),
+        "moved_tokens": reuse.count(SpanKind.MOVED),
+        "recomputed_tokens": len(reuse.recomputed),
+        "computed_tokens": reuse.count(SpanKind.COMPUTE),
+    }
+
+
+def spans(
+    reuse: ReuseReport, prompt_ids: Sequence[int], decode: Decode | None
+) -> list[dict[str, Any]]:
+    """With their text if ``decode`` is given."""
+    shown = []
+    for span in reuse.spans:
+        again = bisect_left(reuse.recomputed, span.end) - bisect_left(reuse.recomputed, span.start)
+        one = {
+            "kind": span.kind.value,
+            "start": span.start,
+            "end": span.end,
+            "tokens": span.num_tokens,
+            "recomputed": again if span.kind is SpanKind.MOVED else 0,
+            "donor": span.donor,
+            "tier": span.tier,
+            "resemblance": span.resemblance,
+        }
+        if decode is not None:
+            one["text"] = decode(prompt_ids[span.start : span.end])
+        shown.append(one)
+    return shown

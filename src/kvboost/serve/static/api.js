@@ -1,0 +1,129 @@
+// Talking to the server: the key, errors in OpenAI's shape, server-sent events.
+// Addresses are relative, so that the page also works behind a proxy under a path of its own.
+
+const KEY = "kvboost-key";
+const BROKEN = "The connection ended before the answer did.";
+
+/** Tells the page that a key is wanted: an event "key" with the server's words. */
+export const watch = new EventTarget();
+
+export class ServerError extends Error {
+  constructor(status, message, retryAfter = null) {
+    super(message);
+    this.status = status;
+    this.retryAfter = retryAfter;
+  }
+}
+
+/** Nobody answered, or whoever did fell silent. */
+export class ConnectionError extends Error {}
+
+export function key() {
+  return sessionStorage.getItem(KEY) ?? "";
+}
+
+/** Kept until the tab is closed, and nowhere else; "" lets go of it. */
+export function setKey(value) {
+  if (value) sessionStorage.setItem(KEY, value);
+  else sessionStorage.removeItem(KEY);
+}
+
+/** A response that is ok. Raises ServerError if it is not, ConnectionError if there is none; and
+ * what ``signal`` says when it aborts. */
+export async function send(path, { body, signal } = {}) {
+  const headers = {};
+  if (key()) headers.authorization = `Bearer ${key()}`;
+  if (body !== undefined) headers["content-type"] = "application/json";
+  const response = await connected("The server cannot be reached.", () =>
+    fetch(path, {
+      method: body === undefined ? "GET" : "POST",
+      headers,
+      body: body === undefined ? undefined : JSON.stringify(body),
+      signal,
+      cache: "no-store",
+    }),
+  );
+  if (response.ok) return response;
+  const message = await errorText(response);
+  if (response.status === 401 || response.status === 403)
+    watch.dispatchEvent(new CustomEvent("key", { detail: message }));
+  throw new ServerError(response.status, message, response.headers.get("retry-after"));
+}
+
+export async function sendForJson(path, options) {
+  return (await send(path, options)).json();
+}
+
+/** fetch says no more of a broken connection than that it is a TypeError. */
+async function connected(message, work) {
+  try {
+    return await work();
+  } catch (error) {
+    throw error instanceof TypeError ? new ConnectionError(message) : error;
+  }
+}
+
+async function errorText(response) {
+  const text = await response.text();
+  try {
+    const { error, detail } = JSON.parse(text);
+    const message = error?.message ?? detail;
+    if (typeof message === "string") return message;
+  } catch {
+    // Not JSON: whatever stands between us and the server speaks for itself.
+  }
+  return text.slice(0, 300) || `the server answered ${response.status}`;
+}
+
+/** The objects of a stream of server-sent events, until [DONE]; ConnectionError without one. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    while (true) {
+      const { value, done } = await connected(BROKEN, () => reader.read());
+      if (done) throw new ConnectionError(BROKEN);
+      // A "\r" at the end may be half of a line end: it waits for the next piece.
+      const lines = (rest + value).split(/\r\n|\n|\r(?!$)/);
+      rest = lines.pop();
+      for (const line of lines) {
+        if (!line.startsWith("data:")) continue; // a comment, or the empty line between events
+        const data = line.slice(5).trim();
+        if (data === "[DONE]") return;
+        yield JSON.parse(data);
+      }
+    }
+  } finally {
+    await reader.cancel().catch(() => {});
+  }
+}
+
+let served = null;
+
+/** The name of the model this server serves. */
+export async function modelName() {
+  served ??= (await sendForJson("v1/models")).data[0].id;
+  return served;
+}
+
+/** Spares asking for it: the live view knows. */
+export function setModel(name) {
+  served = name;
+}
+
+/** What to tell a person about an error of ``send`` or ``events``. */
+export function explained(error) {
+  if (error instanceof ServerError) {
+    const wait = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
+    return `${sentence(error.message)}${wait}`;
+  }
+  if (error.name === "TimeoutError") return "The server did not answer in time.";
+  if (!(error instanceof ConnectionError)) console.error(error); // ours
+  return error.message;
+}
+
+/** Servers' messages are written to stand in a log. */
+function sentence(message) {
+  const ended = /[.!?]$/.test(message) ? message : `${message}.`;
+  return ended[0].toUpperCase() + ended.slice(1);
+}

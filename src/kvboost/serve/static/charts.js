@@ -1,0 +1,252 @@
+// Charts of requests. They are drawn in pixels of the place they get, and again when that changes.
+
+import { HEIGHT, MARGIN, grid, label, linearTicks, logTicks, plotHeight, rect } from "./axes.js";
+import { count, element, median, milliseconds, percent, sooner, svg, timeOfDay } from "./dom.js";
+import { KINDS, kept, rowsByKind, total } from "./kinds.js";
+
+const MOST_COLUMNS = 60;
+const FEWEST_COLUMNS = 12;
+const COLUMN = 7; // the least width of one, in pixels
+
+/** A titled figure whose ``draw(width)`` is called when it gets data or another width. */
+export class Chart {
+  constructor(place, title, legend = []) {
+    this.note = element("span", { class: "note" });
+    this.body = element("div", { class: "plot" });
+    this.legend = element(
+      "p",
+      { class: "marks", "aria-hidden": "true" },
+      ...legend.map(([kind, label]) =>
+        element("span", {}, element("i", { class: `mark ${kind}` }), label),
+      ),
+    );
+    place.append(
+      element(
+        "figure",
+        { class: "panel chart" },
+        element("figcaption", { class: "labelled" }, element("h3", {}, title), this.note),
+        this.body,
+        this.legend,
+      ),
+    );
+    new ResizeObserver(() => this.redraw()).observe(this.body);
+  }
+
+  redraw() {
+    const width = Math.floor(this.body.clientWidth);
+    if (width > 100) this.draw(width);
+  }
+}
+
+/** One column per request, newest at the right; a cursor walks them by pointer or arrow keys. */
+class RequestChart extends Chart {
+  constructor(place, title, legend, cursor) {
+    super(place, title, legend);
+    this.requests = null; // nobody has told yet
+    this.shown = []; // the newest of them, as many as fit
+    this.cursor = cursor;
+    this.canvas = svg("svg", {
+      height: HEIGHT,
+      tabindex: "0",
+      role: "slider",
+      "aria-label": `${title}: request`,
+    });
+    this.body.append(this.canvas);
+    for (const kind of ["pointermove", "pointerdown"]) {
+      this.canvas.addEventListener(kind, (event) =>
+        cursor.set(this.shown[this.columnAt(event)]?.seq),
+      );
+    }
+    this.canvas.addEventListener("pointerleave", () => cursor.set(null));
+    this.canvas.addEventListener("blur", () => cursor.set(null));
+    this.canvas.addEventListener("keydown", (event) => this.walk(event));
+    cursor.addEventListener("moved", () => this.redraw());
+  }
+
+  update(requests) {
+    this.requests = requests;
+    this.redraw();
+  }
+
+  draw(width) {
+    const inner = width - MARGIN.left - MARGIN.right;
+    const fitting = Math.min(MOST_COLUMNS, Math.floor(inner / COLUMN));
+    this.shown = this.requests?.slice(-fitting) ?? [];
+    this.step = inner / Math.max(this.shown.length, FEWEST_COLUMNS);
+    const at = this.shown.findIndex((request) => request.seq === this.cursor.seq);
+    const chosen = this.shown[at];
+    this.canvas.setAttribute("width", width);
+    this.canvas.replaceChildren();
+    if (!this.shown.length) {
+      if (this.requests)
+        this.canvas.append(label(width / 2, HEIGHT / 2, "no request yet", "middle"));
+    } else {
+      if (chosen)
+        this.canvas.append(rect("cursor", this.left(at), MARGIN.top, this.step, plotHeight()));
+      this.drawColumns(width);
+      this.canvas.append(label(MARGIN.left, HEIGHT - 5, timeOfDay(this.shown[0].at), "start"));
+      const end = this.left(this.shown.length);
+      if (end - MARGIN.left > 130) {
+        this.canvas.append(label(end, HEIGHT - 5, timeOfDay(this.shown.at(-1).at), "end"));
+      }
+    }
+    this.note.textContent = chosen ? this.said(chosen) : this.summary();
+    this.note.classList.toggle("pointed", Boolean(chosen));
+    const place = chosen ? at + 1 : this.shown.length;
+    this.canvas.setAttribute("aria-valuemin", Math.min(1, this.shown.length));
+    this.canvas.setAttribute("aria-valuemax", this.shown.length);
+    this.canvas.setAttribute("aria-valuenow", place);
+    this.canvas.setAttribute("aria-valuetext", this.note.textContent);
+  }
+
+  left(index) {
+    return MARGIN.left + index * this.step;
+  }
+
+  columnAt(event) {
+    const x = event.clientX - this.canvas.getBoundingClientRect().left - MARGIN.left;
+    return Math.max(0, Math.min(this.shown.length - 1, Math.floor(x / this.step)));
+  }
+
+  walk(event) {
+    const last = this.shown.length - 1;
+    const at = this.shown.findIndex((request) => request.seq === this.cursor.seq);
+    const to = {
+      ArrowLeft: at < 0 ? last : Math.max(at - 1, 0),
+      ArrowDown: at < 0 ? last : Math.max(at - 1, 0),
+      ArrowRight: at < 0 ? last : Math.min(at + 1, last),
+      ArrowUp: at < 0 ? last : Math.min(at + 1, last),
+      Home: 0,
+      End: last,
+    }[event.key];
+    if (to === undefined || last < 0) return;
+    event.preventDefault();
+    this.cursor.set(this.shown[to].seq);
+  }
+}
+
+/** Which request the charts of requests point at, by its number; null for none. */
+export class Cursor extends EventTarget {
+  seq = null;
+
+  set(seq) {
+    if ((seq ?? null) === this.seq) return;
+    this.seq = seq ?? null;
+    this.dispatchEvent(new Event("moved"));
+  }
+}
+
+/** Logarithmic: the distance from mark to mark is the factor, whatever the length of the prompt. */
+export class FirstTokenChart extends RequestChart {
+  constructor(place, cursor) {
+    const legend = [
+      ["dot", "measured"],
+      ["dash", "estimated without reuse"],
+    ];
+    super(place, "First token", legend, cursor);
+  }
+
+  drawColumns(width) {
+    const values = this.shown
+      .flatMap((request) => [request.ttft_ms, request.estimated_ms])
+      .filter((value) => value > 0);
+    if (!values.length) return;
+    const low = Math.log(Math.min(...values) / 1.3);
+    const high = Math.log(Math.max(...values) * 1.3);
+    const y = (value) => MARGIN.top + plotHeight() * (1 - (Math.log(value) - low) / (high - low));
+    for (const tick of logTicks(Math.exp(low), Math.exp(high))) {
+      this.canvas.append(
+        ...grid(width, y(tick), tick < 1000 ? milliseconds(tick) : `${tick / 1000} s`),
+      );
+    }
+    this.shown.forEach((request, index) => {
+      const x = this.left(index) + this.step / 2;
+      const { ttft_ms: measured, estimated_ms: estimate } = request;
+      if (measured > 0 && estimate > 0) {
+        const kind = measured <= estimate ? "stem" : "stem worse";
+        this.canvas.append(
+          svg("line", { class: kind, x1: x, x2: x, y1: y(measured), y2: y(estimate) }),
+        );
+      }
+      if (estimate > 0) {
+        const half = Math.min(this.step / 2 - 1, 6);
+        this.canvas.append(
+          svg("line", {
+            class: "dash",
+            x1: x - half,
+            x2: x + half,
+            y1: y(estimate),
+            y2: y(estimate),
+          }),
+        );
+      }
+      if (measured > 0)
+        this.canvas.append(svg("circle", { class: "dot", cx: x, cy: y(measured), r: 3 }));
+    });
+  }
+
+  said(request) {
+    const measured = request.ttft_ms > 0 ? milliseconds(request.ttft_ms) : "no first token";
+    const estimate =
+      request.estimated_ms > 0 ? `, estimated ${milliseconds(request.estimated_ms)}` : "";
+    const reason = request.finish_reason;
+    const ended = ["stop", "length"].includes(reason) ? "" : `, ${reason}`;
+    return `${timeOfDay(request.at)} ${measured}${estimate}${ended}`;
+  }
+
+  summary() {
+    const measured = median(
+      this.shown.map((request) => request.ttft_ms).filter((value) => value > 0),
+    );
+    if (measured === null) return "";
+    const both = this.shown.filter((request) => request.ttft_ms > 0 && request.estimated_ms > 0);
+    const gain = median(both.map((request) => request.estimated_ms / request.ttft_ms));
+    return `median ${milliseconds(measured)}${gain === null ? "" : `, ${sooner(gain)}`}`;
+  }
+}
+
+export class SourcesChart extends RequestChart {
+  constructor(place, cursor) {
+    const legend = KINDS.map((kind) => [`fill ${kind.name}`, kind.label]);
+    super(place, "Prompt rows by source", legend, cursor);
+  }
+
+  drawColumns(width) {
+    const columns = this.shown.map(rowsByKind);
+    const ticks = linearTicks(Math.max(1, ...columns.map(total)));
+    const y = (value) => MARGIN.top + plotHeight() * (1 - value / ticks.at(-1));
+    for (const tick of ticks) this.canvas.append(...grid(width, y(tick), count(tick)));
+    const gap = this.step > 10 ? 2 : 1;
+    columns.forEach((rows, index) => {
+      let top = 0;
+      for (const { name } of KINDS) {
+        const number = rows[name];
+        if (!number) continue;
+        const height = y(top) - y(top + number);
+        this.canvas.append(
+          rect(name, this.left(index) + gap / 2, y(top + number), this.step - gap, height),
+        );
+        top += number;
+      }
+    });
+  }
+
+  said(request) {
+    const rows = rowsByKind(request);
+    const parts = KINDS.filter(({ name }) => rows[name]).map(
+      ({ name, label }) => `${label} ${count(rows[name])}`,
+    );
+    return parts.join(", ");
+  }
+
+  summary() {
+    const rows = this.shown.map(rowsByKind);
+    const all = rows.reduce((sum, one) => sum + total(one), 0);
+    return all
+      ? `${percent(
+          rows.reduce((sum, one) => sum + kept(one), 0),
+          all,
+        )} not read again`
+      : "";
+  }
+}

@@ -1,0 +1,91 @@
+// Elements and numbers. Whatever comes from a server or a person enters the page as text.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** An element with attributes and children; strings among the children become text. */
+export function element(name, attributes = {}, ...children) {
+  return filled(document.createElement(name), attributes, children);
+}
+
+/** The same for SVG. */
+export function svg(name, attributes = {}, ...children) {
+  return filled(document.createElementNS(SVG, name), attributes, children);
+}
+
+function filled(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+export function byId(id) {
+  return document.getElementById(id);
+}
+
+/** Says it unless it is said already, so that screen readers do not hear it each second. */
+export function say(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const short = new Intl.NumberFormat("en", { maximumSignificantDigits: 2 });
+
+export function count(number) {
+  return whole.format(number);
+}
+
+/** "1 chunk", "2 chunks". */
+export function plural(number, noun) {
+  return `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+}
+
+export function milliseconds(value) {
+  if (value >= 10_000) return `${(value / 1000).toFixed(1)} s`;
+  return value >= 10 ? `${count(value)} ms` : `${short.format(value)} ms`;
+}
+
+export function bytes(value) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  while (value >= 1000 && unit < units.length - 1) {
+    value /= 1024;
+    unit += 1;
+  }
+  return `${value < 10 && unit > 0 ? value.toFixed(1) : count(value)} ${units[unit]}`;
+}
+
+/** Never "100 %" unless it is all, never "0 %" unless it is nothing. */
+export function percent(part, of) {
+  if (!of || !part) return "0 %";
+  if (part >= of) return "100 %";
+  const value = (100 * part) / of;
+  if (value < 1) return "< 1 %";
+  return value > 99 ? "> 99 %" : `${Math.round(value)} %`;
+}
+
+/** What ``estimate / measured`` means to somebody who waits: "13.0 × sooner". */
+export function sooner(times) {
+  if (times > 0.95 && times < 1.05) return "as long as without";
+  const size = times < 1 ? 1 / times : times;
+  return `${size >= 100 ? count(size) : size.toFixed(1)} × ${times < 1 ? "later" : "sooner"}`;
+}
+
+export function duration(seconds) {
+  if (seconds < 120) return `${count(Math.floor(seconds))} s`;
+  if (seconds < 7200) return `${count(Math.floor(seconds / 60))} min`;
+  if (seconds < 172_800) return `${count(Math.floor(seconds / 3600))} h`;
+  return `${count(Math.floor(seconds / 86_400))} days`;
+}
+
+export function timeOfDay(unixSeconds) {
+  return new Date(unixSeconds * 1000).toLocaleTimeString("en-GB");
+}
+
+export function median(values) {
+  if (!values.length) return null;
+  const sorted = [...values].sort((a, b) => a - b);
+  const middle = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
+}

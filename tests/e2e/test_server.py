@@ -1,0 +1,243 @@
+"""The real server, the real model, and OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from server_process import ServerProcess
+from tiny import byte_tokenizer, tiny_model
+
+MODEL = "smollm2-135m"
+DOCUMENT = (
+    "The lighthouse at Skagen was lit in 1858. Its lamp burned paraffin until the cable came. "
+    "The keeper wrote the weather down every four hours, and the ships that passed. "
+) * 4
+
+
+def question(text: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": DOCUMENT}, {"role": "user", "content": text}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("server")
+    keys = folder / "keys.txt"
+    keys.write_text("ann:k-ann\nbob:k-bob\nadmin:root:k-root\n")
+    options = ("--dtype", "float32", "--served-name", MODEL, "--served-name", "gpt-small")
+    with ServerProcess("-m", MODEL, *options, "--api-keys", str(keys), folder=folder) as started:
+        yield started
+
+
+@pytest.fixture
+def client(server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url, api_key="k-ann", max_retries=0) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, text: str, **options):
+    return client.chat.completions.create(
+        model=MODEL, messages=question(text), temperature=0, max_tokens=8, **options
+    )
+
+
+def test_models_are_listed(client) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL, "gpt-small"]
+    assert client.models.retrieve("gpt-small").owned_by == "kvboost"
+
+
+def test_chat_streamed_or_not_says_the_same(client) -> None:
+    whole = ask(client, "When was it lit?")
+    (choice,) = whole.choices
+    assert choice.message.role == "assistant" and choice.finish_reason in ("stop", "length")
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    chunks = list(ask(client, "When was it lit?", stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices[0].finish_reason == choice.finish_reason
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert said == choice.message.content
+
+
+def test_what_was_read_before_is_not_read_again_and_usage_says_so(client) -> None:
+    ask(client, "Who wrote the weather down?")
+    again = ask(client, "What did the lamp burn?")
+    cached = again.usage.prompt_tokens_details.cached_tokens
+    assert cached > 80 and again.kvboost["exact_tokens"] == cached
+    spans = again.kvboost["spans"]
+    assert spans[0]["kind"] == "exact" and spans[-1]["end"] == again.usage.prompt_tokens
+    raw = client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=question("Why?"), max_tokens=1
+    )
+    assert int(raw.headers["x-kvboost-exact-tokens"]) > 80
+    assert raw.headers["x-request-id"].startswith("req-")
+
+
+def test_another_key_does_not_see_what_one_has_read(server, client) -> None:
+    """Salted by key: the same text under the same key is a hit, under another none."""
+    ask(client, "Is it tall?")
+    assert ask(client, "Is it tall?").usage.prompt_tokens_details.cached_tokens > 80
+    with openai.OpenAI(base_url=server.url, api_key="k-bob", max_retries=0) as other:
+        first = ask(other, "Is it tall?")
+        assert first.usage.prompt_tokens_details.cached_tokens == 0
+        assert first.kvboost["computed_tokens"] == first.usage.prompt_tokens
+        assert ask(other, "Is it tall?").usage.prompt_tokens_details.cached_tokens > 80
+    salted = ask(client, "Is it tall?", extra_body={"cache_salt": "elsewhere"})
+    assert salted.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_usage_is_streamed_when_asked_for(client) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = ask(client, "How often?", **options)
+    assert all(chunk.usage is None for chunk in chunks)
+    assert last.choices == [] and last.usage.completion_tokens > 0
+    assert last.kvboost["ttft_ms"] > 0
+
+
+def test_log_probabilities_in_both_shapes(client) -> None:
+    said = ask(client, "When?", logprobs=True, top_logprobs=2).choices[0]
+    content = said.logprobs.content
+    assert "".join(token.token for token in content) == said.message.content
+    assert all(len(token.top_logprobs) == 2 for token in content)
+    assert all(token.logprob == token.top_logprobs[0].logprob for token in content)  # greedy
+    old = client.completions.create(
+        model=MODEL, prompt="The lamp", max_tokens=4, temperature=0, logprobs=1
+    ).choices[0]
+    assert "".join(old.logprobs.tokens) == old.text
+    assert [
+        old.text[at:][: len(t)]
+        for t, at in zip(old.logprobs.tokens, old.logprobs.text_offset, strict=True)
+    ] == old.logprobs.tokens
+
+
+def test_completions_of_text_and_ids(client) -> None:
+    options = {"model": "gpt-small", "max_tokens": 4, "temperature": 0}
+    several = client.completions.create(prompt=["The sea is", "The sky is"], n=2, **options)
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    assert several.choices[0].text == several.choices[1].text != ""
+    streamed = client.completions.create(prompt="The sea is", stream=True, **options)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == several.choices[0].text
+
+
+def test_a_stop_string_ends_an_answer_and_is_not_shown(client) -> None:
+    text = ask(client, "Say it again.").choices[0].message.content
+    stop = text[3:5]
+    said = ask(client, "Say it again.", stop=[stop]).choices[0]
+    assert said.finish_reason == "stop" and said.message.content == text[: text.index(stop)]
+
+
+def test_seeds_repeat_and_answers_differ(client) -> None:
+    def draw() -> list[str]:
+        drawn = client.chat.completions.create(
+            model=MODEL, messages=question("Tell a story."), n=3, seed=7, max_tokens=6
+        )
+        return [choice.message.content for choice in drawn.choices]
+
+    first = draw()
+    assert first == draw() and len(set(first)) > 1
+
+
+def test_many_at_once_say_what_they_say_alone(server, client) -> None:
+    texts = [f"Question {number}: when was it lit?" for number in range(6)]
+    alone = [ask(client, text).choices[0].message.content for text in texts]
+
+    async def together() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="k-ann") as asynchronous:
+
+            async def one(text: str) -> str:
+                stream = await asynchronous.chat.completions.create(
+                    model=MODEL, messages=question(text), temperature=0, max_tokens=8, stream=True
+                )
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+            return await asyncio.gather(*map(one, texts))
+
+    assert asyncio.run(together()) == alone
+
+
+def test_mistakes_raise_the_clients_own_errors(server, client) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no model"):
+        client.chat.completions.create(model="gpt-7", messages=question("?"))
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, "?", tools=[{"type": "function", "function": {"name": "f"}}])
+    assert caught.value.param == "tools" and "not supported" in caught.value.message
+    with pytest.raises(openai.APIStatusError, match="context holds") as long:
+        client.completions.create(model=MODEL, prompt="word " * 20_000)
+    assert long.value.status_code == 413 and long.value.code == "context_length_exceeded"
+    with (
+        openai.OpenAI(base_url=server.url, api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model=MODEL, input="x")
+
+
+def test_who_leaves_a_stream_frees_its_place(server, client) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL, messages=question("Write a long story."), max_tokens=1000, stream=True
+    )
+    next(iter(stream))
+    stream.close()
+
+    def is_idle() -> bool:
+        request = urllib.request.Request(
+            f"{server.root}/kvboost/live", headers={"authorization": "Bearer k-root"}
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            seen = json.load(answer)
+        last = seen["requests"][-1]
+        return seen["queue"]["running"] == 0 and last["finish_reason"] == "cancelled"
+
+    deadline = threading.Event()
+    assert any(is_idle() or deadline.wait(0.05) for _ in range(200))
+
+
+def test_terminating_under_load_finishes_answers_and_keeps_the_cache(tmp_path: Path) -> None:
+    tiny_model("llama", max_position_embeddings=8192).save_pretrained(tmp_path / "tiny")
+    byte_tokenizer().save_pretrained(tmp_path / "tiny")
+    options = ("-m", str(tmp_path / "tiny"), "--cache-dir", str(tmp_path / "kv"))
+    answers: list[str] = []
+    begun = threading.Barrier(5)
+
+    def talk(url: str, number: int) -> None:
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            stream = client.completions.create(
+                model="tiny",
+                prompt=f"{DOCUMENT} {number}",
+                max_tokens=400,
+                logit_bias={"256": -100},
+                stream=True,
+            )
+            begun.wait(60)
+            *_, last = stream
+            answers.append(last.choices[0].finish_reason)
+
+    with ServerProcess(*options, folder=tmp_path, OMP_NUM_THREADS="1") as server:
+        threads = [threading.Thread(target=talk, args=(server.url, n)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        begun.wait(60)
+        assert not answers
+        server.terminate()
+        for thread in threads:
+            thread.join(60)
+        assert server.wait() == 0
+        assert answers == ["length"] * 4
+        assert "Traceback" not in server.log
+
+    with (
+        ServerProcess(*options, folder=tmp_path, OMP_NUM_THREADS="1") as server,
+        openai.OpenAI(base_url=server.url, api_key="none") as client,
+    ):
+        again = client.completions.create(model="tiny", prompt=f"{DOCUMENT} 5", max_tokens=1)
+        assert again.usage.prompt_tokens_details.cached_tokens >= len(DOCUMENT) - 32
+        assert again.kvboost["spans"][0]["tier"] == "disk"
+        server.terminate()
+        assert server.wait() == 0

@@ -1,0 +1,142 @@
+"""An engine without a model, for what a real one seldom does: full queues, failures, hanging."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from kvboost.results import (
+    PHASES,
+    GenerationResult,
+    ReuseReport,
+    Span,
+    SpanKind,
+    Timings,
+    TokenLogprob,
+)
+
+
+class FakeStream:
+    """Says ``pieces``, one token each; ``None`` among them waits for ever, an exception is
+    raised."""
+
+    def __init__(self, prompt_ids: list[int], pieces: Sequence[Any], finish_reason: str) -> None:
+        self._prompt_ids = prompt_ids
+        self._pieces = list(pieces)
+        self._finish_reason = finish_reason
+        self._said: list[str] = []
+        self.is_open = True
+        self._ended = "cancelled"
+
+    async def __aenter__(self) -> FakeStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.is_open = False
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> str:
+        await asyncio.sleep(0)
+        if not self._pieces:
+            self._ended = self._finish_reason
+            raise StopAsyncIteration
+        piece = self._pieces.pop(0)
+        if piece is None:
+            await asyncio.Event().wait()
+        if isinstance(piece, Exception):
+            self._ended = "error"
+            raise piece
+        self._said.append(piece)
+        return str(piece)
+
+    @property
+    def result(self) -> GenerationResult:
+        phases = {f"{phase}_ms": 0.0 for phase in PHASES}
+        span = Span(SpanKind.COMPUTE, 0, len(self._prompt_ids))
+        return GenerationResult(
+            "".join(self._said),
+            list(range(len(self._said))),
+            self._ended,
+            Timings(ttft_ms=1.0, total_ms=2.0, **phases),
+            ReuseReport((span,)),
+            [TokenLogprob(number, -0.5) for number in range(len(self._said))],
+        )
+
+
+class FakeEngine:
+    """Answers every prompt with ``pieces``; keeps what it was asked."""
+
+    model_name = "fake"
+    context_length: int | None = 100
+    vocab_size = 260
+    config = SimpleNamespace(recompute_strategy="auto")
+
+    def __init__(self, pieces: Sequence[Any] = ("Hel", "lo"), finish_reason: str = "stop") -> None:
+        self.pieces = pieces
+        self.finish_reason = finish_reason
+        self.refuse: Exception | None = None
+        self.asked: list[dict[str, Any]] = []
+        self.streams: list[FakeStream] = []
+        self.drained = self.flushed = False
+
+    def encode(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return list(prompt.encode())
+        if isinstance(prompt[0], dict):
+            return list(
+                "".join(f"{message['role']}:{message['content']}" for message in prompt).encode()
+            )
+        return list(prompt)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(one % 256 for one in ids).decode("utf-8", "replace")
+
+    def astream(
+        self, prompt: list[int], max_new_tokens: int, mode: str, **options: Any
+    ) -> FakeStream:
+        self.asked.append({"prompt": prompt, "max": max_new_tokens, "mode": mode, **options})
+        if self.refuse is not None:
+            raise self.refuse
+        stream = FakeStream(prompt, self.pieces, self.finish_reason)
+        self.streams.append(stream)
+        return stream
+
+    async def awarm(self, text: str, header: str | None = None, cache_salt: str = "") -> int:
+        if self.refuse is not None:
+            raise self.refuse
+        self.asked.append({"warm": text, "header": header, "cache_salt": cache_salt})
+        return 1
+
+    def plan(self, prompt: list[int], mode: str, **options: Any) -> ReuseReport:
+        return ReuseReport((Span(SpanKind.COMPUTE, 0, len(prompt)),))
+
+    def estimate_ms(self, num_tokens: int) -> float | None:
+        return None
+
+    def forget(self, text: str) -> int:
+        return 2
+
+    def forget_salt(self, salt: str) -> int:
+        self.asked.append({"forget_salt": salt})
+        return 3
+
+    def chunks(self, limit: int) -> list[dict[str, Any]]:
+        return []
+
+    def cache_stats(self) -> dict[str, Any]:
+        names = ("chunks", "evicted", "demoted", "promoted", "rejected", "failed", "lost")
+        return {"tiers": {}, **dict.fromkeys(names, 0)}
+
+    def serving_stats(self) -> dict[str, Any]:
+        names = ("waiting", "running", "max_waiting", "max_running", "kv_bytes", "max_kv_bytes")
+        return {**dict.fromkeys(names, 9), "batch_sizes": {1: 3, 4: 2}, "rejected": 5, "steps": 5}
+
+    async def adrain(self, timeout: float) -> None:
+        self.drained = True
+
+    def flush(self) -> None:
+        self.flushed = True

@@ -1,0 +1,88 @@
+"""A real server of the test's own, on a thread and a port nobody else has."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kvboost.serve.app import create_app
+from kvboost.serve.run import Server, bind
+from kvboost.serve.settings import ServerSettings
+
+
+@dataclass(frozen=True)
+class LiveServer:
+    host: str
+    port: int
+    server: Server
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+@contextmanager
+def live_server(engine: Any, **settings: Any) -> Iterator[LiveServer]:
+    """``engine`` on the network, until the block is left."""
+    listening = bind("127.0.0.1", 0)
+    port = listening.getsockname()[1]
+    options = {"drain_seconds": 5.0, **settings}
+    ready = threading.Event()
+    server = Server(create_app(engine, ServerSettings(**options)), ready.set)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    assert ready.wait(20), "the server did not start"
+    try:
+        yield LiveServer("127.0.0.1", port, server)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+def connect(
+    server: LiveServer,
+    body: bytes,
+    *,
+    method: str = "POST",
+    path: str = "/v1/completions",
+    length: int | None = None,
+) -> socket.socket:
+    """A connection that has sent one request."""
+    connection = socket.create_connection((server.host, server.port), timeout=10)
+    size = len(body) if length is None else length
+    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    connection.sendall(f"{head}content-length: {size}\r\n\r\n".encode() + body)
+    return connection
+
+
+def read_until(connection: socket.socket, sought: bytes) -> bytes:
+    """What comes up to ``sought``, which must."""
+    seen = b""
+    while sought not in seen:
+        piece = connection.recv(100_000)
+        assert piece, f"it ended with {seen[-200:]!r}"
+        seen += piece
+    return seen
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+def events(text: str) -> list[Any]:
+    """The data of every server-sent event before the last, which is [DONE]."""
+    assert text.endswith("\n\n")
+    lines = text.removesuffix("\n\n").split("\n\n")
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]

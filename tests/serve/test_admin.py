@@ -1,0 +1,115 @@
+"""What an operator may look at and do."""
+
+from __future__ import annotations
+
+import json
+
+from kvboost.errors import ContextLengthError
+from kvboost.serve.settings import ApiKey
+
+KEYS = (ApiKey("ann", "k-ann"), ApiKey("root", "k-root", is_admin=True))
+ROOT = {"authorization": "Bearer k-root"}
+COMPLETION = {"model": "fake", "prompt": "my secret plan"}
+
+
+def test_documents_are_read_with_progress(client, fake) -> None:
+    asked = {"documents": ["a", "b"], "header": "h", "cache_salt": "s"}
+    answer = client.post("/kvboost/warm", json=asked)
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    assert [json.loads(line) for line in answer.text.splitlines()] == [
+        {"done": 1, "total": 2, "new_chunks": 1},
+        {"done": 2, "total": 2, "new_chunks": 1},
+    ]
+    assert fake.asked == [{"warm": one, "header": "h", "cache_salt": "s"} for one in "ab"]
+
+
+def test_a_document_that_cannot_be_read_ends_it(client, fake) -> None:
+    fake.refuse = ContextLengthError(300, 256)
+    assert client.post("/kvboost/warm", json={"documents": ["a"]}).status_code == 413
+    fake.refuse = None
+    read = fake.awarm
+
+    async def only_the_first(text, header=None, cache_salt=""):
+        if text == "b":
+            raise ContextLengthError(300, 256)
+        return await read(text, header, cache_salt)
+
+    fake.awarm = only_the_first
+    lines = client.post("/kvboost/warm", json={"documents": ["a", "b", "c"]}).text.splitlines()
+    assert len(lines) == 2
+    last = json.loads(lines[-1])
+    assert last["done"] == 1 and last["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_plan_takes_what_the_other_routes_take(client, fake) -> None:
+    for asked in (
+        {"prompt": "hello"},
+        {"prompt": [1, 2, 3, 4, 5]},
+        {"model": "fake", "prompt": "hello", "max_tokens": 3, "stream": True},
+    ):
+        planned = client.post("/kvboost/plan", json=asked).json()
+        assert planned["prompt_tokens"] == planned["computed_tokens"] == 5
+        assert planned["spans"][0]["text"]
+    messages = [{"role": "user", "content": "hi"}]
+    assert client.post("/kvboost/plan", json={"messages": messages}).json()["prompt_tokens"] == 7
+    assert fake.asked == []
+
+
+def test_a_plan_refuses_what_the_other_routes_refuse(client) -> None:
+    for asked, status, param in (
+        ({}, 400, "prompt"),
+        ({"prompt": ["a", "b"]}, 400, "prompt"),
+        ({"prompt": "a", "tools": 1}, 400, "tools"),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, 400, "prompt"),
+        ({"prompt": "a", "model": "gpt-7"}, 404, "model"),
+    ):
+        refused = client.post("/kvboost/plan", json=asked)
+        assert refused.status_code == status and refused.json()["error"]["param"] == param
+
+
+def test_an_administrator_acts_for_a_tenant_by_name(serve_fake, fake) -> None:
+    client = serve_fake(keys=KEYS)
+    client.post("/v1/completions", json=COMPLETION, headers={"authorization": "Bearer k-ann"})
+    salt = fake.asked[-1]["cache_salt"]
+    client.post("/kvboost/warm", json={"documents": ["a"], "tenant": "ann"}, headers=ROOT)
+    assert fake.asked[-1]["cache_salt"] == salt
+    asked = {"cache_salt": "", "tenant": "ann"}
+    assert client.post("/kvboost/forget", json=asked, headers=ROOT).json() == {"forgotten": 3}
+    assert fake.asked[-1] == {"forget_salt": salt}
+    unknown = client.post("/kvboost/forget", json={**asked, "tenant": "eve"}, headers=ROOT)
+    assert unknown.status_code == 404 and unknown.json()["error"]["param"] == "tenant"
+
+
+def test_forgetting_takes_a_text_or_a_salt(client) -> None:
+    assert client.post("/kvboost/forget", json={"text": "a"}).json() == {"forgotten": 2}
+    for wrong in ({}, {"text": ""}, {"text": "a", "cache_salt": "b"}, {"text": "a", "tenant": "b"}):
+        assert client.post("/kvboost/forget", json=wrong).status_code == 400
+
+
+def test_the_live_view_has_numbers_and_no_text(client) -> None:
+    for _ in range(3):
+        client.post("/v1/completions", json=COMPLETION)
+    answer = client.get("/kvboost/live")
+    assert "secret" not in answer.text and "Hello" not in answer.text
+    seen = answer.json()
+    assert seen["seq"] == 3 and [one["seq"] for one in seen["requests"]] == [1, 2, 3]
+    one = seen["requests"][0]
+    assert one["prompt_tokens"] == one["computed"] == 14 and one["completion_tokens"] == 2
+    assert one["finish_reason"] == "stop" and one["tenant"] == "anyone" and one["ttft_ms"] > 0
+    assert seen["model"] == "fake" and seen["needs_key"] is False
+    newer = client.get("/kvboost/live", params={"since": 2}).json()
+    assert [one["seq"] for one in newer["requests"]] == [3]
+
+
+def test_the_live_view_keeps_the_last_200(client) -> None:
+    live = client.app.state.serving.live
+    for number in range(250):
+        live.add(number=number)
+    assert [one["seq"] for one in live.since(0)] == list(range(51, 251))
+
+
+def test_the_cache_is_shown_with_a_limit(client) -> None:
+    assert set(client.get("/kvboost/cache").json()) == {"stats", "serving", "chunks"}
+    for wrong in ("x", "-1", "1001"):
+        refused = client.get("/kvboost/cache", params={"limit": wrong})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "limit"

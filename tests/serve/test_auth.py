@@ -1,0 +1,95 @@
+"""Keys, administrators, and salts per tenant."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvboost.serve.auth import Keys
+from kvboost.serve.errors import ApiError
+from kvboost.serve.settings import ApiKey, ServerSettings
+
+KEYS = (ApiKey("ann", "k-ann"), ApiKey("bob", "k-bob"), ApiKey("root", "k-root", is_admin=True))
+COMPLETION = {"model": "fake", "prompt": "hi"}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "k-ann", "Bearer", "Bearer ", "Basic k-ann", "Bearer k-an", "Bearer k-ann2", "é"],
+)
+def test_without_a_key_nobody_comes_in(serve_fake, header) -> None:
+    client = serve_fake(keys=KEYS)
+    headers = {} if header is None else {"authorization": header.encode()}
+    refused = client.post("/v1/completions", content=b"not even JSON", headers=headers)
+    assert refused.status_code == 401
+    assert refused.json()["error"]["code"] == "invalid_api_key"
+    assert refused.headers["www-authenticate"] == "Bearer"
+
+
+def test_a_key_opens(serve_fake) -> None:
+    client = serve_fake(keys=KEYS)
+    assert client.post("/v1/completions", json=COMPLETION, headers=bearer("k-ann")).is_success
+    assert client.get("/v1/models", headers={"authorization": "bearer  k-bob"}).is_success
+
+
+def test_administration_takes_an_administrators_key(serve_fake) -> None:
+    client = serve_fake(keys=KEYS)
+    assert client.get("/kvboost/cache").status_code == 401
+    refused = client.get("/kvboost/cache", headers=bearer("k-ann"))
+    assert refused.status_code == 403 and refused.json()["error"]["code"] == "not_admin"
+    assert client.get("/kvboost/cache", headers=bearer("k-root")).is_success
+
+
+def test_any_key_administers_where_none_is_marked(serve_fake) -> None:
+    client = serve_fake(keys=KEYS[:2])
+    assert client.get("/kvboost/live", headers=bearer("k-bob")).is_success
+
+
+def test_the_page_and_health_are_public(serve_fake) -> None:
+    client = serve_fake(keys=KEYS)
+    for path in ("/", "/health", "/ready", "/metrics", "/openapi.json"):
+        assert client.get(path).is_success
+
+
+def test_without_keys_everything_is_open(client) -> None:
+    assert client.get("/kvboost/cache").is_success
+    assert client.get("/v1/models", headers=bearer("whatever")).is_success
+
+
+def test_every_key_has_salts_of_its_own(serve_fake, fake) -> None:
+    client = serve_fake(keys=KEYS)
+    for key in ("k-ann", "k-bob", "k-ann"):
+        for salt in ("", "x"):
+            asked = {**COMPLETION, "cache_salt": salt}
+            client.post("/v1/completions", json=asked, headers=bearer(key))
+    salts = [asked["cache_salt"] for asked in fake.asked]
+    assert len(set(salts[:4])) == 4 and salts[:2] == salts[4:]
+    assert all(len(salt) >= 32 and "k-ann" not in salt for salt in salts)
+
+
+def test_a_shared_cache_has_the_requests_salts_alone(serve_fake, fake) -> None:
+    client = serve_fake(keys=KEYS, shared_cache=True)
+    for key in ("k-ann", "k-bob"):
+        client.post("/v1/completions", json={**COMPLETION, "cache_salt": "x"}, headers=bearer(key))
+    assert [asked["cache_salt"] for asked in fake.asked] == ["x", "x"]
+
+
+def test_a_salt_cannot_reach_into_another_tenants() -> None:
+    keys = Keys(ServerSettings(keys=KEYS))
+    ann, bob = keys.tenant("Bearer k-ann"), keys.tenant("Bearer k-bob")
+    assert ann.salt("x") == keys.tenant("Bearer k-ann").salt("x")
+    assert ann.salt(bob.salt()) != bob.salt() and ann.salt() != bob.salt()
+
+
+def test_tenants_are_found_by_name() -> None:
+    keys = Keys(ServerSettings(keys=KEYS))
+    assert keys.named("bob") == keys.tenant("Bearer k-bob")
+    with pytest.raises(ApiError, match="no tenant 'eve'"):
+        keys.named("eve")
+
+
+def test_a_key_does_not_show_in_what_is_printed() -> None:
+    assert "k-ann" not in repr(ServerSettings(keys=KEYS))

@@ -1,0 +1,124 @@
+"""Errors in OpenAI's shape, whatever goes wrong, and nothing of a prompt in the log."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvboost.errors import (
+    ConfigError,
+    ContextLengthError,
+    KVTooLargeError,
+    PromptError,
+    QueueFullError,
+    ShuttingDownError,
+)
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "my secret plan"}]}
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "code"),
+    [
+        (ContextLengthError(300, 256), 413, "context_length_exceeded"),
+        (KVTooLargeError(50, 2048, 1024), 413, "kv_bytes_exceeded"),
+        (QueueFullError(64, 3), 429, "queue_full"),
+        (ShuttingDownError(), 503, "shutting_down"),
+        (PromptError("no such token"), 400, "invalid_prompt"),
+        (ConfigError("stop=() must hold strings"), 400, "invalid_value"),
+        (RuntimeError("my secret plan failed"), 500, "internal_error"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_engine_refuses(client, fake, raised, status, code, stream) -> None:
+    fake.refuse = raised
+    answer = client.post("/v1/chat/completions", json={**CHAT, "stream": stream})
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == code
+    assert "secret" not in answer.text
+    if status == 413:
+        assert any(number in error["message"] for number in ("300", "2,048"))
+    if status == 429:
+        assert answer.headers["retry-after"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"), [("timeout", 504), ("cancelled", 503), ("error", 500)]
+)
+def test_an_answer_that_ends_badly_is_an_error(client, fake, reason, status) -> None:
+    fake.finish_reason = reason
+    assert client.post("/v1/chat/completions", json=CHAT).status_code == status
+
+
+def test_a_stream_that_ends_badly_says_so_and_is_not_done(client, fake) -> None:
+    fake.finish_reason = "timeout"
+    answer = client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    assert answer.status_code == 200
+    assert '"code":"timeout"' in answer.text.split("\n\n")[-2]
+    assert "[DONE]" not in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_shows_nobody_its_message(client, fake, caplog, stream) -> None:
+    caplog.set_level(logging.INFO)
+    fake.pieces = ("Hel", RuntimeError("my secret plan failed"))
+    answer = client.post("/v1/chat/completions", json={**CHAT, "stream": stream})
+    assert "internal_error" in answer.text
+    assert "secret" not in answer.text and "Traceback" not in answer.text
+    assert "RuntimeError" in caplog.text and "secret" not in caplog.text
+    assert answer.headers["x-request-id"] in caplog.text
+
+
+def test_prompts_are_logged_when_someone_wants_that(serve_fake, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    serve_fake().post("/v1/chat/completions", json=CHAT)
+    assert "secret" not in caplog.text
+    serve_fake(log_prompts=True).post("/v1/chat/completions", json=CHAT)
+    assert "my secret plan" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no body"),
+        (b"{", "not JSON"),
+        (b"[1]", "dictionary"),
+        (b"nonsense", "not JSON"),
+        (b"\xff\xfe\xfd", "cannot be read"),
+        (b"[" * 100_000, "cannot be read"),
+        (b'{"model":"fake","prompt":"a","seed":' + b"9" * 5000 + b"}", "cannot be read"),
+        (b'{"model":"fake","prompt":"a","temperature":NaN}', "finite"),
+        (b'{"model":"fake","prompt":"a","temperature":Infinity}', "finite"),
+        (b'{"model":"fake","prompt":"a","temperature":1' + b"0" * 400 + b"}", "valid number"),
+        (b'{"model":"fake","prompt":["\\ud800"]}', "prompt"),
+        (b'{"model":"fake","prompt":"a","user":"\\udfff"}', "surrogate"),
+        (b'{"model":"fake","prompt":"a","\\ud800":1}', "unicode"),
+    ],
+)
+def test_a_body_that_is_none(client, content, message) -> None:
+    refused = client.post("/v1/completions", content=content, headers=JSON)
+    assert refused.status_code == 400
+    assert message in refused.json()["error"]["message"]
+
+
+def test_null_bytes_are_characters_like_any(client, fake) -> None:
+    asked = {"model": "fake", "prompt": "a\0b"}
+    assert client.post("/v1/completions", json=asked).status_code == 200
+    assert fake.asked[0]["prompt"] == [97, 0, 98]
+
+
+def test_a_model_that_is_not_here(client) -> None:
+    refused = client.post("/v1/chat/completions", json={**CHAT, "model": "gpt-7"})
+    assert refused.status_code == 404
+    error = refused.json()["error"]
+    assert error["code"] == "model_not_found" and "there is fake" in error["message"]
+
+
+def test_paths_and_methods_that_are_not_here(client) -> None:
+    assert client.get("/nothing").json()["error"]["message"] == "there is no /nothing here"
+    wrong = client.get("/v1/chat/completions")
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
+    assert "GET is not allowed" in wrong.json()["error"]["message"]

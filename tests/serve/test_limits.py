@@ -1,0 +1,111 @@
+"""What a request may weigh; each limit on both its sides."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from fake_engine import FakeEngine
+from live_server import connect, live_server, read_until, wait_for
+
+SMALL = {"model": "fake", "prompt": "x" * 500}
+
+
+def filled(size: int) -> bytes:
+    """A request of ``size`` bytes."""
+    body = b'{"model":"fake","prompt":"%s"}'
+    return body % (b"x" * (size - len(body) + 2))
+
+
+def test_a_body_at_the_limit_is_taken_and_one_byte_more_is_not(serve_fake) -> None:
+    client = serve_fake(max_body_bytes=2000)
+    headers = {"content-type": "application/json"}
+    assert client.post("/v1/completions", content=filled(2000), headers=headers).is_success
+    refused = client.post("/v1/completions", content=filled(2001), headers=headers)
+    assert refused.status_code == 413
+    error = refused.json()["error"]
+    assert error["code"] == "body_too_large"
+    assert "2,001 bytes; at most 2,000" in error["message"]
+
+
+def test_a_body_in_chunks_is_counted_as_it_comes(serve_fake) -> None:
+    client = serve_fake(max_body_bytes=2000)
+    headers = {"content-type": "application/json"}
+    whole = filled(2000)
+    taken = client.post(
+        "/v1/completions", content=iter([whole[:900], whole[900:]]), headers=headers
+    )
+    assert taken.is_success
+    whole = filled(2001)
+    refused = client.post(
+        "/v1/completions", content=iter([whole[:900], whole[900:]]), headers=headers
+    )
+    assert refused.status_code == 413
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "json"])
+def test_a_body_that_does_not_say_it_is_json(client, kind) -> None:
+    refused = client.post("/v1/completions", content=b"{}", headers={"content-type": kind})
+    assert refused.status_code == 415 and refused.json()["error"]["code"] == "not_json"
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8"])
+def test_a_body_that_says_it_is_json(client, kind) -> None:
+    taken = client.post("/v1/completions", content=filled(100), headers={"content-type": kind})
+    assert taken.is_success
+
+
+def test_headers_have_a_limit(serve_fake) -> None:
+    client = serve_fake(max_header_bytes=2000)
+    assert client.get("/health", headers={"x-long": "a" * 1000}).is_success
+    refused = client.get("/health", headers={"x-long": "a" * 2000})
+    assert refused.status_code == 431 and "at most 2,000" in refused.json()["error"]["message"]
+    assert client.get("/health", params={"q": "a" * 2000}).status_code == 431
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:8000", 200),
+        ("LOCALHOST", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:8000", 200),
+        ("evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("", 403),
+    ],
+)
+def test_a_local_server_answers_to_its_own_names(serve_fake, host, status) -> None:
+    client = serve_fake(allowed_hosts=("localhost", "127.0.0.1", "::1"))
+    assert client.get("/health", headers={"host": host}).status_code == status
+
+
+def test_more_requests_than_may_be_open_are_told_to_come_again() -> None:
+    fake = FakeEngine(pieces=(None,))
+    with live_server(fake, max_requests=2, drain_seconds=0.0) as server:
+        hanging = [connect(server, filled(100)) for _ in range(2)]
+        wait_for(lambda: len(fake.streams) == 2)
+        with connect(server, filled(100)) as third:
+            assert b" 503 " in read_until(third, b"2 requests are open")
+        hanging.pop().close()
+        wait_for(lambda: sum(stream.is_open for stream in fake.streams) == 1)
+        with connect(server, b"", method="GET", path="/health") as after:
+            assert b" 200 " in after.recv(10_000)
+        hanging.pop().close()
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    with live_server(FakeEngine(), body_seconds=0.2) as server:
+        began = time.monotonic()
+        with connect(server, b"half", length=100) as slow:
+            assert b" 408 " in read_until(slow, b"within 0.2 s")
+        assert time.monotonic() - began < 5
+
+
+def test_a_body_far_too_large_is_answered_while_it_is_sent() -> None:
+    with (
+        live_server(FakeEngine(), max_body_bytes=2000) as server,
+        connect(server, b"x" * 5_000_000) as large,
+    ):
+        assert b" 413 " in read_until(large, b"5,000,000 bytes")

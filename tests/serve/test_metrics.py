@@ -1,0 +1,52 @@
+"""What Prometheus reads, read back by its own parser."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+COMPLETION = {"model": "fake", "prompt": "hello"}
+
+
+def scrape(client) -> dict[tuple[str, ...], float]:
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+def test_answers_are_counted_by_how_they_ended_and_where_rows_came_from(client, fake) -> None:
+    client.post("/v1/completions", json=COMPLETION)
+    client.post("/v1/completions", json={**COMPLETION, "n": 2, "stream": True})
+    fake.finish_reason = "timeout"
+    client.post("/v1/completions", json=COMPLETION)
+    seen = scrape(client)
+    assert seen["kvboost_answers_total", "stop"] == 3
+    assert seen["kvboost_answers_total", "timeout"] == 1
+    assert seen["kvboost_answers_total", "cancelled"] == 0
+    assert seen["kvboost_prompt_tokens_total", "computed"] == 4 * len("hello")
+    assert seen["kvboost_prompt_tokens_total", "exact"] == 0
+    assert seen["kvboost_generated_tokens_total",] == 8
+    assert seen["kvboost_ttft_seconds_count",] == 4
+    assert seen["kvboost_inter_token_seconds_count",] == 4
+    assert seen["kvboost_responses_total", "200"] == 2
+    assert seen["kvboost_responses_total", "504"] == 1
+
+
+def test_the_engines_own_counts_are_shown(client) -> None:
+    seen = scrape(client)
+    assert seen["kvboost_rejected_total",] == 5
+    assert seen["kvboost_serving_max_running",] == 9
+    assert seen["kvboost_batch_size_bucket", "1.0"] == 3
+    assert seen["kvboost_batch_size_bucket", "4.0"] == 5
+    assert seen["kvboost_batch_size_sum",] == 11
+    assert seen["kvboost_cache_evicted_total",] == 0
+
+
+def test_servers_in_one_process_count_apart(serve_fake) -> None:
+    one, other = serve_fake(), serve_fake()
+    one.post("/v1/completions", json=COMPLETION)
+    assert scrape(one)["kvboost_answers_total", "stop"] == 1
+    assert scrape(other)["kvboost_answers_total", "stop"] == 0

@@ -1,0 +1,88 @@
+"""The OpenAPI document is what the server does: schemathesis looks for a request, right or wrong,
+that is answered otherwise than it says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fake_engine import FakeEngine
+from kvboost import KVBoost
+from kvboost.serve.app import create_app
+from kvboost.serve.openapi import numbers_below
+from kvboost.serve.settings import ApiKey, ServerSettings
+from live_server import LiveServer, live_server
+from tiny import byte_tokenizer, tiny_model
+
+KEY = "k-root"
+SETTINGS = ServerSettings(served_names=("tiny",), keys=(ApiKey("root", KEY),), drain_seconds=5.0)
+DOCUMENT = create_app(FakeEngine(), SETTINGS).openapi()
+fuzzed = schemathesis.openapi.from_dict(DOCUMENT)
+
+
+@fuzzed.auth()
+class Auth:
+    """schemathesis also leaves the key out, and brings wrong ones."""
+
+    def get(self, case, context) -> str:
+        return KEY
+
+    def set(self, case, data: str, context) -> None:
+        case.headers["authorization"] = f"Bearer {data}"
+
+
+class Brief(KVBoost):
+    """Says four tokens at most, whatever it is asked: nobody waits for 2**31."""
+
+    def astream(self, prompt, max_new_tokens=64, *args, **options):
+        return super().astream(prompt, min(max_new_tokens, 4), *args, **options)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    model = tiny_model("llama", max_position_embeddings=8192)
+    with (
+        Brief.from_model(model, byte_tokenizer()) as engine,
+        live_server(engine, **vars(SETTINGS)) as started,
+    ):
+        yield started
+
+
+@fuzzed.parametrize()
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+def test_the_server_does_what_its_document_says(case, server) -> None:
+    case.validate_response(case.call(base_url=server.url))
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**6))
+def test_numbers_below_a_limit(limit: int, number: int) -> None:
+    found = re.fullmatch(numbers_below(limit), str(number)) is not None
+    assert found == (number < limit)
+
+
+def test_every_route_documents_its_errors() -> None:
+    assert set(DOCUMENT["paths"]) == {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/v1/models/{model}",
+        "/kvboost/warm",
+        "/kvboost/plan",
+        "/kvboost/cache",
+        "/kvboost/forget",
+        "/kvboost/live",
+        "/health",
+        "/ready",
+        "/metrics",
+    }
+    for path, operations in DOCUMENT["paths"].items():
+        for method, operation in operations.items():
+            told = set(operation["responses"])
+            assert {"200", "403", "431", "500", "503"} <= told and "422" not in told
+            assert ("401" in told) == path.startswith(("/v1/", "/kvboost/"))
+            assert ("415" in told) == (method == "post")

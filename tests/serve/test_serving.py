@@ -1,0 +1,297 @@
+"""The server over a real engine with a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import string
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+
+from kvboost import GenerationMode, KVBoost
+from kvboost.serve.settings import ApiKey
+from live_server import LiveServer, events, live_server, wait_for
+from tiny import EOS, make_engine, tiny_model
+
+KEYS = (ApiKey("ann", "k-ann"), ApiKey("bob", "k-bob"), ApiKey("root", "k-root", is_admin=True))
+NO_END = {str(EOS): -100}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[KVBoost]:
+    with make_engine(tiny_model("llama", max_position_embeddings=1024), max_waiting=40) as made:
+        yield made
+        assert made.check_integrity() == []
+
+
+@pytest.fixture(scope="module")
+def server(engine) -> Iterator[LiveServer]:
+    with live_server(engine, keys=KEYS, served_names=("tiny",)) as started:
+        yield started
+        wait_for(lambda: engine.serving_stats()["kv_bytes"] == 0)
+
+
+@pytest.fixture
+def client(server) -> Iterator[httpx.Client]:
+    with connect(server, "k-ann") as made:
+        yield made
+
+
+def text(number: int, length: int = 150) -> str:
+    """A text that shares nothing with that of another number."""
+    return "".join(random.Random(number).choices(string.ascii_letters, k=length))
+
+
+def connect(server: LiveServer, key: str) -> httpx.Client:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.Client(base_url=server.url, headers=headers, timeout=30)
+
+
+def complete(client: httpx.Client, prompt: Any, **more: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 12, **more}
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    said: dict[str, Any] = answer.json()
+    return said
+
+
+def test_an_answer_is_the_engines_own(client, engine) -> None:
+    expected = engine.generate(text(1), 12, GenerationMode.BASELINE)
+    said = complete(client, text(1))
+    assert said["choices"][0]["text"] == expected.output_text
+    assert said["choices"][0]["finish_reason"] == expected.finish_reason
+    assert said["usage"]["prompt_tokens"] == expected.prompt_tokens
+    assert said["usage"]["completion_tokens"] == len(expected.token_ids)
+
+
+def test_chat_goes_through_the_template(client, engine) -> None:
+    messages = [{"role": "user", "content": text(2)}]
+    expected = engine.chat(messages, 12, GenerationMode.BASELINE)
+    body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 12}
+    said = client.post("/v1/chat/completions", json=body).json()
+    assert said["choices"][0]["message"]["content"] == expected.output_text
+    assert said["usage"]["prompt_tokens"] == expected.prompt_tokens
+
+
+def test_rows_are_counted_by_where_they_came_from(client) -> None:
+    complete(client, text(3))
+    again = complete(client, f"{text(3)} Why?", kvboost={"explain": True})
+    report = again["kvboost"]
+    assert report["exact_tokens"] == again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert report["exact_tokens"] >= 150 - 16
+    assert report["exact_tokens"] + report["computed_tokens"] == again["usage"]["prompt_tokens"]
+    assert "".join(span["text"] for span in report["spans"]) == f"{text(3)} Why?"
+    assert all(span["tokens"] == span["end"] - span["start"] for span in report["spans"])
+    assert 0 < report["ttft_ms"] <= report["total_ms"]
+
+
+def test_cached_tokens_do_not_count_moved_rows(client) -> None:
+    complete(client, text(4, 200))
+    again = {"strategy": "cacheblend", "ratio": 0.2}  # "auto" would ask first what is faster
+    moved = complete(client, f"Something else stands here first. {text(4, 200)}", kvboost=again)
+    report = moved["kvboost"]
+    assert report["moved_tokens"] > 100 and report["recomputed_tokens"] > 0
+    assert moved["usage"]["prompt_tokens_details"]["cached_tokens"] == report["exact_tokens"] == 0
+    exact = complete(client, f"Yet another beginning. {text(4)}", kvboost={"mode": "prefix_cache"})
+    assert exact["kvboost"]["moved_tokens"] == 0 and exact["kvboost"]["mode"] == "prefix_cache"
+
+
+def test_tenants_do_not_meet_in_the_cache(server, client) -> None:
+    """The hit and the no-hit: same text, same key; same text, another key."""
+    said = text(5)
+    assert complete(client, said)["kvboost"]["computed_tokens"] == 150
+    assert complete(client, said)["kvboost"]["exact_tokens"] > 100
+    with connect(server, "k-bob") as other:
+        assert complete(other, said)["kvboost"]["computed_tokens"] == 150
+        assert complete(other, said)["kvboost"]["exact_tokens"] > 100
+    assert complete(client, said, cache_salt="apart")["kvboost"]["computed_tokens"] == 150
+    assert complete(client, said, cache_salt="apart")["kvboost"]["exact_tokens"] > 100
+
+
+def test_an_administrator_warms_plans_and_forgets(server, client) -> None:
+    said = text(6)
+    with connect(server, "k-root") as admin:
+        warmed = admin.post(
+            "/kvboost/warm", json={"documents": [said], "header": "", "tenant": "ann"}
+        )
+        assert warmed.json()["new_chunks"] > 5
+        planned = admin.post("/kvboost/plan", json={"prompt": said}).json()
+        assert planned["computed_tokens"] == 150  # it is ann's, not root's
+        assert complete(client, said)["kvboost"]["exact_tokens"] > 100
+        listed = admin.get("/kvboost/cache", params={"limit": 500}).json()
+        assert any(chunk["text"].startswith(said[:16]) for chunk in listed["chunks"])
+        assert admin.post("/kvboost/forget", json={"text": said}).json()["forgotten"] > 5
+        assert complete(client, said)["kvboost"]["exact_tokens"] == 0
+        salt = {"cache_salt": "", "tenant": "ann"}
+        assert admin.post("/kvboost/forget", json=salt).json()["forgotten"] > 5
+        assert complete(client, said)["kvboost"]["exact_tokens"] == 0
+
+
+def test_pieces_add_up_to_the_whole(client) -> None:
+    whole = complete(client, text(7), logprobs=2, max_tokens=40, logit_bias=NO_END)
+    body = {"model": "tiny", "prompt": text(7), "temperature": 0, "max_tokens": 40, "stream": True}
+    streamed = client.post("/v1/completions", json={**body, "logprobs": 2, "logit_bias": NO_END})
+    chunks = [one["choices"][0] for one in events(streamed.text)]
+    assert "".join(one["text"] for one in chunks) == whole["choices"][0]["text"]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        told = [value for one in chunks for value in (one["logprobs"] or {}).get(name, ())]
+        assert told == pytest.approx(whole["choices"][0]["logprobs"][name])
+
+
+def test_seeds_make_draws_repeatable_and_choices_differ(client) -> None:
+    options = {"temperature": 1.5, "n": 3, "logit_bias": NO_END}
+    first = [one["text"] for one in complete(client, text(8), seed=3, **options)["choices"]]
+    again = [one["text"] for one in complete(client, text(8), seed=3, **options)["choices"]]
+    assert first == again and len(set(first)) == 3
+    alone = complete(client, text(8), seed=4, temperature=1.5, logit_bias=NO_END)
+    assert alone["choices"][0]["text"] == first[1]
+
+
+def test_a_stop_string_is_not_shown(client) -> None:
+    said = complete(client, text(9), max_tokens=30, logit_bias=NO_END)["choices"][0]["text"]
+    stopped = complete(client, text(9), max_tokens=30, logit_bias=NO_END, stop=said[10:12])
+    (choice,) = stopped["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["text"] == said[: said.index(said[10:12])]
+
+
+def test_a_prompt_that_does_not_fit_is_told_the_numbers(client) -> None:
+    refused = client.post("/v1/completions", json={"model": "tiny", "prompt": "x" * 2000})
+    assert refused.status_code == 413
+    error = refused.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "2,000" in error["message"] and "1,024" in error["message"]
+
+
+def test_an_answer_ends_where_the_context_does(client) -> None:
+    said = complete(client, "x" * 1000, max_tokens=500, logit_bias=NO_END)
+    assert said["usage"]["total_tokens"] == 1024
+    assert said["choices"][0]["finish_reason"] == "length"
+
+
+def test_token_ids_outside_the_vocabulary_are_refused(client) -> None:
+    for wrong in ({"prompt": [5000]}, {"prompt": "a", "logit_bias": {"5000": 1}}):
+        refused = client.post("/v1/completions", json={"model": "tiny", **wrong})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] in ("prompt", "logit_bias")
+
+
+def test_many_at_once_say_what_they_say_alone(server, client) -> None:
+    prompts = [text(100 + number, 60) for number in range(8)]
+    alone = [complete(client, prompt)["choices"][0]["text"] for prompt in prompts]
+
+    async def together() -> list[str]:
+        headers = {"authorization": "Bearer k-ann"}
+        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60) as many:
+
+            async def one(prompt: str) -> str:
+                body = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 12}
+                answer = await many.post("/v1/completions", json=body)
+                text: str = answer.json()["choices"][0]["text"]
+                return text
+
+            return await asyncio.gather(*map(one, prompts))
+
+    assert asyncio.run(together()) == alone
+
+
+def test_several_prompts_in_one_request_come_back_in_order(client) -> None:
+    prompts = [text(200 + number, 60) for number in range(5)]
+    alone = [complete(client, prompt)["choices"][0]["text"] for prompt in prompts]
+    said = complete(client, prompts)
+    assert [choice["text"] for choice in said["choices"]] == alone
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_hangs_up_frees_kv(server, client, engine, stream) -> None:
+    body = {"model": "tiny", "prompt": text(12), "max_tokens": 900, "n": 4, "logit_bias": NO_END}
+    leaving = connect(server, "k-ann")
+    leaving.timeout = httpx.Timeout(0.3)
+    try:
+        with leaving.stream("POST", "/v1/completions", json={**body, "stream": stream}) as answer:
+            next(answer.iter_bytes())
+    except httpx.ReadTimeout:
+        assert not stream
+    leaving.close()
+
+    def all_gone() -> bool:
+        stats = engine.serving_stats()
+        return bool(stats["running"] == stats["waiting"] == stats["kv_bytes"] == 0)
+
+    wait_for(all_gone)
+    assert engine.serving_stats()["finished"]["cancelled"] >= 4
+
+
+def test_times_are_the_clients_own(server, client) -> None:
+    """What the server calls its time to the first token is what a client sees, or less."""
+    body = {"model": "tiny", "prompt": text(11, 400), "max_tokens": 3, "stream": True}
+    began = time.perf_counter()
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        seen = (time.perf_counter() - began) * 1e3
+        told = float(answer.headers["x-kvboost-ttft-ms"])
+        answer.read()
+    assert 0 < told <= seen
+
+
+def test_the_metrics_add_up(server, client, engine) -> None:
+    def prompt_rows() -> float:
+        lines = client.get("/metrics").text.splitlines()
+        return sum(
+            float(line.split()[-1])
+            for line in lines
+            if line.startswith("kvboost_prompt_tokens_total{")
+        )
+
+    before = prompt_rows()
+    complete(client, text(10))
+    complete(client, f"Behind this. {text(10)}")
+    assert prompt_rows() - before == 313
+    shown = client.get("/metrics").text
+    for name in ("tier_bytes", "tier_hits_total", "batch_size_sum", "serving_running"):
+        assert f"kvboost_{name}" in shown
+
+
+def test_a_full_queue_says_when_to_come_again() -> None:
+    model = tiny_model("llama", max_position_embeddings=1024)
+    with make_engine(model, max_running=1, max_waiting=1) as engine, live_server(engine) as server:
+        name = engine.model_name
+        hold = {"model": name, "prompt": text(12), "max_tokens": 900, "logit_bias": NO_END}
+
+        def occupy() -> None:
+            with httpx.Client(base_url=server.url) as client, suppress(httpx.TimeoutException):
+                client.post("/v1/completions", json=hold, timeout=1.5)
+
+        threads = [threading.Thread(target=occupy) for _ in range(2)]
+        threads[0].start()
+        wait_for(lambda: engine.serving_stats()["running"] == 1)
+        threads[1].start()
+        wait_for(lambda: engine.serving_stats()["waiting"] == 1)
+        with httpx.Client(base_url=server.url) as client:
+            refused = client.post("/v1/completions", json=hold)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        for thread in threads:
+            thread.join()
+
+
+def test_a_request_that_takes_too_long_is_given_up() -> None:
+    model = tiny_model("llama", max_position_embeddings=8192)
+    with make_engine(model) as engine, live_server(engine, timeout=0.3) as server:
+        body = {
+            "model": engine.model_name,
+            "prompt": text(12),
+            "max_tokens": 8000,
+            "logit_bias": NO_END,
+        }
+        with httpx.Client(base_url=server.url, timeout=30) as client:
+            late = client.post("/v1/completions", json=body)
+            assert late.status_code == 504 and "0.3 s" in late.json()["error"]["message"]
+            streamed = client.post("/v1/completions", json={**body, "stream": True}).text
+        assert '"code":"timeout"' in streamed and "[DONE]" not in streamed
+        wait_for(lambda: engine.serving_stats()["kv_bytes"] == 0)

@@ -1,0 +1,63 @@
+"""``kvboost serve`` as a process of the test's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+
+
+class ServerProcess:
+    """Started on a free port; its address is known once it listens. What it writes to standard
+    error is kept in ``log``."""
+
+    def __init__(self, *arguments: str, folder: Path, **environment: str) -> None:
+        self._errors = folder / "server.log"
+        with self._errors.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvboost", "serve", "--port", "0", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, "COLUMNS": "200", **environment},
+            )
+        assert self._process.stdout is not None
+        watchdog = threading.Timer(120, self._process.kill)
+        watchdog.start()
+        self.url = self._process.stdout.readline().strip()
+        watchdog.cancel()
+        assert self.url.startswith("http://"), self.log
+
+    @property
+    def log(self) -> str:
+        return self._errors.read_text()
+
+    @property
+    def root(self) -> str:
+        return self.url.removesuffix("/v1")
+
+    def terminate(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    def wait(self, seconds: float = 60.0) -> int:
+        """Its exit code."""
+        return self._process.wait(seconds)
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
