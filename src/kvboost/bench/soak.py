@@ -3,9 +3,7 @@ watched."""
 
 from __future__ import annotations
 
-import os
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvboost import GenerationMode, GenerationResult, KVBoost
+from kvboost.bench.resident import MOST_GROWTH, levels, resident_mb
 from kvboost.bench.workloads import PATTERNS, fragments
 from kvboost.config import EngineConfig
 from kvboost.model.load import LoadedModel, load
@@ -23,9 +22,8 @@ from kvboost.progress import Progress
 from kvboost.results import kl_divergence
 
 CHUNKS = 64
-CHECKED = 0.05
+CHECKED = 0.1
 """This share of the requests is answered by full prefill as well."""
-MOST_GROWTH = 0.03
 
 
 @dataclass
@@ -37,8 +35,7 @@ class Soak:
     reused_share: float = 0.0
     checked: int = 0
     settled_mb: float = 0.0
-    """Resident memory once a tenth of the time (a minute of ten) is over: the median of the next
-    twentieth of the measurements. The others are such medians too."""
+    """Resident memory once a tenth of the time (a minute of ten) is over."""
     end_mb: float = 0.0
     most_mb: float = 0.0
     evicted: int = 0
@@ -82,13 +79,11 @@ def soak(
             prompt_tokens += result.prompt_tokens
         _check_budgets(engine, seen)
         if elapsed > seconds / 10:
-            memory.append(_resident_mb())
+            memory.append(resident_mb())
         on_request(elapsed)
     seen.seconds = time.monotonic() - start
     seen.reused_share = reused / max(1, prompt_tokens)
-    few = -(-len(memory) // 20)
-    levels = [statistics.median(memory[i : i + few]) for i in range(0, len(memory), few)]
-    seen.settled_mb, seen.end_mb, seen.most_mb = levels[0], levels[-1], max(levels)
+    seen.settled_mb, seen.end_mb, seen.most_mb = levels(memory)
     if seen.growth > MOST_GROWTH:
         seen.problems.append(f"memory grew from {seen.settled_mb:.0f} to {seen.most_mb:.0f} MB")
     engine.flush()
@@ -104,9 +99,7 @@ def soak(
 
 
 class _Traffic:
-    """Requests of all kinds, the same ones for the same seed. Their lengths come from a grid: for
-    every new number of rows oneDNN keeps code of its own, with or without a cache of ours, and a
-    soak over all lengths would watch that."""
+    """Requests of all kinds, the same ones for the same seed."""
 
     def __init__(self, engine: KVBoost, seed: int) -> None:
         self._engine = engine
@@ -152,16 +145,19 @@ class _Traffic:
         rng = self._random
         if self._chats and rng.random() < 0.4:
             chat = rng.choice(self._chats)
-            chat += rng.choice(self._documents)[: self._turn]
+            chat += rng.choice(self._documents)[: self._length_of_a_turn()]
             if len(chat) > self._longest:
                 self._chats.remove(chat)
             return list(chat[: self._longest])
         picked = rng.sample(self._documents, rng.randrange(1, 6))
         prompt = [token for document in picked for token in document]
-        prompt += [rng.randrange(100, 200) for _ in range(self._turn)]
+        prompt += [rng.randrange(100, 200) for _ in range(self._length_of_a_turn())]
         if len(self._chats) < 8 and rng.random() < 0.3:
             self._chats.append(list(prompt))
         return prompt
+
+    def _length_of_a_turn(self) -> int:
+        return self._random.randrange(self._turn // 2, 2 * self._turn)
 
 
 def _agree(engine: KVBoost, prompt: list[int], answer: list[int], salt: str) -> bool:
@@ -184,11 +180,6 @@ def _check_budgets(engine: KVBoost, seen: Soak) -> None:
 def _chunk_bytes(model: LoadedModel) -> int:
     one = model.forward.shape.allocate(EngineConfig().chunk_size)
     return one.numel() * one.element_size()
-
-
-def _resident_mb() -> float:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def run_soak(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvboost.cli.common import Dataset, Device, Donor, Dtype, KVBits, Model, errors, out
-from kvboost.config import DEFAULT_MODEL
+from kvboost.config import DEFAULT_MODEL, bound_kernel_caches
+from kvboost.errors import ConfigError
 
 app = typer.Typer(help="Measure it yourself.", no_args_is_help=True)
 
@@ -185,12 +187,8 @@ def soak(
     dtype: Dtype = None,
 ) -> None:
     """Mixed requests over 64 chunks for minutes: memory, budgets and answers are watched. Ends
-    with 1 if something was wrong. JSON on the last line.
-
-    oneDNN's own cache, which keeps code for a thousand numbers of rows and grows for as long, is
-    held to 16 meanwhile: what is watched is ours.
-    """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # read when torch is loaded
+    with 1 if something was wrong. JSON on the last line."""
+    bound_kernel_caches()
     with errors():
         from kvboost.bench.soak import run_soak
 
@@ -198,3 +196,120 @@ def soak(
     print(json.dumps(report))
     if report["problems"]:
         raise typer.Exit(1)
+
+
+@app.command()
+def batch(
+    model: Model = DEFAULT_MODEL,
+    tokens: Annotated[int, typer.Option(min=256, help="Of the shared document.")] = 4096,
+    requests: Annotated[int, typer.Option(min=2, max=64, help="At once.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, max=50, help="Medians are over this many.")] = 5,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Answers at once against one after the other, and questions about one document with its KV
+    held once; JSON on the last line."""
+    with errors():
+        from kvboost.bench.batch import run_batch
+
+        report = run_batch(model, tokens, requests, rounds, out, device=device, dtype=dtype)
+    print(json.dumps(report))
+
+
+@app.command()
+def storm(
+    model: Model = DEFAULT_MODEL,
+    minutes: Annotated[float, typer.Option(min=0.1, help="How long.")] = 10.0,
+) -> None:
+    """Our server at twice the rate it can sustain, with clients that hang up, send nonsense, too
+    much or too slowly: answers, memory and leaks are watched. Ends with 1 if something was wrong.
+    JSON on the last line."""
+    with errors(), _extra("storm"):
+        from kvboost.bench.storm import run_storm
+
+        report = run_storm(model, minutes, out)
+    print(json.dumps(report))
+    if report["problems"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    model: Model = DEFAULT_MODEL,
+    system: Annotated[
+        list[str] | None,
+        typer.Option(help="kvboost, kvboost-baseline, vllm, llama.cpp; all if not given."),
+    ] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option(help="rag, chat, mixed; all if not given.")
+    ] = None,
+    users: Annotated[int | None, typer.Option(min=1, help="At once; 8 if not given.")] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Of each user; 4 if not given.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of every answer; 32 if not given.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, max=50, help="Medians are over this many; 3.")
+    ] = None,
+    loop: Annotated[
+        str,
+        typer.Option(help="closed: a user waits for the answer; open: arrivals by chance; both."),
+    ] = "closed",
+    rate: Annotated[float | None, typer.Option(help="Open loop: requests per second.")] = None,
+    load: Annotated[
+        float, typer.Option(help="Without a rate: this share of what vllm reached when closed.")
+    ] = 0.7,
+    seed: Annotated[int, typer.Option(help="Of what users send, and when.")] = 0,
+    seconds: Annotated[
+        float, typer.Option(help="Of one load: nothing is sent later, so that the slow end too.")
+    ] = 120.0,
+    quick: Annotated[bool, typer.Option(help="Ours only, rag, one short round.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw it: a .png or .svg file.")] = None,
+    save: Annotated[
+        Path | None, typer.Option("--json", help="Also write the result to this file.")
+    ] = None,
+) -> None:
+    """Our server against vLLM and llama.cpp over HTTP, one at a time, with the same requests.
+
+    The others come from scripts/setup_peers.py; one that is missing is said to be. JSON on the
+    last line.
+
+    Example: kvboost bench serve --workload rag --rounds 1 --plot serve.png
+    """
+    with errors(), _extra("serve"):
+        from kvboost.bench.serve import Plan, run_serve
+
+        short = Plan(model, ("kvboost", "kvboost-baseline"), ("rag",), 4, 2, 16, 1)
+        usual = short if quick else Plan(model)
+        plan = Plan(
+            model,
+            tuple(system or usual.systems),
+            tuple(workload or usual.workloads),
+            users or usual.users,
+            requests or usual.requests,
+            max_tokens or usual.max_tokens,
+            rounds or usual.rounds,
+            loop,
+            rate,
+            load,
+            seed,
+            seconds,
+        )
+        report = run_serve(
+            plan, out, plot=str(plot) if plot else None, save=str(save) if save else None
+        )
+    print(json.dumps(report))
+
+
+@contextmanager
+def _extra(name: str) -> Iterator[None]:
+    """Says what to install where a package is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"kvboost bench {name} needs {error.name}; install it with: "
+            "pip install 'kvboost[bench]'"
+        ) from None

@@ -1,0 +1,348 @@
+"""A storm: more requests than the server can answer, from clients of the worst kind, for minutes.
+
+Some hang up, some send half a request or none at all, some send too much, some read a byte now and
+then. The server must answer or refuse every request in the way it should, hold no KV when all is
+quiet again, and need no more memory than after the first minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from itertools import cycle
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+from rich.console import Console
+
+from kvboost.bench.peers.kvboost_server import KVBoostServer
+from kvboost.bench.peers.process import Running, running
+from kvboost.bench.resident import MOST_GROWTH, levels, resident_mb
+from kvboost.bench.serve import prepare
+from kvboost.bench.serve_load import Server, closed_loop
+from kvboost.bench.serve_work import Request, make_workload
+from kvboost.progress import Progress
+
+USERS = 8
+MAX_WAITING = 32
+MEASURED_REQUESTS = 4
+"""Of each user, to find what the server can sustain."""
+OVERLOAD = 2.0
+OVERSIZE = 9 * 1024**2
+
+
+@dataclass
+class Storm:
+    """What was seen. ``problems`` is empty when all went well."""
+
+    seconds: float = 0.0
+    sustainable: float = 0.0
+    """Requests per second that a closed loop of users reached."""
+    outcomes: dict[str, int] = field(default_factory=dict)
+    settled_mb: float = 0.0
+    end_mb: float = 0.0
+    most_mb: float = 0.0
+    finished: dict[str, int] = field(default_factory=dict)
+    """As the server counts them."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def growth(self) -> float:
+        return self.most_mb / self.settled_mb - 1 if self.settled_mb else 0.0
+
+
+class Clients:
+    """The people in the storm. Each of them returns how it went, in a word; what should not have
+    happened is a problem."""
+
+    def __init__(self, server: Running, prompts: Iterator[Request], seed: int, seen: Storm) -> None:
+        self._url = server.url
+        self._model = server.model
+        self._prompts = prompts
+        self._random = random.Random(seed)
+        self._seen = seen
+        self.outcomes: Counter[str] = Counter()
+        self._client = httpx.AsyncClient(
+            timeout=300, limits=httpx.Limits(max_keepalive_connections=0), trust_env=False
+        )
+        self._kinds: list[tuple[Callable[[], Awaitable[str]], int]] = [
+            (self._ask, 50),
+            (self._stream, 15),
+            (self._hang_up, 15),
+            (self._hang_up_early, 5),
+            (self._malformed, 5),
+            (self._wrong_field, 3),
+            (self._oversize, 2),
+            (self._too_long, 1),
+            (self._slow_sender, 2),
+            (self._slow_reader, 2),
+        ]
+
+    async def come(self) -> None:
+        kinds, weights = zip(*self._kinds, strict=True)
+        (kind,) = self._random.choices(kinds, weights)
+        try:
+            outcome = await kind()
+        except Exception as error:
+            outcome = f"{kind.__name__.strip('_')}: {type(error).__name__}"
+            self._seen.problems.append(f"{outcome}: {error}")
+        self.outcomes[outcome] += 1
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def _body(self, **more: Any) -> dict[str, Any]:
+        request = next(self._prompts)
+        return {
+            "model": self._model,
+            "messages": list(request.messages),
+            "max_tokens": self._random.randrange(1, 25),
+            "temperature": self._random.choice([0, 0.7]),
+            **more,
+        }
+
+    async def _post(self, **given: Any) -> httpx.Response:
+        return await self._client.post(f"{self._url}/v1/chat/completions", **given)
+
+    def _check(self, what: str, response: httpx.Response, *allowed: int) -> str:
+        code = response.status_code
+        if code == 429 and 429 in allowed:
+            if not response.headers.get("retry-after", "").isdigit():
+                self._seen.problems.append("429 without Retry-After")
+            return "429"
+        if code not in allowed:
+            self._seen.problems.append(f"{what}: HTTP {code}: {response.text[:200]}")
+        return f"{what}: {code}"
+
+    async def _ask(self) -> str:
+        response = await self._post(json=self._body())
+        outcome = self._check("answered", response, 200, 429)
+        if response.status_code == 200:
+            (choice,) = response.json()["choices"]
+            if choice["finish_reason"] not in ("stop", "length"):
+                self._seen.problems.append(f"finish_reason {choice['finish_reason']!r}")
+        return outcome
+
+    async def _stream(self) -> str:
+        body = self._body(stream=True, stream_options={"include_usage": True})
+        async with self._client.stream(
+            "POST", f"{self._url}/v1/chat/completions", json=body
+        ) as response:
+            if response.status_code != 200:
+                await response.aread()
+                return self._check("streamed", response, 429)
+            lines = [line async for line in response.aiter_lines() if line]
+        if lines[-1] != "data: [DONE]":
+            self._seen.problems.append(f"a stream ended with {lines[-1][:100]!r}")
+        return "streamed: 200"
+
+    async def _hang_up(self) -> str:
+        """Leaves after a few pieces."""
+        left = self._random.randrange(1, 6)
+        async with self._client.stream(
+            "POST", f"{self._url}/v1/chat/completions", json=self._body(stream=True)
+        ) as response:
+            if response.status_code != 200:
+                await response.aread()
+                return self._check("left", response, 429)
+            async for _ in response.aiter_lines():
+                left -= 1
+                if left < 0:
+                    break
+        return "left"
+
+    async def _hang_up_early(self) -> str:
+        """Leaves before there is an answer."""
+        with suppress(httpx.TimeoutException):
+            await self._client.post(
+                f"{self._url}/v1/chat/completions",
+                json=self._body(),
+                timeout=httpx.Timeout(5, read=self._random.uniform(0.01, 0.5)),
+            )
+        return "left early"
+
+    async def _malformed(self) -> str:
+        whole = json.dumps(self._body())
+        content = whole[: self._random.randrange(1, len(whole))]
+        headers = {"content-type": "application/json"}
+        return self._check(
+            "malformed", await self._post(content=content.encode(), headers=headers), 400
+        )
+
+    async def _wrong_field(self) -> str:
+        wrong: dict[str, Any] = self._random.choice(
+            [{"tools": [{}]}, {"n": 0}, {"temperature": "hot"}, {"top_p": 7}, {"colour": "red"}]
+        )
+        return self._check("wrong field", await self._post(json=self._body(**wrong)), 400)
+
+    async def _oversize(self) -> str:
+        content = b'{"messages": "' + b"x" * OVERSIZE + b'"}'
+        headers = {"content-type": "application/json"}
+        try:
+            response = await self._post(content=content, headers=headers)
+        except (httpx.WriteError, httpx.ReadError):  # it was told before it had sent all
+            return "oversize: refused"
+        return self._check("oversize", response, 413)
+
+    async def _too_long(self) -> str:
+        body = self._body(messages=[{"role": "user", "content": "word " * 40_000}])
+        return self._check("too long", await self._post(json=body), 413)
+
+    async def _slow_sender(self) -> str:
+        """Sends half a request, a byte at a time, and then thinks better of it."""
+        place = urlsplit(self._url)
+        _, writer = await asyncio.open_connection(place.hostname, place.port)
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        head += "Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
+        with suppress(ConnectionError):
+            for byte in head.encode():
+                writer.write(bytes([byte]))
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+        return "half a request"
+
+    async def _slow_reader(self) -> str:
+        """Asks for a stream and reads it a byte at a time, for a while."""
+        place = urlsplit(self._url)
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        body = json.dumps(self._body(stream=True)).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await writer.drain()
+        for _ in range(50):
+            if not await reader.read(1):
+                break
+            await asyncio.sleep(0.1)
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+        return "read slowly"
+
+
+async def storm(
+    server: Running,
+    requests: Iterator[Request],
+    rate: float,
+    seconds: float,
+    seen: Storm,
+    on_second: Callable[[], None] = lambda: None,
+) -> None:
+    """Sends clients at ``rate`` per second for ``seconds``, and waits until the last has gone."""
+    clients = Clients(server, requests, 0, seen)
+    rng = random.Random(1)
+    memory: list[float] = []
+    tasks: set[asyncio.Task[None]] = set()
+    start = time.monotonic()
+
+    async def watch() -> None:
+        while True:
+            if time.monotonic() - start > seconds / 10:
+                memory.append(resident_mb(server.pid))
+            on_second()
+            await asyncio.sleep(1)
+
+    watching = asyncio.create_task(watch())
+    try:
+        while time.monotonic() - start < seconds:
+            task = asyncio.create_task(clients.come())
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            await asyncio.sleep(rng.expovariate(rate))
+        await asyncio.gather(*tasks)
+    finally:
+        watching.cancel()
+        await clients.close()
+    seen.seconds = time.monotonic() - start
+    seen.outcomes = dict(sorted(clients.outcomes.items()))
+    seen.settled_mb, seen.end_mb, seen.most_mb = levels(memory)
+
+
+async def check_rest(server: Running, seen: Storm) -> None:
+    """Whether the server holds nothing now that nobody asks anything."""
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=30) as client:
+        deadline = time.monotonic() + 30
+        while True:
+            said = (await client.get("/kvboost/cache")).json()["serving"]
+            if not said["running"] and not said["waiting"]:
+                break
+            if time.monotonic() > deadline:
+                seen.problems.append(
+                    f"{said['running']} requests still run and {said['waiting']} wait at rest"
+                )
+                break
+            await asyncio.sleep(0.2)
+        if said["kv_bytes"]:
+            seen.problems.append(f"{said['kv_bytes']:,} bytes of KV are held at rest")
+        seen.finished = said["finished"]
+        if errors := said["finished"].get("error"):
+            seen.problems.append(f"{errors} requests failed inside")
+        body = {"model": server.model, "messages": [{"role": "user", "content": "Still there?"}]}
+        response = await client.post("/v1/chat/completions", json={**body, "max_tokens": 4})
+        if response.status_code != 200:
+            seen.problems.append(f"afterwards: HTTP {response.status_code}")
+
+
+def run_storm(model: str, minutes: float, console: Console) -> dict[str, object]:
+    setting, vocabulary = prepare(model, USERS)
+    peer = KVBoostServer("kvboost", "chunk_kv_reuse", "--max-waiting", str(MAX_WAITING))
+    work = make_workload(
+        "mixed", vocabulary.count, users=USERS * 4, requests=MEASURED_REQUESTS, seed=0
+    )
+    seen = Storm()
+    with (
+        running(peer, setting) as server,
+        Progress(f"more than it can answer, for {minutes:g} minutes") as progress,
+    ):
+        with progress.step("finding what it can answer"):
+            ours = Server(server.url, server.model, max_tokens=16, seconds=60)
+            for users in (work.warmup, work.users[:USERS]):
+                start = time.perf_counter()
+                answers = asyncio.run(closed_loop(ours, users))
+                seconds = time.perf_counter() - start
+            seen.sustainable = len(answers) / seconds
+        with progress.step("seconds", math.ceil(minutes * 60)) as step:
+            prompts = cycle(request for user in work.users for request in user)
+            rate = OVERLOAD * seen.sustainable
+            asyncio.run(storm(server, prompts, rate, minutes * 60, seen, lambda: step.advance()))
+        asyncio.run(check_rest(server, seen))
+    if seen.growth > MOST_GROWTH:
+        seen.problems.append(f"memory grew from {seen.settled_mb:.0f} to {seen.most_mb:.0f} MB")
+    console.print(
+        f"{sum(seen.outcomes.values()):,} clients in {seen.seconds / 60:.1f} minutes, "
+        f"{OVERLOAD:g} × the {seen.sustainable:.1f} requests/s that {USERS} users were answered",
+        highlight=False,
+    )
+    for outcome, number in seen.outcomes.items():
+        console.print(f"  {number:6,}  {outcome}", highlight=False)
+    console.print(
+        f"the server counts {seen.finished}\nresident memory {seen.settled_mb:,.0f} MB after a "
+        f"tenth of the time, at most {seen.most_mb:,.0f} later ({seen.growth:+.1%}), "
+        f"{seen.end_mb:,.0f} at the end",
+        highlight=False,
+    )
+    for problem in list(dict.fromkeys(seen.problems))[:20]:
+        console.print(f"! {problem}", style="red", highlight=False, markup=False)
+    if not seen.problems:
+        console.print(
+            "everyone was answered or refused as they should, nothing leaked", style="green"
+        )
+    return {
+        "benchmark": "storm",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "model": model,
+        **asdict(seen),
+        "growth": seen.growth,
+    }
