@@ -164,7 +164,7 @@ def test_what_prompts_share_is_read_and_held_once(
     prompts = [TEXT[:160] + TEXT[1000 + i : 1010 + i] for i in range(6)]
     results = engine.generate_batch([*prompts, prompts[0]], 1, EXACT)
     assert sum(computed) < 160 + 7 * 30
-    assert [one.exact_tokens for one in results] == [0] + [160] * 6
+    assert [one.exact_tokens for one in results] == [0] + [160] * 5 + [169]
     assert {span.tier for one in results[1:] for span in one.spans[:1]} == {"shared"}
     buffer = engine._pipeline.pool.bytes_for(1)
     assert max(held) <= 7 * buffer  # each has a buffer of 256 rows; nobody has 170 of them alone
@@ -182,7 +182,7 @@ def test_salts_share_nothing_in_flight(make: Callable[..., KVBoost]) -> None:
     prompts = [TEXT[:160]] * 4
     each = [{"cache_salt": salt} for salt in ("a", "b", "a", "b")]
     results = engine.generate_batch(prompts, 2, EXACT, each=each)  # type: ignore[arg-type]
-    assert sorted(one.exact_tokens for one in results) == [0, 0, 144, 144]
+    assert sorted(one.exact_tokens for one in results) == [0, 0, 159, 159]
 
 
 def test_moved_text_is_reused_in_a_batch(make: Callable[..., KVBoost]) -> None:
@@ -394,6 +394,31 @@ def test_one_that_fails_takes_nobody_along(
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.generate_batch(prompts, 5)
     assert engine.serving_stats()["finished"]["error"] == 2
+
+
+def test_one_that_is_being_repaired_begins_again(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(reuse_moved="always", sharing_wait=0.0)
+    engine.warm(TEXT[:96])
+    prompt = TEXT[500:520] + TEXT[:96] + TEXT[600:620]
+    expected = engine.generate(prompt, 6, keep=False)
+    assert expected.recomputed_tokens
+    run, failed = engine._model.forward._run, []
+
+    def failing(segments: list[Segment], cache: Any) -> torch.Tensor:
+        if len(segments) > 1 and any(one.hook is not None for one in segments) and not failed:
+            run(segments, cache)  # the hook has done its work
+            failed.append(True)
+            raise RuntimeError("out of memory")
+        return run(segments, cache)
+
+    monkeypatch.setattr(engine._model.forward, "_run", failing)
+    prompts = [TEXT[2000:2040], prompt]
+    got = engine.generate_batch(prompts, 6, each=[{}, {"keep": False}])
+    assert failed
+    assert got[1].token_ids == expected.token_ids
+    assert got[1].recomputed_tokens == expected.recomputed_tokens
 
 
 def test_a_long_prompt_does_not_hold_up_those_who_answer(make: Callable[..., KVBoost]) -> None:

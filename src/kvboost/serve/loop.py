@@ -173,10 +173,10 @@ class Loop:
 
     def _turn(self) -> None:
         self._let_go()
-        self._start()
         for job in self._running():
-            if job.need is None:  # it has taken a breath
+            if job.need is None:  # it has taken a breath, perhaps to keep what others wait for
                 self._advance(job, None)
+        self._start()
         now = time.monotonic()
         with self._changed:
             needs = {job: len(job.need) for job in self._running() if job.need is not None}
@@ -203,10 +203,11 @@ class Loop:
             if job is None:
                 return
             job.run.clock.lap("queue")
-            job.steps = self._watch(
-                job.request, job.run, self._pipeline.steps(job.request, job.run)
-            )
+            job.steps = self._steps(job)
             self._advance(job, None)
+
+    def _steps(self, job: Ticket) -> Steps:
+        return self._watch(job.request, job.run, self._pipeline.steps(job.request, job.run))
 
     def _fits(self, job: Ticket) -> bool:
         if len(self._running()) == 0:
@@ -225,25 +226,28 @@ class Loop:
         try:
             logits = self._forward(segments)
         except Exception as error:
-            for job in batch:
-                self._run_alone(job, error if len(batch) == 1 else None)
+            if len(batch) == 1:
+                self._throw(batch[0], error)
+            else:
+                for job in batch:
+                    self._run_alone(job)
             return
         parts = torch.split(logits, [segment.num_logits for segment in segments])
         for job, part in zip(batch, parts, strict=True):
             self._advance(job, part)
 
-    def _run_alone(self, job: Ticket, error: Exception | None) -> None:
-        """Runs the rows of one whose batch failed. Where a hook has changed other rows on the way,
-        that cannot be done twice."""
-        assert job.need is not None
+    def _run_alone(self, job: Ticket) -> None:
+        """Runs the rows of one whose batch failed. A hook may have changed other rows on the way,
+        which cannot be done twice: such a request, which is still being read, begins again."""
+        assert job.need is not None and job.steps is not None
+        if job.need.hook is not None:
+            job.steps.close()
+            job.steps, job.need = self._steps(job), None
+            return
         try:
-            if error is None and job.need.hook is not None:
-                raise KVBoostError("the batch of this request failed; try again")
-            if error is not None:
-                raise error
             logits = self._forward([job.need])
-        except Exception as failure:
-            self._throw(job, failure)
+        except Exception as error:
+            self._throw(job, error)
             return
         self._advance(job, logits)
 
