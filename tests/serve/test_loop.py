@@ -162,8 +162,8 @@ def test_what_prompts_share_is_read_and_held_once(
         engine._pipeline.live, "nbytes", lambda: (held.append(live()[0]), live())[1]
     )
     prompts = [TEXT[:160] + TEXT[1000 + i : 1010 + i] for i in range(6)]
-    results = engine.generate_batch([*prompts, prompts[0]], 1, EXACT)
-    assert sum(computed) < 160 + 7 * 30
+    results = engine.generate_batch([*prompts, prompts[0]], 12, EXACT, ignore_eos=True)
+    assert sum(computed) < 160 + 7 * (30 + 12)
     assert [one.exact_tokens for one in results] == [0] + [160] * 5 + [169]
     assert {span.tier for one in results[1:] for span in one.spans[:1]} == {"shared"}
     buffer = engine._pipeline.pool.bytes_for(1)
