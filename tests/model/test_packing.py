@@ -17,7 +17,7 @@ def test_only_bfloat16_on_a_cpu_that_has_it() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows", [1, 5, 32, 65, 200])
+@pytest.mark.parametrize("rows", [1, 5, 32, 65, FEW_ROWS + 1])
 def test_packed_layers_give_what_plain_ones_give(rows, bias) -> None:
     """To rounding for few rows, to the bit for many."""
     torch.manual_seed(0)
@@ -27,6 +27,38 @@ def test_packed_layers_give_what_plain_ones_give(rows, bias) -> None:
         packed, plain = PackedLinear(linear)(x), linear(x)
     assert torch.allclose(packed, plain, rtol=2**-7)
     assert rows <= FEW_ROWS or torch.equal(packed, plain)
+
+
+class Block(nn.Module):
+    """Layers as attention and MLP have them."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        sizes = {"q_proj": 96, "k_proj": 32, "v_proj": 32, "gate_proj": 64, "up_proj": 64}
+        for name, size in sizes.items():
+            setattr(self, name, nn.Linear(64, size, bias=bias))
+        self.o_proj = nn.Linear(96, 64, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        names = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+        read = [getattr(self, name)(x) for name in names]
+        out_of_turn = [self.v_proj(x), self.q_proj(x), self.k_proj(x + 1), self.v_proj(x + 1)]
+        return [*read, *out_of_turn, self.o_proj(read[0])]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 8, 100, FEW_ROWS + 1])
+def test_layers_that_read_the_same_rows_are_one_product(rows: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    block = Block(bias).to(DTYPE)
+    x = torch.randn(1, rows, 64).to(DTYPE)
+    with torch.inference_mode():
+        plain = block(x)
+        assert pack_linears(block) == 6
+        packed = block(x)
+    assert block.q_proj._group is block.v_proj._group is not block.up_proj._group
+    for ours, theirs in zip(packed, plain, strict=True):
+        assert torch.allclose(ours, theirs, rtol=2**-6, atol=2**-7)
 
 
 def test_a_tied_weight_stays() -> None:

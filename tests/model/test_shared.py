@@ -88,7 +88,7 @@ def test_the_shared_part_is_one_call_for_all(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(shared, "attend_part", watched)
     segments = [Segment(kv, torch.zeros(1), range(60, 61)) for kv in kvs]
     run(segments, torch.randn(1, HEADS, 4, DIM))
-    assert calls == [48, 13, 13, 13, 13]
+    assert sorted(calls) == [13, 13, 13, 13, 48]
 
 
 def test_written_out_equals_the_kernel() -> None:

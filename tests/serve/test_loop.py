@@ -296,7 +296,10 @@ def test_time_runs_out_for_those_who_run_and_those_who_wait(
     slow_down(engine, monkeypatch)
 
     async def wait() -> None:
-        streams = [engine.astream(TEXT[i : i + 20], 200, timeout=0.1) for i in (0, 40)]
+        streams = [
+            engine.astream(TEXT[place : place + 20], 200, timeout=seconds)
+            for place, seconds in ((0, 0.2), (40, 0.1))
+        ]
         for stream in streams:
             async for _ in stream:
                 pass

@@ -201,10 +201,9 @@ def attend(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     queries = split(query, segments)
-    bases: dict[int, shared.Part] = {}
+    outputs: dict[int, torch.Tensor] = {}
     if softcap is None:
-        bases = shared.attend_to_bases(queries, segments, layer, scale, sliding_window)
-    outputs = []
+        outputs = shared.attend_groups(queries, segments, layer, scale, sliding_window)
     for index, (segment, q, k, v) in enumerate(
         zip(segments, queries, split(key, segments), split(value, segments), strict=True)
     ):
@@ -214,24 +213,28 @@ def attend(
         if segment.until == layer:
             raise StopForward
         contiguous = segment.is_plain and window is None and softcap is None
-        if index in bases:
-            out = shared.attend_own(q, segment, layer, scale, bases[index])
-        elif contiguous and segment.first == 0:
+        if index in outputs:
+            continue
+        if contiguous and segment.first == 0:
             # A sequence from its first token on: the very call stock transformers makes.
             rows = len(segment)
             if rows > 1 and (more := _up(rows, _grid(q)) - rows):
                 q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (q, k, v))
             out = sdpa(q, k, v, is_causal=rows > 1, scale=scale, enable_gqa=True)[:, :, :rows]
-        elif contiguous and (len(segment) == 1 or query.device.type == "cuda"):
+        elif contiguous and len(segment) == 1 and query.device.type == "cpu":
+            keys, values = segment.kv.layer(layer, 0, segment.end)
+            out, _ = shared.attend_part(q, keys, values, scale)
+        elif contiguous and query.device.type == "cuda":
             keys, values = segment.kv.layer(layer, 0, segment.end)
             out = sdpa(q, keys, values, attn_mask=segment.corner, scale=scale, enable_gqa=True)
         elif contiguous and segment.first <= len(segment):
             out = _attend_padded(q, segment, layer, scale)
         else:
             out = _attend_blocks(q, segment, layer, window, scale, softcap)
-        outputs.append(out)
-    packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    return packed.transpose(1, 2).contiguous(), None
+        outputs[index] = out
+    rows_first = [outputs[index].transpose(1, 2) for index in range(len(segments))]
+    packed = rows_first[0] if len(rows_first) == 1 else torch.cat(rows_first, dim=1)
+    return packed.contiguous(), None
 
 
 def _attend_padded(query: torch.Tensor, segment: Segment, layer: int, scale: float) -> torch.Tensor:

@@ -21,48 +21,58 @@ Part = tuple[torch.Tensor, torch.Tensor]
 weights, ``[1, heads, rows]`` in float32."""
 
 
-def attend_to_bases(
+def attend_groups(
     queries: Sequence[torch.Tensor],
     segments: Sequence[Segment],
     layer: int,
     scale: float,
     window: int | None = None,
-) -> dict[int, Part]:
-    """For the index of every segment that should attend in two parts: what its base gives. Behind
-    a ``window`` that hides some of it, none should."""
+) -> dict[int, torch.Tensor]:
+    """Attention of the segments that stand on rows they share, by their indices. Those from which
+    a ``window`` hides some of these are left out, and those who have all rows in one place and
+    nobody to share them with now."""
     groups: dict[int, list[int]] = {}
     for index, segment in enumerate(segments):
         sees_all = segment.is_plain and not (window and segment.end > window)
         if segment.kv.base is not None and sees_all:
             groups.setdefault(id(segment.kv.base), []).append(index)
-    parts: dict[int, Part] = {}
+    outputs: dict[int, torch.Tensor] = {}
     for members in groups.values():
-        base = segments[members[0]].kv.base
-        assert base is not None
-        if len(members) == 1 and segments[members[0]].kv.start == 0:
-            continue  # it has all rows in one place
-        query = torch.cat([queries[index] for index in members], dim=2)
-        out, weight = attend_part(query, base.keys[layer], base.values[layer], scale)
-        lengths = [queries[index].shape[2] for index in members]
-        split = zip(out.split(lengths, 2), weight.split(lengths, 2), strict=True)
-        parts.update(zip(members, split, strict=True))
-    return parts
+        if len(members) > 1 or segments[members[0]].kv.start:
+            own = [queries[index] for index in members]
+            together = _attend_group(own, [segments[index] for index in members], layer, scale)
+            outputs.update(zip(members, together, strict=True))
+    return outputs
 
 
-def attend_own(
-    query: torch.Tensor, segment: Segment, layer: int, scale: float, base: Part
-) -> torch.Tensor:
-    """Attention of a segment over its own rows, put together with what its ``base`` gave."""
+def _attend_group(
+    queries: Sequence[torch.Tensor], segments: Sequence[Segment], layer: int, scale: float
+) -> Sequence[torch.Tensor]:
+    """The shared rows once for all, then everyone's own, and both put together at once."""
+    base = segments[0].kv.base
+    assert base is not None
+    parts = [
+        attend_own(query, segment, layer, scale)
+        for query, segment in zip(queries, segments, strict=True)
+    ]
+    query = torch.cat(list(queries), dim=2)
+    theirs = attend_part(query, base.keys[layer], base.values[layer], scale)
+    own = (torch.cat([out for out, _ in parts], 2), torch.cat([weight for _, weight in parts], 2))
+    return merge(theirs, own).split([len(segment) for segment in segments], 2)
+
+
+def attend_own(query: torch.Tensor, segment: Segment, layer: int, scale: float) -> Part:
+    """Attention of a segment over the rows that are not its base's."""
     rows, first = len(segment), segment.kv.own_start
     if rows == 1:
         keys, values = segment.kv.layer(layer, first, segment.end)
-        return merge(base, attend_part(query, keys, values, scale))
+        return attend_part(query, keys, values, scale)
     groups = query.shape[1] // segment.kv.shape.num_kv_heads
     mask = segment.own_mask(groups, query)
     keys, values = segment.kv.layer(layer, first, first + mask.shape[1])
     padded = pad(query, (0, 0, 0, mask.shape[0] // groups - rows))
     out, weight = attend_part(padded, keys, values, scale, mask)
-    return merge(base, (out[:, :, :rows], weight[:, :, :rows]))
+    return out[:, :, :rows], weight[:, :, :rows]
 
 
 def attend_part(
@@ -101,7 +111,6 @@ def _written_out(
 
 
 def merge(one: Part, other: Part) -> torch.Tensor:
-    """Attention over the keys of both."""
-    total = torch.logaddexp(one[1], other[1])
-    shares = ((part[1] - total).exp()[..., None] * part[0] for part in (one, other))
-    return sum(shares).to(one[0].dtype)  # type: ignore[union-attr]
+    """Attention over the keys of both: their weights' shares add up to 1."""
+    share = torch.sigmoid(one[1] - other[1])[..., None]
+    return torch.lerp(other[0].float(), one[0].float(), share).to(one[0].dtype)
