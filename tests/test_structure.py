@@ -11,11 +11,12 @@ import kvboost
 
 SRC = Path(kvboost.__file__).parent
 
-LEAVES = {"config", "errors", "results", "progress"}
+LEAVES = {"config", "errors", "results", "progress", "memory"}
 MAY_IMPORT = {
     "errors": set(),
     "results": set(),
     "progress": set(),
+    "memory": set(),
     "config": {"errors"},
     "tokens": LEAVES,
     "cache": LEAVES | {"tokens"},

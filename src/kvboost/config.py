@@ -278,11 +278,11 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def bound_kernel_caches() -> None:
-    """Has torch keep the code of 256 matrix products rather than of thousands: it makes new code
+    """Has torch keep the code of 128 matrix products rather than of thousands: it makes new code
     for every number of rows, and a long-running process meets them all. For processes of our own,
     before torch is loaded; what the environment says already stays."""
     for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
-        os.environ.setdefault(name, "256")
+        os.environ.setdefault(name, "128")
 
 
 def home() -> Path:

@@ -32,6 +32,7 @@ from kvboost.cache.tiers.gpu import GpuTier
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.cache.tiers.remote import open_remote
 from kvboost.config import EngineConfig, GenerationMode, RepairParams
+from kvboost.memory import Trimmer
 from kvboost.model.attention import Segment
 from kvboost.model.kv import KVPool, RequestKV
 from kvboost.model.load import LoadedModel
@@ -104,6 +105,7 @@ class Pipeline:
         self._prefill_slice = config.prefill_slice or (
             SLICE_ON_CPU if model.device.type == "cpu" else SLICE_ON_GPU
         )
+        self._trimmer = Trimmer()
         self.live = Live(shares=model.support.reuse_limit is None)
         self._totals: Counter[str] = Counter()
         self._totals_lock = threading.Lock()
@@ -210,6 +212,7 @@ class Pipeline:
                     run.clock.lap("decode")
                     self._admit(request, run, kv)
                     self._count(request, run)
+                    self._trimmer.after_request()
                     run.clock.lap("admit")
 
     def rows_for(self, request: Request, run: Run) -> int:
