@@ -23,7 +23,7 @@ from kvboost import (
     UnsupportedModelError,
 )
 from kvboost.results import PHASES
-from tiny import CONTEXT, EOS, make_engine, tiny_model
+from tiny import CONTEXT, EOS, dynamic_model, longrope_model, make_engine, tiny_model
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away. "
 EXACT = GenerationMode.PREFIX_CACHE
@@ -316,19 +316,6 @@ def test_long_prompts_are_prefilled_in_slices_with_the_same_result() -> None:
         sliced.score(prompt, expected, "baseline").logits,
         atol=1e-4,
     )
-
-
-def dynamic_model():
-    """Dynamic NTK: beyond the 64 tokens of its config, frequencies depend on the length."""
-    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
-    return tiny_model("llama", rope_parameters=rope, max_position_embeddings=64)
-
-
-def longrope_model():
-    """LongRoPE: beyond 64 tokens every position rotates by other factors."""
-    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0}
-    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    return tiny_model("phi3", rope_parameters=rope, original_max_position_embeddings=64)
 
 
 def test_an_answer_that_crosses_the_switch_is_what_a_full_prefill_gives_and_not_kept() -> None:

@@ -124,3 +124,16 @@ def make_engine(model: PreTrainedModel, *, strict: bool = True, **config: Any) -
     return KVBoost.from_model(
         model, byte_tokenizer(), strict=strict, config=EngineConfig(**options)
     )
+
+
+def dynamic_model() -> PreTrainedModel:
+    """Dynamic NTK: beyond the 64 tokens of its config, frequencies depend on the length."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    return tiny_model("llama", rope_parameters=rope, max_position_embeddings=64)
+
+
+def longrope_model() -> PreTrainedModel:
+    """LongRoPE: beyond 64 tokens every position rotates by other factors."""
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    return tiny_model("phi3", rope_parameters=rope, original_max_position_embeddings=64)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kvboost.cache.anchors import anchor_window
-from kvboost.cache.chunk import Origin
+from kvboost.cache.chunk import Lineage, Origin
 from kvboost.cache.compress import KVData, Packer
 from kvboost.cache.foresight import Foresight
 from kvboost.cache.hierarchy import Tiers
@@ -191,10 +191,13 @@ class Pipeline:
 
     def steps(self, request: Request, run: Run) -> Steps:
         """The way of one request. What it has to show is in ``run``."""
-        base = self.live.base_for(request, self.root(request.salt)) if run.batched else None
+        root = self.root(request.salt)
         with (
-            self.pool.lend(self.rows_for(request, run), base) as kv,
-            self.live.running(request, self.root(request.salt), run, kv),
+            self.pool.lend(
+                self.rows_for(request, run),
+                self.live.base_for(request, root) if run.batched else None,
+            ) as kv,
+            self.live.running(request, root, run, kv),
         ):
             settled = True
             try:
@@ -273,7 +276,8 @@ class Pipeline:
         out to be lost. What that is never comes ``again``: a remote store is not asked twice."""
         with self._lookup(request, live_end, ask_remote=not again) as known:
             plan, notes = self._plan(request, known, kv.own_start)
-            self.store.touch(known.exact, *(moved.hits for moved in plan.moved))
+            behind = (hit for hit in plan.in_place if hit.chunk.lineage is Lineage.APPROXIMATE)
+            self.store.touch([*known.exact, *behind], *(moved.hits for moved in plan.moved))
             run.clock.lap("plan")
             seconds = breath = 0.0
             if plan.moved and kv.base is not None:
@@ -326,10 +330,9 @@ class Pipeline:
         run.clock.lap("probe")
         rows = (choice.rows | moved.unknown).nonzero()[:, 0]
         spans = moved.spans()
-        logits, since, done = [], 0, 0
-        while done < len(rows):
-            some = rows[done : done + (run.slice_rows or self._prefill_slice)]
-            done += len(some)
+        logits, since = [], 0
+        # What a slice shifts depends on where it ends, so that may not depend on who else runs.
+        for some in torch.split(rows, self._prefill_slice):
             hook = None
             if choice.shift and self._rotation is not None:
                 # A slice shifts the rows from the end of the one before to its own: each once.
@@ -381,7 +384,7 @@ class Pipeline:
                 break
             if run.batched and len(run.token_ids) == 1:  # others may be waiting for this prompt
                 yield None
-                self._admit(request, run, kv)
+                self._admit(request, run, kv, wait=False)
                 run.clock.lap("admit")
             logits = yield from self._step(request, run, kv)
         run.show(stops.push(detokenizer.finish()))
@@ -395,15 +398,17 @@ class Pipeline:
     ) -> Generator[Segment, torch.Tensor | None, torch.Tensor]:
         """Feeds the last token; logits of the next."""
         start = run.rows
-        run.rows += 1
         if self._model.support.switches_at(start):
             # From here on every position rotates by other factors: all is computed anew, and what
             # it gives fits no shorter prompt.
             run.kept = False
             ids = as_token_ids(np.concatenate([request.token_ids, run.token_ids]))
-            return (yield from self._compute(kv, ids, range(len(ids)), 1))[-1]
-        last = as_token_ids(run.token_ids[-1:])
-        return (yield from self._compute(kv, last, range(start, start + 1), 1))[-1]
+            logits = yield from self._compute(kv, ids, range(len(ids)), 1)
+        else:
+            last = as_token_ids(run.token_ids[-1:])
+            logits = yield from self._compute(kv, last, range(start, start + 1), 1)
+        run.rows += 1  # only now: whoever leaves before keeps nothing that was not computed
+        return logits[-1]
 
     def _learn(self, run: Run, seconds: float) -> None:
         """Takes a prefill without repair or company as an example of what a forward costs."""
@@ -411,9 +416,9 @@ class Pipeline:
             known, total = run.reuse.cached_tokens, run.reuse.prompt_tokens
             self.cost.observe(total - known, (known + total) // 2, seconds)
 
-    def _admit(self, request: Request, run: Run, kv: RequestKV) -> int:
+    def _admit(self, request: Request, run: Run, kv: RequestKV, *, wait: bool = True) -> int:
         """Keeps the rows this request computed, generated tokens included; returns how many
-        chunks are new."""
+        chunks are new. Without ``wait``, nothing if the store is busy."""
         if request.mode is GenerationMode.BASELINE or not (run.kept and request.keep):
             return 0
         num_rows = min(run.rows, self._reusable(request))
@@ -430,6 +435,7 @@ class Pipeline:
             repair=_name(request.repair),
             boundaries=request.boundaries,
             epoch=run.epoch,
+            wait=wait,
         )
         run.new_chunks += new
         return new
@@ -503,13 +509,13 @@ class Pipeline:
         """Whether reusing the moved runs of ``plan`` is expected to be faster than computing
         them: the probe, the rows in place and the sparse forward against a plain one."""
         total = plan.num_tokens
-        known = plan.in_place[-1].end if plan.in_place else 0
+        known = plan.in_place[-1].end if plan.in_place else plan.num_shared
         plain = self.cost.forward(total - known, (known + total) // 2)
         unknown = sum(len(rows) for rows in plan.computed())
         recomputed = round(request.repair.ratio * plan.num_moved)
         reused = self.cost.forward(unknown + recomputed, total)
         reused += self.cost.forward(min(unknown, PROBE_ROWS), total) * PROBE_BAND[1]
-        reused += self.cost.place(plan.num_moved)
+        reused += self.cost.place(plan.num_moved + plan.num_shared)
         return reused < PAYS * plain
 
     def _reusable(self, request: Request) -> int:

@@ -66,10 +66,11 @@ class Live:
         with self._lock:
             kvs = [one.kv for one in self._running]
         held = {id(kv.data): kv.data.nbytes for kv in kvs}
-        held |= {id(kv.base.data): kv.base.data.nbytes for kv in kvs if kv.base is not None}
-        spared = sum(
-            kv.base.count * kv.shape.row_bytes for kv in kvs if kv.base is not None and kv.start
-        )
+        spared = 0
+        for kv, base in [(kv, kv.base) for kv in kvs]:
+            if base is not None:
+                held[id(base.data)] = base.data.nbytes
+                spared += base.count * kv.shape.row_bytes if base.data is not kv.data else 0
         return sum(held.values()), spared
 
     def _find(self, request: Request, root: ChunkKey) -> tuple[_Running | None, int]:

@@ -25,7 +25,7 @@ from kvboost import (
     sharing,
 )
 from kvboost.model.attention import Segment
-from tiny import CONTEXT, make_engine, tiny_model
+from tiny import CONTEXT, dynamic_model, longrope_model, make_engine, tiny_model
 
 TEXT = np.random.default_rng(0).integers(0, 250, 4000).tolist()
 EXACT = GenerationMode.PREFIX_CACHE
@@ -446,6 +446,63 @@ def test_a_long_prompt_does_not_hold_up_those_who_answer(make: Callable[..., KVB
     asyncio.run(read())
     together = [rows for answering, rows in seen if answering and rows > 2]
     assert len(together) >= 15 and max(together) <= 11
+
+
+@pytest.mark.parametrize("model", [longrope_model, dynamic_model])
+def test_a_long_neighbour_does_not_turn_the_short_ones(model: Callable[[], Any]) -> None:
+    """Where rotation depends on the length of what is computed."""
+    with make_engine(model(), sharing_wait=0.0) as engine:
+        limit = engine._model.support.reuse_limit
+        assert limit is not None
+        prompts = [TEXT[: limit + 9], TEXT[500:520], TEXT[600:630], TEXT[700 : 700 + limit - 3]]
+        expected = [alone(engine, prompt, 6) for prompt in prompts]
+        assert [one.token_ids for one in engine.generate_batch(prompts, 6, EXACT)] == expected
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            assert engine.generate(prompt, 6, EXACT).token_ids == tokens
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_whoever_leaves_keeps_nothing_that_was_not_computed(
+    make: Callable[..., KVBoost], batched: bool
+) -> None:
+    engine = make()
+    prompt = TEXT[:50]
+
+    async def leave() -> list[int]:
+        stream = engine.astream(prompt, 40, EXACT, ignore_eos=True)
+        for _ in range(3):
+            await anext(stream)
+        await stream.aclose()
+        return stream.result.token_ids
+
+    if batched:
+        said = asyncio.run(leave())
+    else:
+        with engine.stream(prompt, 40, EXACT, ignore_eos=True) as stream:
+            for _ in range(3):
+                next(stream)
+        said = stream.result.token_ids
+    goes_on = [*prompt, *said, *TEXT[900:910]]
+    full = engine.score(goes_on, [1, 2], GenerationMode.BASELINE)
+    ours = engine.score(goes_on, [1, 2], EXACT)
+    assert ours.reuse.cached_tokens >= len(prompt)
+    assert torch.allclose(full.logits, ours.logits, atol=1e-4)
+
+
+def test_a_mistake_of_ours_leaves_nobody_waiting(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    with monkeypatch.context() as patched:
+
+        def broken(*_: Any) -> list[Any]:
+            raise MemoryError("no room for a thought")
+
+        patched.setattr(engine._loop._scheduler, "pick", broken)
+        with pytest.raises(MemoryError):
+            engine.generate_batch([TEXT[:20], TEXT[30:60]], 4)
+    assert engine.generate_batch([TEXT[:20]], 4)[0].token_ids == alone(engine, TEXT[:20], 4)
+    assert engine.serving_stats()["kv_bytes"] == 0
 
 
 def test_draining_lets_everyone_finish_and_takes_nobody_new(

@@ -117,6 +117,8 @@ def test_a_prompt_waits_for_the_one_that_reads_its_document() -> None:
     assert scheduled.start(0.0, fits) is without
     assert scheduled.start(0.0, fits) is None
     first.is_reading = False
+    assert scheduled.start(0.0, fits) is None, "another has begun to read it"
+    exact_only.is_reading = False
     assert scheduled.start(0.0, fits) is with_moved
 
 

@@ -145,6 +145,7 @@ class ChunkStore:
         repair: str = "",
         boundaries: Sequence[int] = (),
         epoch: int | None = None,
+        wait: bool = True,
     ) -> int:
         """Keeps the KV of ``token_ids``, which begin a sequence; returns how many chunks are new.
 
@@ -154,12 +155,15 @@ class ChunkStore:
         Chunks that are known are skipped, a shorter one that a new one continues is replaced.
         When the budget is full of pinned chunks, or a copy fails, the rest is left out: the
         beginning of a text is worth more than its end. Nothing is kept of a request that began
-        in an earlier ``epoch``, before something was forgotten: it may hold that.
+        in an earlier ``epoch``, before something was forgotten: it may hold that. Without ``wait``,
+        nothing is kept while another request's chunks come in or something is being forgotten.
         """
         new = 0
         path: list[ChunkKey] = []
         pinned: list[ChunkKey] = []
-        with self._admission:
+        if not self._admission.acquire(blocking=wait):
+            return 0
+        try:
             if self._closed or epoch not in (None, self.epoch):
                 return 0
             try:
@@ -176,6 +180,8 @@ class ChunkStore:
                 with self._lock:
                     self._places.settle()
                     self._unpin(pinned)
+        finally:
+            self._admission.release()
         return new
 
     def _parts(self, cuts: list[tuple[int, int]], exact_rows: int) -> Iterator[_Part]:

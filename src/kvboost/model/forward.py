@@ -28,9 +28,14 @@ class Forward:
     attention and take the segments one by one, each continuing its own sequence.
     """
 
-    def __init__(self, model: PreTrainedModel, *, packed: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, packed: bool, alone_beyond: int | None = None
+    ) -> None:
+        """``alone_beyond``: segments that reach further go by themselves, as the model then turns
+        all positions of a call by other factors."""
         self.model = model
         self.packed = packed
+        self._alone_beyond = alone_beyond
         self._own_attention = "sdpa" if model._supports_sdpa else "eager"
         self._lock = threading.Lock()
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -55,12 +60,18 @@ class Forward:
         (``until``) go alone and give none."""
         with self._lock, torch.inference_mode():
             self.bind()
-            if self.packed:
-                try:
-                    return self._run(segments, _PackedCache(segments))
-                except attention.StopForward:
-                    return torch.empty(0)
-            return torch.cat([self._run([one], _SequenceCache(one)) for one in segments])
+            if not self.packed:
+                return torch.cat([self._run([one], _SequenceCache(one)) for one in segments])
+            try:
+                if self._goes_apart(segments):
+                    return torch.cat([self._run([one], _PackedCache([one])) for one in segments])
+                return self._run(segments, _PackedCache(segments))
+            except attention.StopForward:
+                return torch.empty(0)
+
+    def _goes_apart(self, segments: Sequence[Segment]) -> bool:
+        limit = self._alone_beyond
+        return limit is not None and len(segments) > 1 and any(s.end > limit for s in segments)
 
     def _run(
         self, segments: Sequence[Segment], cache: _PackedCache | _SequenceCache

@@ -193,6 +193,7 @@ class KVPool:
         context is left."""
         kv = self._take(num_tokens - (base.count if base else 0))
         kv.stand_on(base)
+        del base  # it goes when the last who stands on it does
         try:
             yield kv
         finally:

@@ -241,7 +241,7 @@ def wrap(
     identity = fingerprint(model)
     if own and can_pack(model.device, model.dtype):
         pack_linears(model)
-    forward = Forward(model, packed=support.packed)
+    forward = Forward(model, packed=support.packed, alone_beyond=support.reuse_limit)
     return LoadedModel(
         name=name,
         forward=forward,

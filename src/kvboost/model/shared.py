@@ -16,6 +16,9 @@ from torch.nn.functional import pad
 if TYPE_CHECKING:
     from kvboost.model.attention import Segment
 
+MOST_WEIGHTS = 1 << 22
+"""Per head of keys: so many are held at once where no kernel tells the log-sum-exp."""
+
 Part = tuple[torch.Tensor, torch.Tensor]
 """What attending to some of the keys gives: ``[1, heads, rows, dim]`` and the log-sum-exp of the
 weights, ``[1, heads, rows]`` in float32."""
@@ -92,8 +95,24 @@ def attend_part(
             folded, keys, values, 0.0, False, attn_mask=mask, scale=scale
         )
     else:
-        out, weight = _written_out(folded, keys, values, scale, mask)
+        out, weight = _in_blocks(folded, keys, values, scale, mask)
     return out.reshape(query.shape), weight.reshape(1, heads, rows)
+
+
+def _in_blocks(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+) -> Part:
+    """Written out for a few queries at a time, so that memory stays bounded."""
+    rows = max(1, MOST_WEIGHTS // keys.shape[2])
+    parts = [
+        _written_out(some, keys, values, scale, None if mask is None else mask[at : at + rows])
+        for at, some in zip(range(0, query.shape[2], rows), query.split(rows, 2), strict=True)
+    ]
+    return torch.cat([out for out, _ in parts], 2), torch.cat([total for _, total in parts], 2)
 
 
 def _written_out(

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvboost.config import EngineConfig
+from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import KVBoostError, KVTooLargeError, ShuttingDownError
 from kvboost.model.attention import Segment
 from kvboost.model.forward import Forward
@@ -54,6 +54,8 @@ class Ticket(Job):
     """The rows it needs next; None if it only has to be asked again."""
     shown: int = 0
     cancelled: bool = False
+    runs_alone: bool = False
+    """It was in a batch that failed and could not simply be run again."""
 
 
 class Loop:
@@ -167,7 +169,11 @@ class Loop:
                 self._changed.wait_for(lambda: self._closed or not self._is_idle())
                 if self._closed:
                     break
-            self._turn()
+            try:
+                self._turn()
+            except BaseException as error:  # ours to mend; nobody shall wait for ever meanwhile
+                for job in self._everyone():
+                    self._end(job, error)
         for job in self._everyone():
             self._leave(job, "cancelled")
 
@@ -184,8 +190,10 @@ class Loop:
         if len(needs) > 1:
             for job in needs:
                 job.run.accompanied = True
-        if batch:
-            self._run(batch)
+        together = [job for job in batch if not job.runs_alone]
+        for some in (together, *([job] for job in batch if job.runs_alone)):
+            if some:
+                self._run(some)
 
     def _let_go(self) -> None:
         """Ends requests whose callers have left or whose time is over."""
@@ -214,7 +222,9 @@ class Loop:
             return True
         live, pool = self._pipeline.live, self._pipeline.pool
         rows = self._pipeline.rows_for(job.request, job.run)
-        shared = live.num_shared(job.request, job.root)
+        shared = 0
+        if job.mode is GenerationMode.PREFIX_CACHE:  # others may turn out to reuse moved text
+            shared = live.num_shared(job.request, job.root)
         return live.nbytes()[0] + pool.bytes_for(rows - shared) <= self.max_kv_bytes
 
     def _run(self, batch: list[Ticket]) -> None:
@@ -242,7 +252,7 @@ class Loop:
         assert job.need is not None and job.steps is not None
         if job.need.hook is not None:
             job.steps.close()
-            job.steps, job.need = self._steps(job), None
+            job.steps, job.need, job.runs_alone = self._steps(job), None, True
             return
         try:
             logits = self._forward([job.need])
@@ -280,11 +290,14 @@ class Loop:
             self._end(job, same)
 
     def _leave(self, job: Ticket, reason: str) -> None:
-        """Ends a request before it is done."""
-        job.run.finish_reason = reason
+        """Ends a request before it is done, unless it just was."""
+        if job.run.finish_reason == "cancelled":
+            job.run.finish_reason = reason
         job.run.closing = True
         error: BaseException | None = None
-        if job.steps is not None:
+        if job.steps is None:
+            job.run.clock.lap("queue")
+        else:
             try:
                 job.steps.close()
             except BaseException as failure:
@@ -292,7 +305,7 @@ class Loop:
         self._end(job, error)
 
     def _end(self, job: Ticket, error: BaseException | None) -> None:
-        job.need = None
+        job.need = job.steps = None
         with self._changed:
             self._scheduler.remove(job, time.monotonic())
             self._finished["error" if error is not None else job.run.finish_reason] += 1

@@ -123,7 +123,7 @@ class Scheduler(Generic[JobT]):
         answering; of the prompts, those with the fewest rows left, until the step is full."""
         answering = [job for job in self.running if job in rows and not job.is_reading]
         reading = [job for job in self.running if job in rows and job.is_reading]
-        reading.sort(key=lambda job: (not self._is_impatient(job, now), job.rows_left))
+        reading.sort(key=lambda job: self._turn(job, now))
         most = self.slice_rows(bool(answering))
         chosen, taken = [], 0
         for job in reading:
@@ -141,8 +141,11 @@ class Scheduler(Generic[JobT]):
         everyone = (*self.waiting, *self.running)
         return [job for job in everyone if job.deadline is not None and now >= job.deadline]
 
-    def _is_impatient(self, job: Job, now: float) -> bool:
-        return job.started is not None and now - job.started > PATIENCE_SECONDS
+    def _turn(self, job: Job, now: float) -> tuple[bool, float]:
+        """The shortest goes first; before them those who have waited for long, in order."""
+        assert job.started is not None
+        is_patient = now - job.started <= PATIENCE_SECONDS
+        return is_patient, job.rows_left if is_patient else job.started
 
     def _is_held(self, job: Job, now: float) -> bool:
         """Whether a job should wait for another to read what both need."""
@@ -157,7 +160,7 @@ class Scheduler(Generic[JobT]):
         return True
 
     def _awaits(self, job: Job, other: Job) -> bool:
-        if not other.is_reading or other.root != job.root or not other.to_read:
+        if not other.is_reading or other.root != job.root:
             return False
         if other.mode is GenerationMode.BASELINE:
             return False
@@ -168,7 +171,8 @@ def num_shared(job: Job, other: Job) -> int:
     """About how many of the tokens that ``other`` still has to read are in ``job`` too, where
     they would serve it: in its beginning, or with moved reuse anywhere."""
     common = common_prefix(job.token_ids, other.token_ids)
-    left = [range(max(rows.start, other.rows_done), rows.stop) for rows in other.to_read]
+    to_read = other.to_read or (range(len(other.token_ids)),)  # not known yet: all of it
+    left = [range(max(rows.start, other.rows_done), rows.stop) for rows in to_read]
     prefix = sum(max(0, min(common, rows.stop) - rows.start) for rows in left)
     if job.mode is not GenerationMode.CHUNK_KV_REUSE or prefix >= LEAST_SHARED:
         return prefix
