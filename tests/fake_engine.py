@@ -30,6 +30,10 @@ class FakeStream:
         self.is_open = True
         self._ended = "cancelled"
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self._said)
+
     async def __aenter__(self) -> FakeStream:
         return self
 

@@ -71,12 +71,13 @@ class Segment:
 
     def __post_init__(self) -> None:
         device = self.kv.shape.device
+        self._num_rows = len(self.token_ids)  # asked for in every layer
         self.token_ids = self.token_ids.to(device)
         if isinstance(self.positions, torch.Tensor):
             self.positions = self.positions.to(device)
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return self._num_rows
 
     @property
     def first(self) -> int:
@@ -204,9 +205,9 @@ def attend(
     outputs: dict[int, torch.Tensor] = {}
     if softcap is None:
         outputs = shared.attend_groups(queries, segments, layer, scale, sliding_window)
-    for index, (segment, q, k, v) in enumerate(
-        zip(segments, queries, split(key, segments), split(value, segments), strict=True)
-    ):
+    end = 0
+    for index, (segment, q) in enumerate(zip(segments, queries, strict=True)):
+        start, end = end, end + len(segment)
         window = sliding_window if sliding_window and segment.end > sliding_window else None
         if segment.hook is not None:
             segment.hook.on_query(layer, segment.kv, q, scale, window)
@@ -217,7 +218,7 @@ def attend(
             continue
         if contiguous and segment.first == 0:
             # A sequence from its first token on: the very call stock transformers makes.
-            rows = len(segment)
+            rows, k, v = len(segment), key[:, :, start:end], value[:, :, start:end]
             if rows > 1 and (more := _up(rows, _grid(q)) - rows):
                 q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (q, k, v))
             out = sdpa(q, k, v, is_causal=rows > 1, scale=scale, enable_gqa=True)[:, :, :rows]

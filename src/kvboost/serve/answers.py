@@ -166,7 +166,7 @@ class Answers:
         last, seen = time.perf_counter(), 0
         try:
             async for piece in choice._stream:
-                now, tokens = time.perf_counter(), len(choice.result.token_ids)
+                now, tokens = time.perf_counter(), choice._stream.num_tokens
                 if not seen:
                     metrics.first_token(choice.ttft_ms)
                 else:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _MAX_LINE = 64 * 1024  # of a request's head, before the application may judge it
 _KEEP_ALIVE = 15
+SWITCH_SECONDS = 5e-4
+"""Sending answers and computing them are two threads. The one that computes is quick between two
+operations and should not wait long for the other; Python's own interval is ten times this."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -48,6 +51,7 @@ def serve(
     """Serves until SIGTERM or SIGINT: then nobody new is let in, running answers have
     ``drain_seconds`` to end, and the cache is flushed. The engine stays the caller's to close."""
     _log_to_stderr()
+    sys.setswitchinterval(SWITCH_SECONDS)
     Server(create_app(engine, settings), on_ready).run(sockets=[listening])
 
 

@@ -54,6 +54,11 @@ class AsyncTextStream:
         return self._run.result(with_logprobs=self._request.params.logprobs is not None)
 
     @property
+    def num_tokens(self) -> int:
+        """How many tokens there are so far."""
+        return len(self._run.token_ids)
+
+    @property
     def new_chunks(self) -> int:
         """How many chunks were kept of it so far."""
         return self._run.new_chunks
