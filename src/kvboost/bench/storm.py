@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from itertools import cycle
 from typing import Any
@@ -32,8 +32,12 @@ from kvboost.bench.serve_load import Server, closed_loop
 from kvboost.bench.serve_work import Request, make_workload
 from kvboost.progress import Progress
 
-USERS = 8
+USERS = 16
+"""As many as the server runs at once."""
 MAX_WAITING = 32
+CACHE_BYTES = 512 * 1024**2
+"""Soon full, so that what is watched is not its filling."""
+LONGEST_ANSWER = 24
 MEASURED_REQUESTS = 4
 """Of each user, to find what the server can sustain."""
 OVERLOAD = 2.0
@@ -105,7 +109,7 @@ class Clients:
         return {
             "model": self._model,
             "messages": list(request.messages),
-            "max_tokens": self._random.randrange(1, 25),
+            "max_tokens": self._random.randint(1, LONGEST_ANSWER),
             "temperature": self._random.choice([0, 0.7]),
             **more,
         }
@@ -297,9 +301,10 @@ async def check_rest(server: Running, seen: Storm) -> None:
 
 def run_storm(model: str, minutes: float, console: Console) -> dict[str, object]:
     setting, vocabulary = prepare(model, USERS)
+    setting = replace(setting, cache_bytes=CACHE_BYTES)
     peer = KVBoostServer("kvboost", "chunk_kv_reuse", "--max-waiting", str(MAX_WAITING))
     work = make_workload(
-        "mixed", vocabulary.count, users=USERS * 4, requests=MEASURED_REQUESTS, seed=0
+        "mixed", vocabulary.count, users=USERS * 2, requests=MEASURED_REQUESTS, seed=0
     )
     seen = Storm()
     with (
@@ -307,7 +312,7 @@ def run_storm(model: str, minutes: float, console: Console) -> dict[str, object]
         Progress(f"more than it can answer, for {minutes:g} minutes") as progress,
     ):
         with progress.step("finding what it can answer"):
-            ours = Server(server.url, server.model, max_tokens=16, seconds=60)
+            ours = Server(server.url, server.model, max_tokens=LONGEST_ANSWER // 2, seconds=60)
             for users in (work.warmup, work.users[:USERS]):
                 start = time.perf_counter()
                 answers = asyncio.run(closed_loop(ours, users))
