@@ -18,8 +18,8 @@ import torch
 
 from kvboost.cache.chunk import Origin
 from kvboost.cache.compress import plain
-from kvboost.cache.hierarchy import Tiers
 from kvboost.cache.store import ChunkStore
+from kvboost.cache.tiers.opened import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.reuse.plan import make_plan
 from kvboost.tokens.chunking import fixed

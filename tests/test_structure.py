@@ -26,9 +26,13 @@ MAY_IMPORT = {
     "calibrate": LEAVES | {"tokens"},
     "audit": LEAVES | {"stream"},
     "verify": LEAVES,
-    "options": LEAVES,
+    "options": LEAVES | {"tokens", "stream"},
+    "totals": LEAVES | {"tokens", "stream"},
     "sharing": LEAVES | {"tokens", "model", "stream"},
-    "pipeline": LEAVES | {"tokens", "cache", "reuse", "model", "stream", "sharing"},
+    "planner": LEAVES | {"tokens", "cache", "reuse", "model", "stream"},
+    "pipeline": LEAVES
+    | {"tokens", "cache", "reuse", "model", "stream"}
+    | {"planner", "sharing", "totals"},
     "serve": LEAVES | {"kvboost", "tokens", "model", "stream", "pipeline"},
     "engine": LEAVES
     | {"tokens", "reuse", "model", "options", "stream", "pipeline", "serve"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +21,6 @@ from kvboost.config import (
     GenerationMode,
     SamplingParams,
     at_least,
-    choose,
     home,
     parse_bytes,
     whole,
@@ -30,7 +28,14 @@ from kvboost.config import (
 )
 from kvboost.errors import ConfigError, ContextLengthError, KVBoostError, PromptError
 from kvboost.model.load import LoadedModel, load, machine_key, wrap
-from kvboost.options import BatchOptions, RequestOptions, ReuseOptions, refuse_unknown, split
+from kvboost.options import (
+    BatchOptions,
+    RequestOptions,
+    ReuseOptions,
+    make_request,
+    refuse_unknown,
+    split,
+)
 from kvboost.pipeline import Pipeline
 from kvboost.progress import Progress
 from kvboost.results import (
@@ -43,8 +48,8 @@ from kvboost.results import (
     VerificationReport,
 )
 from kvboost.reuse.arrange import arrange
-from kvboost.serve.loop import Loop, Ticket
-from kvboost.serve.sinks import AsyncTextStream, Waiting
+from kvboost.serve.loop import Loop
+from kvboost.serve.sinks import AsyncTextStream
 from kvboost.stream import Request, Run, TextStream
 from kvboost.tokens.hashing import TokenIds, as_token_ids
 from kvboost.tokens.prompt import Prompt, PromptReader
@@ -253,17 +258,7 @@ class KVBoost:
             merged: Any = {"max_new_tokens": max_new_tokens, "mode": mode, **options, **own}
             tokens, how = merged.pop("max_new_tokens"), merged.pop("mode")
             started.append(self._begin(prompt, tokens, how, merged))
-        waiting = [Waiting(request, run) for request, run in started]
-        tickets: list[Ticket] = []
-        try:
-            for (request, run), one in zip(started, waiting, strict=True):
-                tickets.append(self._loop.submit(request, run, one, bounded=False))
-            wait([one.done for one in waiting])
-        except BaseException:
-            for ticket in tickets:
-                self._loop.cancel(ticket)
-            raise
-        return [one.done.result() for one in waiting]
+        return self._loop.answer_all(started)
 
     def astream(
         self,
@@ -551,37 +546,14 @@ class KVBoost:
         params: SamplingParams | None = None,
         keep: bool = True,
         boundaries: Sequence[int] = (),
-        *,
-        cache_salt: str = "",
-        recompute_strategy: str | None = None,
-        recompute_ratio: float | None = None,
-        reuse_moved: str | None = None,
+        **reuse: Unpack[ReuseOptions],
     ) -> Request:
         self._check_open()
-        if not isinstance(cache_salt, str):
-            raise ConfigError(f"cache_salt={cache_salt!r} must be a string")
-        if not isinstance(keep, bool):
-            raise ConfigError(f"keep={keep!r} must be True or False")
-        for place in boundaries:
-            within(place, 0, len(token_ids), "boundaries")
         if self.context_length is not None and len(token_ids) >= self.context_length:
             raise ContextLengthError(len(token_ids), self.context_length)
+        params = params or SamplingParams(max_new_tokens=1)
         repair = self.config.repair
-        if recompute_strategy is not None:
-            repair = replace(repair, strategy=recompute_strategy)
-        if recompute_ratio is not None:
-            repair = replace(repair, ratio=recompute_ratio)
-        if reuse_moved is not None:
-            repair = replace(repair, reuse_moved=reuse_moved)
-        return Request(
-            token_ids,
-            choose(GenerationMode, mode, "mode"),
-            cache_salt,
-            params or SamplingParams(max_new_tokens=1),
-            repair,
-            keep,
-            tuple(boundaries),
-        )
+        return make_request(token_ids, mode, params, repair, keep, boundaries, **reuse)
 
 
 def _optional_bytes(size: int | str | None, option: str) -> int | None:

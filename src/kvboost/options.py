@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypedDict
 
-from kvboost.config import GenerationMode, SamplingParams, stop_strings
+from kvboost.config import (
+    GenerationMode,
+    RepairParams,
+    SamplingParams,
+    choose,
+    stop_strings,
+    within,
+)
 from kvboost.errors import ConfigError
+from kvboost.stream import Request
+from kvboost.tokens.hashing import TokenIds
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -67,3 +76,33 @@ def refuse_unknown(options: Mapping[str, object], known: set[str]) -> None:
     for name in options:
         if name not in known:
             raise ConfigError(f"unknown option {name!r}; there are {', '.join(sorted(known))}")
+
+
+def make_request(
+    token_ids: TokenIds,
+    mode: GenerationMode | str,
+    params: SamplingParams,
+    repair: RepairParams,
+    keep: bool,
+    boundaries: Sequence[int],
+    *,
+    cache_salt: str = "",
+    recompute_strategy: str | None = None,
+    recompute_ratio: float | None = None,
+    reuse_moved: str | None = None,
+) -> Request:
+    """A checked request. ``repair`` is what the engine does where the request does not say."""
+    if not isinstance(cache_salt, str):
+        raise ConfigError(f"cache_salt={cache_salt!r} must be a string")
+    if not isinstance(keep, bool):
+        raise ConfigError(f"keep={keep!r} must be True or False")
+    for place in boundaries:
+        within(place, 0, len(token_ids), "boundaries")
+    if recompute_strategy is not None:
+        repair = replace(repair, strategy=recompute_strategy)
+    if recompute_ratio is not None:
+        repair = replace(repair, ratio=recompute_ratio)
+    if reuse_moved is not None:
+        repair = replace(repair, reuse_moved=reuse_moved)
+    mode = choose(GenerationMode, mode, "mode")
+    return Request(token_ids, mode, cache_salt, params, repair, keep, tuple(boundaries))

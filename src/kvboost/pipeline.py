@@ -7,11 +7,8 @@ packed into one (``serve/loop.py``).
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections import Counter
-from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,37 +21,32 @@ from kvboost.cache.anchors import anchor_window
 from kvboost.cache.chunk import Lineage, Origin
 from kvboost.cache.compress import KVData, Packer
 from kvboost.cache.foresight import Foresight
-from kvboost.cache.hierarchy import Tiers
-from kvboost.cache.hits import Known
 from kvboost.cache.store import ChunkLost, ChunkStore
-from kvboost.cache.tiers.disk import DiskTier
-from kvboost.cache.tiers.gpu import GpuTier
-from kvboost.cache.tiers.ram import RamTier
-from kvboost.cache.tiers.remote import open_remote
-from kvboost.config import EngineConfig, GenerationMode, RepairParams
+from kvboost.cache.tiers.opened import open_tiers
+from kvboost.config import EngineConfig, GenerationMode
 from kvboost.memory import Trimmer
 from kvboost.model.attention import Segment
 from kvboost.model.kv import KVPool, RequestKV
 from kvboost.model.load import LoadedModel
 from kvboost.model.sampling import Sampler
+from kvboost.planner import Planner, repair_name
 from kvboost.results import Clock, ReuseReport, SpanKind
 from kvboost.reuse.assemble import place
 from kvboost.reuse.cost import CostModel
-from kvboost.reuse.plan import LIVE_TOKENS, Plan, make_plan
-from kvboost.reuse.repair import PROBE_BAND, PROBE_ROWS, STRATEGIES, Hook, Moved
+from kvboost.reuse.plan import Plan
+from kvboost.reuse.repair import STRATEGIES, Hook, Moved
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift
 from kvboost.sharing import Live
 from kvboost.stream import Request, Run
-from kvboost.tokens.chunking import Cutter, fixed
+from kvboost.tokens.chunking import Cutter
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, root_key
 from kvboost.tokens.text import Detokenizer, StopMatcher
+from kvboost.totals import Totals
 
 FIRST_ROOM = 512  # rows set aside for an answer; a longer one makes its KV grow
 SLICE_ON_CPU = 2048
 SLICE_ON_GPU = 16384  # a forward costs launches first: fewer, larger ones
-PAYS = 0.9
-"""Moved text is reused where that is expected to take less than this of computing it."""
 AUDITED_TOKENS = 8
 """The first tokens of an answer are audited: later ones build on them."""
 BREATH_SECONDS = 0.02
@@ -96,6 +88,8 @@ class Pipeline:
         if model.frequencies is not None:
             interleaved = model.support.architecture.interleaved
             self._rotation = Rotation(model.frequencies, interleaved=interleaved)
+        moves = self._rotation is not None
+        self._planner = Planner(self.store, self.cost, model.support, self.root, moves=moves)
         self._packer = Packer(
             config.kv_cache_bits,
             self._rotation,
@@ -107,35 +101,16 @@ class Pipeline:
         )
         self._trimmer = Trimmer()
         self.live = Live(shares=model.support.reuse_limit is None)
-        self._totals: Counter[str] = Counter()
-        self._totals_lock = threading.Lock()
+        self._totals = Totals(config.chunk_size)
 
     def stats(self) -> dict[str, Any]:
         """What the cache holds, and what all requests so far add up to."""
         store = self.store.stats()
-        with self._totals_lock:
-            totals = Counter(self._totals)
-        approximate = totals["approximate_hits"] + totals["moved_hits"]
-        hits = totals["exact_hits"] + approximate
-        lookups = hits + totals["misses"]
-        prompt = totals["prompt_tokens"]
         memory = store["tiers"]["ram"]
         return {
             "hot_chunks": memory["chunks"],
             "hot_memory_mb": memory["bytes"] / 1e6,
-            "cache_hits": hits,
-            "approximate_hits": approximate,
-            "cache_misses": totals["misses"],
-            "hit_rate": hits / lookups if lookups else 0.0,
-            "exact_hit_rate": totals["exact_hits"] / lookups if lookups else 0.0,
-            "requests": totals["requests"],
-            "prompt_tokens": prompt,
-            "exact_tokens": totals["exact_tokens"],
-            "approximate_tokens": totals["approximate_tokens"],
-            "moved_tokens": totals["moved_tokens"],
-            "recomputed_tokens": totals["recomputed_tokens"],
-            "token_reuse_rate": totals["cached_tokens"] / prompt if prompt else 0.0,
-            "generated_tokens": totals["generated_tokens"],
+            **self._totals.stats(),
             "idle_kv_bytes": self.pool.idle_bytes,
             **store,
         }
@@ -143,8 +118,8 @@ class Pipeline:
     def plan(self, request: Request) -> ReuseReport:
         """How a request would be served now."""
         live_end = len(request.token_ids)
-        with self._lookup(request, live_end, pin=False) as known:
-            plan, notes = self._plan(request, known)
+        with self._planner.lookup(request, live_end, pin=False) as known:
+            plan, notes = self._planner.plan(request, known)
         return ReuseReport(plan.spans, notes, request.repair.strategy if plan.moved else None)
 
     def estimate_ms(self, num_tokens: int) -> float | None:
@@ -214,7 +189,7 @@ class Pipeline:
                 if settled:
                     run.clock.lap("decode")
                     self._admit(request, run, kv)
-                    self._count(request, run)
+                    self._totals.add(request, run)
                     self._trimmer.after_request()
                     run.clock.lap("admit")
 
@@ -274,8 +249,8 @@ class Pipeline:
     ) -> Generator[None, object, Plan | None]:
         """Plans the prompt and puts what is known in place; None if a chunk of the plan turned
         out to be lost. What that is never comes ``again``: a remote store is not asked twice."""
-        with self._lookup(request, live_end, ask_remote=not again) as known:
-            plan, notes = self._plan(request, known, kv.own_start)
+        with self._planner.lookup(request, live_end, ask_remote=not again) as known:
+            plan, notes = self._planner.plan(request, known, kv.own_start)
             behind = (hit for hit in plan.in_place if hit.chunk.lineage is Lineage.APPROXIMATE)
             self.store.touch([*known.exact, *behind], *(moved.hits for moved in plan.moved))
             run.clock.lap("plan")
@@ -421,7 +396,7 @@ class Pipeline:
         chunks are new. Without ``wait``, nothing if the store is busy."""
         if request.mode is GenerationMode.BASELINE or not (run.kept and request.keep):
             return 0
-        num_rows = min(run.rows, self._reusable(request))
+        num_rows = min(run.rows, self._planner.reusable(request))
         ids = as_token_ids(np.concatenate([request.token_ids, run.token_ids])[:num_rows])
 
         def pack(start: int, end: int, like: KVData | None, common: int) -> KVData:
@@ -432,7 +407,7 @@ class Pipeline:
             ids,
             pack,
             exact_rows=run.exact_rows,
-            repair=_name(request.repair),
+            repair=repair_name(request.repair),
             boundaries=request.boundaries,
             epoch=run.epoch,
             wait=wait,
@@ -455,75 +430,8 @@ class Pipeline:
         and in a batch its time. They end on a fixed grid, so that a hit leaves the later ones as
         they were. Where rotation depends on the prompt's length, the model must see it whole."""
         total = len(request.token_ids)
-        step = (run.slice_rows or self._prefill_slice) if self._reusable(request) else total
+        step = (run.slice_rows or self._prefill_slice) if self._planner.reusable(request) else total
         return min((start // step + 1) * step, total)
-
-    @contextmanager
-    def _lookup(
-        self, request: Request, live_end: int, *, pin: bool = True, ask_remote: bool = True
-    ) -> Iterator[Known]:
-        """What is known of the prompt up to ``live_end``, whose last row is always computed;
-        pinned meanwhile."""
-        if request.mode is GenerationMode.BASELINE:
-            yield Known()
-            return
-        reusable = self._reusable(request)
-        ids = request.token_ids[: min(live_end - 1, reusable)]
-        moved_before = 0
-        if request.mode is GenerationMode.CHUNK_KV_REUSE and self._rotation is not None:
-            moved_before = max(0, min(live_end - LIVE_TOKENS, reusable))
-        root = self.root(request.salt)
-        with self.store.lookup(
-            root,
-            ids,
-            moved_before=moved_before,
-            repair=_name(request.repair),
-            pin=pin,
-            ask_remote=ask_remote,
-        ) as known:
-            yield known
-
-    def _plan(
-        self, request: Request, known: Known, num_shared: int = 0
-    ) -> tuple[Plan, tuple[str, ...]]:
-        """How ``known`` serves the prompt, whose first ``num_shared`` rows are in place, and what
-        is to be said about it."""
-        plan = make_plan(len(request.token_ids), known, num_shared)
-        notes = []
-        repair = request.repair
-        weighs = repair.strategy == "auto" and repair.reuse_moved == "when_faster"
-        if plan.moved and weighs and not self._pays(request, plan):
-            plan = plan.without_moved()
-            notes.append("moved text was computed: reusing it would not have been faster")
-        if request.mode is GenerationMode.CHUNK_KV_REUSE and self._rotation is None:
-            positions = self._model.support.architecture.positions.value
-            notes.append(f"this model uses {positions}: only exact hits are reused")
-        if request.mode is not GenerationMode.BASELINE and not self._reusable(request):
-            notes.append(
-                f"beyond {self._model.support.reuse_limit:,} tokens this model's rotation depends "
-                "on the prompt's length: nothing is reused, moved or kept"
-            )
-        return plan, tuple(notes)
-
-    def _pays(self, request: Request, plan: Plan) -> bool:
-        """Whether reusing the moved runs of ``plan`` is expected to be faster than computing
-        them: the probe, the rows in place and the sparse forward against a plain one."""
-        total = plan.num_tokens
-        known = plan.in_place[-1].end if plan.in_place else plan.num_shared
-        plain = self.cost.forward(total - known, (known + total) // 2)
-        unknown = sum(len(rows) for rows in plan.computed())
-        recomputed = round(request.repair.ratio * plan.num_moved)
-        reused = self.cost.forward(unknown + recomputed, total)
-        reused += self.cost.forward(min(unknown, PROBE_ROWS), total) * PROBE_BAND[1]
-        reused += self.cost.place(plan.num_moved + plan.num_shared)
-        return reused < PAYS * plain
-
-    def _reusable(self, request: Request) -> int:
-        """How many leading rows may be reused or kept."""
-        limit = self._model.support.reuse_limit
-        if limit is None:
-            return sys.maxsize
-        return limit if len(request.token_ids) < limit else 0
 
     def _answer_limit(self, request: Request) -> int:
         """How many tokens may be generated: what was asked, or what the context still holds."""
@@ -538,42 +446,3 @@ class Pipeline:
         bits = self._config.kv_cache_bits
         identity = f"{self._model.fingerprint} {self._model.active_adapters} {bits}"
         return root_key(identity, salt)
-
-    def _count(self, request: Request, run: Run) -> None:
-        kinds = Counter(span.kind for span in run.reuse.spans)
-        computed = len(fixed(run.reuse.count(SpanKind.COMPUTE), self._config.chunk_size))
-        with self._totals_lock:
-            if request.mode is not GenerationMode.BASELINE:
-                self._totals["exact_hits"] += kinds[SpanKind.EXACT]
-                self._totals["approximate_hits"] += kinds[SpanKind.APPROXIMATE]
-                self._totals["moved_hits"] += kinds[SpanKind.MOVED]
-                self._totals["misses"] += computed
-            self._totals["requests"] += 1
-            self._totals["prompt_tokens"] += run.reuse.prompt_tokens
-            self._totals["cached_tokens"] += run.reuse.cached_tokens
-            self._totals["recomputed_tokens"] += len(run.reuse.recomputed)
-            for kind in (SpanKind.EXACT, SpanKind.APPROXIMATE, SpanKind.MOVED):
-                self._totals[f"{kind.value}_tokens"] += run.reuse.count(kind)
-            self._totals["generated_tokens"] += len(run.token_ids)
-
-
-def open_tiers(config: EngineConfig, device: torch.device) -> Tiers:
-    """Where an engine on ``device`` keeps its chunks."""
-    on_gpu = device.type == "cuda"
-    ram = RamTier(config.max_cache_bytes, pinned=on_gpu)
-    gpu = disk = remote = None
-    if on_gpu:
-        share = config.gpu_cache_bytes
-        if share is None:
-            share = min(config.max_cache_bytes, torch.cuda.mem_get_info(device)[0] // 4)
-        gpu = GpuTier(share, device) if share else None
-    if config.disk_cache_dir is not None:
-        disk = DiskTier(config.disk_cache_dir, config.disk_cache_bytes, allocate=ram.allocate)
-    if config.remote_cache_url is not None:
-        remote = open_remote(config.remote_cache_url, config.remote_cache_bytes)
-    return Tiers(ram, gpu, disk, remote)
-
-
-def _name(repair: RepairParams) -> str:
-    """Requests that are repaired alike may go on from one another's rows."""
-    return f"{repair.strategy} {repair.ratio} {repair.overlap}"

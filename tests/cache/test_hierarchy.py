@@ -19,10 +19,10 @@ from kvboost.cache import codec
 from kvboost.cache import writer as writer_module
 from kvboost.cache.chunk import Origin
 from kvboost.cache.compress import KVData, plain
-from kvboost.cache.hierarchy import Tiers
 from kvboost.cache.store import ChunkLost, ChunkStore
 from kvboost.cache.tiers.disk import REFRESH_SECONDS, DiskTier
 from kvboost.cache.tiers.gpu import GpuTier
+from kvboost.cache.tiers.opened import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.cache.tiers.remote import RemoteTier, open_remote
 from kvboost.tokens.chunking import fixed

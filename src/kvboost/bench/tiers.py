@@ -26,9 +26,9 @@ from kvboost.bench.workloads import PATTERNS, fragments
 from kvboost.cache import codec
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
 from kvboost.cache.compress import PLAIN, KVData, Packer, plain
-from kvboost.cache.hierarchy import Tiers
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.disk import DiskTier
+from kvboost.cache.tiers.opened import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.config import EngineConfig
 from kvboost.model.load import LoadedModel, load

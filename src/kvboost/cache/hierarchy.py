@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -20,9 +20,7 @@ from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.cache.eviction import Entry, EvictionPolicy, recompute_cost
 from kvboost.cache.shelf import Shelf
 from kvboost.cache.tiers.disk import DiskTier
-from kvboost.cache.tiers.gpu import GpuTier
-from kvboost.cache.tiers.ram import RamTier
-from kvboost.cache.tiers.remote import RemoteTier
+from kvboost.cache.tiers.opened import Tiers
 from kvboost.cache.writer import Writer
 from kvboost.tokens.hashing import ChunkKey
 
@@ -30,16 +28,6 @@ FETCHED_AHEAD = 4
 """Chunks that are read from slow tiers while earlier ones are put in place."""
 LEAST_WAITING = 64 * 1024**2
 """Bytes that may wait for being written when memory has let them go, at least."""
-
-
-@dataclass(frozen=True)
-class Tiers:
-    """Where chunks may lie. ``ram`` is always there."""
-
-    ram: RamTier
-    gpu: GpuTier | None = None
-    disk: DiskTier | None = None
-    remote: RemoteTier | None = None
 
 
 class Owner(Protocol):

@@ -21,8 +21,9 @@ from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
 from kvboost.cache.compress import KVData
 from kvboost.cache.eviction import EvictionPolicy
 from kvboost.cache.foresight import Foresight
-from kvboost.cache.hierarchy import Hierarchy, Tiers
+from kvboost.cache.hierarchy import Hierarchy
 from kvboost.cache.hits import Hit, Known
+from kvboost.cache.tiers.opened import Tiers
 from kvboost.errors import ForgetError
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, branch_key, chain_key
 

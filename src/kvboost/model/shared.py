@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvboost.model.attention import Segment
 
 MOST_WEIGHTS = 1 << 22
-"""Per head of keys: so many are held at once where no kernel tells the log-sum-exp."""
+"""Of one head of keys, held at once."""
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """What attending to some of the keys gives: ``[1, heads, rows, dim]`` and the log-sum-exp of the
@@ -95,24 +95,8 @@ def attend_part(
             folded, keys, values, 0.0, False, attn_mask=mask, scale=scale
         )
     else:
-        out, weight = _in_blocks(folded, keys, values, scale, mask)
+        out, weight = _written_out(folded, keys, values, scale, mask)
     return out.reshape(query.shape), weight.reshape(1, heads, rows)
-
-
-def _in_blocks(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor | None,
-) -> Part:
-    """Written out for a few queries at a time, so that memory stays bounded."""
-    rows = max(1, MOST_WEIGHTS // keys.shape[2])
-    parts = [
-        _written_out(some, keys, values, scale, None if mask is None else mask[at : at + rows])
-        for at, some in zip(range(0, query.shape[2], rows), query.split(rows, 2), strict=True)
-    ]
-    return torch.cat([out for out, _ in parts], 2), torch.cat([total for _, total in parts], 2)
 
 
 def _written_out(
@@ -122,11 +106,17 @@ def _written_out(
     scale: float,
     mask: torch.Tensor | None,
 ) -> Part:
-    weights = torch.matmul(query, keys.transpose(2, 3)).float() * scale
-    if mask is not None:
-        weights += mask
-    total = weights.logsumexp(dim=-1)
-    return torch.matmul((weights - total[..., None]).exp().to(values.dtype), values), total
+    """Where no kernel tells the log-sum-exp. A few queries at a time, so that memory is bounded."""
+    rows = max(1, MOST_WEIGHTS // keys.shape[2])
+    outputs, totals = [], []
+    for start in range(0, query.shape[2], rows):
+        some = query[:, :, start : start + rows]
+        weights = torch.matmul(some, keys.transpose(2, 3)).float() * scale
+        if mask is not None:
+            weights += mask[start : start + rows]
+        totals.append(weights.logsumexp(dim=-1, keepdim=True))
+        outputs.append(torch.matmul((weights - totals[-1]).exp().to(values.dtype), values))
+    return torch.cat(outputs, 2), torch.cat(totals, 2)[..., 0]
 
 
 def merge(one: Part, other: Part) -> torch.Tensor:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,8 +22,9 @@ from kvboost.model.attention import Segment
 from kvboost.model.forward import Forward
 from kvboost.model.packing import memory_bytes
 from kvboost.pipeline import Pipeline, Steps
-from kvboost.results import SpanKind
+from kvboost.results import GenerationResult, SpanKind
 from kvboost.serve.scheduler import Job, Scheduler
+from kvboost.serve.sinks import Waiting
 from kvboost.stream import Request, Run
 
 STEP_ROWS_ON_CPU = 256
@@ -121,6 +123,21 @@ class Loop:
                 self._thread.start()
             self._changed.notify_all()
         return ticket
+
+    def answer_all(self, started: Sequence[tuple[Request, Run]]) -> list[GenerationResult]:
+        """The answers to several requests, however long the queue is. The first failure is raised
+        once all have ended; whoever interrupts it ends them."""
+        waiting = [Waiting(request, run) for request, run in started]
+        tickets: list[Ticket] = []
+        try:
+            for (request, run), one in zip(started, waiting, strict=True):
+                tickets.append(self.submit(request, run, one, bounded=False))
+            wait([one.done for one in waiting])
+        except BaseException:
+            for ticket in tickets:
+                self.cancel(ticket)
+            raise
+        return [one.done.result() for one in waiting]
 
     def cancel(self, ticket: Ticket) -> None:
         """Ends a request within one step; what it has read is kept."""
