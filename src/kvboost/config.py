@@ -285,6 +285,11 @@ def bound_kernel_caches() -> None:
         os.environ.setdefault(name, "128")
 
 
+def native_kernels_allowed() -> bool:
+    """Whether kernels of ours may be compiled and used: not with ``KVBOOST_NATIVE=0``."""
+    return os.environ.get("KVBOOST_NATIVE", "1") != "0"
+
+
 def home() -> Path:
     """Where models are kept: ``KVBOOST_HOME``, or ``kvboost`` in the user's cache folder."""
     if chosen := os.environ.get("KVBOOST_HOME"):

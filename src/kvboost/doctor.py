@@ -12,6 +12,7 @@ import torch
 from kvboost.config import home
 from kvboost.model import weights
 from kvboost.model.load import cpu_has_bf16, pick_device, pick_dtype
+from kvboost.model.native.build import load_library
 from kvboost.model.packing import can_pack, memory_bytes
 
 
@@ -53,6 +54,14 @@ def examine(model: str, device: str | None = None, dtype: str | None = None) -> 
         advice.append(f"the cache folder {home()} is {folder_state}; set KVBOOST_HOME to another")
     if model in weights.BUNDLED and model not in weights.installed():
         advice.append(f"{model} is fetched and converted on first use: about a minute")
+    packs = can_pack(chosen_device, chosen_dtype)
+    library = load_library() if packs else "only for bfloat16 on a CPU that has it"
+    kernels = f"no: {library}" if isinstance(library, str) else "yes"
+    if packs and isinstance(library, str) and "compiler" in library:
+        advice.append(
+            "with gcc or clang installed, attention and decoding take our own kernels: answers "
+            "come in about half the time"
+        )
     facts: dict[str, str | int | bool] = {
         "kvboost": _version("kvboost"),
         "python": platform.python_version(),
@@ -62,7 +71,8 @@ def examine(model: str, device: str | None = None, dtype: str | None = None) -> 
         "device": str(chosen_device),
         "dtype": str(chosen_dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "packed weights": can_pack(chosen_device, chosen_dtype),
+        "packed weights": packs,
+        "native kernels": kernels,
         "memory": f"{memory / 1024**3:.1f} GiB" if memory else "unknown",
         "cache folder": str(home()),
         "cache folder is": folder_state,

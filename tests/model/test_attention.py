@@ -62,7 +62,7 @@ def test_attention_equals_the_written_out_one(
     query = torch.randn(1, HEADS, len(positions), DIM, generator=generator).to(dtype)
     keys, values = kv.layer(0, 0, 20)
     fresh_keys, fresh_values = keys[:, :, ids], values[:, :, ids]
-    setattr(fresh_keys, attention.SEGMENTS, [segment])
+    setattr(fresh_keys, attention.BATCH, attention.Batch([segment]))
     module = torch.nn.Module()
     module.layer_idx = 0
     out, _ = attend(
@@ -83,6 +83,6 @@ def test_attention_equals_the_written_out_one(
 
 def test_attention_that_we_do_not_know_is_refused() -> None:
     keys = torch.zeros(1, 1, 1, 1)
-    setattr(keys, attention.SEGMENTS, [])
+    setattr(keys, attention.BATCH, attention.Batch([]))
     with pytest.raises(UnsupportedModelError, match="position_bias"):
         attend(torch.nn.Module(), keys, keys, keys, None, position_bias=keys)

@@ -3,8 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
 
-from kvboost.model.packing import FEW_ROWS, PackedLinear, can_pack, pack_linears
+from kvboost.model.native.build import load_library
+from kvboost.model.packing import FEW_ROWS, PackedLinear, can_pack, pack_layers
 
 CPU = torch.device("cpu")
 # The layers work in float32 too; there it only does not pay.
@@ -54,11 +56,44 @@ def test_layers_that_read_the_same_rows_are_one_product(rows: int, bias: bool) -
     x = torch.randn(1, rows, 64).to(DTYPE)
     with torch.inference_mode():
         plain = block(x)
-        assert pack_linears(block) == 6
+        assert pack_layers(block) == 6
         packed = block(x)
     assert block.q_proj._group is block.v_proj._group is not block.up_proj._group
     for ours, theirs in zip(packed, plain, strict=True):
         assert torch.allclose(ours, theirs, rtol=2**-6, atol=2**-7)
+
+
+def llama_layer() -> nn.Module:
+    config = LlamaConfig(hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    torch.manual_seed(0)
+    layer = nn.ModuleDict({"mlp": LlamaMLP(config), "norm": LlamaRMSNorm(64)})
+    nn.init.normal_(layer["norm"].weight)
+    return layer.to(DTYPE)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 100, FEW_ROWS + 1])
+def test_gates_and_norms_of_few_rows_take_one_call(rows: int) -> None:
+    stock, ours = llama_layer(), llama_layer()
+    assert pack_layers(ours) == 3
+    x = torch.randn(1, rows, 64).to(DTYPE)
+    with torch.inference_mode():
+        for name in ("mlp", "norm"):
+            given, expected = ours[name](x), stock[name](x)
+            assert torch.allclose(given, expected, rtol=2**-6, atol=2**-6)
+            assert rows <= FEW_ROWS or name == "mlp" or torch.equal(given, expected)
+    names = set(stock.state_dict())
+    assert set(ours.state_dict()) == names
+
+
+@pytest.mark.skipif(isinstance(load_library(), str), reason="no native kernels")
+def test_a_norm_that_only_looks_like_one_stays() -> None:
+    class OnePlus(LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states) * (1 + self.weight)
+
+    model = nn.ModuleDict({"same": LlamaRMSNorm(64), "other": OnePlus(64)}).to(DTYPE)
+    pack_layers(model)
+    assert "forward" in vars(model["same"]) and "forward" not in vars(model["other"])
 
 
 def test_a_tied_weight_stays() -> None:
@@ -71,7 +106,7 @@ def test_a_tied_weight_stays() -> None:
             self.head.weight = self.embedding.weight
 
     model = Tied().to(DTYPE)
-    assert pack_linears(model) == 1
+    assert pack_layers(model) == 1
     assert isinstance(model.body[0], PackedLinear)
     assert type(model.head) is nn.Linear
 
@@ -79,5 +114,5 @@ def test_a_tied_weight_stays() -> None:
 def test_copies_that_would_fill_the_memory_are_not_made(monkeypatch) -> None:
     monkeypatch.setattr("kvboost.model.packing.memory_bytes", lambda: 1000)
     model = nn.Sequential(nn.Linear(64, 64)).to(DTYPE)
-    assert pack_linears(model) == 0
+    assert pack_layers(model) == 0
     assert type(model[0]) is nn.Linear

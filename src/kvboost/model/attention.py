@@ -19,13 +19,14 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from kvboost.errors import UnsupportedModelError
 from kvboost.model import shared
 from kvboost.model.kv import RequestKV
+from kvboost.model.native.kernels import Kernels, Plan
 
 NAME = "kvboost"
 BLOCK_ROWS = 512
 GRID = 64
 """For 16-bit numbers on a CPU, torch compiles a kernel for every number of rows and keys it meets
 and keeps them all. Behind ever new hits there would be no end to that, so they are rounded up."""
-SEGMENTS = "kvboost_segments"
+BATCH = "kvboost_batch"
 """The attribute of the fresh keys that tells ``attend`` whose rows they are. Keyword arguments of
 the model's call would be the ordinary way, but not every architecture hands them down."""
 
@@ -98,6 +99,10 @@ class Segment:
         """A sequence's next rows, which look at everything before them."""
         return isinstance(self.positions, range) and self.absent is None
 
+    def hides(self, window: int | None) -> int | None:
+        """The window of a layer, if it hides anything from this segment."""
+        return window if window and self.end > window else None
+
     @cached_property
     def corner(self) -> CausalBias | None:
         """The mask of a sequence's last rows, as GPU kernels know it; one row needs none."""
@@ -120,6 +125,32 @@ class Segment:
                 for start in range(0, len(self), BLOCK_ROWS)
             ]
         return self._blocks[window]
+
+
+@dataclass
+class Batch:
+    """Segments that go through the model packed into one row."""
+
+    segments: Sequence[Segment]
+    kernels: Kernels | None = None
+    """Ours, where the machine has them; else torch's serve."""
+
+    @cached_property
+    def plan(self) -> Plan:
+        return Plan(self.segments, self.segments[0].kv.shape)
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts fresh rows, ``[1, kv_heads, total, dim]``, into each request's KV; hooks see them
+        before."""
+        if self.kernels is None or any(segment.hook is not None for segment in self.segments):
+            split_keys, split_values = (split(rows, self.segments) for rows in (keys, values))
+            for segment, k, v in zip(self.segments, split_keys, split_values, strict=True):
+                if segment.hook is not None:
+                    segment.hook.on_fresh(layer, segment.kv, k, v)
+                if self.kernels is None:
+                    segment.kv.write(layer, segment.positions, k, v)
+        if self.kernels is not None:
+            self.kernels.write(self.plan, layer, keys, values)
 
 
 @dataclass(frozen=True)
@@ -190,8 +221,8 @@ def attend(
     """Attention of packed segments. ``query`` is ``[1, heads, total, dim]``; ``key`` and ``value``
     are the fresh rows, which the cache's ``update`` has already written to each request's KV, and
     ``key`` says whose they are. Returns ``[1, total, heads, dim]``."""
-    segments: Sequence[Segment] | None = getattr(key, SEGMENTS, None)
-    if segments is None:
+    batch: Batch | None = getattr(key, BATCH, None)
+    if batch is None:
         raise RuntimeError(
             "this model's attention is bound to KVBoost; call it through the engine, or give it "
             "back to transformers with model.set_attn_implementation('sdpa')"
@@ -201,41 +232,60 @@ def attend(
             raise UnsupportedModelError(f"attention with {unsupported} is not supported")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    segments = batch.segments
     queries = split(query, segments)
-    outputs: dict[int, torch.Tensor] = {}
-    if softcap is None:
-        outputs = shared.attend_groups(queries, segments, layer, scale, sliding_window)
-    end = 0
-    for index, (segment, q) in enumerate(zip(segments, queries, strict=True)):
-        start, end = end, end + len(segment)
-        window = sliding_window if sliding_window and segment.end > sliding_window else None
+    for segment, q in zip(segments, queries, strict=True):
         if segment.hook is not None:
+            window = segment.hides(sliding_window)
             segment.hook.on_query(layer, segment.kv, q, scale, window)
         if segment.until == layer:
             raise StopForward
-        contiguous = segment.is_plain and window is None and softcap is None
-        if index in outputs:
-            continue
-        if contiguous and segment.first == 0:
-            # A sequence from its first token on: the very call stock transformers makes.
-            rows, k, v = len(segment), key[:, :, start:end], value[:, :, start:end]
-            if rows > 1 and (more := _up(rows, _grid(q)) - rows):
-                q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (q, k, v))
-            out = sdpa(q, k, v, is_causal=rows > 1, scale=scale, enable_gqa=True)[:, :, :rows]
-        elif contiguous and len(segment) == 1 and query.device.type == "cpu":
-            keys, values = segment.kv.layer(layer, 0, segment.end)
-            out, _ = shared.attend_part(q, keys, values, scale)
-        elif contiguous and query.device.type == "cuda":
-            keys, values = segment.kv.layer(layer, 0, segment.end)
-            out = sdpa(q, keys, values, attn_mask=segment.corner, scale=scale, enable_gqa=True)
-        elif contiguous and segment.first <= len(segment):
-            out = _attend_padded(q, segment, layer, scale)
-        else:
-            out = _attend_blocks(q, segment, layer, window, scale, softcap)
-        outputs[index] = out
+    windowed = any(segment.hides(sliding_window) for segment in segments)
+    if batch.kernels is not None and softcap is None and not windowed:
+        return batch.kernels.attend(batch.plan, layer, query, scale), None
+    outputs: dict[int, torch.Tensor] = {}
+    if softcap is None:
+        outputs = shared.attend_groups(queries, segments, layer, scale, sliding_window)
+    fresh = zip(segments, queries, split(key, segments), split(value, segments), strict=True)
+    for index, (segment, q, k, v) in enumerate(fresh):
+        if index not in outputs:
+            window = segment.hides(sliding_window)
+            outputs[index] = _attend_segment(segment, q, k, v, layer, scale, window, softcap)
     rows_first = [outputs[index].transpose(1, 2) for index in range(len(segments))]
     packed = rows_first[0] if len(rows_first) == 1 else torch.cat(rows_first, dim=1)
     return packed.contiguous(), None
+
+
+def _attend_segment(
+    segment: Segment,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of one segment, by the fastest of torch's kernels that knows its mask."""
+    rows, on_cpu = len(segment), query.device.type == "cpu"
+    if not segment.is_plain or window is not None or softcap is not None:
+        return _attend_blocks(query, segment, layer, window, scale, softcap)
+    if segment.first == 0:
+        # A sequence from its first token on: the very call stock transformers makes.
+        if rows > 1 and (more := _up(rows, _grid(query)) - rows):
+            query, key, value = (
+                torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (query, key, value)
+            )
+        out = sdpa(query, key, value, is_causal=rows > 1, scale=scale, enable_gqa=True)
+        return out[:, :, :rows]
+    keys, values = segment.kv.layer(layer, 0, segment.end)
+    if rows == 1 and on_cpu:
+        return shared.attend_part(query, keys, values, scale)[0]
+    if query.device.type == "cuda":
+        return sdpa(query, keys, values, attn_mask=segment.corner, scale=scale, enable_gqa=True)
+    if segment.first <= rows:
+        return _attend_padded(query, segment, layer, scale)
+    return _attend_blocks(query, segment, layer, window, scale, softcap)
 
 
 def _attend_padded(query: torch.Tensor, segment: Segment, layer: int, scale: float) -> torch.Tensor:

@@ -15,8 +15,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.model import attention
-from kvboost.model.attention import Segment
+from kvboost.model.attention import Batch, Segment
 from kvboost.model.kv import KVShape
+from kvboost.model.native.kernels import Kernels
 
 AttentionInterface.register(attention.NAME, attention.attend)
 
@@ -41,6 +42,7 @@ class Forward:
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.release()  # another engine may have bound it
         self.shape = _probe(model)
+        self._kernels = Kernels.for_shape(self.shape) if packed else None
 
     def bind(self) -> None:
         """Makes the model attend through us."""
@@ -64,14 +66,22 @@ class Forward:
                 return torch.cat([self._run([one], _SequenceCache(one)) for one in segments])
             try:
                 if self._goes_apart(segments):
-                    return torch.cat([self._run([one], _PackedCache([one])) for one in segments])
-                return self._run(segments, _PackedCache(segments))
+                    return torch.cat([self._run_packed([one]) for one in segments])
+                return self._run_packed(segments)
             except attention.StopForward:
                 return torch.empty(0)
 
     def _goes_apart(self, segments: Sequence[Segment]) -> bool:
         limit = self._alone_beyond
         return limit is not None and len(segments) > 1 and any(s.end > limit for s in segments)
+
+    def _run_packed(self, segments: Sequence[Segment]) -> torch.Tensor:
+        first = segments[0]
+        # By itself, a sequence from its first token on makes the very calls that stock
+        # transformers makes, and gives the same to the last bit.
+        whole = len(segments) == 1 and first.is_plain and first.first == 0
+        batch = Batch(segments, None if whole else self._kernels)
+        return self._run(segments, _PackedCache(batch))
 
     def _run(
         self, segments: Sequence[Segment], cache: _PackedCache | _SequenceCache
@@ -103,22 +113,14 @@ def _wanted_rows(segments: Sequence[Segment], device: torch.device) -> torch.Ten
 class _PackedCache:
     """What transformers sees as ``past_key_values``: scatters fresh rows, hands them back."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self._segments = segments
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        for segment, k, v in zip(
-            self._segments,
-            attention.split(keys, self._segments),
-            attention.split(values, self._segments),
-            strict=True,
-        ):
-            if segment.hook is not None:
-                segment.hook.on_fresh(layer_idx, segment.kv, k, v)
-            segment.kv.write(layer_idx, segment.positions, k, v)
-        setattr(keys, attention.SEGMENTS, self._segments)
+        self._batch.write(layer_idx, keys, values)
+        setattr(keys, attention.BATCH, self._batch)
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -164,7 +166,7 @@ class _ShapeProbe(_PackedCache):
     """Notes the KV of every layer instead of keeping it."""
 
     def __init__(self) -> None:
-        super().__init__(())
+        super().__init__(Batch(()))
         self.seen: dict[int, torch.Tensor] = {}
 
     def update(

@@ -28,7 +28,7 @@ from kvboost.errors import ConfigError, KVBoostError, ModelError, ModelNotFoundE
 from kvboost.model import weights
 from kvboost.model.compat import Support, check, context_length
 from kvboost.model.forward import Forward
-from kvboost.model.packing import can_pack, pack_linears
+from kvboost.model.packing import can_pack, pack_layers
 from kvboost.model.rope import frequencies
 from kvboost.model.sampling import eos_ids, warn_about_defaults
 
@@ -240,7 +240,7 @@ def wrap(
     warn_about_defaults(model.generation_config)
     identity = fingerprint(model)
     if own and can_pack(model.device, model.dtype):
-        pack_linears(model)
+        pack_layers(model)
     forward = Forward(model, packed=support.packed, alone_beyond=support.reuse_limit)
     return LoadedModel(
         name=name,

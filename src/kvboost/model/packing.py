@@ -1,23 +1,30 @@
-"""Linear layers whose weights are also kept as the CPU's matrix units want them.
+"""Layers that serve few rows faster than stock transformers does: its layers are made for many.
 
 With a plain weight, oneDNN rearranges it on every call. For few rows (a decode step, the tail
 after a hit, what is repaired of moved text) that costs as much as the product itself, so those
-rows meet a copy that was rearranged once. Many rows meet the plain weight, in the very call stock
-transformers makes.
+rows meet a copy that was rearranged once; with kernels of our own, gates and norms take one call
+instead of many. Many rows take the very calls stock transformers makes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from transformers.activations import SiLUActivation
+
+from kvboost.model.native.layers import Product, can_multiply, can_norm, rms_norm
+
+Serve = Callable[[torch.Tensor], torch.Tensor]
 
 FEW_ROWS = 384
 MEMORY_SHARE = 0.25
 """The copies may take this share of the machine's memory; if they would take more, none is made."""
-
+ROUNDING = 2**-6
+"""How far a layer of ours may be from the one it stands in for, in bf16."""
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that read the same rows one after the other: one larger product is faster than
@@ -32,9 +39,9 @@ class PackedGroup:
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         weight = torch.cat([linear.weight.detach() for linear in linears])
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        self._bias = torch.cat(biases) if biases else None
+        bias = torch.cat(biases) if biases else None
+        self._product = Product(weight, bias) if can_multiply(weight) else _onednn(weight, bias)
         self._sizes = [linear.out_features for linear in linears]
         self._rows: torch.Tensor | None = None
         self._outputs: Sequence[torch.Tensor] = ()
@@ -42,7 +49,7 @@ class PackedGroup:
     def output(self, rows: torch.Tensor, index: int) -> torch.Tensor:
         """What the layer at ``index`` gives."""
         if self._rows is not rows:
-            out = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
+            out = self._product(rows)
             if len(self._sizes) == 1:
                 return out
             self._rows, self._outputs = rows, out.split(self._sizes, -1)
@@ -63,9 +70,20 @@ class PackedLinear(nn.Module):
         self._index = index
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        if rows.numel() > FEW_ROWS * self.in_features:
-            return nn.functional.linear(rows, self.weight, self.bias)
-        return self._group.output(rows, self._index)
+        if are_few(rows):
+            return self._group.output(rows, self._index)
+        return nn.functional.linear(rows, self.weight, self.bias)
+
+
+def are_few(rows: torch.Tensor) -> bool:
+    return rows.numel() <= FEW_ROWS * rows.shape[-1]
+
+
+def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Serve:
+    """The product with ``weight`` as oneDNN would have it."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    product = torch.ops.mkldnn._linear_pointwise
+    return lambda rows: product(rows, packed, bias, "none", [], "")
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -78,9 +96,10 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
-def pack_linears(model: nn.Module) -> int:
-    """Replaces the linear layers of ``model``; returns how many. A weight that is used elsewhere
-    too (an output head tied to the embedding) stays as it is."""
+def pack_layers(model: nn.Module) -> int:
+    """Replaces the linear layers of ``model``, and what gated layers and norms do with few rows;
+    returns how many linear layers. A weight that is used elsewhere too (an output head tied to the
+    embedding) stays as it is."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for weight in module.parameters(recurse=False):
@@ -94,10 +113,75 @@ def pack_linears(model: nn.Module) -> int:
     copies = sum(child.weight.nbytes for _, _, child in found)
     if copies > MEMORY_SHARE * memory_bytes():
         return 0
+    allowed = {id(child) for _, _, child in found}
+    gated = set()
+    for module in model.modules():
+        if _gates(module, allowed) and _serve_few(module, _gated(module)):
+            gated |= {id(module.gate_proj), id(module.up_proj)}
+        elif _is_rms_norm(module):
+            _serve_few(module, _norm(module))
     for parent, name, child in found:
-        if type(getattr(parent, name)) is nn.Linear:  # not taken along by an earlier one
-            _pack_in(parent, name, {id(one) for _, _, one in found}, child)
+        # Not those of a gate, nor one that an earlier one has taken along.
+        if id(child) not in gated and type(getattr(parent, name)) is nn.Linear:
+            _pack_in(parent, name, allowed, child)
     return len(found)
+
+
+def _gates(module: Any, allowed: set[int]) -> bool:
+    """Whether this is ``down_proj(silu(gate_proj(x)) * up_proj(x))``, by its parts."""
+    names = {name for name, _ in module.named_children()}
+    if not {"gate_proj", "up_proj", "down_proj"} <= names:
+        return False
+    gate, up = module.gate_proj, module.up_proj
+    return (
+        isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation)
+        and {id(gate), id(up)} <= allowed
+        and gate.weight.shape == up.weight.shape
+        and (gate.bias is None) == (up.bias is None)
+        and can_multiply(gate.weight)
+    )
+
+
+def _gated(mlp: Any) -> Serve:
+    gate, up = mlp.gate_proj, mlp.up_proj
+    biases = () if gate.bias is None else (gate.bias.detach(), up.bias.detach())
+    product = Product.gated(gate.weight.detach(), up.weight.detach(), biases)
+    return lambda rows: mlp.down_proj(product(rows))
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return (
+        hasattr(module, "variance_epsilon")
+        and isinstance(weight, torch.Tensor)
+        and weight.ndim == 1
+        and can_norm(weight)
+    )
+
+
+def _norm(norm: Any) -> Serve:
+    return lambda rows: rms_norm(rows, norm.weight, norm.variance_epsilon)
+
+
+def _serve_few(module: nn.Module, serve: Serve) -> bool:
+    """Has ``serve`` take few rows, if it gives what the layer itself gives. Many find the layer
+    as it was."""
+    stock = module.forward
+    width = next(weight.shape[-1] for weight in module.parameters())
+    dtype = next(module.parameters()).dtype
+    rows = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.inference_mode():
+        expected, given = stock(rows).float(), serve(rows).float()
+    if not torch.allclose(
+        given, expected, rtol=ROUNDING, atol=ROUNDING * float(expected.abs().max())
+    ):
+        return False
+
+    def forward(rows: torch.Tensor) -> torch.Tensor:
+        return serve(rows) if are_few(rows) else stock(rows)
+
+    module.forward = forward
+    return True
 
 
 def _pack_in(parent: nn.Module, name: str, allowed: set[int], child: nn.Linear) -> None:

@@ -1,0 +1,289 @@
+// Attention of packed rows over the KV of many requests, in one call: bf16 on a CPU with AMX.
+//
+// Rows look at runs of keys. A run lies in one request's KV, or in rows that several share; a row
+// sees the first keys of a run, up to its limit. A row that looks at several runs gets what each of them
+// gives, put together by log-sum-exp. Runs are cut into parts that threads take one by one:
+//
+//   for each block of 64 keys      packed once as the tiles want them
+//     for each 16 queries          scores = Q K'; the softmax so far; out += P V
+//
+// Queries of the heads that share a head of keys stand below one another: row * group + head.
+
+#include "tiles.h"
+
+#define KEYS 64          // keys of a block
+#define MOST_DIM 256
+#define MOST_QUERIES 256 // of a part: what is packed once serves all of them
+#define LOG2_E 1.44269504f
+#define NOTHING -1e30f   // the score of a key that is not seen
+#define SLACK 8          // powers of 2
+
+typedef struct {
+    const bf16 *keys, *values; // of layer 0; [kv_heads, capacity, dim] in each layer
+    int64_t layer_stride, head_stride;
+    int32_t first, num_rows; // its slice of rows[], limits[] and slots[]
+} Run;
+
+typedef struct {
+    bf16 *key, *value; // where a packed row goes in layer 0, head 0
+    int64_t layer_stride, head_stride;
+} Place;
+
+typedef struct {
+    int32_t kv_heads, dim, num_runs, num_rows, num_merged;
+    const Run *runs;
+    const Place *places;   // [num_rows]
+    const int32_t *rows;   // the packed row
+    const int32_t *limits; // how many of the run's keys it sees; not decreasing within a run
+    const int32_t *slots;  // where its part is kept until all are there; -1: there is no other
+    const int32_t *merged; // [num_merged, 3]: a packed row, its first slot, their number
+} Plan;
+
+typedef struct {
+    const Plan *plan;
+    int32_t layer, heads;
+    float scale;
+    const bf16 *queries; // [heads, rows, dim] by their strides
+    int64_t head_stride, row_stride;
+    bf16 *out;           // [rows, heads, dim]
+    float *parts;        // [slots, heads, dim + 1]: the output and the log-sum-exp
+} Call;
+
+typedef struct {
+    bf16 queries[MOST_QUERIES * MOST_DIM];
+    float out[MOST_QUERIES * MOST_DIM];
+    float sums[MOST_QUERIES * TILE];
+    float most[MOST_QUERIES];
+    int32_t limits[MOST_QUERIES];
+    bf16 keys[KEYS * MOST_DIM];   // [key tile][dim pair][key, 2]
+    bf16 values[KEYS * MOST_DIM]; // [key half][dim tile][key pair][dim, 2]
+    float scores[TILE * KEYS];
+    bf16 weights[TILE * KEYS];
+} Room;
+
+static void pack_keys(const bf16 *keys, int count, int dim, bf16 *out) {
+    for (int key = 0; key < KEYS; key += TILE)
+        for (int d = 0; d < dim; d += 2 * TILE, out += 2 * TILE * TILE)
+            transpose(keys + key * dim + d, count - key, dim, out);
+}
+
+static void pack_values(const bf16 *values, int count, int dim, bf16 *out) {
+    __m512i low, high;
+    {
+        uint16_t first[32], second[32];
+        for (int i = 0; i < 16; i++) {
+            first[2 * i] = i, first[2 * i + 1] = 32 + i;
+            second[2 * i] = 16 + i, second[2 * i + 1] = 48 + i;
+        }
+        low = _mm512_loadu_si512(first), high = _mm512_loadu_si512(second);
+    }
+    for (int half = 0; half < KEYS; half += 2 * TILE)
+        for (int d = 0; d < dim; d += 2 * TILE)
+            for (int pair = 0; pair < TILE; pair++) {
+                const int key = half + 2 * pair;
+                const __m512i none = _mm512_setzero_si512();
+                const bf16 *at = values + (int64_t)key * dim + d;
+                const __m512i a = key < count ? _mm512_loadu_si512(at) : none;
+                const __m512i b = key + 1 < count ? _mm512_loadu_si512(at + dim) : none;
+                bf16 *to = out + half * dim + d * 2 * TILE + pair * 2 * TILE;
+                _mm512_store_si512(to, _mm512_permutex2var_epi16(a, low, b));
+                _mm512_store_si512(to + 2 * TILE * TILE, _mm512_permutex2var_epi16(a, high, b));
+            }
+}
+
+static void score(Room *room, const bf16 *queries, int dim) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    const int step = dim / 32 * 2 * TILE * TILE; // from one tile of keys to the next
+    for (int d = 0; d < dim / 32; d++) {
+        const bf16 *keys = room->keys + d * 2 * TILE * TILE;
+        _tile_loadd(4, queries + d * 32, dim * 2);
+        _tile_loadd(5, keys, 64);
+        _tile_loadd(6, keys + step, 64);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_dpbf16ps(1, 4, 6);
+        _tile_loadd(5, keys + 2 * step, 64);
+        _tile_loadd(6, keys + 3 * step, 64);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_dpbf16ps(3, 4, 6);
+    }
+    float *scores = room->scores;
+    _tile_stored(0, scores, KEYS * 4);
+    _tile_stored(1, scores + 16, KEYS * 4);
+    _tile_stored(2, scores + 32, KEYS * 4);
+    _tile_stored(3, scores + 48, KEYS * 4);
+}
+
+// The weights of one query's keys, relative to a score that was the highest, or nearly: what the
+// query has so far is only brought to another scale when it would grow out of hand.
+static inline void weigh(Room *room, int query, int row, int seen, int dim, float scale) {
+    __m512 s[4];
+    __m512 most = _mm512_set1_ps(NOTHING);
+    for (int i = 0; i < 4; i++) {
+        s[i] = _mm512_load_ps(room->scores + row * KEYS + 16 * i);
+        if (seen < 16 * (i + 1)) {
+            const int left = seen > 16 * i ? seen - 16 * i : 0;
+            s[i] = _mm512_mask_mov_ps(_mm512_set1_ps(NOTHING), (1u << left) - 1, s[i]);
+        }
+        most = _mm512_max_ps(most, s[i]);
+    }
+    const __m512 factor = _mm512_set1_ps(scale);
+    most = _mm512_mul_ps(most, factor);
+    __m512 sum = _mm512_load_ps(room->sums + query * TILE);
+    float top = room->most[query];
+    if (_mm512_cmp_ps_mask(most, _mm512_set1_ps(top + SLACK), _CMP_GT_OQ)) {
+        const float before = top;
+        room->most[query] = top = _mm512_reduce_max_ps(most);
+        const __m512 less = power_of_2(_mm512_set1_ps(before - top));
+        sum = _mm512_mul_ps(sum, less);
+        float *out = room->out + query * dim;
+        for (int d = 0; d < dim; d += 16)
+            _mm512_store_ps(out + d, _mm512_mul_ps(_mm512_load_ps(out + d), less));
+    }
+    for (int i = 0; i < 4; i++) {
+        s[i] = power_of_2(_mm512_fmsub_ps(s[i], factor, _mm512_set1_ps(top)));
+        sum = _mm512_add_ps(sum, s[i]);
+    }
+    _mm512_store_ps(room->sums + query * TILE, sum);
+    bf16 *weights = room->weights + row * KEYS;
+    _mm512_store_si512(weights, (__m512i)_mm512_cvtne2ps_pbh(s[1], s[0]));
+    _mm512_store_si512(weights + 32, (__m512i)_mm512_cvtne2ps_pbh(s[3], s[2]));
+}
+
+static void add_values(Room *room, int query, int dim) {
+    _tile_loadd(4, room->weights, KEYS * 2);
+    _tile_loadd(5, room->weights + 32, KEYS * 2);
+    for (int d = 0; d < dim; d += 16) {
+        float *out = room->out + query * dim + d;
+        const bf16 *values = room->values + d * 2 * TILE;
+        _tile_loadd(0, out, dim * 4);
+        _tile_loadd(6, values, 64);
+        _tile_loadd(7, values + 32 * dim, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(0, 5, 7);
+        _tile_stored(0, out, dim * 4);
+    }
+}
+
+// Queries [first, first + count) of one head of a run's keys.
+static void attend_part(
+    const Call *call, const Run *run, int kv_head, int first, int count, Room *room
+) {
+    const Plan *plan = call->plan;
+    const int dim = plan->dim, group = call->heads / plan->kv_heads;
+    const int tiles = (count + TILE - 1) / TILE;
+    memset(room->queries, 0, (size_t)tiles * TILE * dim * sizeof(bf16));
+    memset(room->out, 0, (size_t)tiles * TILE * dim * sizeof(float));
+    memset(room->sums, 0, (size_t)tiles * TILE * TILE * sizeof(float));
+    for (int i = 0; i < count; i++) {
+        const int at = run->first + (first + i) / group;
+        const int head = kv_head * group + (first + i) % group;
+        const bf16 *query = call->queries + head * call->head_stride;
+        query += plan->rows[at] * call->row_stride;
+        memcpy(room->queries + i * dim, query, dim * sizeof(bf16));
+        room->limits[i] = plan->limits[at];
+        room->most[i] = NOTHING;
+    }
+    const int64_t offset = call->layer * run->layer_stride + kv_head * run->head_stride;
+    const int last = room->limits[count - 1];
+    for (int key = 0; key < last; key += KEYS) {
+        const int keys = last - key < KEYS ? last - key : KEYS;
+        pack_keys(run->keys + offset + (int64_t)key * dim, keys, dim, room->keys);
+        pack_values(run->values + offset + (int64_t)key * dim, keys, dim, room->values);
+        for (int tile = 0; tile < count; tile += TILE) {
+            const int rows = count - tile < TILE ? count - tile : TILE;
+            if (room->limits[tile + rows - 1] <= key) continue;
+            score(room, room->queries + tile * dim, dim);
+            for (int row = 0; row < rows; row++) {
+                const int seen = room->limits[tile + row] - key;
+                if (seen > 0)
+                    weigh(room, tile + row, row, seen, dim, call->scale * LOG2_E);
+                else
+                    memset(room->weights + row * KEYS, 0, KEYS * sizeof(bf16));
+            }
+            add_values(room, tile, dim);
+        }
+    }
+    for (int i = 0; i < count; i++) {
+        const int at = run->first + (first + i) / group;
+        const int head = kv_head * group + (first + i) % group;
+        const float sum = _mm512_reduce_add_ps(_mm512_load_ps(room->sums + i * TILE));
+        float *mine = room->out + i * dim;
+        for (int d = 0; d < dim; d++) mine[d] /= sum;
+        if (plan->slots[at] < 0) {
+            round_row(mine, dim, call->out + ((int64_t)plan->rows[at] * call->heads + head) * dim);
+        } else {
+            float *part = call->parts + ((int64_t)plan->slots[at] * call->heads + head) * (dim + 1);
+            memcpy(part, mine, dim * sizeof(float));
+            part[dim] = room->most[i] + log2f(sum);
+        }
+    }
+}
+
+// Puts together what the runs of a row gave.
+static void merge(const Call *call, const int32_t *merged, int head) {
+    const int dim = call->plan->dim, step = call->heads * (dim + 1);
+    const float *parts = call->parts + ((int64_t)merged[1] * call->heads + head) * (dim + 1);
+    float most = NOTHING, total = 0, sum[MOST_DIM] = {0};
+    for (int i = 0; i < merged[2]; i++) most = fmaxf(most, parts[i * step + dim]);
+    for (int i = 0; i < merged[2]; i++) {
+        const float share = exp2f(parts[i * step + dim] - most);
+        total += share;
+        for (int d = 0; d < dim; d++) sum[d] += share * parts[i * step + d];
+    }
+    for (int d = 0; d < dim; d++) sum[d] /= total;
+    round_row(sum, dim, call->out + ((int64_t)merged[0] * call->heads + head) * dim);
+}
+
+static int num_parts(const Run *run, int group) {
+    return (run->num_rows * group + MOST_QUERIES - 1) / MOST_QUERIES;
+}
+
+// Attention of one layer.
+void kvboost_attend(const Call *call, int threads) {
+    const Plan *plan = call->plan;
+    const int group = call->heads / plan->kv_heads;
+    int tasks = 0;
+    for (int i = 0; i < plan->num_runs; i++) tasks += num_parts(plan->runs + i, group);
+    tasks *= plan->kv_heads;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        static __thread Room *room; // kept for the thread's next call
+        if (room == NULL) room = aligned_alloc(64, (sizeof(Room) + 63) / 64 * 64);
+        TileConfig before;
+        take_tiles(&before);
+#pragma omp for schedule(dynamic, 1)
+        for (int task = tasks - 1; task >= 0; task--) { // late queries see most: they go first
+            int part = task / plan->kv_heads;
+            const Run *run = plan->runs;
+            for (; part >= num_parts(run, group); run++) part -= num_parts(run, group);
+            const int first = part * MOST_QUERIES, left = run->num_rows * group - first;
+            const int count = left < MOST_QUERIES ? left : MOST_QUERIES;
+            attend_part(call, run, task % plan->kv_heads, first, count, room);
+        }
+#pragma omp for schedule(static)
+        for (int i = 0; i < plan->num_merged * call->heads; i++)
+            merge(call, plan->merged + i / call->heads * 3, i % call->heads);
+        give_tiles_back(&before);
+    }
+}
+
+// Fresh rows of one layer, [kv_heads, rows, dim] by their strides, into their places.
+void kvboost_write(
+    const Plan *plan, int layer, const bf16 *keys, int64_t key_head_stride, int64_t key_row_stride,
+    const bf16 *values, int64_t value_head_stride, int64_t value_row_stride, int threads
+) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && plan->num_rows > 64)
+    for (int row = 0; row < plan->num_rows; row++) {
+        const Place *place = plan->places + row;
+        for (int head = 0; head < plan->kv_heads; head++) {
+            const int64_t to = layer * place->layer_stride + head * place->head_stride;
+            memcpy(place->key + to, keys + head * key_head_stride + row * key_row_stride,
+                   plan->dim * sizeof(bf16));
+            memcpy(place->value + to, values + head * value_head_stride + row * value_row_stride,
+                   plan->dim * sizeof(bf16));
+        }
+    }
+}

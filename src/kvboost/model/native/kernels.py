@@ -1,0 +1,203 @@
+"""Many requests' attention in one call: what ``attention.c`` reads, and the calls."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvboost.model.kv import KVShape, RequestKV, SharedRows
+from kvboost.model.native.build import load_library
+
+if TYPE_CHECKING:
+    from kvboost.model.attention import Segment
+
+Ints = npt.NDArray[np.int32]
+
+MOST_DIM = 256
+CUT_KEYS = 512
+"""A row that is alone looks at so many keys in one go; the next threads take the others."""
+
+RUN = np.dtype(
+    [(name, np.int64) for name in ("keys", "values", "layer_stride", "head_stride")]
+    + [(name, np.int32) for name in ("first", "num_rows")]
+)
+PLACE = np.dtype([(name, np.int64) for name in ("key", "value", "layer_stride", "head_stride")])
+
+
+class _Plan(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("kv_heads", "dim", "num_runs", "num_rows", "num_merged")),
+        *((name, c_void_p) for name in ("runs", "places", "rows", "limits", "slots", "merged")),
+    ]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        ("plan", c_void_p),
+        ("layer", c_int32),
+        ("heads", c_int32),
+        ("scale", c_float),
+        ("queries", c_void_p),
+        ("head_stride", c_int64),
+        ("row_stride", c_int64),
+        ("out", c_void_p),
+        ("parts", c_void_p),
+    ]
+
+
+class Kernels:
+    """The compiled calls. They run in torch's threads and let other Python threads run."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._attend = library.kvboost_attend
+        self._write = library.kvboost_write
+
+    @classmethod
+    def for_shape(cls, shape: KVShape) -> Kernels | None:
+        """Those for a model's KV; None where torch serves it."""
+        fits = shape.dtype == torch.bfloat16 and shape.device.type == "cpu"
+        if not fits or shape.head_dim % 32 or shape.head_dim > MOST_DIM:
+            return None
+        library = load_library()
+        return None if isinstance(library, str) else cls(library)
+
+    def write(self, plan: Plan, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts the fresh rows of all segments, ``[1, kv_heads, rows, dim]``, into their KV."""
+        keys, values = _by_strides(keys), _by_strides(values)
+        self._write(
+            plan.address,
+            layer,
+            *(keys.data_ptr(), keys.stride(1), keys.stride(2)),
+            *(values.data_ptr(), values.stride(1), values.stride(2)),
+            torch.get_num_threads(),
+        )
+
+    def attend(self, plan: Plan, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attention of ``[1, heads, rows, dim]``; gives ``[1, rows, heads, dim]``."""
+        query = _by_strides(query)
+        _, heads, rows, dim = query.shape
+        out = torch.empty(1, rows, heads, dim, dtype=query.dtype)
+        parts = torch.empty(plan.num_slots * heads * (dim + 1)) if plan.num_slots else None
+        call = _Call(
+            plan.address,
+            layer,
+            heads,
+            scale,
+            *(query.data_ptr(), query.stride(1), query.stride(2)),
+            out.data_ptr(),
+            None if parts is None else parts.data_ptr(),
+        )
+        self._attend(ctypes.addressof(call), torch.get_num_threads())
+        return out
+
+
+class Plan:
+    """Which packed rows look at which runs of keys, and where fresh rows go: the same in all
+    layers. Holds what the kernels read while they run."""
+
+    def __init__(self, segments: Sequence[Segment], shape: KVShape) -> None:
+        self._segments = segments
+        self._runs: list[tuple[torch.Tensor, int, Ints, Ints]] = []
+        positions = [_positions(segment) for segment in segments]
+        starts = np.cumsum([0, *map(len, positions)]).astype(np.int32)
+        places = [_places(segment.kv, at) for segment, at in zip(segments, positions, strict=True)]
+        rows = [np.arange(a, b, dtype=np.int32) for a, b in pairwise(starts)]
+        self._look(rows, positions)
+        runs = np.zeros(len(self._runs), RUN)
+        first = 0
+        for at, (data, start, seen_by, _) in enumerate(self._runs):
+            offset = start * shape.head_dim * data.itemsize
+            keys = data.data_ptr() + offset
+            values = keys + data.stride(0) * data.itemsize
+            runs[at] = (keys, values, data.stride(1), data.stride(2), first, len(seen_by))
+            first += len(seen_by)
+        seeing = np.concatenate([seen_by for _, _, seen_by, _ in self._runs])
+        limits = np.concatenate([limits for _, _, _, limits in self._runs])
+        slots, merged = _slots(seeing, int(starts[-1]))
+        self.num_slots = int(slots.max()) + 1 if len(merged) else 0
+        self._arrays = (runs, np.concatenate(places), seeing, limits, slots, merged)
+        self._plan = _Plan(
+            *(shape.num_kv_heads, shape.head_dim, len(runs), int(starts[-1]), len(merged)),
+            *(array.ctypes.data for array in self._arrays),
+        )
+        self.address = ctypes.addressof(self._plan)
+
+    def _look(self, rows: Sequence[Ints], positions: Sequence[Ints]) -> None:
+        """Who looks where: at rows that several share together, at everyone's own alone."""
+        on_base: dict[int, tuple[SharedRows, list[int]]] = {}
+        for index, segment in enumerate(self._segments):
+            if segment.kv.base is not None:
+                on_base.setdefault(id(segment.kv.base), (segment.kv.base, []))[1].append(index)
+        based: set[int] = set()
+        for base, members in on_base.values():
+            if len(members) > 1 or self._segments[members[0]].kv.start:
+                together = np.concatenate([rows[index] for index in members])
+                limits = np.full(len(together), base.count, np.int32)
+                self._runs.append((base.data, 0, together, limits))
+                based.update(members)
+        alone = len(self._segments) == 1 and len(rows[0]) == 1
+        for index, segment in enumerate(self._segments):
+            kv = segment.kv
+            first = kv.own_start if index in based else 0
+            for start, end in _present(segment, first, CUT_KEYS if alone else None):
+                seeing = positions[index] >= start
+                limits = np.minimum(positions[index][seeing] + 1, end) - start
+                self._runs.append((kv.data, start - kv.start, rows[index][seeing], limits))
+
+
+def _present(segment: Segment, first: int, cut: int | None) -> Iterator[tuple[int, int]]:
+    """The intervals of positions from ``first`` on that a segment's rows may look at."""
+    if segment.absent is not None:
+        there = np.flatnonzero(~segment.absent[first : segment.end].numpy()) + first
+        for some in np.split(there, np.flatnonzero(np.diff(there) > 1) + 1):
+            if len(some):
+                yield int(some[0]), int(some[-1]) + 1
+    elif cut is None:
+        yield first, segment.end
+    else:
+        for start in range(first, segment.end, cut):
+            yield start, min(start + cut, segment.end)
+
+
+def _positions(segment: Segment) -> Ints:
+    if isinstance(segment.positions, range):
+        return np.arange(segment.positions.start, segment.positions.stop, dtype=np.int32)
+    return segment.positions.numpy().astype(np.int32)
+
+
+def _places(kv: RequestKV, positions: Ints) -> npt.NDArray[np.void]:
+    """Where fresh rows go in layer 0 and head 0."""
+    data = kv.data
+    places = np.zeros(len(positions), PLACE)
+    row_bytes = data.stride(3) * data.itemsize
+    places["key"] = data.data_ptr() + (positions.astype(np.int64) - kv.start) * row_bytes
+    places["value"] = places["key"] + data.stride(0) * data.itemsize
+    places["layer_stride"], places["head_stride"] = data.stride(1), data.stride(2)
+    return places
+
+
+def _slots(rows: Ints, num_rows: int) -> tuple[Ints, Ints]:
+    """For each entry of ``rows`` where its part is kept, or -1 if its row stands there only once;
+    and ``[rows of several parts, 3]``: the row, its first slot, how many."""
+    counts = np.bincount(rows, minlength=num_rows)
+    slots = np.full(len(rows), -1, np.int32)
+    several = np.flatnonzero(counts > 1)
+    if len(several):
+        order = np.argsort(rows, kind="stable")
+        order = order[counts[rows[order]] > 1]
+        slots[order] = np.arange(len(order))
+    firsts = np.cumsum(counts[several]) - counts[several]
+    merged = np.stack([several, firsts, counts[several]], axis=1).astype(np.int32)
+    return slots, np.ascontiguousarray(merged)
+
+
+def _by_strides(rows: torch.Tensor) -> torch.Tensor:
+    """The kernels go by strides, but for the last dimension."""
+    return rows if rows.stride(3) == 1 else rows.contiguous()

@@ -1,0 +1,122 @@
+// Products of bf16 rows with weights that were rearranged once, on a CPU with AMX.
+//
+// out[m, n] = rows[m, k] weights[n, k]'. A thread takes a panel of weights that fits its cache and
+// meets all rows with it, 32 at a time: four tiles of sums, two of rows, two of weights.
+
+#include "tiles.h"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define ROWS (2 * TILE)
+#define COLUMNS (2 * TILE)
+#define TILE_SIZE (2 * TILE * TILE) // of bf16
+#define PANEL_BYTES (768 << 10)
+#define MOST_DEPTH 16384
+
+typedef struct {
+    const bf16 *weights; // [n / 32][k / 32][2][16 pairs of k][16 of n, 2]
+    const bf16 *bias;    // [n], or none
+    int32_t n, k;
+    int32_t gated; // of every 32 columns, 16 are gates and 16 are what they let through
+} Linear;
+
+int kvboost_may_use_tiles(void) {
+    return syscall(SYS_arch_prctl, 0x1023 /* ask for tile data */, 18) == 0;
+}
+
+// weights [n, k] as the tiles want them.
+void kvboost_pack(const bf16 *weights, int32_t n, int32_t k, bf16 *out) {
+    for (int column = 0; column < n; column += COLUMNS)
+        for (int d = 0; d < k; d += 2 * TILE)
+            for (int half = 0; half < COLUMNS; half += TILE, out += TILE_SIZE)
+                transpose(weights + (int64_t)(column + half) * k + d, TILE, k, out);
+}
+
+// Up to 32 rows, tile by tile: [k / 32][2][16][32].
+static void pack_rows(const bf16 *rows, int count, int k, bf16 *out) {
+    for (int d = 0; d < k; d += 2 * TILE)
+        for (int row = 0; row < ROWS; row++, out += 2 * TILE) {
+            const __m512i none = _mm512_setzero_si512();
+            _mm512_store_si512(out, row < count ? _mm512_loadu_si512(rows + (int64_t)row * k + d) : none);
+        }
+}
+
+static void multiply(const bf16 *rows, const bf16 *weights, int k, int both, float *sums) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int d = 0; d < k / (2 * TILE); d++, rows += 2 * TILE_SIZE, weights += 2 * TILE_SIZE) {
+        _tile_loadd(4, rows, 64);
+        _tile_loadd(6, weights, 64);
+        _tile_loadd(7, weights + TILE_SIZE, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (both) {
+            _tile_loadd(5, rows + TILE_SIZE, 64);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, COLUMNS * 4);
+    _tile_stored(1, sums + TILE, COLUMNS * 4);
+    if (both) {
+        _tile_stored(2, sums + TILE * COLUMNS, COLUMNS * 4);
+        _tile_stored(3, sums + TILE * COLUMNS + TILE, COLUMNS * 4);
+    }
+}
+
+static inline __m512 gate(__m512 x) {
+    const __m512 less = power_of_2(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)));
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1), less));
+}
+
+// Sums [count, 32] of the columns from `column` on, finished and rounded.
+static void finish(const Linear *linear, const float *sums, int column, int count, bf16 *out) {
+    const int width = linear->gated ? linear->n / 2 : linear->n;
+    out += linear->gated ? column / 2 : column;
+    for (int row = 0; row < count; row++, sums += COLUMNS, out += width) {
+        __m512 first = _mm512_load_ps(sums), second = _mm512_load_ps(sums + TILE);
+        if (linear->bias != NULL) {
+            first = _mm512_add_ps(first, widen(linear->bias + column));
+            second = _mm512_add_ps(second, widen(linear->bias + column + TILE));
+        }
+        if (linear->gated) {
+            store(out, _mm512_mul_ps(rounded(gate(rounded(first))), rounded(second)));
+        } else {
+            store(out, first);
+            store(out + TILE, second);
+        }
+    }
+}
+
+// rows [m, k] and out [m, n], or [m, n / 2] where gated, each in one piece.
+void kvboost_linear(const Linear *linear, const bf16 *rows, int32_t m, bf16 *out, int threads) {
+    const int n = linear->n, k = linear->k, width = linear->gated ? n / 2 : n;
+    const int blocks = n / COLUMNS, fitting = PANEL_BYTES / (COLUMNS * k * (int)sizeof(bf16));
+    int panel = (blocks + 2 * threads - 1) / (2 * threads);
+    if (panel > fitting) panel = fitting > 0 ? fitting : 1;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        static __thread bf16 *packed; // kept for the thread's next call
+        if (packed == NULL) packed = aligned_alloc(64, ROWS * MOST_DEPTH * sizeof(bf16));
+        float sums[ROWS * COLUMNS] __attribute__((aligned(64)));
+        TileConfig before;
+        take_tiles(&before);
+#pragma omp for schedule(dynamic, 1)
+        for (int first = 0; first < blocks; first += panel) {
+            const int end = first + panel < blocks ? first + panel : blocks;
+            for (int row = 0; row < m; row += ROWS) {
+                const int count = m - row < ROWS ? m - row : ROWS;
+                pack_rows(rows + (int64_t)row * k, count, k, packed);
+                for (int block = first; block < end; block++) {
+                    const bf16 *weights = linear->weights + (int64_t)block * COLUMNS * k;
+                    multiply(packed, weights, k, count > TILE, sums);
+                    finish(linear, sums, block * COLUMNS, count, out + (int64_t)row * width);
+                }
+            }
+        }
+        give_tiles_back(&before);
+    }
+}

@@ -1,0 +1,133 @@
+"""Our attention against torch's, over everything a batch may hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvboost.model import attention
+from kvboost.model.attention import Batch, Segment, attend
+from kvboost.model.kv import KVShape, RequestKV
+from kvboost.model.native.build import load_library
+from kvboost.model.native.kernels import Kernels
+
+pytestmark = pytest.mark.skipif(
+    isinstance(load_library(), str), reason=f"no native kernels: {load_library()}"
+)
+LAYERS, KV_HEADS = 2, 2
+CPU = torch.device("cpu")
+
+
+def shape_of(dim: int) -> KVShape:
+    return KVShape(LAYERS, KV_HEADS, dim, torch.bfloat16, CPU)
+
+
+def filled(shape: KVShape, num_tokens: int, seed: int) -> RequestKV:
+    kv = RequestKV(shape, num_tokens)
+    kv.data.copy_(torch.randn(kv.data.shape, generator=torch.Generator().manual_seed(seed)))
+    return kv
+
+
+def segment(kv: RequestKV, positions: range | list[int], absent: range | None = None) -> Segment:
+    at = positions if isinstance(positions, range) else torch.tensor(positions)
+    hidden = None
+    if absent is not None:
+        hidden = torch.zeros(int(at[-1]) + 1, dtype=torch.bool)
+        hidden[absent.start : absent.stop] = True
+    return Segment(kv, torch.zeros(len(at), dtype=torch.long), at, absent=hidden)
+
+
+def run(segments: list[Segment], kernels: Kernels | None, groups: int) -> torch.Tensor:
+    """Fresh rows written in layer 1, and its attention."""
+    torch.manual_seed(1)
+    total, dim = sum(map(len, segments)), segments[0].kv.shape.head_dim
+    # As a model has them: values are a view of rows in which the heads stand side by side.
+    query, keys = (torch.randn(1, h, total, dim).bfloat16() for h in (KV_HEADS * groups, KV_HEADS))
+    values = torch.randn(1, total, KV_HEADS, dim).bfloat16().transpose(1, 2)
+    batch = Batch(segments, kernels)
+    batch.write(1, keys, values)
+    setattr(keys, attention.BATCH, batch)
+    module = torch.nn.Module()
+    module.layer_idx = 1
+    return attend(module, query, keys, values, None, scaling=0.2)[0]
+
+
+def batch_of(name: str, shape: KVShape) -> list[Segment]:
+    """The same every time it is asked for."""
+    if name == "shared":
+        first = filled(shape, 300, 1)
+        base = first.share(192)
+        others = [filled(shape, 80, seed) for seed in (2, 3)]
+        for other in others:
+            other.stand_on(base)
+        rows = [range(250, 251), range(192, 230), range(260, 261)]
+        return [segment(kv, at) for kv, at in zip([first, *others], rows, strict=True)]
+    if name == "stands alone on a base":
+        kv = filled(shape, 80, 2)
+        kv.stand_on(filled(shape, 300, 1).share(128))
+        return [segment(kv, range(150, 153))]
+    kvs = [filled(shape, 900, seed) for seed in range(4)]
+    return {
+        "decode": [
+            segment(kv, range(p, p + 1)) for kv, p in zip(kvs, (0, 63, 64, 800), strict=True)
+        ],
+        "one long": [segment(kvs[0], range(899, 900))],
+        "whole": [segment(kvs[0], range(200)), segment(kvs[1], range(5, 6))],
+        "gaps": [segment(kvs[0], [3, 4, 70, 131, 500, 501, 899]), segment(kvs[1], range(9, 40))],
+        "many rows": [segment(kvs[0], range(500, 900))],
+        "absent": [segment(kvs[0], [10, 300, 301, 640], absent=range(64, 290))],
+    }[name]
+
+
+NAMES = [
+    *("decode", "one long", "whole", "gaps", "many rows", "absent"),
+    *("shared", "stands alone on a base"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("dim", "groups"), [(32, 1), (64, 3), (128, 4), (96, 2)])
+def test_attends_and_writes_as_torch_does(name: str, dim: int, groups: int) -> None:
+    kernels = Kernels.for_shape(shape_of(dim))
+    assert kernels is not None
+    ours, theirs = batch_of(name, shape_of(dim)), batch_of(name, shape_of(dim))
+    given, expected = run(ours, kernels, groups), run(theirs, None, groups)
+    assert given.shape == expected.shape
+    assert torch.allclose(given, expected, rtol=2**-6, atol=2**-6)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one.kv.data, other.kv.data)
+
+
+def test_scores_of_any_size() -> None:
+    """Rows whose highest score comes late, by far, and rows that see keys alike."""
+    shape = shape_of(64)
+    kv = filled(shape, 600, 1)
+    kv.data[0, 1] *= torch.linspace(0, 40, kv.data.shape[3])[:, None]
+    other = RequestKV(shape, 600)
+    other.data.copy_(kv.data)
+    kernels = Kernels.for_shape(shape)
+    given = run([segment(kv, range(300, 560))], kernels, 3)
+    expected = run([segment(other, range(300, 560))], None, 3)
+    assert torch.isfinite(given).all()
+    assert torch.allclose(given, expected, rtol=2**-5, atol=2**-5)
+
+
+def test_what_was_never_written_is_never_read() -> None:
+    shape = shape_of(64)
+    kv = filled(shape, 256, 1)
+    kv.data[:, :, :, 101:] = float("nan")
+    given = run([segment(kv, range(80, 101))], Kernels.for_shape(shape), 3)
+    assert torch.isfinite(given).all()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        KVShape(1, 2, 64, torch.float32, CPU),
+        KVShape(1, 2, 80, torch.bfloat16, CPU),
+        KVShape(1, 2, 512, torch.bfloat16, CPU),
+        KVShape(1, 2, 64, torch.bfloat16, torch.device("meta")),
+    ],
+)
+def test_other_shapes_are_torchs(other: KVShape) -> None:
+    assert Kernels.for_shape(other) is None
