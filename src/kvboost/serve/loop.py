@@ -202,7 +202,7 @@ class Loop:
         self._start()
         now = time.monotonic()
         with self._changed:
-            needs = {job: len(job.need) for job in self._running() if job.need is not None}
+            needs = self._needs()
             batch = self._scheduler.pick(needs, now)
         if len(needs) > 1:
             for job in needs:
@@ -211,6 +211,9 @@ class Loop:
         for some in (together, *([job] for job in batch if job.runs_alone)):
             if some:
                 self._run(some)
+
+    def _needs(self) -> dict[Ticket, int]:
+        return {job: len(job.need) for job in self._running() if job.need is not None}
 
     def _let_go(self) -> None:
         """Ends requests whose callers have left or whose time is over."""
@@ -222,8 +225,12 @@ class Loop:
             self._leave(job, "cancelled" if job.cancelled else "timeout")
 
     def _start(self) -> None:
+        """Starts whom there is room for, until there is enough to read: who comes next would only
+        keep the first waiting."""
         while True:
             with self._changed:
+                if self._scheduler.fills_step(self._needs()):
+                    return
                 job = self._scheduler.start(time.monotonic(), self._fits)
             if job is None:
                 return

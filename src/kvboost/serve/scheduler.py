@@ -133,6 +133,15 @@ class Scheduler(Generic[JobT]):
             taken += rows[job]
         return answering + chosen
 
+    def fills_step(self, rows: Mapping[JobT, int]) -> bool:
+        """Whether enough is being read for the next step, of jobs that need this many rows; those
+        that are being put in place need none yet."""
+        reading = [job for job in self.running if job.is_reading]
+        if any(job not in rows for job in reading):
+            return True
+        answers = len(reading) < len(self.running)
+        return sum(rows[job] for job in reading) >= self.slice_rows(answers)
+
     def slice_rows(self, someone_answers: bool) -> int:
         """How many rows of prompts go into one step."""
         return self.step_rows if someone_answers else 4 * self.step_rows
