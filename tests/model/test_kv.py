@@ -55,3 +55,21 @@ def test_a_pool_lends_what_fits_and_keeps_a_few() -> None:
         raise RuntimeError
     with pool.lend(300) as same:
         assert same is large
+
+
+def test_offsets_are_added_by_the_kernel_as_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = KVShape(2, 3, 64, torch.bfloat16, torch.device("cpu"))
+    kv, other = RequestKV(shape, 100), RequestKV(shape, 100)
+    kv.data.copy_(torch.randn(kv.data.shape))
+    other.data.copy_(kv.data)
+    which = torch.randint(0, 4, (50,))
+    offsets = [torch.randn(3, 4, 64) for _ in range(3)]
+    for one in offsets:
+        one[:, -1] = 0  # the last is none
+    turns = (torch.randn(50, 64).bfloat16(), torch.randn(50, 64).bfloat16())
+    kv.shift(1, 20, which, (offsets[0], offsets[1]), turns, offsets[2])
+    monkeypatch.setattr("kvboost.model.kv.has_kernels", lambda _: False)
+    other.shift(1, 20, which, (offsets[0], offsets[1]), turns, offsets[2])
+    assert torch.allclose(kv.data, other.data, rtol=2**-5, atol=2**-5)
+    assert torch.equal(kv.data[:, 0], other.data[:, 0])
+    assert torch.equal(kv.rows(70, 100), other.rows(70, 100))

@@ -58,7 +58,7 @@ def test_layers_that_read_the_same_rows_are_one_product(rows: int, bias: bool) -
         plain = block(x)
         assert pack_layers(block) == 6
         packed = block(x)
-    assert block.q_proj._group is block.v_proj._group is not block.up_proj._group
+    assert block.q_proj.group is block.v_proj.group is not block.up_proj.group
     for ours, theirs in zip(packed, plain, strict=True):
         assert torch.allclose(ours, theirs, rtol=2**-6, atol=2**-7)
 

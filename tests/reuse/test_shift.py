@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import torch
 
+from kvboost.model.kv import KVShape, RequestKV
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import PRIOR_ROWS, STRENGTH, Shift, Spans
 
@@ -11,6 +12,9 @@ SPANS = Spans(SPAN_OF, torch.tensor([0.5, 0.0]))
 
 
 class KV:
+    shape = KVShape(2, 3, 4, torch.float32, torch.device("cpu"))
+    shift = RequestKV.shift
+
     def __init__(self) -> None:
         self.data = torch.randn(2, 1, 3, len(SPAN_OF), 4)
 

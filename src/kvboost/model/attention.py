@@ -20,6 +20,7 @@ from kvboost.errors import UnsupportedModelError
 from kvboost.model import shared
 from kvboost.model.kv import RequestKV
 from kvboost.model.native.kernels import Kernels, Plan
+from kvboost.model.packing import FEW_ROWS
 
 NAME = "kvboost"
 BLOCK_ROWS = 512
@@ -136,13 +137,23 @@ class Batch:
     """Ours, where the machine has them; else torch's serve."""
 
     @cached_property
+    def is_few(self) -> bool:
+        """Whether whole layers of ours may take it."""
+        return self.kernels is not None and sum(map(len, self.segments)) <= FEW_ROWS
+
+    @cached_property
+    def is_looked_at(self) -> bool:
+        """Whether somebody looks at the rows on their way."""
+        return any(s.hook is not None or s.until is not None for s in self.segments)
+
+    @cached_property
     def plan(self) -> Plan:
         return Plan(self.segments, self.segments[0].kv.shape)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Puts fresh rows, ``[1, kv_heads, total, dim]``, into each request's KV; hooks see them
         before."""
-        if self.kernels is None or any(segment.hook is not None for segment in self.segments):
+        if self.kernels is None or self.is_looked_at:
             split_keys, split_values = (split(rows, self.segments) for rows in (keys, values))
             for segment, k, v in zip(self.segments, split_keys, split_values, strict=True):
                 if segment.hook is not None:
@@ -151,6 +162,18 @@ class Batch:
                     segment.kv.write(layer, segment.positions, k, v)
         if self.kernels is not None:
             self.kernels.write(self.plan, layer, keys, values)
+
+    def show(
+        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
+    ) -> None:
+        """Has hooks see ``[1, heads, total, dim]``; ends the forward where it shall end."""
+        if not self.is_looked_at:
+            return
+        for segment, q in zip(self.segments, split(query, self.segments), strict=True):
+            if segment.hook is not None:
+                segment.hook.on_query(layer, segment.kv, q, scale, segment.hides(window))
+            if segment.until == layer:
+                raise StopForward
 
 
 @dataclass(frozen=True)
@@ -232,17 +255,12 @@ def attend(
             raise UnsupportedModelError(f"attention with {unsupported} is not supported")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    batch.show(layer, query, scale, sliding_window)
     segments = batch.segments
-    queries = split(query, segments)
-    for segment, q in zip(segments, queries, strict=True):
-        if segment.hook is not None:
-            window = segment.hides(sliding_window)
-            segment.hook.on_query(layer, segment.kv, q, scale, window)
-        if segment.until == layer:
-            raise StopForward
     windowed = any(segment.hides(sliding_window) for segment in segments)
     if batch.kernels is not None and softcap is None and not windowed:
         return batch.kernels.attend(batch.plan, layer, query, scale), None
+    queries = split(query, segments)
     outputs: dict[int, torch.Tensor] = {}
     if softcap is None:
         outputs = shared.attend_groups(queries, segments, layer, scale, sliding_window)

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvboost.model.native.build import load_library
+
+MOST_DIM = 256  # of a head, for kernels of ours
 _ROUND = 256  # capacities are multiples of this, so that a buffer fits many requests
 
 
@@ -174,6 +177,41 @@ class RequestKV:
                 (self.base.values, self._values),
             )
         )
+
+    def shift(
+        self,
+        layer: int,
+        start: int,
+        which: torch.Tensor,
+        keys: tuple[torch.Tensor, torch.Tensor],
+        turns: tuple[torch.Tensor, torch.Tensor],
+        values: torch.Tensor,
+    ) -> None:
+        """Adds to the rows from ``start`` on, which are its own, one of several offsets each:
+        ``which``, ``[rows]``, the last standing for none. Offsets are float32 ``[kv_heads, offsets,
+        dim]``, those of keys along and across ``turns``, ``[rows, dim]``."""
+        rows = len(which)
+        own_keys, own_values = (part[0] for part in self.layer(layer, start, start + rows))
+        if has_kernels(self.shape):
+            heads, offsets, dim = values.shape
+            read = [part.contiguous() for part in (*keys, values, *turns)]
+            load_library().kvboost_shift(  # type: ignore[union-attr]
+                *(own_keys.data_ptr(), own_values.data_ptr(), own_keys.stride(0)),
+                *(heads, dim, rows, which.data_ptr(), offsets),
+                *(part.data_ptr() for part in read),
+                torch.get_num_threads(),
+            )
+            return
+        along, across = (part.to(own_keys.dtype).index_select(1, which) for part in keys)
+        own_keys.add_(along.mul_(turns[0]).addcmul_(across, turns[1]))
+        own_values.add_(values.to(own_values.dtype).index_select(1, which))
+
+
+def has_kernels(shape: KVShape) -> bool:
+    """Whether kernels of ours serve such rows on this machine."""
+    fits = shape.dtype == torch.bfloat16 and shape.device.type == "cpu"
+    fits = fits and shape.head_dim % 32 == 0 and shape.head_dim <= MOST_DIM
+    return fits and not isinstance(load_library(), str)
 
 
 class KVPool:

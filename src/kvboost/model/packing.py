@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 
+from kvboost.model.native.decoder import KINDS, DecoderLayer
 from kvboost.model.native.layers import Product, can_multiply, can_norm, rms_norm
 
 Serve = Callable[[torch.Tensor], torch.Tensor]
@@ -41,7 +43,7 @@ class PackedGroup:
         weight = torch.cat([linear.weight.detach() for linear in linears])
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         bias = torch.cat(biases) if biases else None
-        self._product = Product(weight, bias) if can_multiply(weight) else _onednn(weight, bias)
+        self.product = Product(weight, bias) if can_multiply(weight) else _onednn(weight, bias)
         self._sizes = [linear.out_features for linear in linears]
         self._rows: torch.Tensor | None = None
         self._outputs: Sequence[torch.Tensor] = ()
@@ -49,7 +51,7 @@ class PackedGroup:
     def output(self, rows: torch.Tensor, index: int) -> torch.Tensor:
         """What the layer at ``index`` gives."""
         if self._rows is not rows:
-            out = self._product(rows)
+            out = self.product(rows)
             if len(self._sizes) == 1:
                 return out
             self._rows, self._outputs = rows, out.split(self._sizes, -1)
@@ -66,12 +68,12 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self._group = group or PackedGroup([linear])
+        self.group = group or PackedGroup([linear])
         self._index = index
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         if are_few(rows):
-            return self._group.output(rows, self._index)
+            return self.group.output(rows, self._index)
         return nn.functional.linear(rows, self.weight, self.bias)
 
 
@@ -116,7 +118,7 @@ def pack_layers(model: nn.Module) -> int:
     allowed = {id(child) for _, _, child in found}
     gated = set()
     for module in model.modules():
-        if _gates(module, allowed) and _serve_few(module, _gated(module)):
+        if _gates(module, allowed) and _serve_few(module, Gated(module)):
             gated |= {id(module.gate_proj), id(module.up_proj)}
         elif _is_rms_norm(module):
             _serve_few(module, _norm(module))
@@ -142,11 +144,18 @@ def _gates(module: Any, allowed: set[int]) -> bool:
     )
 
 
-def _gated(mlp: Any) -> Serve:
-    gate, up = mlp.gate_proj, mlp.up_proj
-    biases = () if gate.bias is None else (gate.bias.detach(), up.bias.detach())
-    product = Product.gated(gate.weight.detach(), up.weight.detach(), biases)
-    return lambda rows: mlp.down_proj(product(rows))
+class Gated:
+    """What a gated layer does."""
+
+    def __init__(self, mlp: Any) -> None:
+        gate, up = mlp.gate_proj, mlp.up_proj
+        biases = () if gate.bias is None else (gate.bias.detach(), up.bias.detach())
+        self.product = Product.gated(gate.weight.detach(), up.weight.detach(), biases)
+        self._mlp = mlp
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        down: torch.Tensor = self._mlp.down_proj(self.product(rows))
+        return down
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
@@ -177,11 +186,48 @@ def _serve_few(module: nn.Module, serve: Serve) -> bool:
     ):
         return False
 
-    def forward(rows: torch.Tensor) -> torch.Tensor:
-        return serve(rows) if are_few(rows) else stock(rows)
-
-    module.forward = forward
+    module.forward = FewOrMany(serve, stock)
     return True
+
+
+@dataclass(frozen=True)
+class FewOrMany:
+    """A layer's forward."""
+
+    few: Serve
+    many: Serve
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.few(rows) if are_few(rows) else self.many(rows)
+
+
+def decoder_layers(model: nn.Module) -> dict[nn.Module, DecoderLayer]:
+    """The decoder layers that can go through in one call, by products that are there."""
+    found = {}
+    for module in model.modules():
+        if type(module).__name__ in KINDS and (products := _products_of(module)):
+            found[module] = DecoderLayer(module, *products)
+    return found
+
+
+def _products_of(layer: Any) -> list[Product]:
+    """Those of a layer in order, if it has them all."""
+    attention, mlp = layer.self_attn, layer.mlp
+    window = getattr(attention.config, "sliding_window", None)
+    if getattr(attention, "sliding_window", window) is not None:  # Mistral's only asks the config
+        return []
+    gated = getattr(mlp.forward, "few", None)
+    holders = [
+        getattr(one, "group", None) for one in (attention.q_proj, attention.o_proj, mlp.down_proj)
+    ]
+    holders.insert(2, gated)
+    products = [getattr(holder, "product", None) for holder in holders]
+    if not all(isinstance(one, Product) for one in products):
+        return []
+    one_group = holders[0] is attention.k_proj.group is attention.v_proj.group
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    plain = all(isinstance(norm.forward, FewOrMany) for norm in norms)
+    return products if one_group and plain else []  # type: ignore[return-value]
 
 
 def _pack_in(parent: nn.Module, name: str, allowed: set[int], child: nn.Linear) -> None:

@@ -15,6 +15,19 @@ class LayerRows(Protocol):
     def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of keys and values in rows ``[start, end)``: ``[1, kv_heads, rows, dim]``."""
 
+    def shift(
+        self,
+        layer: int,
+        start: int,
+        which: torch.Tensor,
+        keys: tuple[torch.Tensor, torch.Tensor],
+        turns: tuple[torch.Tensor, torch.Tensor],
+        values: torch.Tensor,
+    ) -> None:
+        """Adds to each row from ``start`` on the offset it is given: the one at ``which``,
+        ``[rows]``, of ``[kv_heads, offsets, dim]``; the last is none. Those of keys come along
+        and across ``turns``, ``[rows, dim]``."""
+
 
 class AttentionMass:
     """Adds up, over ``layers``, how much a prompt's last rows attend to each row before them:
@@ -25,6 +38,7 @@ class AttentionMass:
         self._layers = layers
         self._absent = absent
         self.mass = torch.zeros(start, device=absent.device)
+        self._masks: dict[int | None, torch.Tensor] = {}
 
     def on_fresh(
         self, layer: int, kv: LayerRows, keys: torch.Tensor, values: torch.Tensor
@@ -39,19 +53,29 @@ class AttentionMass:
         _, heads, rows, dim = query.shape
         keys, _ = kv.layer(layer, 0, start + rows)
         kv_heads = keys.shape[1]
-        folded = query.reshape(kv_heads, heads // kv_heads * rows, dim)
-        positions = torch.arange(start + rows, device=query.device)
-        hidden = positions > positions[start:, None]
-        if window is not None:
-            hidden |= positions <= positions[start:, None] - window
-        hidden[:, :start] |= self._absent
+        folded = (query * scale).reshape(kv_heads, heads // kv_heads * rows, dim)
+        hidden = self._hidden(rows, window, query)
         at_once = max(1, _SCORES // (folded.shape[1] * (start + rows)))
         for some, some_keys in zip(
             torch.split(folded, at_once), torch.split(keys[0], at_once), strict=True
         ):  # a few KV heads at a time: a long prompt has many weights
-            scores = torch.matmul(some, some_keys.transpose(1, 2)).float() * scale
-            scores = scores.view(-1, rows, start + rows).masked_fill_(hidden, float("-inf"))
-            self.mass += scores.softmax(-1).sum((0, 1))[:start] / heads
+            scores = torch.matmul(some, some_keys.transpose(1, 2))
+            scores = scores.view(-1, rows, start + rows).add_(hidden)
+            weights = torch.softmax(scores, -1, dtype=torch.float32)
+            self.mass += weights.sum((0, 1))[:start] / heads
+
+    def _hidden(self, rows: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
+        """What the last rows may not look at, as it is added to scores; made once."""
+        if window not in self._masks:
+            start = len(self.mass)
+            positions = torch.arange(start + rows, device=like.device)
+            hidden = positions > positions[start:, None]
+            if window is not None:
+                hidden |= positions <= positions[start:, None] - window
+            hidden[:, :start] |= self._absent
+            mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+            self._masks[window] = mask.masked_fill_(hidden, float("-inf"))
+        return self._masks[window]
 
 
 class Deviation:

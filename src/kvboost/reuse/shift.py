@@ -70,16 +70,12 @@ class Shift:
     def on_fresh(self, layer: int, kv: LayerRows, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer == 0:  # its keys and values depend on the token alone: nothing is stale
             return
-        here, (cos, sin) = self._turns_of(layer, keys)
+        here, there = self._turns_of(layer, keys)
         stale_keys, stale_values = (rows[0] for rows in kv.layer(layer, 0, self._end))
-        offsets = self._mean @ self._rotation.turn(self._error(keys, stale_keys), here, back=True)
-        along, across = (
-            part.to(keys.dtype).index_select(1, self._offset_of)
-            for part in (offsets, self._rotation.quarter(offsets))
-        )
-        stale_keys[:, self._start :].add_(along.mul_(cos).addcmul_(across, sin))
-        offsets = (self._mean @ self._error(values, stale_values)).to(values.dtype)
-        stale_values[:, self._start :].add_(offsets.index_select(1, self._offset_of))
+        along = self._mean @ self._rotation.turn(self._error(keys, stale_keys), here, back=True)
+        across = self._rotation.quarter(along)
+        of_values = self._mean @ self._error(values, stale_values)
+        kv.shift(layer, self._start, self._offset_of, (along, across), there, of_values)
 
     def _error(self, fresh: torch.Tensor, stale: torch.Tensor) -> torch.Tensor:
         """By how much the recomputed rows differ from what was known: ``[heads, rows, dim]``."""

@@ -14,40 +14,8 @@
 #define KEYS 64          // keys of a block
 #define MOST_DIM 256
 #define MOST_QUERIES 256 // of a part: what is packed once serves all of them
-#define LOG2_E 1.44269504f
 #define NOTHING -1e30f   // the score of a key that is not seen
 #define SLACK 8          // powers of 2
-
-typedef struct {
-    const bf16 *keys, *values; // of layer 0; [kv_heads, capacity, dim] in each layer
-    int64_t layer_stride, head_stride;
-    int32_t first, num_rows; // its slice of rows[], limits[] and slots[]
-} Run;
-
-typedef struct {
-    bf16 *key, *value; // where a packed row goes in layer 0, head 0
-    int64_t layer_stride, head_stride;
-} Place;
-
-typedef struct {
-    int32_t kv_heads, dim, num_runs, num_rows, num_merged;
-    const Run *runs;
-    const Place *places;   // [num_rows]
-    const int32_t *rows;   // the packed row
-    const int32_t *limits; // how many of the run's keys it sees; not decreasing within a run
-    const int32_t *slots;  // where its part is kept until all are there; -1: there is no other
-    const int32_t *merged; // [num_merged, 3]: a packed row, its first slot, their number
-} Plan;
-
-typedef struct {
-    const Plan *plan;
-    int32_t layer, heads;
-    float scale;
-    const bf16 *queries; // [heads, rows, dim] by their strides
-    int64_t head_stride, row_stride;
-    bf16 *out;           // [rows, heads, dim]
-    float *parts;        // [slots, heads, dim + 1]: the output and the log-sum-exp
-} Call;
 
 typedef struct {
     bf16 queries[MOST_QUERIES * MOST_DIM];

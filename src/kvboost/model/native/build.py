@@ -32,7 +32,15 @@ SIGNATURES = {
     "kvboost_attend": (c_void_p, c_int32),
     "kvboost_write": (c_void_p, c_int32, *(c_void_p, c_int64, c_int64) * 2, c_int32),
     "kvboost_pack": (c_void_p, c_int32, c_int32, c_void_p),
-    "kvboost_linear": (c_void_p, c_void_p, c_int32, c_void_p, c_int32),
+    "kvboost_linear": (c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_int32),
+    "kvboost_layer": (*(c_void_p,) * 8, c_int32),
+    "kvboost_layer_begin": (*(c_void_p,) * 6, c_int32),
+    "kvboost_layer_end": (*(c_void_p,) * 6, c_int32),
+    "kvboost_shift": (
+        *(c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_void_p, c_int32),
+        *(c_void_p,) * 5,
+        c_int32,
+    ),
     "kvboost_norm": (c_void_p, c_int32, c_int32, c_void_p, c_float, c_void_p, c_int32),
 }
 
@@ -65,7 +73,7 @@ def _built(compiler: str) -> Path:
     """The shared library, compiled unless it is there."""
     says = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
     sources = sorted(FOLDER.glob("*.c"))
-    texts = [path.read_text() for path in (*sources, FOLDER / "tiles.h")]
+    texts = [path.read_text() for path in (*sources, *sorted(FOLDER.glob("*.h")))]
     made_of = (*texts, says.stdout, *FLAGS, *sorted(_processor()))
     digest = hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
     library = home() / "native" / f"kernels-{digest}.so"

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvboost.model.kv import KVShape, RequestKV, SharedRows
+from kvboost.model.kv import KVShape, RequestKV, SharedRows, has_kernels
 from kvboost.model.native.build import load_library
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 Ints = npt.NDArray[np.int32]
 
-MOST_DIM = 256
 CUT_KEYS = 512
 """A row that is alone looks at so many keys in one go; the next threads take the others."""
 
@@ -62,11 +61,8 @@ class Kernels:
     @classmethod
     def for_shape(cls, shape: KVShape) -> Kernels | None:
         """Those for a model's KV; None where torch serves it."""
-        fits = shape.dtype == torch.bfloat16 and shape.device.type == "cpu"
-        if not fits or shape.head_dim % 32 or shape.head_dim > MOST_DIM:
-            return None
         library = load_library()
-        return None if isinstance(library, str) else cls(library)
+        return cls(library) if has_kernels(shape) and not isinstance(library, str) else None
 
     def write(self, plan: Plan, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Puts the fresh rows of all segments, ``[1, kv_heads, rows, dim]``, into their KV."""

@@ -11,7 +11,6 @@ from kvboost.model.native.build import load_library
 
 BLOCK = 32
 """Rows and columns of weights come in so many."""
-MOST_DEPTH = 16384
 HALF = BLOCK // 2
 
 
@@ -36,9 +35,10 @@ class Product:
         self._packed, address = _aligned(weight.numel())
         self._library.kvboost_pack(weight.contiguous().data_ptr(), n, k, address)
         self._bias = None if bias is None else bias.contiguous()
-        self._width = n // 2 if gated else n
+        self.width, self.depth = n // 2 if gated else n, k
         bias_address = None if self._bias is None else self._bias.data_ptr()
         self._linear = _Linear(address, bias_address, n, k, gated)
+        self.address = ctypes.addressof(self._linear)
 
     @classmethod
     def gated(
@@ -50,11 +50,12 @@ class Product:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         rows = rows.contiguous()
-        out = rows.new_empty((*rows.shape[:-1], self._width))
+        out = rows.new_empty((*rows.shape[:-1], self.width))
         self._library.kvboost_linear(
-            ctypes.addressof(self._linear),
+            self.address,
             rows.data_ptr(),
-            rows.numel() // rows.shape[-1],
+            rows.numel() // self.depth,
+            None,
             out.data_ptr(),
             torch.get_num_threads(),
         )
@@ -64,7 +65,7 @@ class Product:
 def can_multiply(weight: torch.Tensor) -> bool:
     """Whether there is a kernel for these weights on this machine."""
     n, k = weight.shape
-    fits = n % BLOCK == 0 and k % BLOCK == 0 and k <= MOST_DEPTH
+    fits = n % BLOCK == 0 and k % BLOCK == 0
     fits = fits and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
     return fits and not isinstance(load_library(), str)
 
@@ -103,6 +104,11 @@ def _woven(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     rest = gate.shape[1:]
     both = torch.stack([gate.view(-1, HALF, *rest), up.view(-1, HALF, *rest)], dim=1)
     return both.reshape(-1, *rest)
+
+
+def address_of(weight: torch.Tensor) -> int:
+    assert weight.is_contiguous()
+    return weight.data_ptr()
 
 
 def _aligned(num: int) -> tuple[torch.Tensor, int]:

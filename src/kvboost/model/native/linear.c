@@ -12,14 +12,6 @@
 #define COLUMNS (2 * TILE)
 #define TILE_SIZE (2 * TILE * TILE) // of bf16
 #define PANEL_BYTES (768 << 10)
-#define MOST_DEPTH 16384
-
-typedef struct {
-    const bf16 *weights; // [n / 32][k / 32][2][16 pairs of k][16 of n, 2]
-    const bf16 *bias;    // [n], or none
-    int32_t n, k;
-    int32_t gated; // of every 32 columns, 16 are gates and 16 are what they let through
-} Linear;
 
 int kvboost_may_use_tiles(void) {
     return syscall(SYS_arch_prctl, 0x1023 /* ask for tile data */, 18) == 0;
@@ -68,52 +60,73 @@ static void multiply(const bf16 *rows, const bf16 *weights, int k, int both, flo
 }
 
 static inline __m512 gate(__m512 x) {
-    const __m512 less = power_of_2(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)));
+    const __m512 less = power_of_2(_mm512_mul_ps(x, _mm512_set1_ps(-LOG2_E)));
     return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1), less));
 }
 
-// Sums [count, 32] of the columns from `column` on, finished and rounded.
-static void finish(const Linear *linear, const float *sums, int column, int count, bf16 *out) {
+// Sums [count, 32] of the columns from `column` on, finished and rounded, to the same rows of out.
+static void finish(
+    const Linear *linear, const float *sums, int column, int count, const bf16 *residual, bf16 *out
+) {
     const int width = linear->gated ? linear->n / 2 : linear->n;
-    out += linear->gated ? column / 2 : column;
-    for (int row = 0; row < count; row++, sums += COLUMNS, out += width) {
-        __m512 first = _mm512_load_ps(sums), second = _mm512_load_ps(sums + TILE);
+    const int64_t first = linear->gated ? column / 2 : column;
+    for (int row = 0; row < count; row++, sums += COLUMNS) {
+        const int64_t at = first + (int64_t)row * width;
+        __m512 one = _mm512_load_ps(sums), other = _mm512_load_ps(sums + TILE);
         if (linear->bias != NULL) {
-            first = _mm512_add_ps(first, widen(linear->bias + column));
-            second = _mm512_add_ps(second, widen(linear->bias + column + TILE));
+            one = _mm512_add_ps(one, widen(linear->bias + column));
+            other = _mm512_add_ps(other, widen(linear->bias + column + TILE));
         }
         if (linear->gated) {
-            store(out, _mm512_mul_ps(rounded(gate(rounded(first))), rounded(second)));
-        } else {
-            store(out, first);
-            store(out + TILE, second);
+            store(out + at, _mm512_mul_ps(rounded(gate(rounded(one))), rounded(other)));
+            continue;
         }
+        if (residual != NULL) {
+            one = _mm512_add_ps(rounded(one), widen(residual + at));
+            other = _mm512_add_ps(rounded(other), widen(residual + at + TILE));
+        }
+        store(out + at, one);
+        store(out + at + TILE, other);
     }
 }
 
-// rows [m, k] and out [m, n], or [m, n / 2] where gated, each in one piece.
-void kvboost_linear(const Linear *linear, const bf16 *rows, int32_t m, bf16 *out, int threads) {
+// rows [m, k] and out [m, n], or [m, n / 2] where gated, each in one piece. What a residual holds,
+// which may be out itself, is added.
+void kvboost_linear(
+    const Linear *linear, const bf16 *rows, int32_t m, const bf16 *residual, bf16 *out, int threads
+) {
+    static __thread bf16 *kept; // the rows, rearranged; kept for the thread's next call
+    static __thread size_t kept_size;
     const int n = linear->n, k = linear->k, width = linear->gated ? n / 2 : n;
     const int blocks = n / COLUMNS, fitting = PANEL_BYTES / (COLUMNS * k * (int)sizeof(bf16));
     int panel = (blocks + 2 * threads - 1) / (2 * threads);
     if (panel > fitting) panel = fitting > 0 ? fitting : 1;
+    const size_t size = (size_t)(m + ROWS - 1) / ROWS * ROWS * k * sizeof(bf16);
+    if (size > kept_size) {
+        free(kept);
+        kept = aligned_alloc(64, size);
+        kept_size = size;
+    }
+    bf16 *packed = kept;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        static __thread bf16 *packed; // kept for the thread's next call
-        if (packed == NULL) packed = aligned_alloc(64, ROWS * MOST_DEPTH * sizeof(bf16));
         float sums[ROWS * COLUMNS] __attribute__((aligned(64)));
         TileConfig before;
         take_tiles(&before);
+#pragma omp for schedule(static)
+        for (int row = 0; row < m; row += ROWS)
+            pack_rows(rows + (int64_t)row * k, m - row, k, packed + (int64_t)row * k);
 #pragma omp for schedule(dynamic, 1)
         for (int first = 0; first < blocks; first += panel) {
             const int end = first + panel < blocks ? first + panel : blocks;
             for (int row = 0; row < m; row += ROWS) {
                 const int count = m - row < ROWS ? m - row : ROWS;
-                pack_rows(rows + (int64_t)row * k, count, k, packed);
+                const int64_t at = (int64_t)row * width;
                 for (int block = first; block < end; block++) {
                     const bf16 *weights = linear->weights + (int64_t)block * COLUMNS * k;
-                    multiply(packed, weights, k, count > TILE, sums);
-                    finish(linear, sums, block * COLUMNS, count, out + (int64_t)row * width);
+                    multiply(packed + (int64_t)row * k, weights, k, count > TILE, sums);
+                    finish(linear, sums, block * COLUMNS, count, residual ? residual + at : NULL,
+                           out + at);
                 }
             }
         }
