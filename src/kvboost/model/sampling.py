@@ -70,9 +70,13 @@ class Sampler:
 
     def __call__(self, logits: torch.Tensor) -> tuple[int, TokenLogprob | None]:
         """The next token, given the model's logits ``[vocab]``."""
-        scores = logits.float()[None]
+        if self._seen is None and self._generator is None:
+            token_id = int(torch.argmax(logits))
+            return token_id, self._describe(logits, token_id)
+        scores = logits.to(torch.float32, copy=True)[None]
         if self._seen is not None:
-            scores = self._processors(self._seen[None], scores)
+            for process in self._processors:  # the list itself looks at their signatures every time
+                scores = process(self._seen[None], scores)
         if self._generator is None:
             token = torch.argmax(scores, dim=-1)
         else:
@@ -102,14 +106,14 @@ class GeneratedPenalty:
         self._prompt_tokens = prompt_tokens
         self._presence = presence
         self._frequency = frequency
+        self._penalizes = bool(presence or frequency)
         self._biased = torch.tensor(list(bias), dtype=torch.long)
         self._bias = torch.tensor(list(bias.values()))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """As a logits processor: ``[1, tokens]`` and ``[1, vocab]``."""
-        scores = scores.clone()
+        """As a logits processor: ``[1, tokens]`` and ``[1, vocab]``, in place."""
         generated = input_ids[0, self._prompt_tokens :]
-        if len(generated):
+        if self._penalizes and len(generated):
             tokens, counts = generated.unique(return_counts=True)
             scores[0, tokens] -= self._presence + self._frequency * counts
         if len(self._biased):
