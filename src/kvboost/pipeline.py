@@ -65,7 +65,7 @@ class Pipeline:
     def __init__(self, model: LoadedModel, config: EngineConfig, costs: Path | None = None) -> None:
         self._model = model
         self._config = config
-        self.pool = KVPool(model.forward.shape)
+        self.pool = KVPool(model.forward.shape, max_idle=8)
         cut = Cutter(
             config.chunking,
             config.chunk_size,

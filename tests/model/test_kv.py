@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvboost.model.kv import KVPool, KVShape, RequestKV
+from kvboost.reuse.shift import Sampled
 
 SHAPE = KVShape(2, 3, 4, torch.float32, torch.device("cpu"))
 
@@ -73,3 +74,21 @@ def test_offsets_are_added_by_the_kernel_as_by_torch(monkeypatch: pytest.MonkeyP
     assert torch.allclose(kv.data, other.data, rtol=2**-5, atol=2**-5)
     assert torch.equal(kv.data[:, 0], other.data[:, 0])
     assert torch.equal(kv.rows(70, 100), other.rows(70, 100))
+
+
+def test_errors_are_added_up_by_the_kernel_as_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = KVShape(2, 3, 64, torch.bfloat16, torch.device("cpu"))
+    kv = RequestKV(shape, 100)
+    kv.data.copy_(torch.randn(kv.data.shape))
+    fresh = torch.randn(1, 30, 6, 64).bfloat16().transpose(1, 2)  # as a layer has them
+    index = torch.arange(0, 30, 2)
+    which = torch.arange(15) % 3
+    mean = (which == torch.arange(4)[:, None]) * torch.rand(15)
+    rows = Sampled(
+        index, index * 3 + 1, which, mean, mean.sum(0), torch.randn(15, 64), torch.randn(15, 64)
+    )
+    given = kv.errors(1, fresh[:, :3], fresh[:, 3:], rows)
+    monkeypatch.setattr("kvboost.model.kv.has_kernels", lambda _: False)
+    expected = kv.errors(1, fresh[:, :3], fresh[:, 3:], rows)
+    for one, other in zip(given, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-4)

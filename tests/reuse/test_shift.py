@@ -13,7 +13,8 @@ SPANS = Spans(SPAN_OF, torch.tensor([0.5, 0.0]))
 
 class KV:
     shape = KVShape(2, 3, 4, torch.float32, torch.device("cpu"))
-    shift = RequestKV.shift
+    shift, errors = RequestKV.shift, RequestKV.errors
+    capacity = len(SPAN_OF)
 
     def __init__(self) -> None:
         self.data = torch.randn(2, 1, 3, len(SPAN_OF), 4)

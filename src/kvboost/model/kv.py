@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,6 +40,25 @@ class KVShape:
         return torch.from_numpy(
             np.zeros((*size[:-1], size[-1] * self.dtype.itemsize), np.uint8)
         ).view(self.dtype)
+
+
+class Sampled(Protocol):
+    """Rows of a segment and what they count for; :class:`kvboost.reuse.shift.Sampled`."""
+
+    @property
+    def index(self) -> torch.Tensor: ...
+    @property
+    def positions(self) -> torch.Tensor: ...
+    @property
+    def which(self) -> torch.Tensor: ...
+    @property
+    def mean(self) -> torch.Tensor: ...
+    @property
+    def weights(self) -> torch.Tensor: ...
+    @property
+    def cos(self) -> torch.Tensor: ...
+    @property
+    def sin(self) -> torch.Tensor: ...
 
 
 class SharedRows:
@@ -177,6 +197,36 @@ class RequestKV:
                 (self.base.values, self._values),
             )
         )
+
+    def errors(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: Sampled
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What fresh ``keys`` and ``values``, ``[1, kv_heads, segment, dim]``, differ from those
+        that are known in some ``rows``, added up by what each has of a mean: of keys times cos and
+        times sin of their rows, and of values; float32 ``[kv_heads, means, dim]``."""
+        known_keys, known_values = (part[0] for part in self.layer(layer, 0, self.capacity))
+        if has_kernels(self.shape):
+            heads, dim, means = known_keys.shape[0], keys.shape[3], len(rows.mean)
+            sums = torch.zeros(3, heads, means, dim)
+            read = [rows.index, rows.positions, rows.which, rows.weights, rows.cos, rows.sin]
+            read = [part.contiguous() for part in read]
+            load_library().kvboost_errors(  # type: ignore[union-attr]
+                *(keys.data_ptr(), keys.stride(1), keys.stride(2)),
+                *(values.data_ptr(), values.stride(1), values.stride(2)),
+                *(known_keys.data_ptr(), known_values.data_ptr(), known_keys.stride(0)),
+                *(heads, dim, means, len(rows.index)),
+                *(part.data_ptr() for part in read),
+                sums.data_ptr(),
+                torch.get_num_threads(),
+            )
+            return sums[0], sums[1], sums[2]
+        of_keys, of_values = (
+            fresh[0].index_select(1, rows.index).float()
+            - known.index_select(1, rows.positions).float()
+            for fresh, known in ((keys, known_keys), (values, known_values))
+        )
+        by_cos, by_sin = (rows.mean @ (of_keys * part) for part in (rows.cos, rows.sin))
+        return by_cos, by_sin, rows.mean @ of_values
 
     def shift(
         self,

@@ -106,18 +106,19 @@ class GeneratedPenalty:
         self._prompt_tokens = prompt_tokens
         self._presence = presence
         self._frequency = frequency
-        self._penalizes = bool(presence or frequency)
+        self._penalizes, self._biases = bool(presence or frequency), bool(bias)
         self._biased = torch.tensor(list(bias), dtype=torch.long)
         self._bias = torch.tensor(list(bias.values()))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """As a logits processor: ``[1, tokens]`` and ``[1, vocab]``, in place."""
-        generated = input_ids[0, self._prompt_tokens :]
-        if self._penalizes and len(generated):
+        if self._penalizes:
+            generated = input_ids[0, self._prompt_tokens :]
             tokens, counts = generated.unique(return_counts=True)
             scores[0, tokens] -= self._presence + self._frequency * counts
-        if len(self._biased):
-            scores[0, self._biased.to(scores.device)] += self._bias.to(scores.device)
+        if self._biases:
+            device = scores.device
+            scores[0].index_add_(0, self._biased.to(device), self._bias.to(device))
         return scores
 
 

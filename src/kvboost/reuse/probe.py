@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -14,6 +14,13 @@ class LayerRows(Protocol):
 
     def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of keys and values in rows ``[start, end)``: ``[1, kv_heads, rows, dim]``."""
+
+    def errors(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What fresh ``keys`` and ``values``, ``[1, kv_heads, segment, dim]``, differ from those
+        that are known in some ``rows`` (:class:`Sampled`), added up span by span: of keys times
+        cos and times sin of their rows, and of values; ``[kv_heads, spans + 1, dim]``."""
 
     def shift(
         self,

@@ -36,6 +36,24 @@ class Spans:
         return Spans(span_of, self.resemblance)
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """The recomputed rows of moved spans in one layer."""
+
+    index: torch.Tensor
+    """Where they stand in the segment."""
+    positions: torch.Tensor
+    which: torch.Tensor
+    """Their spans."""
+    mean: torch.Tensor
+    """``[spans + 1, rows]``: what each adds to the mean of its span; the last has none."""
+    weights: torch.Tensor
+    """The same, by row."""
+    cos: torch.Tensor
+    sin: torch.Tensor
+    """``[rows, dim]``."""
+
+
 class Shift:
     """A hook of the forward that recomputes some rows of moved spans. In every layer it adds to
     the other rows of a span, keys and values alike, the mean difference between fresh and stale
@@ -60,39 +78,39 @@ class Shift:
         between = spans.span_of[self._start : self._end]
         self._offset_of = torch.where(between >= 0, between, num_spans)
         numbers = torch.arange(num_spans + 1, device=positions.device)[:, None]
-        of_span = spans.span_of[self._fresh] == numbers
+        which = spans.span_of[self._fresh]
+        of_span = which == numbers
         count = of_span.sum(1, keepdim=True)
         trust = torch.where(count >= 2, count / (count + PRIOR_ROWS), 0.0)
         strength = STRENGTH * (1 - torch.nn.functional.pad(spans.resemblance, (0, 1)))[:, None]
-        self._mean = of_span * (strength * trust / count.clamp(min=1))
+        mean = of_span * (strength * trust / count.clamp(min=1))
+        self._rows = (self._index, self._fresh, which, mean, mean.sum(0))
         self._turns: dict[int, tuple[Turns, Turns]] = {}
 
     def on_fresh(self, layer: int, kv: LayerRows, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer == 0:  # its keys and values depend on the token alone: nothing is stale
             return
         here, there = self._turns_of(layer, keys)
-        stale_keys, stale_values = (rows[0] for rows in kv.layer(layer, 0, self._end))
-        along = self._mean @ self._rotation.turn(self._error(keys, stale_keys), here, back=True)
+        by_cos, by_sin, of_values = kv.errors(layer, keys, values, Sampled(*self._rows, *here))
+        # Turned back to where position plays no part, which commutes with adding up.
+        along = by_cos - self._rotation.quarter(by_sin)
         across = self._rotation.quarter(along)
-        of_values = self._mean @ self._error(values, stale_values)
         kv.shift(layer, self._start, self._offset_of, (along, across), there, of_values)
-
-    def _error(self, fresh: torch.Tensor, stale: torch.Tensor) -> torch.Tensor:
-        """By how much the recomputed rows differ from what was known: ``[heads, rows, dim]``."""
-        known = stale.index_select(1, self._fresh).float()
-        return fresh[0].index_select(1, self._index).float() - known
 
     def on_query(
         self, layer: int, kv: LayerRows, query: torch.Tensor, scale: float, window: int | None
     ) -> None: ...
 
     def _turns_of(self, layer: int, keys: torch.Tensor) -> tuple[Turns, Turns]:
-        """Turns of the fresh rows, and of all touched ones over all channels; made once per kind
+        """Turns of the fresh rows, and of all touched ones, over all channels; made once per kind
         of layer."""
         kind = self._rotation.kinds[layer]
         if kind not in self._turns:
             touched = torch.arange(self._start, self._end, device=keys.device)
-            there = self._rotation.spread(self._rotation.turns(layer, touched), keys.shape[-1])
+            here, there = (
+                self._rotation.spread(self._rotation.turns(layer, rows), keys.shape[-1])
+                for rows in (self._fresh, touched)
+            )
             cos, sin = (part.to(keys.dtype) for part in there)
-            self._turns[kind] = (self._rotation.turns(layer, self._fresh), (cos, sin))
+            self._turns[kind] = here, (cos, sin)
         return self._turns[kind]

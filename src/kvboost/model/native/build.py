@@ -36,6 +36,12 @@ SIGNATURES = {
     "kvboost_layer": (*(c_void_p,) * 8, c_int32),
     "kvboost_layer_begin": (*(c_void_p,) * 6, c_int32),
     "kvboost_layer_end": (*(c_void_p,) * 6, c_int32),
+    "kvboost_errors": (
+        *(c_void_p, c_int64, c_int64) * 2,
+        *(c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_int32),
+        *(c_void_p,) * 7,
+        c_int32,
+    ),
     "kvboost_shift": (
         *(c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_void_p, c_int32),
         *(c_void_p,) * 5,
