@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 
 from kvboost.bench import serve_report
+from kvboost.bench.goals import show_goals
 from kvboost.bench.machine import describe
 from kvboost.bench.peers.base import Peer, Setting
 from kvboost.bench.peers.cpu import watch_cpu
@@ -108,7 +109,7 @@ def run_serve(
     rows = comparison.rows()
     serve_report.show(console, rows, plan.users, planned=plan.users * plan.requests)
     serve_report.show_problems(console, comparison.errors, comparison.failures)
-    serve_report.show_goals(console, goals(rows))
+    show_goals(console, goals(rows))
     if plot is not None and rows:
         plot_serve(rows, plot, title=f"{plan.model}, {plan.users} users, {machine['cpu']}")
         console.print(f"drawn in {plot}", highlight=False)
