@@ -73,8 +73,7 @@ def ttft(
                 turns=8,
                 conversations=1,
                 opening_tokens=256,
-                peer_tokens=(256, 512),
-                peer_rounds=1,
+                peer_tokens=(512,),
             )
         plan = replace(
             usual,
@@ -87,6 +86,51 @@ def ttft(
             engines=_engines(peers, peer),
         )
         report = run_ttft(plan, out, plot=str(plot) if plot else None, device=device, dtype=dtype)
+    print(json.dumps(report))
+
+
+@app.command()
+def interior(
+    model: Model = DEFAULT_MODEL,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of a prompt, about; 2048 if not given.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, max=50, help="Medians are over this many; 5.")
+    ] = None,
+    peer: OnePeer = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Of one engine: then it is not asked in later rounds.")
+    ] = 240.0,
+    plot: Plot = None,
+    quick: Annotated[
+        bool, typer.Option(help="Ours and stock transformers, short prompts: under a minute.")
+    ] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Known documents at the front, in the middle, twice, reordered, behind a changing header: what
+    every engine reuses of them, and how long until the first token; JSON on the last line.
+
+    Engines run in their own environments (make peers); one that is missing is said to be.
+
+    Example: kvboost bench interior --peer kvboost --peer vllm --plot interior.png
+    """
+    with errors():
+        from kvboost.bench.interior.run import Plan, run_interior
+        from kvboost.bench.peers.engines import OWN
+
+        usual = Plan(model, OWN, 768, 2) if quick else Plan(model)
+        plan = Plan(
+            model,
+            tuple(peer or usual.engines),
+            tokens or usual.tokens,
+            rounds or usual.rounds,
+            seconds,
+        )
+        report = run_interior(
+            plan, out, plot=str(plot) if plot else None, device=device, dtype=dtype
+        )
     print(json.dumps(report))
 
 
