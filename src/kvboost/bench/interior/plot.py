@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 from kvboost.bench.interior.measure import Row
 from kvboost.bench.interior.prompts import PLACES
+from kvboost.bench.peers.engines import colours
 from kvboost.bench.plots import COLOURS, GRID, INK, check_plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-HATCHES = ("", "//")
 
 
 def plot_interior(rows: Sequence[Row], path: str | os.PathLike[str], *, title: str) -> None:
@@ -32,6 +31,7 @@ def interior_figure(rows: Sequence[Row], *, title: str) -> Figure:
         raise ValueError("nothing to plot: there are no rows")
     places = [place for place in PLACES if any(row.place == place for row in rows)]
     engines = list(dict.fromkeys(row.engine for row in rows))
+    looks = colours(engines, COLOURS, INK)
     width = 0.84 / len(engines)
     figure = Figure(figsize=(max(6.4, 2.2 * len(places)), 4.8), layout="constrained")
     figure.suptitle(title, fontsize=12, color=INK)
@@ -49,8 +49,7 @@ def interior_figure(rows: Sequence[Row], *, title: str) -> Figure:
             median,
             width * 0.94,
             yerr=spread,
-            color=COLOURS[at % len(COLOURS)],
-            hatch=HATCHES[at // len(COLOURS) % len(HATCHES)],
+            color=looks[engine],
             error_kw={"ecolor": INK, "linewidth": 0.9},
             label=engine,
         )

@@ -23,6 +23,7 @@ def show(
         "quality says how close); all else is exact, or as exact as its engine.",
         style="dim",
         highlight=False,
+        markup=False,
     )
     for place, (name, ratio) in best.items():
         console.print(f"{place}: {ratio:.1f} × the best other ({name})", highlight=False)

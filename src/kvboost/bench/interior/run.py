@@ -10,7 +10,13 @@ from rich.console import Console
 
 from kvboost.bench.goals import show_goals
 from kvboost.bench.interior import report
-from kvboost.bench.interior.measure import PEER_SECONDS, against_best, goal, measure_interior
+from kvboost.bench.interior.measure import (
+    AT_TOKENS,
+    PEER_SECONDS,
+    against_best,
+    goal,
+    measure_interior,
+)
 from kvboost.bench.interior.plot import plot_interior
 from kvboost.bench.interior.prompts import DOCUMENTS, make_round
 from kvboost.bench.machine import describe
@@ -35,7 +41,7 @@ class Plan:
 
     model: str
     engines: tuple[str, ...] = tuple(ENGINES)
-    tokens: int = 2048
+    tokens: int = AT_TOKENS
     """Of a prompt, about."""
     rounds: int = 5
     peer_seconds: float = PEER_SECONDS
@@ -98,7 +104,7 @@ def run_interior(
         raise KVBoostError("none of the chosen engines could be measured")
     best = against_best(rows)
     report.show(console, rows, best, plan.rounds)
-    reached = goal(best)
+    reached = goal(best, plan.tokens)
     show_goals(console, [reached])
     if plot is not None:
         cpu = machine.get("gpu", machine["cpu"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -101,3 +101,11 @@ ENGINES = {
     )
 }
 PEERS = tuple(name for name in ENGINES if name not in OWN)
+
+
+def colours(names: Sequence[str], palette: Sequence[str], plain: str) -> dict[str, str]:
+    """A colour each, the same in every picture: ``plain`` for stock transformers, the measure of
+    all, and one of ``palette`` for each of the others."""
+    others = [name for name in (*ENGINES, *names) if name != STOCK]
+    known = {name: palette[at % len(palette)] for at, name in enumerate(dict.fromkeys(others))}
+    return {name: plain if name == STOCK else known[name] for name in names}

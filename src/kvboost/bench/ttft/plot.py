@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvboost.bench.peers.engines import OWN
+from kvboost.bench.peers.engines import OURS, OURS_PREFIX, STOCK, colours
 from kvboost.bench.plots import COLOURS, GRID, INK, MARKERS, check_plot
 from kvboost.bench.timing import Sample
 from kvboost.bench.ttft.lengths import Length
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 Curves = Mapping[str, Sequence[tuple[int, Sample]]]
 """Points (tokens, milliseconds) of each contender."""
 
+COLD = ", cold"
 LABELS = {
-    "stock": "stock transformers",
+    "stock": "stock",
     "baseline": "KVBoost, no reuse",
     "warm": "KVBoost, exact prefix",
     "chunk": "KVBoost, moved text",
-    "floor": "floor: KV already there",
+    "floor": "floor: stock, KV already there",
 }
 
 
@@ -38,19 +39,16 @@ def curves(points: Sequence[Length], peers: Sequence[PeerTime]) -> dict[str, Cur
     panels: dict[str, Curves] = {"in one process": own}
     names = dict.fromkeys(row.name for row in peers)
     if names:
-        panels["engines, warm prefix (dashed: cold)"] = {
+        panels["engines: warm prefix; dashed: all to be read"] = {
             f"{name}{kind}": [
                 (row.num_tokens, row.cold if kind else row.warm)
                 for row in peers
                 if row.name == name
             ]
             for name in names
-            for kind in ("", COLD)
+            for kind in ((COLD,) if name == STOCK else ("", COLD))  # stock keeps nothing
         }
     return panels
-
-
-COLD = ", cold"
 
 
 def plot_ttft(panels: Mapping[str, Curves], path: str | os.PathLike[str], *, title: str) -> None:
@@ -68,7 +66,7 @@ def ttft_figure(panels: Mapping[str, Curves], *, title: str) -> Figure:
         raise ValueError("nothing to plot: no panel has a line with points")
     figure = Figure(figsize=(1.2 + 5.4 * len(panels), 5.0), layout="constrained")
     figure.suptitle(title, fontsize=12, color=INK)
-    (row,) = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)
+    (row,) = figure.subplots(1, len(panels), sharex=True, squeeze=False)
     row[0].set_ylabel("time to first token, ms", fontsize=10, color=INK)
     for axes, (panel, lines) in zip(row, panels.items(), strict=True):
         axes.set_title(panel, fontsize=11, color=INK)
@@ -81,29 +79,34 @@ def ttft_figure(panels: Mapping[str, Curves], *, title: str) -> Figure:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(which="both", color=GRID, labelcolor=INK, labelsize=9)
-        names = list(dict.fromkeys(name.removesuffix(COLD) for name in lines))
-        for name, curve in lines.items():
-            at = names.index(name.removesuffix(COLD))
-            _line(axes, name, curve, at)
+        engines = list(dict.fromkeys(name.removesuffix(COLD) for name in lines))
+        looks = colours(engines, COLOURS, INK)
+        for at, engine in enumerate(engines):
+            for name in (engine, engine + COLD):
+                _line(axes, name, lines.get(name, ()), looks[engine], MARKERS[at % len(MARKERS)])
         axes.legend(frameon=False, fontsize=8, labelcolor=INK)
     return figure
 
 
-def _line(axes: object, name: str, curve: Sequence[tuple[int, Sample]], at: int) -> None:
+def _line(
+    axes: object, name: str, curve: Sequence[tuple[int, Sample]], colour: str, marker: str
+) -> None:
     points = sorted(curve, key=lambda point: point[0])
-    colour = COLOURS[at % len(COLOURS)]
+    if not points:
+        return
     lengths = [tokens for tokens, _ in points]
-    is_cold, is_ours = name.endswith(COLD), name in OWN[1:] or name.startswith("KVBoost")
+    is_cold = name.endswith(COLD)
+    is_ours = name.startswith("KVBoost") or name in (OURS, OURS_PREFIX)
     axes.plot(  # type: ignore[attr-defined]
         lengths,
         [sample.median_ms for _, sample in points],
         color=colour,
-        marker=MARKERS[at % len(MARKERS)],
+        marker=marker,
         markersize=4,
         linestyle="--" if is_cold else "-",
-        linewidth=2.2 if is_ours else 1.5,
-        alpha=0.7 if is_cold else 1.0,
-        label="_" + name if is_cold else name,
+        linewidth=2.4 if is_ours else 1.5,
+        alpha=0.6 if is_cold else 1.0,
+        label=name if name == STOCK + COLD or not is_cold else f"_{name}",
     )
     axes.fill_between(  # type: ignore[attr-defined]
         lengths,
