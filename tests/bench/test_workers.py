@@ -74,14 +74,18 @@ def test_the_end_is_the_first_token_of_one_that_does_not_stream(setting: Setting
     assert answer.ttft_ms >= 200
 
 
-def test_who_is_not_asked_is_frozen(worker: Worker) -> None:
-    number = worker._process.pid
-    assert state_of(number) == "T"
-    worker.ask([1], "one")
+def comes_to_rest(number: int) -> bool:
+    """Whether it is frozen soon: a signal is not obeyed at once on a busy machine."""
     deadline = time.monotonic() + 5
     while state_of(number) != "T" and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert state_of(number) == "T"
+    return state_of(number) == "T"
+
+
+def test_who_is_not_asked_is_frozen(worker: Worker) -> None:
+    assert comes_to_rest(worker._process.pid)
+    worker.ask([1], "one")
+    assert comes_to_rest(worker._process.pid)
 
 
 def test_the_frozen_end_too(setting: Setting) -> None:
@@ -135,6 +139,12 @@ def test_who_cannot_load_says_why(setting: Setting) -> None:
         Worker(fake_engine(load="die"), setting)
     with pytest.raises(KVBoostError, match=r"in time(?s:.)*compiling"):
         Worker(fake_engine(load="hang"), setting, timeout=1.0)
+
+
+def test_who_cannot_even_start_says_why(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(KVBoostError, match=r"fake could not be started: .*/no/such/python"):
+        Worker(fake_engine(), setting)
 
 
 def test_the_rest_goes_on(

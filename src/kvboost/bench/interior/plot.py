@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvboost.bench.interior.measure import Row
 from kvboost.bench.interior.prompts import PLACES
 from kvboost.bench.peers.engines import colours
-from kvboost.bench.plots import COLOURS, GRID, INK, check_plot
+from kvboost.bench.plots import COLOURS, GRID, INK, check_plot, plain_log_labels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,7 +66,7 @@ def interior_figure(rows: Sequence[Row], *, title: str) -> Figure:
                 )
     axes.set_xticks(range(len(places)), places)
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    plain_log_labels(axes.yaxis)
     axes.set_ylabel("time to first token, ms (%: known text reused)", fontsize=10, color=INK)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)

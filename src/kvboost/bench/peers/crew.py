@@ -45,7 +45,7 @@ class Crew:
             with progress.step(f"loading {engine.name}"):
                 try:
                     worker = Worker(engine, self._setting, self._seconds[0])
-                except (KVBoostError, OSError) as error:
+                except KVBoostError as error:
                     self.failures[engine.name] = str(error)
                     continue
             self._workers[engine.name] = worker

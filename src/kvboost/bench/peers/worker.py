@@ -50,16 +50,20 @@ class Worker:
         self._log = Path(self._folder.name) / "log.txt"
         self._unread = b""
         started = time.perf_counter()
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                engine.command(),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=self._folder.name,
-                env=engine.variables(setting),
-                start_new_session=True,  # a group of its own, frozen and stopped as one
-            )
+        try:
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    engine.command(),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    cwd=self._folder.name,
+                    env=engine.variables(setting),
+                    start_new_session=True,  # a group of its own, frozen and stopped as one
+                )
+        except OSError as error:
+            self._folder.cleanup()
+            raise KVBoostError(f"{self.name} could not be started: {error}") from error
         try:
             self._write({"load": engine.given(setting)})
             ready = self._read("ready", time.monotonic() + timeout)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvboost.bench.peers.engines import OURS, OURS_PREFIX, STOCK, colours
-from kvboost.bench.plots import COLOURS, GRID, INK, MARKERS, check_plot
+from kvboost.bench.plots import COLOURS, GRID, INK, MARKERS, check_plot, plain_log_labels
 from kvboost.bench.timing import Sample
 from kvboost.bench.ttft.lengths import Length
 from kvboost.bench.ttft.patterns import CONTENDERS
@@ -74,7 +74,7 @@ def ttft_figure(panels: Mapping[str, Curves], *, title: str) -> Figure:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        plain_log_labels(axes.yaxis)
         axes.grid(color=GRID, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
