@@ -128,6 +128,8 @@ def test_doctor_sees_a_folder_that_cannot_be_used(monkeypatch, tmp_path) -> None
         (("generate", "hello", "--kv-bits", "3"), "kv_cache_bits=3"),
         (("bench", "ttft", "--pattern", "nonsense"), "pattern='nonsense'"),
         (("bench", "ttft", "--tokens", "8"), "tokens=8"),
+        (("bench", "ttft", "--peer", "gpt"), "peer='gpt'"),
+        (("bench", "interior", "--tokens", "9000"), "tokens=9000 does not fit"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(model, arguments, message) -> None:

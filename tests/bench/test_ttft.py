@@ -28,11 +28,11 @@ from kvboost.bench.ttft.lengths import (
 from kvboost.bench.ttft.patterns import CONTENDERS, TTFT, Pooled, measure_ttft
 from kvboost.bench.ttft.peers import PeerTime, measure_peers, peer_break_evens
 from kvboost.bench.ttft.plot import curves, plot_ttft, ttft_figure
-from kvboost.bench.ttft.run import Plan
+from kvboost.bench.ttft.run import Plan, run_ttft
 from kvboost.bench.workloads import Unread
 from kvboost.errors import ConfigError
 from kvboost.progress import Progress
-from tiny import make_engine, tiny_model
+from tiny import byte_tokenizer, make_engine, tiny_model
 
 
 def encode(text: str) -> list[int]:
@@ -238,3 +238,11 @@ def test_no_points_are_no_picture() -> None:
 def test_a_plan_that_makes_no_sense_is_refused(wrong: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Plan("m", **wrong)
+
+
+def test_turns_must_fit_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    tiny_model("llama", max_position_embeddings=512).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="turns=10 do not fit the model's context of 512"):
+        run_ttft(Plan(str(tmp_path)), Console(quiet=True))

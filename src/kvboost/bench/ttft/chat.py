@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from kvboost import GenerationMode, KVBoost, StockModel
 from kvboost.bench.peers.crew import Crew
 from kvboost.bench.timing import Sample
-from kvboost.bench.workloads import Encode, Unread, fragments, question
+from kvboost.bench.workloads import MAX_QUESTIONS, Encode, Unread, fragments, question
 
 TURNS = 10
 QUESTION_TOKENS = 32
@@ -54,7 +54,7 @@ def conversation(
     talk = unread.take(opening_tokens)
     prompts = []
     for turn in range(turns):
-        talk = talk + question(encode, (number + turn) % 52, QUESTION_TOKENS)
+        talk = talk + question(encode, (number + turn) % MAX_QUESTIONS, QUESTION_TOKENS)
         prompts.append(talk)
         talk = talk + unread.take(ANSWER_TOKENS)
     return prompts

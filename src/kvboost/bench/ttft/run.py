@@ -19,7 +19,7 @@ from kvboost.bench.peers.report import crew_json, show_crew
 from kvboost.bench.peers.setting import prepare
 from kvboost.bench.plots import check_plot
 from kvboost.bench.ttft import report
-from kvboost.bench.ttft.chat import TURNS, Chat, measure_chat
+from kvboost.bench.ttft.chat import ANSWER_TOKENS, QUESTION_TOKENS, TURNS, measure_chat
 from kvboost.bench.ttft.clock import ClockCheck, check_clock
 from kvboost.bench.ttft.goals import goals
 from kvboost.bench.ttft.lengths import WORDS, Beginning, break_evens, measure_lengths, texts_for
@@ -35,9 +35,6 @@ from kvboost.bench.ttft.plot import curves, plot_ttft
 from kvboost.bench.workloads import PATTERNS, fragments
 from kvboost.config import one_of, whole
 from kvboost.progress import Progress
-
-CHAT_ROOM = 1_500
-"""Tokens that turns take beside the opening, with room to spare."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +92,7 @@ def run_ttft(
     machine = describe(engine.device, engine.dtype)
     console.print(machine)
     texts = texts_for(engine, plan.words, plan.num_new)
+    opening = _opening_tokens(plan, engine)
     with ExitStack() as stack:
         stack.enter_context(engine)
         progress = stack.enter_context(Progress("measuring, interleaved"))
@@ -110,7 +108,17 @@ def run_ttft(
             decode = measure_decode(engine, stock, max(plan.tokens), plan.rounds, step.advance)
         with progress.step("lengths", len(texts) * (plan.rounds + 1)) as step:
             points = measure_lengths(engine, stock, texts, plan.num_new, plan.rounds, step.advance)
-        chat = _measure_chat(plan, engine, stock, crew, progress)
+        total = (plan.conversations + 1) * plan.turns
+        with progress.step(f"a conversation of {plan.turns} turns", total) as step:
+            chat = measure_chat(
+                engine,
+                stock,
+                crew,
+                opening_tokens=opening,
+                turns=plan.turns,
+                conversations=plan.conversations,
+                on_turn=step.advance,
+            )
         clock = _check_clock(engine, texts)
         peers = _measure_peers(plan, engine, crew, progress)
     by_length = [[row for row in rows if row.num_tokens == length] for length in plan.tokens]
@@ -170,23 +178,17 @@ def _crew(plan: Plan, engine: KVBoost, stack: ExitStack, progress: Progress) -> 
     return crew
 
 
-def _measure_chat(
-    plan: Plan, engine: KVBoost, stock: StockModel, crew: Crew | None, progress: Progress
-) -> Chat:
-    opening = plan.opening_tokens
-    if engine.context_length is not None:
-        opening = max(1, min(opening, engine.context_length - CHAT_ROOM))
-    total = (plan.conversations + 1) * plan.turns
-    with progress.step(f"a conversation of {plan.turns} turns", total) as step:
-        return measure_chat(
-            engine,
-            stock,
-            crew,
-            opening_tokens=opening,
-            turns=plan.turns,
-            conversations=plan.conversations,
-            on_turn=step.advance,
+def _opening_tokens(plan: Plan, engine: KVBoost) -> int:
+    """With which a conversation begins: as planned, or what its turns leave of the context."""
+    if engine.context_length is None:
+        return plan.opening_tokens
+    room = engine.context_length - plan.turns * (QUESTION_TOKENS + ANSWER_TOKENS)
+    if room < 1:
+        raise ConfigError(
+            f"turns={plan.turns} do not fit the model's context of {engine.context_length:,}; "
+            "choose fewer"
         )
+    return min(plan.opening_tokens, room)
 
 
 def _check_clock(engine: KVBoost, texts: Sequence[Beginning]) -> dict[str, ClockCheck]:
