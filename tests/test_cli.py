@@ -128,6 +128,8 @@ def test_doctor_sees_a_folder_that_cannot_be_used(monkeypatch, tmp_path) -> None
         (("generate", "hello", "--kv-bits", "3"), "kv_cache_bits=3"),
         (("bench", "ttft", "--pattern", "nonsense"), "pattern='nonsense'"),
         (("bench", "ttft", "--tokens", "8"), "tokens=8"),
+        (("bench", "ttft", "--peer", "gpt"), "peer='gpt'"),
+        (("bench", "interior", "--tokens", "9000"), "tokens=9000 does not fit"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(model, arguments, message) -> None:
@@ -167,6 +169,9 @@ def test_the_benchmark_ends_with_json(model) -> None:
     first = report["rows"][0]  # one pattern: pooled is that pattern
     assert report["pooled"][0]["speedup"] == pytest.approx(first["speedup"])
     assert report["decode"]["num_tokens"] == 512
+    assert [point["words"] for point in report["lengths"]] == [100, 400]
+    assert len(report["chat"]["turns"]["prefix"]) == 8
+    assert {goal["met"] for goal in report["goals"][:2]} == {None}  # neither 2,048 tokens nor peers
     assert report["machine"]["dtype"] == "float32"
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kvboost.bench.plots import check_plot, plot_quality, quality_figure
+from kvboost.bench.plots import check_plot, plain_log_labels, plot_quality, quality_figure
 from kvboost.errors import ConfigError
 
 PANELS = {
@@ -130,3 +130,15 @@ def test_a_plot_leaves_the_backend_alone(tmp_path) -> None:
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_log_axis_has_plain_numbers() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    axes.set_yscale("log")
+    axes.set_ylim(30, 3_000_000)
+    plain_log_labels(axes.yaxis)
+    assert axes.yaxis.get_major_formatter()(1_000_000.0) == "1,000,000"
+    minor = axes.yaxis.get_minor_formatter()
+    assert [minor(value) for value in (50.0, 60.0, 2_000.0, 0.5)] == ["50", "", "2,000", "0.5"]

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvboost.errors import ConfigError
 
@@ -127,6 +127,16 @@ def quality_figure(
         labelcolor=INK,
     )
     return figure
+
+
+def plain_log_labels(axis: Any) -> None:
+    """Labels a log axis with plain numbers: powers of ten, and 2 and 5 times them."""
+
+    def plain(value: float, _: int | None = None) -> str:
+        return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+
+    axis.set_major_formatter(plain)
+    axis.set_minor_formatter(lambda value, _: plain(value) if f"{value:e}"[0] in "25" else "")
 
 
 def _below(values: Sequence[float]) -> float:

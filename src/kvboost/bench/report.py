@@ -12,7 +12,7 @@ from rich.text import Text
 from kvboost import ReuseReport, SpanKind
 from kvboost.bench.moved import Moved, Turn
 from kvboost.bench.quality import DONORS, RATIO_FREE, Summary
-from kvboost.bench.ttft import TTFT, Decode, Pooled
+from kvboost.bench.timing import Sample
 
 RECOMPUTED = "recomputed"
 # Kind: mark (told apart without colours too), colour, meaning.
@@ -115,40 +115,6 @@ def _quality_cells(one: Summary) -> list[str]:
     ]
 
 
-def ttft_table(rows: Sequence[TTFT]) -> Table:
-    table = Table(title="time to first token, ms (median; lowest to highest in brackets)")
-    for heading in ("pattern", "tokens", "new"):
-        table.add_column(heading)
-    for heading in ("stock", "baseline", "÷ stock", "warm", "floor", "÷ floor", "faster"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            row.pattern,
-            f"{row.num_tokens:,}",
-            str(row.num_new),
-            *(_spread(sample) for sample in (row.stock, row.baseline)),
-            f"{row.baseline_over_stock:.2f}",
-            *(_spread(sample) for sample in (row.warm, row.floor)),
-            f"{row.warm_over_floor:.2f}",
-            f"{row.speedup:.1f} ×",
-        )
-    return table
-
-
-def pooled_table(rows: Sequence[Pooled]) -> Table:
-    table = Table(title="all patterns together")
-    for heading in ("tokens", "baseline ÷ stock", "warm ÷ floor", "faster than stock"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            f"{row.num_tokens:,}",
-            f"{row.baseline_over_stock:.2f}",
-            f"{row.warm_over_floor:.2f}",
-            f"{row.speedup:.1f} ×",
-        )
-    return table
-
-
 def moved_table(moved: Moved) -> Table:
     table = Table(
         title=f"time to first token, ms: {moved.num_tokens:,} tokens, {moved.moved_tokens:,} of "
@@ -157,8 +123,8 @@ def moved_table(moved: Moved) -> Table:
     for heading in ("stock", *moved.over_stock):
         table.add_column(heading.replace("_", " "), justify="right")
     table.add_row(
-        *(_spread(sample) for sample in (moved.stock, moved.auto, moved.cacheblend)),
-        *(_spread(sample) for sample in (moved.none, moved.no_hit)),
+        *(spread(sample) for sample in (moved.stock, moved.auto, moved.cacheblend)),
+        *(spread(sample) for sample in (moved.none, moved.no_hit)),
     )
     table.add_row("÷ stock", *(f"{ratio:.2f}" for ratio in moved.over_stock.values()))
     return table
@@ -179,31 +145,7 @@ def turns_table(turns: Sequence[Turn]) -> Table:
     return table
 
 
-def decode_table(rows: Sequence[Decode]) -> Table:
-    table = Table(title="ms per generated token, whole call over a known prompt")
-    for heading in ("prompt tokens", "stock generate", "ours", "÷ stock"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            f"{row.num_tokens:,}",
-            _spread(row.stock),
-            _spread(row.ours),
-            f"{row.ours_over_stock:.2f}",
-        )
-    return table
-
-
-def explain_ttft(console: Console) -> None:
-    console.print(
-        "stock     full prefill by stock transformers\n"
-        "baseline  ours without reuse\n"
-        "warm      ours, everything but the new tokens read before\n"
-        "floor     stock transformers with the KV already in its cache\n",
-        style="dim",
-        highlight=False,
-    )
-
-
-def _spread(sample: object) -> str:
-    median, low, high = vars(sample).values()
+def spread(sample: Sample) -> str:
+    """The median, and lowest to highest in brackets."""
+    median, low, high = sample.median_ms, sample.min_ms, sample.max_ms
     return f"{median:.0f} [{low:.0f}-{high:.0f}]" if median >= 10 else f"{median:.1f}"

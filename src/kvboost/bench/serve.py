@@ -11,22 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer
 
-from kvboost import pull_model
 from kvboost.bench import serve_report
+from kvboost.bench.goals import show_goals
 from kvboost.bench.machine import describe
 from kvboost.bench.peers.base import Peer, Setting
 from kvboost.bench.peers.cpu import watch_cpu
 from kvboost.bench.peers.process import Running, running
+from kvboost.bench.peers.setting import Vocabulary, prepare
 from kvboost.bench.peers.systems import OURS, SYSTEMS
 from kvboost.bench.plots import check_plot
 from kvboost.bench.serve_load import Answer, Server, closed_loop, open_loop
@@ -81,23 +80,6 @@ class Plan:
         return ("closed",) if self.loop == "closed" else ("closed", "open")
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """The model's tokenizer, as far as a client needs it."""
-
-    count: Callable[[str], int]
-    special_ids: tuple[int, ...]
-
-    @classmethod
-    def of(cls, folder: Path) -> Vocabulary:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        added = tokenizer.get_added_tokens_decoder()
-        return cls(
-            lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids),
-            tuple(sorted(number for number, token in added.items() if token.special)),
-        )
-
-
 def run_serve(
     plan: Plan, console: Console, *, plot: str | None = None, save: str | None = None
 ) -> dict[str, object]:
@@ -127,7 +109,7 @@ def run_serve(
     rows = comparison.rows()
     serve_report.show(console, rows, plan.users, planned=plan.users * plan.requests)
     serve_report.show_problems(console, comparison.errors, comparison.failures)
-    serve_report.show_goals(console, goals(rows))
+    show_goals(console, goals(rows))
     if plot is not None and rows:
         plot_serve(rows, plot, title=f"{plan.model}, {plan.users} users, {machine['cpu']}")
         console.print(f"drawn in {plot}", highlight=False)
@@ -274,20 +256,6 @@ def rotated(names: Sequence[str], by: int) -> list[str]:
     """The names in the same order, another one first."""
     by %= len(names)
     return [*names[by:], *names[:by]]
-
-
-def prepare(model: str, users: int) -> tuple[Setting, Vocabulary]:
-    """Where the model lies, what it holds, and how it counts."""
-    folder = Path(model) if Path(model).is_dir() else pull_model(model)
-    config = json.loads((folder / "config.json").read_text())
-    setting = Setting(
-        model,
-        folder,
-        users,
-        threads=os.cpu_count() or 1,
-        context_length=int(config["max_position_embeddings"]),
-    )
-    return setting, Vocabulary.of(folder)
 
 
 def _check(peer: Peer, answers: Sequence[Answer]) -> None:

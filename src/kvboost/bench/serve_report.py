@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from kvboost.bench.serve_stats import Goal, Row
+from kvboost.bench.serve_stats import Row
 
 UNEQUAL = 0.02
 """Prompts or answers whose mean lengths differ by more than this are worth a word."""
@@ -36,12 +36,6 @@ def show_problems(console: Console, errors: Mapping[str, str], failures: Mapping
         console.print(said, style="yellow", highlight=False, markup=False)
     for name, why in failures.items():
         console.print(f"{name} was given up: {why}", style="red", highlight=False, markup=False)
-
-
-def show_goals(console: Console, goals: Sequence[Goal]) -> None:
-    for goal in goals:
-        mark = {True: "[green]met[/]", False: "[red]not met[/]", None: "–"}[goal.met]
-        console.print(f"goal, {goal.text}: {mark} ({goal.figure})", highlight=False)
 
 
 def tables(rows: Sequence[Row], users: int) -> Iterator[Table]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
+from kvboost.bench.goals import Goal
 from kvboost.bench.peers.systems import OURS
 from kvboost.bench.serve_load import Answer
 
@@ -96,15 +97,6 @@ class Row:
         said = {"system": self.system, "workload": self.workload, "loop": self.loop}
         rounds = [asdict(one) for one in self.rounds]
         return {**said, "rate": self.rate, **asdict(self.median), "rounds": rounds}
-
-
-@dataclass(frozen=True)
-class Goal:
-    """Something we want to be true, and whether it is; None if it was not measured."""
-
-    text: str
-    met: bool | None
-    figure: str
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:

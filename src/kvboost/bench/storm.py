@@ -26,8 +26,8 @@ from rich.console import Console
 
 from kvboost.bench.peers.kvboost_server import KVBoostServer
 from kvboost.bench.peers.process import Running, running
+from kvboost.bench.peers.setting import prepare
 from kvboost.bench.resident import MOST_GROWTH, levels, resident_mb
-from kvboost.bench.serve import prepare
 from kvboost.bench.serve_load import Server, closed_loop
 from kvboost.bench.serve_work import Request, make_workload
 from kvboost.progress import Progress

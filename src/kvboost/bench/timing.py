@@ -34,16 +34,34 @@ def interleave(
 ) -> dict[str, Sample]:
     """Times every contender once per round, so that a slow moment of the machine meets them all.
     Round 0 warms up and is not counted. Each second round runs in the opposite order."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    timers = {name: _stopwatch(contender) for name, contender in contenders.items()}
+    return take_turns(timers, rounds, on_round)
+
+
+def take_turns(
+    timers: Mapping[str, Callable[[int], float | None]],
+    rounds: int,
+    on_round: Callable[[], None] = lambda: None,
+) -> dict[str, Sample]:
+    """Like :func:`interleave`, for contenders that bring their own milliseconds; None has none and
+    does not count. Who never had any is left out."""
+    times: dict[str, list[float]] = {name: [] for name in timers}
     for round_number in range(rounds + 1):
-        names = list(contenders)
+        names = list(timers)
         for name in names if round_number % 2 else reversed(names):
-            contender = contenders[name]
-            start = time.perf_counter()
-            contender.run(round_number)
-            elapsed = (time.perf_counter() - start) * 1e3
-            contender.after()
-            if round_number:
+            elapsed = timers[name](round_number)
+            if round_number and elapsed is not None:
                 times[name].append(elapsed)
         on_round()
-    return {name: Sample.of(values) for name, values in times.items()}
+    return {name: Sample.of(values) for name, values in times.items() if values}
+
+
+def _stopwatch(contender: Contender) -> Callable[[int], float]:
+    def timed(round_number: int) -> float:
+        start = time.perf_counter()
+        contender.run(round_number)
+        elapsed = (time.perf_counter() - start) * 1e3
+        contender.after()
+        return elapsed
+
+    return timed

@@ -60,6 +60,23 @@ class Pattern:
         raise ValueError(f"{self.name} has only {len(ids):,} tokens of text, not {num_tokens:,}")
 
 
+class Unread:
+    """Text that comes once: each call goes on where the one before ended."""
+
+    def __init__(self, encode: Encode) -> None:
+        self._pieces = (encode(source) for _, source in sources())
+        self._ids: list[int] = []
+
+    def take(self, num_tokens: int) -> list[int]:
+        while len(self._ids) < num_tokens:
+            piece = next(self._pieces, None)
+            if piece is None:
+                raise ValueError(f"no {num_tokens:,} tokens of unread text are left")
+            self._ids += piece
+        taken, self._ids = self._ids[:num_tokens], self._ids[num_tokens:]
+        return taken
+
+
 def question(encode: Encode, number: int, num_tokens: int) -> list[int]:
     """Exactly ``num_tokens`` tokens in the words of a user. The very first differs for every
     number below ``MAX_QUESTIONS``, so nothing of one is known from another."""

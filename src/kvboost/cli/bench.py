@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,18 @@ from kvboost.errors import ConfigError
 
 app = typer.Typer(help="Measure it yourself.", no_args_is_help=True)
 
+Peers = Annotated[
+    bool, typer.Option("--peers", help="Also every other engine that make peers has set up.")
+]
+OnePeer = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Only these of them: stock, kvboost, kvboost-prefix, kvboost-0.9.0, vllm, llama.cpp, "
+        "openvino."
+    ),
+]
+Plot = Annotated[Path | None, typer.Option(help="Draw it: a .png or .svg file.")]
+
 
 @app.command()
 def ttft(
@@ -26,20 +39,97 @@ def ttft(
     tokens: Annotated[
         list[int] | None, typer.Option(help="Prompt lengths; 512, 1024 and 2048 if not given.")
     ] = None,
+    words: Annotated[
+        list[int] | None, typer.Option(help="Lengths for the break-even; 100 to 8,000.")
+    ] = None,
     new: Annotated[int, typer.Option(min=1, help="How many of them are new.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, max=50, help="Medians are over this many.")] = 7,
-    quick: Annotated[bool, typer.Option(help="One pattern, short prompts: half a minute.")] = False,
+    turns: Annotated[int | None, typer.Option(min=2, max=50, help="Of a conversation; 10.")] = None,
+    peers: Peers = False,
+    peer: OnePeer = None,
+    plot: Plot = None,
+    quick: Annotated[bool, typer.Option(help="One pattern, short prompts: a minute.")] = False,
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
-    """Time to first token against stock transformers, interleaved; JSON on the last line."""
-    with errors():
-        from kvboost.bench.run import run_ttft
+    """Time to first token against stock transformers, interleaved; JSON on the last line.
 
-        patterns = pattern or (["code"] if quick else None)
-        lengths = tokens or ([256, 512] if quick else [512, 1024, 2048])
-        report = run_ttft(
-            model, patterns, lengths, new, 3 if quick else rounds, out, device=device, dtype=dtype
+    Five patterns, prompts from short to long, a conversation turn by turn, one decode step. With
+    --peers also other engines, each in its own environment (make peers), cold and warm.
+
+    Example: kvboost bench ttft --peers --plot ttft.png
+    """
+    with errors():
+        from kvboost.bench.ttft.run import Plan, run_ttft
+
+        usual = Plan(model)
+        if quick:
+            usual = Plan(
+                model,
+                patterns=("code",),
+                tokens=(256, 512),
+                words=(100, 400),
+                rounds=3,
+                turns=8,
+                conversations=1,
+                opening_tokens=256,
+                peer_tokens=(512,),
+            )
+        plan = replace(
+            usual,
+            patterns=tuple(pattern or usual.patterns),
+            tokens=tuple(tokens or usual.tokens),
+            words=tuple(words or usual.words),
+            num_new=new,
+            rounds=usual.rounds if quick else rounds,
+            turns=turns or usual.turns,
+            engines=_engines(peers, peer),
+        )
+        report = run_ttft(plan, out, plot=str(plot) if plot else None, device=device, dtype=dtype)
+    print(json.dumps(report))
+
+
+@app.command()
+def interior(
+    model: Model = DEFAULT_MODEL,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of a prompt, about; 2048 if not given.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, max=50, help="Medians are over this many; 5.")
+    ] = None,
+    peer: OnePeer = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Of one engine: then it is not asked in later rounds.")
+    ] = 240.0,
+    plot: Plot = None,
+    quick: Annotated[
+        bool, typer.Option(help="Ours and stock transformers, short prompts: under a minute.")
+    ] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Known documents at the front, in the middle, twice, reordered, behind a changing header: what
+    every engine reuses of them, and how long until the first token; JSON on the last line.
+
+    Engines run in their own environments (make peers); one that is missing is said to be.
+
+    Example: kvboost bench interior --peer kvboost --peer vllm --plot interior.png
+    """
+    with errors():
+        from kvboost.bench.interior.run import Plan, run_interior
+        from kvboost.bench.peers.engines import OWN
+
+        usual = Plan(model, OWN, 768, 2) if quick else Plan(model)
+        plan = Plan(
+            model,
+            tuple(peer or usual.engines),
+            tokens or usual.tokens,
+            rounds or usual.rounds,
+            seconds,
+        )
+        report = run_interior(
+            plan, out, plot=str(plot) if plot else None, device=device, dtype=dtype
         )
     print(json.dumps(report))
 
@@ -301,6 +391,13 @@ def serve(
             plan, out, plot=str(plot) if plot else None, save=str(save) if save else None
         )
     print(json.dumps(report))
+
+
+def _engines(every: bool, some: list[str] | None) -> tuple[str, ...]:
+    """Behind the pipe: those named, or all if they are wanted."""
+    from kvboost.bench.peers.engines import ENGINES
+
+    return tuple(some or (ENGINES if every else ()))
 
 
 @contextmanager

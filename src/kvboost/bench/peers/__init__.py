@@ -1,7 +1,9 @@
-"""Servers to measure side by side, each in a process and an environment of its own.
+"""Engines to measure side by side, each in a process and an environment of its own.
 
-systems.py         their names
-base.py            what a server is to us
-process.py         start, wait until ready, stop for sure
+base.py            where they are, what all are told; setting.py: a model's folder and vocabulary
+engines.py         engines behind a pipe, by name; workers/: their programs
+worker.py          one of them: started, asked, timed; crew.py: all of a run
+systems.py         servers, by name
+process.py         start a server, wait until it is ready, stop for sure
 kvboost_server.py  vllm_cpu.py  llamacpp.py
 """

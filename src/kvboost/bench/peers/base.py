@@ -1,4 +1,5 @@
-"""What a server is to the benchmark: how it starts, when it is ready, what it says of itself."""
+"""What the same for all engines is, where their environments are, and what a server is to us: how
+it starts, when it is ready, what it says of itself."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from kvboost.config import home
 from kvboost.errors import KVBoostError
 
 SETUP = "python scripts/setup_peers.py"
+SETUP_ALL = "make peers"
 READY = ".ready"
 """In an environment that was built to its end; holds the list it was built from."""
 
@@ -27,6 +29,9 @@ class Setting:
     context_length: int
     cache_bytes: int = 2 * 1024**3
     """For KV that may come back."""
+    device: str = "cpu"
+    """Of ours and of stock transformers; the others are for CPUs."""
+    dtype: str = "bfloat16"
 
 
 class Peer(Protocol):
@@ -52,7 +57,7 @@ class Peer(Protocol):
 
 
 def peers_dir() -> Path:
-    """Where ``scripts/setup_peers.py`` puts other people's servers, one environment each."""
+    """Where ``scripts/setup_peers.py`` puts other people's engines, one environment each."""
     return home() / "peers"
 
 
@@ -66,7 +71,7 @@ def is_set_up(name: str) -> bool:
 
 
 def gguf_file(model: str) -> Path:
-    """The file llama.cpp reads, if the model's weights come as one."""
+    """The file llama.cpp and OpenVINO read, if the model's weights come as one."""
     return peers_dir() / "gguf" / f"{Path(model).name}.gguf"
 
 

@@ -46,7 +46,7 @@ def running(peer: Peer, setting: Setting, *, timeout: float = 600.0) -> Iterator
     ends, also by SIGTERM, nothing of the server is left."""
     port = free_port()
     added = [f"{name}={value}" for name, value in peer.environment(setting).items()]
-    with tempfile.TemporaryDirectory(prefix="kvboost-serve-") as folder, _sigterm_as_exit():
+    with tempfile.TemporaryDirectory(prefix="kvboost-serve-") as folder, sigterm_as_exit():
         log = Path(folder) / "log.txt"
         start = time.perf_counter()
         with log.open("wb") as out:
@@ -71,16 +71,16 @@ def running(peer: Peer, setting: Setting, *, timeout: float = 600.0) -> Iterator
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     """Ends the process and its group: asked first, then killed."""
-    _signal_group(process.pid, signal.SIGTERM)
+    signal_group(process.pid, signal.SIGTERM)
     try:
         process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
         pass
     else:
         deadline = time.monotonic() + STOP_SECONDS
-        while time.monotonic() < deadline and _signal_group(process.pid, 0):
+        while time.monotonic() < deadline and signal_group(process.pid, 0):
             time.sleep(0.05)
-    _signal_group(process.pid, signal.SIGKILL)
+    signal_group(process.pid, signal.SIGKILL)
     process.wait()
 
 
@@ -122,7 +122,7 @@ def _served_model(url: str) -> str:
         return str(json.load(answer)["data"][0]["id"])
 
 
-def _signal_group(group: int, number: int) -> bool:
+def signal_group(group: int, number: int) -> bool:
     """Whether there was anyone to tell."""
     try:
         os.killpg(group, number)
@@ -132,7 +132,7 @@ def _signal_group(group: int, number: int) -> bool:
 
 
 @contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
+def sigterm_as_exit() -> Iterator[None]:
     """SIGTERM unwinds the stack, so that whoever started a server stops it."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may choose

@@ -1,6 +1,9 @@
 """Time to first token: full prefill by stock transformers, ours without and with reuse, and the
 floor, which is stock transformers with the KV already in its cache. And one decode step.
 
+Reuse is of two kinds: ``warm`` finds the text where it was (exact hits), ``chunk`` finds it behind
+other words than those it was read behind, so it is moved and repaired.
+
 The clock runs outside: from the call with token ids until its first token is on the host.
 """
 
@@ -14,6 +17,8 @@ from kvboost.bench.timing import Contender, Sample, interleave
 from kvboost.bench.workloads import PATTERNS, fragments, question
 
 DECODE_TOKENS = 24
+OPENING_TOKENS = 8
+CONTENDERS = ("stock", "baseline", "warm", "chunk", "floor")
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class TTFT:
     stock: Sample
     baseline: Sample
     warm: Sample
+    chunk: Sample
     floor: Sample
 
     @property
@@ -40,11 +46,16 @@ class TTFT:
     def speedup(self) -> float:
         return self.stock.median_ms / self.warm.median_ms
 
+    @property
+    def chunk_speedup(self) -> float:
+        return self.stock.median_ms / self.chunk.median_ms
+
     def as_json(self) -> dict[str, object]:
         ratios = {
             "warm_over_floor": self.warm_over_floor,
             "baseline_over_stock": self.baseline_over_stock,
             "speedup": self.speedup,
+            "chunk_speedup": self.chunk_speedup,
         }
         return {**asdict(self), **ratios}
 
@@ -57,14 +68,15 @@ class Pooled:
     baseline_over_stock: float
     warm_over_floor: float
     speedup: float
+    chunk_speedup: float
 
     @classmethod
     def of(cls, rows: Sequence[TTFT]) -> Pooled:
-        stock, baseline, warm, floor = (
-            sum(sample.median_ms for sample in samples)
-            for samples in zip(*((r.stock, r.baseline, r.warm, r.floor) for r in rows), strict=True)
+        stock, baseline, warm, chunk, floor = (
+            sum(getattr(row, name).median_ms for row in rows) for name in CONTENDERS
         )
-        return cls(rows[0].num_tokens, baseline / stock, warm / floor, stock / warm)
+        ratios = baseline / stock, warm / floor, stock / warm, stock / chunk
+        return cls(rows[0].num_tokens, *ratios)
 
 
 @dataclass(frozen=True)
@@ -94,17 +106,37 @@ def measure_ttft(
 ) -> TTFT:
     encode = fragments(engine.encode)
     shared = PATTERNS[pattern].shared(encode, num_tokens - num_new)
+    times = time_reuse(engine, stock, shared, num_new, rounds, on_round)
+    return TTFT(pattern, num_tokens, num_new, **times)
+
+
+def time_reuse(
+    engine: KVBoost,
+    stock: StockModel,
+    shared: list[int],
+    num_new: int,
+    rounds: int,
+    on_round: Callable[[], None],
+) -> dict[str, Sample]:
+    """All of ``CONTENDERS`` on prompts that begin with ``shared`` and end in a new question. For
+    ``chunk`` an opening of the same length stands before it, a new one every time."""
+    encode = fragments(engine.encode)
     tails = [question(encode, number, num_new) for number in range(rounds + 1)]
-    salt = f"ttft-{pattern}-{num_tokens}"
-    engine.warm(shared, cache_salt=salt)
+    openings = [question(encode, number, OPENING_TOKENS) for number in range(rounds + 2)]
+    exact, moved = f"exact-{len(shared)}", f"moved-{len(shared)}"
+    engine.warm(shared, cache_salt=exact)
+    engine.warm(openings.pop() + shared, cache_salt=moved)
     cache = stock.prefill(shared)
     reused: set[int] = set()
 
     def warm(number: int) -> None:
-        result = engine.generate(
-            shared + tails[number], 1, GenerationMode.PREFIX_CACHE, cache_salt=salt
-        )
+        prompt = shared + tails[number]
+        result = engine.generate(prompt, 1, GenerationMode.PREFIX_CACHE, cache_salt=exact)
         reused.add(result.cached_tokens)
+
+    def chunk(number: int) -> None:
+        prompt = openings[number] + shared[:-OPENING_TOKENS] + tails[number]
+        engine.generate(prompt, 1, cache_salt=moved, keep=False)
 
     times = interleave(
         {
@@ -113,6 +145,7 @@ def measure_ttft(
                 lambda n: engine.generate(shared + tails[n], 1, GenerationMode.BASELINE)
             ),
             "warm": Contender(warm),
+            "chunk": Contender(chunk),
             "floor": Contender(
                 lambda n: stock.next_token(tails[n], cache),
                 after=lambda: stock.rewind(cache, num_new),
@@ -121,9 +154,10 @@ def measure_ttft(
         rounds,
         on_round,
     )
-    engine.forget_salt(salt)
+    engine.forget_salt(exact)
+    engine.forget_salt(moved)
     assert reused == {len(shared)}, "every round finds all but the new tokens"
-    return TTFT(pattern, num_tokens, num_new, **times)
+    return times
 
 
 def measure_decode(

@@ -1,0 +1,224 @@
+"""Engines behind a pipe: the protocol, our clock, and those that are missing, die or hang."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fake_worker import fake_engine
+from kvboost import StockModel
+from kvboost.bench.peers import base, process
+from kvboost.bench.peers.base import Setting
+from kvboost.bench.peers.crew import Crew
+from kvboost.bench.peers.engines import ENGINES, OURS, OWN, PEERS, STOCK
+from kvboost.bench.peers.setting import prepare
+from kvboost.bench.peers.worker import Worker
+from kvboost.errors import KVBoostError
+from kvboost.progress import Progress
+from tiny import byte_tokenizer, tiny_model
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    return Setting("smollm2-135m", tmp_path, 1, threads=1, context_length=512, dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "STOP_SECONDS", 0.5)
+
+
+def state_of(number: int) -> str:
+    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.fixture
+def worker(setting: Setting) -> Iterator[Worker]:
+    made = Worker(fake_engine(first_s=0.2, rest_s=0.1), setting)
+    yield made
+    made.close()
+
+
+def test_the_clock_runs_here_and_stops_at_the_first_token(worker: Worker) -> None:
+    start = time.perf_counter()
+    answer = worker.ask([1, 2, 3], "one two three")
+    outside_ms = (time.perf_counter() - start) * 1e3
+    assert 200 <= answer.ttft_ms <= answer.total_ms - 100
+    assert answer.total_ms <= outside_ms
+
+
+def test_a_worker_says_what_it_is_and_what_it_had(worker: Worker) -> None:
+    assert (worker.version, worker.weights) == ("fake 1.0", "float32")
+    assert worker.ask([1, 2, 3, 4], "").cached_tokens == 0
+    again = worker.ask([1, 2, 9], "")
+    assert (again.prompt_tokens, again.cached_tokens) == (3, 2)
+
+
+def test_text_travels_beside_the_ids(setting: Setting) -> None:
+    worker = Worker(fake_engine(counts_words=True, tells=False), setting)
+    answer = worker.ask([1], "füñf wörds \n and “two” lines")
+    worker.close()
+    assert (answer.prompt_tokens, answer.cached_tokens) == (5, None)
+
+
+def test_the_end_is_the_first_token_of_one_that_does_not_stream(setting: Setting) -> None:
+    worker = Worker(fake_engine(rest_s=0.2, streams=False), setting)
+    answer = worker.ask([1], "one")
+    worker.close()
+    assert answer.ttft_ms >= 200
+
+
+def comes_to_rest(number: int) -> bool:
+    """Whether it is frozen soon: a signal is not obeyed at once on a busy machine."""
+    deadline = time.monotonic() + 5
+    while state_of(number) != "T" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return state_of(number) == "T"
+
+
+def test_who_is_not_asked_is_frozen(worker: Worker) -> None:
+    assert comes_to_rest(worker._process.pid)
+    worker.ask([1], "one")
+    assert comes_to_rest(worker._process.pid)
+
+
+def test_the_frozen_end_too(setting: Setting) -> None:
+    worker = Worker(fake_engine(), setting)
+    number = worker._process.pid
+    worker.close()
+    assert not Path(f"/proc/{number}").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for it")
+def test_the_frozen_do_not_outlive_a_driver_that_is_killed(setting: Setting) -> None:
+    code = (
+        "import os, signal; from fake_worker import fake_engine\n"
+        "from kvboost.bench.peers.base import Setting\n"
+        "from kvboost.bench.peers.worker import Worker; from pathlib import Path\n"
+        f"setting = Setting('m', Path({str(setting.folder)!r}), 1, 1, 9)\n"
+        "print(Worker(fake_engine(), setting)._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    stat = Path(f"/proc/{int(done.stdout)}/stat")
+    deadline = time.monotonic() + 5
+    while stat.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not stat.exists() or state_of(int(done.stdout)) == "Z"
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        ("die", r"ended with 5(?s:.)*last words"),
+        ("hang", r"did not answer in time(?s:.)*last words"),
+        ("raise", r"ValueError: prompt refused(?s:.)*last words"),
+    ],
+)
+def test_who_fails_is_given_up_with_its_last_words(setting: Setting, then: str, said: str) -> None:
+    worker = Worker(fake_engine(after=1, then=then), setting)
+    worker.ask([1], "")
+    with pytest.raises(KVBoostError, match=said):
+        worker.ask([2], "", timeout=1.0)
+    worker.close()
+
+
+def test_who_cannot_load_says_why(setting: Setting) -> None:
+    with pytest.raises(KVBoostError, match=r"ended with 3(?s:.)*no such weights"):
+        Worker(fake_engine(load="die"), setting)
+    with pytest.raises(KVBoostError, match=r"in time(?s:.)*compiling"):
+        Worker(fake_engine(load="hang"), setting, timeout=1.0)
+
+
+def test_who_cannot_even_start_says_why(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(KVBoostError, match=r"fake could not be started: .*/no/such/python"):
+        Worker(fake_engine(), setting)
+
+
+def test_the_rest_goes_on(
+    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path / "empty"))
+    engines = [
+        fake_engine("good"),
+        fake_engine("unloadable", load="die"),
+        ENGINES["vllm"],
+        fake_engine("hanging", after=1, then="hang"),
+    ]
+    with Crew(engines, setting, str, ask_seconds=0.5) as crew, Progress("") as progress:
+        crew.start(progress)
+        assert crew.names == ["good", "hanging"]
+        for name in ("hanging", "hanging", "good", "hanging"):
+            last = crew.ask(name, [1, 2])
+        assert last is None and crew.names == ["good"]
+        assert crew.ask("good", [1, 2]).cached_tokens == 2
+    assert set(crew.failures) == {"unloadable", "hanging"}
+    assert list(crew.missing) == ["vllm"] and "run make peers" in crew.missing["vllm"]
+    assert set(crew.described) == {"good", "hanging"}
+
+
+def test_missing_engines_name_the_remedy(
+    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    assert all(ENGINES[name].missing(setting) is None for name in OWN)
+    for name in PEERS:
+        engine = ENGINES[name]
+        assert f"setup_peers.py {engine.environment}" in str(engine.missing(setting))
+        (tmp_path / "peers" / str(engine.environment)).mkdir(parents=True)
+        (tmp_path / "peers" / str(engine.environment) / base.READY).touch()
+    without = {name for name in PEERS if "smollm2-135m.gguf" in str(ENGINES[name].missing(setting))}
+    assert without == {"llama.cpp", "openvino"}
+
+
+def test_no_other_environment_sees_our_packages(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    for name, engine in ENGINES.items():
+        assert ("PYTHONPATH" in engine.variables(setting)) == (name in OWN)
+        assert engine.variables(setting)["OMP_NUM_THREADS"] == "1"
+        assert engine.script.is_file()
+
+
+def test_every_list_of_packages_is_complete_and_of_cpu_builds() -> None:
+    lists = Path(__file__).parents[2] / "scripts" / "peers"
+    for name in PEERS:
+        packages = (lists / f"{ENGINES[name].environment}.txt").read_text().splitlines()
+        pinned = [line for line in packages if line and not line.startswith("#")]
+        assert all("==" in line for line in pinned)
+        assert not any(line.startswith(("nvidia", "cuda")) for line in pinned)
+        assert all("+cpu" in line for line in pinned if line.startswith("torch=="))
+
+
+def test_stock_and_ours_answer_over_the_pipe(tmp_path: Path) -> None:
+    model = tiny_model("llama", max_position_embeddings=1024)
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    setting, vocabulary = prepare(str(tmp_path), threads=1, dtype="float32")
+    assert setting.context_length == 1024
+    ids = vocabulary.encode("The same text, said by two engines. " * 10)
+    assert vocabulary.encode(vocabulary.decode(ids)) == ids
+    assert StockModel(model).next_token(ids) < 260  # the prompt is one the model can read
+    engines = [ENGINES[name] for name in (STOCK, OURS)]
+    with Crew(engines, setting, vocabulary.decode) as crew, Progress("") as progress:
+        crew.start(progress)
+        assert crew.failures == {} and crew.names == [STOCK, OURS]
+        for name in crew.names:
+            crew.ask(name, ids)
+        again = {name: crew.ask(name, ids + ids[:5]) for name in crew.names}
+    assert again[STOCK].cached_tokens == 0
+    assert again[OURS].cached_tokens >= len(ids) - 1
+    assert {answer.prompt_tokens for answer in again.values()} == {len(ids) + 5}
