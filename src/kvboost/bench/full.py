@@ -1,0 +1,307 @@
+"""Every benchmark one after the other, unattended, and what came of the goals.
+
+Each runs in a process of its own with a limit of time, so that one that fails or hangs costs itself
+and not the rest. The limits of all together are what a whole run may take at most: 88 minutes in
+the full form, 175 seconds in the quick one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvboost.bench import history
+from kvboost.bench.plots import check_plot
+from kvboost.bench.record import code, here
+from kvboost.errors import ConfigError
+from kvboost.progress import Progress
+
+FULL_SECONDS = 90 * 60
+QUICK_SECONDS = 3 * 60
+
+
+@dataclass(frozen=True)
+class Job:
+    """One benchmark: its arguments and the seconds it may take, in both forms. ``quick`` is None
+    where there is no form short enough to go with the others."""
+
+    name: str
+    full: tuple[str, ...]
+    seconds: int
+    quick: tuple[str, ...] | None = None
+    quick_seconds: int = 0
+    plots: bool = False
+    note: str = ""
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# What each may take, in seconds: full, quick. The sums are checked by a test.
+JOBS = (
+    Job("ttft", (), 1200, _words("--quick"), 30),
+    Job("interior", (), 1080, _words("--quick"), 30),
+    Job("breakdown", (), 240, _words("--quick"), 15, plots=True),
+    Job("sweep", (), 600, _words("--quick"), 20, plots=True),
+    Job("quality", _words("--limit 6"), 480, plots=True),
+    Job("traffic", (), 120, _words("--requests 300"), 10, plots=True),
+    Job("serve", _words("--rounds 1"), 600, plots=True),
+    Job("batch", _words("--rounds 3"), 150),
+    Job("memory", (), 120, _words("--quick"), 20, plots=True),
+    Job("moved", (), 90),
+    Job("arrange", _words("--requests 60"), 90),
+    Job("bits", _words("--limit 4"), 120),
+    Job("tiers", (), 60),
+    Job("restart", (), 60),
+    Job("scaling", (), 180, _words("--quick"), 25, plots=True),
+    Job(
+        "buglocal",
+        _words("--model smollm2-135m --questions 8"),
+        90,
+        _words("--quick"),
+        25,
+        plots=True,
+        note="the embedded model and a few questions: it shows that it runs. The figure to quote "
+        "takes a GPU: kvboost bench buglocal --device cuda",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a benchmark's ``goals`` say under ``key``, against a limit."""
+
+    key: str
+    benchmark: str
+    text: str
+    limit: float
+    at_least: bool = True
+    full_only: bool = False
+    """Whether a few questions cannot say."""
+
+    def met(self, value: float) -> bool:
+        return value >= self.limit if self.at_least else value <= self.limit
+
+
+GOALS = (
+    Goal("exact_over_stock", "ttft", "exact hits at 2k tokens, times faster than stock", 8.0),
+    Goal("exact_over_peers", "ttft", "the same, against the fastest peer's warm prefix", 1.0),
+    Goal("chat_flat", "ttft", "chat turn 8 ÷ turn 2", 1.3, at_least=False),
+    Goal("moved_over_peers", "interior", "interior and reordered, against the best peer", 3.0),
+    Goal(
+        "buglocal_points",
+        "buglocal",
+        "buglocal: points from the baseline",
+        1.0,
+        at_least=False,
+        full_only=True,
+    ),
+)
+LEAST_QUESTIONS = 200
+"""Of ``buglocal``, before its goal is called met or not."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    name: str
+    state: str
+    """ok, failed, timed out, missing, skipped"""
+    seconds: float
+    limit: int
+    detail: str = ""
+    report: dict[str, Any] | None = field(default=None, repr=False)
+
+
+Run = Callable[[Sequence[str], Path, float], tuple[int | None, str]]
+"""``run(arguments, log, seconds)``: exit status (None: out of time) and what was printed."""
+
+
+def run_process(arguments: Sequence[str], log: Path, seconds: float) -> tuple[int | None, str]:
+    """``kvboost`` with these arguments, in a process of its own. What it prints goes to ``log`` as
+    well. Out of time, it is ended with all processes it has started."""
+    command = [sys.executable, "-m", "kvboost", *arguments]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        ) as process,
+    ):
+        try:
+            printed, _ = process.communicate(timeout=seconds)
+            status: int | None = process.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                printed, _ = process.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                printed, _ = process.communicate()
+            status = None
+    with log.open("a") as file:
+        file.write(printed)
+    return status, printed
+
+
+def run_job(job: Job, folder: Path, *, quick: bool, plots: bool, run: Run) -> Outcome:
+    limit = job.quick_seconds if quick else job.seconds
+    given = job.quick if quick else job.full
+    if given is None:
+        return Outcome(job.name, "skipped", 0.0, 0, "not in the quick form")
+    arguments = ["bench", job.name, *given]
+    if plots and job.plots:
+        arguments += ["--plot", str(folder / f"{job.name}.png")]
+    log = folder / f"{job.name}.log"
+    start = time.perf_counter()
+    status, printed = run(arguments, log, limit)
+    seconds = time.perf_counter() - start
+    if status is None:
+        return Outcome(job.name, "timed out", seconds, limit, f"see {log}")
+    if status:
+        said = log.read_text() if log.is_file() else ""
+        missing = "No such command" in said
+        last = (said.strip().splitlines() or [""])[-1]
+        state = "missing" if missing else "failed"
+        return Outcome(job.name, state, seconds, limit, last[:120])
+    try:
+        report = json.loads(printed.strip().rpartition("\n")[2])
+    except ValueError:
+        return Outcome(job.name, "failed", seconds, limit, "its last line is no JSON")
+    return Outcome(job.name, "ok", seconds, limit, job.note, report)
+
+
+def judge(outcomes: Sequence[Outcome]) -> list[tuple[Goal, float | None, str]]:
+    """Every goal: what was seen, and ``met``, ``not met`` or ``not run``."""
+    reports = {one.name: one.report for one in outcomes if one.report is not None}
+    judged: list[tuple[Goal, float | None, str]] = []
+    for goal in GOALS:
+        report = reports.get(goal.benchmark, {})
+        value = _goals(report).get(goal.key)
+        if value is None:
+            judged.append((goal, None, "not run"))
+        elif goal.full_only and _questions(report) < LEAST_QUESTIONS:
+            judged.append((goal, value, f"not run (n < {LEAST_QUESTIONS})"))
+        else:
+            judged.append((goal, value, "met" if goal.met(value) else "not met"))
+    return judged
+
+
+def _goals(report: Mapping[str, Any]) -> dict[str, float]:
+    """What a report says of goals itself; of ``ttft``, also what its pooled rows say at 2k."""
+    said = dict(report.get("goals") or {})
+    if report.get("benchmark") == "ttft" and "exact_over_stock" not in said:
+        for row in report.get("pooled", ()):
+            if 1_900 <= row.get("num_tokens", 0) <= 2_200:
+                said["exact_over_stock"] = row["speedup"]
+    return {name: float(value) for name, value in said.items() if value is not None}
+
+
+def _questions(report: Mapping[str, Any]) -> int:
+    return max((int(one["count"]) for one in report.get("summaries", ())), default=0)
+
+
+def outcome_table(outcomes: Sequence[Outcome]) -> Table:
+    table = Table(title="benchmarks")
+    for heading in ("benchmark", "state", "took", "may take", ""):
+        table.add_column(heading, justify="right" if "ta" in heading[:4] else "left")
+    for one in outcomes:
+        took, limit = (f"{value:.0f} s" if value else "–" for value in (one.seconds, one.limit))
+        style = None if one.state in ("ok", "skipped") else "red"
+        table.add_row(one.name, one.state, took, limit, one.detail, style=style)
+    total = sum(one.seconds for one in outcomes)
+    table.add_row("all", "", f"{total:.0f} s", f"{sum(one.limit for one in outcomes)} s")
+    return table
+
+
+def goal_table(judged: Sequence[tuple[Goal, float | None, str]]) -> Table:
+    table = Table(title="goals")
+    for heading in ("goal", "wanted", "seen", ""):
+        table.add_column(heading, justify="right" if heading in ("wanted", "seen") else "left")
+    for goal, value, state in judged:
+        wanted = f"{'≥' if goal.at_least else '≤'} {goal.limit:g}"
+        colour = {"met": "green", "not met": "red"}.get(state)
+        table.add_row(goal.text, wanted, "–" if value is None else f"{value:.2f}", state)
+        table.rows[-1].style = colour
+    return table
+
+
+def run_all(
+    folder: Path,
+    console: Console,
+    *,
+    quick: bool = False,
+    only: Sequence[str] = (),
+    history_file: str | None = None,
+    run: Run = run_process,
+) -> dict[str, Any]:
+    """Runs all benchmarks (or ``only`` some), writes what they found into ``folder``, sums up."""
+    names = [job.name for job in JOBS]
+    for name in only:
+        if name not in names:
+            raise ConfigError(f"only={name!r} is unknown; there are {', '.join(names)}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={str(folder)!r} cannot be made ({error.strerror})") from error
+    jobs = [job for job in JOBS if not only or job.name in only]
+    plots = _can_plot(folder, console)
+    outcomes: list[Outcome] = []
+    results = folder / "results.jsonl"
+    results.write_text("")
+    limit = sum(job.quick_seconds if quick else job.seconds for job in jobs)
+    with (
+        Progress(f"{len(jobs)} benchmarks, {limit / 60:.0f} minutes at most") as progress,
+        progress.step("benchmarks", len(jobs)) as step,
+    ):
+        for job in jobs:
+            outcome = run_job(job, folder, quick=quick, plots=plots, run=run)
+            outcomes.append(outcome)
+            console.print(f"{job.name}: {outcome.state}, {outcome.seconds:.0f} s", highlight=False)
+            if outcome.report is not None:
+                with results.open("a") as file:
+                    file.write(json.dumps(outcome.report) + "\n")
+                if history_file is not None and not quick:
+                    _remember(outcome.report, history_file, console)
+            step.advance()
+    console.print(outcome_table(outcomes))
+    judged = judge(outcomes)
+    console.print(goal_table(judged))
+    console.print(f"results, logs and plots are in {folder}", highlight=False)
+    return {
+        "benchmark": "all",
+        **code(),
+        "machine": here(),
+        "quick": quick,
+        "folder": str(folder),
+        "outcomes": [{**asdict(one), "report": None} for one in outcomes],
+        "goals": [
+            {"goal": goal.key, "value": value, "state": state} for goal, value, state in judged
+        ],
+    }
+
+
+def _can_plot(folder: Path, console: Console) -> bool:
+    try:
+        check_plot(folder / "any.png")
+    except ConfigError as error:
+        console.print(f"no plots: {error}", highlight=False)
+        return False
+    return True
+
+
+def _remember(report: Mapping[str, Any], path: str, console: Console) -> None:
+    try:
+        history.append(path, history.entry_of(report, measured_here=True))
+    except ConfigError as error:
+        console.print(f"{report['benchmark']} is not in the history: {error}", highlight=False)
