@@ -2,9 +2,9 @@
 
 The files of a pool were read in earlier requests, a few together. Every question then shows some
 of them in a new order, one with a bug in it, and the model says how likely each of four functions
-is to be the one: its name behind the prompt, by mean log-likelihood of the name's tokens. Requests
-keep nothing, so a question's outcome does not depend on those before it, and a run can be split,
-broken off and gone on with.
+is to be the one: the likelihood of its name behind the prompt. Requests keep nothing, so a
+question's outcome does not depend on those before it, and a run can be split, broken off and gone
+on with.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class BugAnswer:
 
     chosen: int
     logprobs: list[float]
-    """Mean over a name's tokens, of each candidate."""
+    """Of each candidate's name."""
     ttft_ms: float
     """By an outside clock: one token, the whole call."""
     not_computed: float
@@ -167,10 +167,11 @@ def _answer(engine: KVBoost, prompt: list[int], names: list[list[int]], mode: st
 
 
 def _logprob(engine: KVBoost, prompt: list[int], name: list[int], mode: str) -> float:
-    """Per token, so that long names are not unlikely for being long."""
+    """Of the whole name and the end of its line. All four stand in the question, so that what
+    follows a name's first tokens is all but certain: long names are not unlikely for being long."""
     logits = engine.score(prompt, name, mode, cache_salt=SALT).logits
     ids = torch.tensor(name, device=logits.device)
-    return float(logits.float().log_softmax(-1).gather(-1, ids[:, None]).mean())
+    return float(logits.float().log_softmax(-1).gather(-1, ids[:, None]).sum())
 
 
 def summarize(rows: Sequence[BugRow]) -> list[BugSummary]:
@@ -245,8 +246,8 @@ def run_buglocal(
         known = {row.key: row for row in saved if row.run == run and row.key in keys}
         if saved:
             console.print(
-                f"{len(known)} questions are answered in {rows_file}; {len(saved) - len(known)} "
-                "rows there are of another part, setting or machine and do not count",
+                f"{len(known)} questions are answered in {rows_file} already; "
+                f"{len(saved) - len(known)} rows there are of other parts, settings or machines",
                 highlight=False,
             )
         missing = [question for question in questions if question.key not in known]

@@ -181,9 +181,11 @@ def run_memory(
     for table in memory_tables(rows):
         console.print(table)
     console.print(
-        "The difference is what no prediction has: the rows of a forward on their way through the "
-        "layers,\nits logits, torch's kernels, and heap that was freed and not given back. What "
-        "loading takes\nis above it where weights are read before they are laid out.",
+        "libs: Python, torch and the rest before weights were loaded; packed: linear layers laid "
+        "out for the CPU's matrix units; kv: the running request's; cache: what is kept of it. "
+        "What the peak has more: the rows of a forward between its layers, logits, torch's "
+        "kernels, and heap that was freed and not given back. loading: the peak until the model "
+        "was ready.",
         style="dim",
         highlight=False,
     )

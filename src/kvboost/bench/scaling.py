@@ -33,12 +33,13 @@ from kvboost.model.load import LoadedModel, load
 from kvboost.progress import Progress
 from kvboost.reuse.plan import LIVE_TOKENS, make_plan
 from kvboost.tokens.chunking import fixed
-from kvboost.tokens.hashing import TokenIds, as_token_ids, root_key
+from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, root_key
 
 QUESTION_TOKENS = 32
 CHUNK = 128
 DOCUMENT_CHUNKS = 16
 ROOT = root_key("scaling", "")
+PASSING = root_key("scaling", "kept for a moment")
 VOCABULARY = 50_000
 BATCH_PROMPT = 256
 BATCH_ANSWER = 17
@@ -128,8 +129,12 @@ class Shelf:
     def document(self) -> TokenIds:
         return as_token_ids(self._draw.integers(0, VOCABULARY, DOCUMENT_CHUNKS * CHUNK))
 
-    def admit(self, ids: TokenIds) -> None:
-        self.store.admit(ROOT, ids, lambda *_: self._kv, exact_rows=len(ids))
+    def admit(self, ids: TokenIds, root: ChunkKey = ROOT) -> None:
+        self.store.admit(root, ids, lambda *_: self._kv, exact_rows=len(ids))
+
+    def pass_on(self) -> None:
+        """Forgets what was admitted for a moment."""
+        self.store.forget(PASSING)
 
     def fill(self, num_chunks: int, on_chunks: Callable[[float], None] = lambda _: None) -> None:
         """Adds documents until there are ``num_chunks``."""
@@ -153,8 +158,7 @@ def measure_chunks(
     counts: Sequence[int], rounds: int, on_chunks: Callable[[float], None] = lambda _: None
 ) -> list[Series]:
     """Planning a prompt of 2,048 tokens (all of it known in place, known at another place, new) and
-    keeping a new one, with ever more in the store. What keeping adds meanwhile is taken out again
-    only by the next size, which is far larger."""
+    keeping a new one, with ever more in the store. What is kept meanwhile is forgotten at once."""
     names = ("plan, exact", "plan, moved", "plan, nothing known", "admit 16 chunks")
     found = {name: Series(name, CHUNKS) for name in names}
     shelf = Shelf()
@@ -171,13 +175,13 @@ def measure_chunks(
                 shelf.plan(texts[number])
 
             def admit(number: int, texts: list[TokenIds] = second) -> None:
-                shelf.admit(texts[number])
+                shelf.admit(texts[number], PASSING)
 
             contenders = {
                 "plan, exact": Contender(lambda _, ids=known: shelf.plan(ids)),  # type: ignore[misc]
                 "plan, moved": Contender(lambda _, ids=moved: shelf.plan(ids)),  # type: ignore[misc]
                 "plan, nothing known": Contender(plan_new),
-                "admit 16 chunks": Contender(admit),
+                "admit 16 chunks": Contender(admit, after=shelf.pass_on),
             }
             for name, sample in interleave(contenders, rounds).items():
                 found[name].add(count, sample)

@@ -19,7 +19,17 @@ if TYPE_CHECKING:
     from kvboost.bench.scaling import Series
     from kvboost.bench.sweep import Swept
 
-PALETTE = (*COLOURS, "#F0E442", "#999999", "#332288", "#882255")
+PHASE_COLOURS = {
+    "tokenize": "#332288",
+    "plan": "#009E73",
+    "fetch": "#56B4E9",
+    "assemble": "#CC79A7",
+    "probe": "#E69F00",
+    "repair": "#D55E00",
+    "prefill": "#0072B2",
+    "decode": "#999999",
+    "admit": "#882255",
+}
 Path_ = str | os.PathLike[str]
 
 
@@ -77,7 +87,7 @@ def breakdown_figure(rows: Sequence[Breakdown], *, title: str) -> Figure:
     cases = list(dict.fromkeys(row.case for row in rows))
     figure, panels = new_figure(title, len(cases))
     phases = [phase for phase in rows[0].phases if any(row.phases[phase] > 0 for row in rows)]
-    looks = {phase: PALETTE[at % len(PALETTE)] for at, phase in enumerate(phases)}
+    looks = {phase: PHASE_COLOURS.get(phase, INK) for phase in phases}
     for axes, case in zip(panels, cases, strict=True):
         own = [row for row in rows if row.case == case]
         label(axes, "prompt tokens", "milliseconds" if axes is panels[0] else None, case)
@@ -152,13 +162,14 @@ def memory_figure(rows: Sequence[Memory], *, title: str) -> Figure:
     for at, row in enumerate(tokens):
         left.bar(at - 0.2, row.bytes_per_token / 1e3, 0.38, color=COLOURS[0])
         left.bar(at + 0.2, row.expected_bytes_per_token / 1e3, 0.38, color=GRID, edgecolor=INK)
+    left.margins(y=0.25)
     left.set_xticks(range(len(tokens)), [str(row.bits) for row in tokens])
     left.text(0.98, 0.98, "blue: measured\ngrey: expected", transform=left.transAxes, fontsize=9)
     left.texts[-1].set(ha="right", va="top", color=INK)
     label(right, "bits, tokens", "MB", "a process at its peak")
     bottoms = [0.0] * len(rows)
     for colour, part in zip(
-        PALETTE, ("libraries", "weights", "packed", "kv", "cache"), strict=False
+        COLOURS, ("libraries", "weights", "packed", "kv", "cache"), strict=False
     ):
         heights = [getattr(row, part) for row in rows]
         right.bar(range(len(rows)), heights, 0.7, bottoms, color=colour, label=part)
@@ -186,7 +197,7 @@ def scaling_figure(series: Sequence[Series], *, title: str) -> Figure:
         axes.set_xscale("log")
         axes.set_yscale("log")
         own = [one for one in series if one.over == what]
-        for colour, marker, one in zip(PALETTE, MARKERS * 2, own, strict=False):
+        for colour, marker, one in zip(COLOURS, MARKERS, own, strict=False):
             medians = [sample.median_ms for sample in one.samples]
             lows = [sample.median_ms - sample.min_ms for sample in one.samples]
             highs = [sample.max_ms - sample.median_ms for sample in one.samples]
@@ -195,7 +206,7 @@ def scaling_figure(series: Sequence[Series], *, title: str) -> Figure:
             named = f"{one.name}: {law.exponent:.2f}"
             axes.plot(one.sizes, [law(size) for size in one.sizes], color=colour, label=named)
         axes.set_xticks(own[0].sizes, [f"{size:,}" for size in own[0].sizes])
-        axes.minorticks_off()
+        axes.xaxis.set_minor_formatter("")
         axes.legend(frameon=False, fontsize=9, labelcolor=INK, title="exponent")
     return figure
 

@@ -97,7 +97,7 @@ def memory_tables(rows: Sequence[Memory]) -> Iterator[Table]:
     table = _table(
         "a process at its peak, MB",
         "bits",
-        numbers=("tokens", *parts, "= predicted", "serving", "more", "loading"),
+        numbers=("tokens", "libs", *parts[1:], "= all", "peak", "more", "loading"),
     )
     for row in rows:
         table.add_row(
@@ -106,7 +106,7 @@ def memory_tables(rows: Sequence[Memory]) -> Iterator[Table]:
             *(f"{getattr(row, part):,.0f}" for part in parts),
             f"{row.predicted:,.0f}",
             f"{row.serve_peak:,.0f}",
-            f"{row.difference:+,.0f} ({row.difference / row.predicted:+.0%})",
+            f"{row.difference:+,.0f} {row.difference / row.predicted:+.0%}",
             f"{row.load_peak:,.0f}",
         )
     yield table
@@ -137,15 +137,15 @@ def scaling_table(series: Sequence[Series]) -> Table:
 def bug_table(summaries: Sequence[BugSummary], chance: float) -> Table:
     table = _table(
         f"{summaries[0].count} questions, chance {chance:.0%}; 95 % intervals in brackets",
-        "mode",
-        numbers=("right", "against baseline, points", "same answer", "reused", "TTFT, ms", "÷"),
+        "",
+        numbers=("right", "points off", "same", "reused", "TTFT, ms", "÷"),
     )
     full = summaries[0].ttft.median_ms
     for one in summaries:
         points = [100 * value for value in (one.difference, *one.difference_interval)]
         table.add_row(
-            one.mode,
-            f"{one.accuracy:.1%} [{one.interval[0]:.1%}-{one.interval[1]:.1%}]",
+            one.mode.removesuffix("_cache").removesuffix("_kv_reuse"),
+            f"{one.accuracy:.1%} [{one.interval[0]:.0%}-{one.interval[1]:.0%}]",
             "–" if one is summaries[0] else "{:+.1f} [{:+.1f}…{:+.1f}]".format(*points),
             f"{one.same_answer:.0%}",
             f"{one.not_computed:.0%}",

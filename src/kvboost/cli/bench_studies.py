@@ -181,7 +181,7 @@ def buglocal(
         Path | None, typer.Option(help="Every answer as a JSON line; what is there is not asked.")
     ] = None,
     part: Annotated[str, typer.Option(help="2/3: every third question, from the second.")] = "1/1",
-    quick: Annotated[bool, typer.Option(help="The embedded model, two questions.")] = False,
+    quick: Annotated[bool, typer.Option(help="The embedded model, one question.")] = False,
     plot: Plot = None,
     history: History = None,
     device: Device = None,
@@ -200,7 +200,11 @@ def buglocal(
         from kvboost.bench.buglocal import Task, run_buglocal
 
         task = Task(
-            questions or (2 if quick else 240), files or (3 if quick else 5), hint=hint, seed=seed
+            questions or (1 if quick else 240),
+            files or (2 if quick else 5),
+            hint,
+            seed,
+            4 if quick else 24,
         )
         report = run_buglocal(
             model or (DEFAULT_MODEL if quick else "qwen2.5-coder-1.5b"),

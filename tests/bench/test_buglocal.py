@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+from rich.console import Console
+
+from kvboost.bench.buglocal import (
+    BASELINE,
+    MODES,
+    BugAnswer,
+    BugRow,
+    Task,
+    load_rows,
+    measure_bugs,
+    run_buglocal,
+    summarize,
+)
+from kvboost.bench.study_plots import bug_figure
+from kvboost.bench.study_report import bug_table
+from kvboost.errors import ConfigError
+from tiny import byte_tokenizer, make_engine, tiny_model
+
+TASK = Task(questions=2, files=2, size=3)
+PREFIX, CHUNKS = "prefix_cache", "chunk_kv_reuse"
+
+
+def test_every_mode_answers_and_reuse_is_what_it_is_called() -> None:
+    told: list[None] = []
+    with make_engine(
+        tiny_model("llama", max_position_embeddings=8192), chunk_size=64, reuse_moved="always"
+    ) as engine:
+        questions = TASK.make()
+        rows = list(measure_bugs(engine, TASK, questions, "run", lambda: told.append(None)))
+        kept = engine.cache_stats()["hot_chunks"]
+        again = list(measure_bugs(engine, TASK, questions[1:], "run"))
+        assert engine.cache_stats()["hot_chunks"] == kept  # requests leave nothing behind
+    assert len(rows) == 2 and len(told) == 2 * len(MODES)
+    for row, question in zip(rows, questions, strict=True):
+        assert list(row.answers) == list(MODES) and row.right == question.answer
+        assert row.answers[BASELINE].not_computed == 0
+        assert row.answers[CHUNKS].not_computed > 0.4 > row.answers[PREFIX].not_computed - 0.3
+        # Exact reuse gives the answer of no reuse; moved text comes close.
+        exact, full, moved = (
+            torch.tensor(row.answers[mode].logprobs) for mode in (PREFIX, BASELINE, CHUNKS)
+        )
+        assert torch.allclose(exact, full, atol=1e-3)
+        assert not torch.equal(moved, full)
+        assert row.answers[BASELINE].chosen == int(full.argmax())
+    # A question's outcome does not depend on those before it.
+    first, second = (one.answers[CHUNKS].logprobs for one in (rows[1], again[0]))
+    assert first == pytest.approx(second, abs=1e-4)
+
+
+def row(key: str, right: int, *chosen: int) -> BugRow:
+    answers = {
+        mode: BugAnswer(one, [0.0] * 4, 100.0 + at, 0.5)
+        for at, (mode, one) in enumerate(zip(MODES, chosen, strict=True))
+    }
+    return BugRow("run", key, "heapq", "f", "logic", 900, right, answers)
+
+
+ROWS = [row("a", 0, 0, 0, 0), row("b", 1, 1, 1, 2), row("c", 2, 3, 3, 2), row("d", 3, 0, 0, 0)]
+
+
+def test_modes_are_compared_question_by_question(capsys) -> None:
+    baseline, prefix, chunks = summarize(ROWS)
+    assert baseline.accuracy == prefix.accuracy == chunks.accuracy == 0.5
+    assert (baseline.same_answer, prefix.same_answer, chunks.same_answer) == (1, 1, 0.5)
+    assert prefix.difference_interval == (0, 0)  # the same answers leave no doubt
+    low, high = chunks.difference_interval
+    assert low < 0 < high  # one lost and one won: nobody can say
+    assert chunks.interval[0] < 0.5 < chunks.interval[1]
+    Console(width=80).print(bug_table([baseline, prefix, chunks], 0.25))
+    shown = capsys.readouterr().out
+    assert "4 questions, chance 25%" in shown and "50.0%" in shown and "…" in shown
+    left, right = bug_figure([baseline, prefix, chunks], title="x", chance=0.25).axes
+    assert [bar.get_height() for bar in left.patches] == [50.0] * 3
+    assert [bar.get_height() for bar in right.patches] == [100.0, 101.0, 102.0]
+
+
+def test_rows_survive_a_file_and_a_line_cut_off_does_not_count(tmp_path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps(asdict(one)) for one in ROWS]
+    path.write_text("\n".join(lines[:2]) + "\n" + lines[2][:30])
+    assert load_rows(path) == ROWS[:2]
+    assert load_rows(tmp_path / "none.jsonl") == []
+    path.write_text('{"question": 1}\n')
+    with pytest.raises(ConfigError, match=r"rows\.jsonl' holds no rows"):
+        load_rows(path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("llama", max_position_embeddings=8192).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def test_a_run_goes_on_where_another_ended(model, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    rows = tmp_path / "rows.jsonl"
+    console = Console(width=200)
+    options = {"rows_file": str(rows), "dtype": "float32", "device": "cpu"}
+    run_buglocal(model, Task(1, 2, size=3), console, **options)
+    (first,) = rows.read_text().splitlines()
+    report = run_buglocal(model, Task(2, 2, size=3), console, **options)
+    assert "1 questions are answered" in capsys.readouterr().out
+    assert len(rows.read_text().splitlines()) == 2
+    assert rows.read_text().startswith(first)
+    assert [one["count"] for one in report["summaries"]] == [2, 2, 2]
+    assert report["chance"] == 0.25 and report["goals"]["buglocal_points"] >= 0
+    second = run_buglocal(model, Task(2, 2, size=3), console, part="2/2", **options)
+    assert [one["count"] for one in second["summaries"]] == [1, 1, 1]
+    assert len(rows.read_text().splitlines()) == 2  # it was all there
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"part": "3/2"}, "part='3/2' must be"),
+        ({"part": "2/2"}, "there are only 1 questions"),
+        ({"rows_file": "/nowhere/rows.jsonl"}, "there is no folder '/nowhere'"),
+        ({"plot": "x.doc"}, "must end in"),
+    ],
+)
+def test_nonsense_is_refused_before_a_model_is_loaded(options, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_buglocal("no-such-model", Task(1), Console(), **options)

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvboost.bench import full
+from kvboost.bench.full import (
+    FULL_SECONDS,
+    GOALS,
+    JOBS,
+    QUICK_SECONDS,
+    Outcome,
+    judge,
+    run_all,
+    run_process,
+)
+from kvboost.errors import ConfigError
+
+
+def test_all_limits_together_fit_the_time_that_was_promised() -> None:
+    assert sum(job.seconds for job in JOBS) < FULL_SECONDS
+    assert sum(job.quick_seconds for job in JOBS) < QUICK_SECONDS
+    assert all((job.quick is None) == (job.quick_seconds == 0) for job in JOBS)
+    assert len({job.name for job in JOBS}) == len(JOBS)
+    assert {goal.benchmark for goal in GOALS} <= {job.name for job in JOBS}
+
+
+def results(outcomes):
+    return {one["name"]: one["state"] for one in outcomes}
+
+
+def test_one_that_fails_hangs_or_is_missing_does_not_stop_the_rest(tmp_path) -> None:
+    asked = []
+
+    def run(arguments, log: Path, seconds: float):
+        asked.append(arguments)
+        name = arguments[1]
+        if name == "breakdown":
+            return None, ""
+        if name == "interior":
+            log.write_text("Error: No such command 'interior'.\n")
+            return 2, ""
+        if name == "sweep":
+            log.write_text("Traceback\nValueError: wrong\n")
+            return 1, ""
+        if name == "memory":
+            return 0, "no json"
+        report = {"benchmark": name, "machine": {"cpu": "x"}, "cost": _sample()}
+        return 0, f"a table\n{json.dumps(report)}\n"
+
+    report = run_all(
+        tmp_path / "out",
+        Console(quiet=True),
+        history_file=str(tmp_path / "history.jsonl"),
+        run=run,
+    )
+    states = results(report["outcomes"])
+    assert states["breakdown"] == "timed out" and states["interior"] == "missing"
+    assert states["sweep"] == states["memory"] == "failed"
+    assert states["buglocal"] == states["ttft"] == "ok"
+    detail = {one["name"]: one["detail"] for one in report["outcomes"]}
+    assert detail["sweep"] == "ValueError: wrong"
+    lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    ok = [name for name, state in states.items() if state == "ok"]
+    assert [json.loads(line)["benchmark"] for line in lines] == ok
+    assert len((tmp_path / "history.jsonl").read_text().splitlines()) == len(ok)
+    scaling = next(arguments for arguments in asked if arguments[1] == "scaling")
+    assert scaling[-2:] == ["--plot", str(tmp_path / "out" / "scaling.png")]
+
+
+def _sample() -> dict[str, float]:
+    return {"median_ms": 1.0, "min_ms": 1.0, "max_ms": 1.0}
+
+
+def test_the_quick_form_runs_what_has_one_and_remembers_nothing(tmp_path) -> None:
+    def run(arguments, log, seconds):
+        assert seconds <= 60
+        return 0, json.dumps({"benchmark": arguments[1], "machine": {}, "cost": _sample()})
+
+    file = tmp_path / "history.jsonl"
+    report = run_all(tmp_path, Console(quiet=True), quick=True, history_file=str(file), run=run)
+    states = results(report["outcomes"])
+    assert states["serve"] == "skipped" and states["ttft"] == "ok"
+    assert not file.exists()
+    with pytest.raises(ConfigError, match="only='nonsense' is unknown"):
+        run_all(tmp_path, Console(quiet=True), only=["nonsense"], run=run)
+    chosen = run_all(tmp_path, Console(quiet=True), only=["traffic"], quick=True, run=run)
+    assert results(chosen["outcomes"]) == {"traffic": "ok"}
+
+
+def outcome(name: str, **report: object) -> Outcome:
+    return Outcome(name, "ok", 1.0, 10, "", {"benchmark": name, **report})
+
+
+def test_goals_are_met_not_met_or_not_run() -> None:
+    states = {
+        goal.key: state
+        for goal, _, state in judge(
+            [
+                outcome("ttft", goals={"exact_over_stock": 9.0, "chat_flat": 1.5}),
+                outcome("buglocal", goals={"buglocal_points": 0.5}, summaries=[{"count": 240}]),
+            ]
+        )
+    }
+    assert states == {
+        "exact_over_stock": "met",
+        "exact_over_peers": "not run",
+        "chat_flat": "not met",
+        "moved_over_peers": "not run",
+        "buglocal_points": "met",
+    }
+
+
+def test_few_questions_prove_nothing_and_pooled_rows_may_speak_for_ttft() -> None:
+    few = outcome("buglocal", goals={"buglocal_points": 0.0}, summaries=[{"count": 8}])
+    pooled = outcome("ttft", pooled=[{"num_tokens": 512, "speedup": 4.0}])
+    long = outcome("ttft", pooled=[{"num_tokens": 2048, "speedup": 7.0}])
+    judged = {goal.key: state for goal, _, state in judge([few, pooled])}
+    assert judged["buglocal_points"].startswith("not run (n < 200)")
+    assert judged["exact_over_stock"] == "not run"
+    assert {goal.key: state for goal, _, state in judge([long])}["exact_over_stock"] == "not met"
+
+
+def test_tables_say_what_happened(capsys) -> None:
+    console = Console(width=100)
+    console.print(full.outcome_table([Outcome("ttft", "failed", 3.0, 10, "why")]))
+    console.print(full.goal_table(judge([outcome("ttft", goals={"exact_over_stock": 9.0})])))
+    shown = capsys.readouterr().out
+    for part in ("failed", "why", "3 s", "≥ 8", "9.00", "met", "not run"):
+        assert part in shown
+
+
+def test_a_process_that_takes_too_long_is_ended(tmp_path, monkeypatch) -> None:
+    slow = tmp_path / "kvboost.py"
+    slow.write_text(
+        "import sys, time\nprint('begun', flush=True)\ntime.sleep(float(sys.argv[1]))\n"
+    )
+
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    status, printed = run_process(["60"], tmp_path / "log", 2.0)
+    assert status is None and printed == "begun\n"
+    status, _ = run_process(["0"], tmp_path / "log", 30.0)
+    assert status == 0 and (tmp_path / "log").read_text() == "begun\n"
