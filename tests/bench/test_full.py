@@ -21,8 +21,8 @@ from kvboost.errors import ConfigError
 
 
 def test_all_limits_together_fit_the_time_that_was_promised() -> None:
-    assert sum(job.seconds for job in JOBS) < FULL_SECONDS
-    assert sum(job.quick_seconds for job in JOBS) < QUICK_SECONDS
+    assert sum(job.seconds for job in JOBS) < FULL_SECONDS < 90 * 60
+    assert sum(job.quick_seconds for job in JOBS) < QUICK_SECONDS < 3 * 60
     assert all((job.quick is None) == (job.quick_seconds == 0) for job in JOBS)
     assert len({job.name for job in JOBS}) == len(JOBS)
     assert {goal.benchmark for goal in GOALS} <= {job.name for job in JOBS}
@@ -89,6 +89,21 @@ def test_the_quick_form_runs_what_has_one_and_remembers_nothing(tmp_path) -> Non
         run_all(tmp_path, Console(quiet=True), only=["nonsense"], run=run)
     chosen = run_all(tmp_path, Console(quiet=True), only=["traffic"], quick=True, run=run)
     assert results(chosen["outcomes"]) == {"traffic": "ok"}
+
+
+def test_nothing_begins_when_the_time_is_over(tmp_path, monkeypatch) -> None:
+    given = []
+
+    def run(arguments, log, seconds):
+        given.append(seconds)
+        return 0, json.dumps({"benchmark": arguments[1]})
+
+    monkeypatch.setattr(full, "QUICK_SECONDS", 20)
+    monkeypatch.setattr(full, "monotonic", iter(range(0, 1000, 4)).__next__)
+    report = run_all(tmp_path, Console(quiet=True), quick=True, run=run)
+    assert given == [pytest.approx(16), pytest.approx(12), pytest.approx(8)]  # what is left
+    states = results(report["outcomes"])
+    assert states["sweep"] == states["scaling"] == "left out" and states["serve"] == "skipped"
 
 
 def outcome(name: str, **report: object) -> Outcome:

@@ -234,7 +234,7 @@ def everything(
 
         report = run_all(folder, out, quick=quick, only=only or (), history_file=_text(history))
     print(json.dumps(report))
-    if any(one["state"] in ("failed", "timed out") for one in report["outcomes"]):
+    if any(one["state"] in ("failed", "timed out", "left out") for one in report["outcomes"]):
         raise typer.Exit(1)
 
 
