@@ -25,7 +25,7 @@ def report(median: float, *, commit: str = "aaa", day: int = 1, **machine: objec
         "model": "small",
         "machine": {**MACHINE, **machine},
         "rows": [
-            {"pattern": "code", "num_tokens": 512, "stock": sample(median, median - 1, median + 1)}
+            {"pattern": "code", "num_tokens": 512, "warm": sample(median, median - 1, median + 1)}
         ],
         "accuracy": {"value": 0.5, "low": 0.4, "high": 0.6},
         "speedup": 3.0,
@@ -35,7 +35,7 @@ def report(median: float, *, commit: str = "aaa", day: int = 1, **machine: objec
 def test_only_figures_with_a_spread_are_kept_under_names_that_stay() -> None:
     figures = figures_of(report(100.0))
     assert figures == {
-        "rows/code 512/stock": Figure(100.0, 99.0, 101.0, "ms"),
+        "rows/code 512/warm": Figure(100.0, 99.0, 101.0, "ms"),
         "accuracy": Figure(0.5, 0.4, 0.6, ""),
     }
 
@@ -91,6 +91,32 @@ def test_runs_of_the_same_code_widen_its_spread() -> None:
     )
     assert compare(runs)[0].changes[0].verdict == NOISE
     assert compare([runs[0], runs[2]])[0].changes[0].verdict == "faster by 1.11 ×"
+
+
+def with_control(median: float, stock: float, **options: object):
+    made = report(median, **options)
+    made["rows"][0]["stock"] = sample(stock, stock - 1, stock + 1)
+    return made
+
+
+def test_a_machine_in_another_mood_is_no_improvement() -> None:
+    old = with_control(200.0, 1000.0, commit="old")
+    (slow,) = compare(entries(old, with_control(300.0, 1500.0, commit="new", day=2)))
+    verdicts = {change.figure: change.verdict for change in slow.changes}
+    assert slow.drift == (1.5, 1.5)
+    assert verdicts["rows/code 512/warm"] == verdicts["rows/code 512/stock"] == NOISE
+    (fast,) = compare(entries(old, with_control(100.0, 980.0, commit="new", day=2)))
+    verdicts = {change.figure: change.verdict for change in fast.changes}
+    assert verdicts["rows/code 512/warm"] == "faster by 2.00 ×"
+    # A machine twice as fast explains it all.
+    (both,) = compare(entries(old, with_control(100.0, 500.0, commit="new", day=2)))
+    assert {change.verdict for change in both.changes} == {NOISE}
+
+
+def test_other_settings_are_another_question() -> None:
+    few = {**report(100.0, commit="old"), "task": {"questions": 2}}
+    many = {**report(10.0, commit="new", day=2), "task": {"questions": 200}}
+    assert all(one.before is None for one in compare(entries(few, many)))
 
 
 def test_machines_are_never_compared() -> None:

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from kvboost.bench import history
 from kvboost.bench.plots import check_plot
-from kvboost.bench.record import code, here
+from kvboost.bench.record import here, record
 from kvboost.errors import ConfigError
 from kvboost.progress import Progress
 
@@ -54,25 +54,25 @@ def _words(text: str) -> tuple[str, ...]:
 
 # What each should take on two cores, in seconds: full, quick. A test adds them up.
 JOBS = (
-    Job("ttft", (), 1200, _words("--quick"), 30),
-    Job("interior", (), 1080, _words("--quick"), 30),
+    Job("ttft", (), 1140, _words("--quick"), 30),
+    Job("interior", (), 1020, _words("--quick"), 30),
     Job("breakdown", (), 240, _words("--quick --tokens 512"), 12, plots=True),
-    Job("sweep", (), 600, _words("--quick"), 15, plots=True),
+    Job("sweep", (), 540, _words("--quick"), 15, plots=True),
     Job("quality", _words("--limit 6"), 480, plots=True),
     Job("traffic", (), 120, _words("--requests 300"), 8, plots=True),
-    Job("serve", _words("--rounds 1"), 600, plots=True),
-    Job("batch", _words("--rounds 3"), 150),
-    Job("memory", (), 120, _words("--quick"), 15, plots=True),
-    Job("moved", (), 90),
+    Job("serve", _words("--rounds 1 --workload rag --workload chat"), 600, plots=True),
+    Job("batch", _words("--rounds 3 --tokens 2048"), 180),
+    Job("memory", (), 150, _words("--quick"), 15, plots=True),
+    Job("moved", (), 150),
     Job("arrange", _words("--requests 60"), 90),
     Job("bits", _words("--limit 4"), 120),
-    Job("tiers", (), 60),
+    Job("tiers", (), 90),
     Job("restart", (), 60),
     Job("scaling", (), 180, _words("--quick"), 20, plots=True),
     Job(
         "buglocal",
-        _words("--model smollm2-135m --questions 8"),
-        90,
+        _words("--model smollm2-135m --questions 4"),
+        120,
         _words("--quick"),
         15,
         plots=True,
@@ -176,10 +176,10 @@ def run_job(job: Job, folder: Path, *, quick: bool, plots: bool, left: float, ru
         return Outcome(job.name, "timed out", seconds, limit, f"see {log}")
     if status:
         said = log.read_text() if log.is_file() else ""
-        missing = "No such command" in said
-        last = (said.strip().splitlines() or [""])[-1]
-        state = "missing" if missing else "failed"
-        return Outcome(job.name, state, seconds, limit, last[:120])
+        if "No such command" in said:
+            return Outcome(job.name, "missing", seconds, limit, "there is no such command yet")
+        lines = [line for line in said.splitlines() if any(map(str.isalnum, line))]
+        return Outcome(job.name, "failed", seconds, limit, (lines or ["it said nothing"])[-1][:120])
     try:
         report = json.loads(printed.strip().rpartition("\n")[2])
     except ValueError:
@@ -286,17 +286,15 @@ def run_all(
     judged = judge(outcomes)
     console.print(goal_table(judged))
     console.print(f"results, logs and plots are in {folder}", highlight=False)
-    return {
-        "benchmark": "all",
-        **code(),
-        "machine": here(),
-        "quick": quick,
-        "folder": str(folder),
-        "outcomes": [{**asdict(one), "report": None} for one in outcomes],
-        "goals": [
-            {"goal": goal.key, "value": value, "state": state} for goal, value, state in judged
-        ],
-    }
+    return record(
+        "all",
+        None,
+        here(),
+        quick=quick,
+        folder=str(folder),
+        outcomes=[{**asdict(one), "report": None} for one in outcomes],
+        goals=[{"goal": goal.key, "value": value, "state": state} for goal, value, state in judged],
+    )
 
 
 def _can_plot(folder: Path, console: Console) -> bool:

@@ -2,7 +2,9 @@
 
 One JSON line a run: when, which code, which machine, and every figure that has a spread. A figure
 without one says nothing about a difference, so it is left out. Two figures differ only if the
-intervals they were seen in do not touch; runs of other machines are never looked at together.
+intervals they were seen in do not touch, and still do not when the machine's own mood is taken out:
+how much faster or slower the very same work (stock transformers', or ours without reuse) was in the
+two runs. Runs of other machines or settings are never looked at together.
 """
 
 from __future__ import annotations
@@ -21,6 +23,11 @@ MACHINE = ("cpu", "cores", "threads", "device", "gpu", "dtype")
 """What makes a machine, and how it computes. Versions of libraries may be what changed."""
 NAMING = ("num_tokens", "tokens", "words", "bits", "number", "size", "requests", "chunks", "turn")
 """Numbers that say which row of a list this is; texts always do."""
+SETTINGS = ("rounds", "questions", "requests", "tokens", "part", "task")
+"""What is asked of a benchmark; another question has another answer."""
+CONTROLS = ("stock", "baseline", "full prefill")
+"""Work that reuse does not change. The first of them that both runs have says how fast the machine
+was: stock transformers' own if there is one."""
 NOISE = "within the noise"
 
 
@@ -54,13 +61,14 @@ class Entry:
     commit: str | None
     model: str | None
     machine: dict[str, Any]
+    settings: dict[str, Any]
     figures: dict[str, Figure]
 
     @property
     def place(self) -> tuple[object, ...]:
         """What must be the same for two runs to be compared."""
         told = tuple(self.machine.get(name) for name in MACHINE)
-        return (self.benchmark, self.model, *told)
+        return (self.benchmark, self.model, json.dumps(self.settings, sort_keys=True), *told)
 
     @property
     def code(self) -> str:
@@ -154,6 +162,7 @@ def entry_of(report: Mapping[str, Any], *, measured_here: bool = False) -> Entry
         report.get("commit", own["commit"]),
         report.get("model"),
         dict(machine),
+        {name: report[name] for name in SETTINGS if name in report},
         figures,
     )
 
@@ -209,6 +218,8 @@ class Compared:
     runs: tuple[int, int]
     """How many runs of each code there are; the spread of all of them counts."""
     changes: tuple[Change, ...]
+    drift: tuple[float, float] = (1.0, 1.0)
+    """How many times as long the same work took in the later runs, least and most."""
 
 
 def compare(entries: Sequence[Entry], against: str | None = None) -> list[Compared]:
@@ -228,18 +239,36 @@ def compare(entries: Sequence[Entry], against: str | None = None) -> list[Compar
             continue
         old, new = codes[earlier[-1]], codes[newest]
         before, after = _joined(old), _joined(new)
+        mood = drift(before, after)
         changes = tuple(
-            Change(name, before[name], figure, verdict(before[name], figure))
+            Change(name, before[name], figure, verdict(before[name], figure, mood))
             for name, figure in after.items()
             if name in before
         )
-        found.append(Compared(new[-1], old[-1], (len(new), len(old)), changes))
+        found.append(Compared(new[-1], old[-1], (len(new), len(old)), changes, mood))
     return found
 
 
-def verdict(before: Figure, after: Figure) -> str:
-    """In words. Nothing is called better or worse that the spread of either could be."""
-    if after.low <= before.high and before.low <= after.high:
+def drift(before: Mapping[str, Figure], after: Mapping[str, Figure]) -> tuple[float, float]:
+    """How many times as long work took that no change of ours concerns: least and most. One to one
+    where there is none."""
+    for control in CONTROLS:
+        ratios = [
+            after[name].value / figure.value
+            for name, figure in before.items()
+            if name in after and figure.unit == "ms" and control in name and figure.value > 0
+        ]
+        if ratios:
+            return min(ratios), max(ratios)
+    return 1.0, 1.0
+
+
+def verdict(before: Figure, after: Figure, mood: tuple[float, float] = (1.0, 1.0)) -> str:
+    """In words. Nothing is called better or worse that the spread of either could be, as it is or
+    with ``mood``: so many times as long the machine took for the same, least and most."""
+    slowest = max(1.0, mood[1]) if after.unit == "ms" else 1.0
+    fastest = min(1.0, mood[0]) if after.unit == "ms" else 1.0
+    if after.low <= before.high * slowest and before.low * fastest <= after.high:
         return NOISE
     if after.unit == "ms":
         if after.value < before.value:

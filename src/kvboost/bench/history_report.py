@@ -26,13 +26,21 @@ def show_trend(groups: Sequence[Sequence[Entry]], console: Console) -> None:
 def trend_table(runs: Sequence[Entry]) -> Table:
     last = runs[-1]
     table = Table(title=f"{last.benchmark}, {last.model or 'no model'}: {last.machine_name}")
-    table.add_column("median [lowest-highest]")
+    table.add_column("median [lowest-highest]", overflow="fold")
     for run in runs:
         table.add_column(f"{run.date[:10]}\n{run.code}", justify="right", no_wrap=True)
-    for name in dict.fromkeys(name for run in runs for name in run.figures):
+    names = list(dict.fromkeys(name for run in runs for name in run.figures))
+    for name, short in zip(names, shorter(names), strict=True):
         cells = (run.figures.get(name) for run in runs)
-        table.add_row(name, *("–" if one is None else shown(one) for one in cells))
+        table.add_row(short, *("–" if one is None else shown(one) for one in cells))
     return table
+
+
+def shorter(names: Sequence[str]) -> list[str]:
+    """Without the folder that all of them lie in."""
+    first = {name.partition("/")[0] for name in names}
+    alike = len(first) == 1 and all("/" in name for name in names)
+    return [name.partition("/")[2] if alike else name for name in names]
 
 
 def show_comparison(found: Sequence[Compared], console: Console, *, everything: bool) -> None:
@@ -46,12 +54,21 @@ def show_comparison(found: Sequence[Compared], console: Console, *, everything: 
         table = Table(title=f"{title}\n{one.before.code} → {one.after.code}, {runs}")
         for heading in ("figure", one.before.code, one.after.code, "verdict"):
             table.add_column(heading, justify="left" if heading == "figure" else "right")
-        for change in one.changes if everything else real:
-            table.add_row(change.figure, shown(change.before), shown(change.after), change.verdict)
+        chosen = one.changes if everything else real
+        for change, name in zip(chosen, shorter([one.figure for one in chosen]), strict=True):
+            table.add_row(name, shown(change.before), shown(change.after), change.verdict)
         if table.row_count:
             console.print(table)
         quiet = len(one.changes) - len(real)
         console.print(f"{title}: {quiet} of {len(one.changes)} figures {NOISE}", highlight=False)
+        low, high = one.drift
+        if (low, high) != (1.0, 1.0):
+            console.print(
+                f"the same work without reuse took {low:.2f} to {high:.2f} times as long in the "
+                "later runs: that is the machine",
+                style="dim",
+                highlight=False,
+            )
 
 
 def shown(figure: Figure) -> str:
