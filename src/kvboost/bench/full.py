@@ -32,6 +32,7 @@ QUICK_SECONDS = 175
 SLACK = 1.5
 """So many times what it should take, and a benchmark is ended."""
 LEAST_SECONDS = 5
+GRACE_SECONDS = 4
 
 
 @dataclass(frozen=True)
@@ -147,11 +148,14 @@ def run_process(arguments: Sequence[str], log: Path, seconds: float) -> tuple[in
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGTERM)
             try:
-                printed, _ = process.communicate(timeout=10)
+                printed, _ = process.communicate(timeout=GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 printed, _ = process.communicate()
             status = None
+        except BaseException:  # the user has had enough
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     with log.open("a") as file:
         file.write(printed)
     return status, printed

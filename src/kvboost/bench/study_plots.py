@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,10 +29,10 @@ PHASE_COLOURS = {
     "decode": "#999999",
     "admit": "#882255",
 }
-Path_ = str | os.PathLike[str]
+Where = str | os.PathLike[str]
 
 
-def save(figure: Figure, path: Path_) -> None:
+def save(figure: Figure, path: Where) -> None:
     check_plot(path)
     figure.savefig(Path(path).expanduser(), dpi=160)
 
@@ -73,7 +72,7 @@ def _legend(figure: Figure, handles: Sequence[Any], columns: int = 5) -> None:
     )
 
 
-def plot_breakdown(rows: Sequence[Breakdown], path: Path_, *, title: str) -> None:
+def plot_breakdown(rows: Sequence[Breakdown], path: Where, *, title: str) -> None:
     save(breakdown_figure(rows, title=title), path)
 
 
@@ -102,7 +101,7 @@ def breakdown_figure(rows: Sequence[Breakdown], *, title: str) -> Figure:
     return figure
 
 
-def plot_sweep(swept: Sequence[Swept], path: Path_, *, title: str) -> None:
+def plot_sweep(swept: Sequence[Swept], path: Where, *, title: str) -> None:
     save(sweep_figure(swept, title=title), path)
 
 
@@ -147,7 +146,7 @@ def sweep_figure(swept: Sequence[Swept], *, title: str) -> Figure:
     return figure
 
 
-def plot_memory(rows: Sequence[Memory], path: Path_, *, title: str) -> None:
+def plot_memory(rows: Sequence[Memory], path: Where, *, title: str) -> None:
     save(memory_figure(rows, title=title), path)
 
 
@@ -181,7 +180,7 @@ def memory_figure(rows: Sequence[Memory], *, title: str) -> Figure:
     return figure
 
 
-def plot_scaling(series: Sequence[Series], path: Path_, *, title: str) -> None:
+def plot_scaling(series: Sequence[Series], path: Where, *, title: str) -> None:
     save(scaling_figure(series, title=title), path)
 
 
@@ -211,7 +210,7 @@ def scaling_figure(series: Sequence[Series], *, title: str) -> Figure:
     return figure
 
 
-def plot_bugs(summaries: Sequence[BugSummary], path: Path_, *, title: str, chance: float) -> None:
+def plot_bugs(summaries: Sequence[BugSummary], path: Where, *, title: str, chance: float) -> None:
     save(bug_figure(summaries, title=title, chance=chance), path)
 
 
@@ -239,5 +238,4 @@ def bug_figure(summaries: Sequence[BugSummary], *, title: str, chance: float) ->
         axes.grid(axis="x", visible=False)
     left.text(0.02, 100 * chance, "chance", fontsize=9, color=INK, va="bottom")
     left.texts[-1].set_transform(left.get_yaxis_transform())
-    assert all(math.isfinite(one.ttft.median_ms) for one in summaries)
     return figure
