@@ -84,6 +84,17 @@ def test_modes_are_compared_question_by_question(capsys) -> None:
     assert [bar.get_height() for bar in right.patches] == [100.0, 101.0, 102.0]
 
 
+def test_two_hundred_questions_say_whether_reuse_costs_a_point() -> None:
+    right, wrong = row("a", 0, 0, 0, 0), row("b", 0, 0, 0, 1)
+    (*_, close), (*_, off) = (
+        summarize([right] * 199 + [wrong]),
+        summarize([right] * 97 + [wrong] * 3),
+    )
+    assert buglocal.judge(close)["met"] is True
+    assert buglocal.judge(off)["met"] is None
+    assert buglocal.judge(summarize([right] * 194 + [wrong] * 6)[-1])["met"] is False
+
+
 def test_rows_survive_a_file_and_a_line_cut_off_does_not_count(tmp_path) -> None:
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps(asdict(one)) for one in ROWS]
@@ -121,7 +132,8 @@ def test_a_run_goes_on_where_another_ended(tmp_path, monkeypatch, capsys) -> Non
     counts, report = run(5)
     assert "2 questions are answered" in capsys.readouterr().out
     assert counts == [5, 5, 5] and report["chance"] == 0.25
-    assert report["goals"] == {"buglocal_points": 0.0}
+    (goal,) = report["goals"]
+    assert goal["met"] is None and "+0.0 points" in goal["figure"]  # five questions prove nothing
     assert run(5, part="2/2")[0] == [2, 2, 2]  # all of it was there
     assert run(6, part="2/2")[0] == [3, 3, 3]
     assert asked == [[0, 1], [2, 3, 4], [5]]

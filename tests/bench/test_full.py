@@ -25,7 +25,7 @@ def test_all_limits_together_fit_the_time_that_was_promised() -> None:
     assert sum(job.quick_seconds for job in JOBS) < QUICK_SECONDS < 3 * 60
     assert all((job.quick is None) == (job.quick_seconds == 0) for job in JOBS)
     assert len({job.name for job in JOBS}) == len(JOBS)
-    assert {goal.benchmark for goal in GOALS} <= {job.name for job in JOBS}
+    assert set(GOALS) <= {job.name for job in JOBS}
 
 
 def results(outcomes):
@@ -77,7 +77,7 @@ def _sample() -> dict[str, float]:
 
 def test_the_quick_form_runs_what_has_one_and_remembers_nothing(tmp_path) -> None:
     def run(arguments, log, seconds):
-        assert seconds <= 60
+        assert seconds <= 90
         return 0, json.dumps({"benchmark": arguments[1], "machine": {}, "cost": _sample()})
 
     file = tmp_path / "history.jsonl"
@@ -101,50 +101,40 @@ def test_nothing_begins_when_the_time_is_over(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(full, "QUICK_SECONDS", 20)
     monkeypatch.setattr(full, "monotonic", iter(range(0, 1000, 4)).__next__)
     report = run_all(tmp_path, Console(quiet=True), quick=True, run=run)
-    assert given == [pytest.approx(16), pytest.approx(12), pytest.approx(8)]  # what is left
+    assert given == [16, 12, 8]  # what is left, as it is less than they may take
     states = results(report["outcomes"])
-    assert states["sweep"] == states["scaling"] == "left out" and states["serve"] == "skipped"
+    assert states["traffic"] == states["scaling"] == "left out" and states["serve"] == "skipped"
 
 
 def outcome(name: str, **report: object) -> Outcome:
     return Outcome(name, "ok", 1.0, 10, "", {"benchmark": name, **report})
 
 
+def goal(text: str, met: bool | None) -> dict[str, object]:
+    return {"text": text, "met": met, "figure": f"{text}!"}
+
+
 def test_goals_are_met_not_met_or_not_run() -> None:
-    states = {
-        goal.key: state
-        for goal, _, state in judge(
-            [
-                outcome("ttft", goals={"exact_over_stock": 9.0, "chat_flat": 1.5}),
-                outcome("buglocal", goals={"buglocal_points": 0.5}, summaries=[{"count": 240}]),
-            ]
-        )
-    }
-    assert states == {
-        "exact_over_stock": "met",
-        "exact_over_peers": "not run",
-        "chat_flat": "not met",
-        "moved_over_peers": "not run",
-        "buglocal_points": "met",
-    }
-
-
-def test_few_questions_prove_nothing_and_pooled_rows_may_speak_for_ttft() -> None:
-    few = outcome("buglocal", goals={"buglocal_points": 0.0}, summaries=[{"count": 8}])
-    pooled = outcome("ttft", pooled=[{"num_tokens": 512, "speedup": 4.0}])
-    long = outcome("ttft", pooled=[{"num_tokens": 2048, "speedup": 7.0}])
-    judged = {goal.key: state for goal, _, state in judge([few, pooled])}
-    assert judged["buglocal_points"].startswith("not run (n < 200)")
-    assert judged["exact_over_stock"] == "not run"
-    assert {goal.key: state for goal, _, state in judge([long])}["exact_over_stock"] == "not met"
+    said = [goal("fast", True), goal("flat", False), goal("peers", None)]
+    judged = judge([outcome("ttft", goals=said), outcome("buglocal")])
+    states = [(one.goal, one.state, one.figure) for one in judged]
+    assert states == [
+        ("fast", "met", "fast!"),
+        ("flat", "not met", "flat!"),
+        ("peers", "not run", "peers!"),
+        (*GOALS["interior"], "not run", ""),
+        (*GOALS["buglocal"], "not run", ""),  # it ran, and could not say
+    ]
+    assert all(one.state == "not run" for one in judge([]))
+    assert len(judge([])) == sum(map(len, GOALS.values())) == 5
 
 
 def test_tables_say_what_happened(capsys) -> None:
     console = Console(width=100)
     console.print(full.outcome_table([Outcome("ttft", "failed", 3.0, 10, "why")]))
-    console.print(full.goal_table(judge([outcome("ttft", goals={"exact_over_stock": 9.0})])))
+    console.print(full.goal_table(judge([outcome("ttft", goals=[goal("fast", True)])])))
     shown = capsys.readouterr().out
-    for part in ("failed", "why", "3 s", "≥ 8", "9.00", "met", "not run"):
+    for part in ("failed", "why", "3 s", "fast!", "met", "not run"):
         assert part in shown
 
 

@@ -41,6 +41,8 @@ SALT = "buglocal"
 LEAD = "The function with the bug is"
 POINTS = 1.0
 """Reuse may change accuracy by so many points."""
+LEAST_QUESTIONS = 200
+"""With fewer, nothing is called met or not."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,19 @@ def summarize(rows: Sequence[BugRow]) -> list[BugSummary]:
     return found
 
 
+def judge(reused: BugSummary) -> dict[str, Any]:
+    """Whether reuse leaves accuracy where it was, and what was seen."""
+    points = 100 * reused.difference
+    low, high = (100 * value for value in reused.difference_interval)
+    enough = reused.count >= LEAST_QUESTIONS
+    return {
+        "text": f"accuracy with chunk reuse within {POINTS:g} point of the baseline's",
+        "met": abs(points) <= POINTS if enough else None,
+        "figure": f"{points:+.1f} points [{low:+.1f}…{high:+.1f}], {reused.count} questions"
+        + ("" if enough else f"; {LEAST_QUESTIONS} are needed"),
+    }
+
+
 def load_rows(path: str | os.PathLike[str]) -> list[BugRow]:
     """Rows an earlier run has written; none if there is no such file. A last line that was cut off
     while it was written does not count."""
@@ -257,13 +272,9 @@ def run_buglocal(
     rows = [known[question.key] for question in questions]
     summaries = summarize(rows)
     console.print(bug_table(summaries, CHANCE))
-    reused = summaries[-1]
-    console.print(
-        f"chunk reuse within {POINTS:g} point of the baseline: "
-        f"{'met' if abs(100 * reused.difference) <= POINTS else 'not met'} "
-        f"({100 * reused.difference:+.1f} points)",
-        highlight=False,
-    )
+    goal = judge(summaries[-1])
+    state = {True: "met", False: "not met", None: "cannot be said"}[goal["met"]]
+    console.print(f"goal, {goal['text']}: {state} ({goal['figure']})", highlight=False)
     if plot is not None:
         plot_bugs(summaries, plot, title=f"{model}: which function has the bug", chance=CHANCE)
         console.print(f"drawn in {plot}", highlight=False)
@@ -276,7 +287,7 @@ def run_buglocal(
         chance=CHANCE,
         prompt_tokens=statistics.median(row.prompt_tokens for row in rows),
         summaries=[one.as_json() for one in summaries],
-        goals={"buglocal_points": abs(100 * reused.difference)},
+        goals=[goal],
     )
 
 

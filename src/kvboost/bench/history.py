@@ -23,7 +23,7 @@ MACHINE = ("cpu", "cores", "threads", "device", "gpu", "dtype")
 """What makes a machine, and how it computes. Versions of libraries may be what changed."""
 NAMING = ("num_tokens", "tokens", "words", "bits", "number", "size", "requests", "chunks", "turn")
 """Numbers that say which row of a list this is; texts always do."""
-SETTINGS = ("rounds", "questions", "requests", "tokens", "part", "task")
+SETTINGS = ("rounds", "questions", "requests", "tokens", "part", "task", "plan")
 """What is asked of a benchmark; another question has another answer."""
 CONTROLS = ("stock", "baseline", "full prefill")
 """Work that reuse does not change. The first of them that both runs have says how fast the machine
