@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvboost.bench.stats import f1, paired_bootstrap
+from kvboost.bench.stats import f1, paired_bootstrap, power_law, wilson
 
 
 @pytest.mark.parametrize(
@@ -58,3 +58,29 @@ def test_equal_differences_leave_no_doubt() -> None:
 def test_no_differences_have_no_interval() -> None:
     with pytest.raises(ValueError, match="no differences"):
         paired_bootstrap([])
+
+
+def test_wilsons_interval_is_the_known_one_and_never_empty() -> None:
+    low, high = wilson(20, 100)
+    assert (low, high) == (pytest.approx(0.1334, abs=1e-4), pytest.approx(0.2888, abs=1e-4))
+    assert wilson(0, 10)[0] == 0 < wilson(0, 10)[1]
+    assert wilson(10, 10)[1] == pytest.approx(1) and wilson(10, 10)[0] < 0.8
+    for count, trials in ((3, 2), (-1, 5), (0, 0)):
+        with pytest.raises(ValueError, match="is no share"):
+            wilson(count, trials)
+
+
+def test_a_power_law_is_found_with_its_error() -> None:
+    sizes = [10.0, 100.0, 1000.0, 10000.0]
+    exact = power_law(sizes, [3 * size**0.7 for size in sizes])
+    assert exact.exponent == pytest.approx(0.7) and exact.factor == pytest.approx(3)
+    assert exact.error == pytest.approx(0, abs=1e-9)
+    assert exact(500) == pytest.approx(3 * 500**0.7)
+    noisy = power_law(sizes, [1.0, 12.0, 90.0, 1100.0])
+    slope, error = np.polyfit(np.log(sizes), np.log([1.0, 12.0, 90.0, 1100.0]), 1, cov=True)
+    assert noisy.exponent == pytest.approx(slope[0])
+    assert noisy.error == pytest.approx(np.sqrt(error[0, 0]))
+    assert power_law([1, 2], [1, 2]).error is None  # two points are always on a line
+    for wrong in (([1, 1], [1, 2]), ([1, 2], [0, 2]), ([1, 2, 3], [1, 2])):
+        with pytest.raises(ValueError, match="must be as many"):
+            power_law(*wrong)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,6 +38,48 @@ def paired_bootstrap(
     tail = (1 - level) / 2
     low, high = np.quantile(values[picks].mean(axis=1), [tail, 1 - tail])
     return float(low), float(high)
+
+
+def wilson(successes: int, trials: int, *, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's interval of a share, 95 % unless ``z`` says otherwise. Unlike the usual one it stays
+    within 0 and 1, and is not empty where all or none succeeded."""
+    if not 0 <= successes <= trials or trials < 1:
+        raise ValueError(f"{successes} of {trials} is no share; give at least one trial")
+    share = successes / trials
+    centre = share + z * z / (2 * trials)
+    spread = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
+    scale = 1 + z * z / trials
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """``cost = factor * size ** exponent``, as a straight line through the logarithms."""
+
+    exponent: float
+    error: float | None
+    """The exponent's standard error; None where two points leave nothing to judge it by."""
+    factor: float
+
+    def __call__(self, size: float) -> float:
+        return float(self.factor * size**self.exponent)
+
+
+def power_law(sizes: Sequence[float], costs: Sequence[float]) -> PowerLaw:
+    """The law that fits best, by least squares over the logarithms."""
+    if len(set(sizes)) < 2 or len(sizes) != len(costs) or min(*sizes, *costs) <= 0:
+        raise ValueError(
+            f"sizes={list(sizes)} and costs={list(costs)} must be as many, all above zero, and of "
+            "at least two sizes"
+        )
+    x, y = np.log(sizes), np.log(costs)
+    dx = x - x.mean()
+    exponent = float(dx @ y / (dx @ dx))
+    level = float(y.mean() - exponent * x.mean())
+    rest = y - level - exponent * x
+    free = len(x) - 2
+    error = math.sqrt(float(rest @ rest) / free / float(dx @ dx)) if free else None
+    return PowerLaw(exponent, error, math.exp(level))
 
 
 def _words(text: str) -> list[str]:

@@ -11,11 +11,13 @@ from typing import Annotated
 
 import typer
 
+from kvboost.cli import bench_studies
 from kvboost.cli.common import Dataset, Device, Donor, Dtype, KVBits, Model, errors, out
 from kvboost.config import DEFAULT_MODEL, bound_kernel_caches
 from kvboost.errors import ConfigError
 
 app = typer.Typer(help="Measure it yourself.", no_args_is_help=True)
+bench_studies.register(app)
 
 Peers = Annotated[
     bool, typer.Option("--peers", help="Also every other engine that make peers has set up.")

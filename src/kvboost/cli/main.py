@@ -210,6 +210,7 @@ def doctor(
         out.print("Nothing here should be slow.", style="green")
 
 
+@bench.app.command()
 @app.command()
 def quality(
     dataset: Dataset = None,
