@@ -110,7 +110,7 @@ def _excerpt(module: str, source: str) -> Excerpt | None:
 
 
 def make_bugs(
-    number: int, *, files: int = 5, hint: str = "kind", seed: int = 0, size: int = POOL
+    number: int, *, files: int = 5, hint: str = "line", seed: int = 0, size: int = POOL
 ) -> list[BugQuestion]:
     """The first ``number`` questions; the same for the same seed and version of Python. No bug
     comes twice before its module has no others."""
@@ -172,18 +172,18 @@ def _make(
         mutation,
         tuple(texts),
         tuple(candidates),
-        ask(candidates, mutation, hint),
+        ask(mutation, hint),
     )
 
 
-def ask(candidates: Sequence[str], mutation: Mutation, hint: str) -> str:
+def ask(mutation: Mutation, hint: str) -> str:
+    """The candidates are not named: a model asked to choose from a list takes the first."""
     told = {
-        "none": "It does not do what its docstring says.",
-        "kind": f"It does not do what its docstring says: {KINDS[mutation.kind]}.",
-        "line": f"One of its lines should read: {mutation.before}",
+        "none": ".",
+        "kind": f": {KINDS[mutation.kind]}.",
+        "line": f". It should read:\n\n{mutation.before}",
     }
     return (
-        "One function in the files above contains a bug. "
-        f"{told[hint]}\nWhich function contains the bug: {', '.join(candidates[:-1])} or "
-        f"{candidates[-1]}? Answer with its name."
+        f"In one function of the files above, a line is wrong{told[hint]}\n\n"
+        "Which function is it in?"
     )

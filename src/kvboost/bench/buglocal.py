@@ -38,7 +38,7 @@ from kvboost.progress import Progress
 MODES = tuple(mode.value for mode in GenerationMode)
 BASELINE = GenerationMode.BASELINE.value
 SALT = "buglocal"
-LEAD = "The function with the bug is"
+LEAD = "The line is in the function"
 POINTS = 1.0
 """Reuse may change accuracy by so many points."""
 LEAST_QUESTIONS = 200
@@ -51,7 +51,7 @@ class Task:
 
     questions: int = 240
     files: int = 5
-    hint: str = "kind"
+    hint: str = "line"
     seed: int = 0
     size: int = POOL
 
@@ -139,7 +139,7 @@ def measure_bugs(
     for at, question in enumerate(questions):
         framed = engine.arrange(None, question.files, question.question, cache_salt="none")
         prompt = framed.prompt + encode(LEAD)
-        names = [encode(f" {name}\n") for name in question.candidates]
+        names = [encode(f" `{name}`") for name in question.candidates]
         if not at:
             for mode in MODES:
                 engine.generate(prompt, 1, mode, cache_salt=SALT, keep=False)
@@ -169,8 +169,8 @@ def _answer(engine: KVBoost, prompt: list[int], names: list[list[int]], mode: st
 
 
 def _logprob(engine: KVBoost, prompt: list[int], name: list[int], mode: str) -> float:
-    """Of the whole name and the end of its line. All four stand in the question, so that what
-    follows a name's first tokens is all but certain: long names are not unlikely for being long."""
+    """Of the whole name and what ends it. All four stand in the files, so that what follows a
+    name's first tokens is all but certain: long names are not unlikely for being long."""
     logits = engine.score(prompt, name, mode, cache_salt=SALT).logits
     ids = torch.tensor(name, device=logits.device)
     return float(logits.float().log_softmax(-1).gather(-1, ids[:, None]).sum())

@@ -175,7 +175,7 @@ def buglocal(
     files: Annotated[int | None, typer.Option(min=2, help="In a prompt; 5 if not given.")] = None,
     hint: Annotated[
         str, typer.Option(help="What the question tells of the bug: none, kind, line.")
-    ] = "kind",
+    ] = "line",
     seed: Annotated[int, typer.Option(help="Of bugs, files and candidates.")] = 0,
     rows: Annotated[
         Path | None, typer.Option(help="Every answer as a JSON line; what is there is not asked.")
