@@ -52,7 +52,10 @@ class Storm:
     sustainable: float = 0.0
     """Requests per second that a closed loop of users reached."""
     outcomes: dict[str, int] = field(default_factory=dict)
+    resident_mb: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """All of the server's memory, after a tenth of the time, at the end, and at most."""
     settled_mb: float = 0.0
+    """This and the next two: without the KV of the requests that run, which comes and goes."""
     end_mb: float = 0.0
     most_mb: float = 0.0
     finished: dict[str, int] = field(default_factory=dict)
@@ -103,6 +106,11 @@ class Clients:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+    async def kv_mb(self) -> float:
+        """What the server holds for requests: of those that run, and kept for the next."""
+        said = (await self._client.get(f"{self._url}/kvboost/cache?limit=1")).json()
+        return float(said["serving"]["kv_bytes"] + said["stats"]["idle_kv_bytes"]) / 1e6
 
     def _body(self, **more: Any) -> dict[str, Any]:
         request = next(self._prompts)
@@ -248,13 +256,16 @@ async def storm(
     clients = Clients(server, requests, 0, seen)
     rng = random.Random(1)
     memory: list[float] = []
+    resident: list[float] = []
     tasks: set[asyncio.Task[None]] = set()
     start = time.monotonic()
 
     async def watch() -> None:
         while True:
             if time.monotonic() - start > seconds / 10:
-                memory.append(resident_mb(server.pid))
+                held = await clients.kv_mb()
+                resident.append(resident_mb(server.pid))
+                memory.append(resident[-1] - held)
             on_second()
             await asyncio.sleep(1)
 
@@ -272,6 +283,7 @@ async def storm(
     seen.seconds = time.monotonic() - start
     seen.outcomes = dict(sorted(clients.outcomes.items()))
     seen.settled_mb, seen.end_mb, seen.most_mb = levels(memory)
+    seen.resident_mb = levels(resident)
 
 
 async def check_rest(server: Running, seen: Storm) -> None:
@@ -330,12 +342,14 @@ def run_storm(model: str, minutes: float, console: Console) -> dict[str, object]
         f"{OVERLOAD:g} × the {seen.sustainable:.1f} requests/s that {USERS} users were answered",
         highlight=False,
     )
+    first, last, most = seen.resident_mb
     for outcome, number in seen.outcomes.items():
         console.print(f"  {number:6,}  {outcome}", highlight=False)
     console.print(
-        f"the server counts {seen.finished}\nresident memory {seen.settled_mb:,.0f} MB after a "
-        f"tenth of the time, at most {seen.most_mb:,.0f} later ({seen.growth:+.1%}), "
-        f"{seen.end_mb:,.0f} at the end",
+        f"the server counts {seen.finished}\nmemory without the KV of running requests: "
+        f"{seen.settled_mb:,.0f} MB after a tenth of the time, at most {seen.most_mb:,.0f} later "
+        f"({seen.growth:+.1%}), {seen.end_mb:,.0f} at the end; with it {first:,.0f}, "
+        f"{most:,.0f} and {last:,.0f}",
         highlight=False,
     )
     for problem in list(dict.fromkeys(seen.problems))[:20]:
