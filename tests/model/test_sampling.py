@@ -83,3 +83,7 @@ def test_end_of_sequence_is_none_one_or_several() -> None:
     assert eos_ids(GenerationConfig()) == frozenset()
     assert eos_ids(GenerationConfig(eos_token_id=3)) == {3}
     assert eos_ids(GenerationConfig(eos_token_id=[3, 4])) == {3, 4}
+
+
+def test_a_bias_in_whole_numbers() -> None:
+    assert set(sample(logit_bias={4: -100, 3: -1})) == {2}

@@ -221,3 +221,25 @@ def test_everyone_is_served_whatever_comes(seed: int) -> None:
             break
     assert not (coming or scheduled.waiting or scheduled.running)
     assert len(set(done)) == len(done)
+
+
+def test_nobody_is_put_in_place_while_others_fill_the_step() -> None:
+    scheduled = scheduler(sharing_wait=0.0)
+    first = reading(scheduled, TEXT[:600])
+    longer, shorter = job(TEXT[1000:1700]), job(TEXT[2000:2050])
+    scheduled.add(longer)
+    assert scheduled.start(1.0, fits, {}) is None, "the first is still being put in place"
+    assert scheduled.start(1.0, fits, {first: 400}) is None
+    scheduled.add(shorter)
+    assert scheduled.start(1.0, fits, {first: 400}) is shorter, "it has less to read"
+    shorter.to_read = (range(50),)
+    assert scheduled.start(1.0, fits, {first: 390, shorter: 50}) is None
+    assert scheduled.start(1.0, fits, {first: 10, shorter: 50}) is longer, "there is room"
+
+
+def test_nobody_is_kept_from_starting_for_long() -> None:
+    scheduled = scheduler(sharing_wait=0.0)
+    first, late = reading(scheduled, TEXT[:100]), job(TEXT[1000:1700])
+    scheduled.add(late)
+    assert scheduled.start(PATIENCE_SECONDS, fits, {first: 400}) is None
+    assert scheduled.start(PATIENCE_SECONDS + 0.1, fits, {first: 400}) is late

@@ -207,15 +207,18 @@ class RequestKV:
         known_keys, known_values = (part[0] for part in self.layer(layer, 0, self.capacity))
         if has_kernels(self.shape):
             heads, dim, means = known_keys.shape[0], keys.shape[3], len(rows.mean)
-            sums = torch.zeros(3, heads, means, dim)
-            read = [rows.index, rows.positions, rows.which, rows.weights, rows.cos, rows.sin]
-            read = [part.contiguous() for part in read]
+            keys, values = (
+                part if part.stride(3) == 1 else part.contiguous() for part in (keys, values)
+            )
+            sums = torch.zeros(3, heads, means, dim, dtype=torch.float32, device=keys.device)
+            indices = [part.contiguous() for part in (rows.index, rows.positions, rows.which)]
+            factors = [part.float().contiguous() for part in (rows.weights, rows.cos, rows.sin)]
             load_library().kvboost_errors(  # type: ignore[union-attr]
                 *(keys.data_ptr(), keys.stride(1), keys.stride(2)),
                 *(values.data_ptr(), values.stride(1), values.stride(2)),
                 *(known_keys.data_ptr(), known_values.data_ptr(), known_keys.stride(0)),
                 *(heads, dim, means, len(rows.index)),
-                *(part.data_ptr() for part in read),
+                *(part.data_ptr() for part in (*indices, *factors)),
                 sums.data_ptr(),
                 torch.get_num_threads(),
             )
@@ -244,7 +247,8 @@ class RequestKV:
         own_keys, own_values = (part[0] for part in self.layer(layer, start, start + rows))
         if has_kernels(self.shape):
             heads, offsets, dim = values.shape
-            read = [part.contiguous() for part in (*keys, values, *turns)]
+            offsets_of = [part.float().contiguous() for part in (*keys, values)]
+            read = [*offsets_of, *(part.to(torch.bfloat16).contiguous() for part in turns)]
             load_library().kvboost_shift(  # type: ignore[union-attr]
                 *(own_keys.data_ptr(), own_values.data_ptr(), own_keys.stride(0)),
                 *(heads, dim, rows, which.data_ptr(), offsets),

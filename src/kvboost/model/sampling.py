@@ -108,7 +108,7 @@ class GeneratedPenalty:
         self._frequency = frequency
         self._penalizes, self._biases = bool(presence or frequency), bool(bias)
         self._biased = torch.tensor(list(bias), dtype=torch.long)
-        self._bias = torch.tensor(list(bias.values()))
+        self._bias = torch.tensor(list(bias.values()), dtype=torch.float32)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """As a logits processor: ``[1, tokens]`` and ``[1, vocab]``, in place."""

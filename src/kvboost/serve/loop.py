@@ -229,9 +229,7 @@ class Loop:
         keep the first waiting."""
         while True:
             with self._changed:
-                if self._scheduler.fills_step(self._needs()):
-                    return
-                job = self._scheduler.start(time.monotonic(), self._fits)
+                job = self._scheduler.start(time.monotonic(), self._fits, self._needs())
             if job is None:
                 return
             job.run.clock.lap("queue")

@@ -100,12 +100,22 @@ class Scheduler(Generic[JobT]):
         """In how many seconds the queue should have room, by how fast requests have finished."""
         return int(min(60, max(1, len(self.waiting) * self._seconds_each / 2)))
 
-    def start(self, now: float, fits: Callable[[JobT], bool]) -> JobT | None:
-        """The next job to start, now running; None if there is none, or no room for it. It must be
-        asked again once ``to_read`` of that job is known: others may have to wait for it."""
+    def start(
+        self,
+        now: float,
+        fits: Callable[[JobT], bool],
+        rows: Mapping[JobT, int] | None = None,
+    ) -> JobT | None:
+        """The next job to start, now running; None if there is none, or no room for it. ``rows``:
+        how many those that run need next, if that shall matter. It must be asked again once
+        ``to_read`` of that job is known: others may have to wait for it."""
         if len(self.running) >= self.config.max_running:
             return None
-        ready = [job for job in self.waiting if not self._is_held(job, now)]
+        ready = [
+            job
+            for job in self.waiting
+            if not self._is_held(job, now) and not self._keeps_waiting(job, rows, now)
+        ]
         if not ready:
             return None
         # Whoever has least running goes first; among those, whoever came first.
@@ -133,15 +143,6 @@ class Scheduler(Generic[JobT]):
             taken += rows[job]
         return answering + chosen
 
-    def fills_step(self, rows: Mapping[JobT, int]) -> bool:
-        """Whether enough is being read for the next step, of jobs that need this many rows; those
-        that are being put in place need none yet."""
-        reading = [job for job in self.running if job.is_reading]
-        if any(job not in rows for job in reading):
-            return True
-        answers = len(reading) < len(self.running)
-        return sum(rows[job] for job in reading) >= self.slice_rows(answers)
-
     def slice_rows(self, someone_answers: bool) -> int:
         """How many rows of prompts go into one step."""
         return self.step_rows if someone_answers else 4 * self.step_rows
@@ -155,6 +156,18 @@ class Scheduler(Generic[JobT]):
         assert job.started is not None
         is_patient = now - job.started <= PATIENCE_SECONDS
         return is_patient, job.rows_left if is_patient else job.started
+
+    def _keeps_waiting(self, job: Job, rows: Mapping[JobT, int] | None, now: float) -> bool:
+        """Whether those who go before ``job`` fill the next step: to put it in place now would
+        only keep them waiting. Nobody is kept for long, and not by one with more to read."""
+        if rows is None or now - job.arrived > PATIENCE_SECONDS:
+            return False
+        reading = [other for other in self.running if other.is_reading]
+        if any(other not in rows for other in reading):
+            return True  # it is being put in place, which takes a moment
+        first = (other for other in reading if self._turn(other, now) <= (True, len(job.token_ids)))
+        answers = len(reading) < len(self.running)
+        return sum(rows[other] for other in first) >= self.slice_rows(answers)
 
     def _is_held(self, job: Job, now: float) -> bool:
         """Whether a job should wait for another to read what both need."""

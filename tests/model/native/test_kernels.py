@@ -112,6 +112,46 @@ def test_scores_of_any_size() -> None:
     assert torch.allclose(given, expected, rtol=2**-5, atol=2**-5)
 
 
+def test_whatever_torchs_default_is() -> None:
+    """Loading another model sets it for the whole process for a while."""
+    shape = shape_of(64)
+    expected = run(batch_of("shared", shape), Kernels.for_shape(shape), 3)
+    batch = batch_of("shared", shape)
+    torch.set_default_dtype(torch.float64)
+    try:
+        given = run(batch, Kernels.for_shape(shape), 3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert given.dtype == torch.bfloat16
+    assert torch.isfinite(given).all() and given.shape == expected.shape
+
+
+def test_rows_that_are_not_the_requests_own_are_refused() -> None:
+    shape = shape_of(64)
+    kv = filled(shape, 100, 1)
+    with pytest.raises(RuntimeError, match="rows \\[200, 900\\) are not this request's own"):
+        run([segment(kv, range(200, 900))], Kernels.for_shape(shape), 3)
+    kv.share(64)
+    with pytest.raises(RuntimeError, match="has \\[64,"):
+        run([segment(kv, range(60, 70))], Kernels.for_shape(shape), 3)
+
+
+@pytest.mark.parametrize(("kv_heads", "groups"), [(1, 32), (2, 7)])
+def test_unusual_groups_of_heads(kv_heads: int, groups: int) -> None:
+    shape = KVShape(LAYERS, kv_heads, 256, torch.bfloat16, CPU)
+    query = torch.randn(1, kv_heads * groups, 3, 256).bfloat16()
+    kv = filled(shape, 256, 1)
+    one = segment(kv, range(150, 153))
+    kernels = Kernels.for_shape(shape)
+    assert kernels is not None
+    given = kernels.attend(Batch([one], kernels).plan, 1, query, 0.1)
+    keys, values = (part[0].float().repeat_interleave(groups, 0) for part in kv.layer(1, 0, 153))
+    scores = query[0].float() @ keys.transpose(1, 2) * 0.1
+    scores = scores.masked_fill(torch.arange(153) > torch.arange(150, 153)[:, None], -torch.inf)
+    expected = (scores.softmax(-1) @ values).transpose(0, 1)[None]
+    assert torch.allclose(given.float(), expected, rtol=2**-6, atol=2**-6)
+
+
 def test_what_was_never_written_is_never_read() -> None:
     shape = shape_of(64)
     kv = filled(shape, 256, 1)

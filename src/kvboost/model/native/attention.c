@@ -11,6 +11,8 @@
 
 #include "tiles.h"
 
+#include <omp.h>
+
 #define KEYS 64          // keys of a block
 #define MOST_DIM 256
 #define MOST_QUERIES 256 // of a part: what is packed once serves all of them
@@ -27,7 +29,7 @@ typedef struct {
     bf16 values[KEYS * MOST_DIM]; // [key half][dim tile][key pair][dim, 2]
     float scores[TILE * KEYS];
     bf16 weights[TILE * KEYS];
-} Room;
+} __attribute__((aligned(64))) Room;
 
 static void pack_keys(const bf16 *keys, int count, int dim, bf16 *out) {
     for (int key = 0; key < KEYS; key += TILE)
@@ -60,6 +62,7 @@ static void pack_values(const bf16 *values, int count, int dim, bf16 *out) {
 }
 
 static void score(Room *room, const bf16 *queries, int dim) {
+    settle();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -121,6 +124,7 @@ static inline void weigh(Room *room, int query, int row, int seen, int dim, floa
 }
 
 static void add_values(Room *room, int query, int dim) {
+    settle();
     _tile_loadd(4, room->weights, KEYS * 2);
     _tile_loadd(5, room->weights + 32, KEYS * 2);
     for (int d = 0; d < dim; d += 16) {
@@ -209,6 +213,8 @@ static int num_parts(const Run *run, int group) {
     return (run->num_rows * group + MOST_QUERIES - 1) / MOST_QUERIES;
 }
 
+int64_t kvboost_room_bytes(void) { return sizeof(Room); }
+
 // Attention of one layer.
 void kvboost_attend(const Call *call, int threads) {
     const Plan *plan = call->plan;
@@ -218,8 +224,7 @@ void kvboost_attend(const Call *call, int threads) {
     tasks *= plan->kv_heads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        static __thread Room *room; // kept for the thread's next call
-        if (room == NULL) room = aligned_alloc(64, (sizeof(Room) + 63) / 64 * 64);
+        Room *room = (Room *)call->rooms + omp_get_thread_num();
         TileConfig before;
         take_tiles(&before);
 #pragma omp for schedule(dynamic, 1)

@@ -32,10 +32,10 @@ SIGNATURES = {
     "kvboost_attend": (c_void_p, c_int32),
     "kvboost_write": (c_void_p, c_int32, *(c_void_p, c_int64, c_int64) * 2, c_int32),
     "kvboost_pack": (c_void_p, c_int32, c_int32, c_void_p),
-    "kvboost_linear": (c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_int32),
-    "kvboost_layer": (*(c_void_p,) * 8, c_int32),
-    "kvboost_layer_begin": (*(c_void_p,) * 6, c_int32),
-    "kvboost_layer_end": (*(c_void_p,) * 6, c_int32),
+    "kvboost_linear": (c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_int32),
+    "kvboost_layer": (*(c_void_p,) * 10, c_int32),
+    "kvboost_layer_begin": (*(c_void_p,) * 7, c_int32),
+    "kvboost_layer_end": (*(c_void_p,) * 8, c_int32),
     "kvboost_errors": (
         *(c_void_p, c_int64, c_int64) * 2,
         *(c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_int32),
@@ -72,6 +72,7 @@ def load_library() -> ctypes.CDLL | str:
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
+    library.kvboost_room_bytes.restype = c_int64
     return library
 
 

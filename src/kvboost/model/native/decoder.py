@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kvboost.model.native.build import load_library
-from kvboost.model.native.layers import Product, address_of
+from kvboost.model.native.layers import Product, rounded_up, scratch
 
 if TYPE_CHECKING:
     from kvboost.model.attention import Batch
@@ -35,12 +35,14 @@ class DecoderLayer:
     def __init__(self, layer: Any, qkv: Product, o: Product, gate_up: Product, down: Product):
         attention, norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
         dim = attention.head_dim
-        self._held = (layer, qkv, o, gate_up, down)
+        weights = [norm.weight.detach() for norm in norms]  # held, whatever becomes of the layer
+        self._held = (qkv, o, gate_up, down, weights)
+        self._depth = max(product.depth for product in (qkv, o, gate_up, down))
         self._heads = o.depth // dim
         self._room = gate_up.depth + max(qkv.width + o.depth, gate_up.width)
         self._layer = _Layer(
             *(product.address for product in (qkv, o, gate_up, down)),
-            *(address_of(norm.weight) for norm in norms),
+            *(weight.data_ptr() for weight in weights),
             *(norm.variance_epsilon for norm in norms),
             attention.scaling,
             attention.layer_idx,
@@ -60,15 +62,17 @@ class DecoderLayer:
         hidden, cos, sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
         rows, dim = hidden.shape[1], cos.shape[2]
         out = torch.empty_like(hidden)
-        room = torch.empty(rows * self._room, dtype=hidden.dtype)
-        parts = torch.empty(batch.plan.num_slots * self._heads * (dim + 1))
+        room = scratch(rows * self._room)
+        packed = scratch(rounded_up(rows) * self._depth)
+        parts = scratch(batch.plan.num_slots * self._heads * (dim + 1), torch.float32)
+        assert batch.kernels is not None
         layer, plan, threads = self._address, batch.plan.address, torch.get_num_threads()
         given = [one.data_ptr() for one in (hidden, cos, sin)]
-        places = [one.data_ptr() for one in (out, room, parts)]
+        places = [one.data_ptr() for one in (out, room, packed, parts)] + [batch.kernels.rooms()]
         if not batch.is_looked_at:
             self._library.kvboost_layer(layer, plan, *given, *places, threads)
             return out
-        self._library.kvboost_layer_begin(layer, plan, *given, places[1], threads)
+        self._library.kvboost_layer_begin(layer, plan, *given, *places[1:3], threads)
         start = rows * self._width
         fresh = room[start : start + rows * self._qkv].view(1, rows, -1, dim).transpose(1, 2)
         kv_heads = (fresh.shape[1] - self._heads) // 2

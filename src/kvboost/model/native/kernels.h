@@ -34,6 +34,7 @@ typedef struct {
     int64_t head_stride, row_stride;
     bf16 *out;           // [rows, heads, dim]
     float *parts;        // [slots, heads, dim + 1]: the output and the log-sum-exp
+    void *rooms;         // kvboost_room_bytes() for each thread, at a multiple of 64
 } Call;
 
 typedef struct {
@@ -58,7 +59,8 @@ void kvboost_write(
 );
 
 void kvboost_linear(
-    const Linear *linear, const bf16 *rows, int32_t m, const bf16 *residual, bf16 *out, int threads
+    const Linear *linear, const bf16 *rows, int32_t m, const bf16 *residual, bf16 *out, bf16 *packed,
+    int threads
 );
 
 void kvboost_norm(

@@ -14,6 +14,7 @@ import torch
 
 from kvboost.model.kv import KVShape, RequestKV, SharedRows, has_kernels
 from kvboost.model.native.build import load_library
+from kvboost.model.native.layers import scratch
 
 if TYPE_CHECKING:
     from kvboost.model.attention import Segment
@@ -48,6 +49,7 @@ class _Call(ctypes.Structure):
         ("row_stride", c_int64),
         ("out", c_void_p),
         ("parts", c_void_p),
+        ("rooms", c_void_p),
     ]
 
 
@@ -57,12 +59,21 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.kvboost_attend
         self._write = library.kvboost_write
+        self._room_bytes = int(library.kvboost_room_bytes())
+        self._rooms = scratch(0, torch.uint8)
+
+    def rooms(self) -> int:
+        """Where threads find room to attend in: the address. One call at a time uses it."""
+        needed = torch.get_num_threads() * self._room_bytes
+        if len(self._rooms) < needed:
+            self._rooms = scratch(needed, torch.uint8)
+        return self._rooms.data_ptr()
 
     @classmethod
     def for_shape(cls, shape: KVShape) -> Kernels | None:
         """Those for a model's KV; None where torch serves it."""
-        library = load_library()
-        return cls(library) if has_kernels(shape) and not isinstance(library, str) else None
+        library = load_library() if has_kernels(shape) else "no"
+        return None if isinstance(library, str) else cls(library)
 
     def write(self, plan: Plan, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Puts the fresh rows of all segments, ``[1, kv_heads, rows, dim]``, into their KV."""
@@ -79,16 +90,15 @@ class Kernels:
         """Attention of ``[1, heads, rows, dim]``; gives ``[1, rows, heads, dim]``."""
         query = _by_strides(query)
         _, heads, rows, dim = query.shape
-        out = torch.empty(1, rows, heads, dim, dtype=query.dtype)
-        parts = torch.empty(plan.num_slots * heads * (dim + 1)) if plan.num_slots else None
+        out = query.new_empty(1, rows, heads, dim)
+        parts = scratch(plan.num_slots * heads * (dim + 1), torch.float32)
         call = _Call(
             plan.address,
             layer,
             heads,
             scale,
             *(query.data_ptr(), query.stride(1), query.stride(2)),
-            out.data_ptr(),
-            None if parts is None else parts.data_ptr(),
+            *(out.data_ptr(), parts.data_ptr(), self.rooms()),
         )
         self._attend(ctypes.addressof(call), torch.get_num_threads())
         return out
@@ -102,6 +112,12 @@ class Plan:
         self._segments = segments
         self._runs: list[tuple[torch.Tensor, int, Ints, Ints]] = []
         positions = [_positions(segment) for segment in segments]
+        for segment in segments:  # C would write anywhere
+            if segment.first < segment.kv.own_start or segment.end > segment.kv.capacity:
+                raise RuntimeError(
+                    f"rows [{segment.first}, {segment.end}) are not this request's own: it has "
+                    f"[{segment.kv.own_start}, {segment.kv.capacity})"
+                )
         starts = np.cumsum([0, *map(len, positions)]).astype(np.int32)
         places = [_places(segment.kv, at) for segment, at in zip(segments, positions, strict=True)]
         rows = [np.arange(a, b, dtype=np.int32) for a, b in pairwise(starts)]

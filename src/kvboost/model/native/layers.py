@@ -31,9 +31,10 @@ class Product:
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False
     ) -> None:
         self._library = _library()
+        weight = weight.contiguous()
         n, k = weight.shape
         self._packed, address = _aligned(weight.numel())
-        self._library.kvboost_pack(weight.contiguous().data_ptr(), n, k, address)
+        self._library.kvboost_pack(weight.data_ptr(), n, k, address)
         self._bias = None if bias is None else bias.contiguous()
         self.width, self.depth = n // 2 if gated else n, k
         bias_address = None if self._bias is None else self._bias.data_ptr()
@@ -50,13 +51,11 @@ class Product:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         rows = rows.contiguous()
+        number = rows.numel() // self.depth
         out = rows.new_empty((*rows.shape[:-1], self.width))
+        packed = scratch(rounded_up(number) * self.depth)
         self._library.kvboost_linear(
-            self.address,
-            rows.data_ptr(),
-            rows.numel() // self.depth,
-            None,
-            out.data_ptr(),
+            *(self.address, rows.data_ptr(), number, None, out.data_ptr(), packed.data_ptr()),
             torch.get_num_threads(),
         )
         return out
@@ -102,17 +101,21 @@ def _library() -> ctypes.CDLL:
 def _woven(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Sixteen of one, sixteen of the other, and so on."""
     rest = gate.shape[1:]
-    both = torch.stack([gate.view(-1, HALF, *rest), up.view(-1, HALF, *rest)], dim=1)
+    both = torch.stack([part.reshape(-1, HALF, *rest) for part in (gate, up)], dim=1)
     return both.reshape(-1, *rest)
 
 
-def address_of(weight: torch.Tensor) -> int:
-    assert weight.is_contiguous()
-    return weight.data_ptr()
+def scratch(num: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Room for ``num`` numbers, whatever torch's defaults are; begins where a cache line does."""
+    return torch.empty(num, dtype=dtype, device="cpu")
+
+
+def rounded_up(rows: int) -> int:
+    return -(-rows // BLOCK) * BLOCK
 
 
 def _aligned(num: int) -> tuple[torch.Tensor, int]:
     """Room for ``num`` bf16 numbers that begins where a cache line does: what holds it, and where
     it begins."""
-    room = torch.empty(num + 32, dtype=torch.bfloat16)
+    room = scratch(num + 32)
     return room, -(-room.data_ptr() // 64) * 64

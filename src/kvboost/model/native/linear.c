@@ -35,6 +35,7 @@ static void pack_rows(const bf16 *rows, int count, int k, bf16 *out) {
 }
 
 static void multiply(const bf16 *rows, const bf16 *weights, int k, int both, float *sums) {
+    settle();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -91,23 +92,16 @@ static void finish(
 }
 
 // rows [m, k] and out [m, n], or [m, n / 2] where gated, each in one piece. What a residual holds,
-// which may be out itself, is added.
+// which may be out itself, is added. packed has room for the rows, m rounded up to 32, at a
+// multiple of 64 bytes.
 void kvboost_linear(
-    const Linear *linear, const bf16 *rows, int32_t m, const bf16 *residual, bf16 *out, int threads
+    const Linear *linear, const bf16 *rows, int32_t m, const bf16 *residual, bf16 *out, bf16 *packed,
+    int threads
 ) {
-    static __thread bf16 *kept; // the rows, rearranged; kept for the thread's next call
-    static __thread size_t kept_size;
     const int n = linear->n, k = linear->k, width = linear->gated ? n / 2 : n;
     const int blocks = n / COLUMNS, fitting = PANEL_BYTES / (COLUMNS * k * (int)sizeof(bf16));
     int panel = (blocks + 2 * threads - 1) / (2 * threads);
     if (panel > fitting) panel = fitting > 0 ? fitting : 1;
-    const size_t size = (size_t)(m + ROWS - 1) / ROWS * ROWS * k * sizeof(bf16);
-    if (size > kept_size) {
-        free(kept);
-        kept = aligned_alloc(64, size);
-        kept_size = size;
-    }
-    bf16 *packed = kept;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float sums[ROWS * COLUMNS] __attribute__((aligned(64)));

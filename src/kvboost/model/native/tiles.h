@@ -21,11 +21,17 @@ typedef struct {
 // Eight full tiles; other libraries' kernels keep their configuration between calls, so it is
 // given back.
 static inline void take_tiles(TileConfig *before) {
-    TileConfig config = {.palette = 1};
-    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = TILE;
+    static const TileConfig config = {
+        .palette = 1,
+        .bytes = {64, 64, 64, 64, 64, 64, 64, 64},
+        .rows = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE},
+    };
     _tile_storeconfig(before);
     _tile_loadconfig(&config);
 }
+
+// Compilers do not know that tiles are loaded from memory: what was written is there from here on.
+static inline void settle(void) { __asm__ volatile("" ::: "memory"); }
 
 static inline void give_tiles_back(const TileConfig *before) {
     if (before->palette)
