@@ -6,6 +6,10 @@ ARG TORCH_INDEX=
 
 ENV PYTHONUNBUFFERED=1 KVBOOST_HOME=/data/home KVBOOST_CACHE_DIR=/data/kv
 
+# For the kernels, which are compiled on first use; without it torch's own serve, slower.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+
 WORKDIR /app
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src ./src

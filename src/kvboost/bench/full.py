@@ -55,7 +55,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 # What each should take on two cores, in seconds: full, quick. A test adds them up.
 JOBS = (
-    Job("ttft", _words("--peers --rounds 5"), 900, _words("--quick"), 60, plots=True),
+    Job("ttft", _words("--peers --rounds 5"), 1400, _words("--quick"), 60, plots=True),
     Job("interior", _words("--rounds 4"), 720, _words("--quick"), 45, plots=True),
     Job("serve", _words("--rounds 1 --workload rag --workload chat"), 600, plots=True),
     Job("breakdown", (), 180, _words("--quick --tokens 512"), 12, plots=True),
