@@ -20,7 +20,6 @@ from kvboost.errors import UnsupportedModelError
 from kvboost.model import shared
 from kvboost.model.kv import RequestKV
 from kvboost.model.native.kernels import Kernels, Plan
-from kvboost.model.packing import FEW_ROWS
 
 NAME = "kvboost"
 BLOCK_ROWS = 512
@@ -135,11 +134,6 @@ class Batch:
     segments: Sequence[Segment]
     kernels: Kernels | None = None
     """Ours, where the machine has them; else torch's serve."""
-
-    @cached_property
-    def is_few(self) -> bool:
-        """Whether whole layers of ours may take it."""
-        return self.kernels is not None and sum(map(len, self.segments)) <= FEW_ROWS
 
     @cached_property
     def is_looked_at(self) -> bool:

@@ -57,7 +57,7 @@ class Forward:
             self._take_layers()
 
     def _take_layers(self) -> None:
-        """Has whole layers take few rows in one call, if that gives what they give."""
+        """Has whole layers take their rows in one call, if that gives what they give."""
         layers = decoder_layers(self.model)
         if not layers:
             return

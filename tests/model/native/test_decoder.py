@@ -19,7 +19,7 @@ from kvboost.model.forward import Forward
 from kvboost.model.kv import RequestKV
 from kvboost.model.native.build import load_library
 from kvboost.model.native.decoder import give_back
-from kvboost.model.packing import FEW_ROWS, pack_layers
+from kvboost.model.packing import pack_layers
 
 pytestmark = pytest.mark.skipif(
     isinstance(load_library(), str), reason=f"no native kernels: {load_library()}"
@@ -116,17 +116,18 @@ def test_a_look_ends_in_its_layer() -> None:
     assert len(notes.seen) == 8
 
 
-def test_many_rows_find_the_layers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_prompt_by_itself_finds_the_layers_as_they_were() -> None:
+    """It makes stock transformers' own calls."""
     model = make("llama")
     forward = Forward(model, packed=True)
     calls: list[int] = []
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
-    kv = RequestKV(forward.shape, FEW_ROWS + 10)
-    ids = torch.zeros(FEW_ROWS + 5, dtype=torch.long)
-    forward([Segment(kv, ids[:4], range(1, 5))])
+    kv = RequestKV(forward.shape, 700)
+    ids = torch.zeros(600, dtype=torch.long)
+    forward([Segment(kv, ids, range(1, 601))])
     assert not calls
-    forward([Segment(kv, ids, range(1, FEW_ROWS + 6))])
+    forward([Segment(kv, ids, range(600))])
     assert len(calls) == SIZES["num_hidden_layers"]
 
 

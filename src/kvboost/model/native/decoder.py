@@ -1,5 +1,5 @@
-"""Whole decoder layers of the Llama kind in one call, for few rows: a step of a batch is then
-mostly arithmetic. Where a hook looks at the rows on their way, it is two."""
+"""Whole decoder layers of the Llama kind in one call: a step of a batch is then mostly arithmetic.
+Where a hook looks at the rows on their way, it is two."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kvboost.model.native.build import load_library
-from kvboost.model.native.layers import Product, rounded_up, scratch
+from kvboost.model.native.layers import Product, rounded_up
 
 if TYPE_CHECKING:
     from kvboost.model.attention import Batch
@@ -62,10 +62,11 @@ class DecoderLayer:
         hidden, cos, sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
         rows, dim = hidden.shape[1], cos.shape[2]
         out = torch.empty_like(hidden)
-        room = scratch(rows * self._room)
-        packed = scratch(rounded_up(rows) * self._depth)
-        parts = scratch(batch.plan.num_slots * self._heads * (dim + 1), torch.float32)
         assert batch.kernels is not None
+        room = batch.kernels.keep("room", rows * self._room)
+        packed = batch.kernels.keep("packed", rounded_up(rows) * self._depth)
+        num_parts = batch.plan.num_slots * self._heads * (dim + 1)
+        parts = batch.kernels.keep("parts", num_parts, torch.float32)
         layer, plan, threads = self._address, batch.plan.address, torch.get_num_threads()
         given = [one.data_ptr() for one in (hidden, cos, sin)]
         places = [one.data_ptr() for one in (out, room, packed, parts)] + [batch.kernels.rooms()]
@@ -84,14 +85,14 @@ class DecoderLayer:
 
 
 def serve_layer(module: nn.Module, native: DecoderLayer) -> None:
-    """Has ``native`` take the few rows of our batches; others find the layer as it was."""
+    """Has ``native`` take the rows of our batches; others find the layer as it was."""
     stock = module.forward
 
     def forward(
         hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
     ) -> Any:
         batch: Batch | None = getattr(past_key_values, "batch", None)
-        if batch is None or not batch.is_few:
+        if batch is None or batch.kernels is None:
             return stock(hidden_states, *args, past_key_values=past_key_values, **kwargs)
         cos, sin = kwargs["position_embeddings"]
         return native(hidden_states, cos, sin, batch)

@@ -60,14 +60,20 @@ class Kernels:
         self._attend = library.kvboost_attend
         self._write = library.kvboost_write
         self._room_bytes = int(library.kvboost_room_bytes())
-        self._rooms = scratch(0, torch.uint8)
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def keep(self, name: str, num: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Room for ``num`` numbers, kept from call to call: fresh memory costs page faults. One
+        call at a time uses it."""
+        if name not in self._kept or len(self._kept[name]) < num:
+            self._kept[name] = scratch(num, dtype)
+        return self._kept[name]
 
     def rooms(self) -> int:
-        """Where threads find room to attend in: the address. One call at a time uses it."""
-        needed = torch.get_num_threads() * self._room_bytes
-        if len(self._rooms) < needed:
-            self._rooms = scratch(needed, torch.uint8)
-        return self._rooms.data_ptr()
+        """Where threads find room to attend in: the address."""
+        return self.keep(
+            "rooms", torch.get_num_threads() * self._room_bytes, torch.uint8
+        ).data_ptr()
 
     @classmethod
     def for_shape(cls, shape: KVShape) -> Kernels | None:
@@ -91,7 +97,7 @@ class Kernels:
         query = _by_strides(query)
         _, heads, rows, dim = query.shape
         out = query.new_empty(1, rows, heads, dim)
-        parts = scratch(plan.num_slots * heads * (dim + 1), torch.float32)
+        parts = self.keep("parts", plan.num_slots * heads * (dim + 1), torch.float32)
         call = _Call(
             plan.address,
             layer,

@@ -1,4 +1,4 @@
-// One decoder layer of the Llama kind, for few rows: everything between two residual streams.
+// One decoder layer of the Llama kind: everything between two residual streams.
 
 #include "tiles.h"
 
