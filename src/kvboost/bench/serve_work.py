@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from zlib import crc32
 
 from kvboost.bench.workloads import QUESTIONS, docstrings, sources
 from kvboost.config import one_of, whole
@@ -66,7 +67,7 @@ def make_workload(
     whole(users, 1, "users")
     whole(requests, 1, "requests")
     rng = random.Random(f"{name} {seed}")
-    makers = WORKLOADS[name](rng, Texts(count_tokens, rng))
+    makers = WORKLOADS[name](rng, Texts(count_tokens, rng, name))
     return Workload(
         name,
         tuple(tuple(makers[user % len(makers)].requests(requests)) for user in range(users)),
@@ -75,11 +76,15 @@ def make_workload(
 
 
 class Texts:
-    """Passages of given lengths, cut from text that is on every machine with Python."""
+    """Passages of given lengths, cut from text that is on every machine with Python. Workloads
+    have texts of their own: what one left in a server's cache is of no use to the next."""
 
-    def __init__(self, count_tokens: Count, rng: random.Random) -> None:
+    def __init__(self, count_tokens: Count, rng: random.Random, workload: str) -> None:
         self._count = count_tokens
-        self._found = list(docstrings())
+        number = list(WORKLOADS).index(workload)
+        self._found = [
+            found for found in docstrings() if crc32(found[0].encode()) % len(WORKLOADS) == number
+        ]
         rng.shuffle(self._found)
         self._files = list(sources())
         rng.shuffle(self._files)
