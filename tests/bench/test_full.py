@@ -101,7 +101,7 @@ def test_nothing_begins_when_the_time_is_over(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(full, "QUICK_SECONDS", 20)
     monkeypatch.setattr(full, "monotonic", iter(range(0, 1000, 4)).__next__)
     report = run_all(tmp_path, Console(quiet=True), quick=True, run=run)
-    assert given == [16, 12, 8]  # what is left, as it is less than they may take
+    assert given == [16, 12]  # what is left, as it is less than they may take
     states = results(report["outcomes"])
     assert states["traffic"] == states["scaling"] == "left out" and states["serve"] == "skipped"
 
