@@ -128,8 +128,7 @@ class Generation(Body):
     max_tokens: MaxTokens | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    # Limits that a double holds exactly: whoever reads the document as such does not go past them.
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63), WHOLE] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=MAX_SEED), WHOLE] | None = None
     stop: Annotated[
         SomeText | Annotated[list[SomeText], Field(max_length=MAX_STOPS)] | None,
         either(f"a string that is not empty, or up to {MAX_STOPS}"),
