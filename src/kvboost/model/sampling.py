@@ -96,6 +96,10 @@ class Sampler:
         return TokenLogprob(token_id, float(logprobs[token_id]), top)
 
 
+LEAST_TEMPERATURE = 1e-6
+"""Lower ones choose the same tokens and divide logits out of what float32 holds."""
+
+
 class GeneratedPenalty:
     """Lowers the logits of tokens that were generated, once and for every time, and adds
     ``bias``: OpenAI's penalties, which transformers does not have."""
@@ -137,7 +141,7 @@ def _processors(
         return processors
     temperature = _first(params.temperature, defaults.temperature)
     if temperature is not None and temperature != 1.0:
-        processors.append(TemperatureLogitsWarper(float(temperature)))
+        processors.append(TemperatureLogitsWarper(max(float(temperature), LEAST_TEMPERATURE)))
     top_k = _first(params.top_k, defaults.top_k)
     if top_k:
         processors.append(TopKLogitsWarper(int(top_k)))

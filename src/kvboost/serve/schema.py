@@ -26,6 +26,7 @@ MAX_PROMPTS = 32
 MAX_DOCUMENTS = 256
 MAX_STOPS = 4
 MAX_SEED = 2**63 - 1
+"""Of a generator; what lies beyond begins again."""
 
 
 def _unicode(text: str) -> str:
@@ -128,7 +129,8 @@ class Generation(Body):
     max_tokens: MaxTokens | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=MAX_SEED), WHOLE] | None = None
+    # Any whole number: a limit of 64 bits is one that readers who hold it in a double go past.
+    seed: Annotated[int, WHOLE] | None = None
     stop: Annotated[
         SomeText | Annotated[list[SomeText], Field(max_length=MAX_STOPS)] | None,
         either(f"a string that is not empty, or up to {MAX_STOPS}"),
