@@ -198,6 +198,8 @@ def read(
         config = AutoConfig.from_pretrained(source, **files)
         check(config, strict=strict)  # before minutes are spent on weights
         with weights.quiet_transformers():
+            if gguf and not hf_kwargs:  # which else would be parsed once more, in seconds
+                files["config"] = config
             model = _auto_class(config).from_pretrained(
                 source, dtype=chosen_dtype, **{**files, **hf_kwargs}
             )
