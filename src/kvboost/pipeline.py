@@ -28,6 +28,7 @@ from kvboost.memory import Trimmer
 from kvboost.model.attention import Segment
 from kvboost.model.kv import KVPool, RequestKV
 from kvboost.model.load import LoadedModel
+from kvboost.model.native.moved import move_keys
 from kvboost.model.sampling import Sampler
 from kvboost.planner import Planner, repair_name
 from kvboost.results import Clock, ReuseReport, SpanKind
@@ -87,7 +88,7 @@ class Pipeline:
         self._rotation: Rotation | None = None
         if model.frequencies is not None:
             interleaved = model.support.architecture.interleaved
-            self._rotation = Rotation(model.frequencies, interleaved=interleaved)
+            self._rotation = Rotation(model.frequencies, interleaved=interleaved, kernel=move_keys)
         moves = self._rotation is not None
         self._planner = Planner(self.store, self.cost, model.support, self.root, moves=moves)
         self._packer = Packer(

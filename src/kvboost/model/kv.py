@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvboost.model.native.build import load_library
+from kvboost.model.native.moved import attention_mass
 
 MOST_DIM = 256  # of a head, for kernels of ours
 _ROUND = 256  # capacities are multiples of this, so that a buffer fits many requests
@@ -197,6 +198,16 @@ class RequestKV:
                 (self.base.values, self._values),
             )
         )
+
+    def mass(
+        self, layer: int, query: torch.Tensor, scale: float, absent: torch.Tensor
+    ) -> torch.Tensor | None:
+        """How much the rows of ``query``, ``[1, heads, rows, dim]``, attend to each row before
+        them, ``[start]``, but for those ``absent``; None where no kernel of ours can tell."""
+        if not has_kernels(self.shape):
+            return None
+        keys, _ = self.layer(layer, 0, len(absent) + query.shape[2])
+        return attention_mass(query[0], keys[0], scale, absent)
 
     def errors(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: Sampled

@@ -15,6 +15,12 @@ class LayerRows(Protocol):
     def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of keys and values in rows ``[start, end)``: ``[1, kv_heads, rows, dim]``."""
 
+    def mass(
+        self, layer: int, query: torch.Tensor, scale: float, absent: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What :class:`AttentionMass` adds in one layer without a window, if it can be had at
+        once."""
+
     def errors(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -56,15 +62,19 @@ class AttentionMass:
     ) -> None:
         if layer not in self._layers:
             return
+        at_once = kv.mass(layer, query, scale, self._absent) if window is None else None
+        if at_once is not None:
+            self.mass += at_once
+            return
         start = len(self.mass)
         _, heads, rows, dim = query.shape
         keys, _ = kv.layer(layer, 0, start + rows)
         kv_heads = keys.shape[1]
         folded = (query * scale).reshape(kv_heads, heads // kv_heads * rows, dim)
         hidden = self._hidden(rows, window, query)
-        at_once = max(1, _SCORES // (folded.shape[1] * (start + rows)))
+        most = max(1, _SCORES // (folded.shape[1] * (start + rows)))
         for some, some_keys in zip(
-            torch.split(folded, at_once), torch.split(keys[0], at_once), strict=True
+            torch.split(folded, most), torch.split(keys[0], most), strict=True
         ):  # a few KV heads at a time: a long prompt has many weights
             scores = torch.matmul(some, some_keys.transpose(1, 2))
             scores = scores.view(-1, rows, start + rows).add_(hidden)

@@ -8,22 +8,33 @@ attention factor is a length, which turning leaves alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 
 Turns = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine of angles."""
+MoveKeys = Callable[[torch.Tensor, Turns, torch.Tensor], bool]
+"""Turns keys into ``out`` as :meth:`Rotation.move` does, or says that it cannot."""
 
 
 class Rotation:
     """``frequencies`` is ``[layers, pairs]``, radians per position; a layer without positions has
     zeros. Channels beyond ``2 * pairs`` are not turned. Pairs are channels ``(i, i + pairs)``, or
-    neighbours ``(2i, 2i + 1)`` where the layout is ``interleaved``."""
+    neighbours ``(2i, 2i + 1)`` where the layout is ``interleaved``. ``kernel`` is asked first to
+    move keys whose pairs are halves."""
 
-    def __init__(self, frequencies: torch.Tensor, *, interleaved: bool = False) -> None:
+    def __init__(
+        self,
+        frequencies: torch.Tensor,
+        *,
+        interleaved: bool = False,
+        kernel: MoveKeys | None = None,
+    ) -> None:
         self._frequencies = frequencies.detach().to("cpu", torch.float64)
         self._interleaved = interleaved
+        self._kernel = None if interleaved else kernel
         self._turns = lru_cache(maxsize=64)(self._make_turns)
         self._tables: dict[torch.device, Turns] = {}
         _, kinds = torch.unique(self._frequencies, dim=0, return_inverse=True)
@@ -33,7 +44,10 @@ class Rotation:
     def move(self, keys: torch.Tensor, distance: int, out: torch.Tensor) -> None:
         """Writes ``keys``, ``[layers, kv_heads, tokens, dim]``, moved by ``distance`` positions
         into ``out``. Computed in float32, rounded once."""
-        cos, sin = (part[:, None, None, :] for part in self._turns(distance, keys.device))
+        turns = self._turns(distance, keys.device)
+        if self._kernel is not None and self._kernel(keys, turns, out):
+            return
+        cos, sin = (part[:, None, None, :] for part in turns)
         turned = self._turn(keys.float(), cos, sin)
         out.copy_(turned, non_blocking=True)
 

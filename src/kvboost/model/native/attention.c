@@ -18,6 +18,7 @@
 #define MOST_QUERIES 256 // of a part: what is packed once serves all of them
 #define NOTHING -1e30f   // the score of a key that is not seen
 #define SLACK 8          // powers of 2
+#define LOOK_QUERIES 64  // of a part, where all their scores are kept
 
 typedef struct {
     bf16 queries[MOST_QUERIES * MOST_DIM];
@@ -240,6 +241,85 @@ void kvboost_attend(const Call *call, int threads) {
         for (int i = 0; i < plan->num_merged * call->heads; i++)
             merge(call, plan->merged + i / call->heads * 3, i % call->heads);
         give_tiles_back(&before);
+    }
+}
+
+// Adds to mass [start] the weights that queries [first, first + count) of one head of keys, rows
+// from start on, give to the keys before start, over all heads. Keys that are absent get none.
+static void look_part(
+    const Look *look, int kv_head, int first, int count, Room *room, float *scores, float *mass
+) {
+    const int dim = look->dim, group = look->heads / look->kv_heads, end = look->start + look->rows;
+    const int64_t width = (end + KEYS - 1) / KEYS * KEYS;
+    const __m512 factor = _mm512_set1_ps(look->scale * LOG2_E), nothing = _mm512_set1_ps(NOTHING);
+    memset(room->queries, 0, (size_t)LOOK_QUERIES * dim * sizeof(bf16));
+    for (int i = 0; i < count; i++) {
+        const int row = (first + i) / group, head = kv_head * group + (first + i) % group;
+        const bf16 *query = look->queries + head * look->head_stride + row * look->row_stride;
+        memcpy(room->queries + i * dim, query, dim * sizeof(bf16));
+    }
+    for (int key = 0; key < end; key += KEYS) {
+        const int keys = end - key < KEYS ? end - key : KEYS;
+        pack_keys(look->keys + kv_head * look->key_stride + (int64_t)key * dim, keys, dim, room->keys);
+        for (int tile = 0; tile < count; tile += TILE) {
+            score(room, room->queries + tile * dim, dim);
+            for (int row = 0; row < TILE; row++)
+                memcpy(scores + (tile + row) * width + key, room->scores + row * KEYS, KEYS * 4);
+        }
+    }
+    for (int i = 0; i < count; i++) {
+        float *mine = scores + i * width;
+        const int seen = look->start + (first + i) / group + 1;
+        __m512 most = nothing, sum = _mm512_setzero_ps();
+        for (int key = 0; key < seen; key += TILE) {
+            const __mmask16 there = _mm_cmpeq_epi8_mask(
+                _mm_loadu_si128((const __m128i *)(look->absent + key)), _mm_setzero_si128());
+            const __mmask16 before = seen - key < TILE ? (1u << (seen - key)) - 1 : 0xffff;
+            const __m512 found = _mm512_mul_ps(_mm512_load_ps(mine + key), factor);
+            const __m512 shown = _mm512_mask_mov_ps(nothing, there & before, found);
+            _mm512_store_ps(mine + key, shown);
+            most = _mm512_max_ps(most, shown);
+        }
+        const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+        for (int key = 0; key < seen; key += TILE) {
+            const __m512 weights = power_of_2(_mm512_sub_ps(_mm512_load_ps(mine + key), top));
+            _mm512_store_ps(mine + key, weights);
+            sum = _mm512_add_ps(sum, weights);
+        }
+        const __m512 share = _mm512_set1_ps(1 / (_mm512_reduce_add_ps(sum) * look->heads));
+        for (int key = 0; key < look->start; key += TILE)
+            _mm512_store_ps(mass + key, _mm512_fmadd_ps(_mm512_load_ps(mine + key), share,
+                                                        _mm512_load_ps(mass + key)));
+    }
+}
+
+// How much rows attend to each key before the first of them: to mass [start], which holds zeros.
+// room has kvboost_look_bytes() for each thread, at a multiple of 64.
+int64_t kvboost_look_bytes(int32_t start, int32_t rows) {
+    const int64_t floats = (int64_t)(start + rows + KEYS) * (LOOK_QUERIES + 1);
+    return sizeof(Room) + (floats + TILE - 1) / TILE * TILE * sizeof(float);
+}
+
+void kvboost_look(const Look *look, float *mass, void *rooms, int threads) {
+    const int queries = look->rows * (look->heads / look->kv_heads);
+    const int parts = (queries + LOOK_QUERIES - 1) / LOOK_QUERIES;
+    const int64_t bytes = kvboost_look_bytes(look->start, look->rows);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        Room *room = (Room *)((char *)rooms + omp_get_thread_num() * bytes);
+        float *own = (float *)(room + 1), *scores = own + (look->start + TILE) / TILE * TILE;
+        memset(own, 0, (char *)scores - (char *)own);
+        TileConfig before;
+        take_tiles(&before);
+#pragma omp for schedule(dynamic, 1)
+        for (int task = 0; task < parts * look->kv_heads; task++) {
+            const int first = task / look->kv_heads * LOOK_QUERIES, left = queries - first;
+            const int count = left < LOOK_QUERIES ? left : LOOK_QUERIES;
+            look_part(look, task % look->kv_heads, first, count, room, scores, own);
+        }
+        give_tiles_back(&before);
+#pragma omp critical
+        for (int key = 0; key < look->start; key++) mass[key] += own[key];
     }
 }
 

@@ -30,6 +30,12 @@ NEEDED = {"amx_bf16", "amx_tile", "avx512_bf16", "avx512bw"}
 
 SIGNATURES = {
     "kvboost_attend": (c_void_p, c_int32),
+    "kvboost_look": (c_void_p, c_void_p, c_void_p, c_int32),
+    "kvboost_move": (
+        *(c_void_p, c_int64, c_int64) * 2,
+        *(c_int32,) * 5,
+        *(c_void_p, c_void_p, c_int32),
+    ),
     "kvboost_write": (c_void_p, c_int32, *(c_void_p, c_int64, c_int64) * 2, c_int32),
     "kvboost_pack": (c_void_p, c_int32, c_int32, c_void_p),
     "kvboost_linear": (c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_int32),
@@ -72,7 +78,7 @@ def load_library() -> ctypes.CDLL | str:
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
-    library.kvboost_room_bytes.restype = c_int64
+    library.kvboost_room_bytes.restype = library.kvboost_look_bytes.restype = c_int64
     return library
 
 

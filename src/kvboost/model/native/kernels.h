@@ -38,6 +38,16 @@ typedef struct {
 } Call;
 
 typedef struct {
+    const bf16 *queries; // [heads, rows, dim] by their strides
+    int64_t head_stride, row_stride;
+    const bf16 *keys; // [kv_heads, start + rows, dim]
+    int64_t key_stride;
+    const uint8_t *absent; // [start + rows and 16 more]: what nobody sees
+    int32_t heads, kv_heads, dim, start, rows;
+    float scale;
+} Look;
+
+typedef struct {
     const bf16 *weights; // [n / 32][k / 32][2][16 pairs of k][16 of n, 2]
     const bf16 *bias;    // [n], or none
     int32_t n, k;

@@ -104,8 +104,8 @@ void kvboost_linear(
 ) {
     const int n = linear->n, k = linear->k, width = linear->gated ? n / 2 : n;
     const int blocks = n / COLUMNS, fitting = PANEL_BYTES / (COLUMNS * k * (int)sizeof(bf16));
-    int panel = (blocks + 2 * threads - 1) / (2 * threads);
-    if (panel > fitting) panel = fitting > 0 ? fitting : 1;
+    const int least = fitting > 0 ? (blocks + fitting - 1) / fitting : blocks;
+    const int each = (least + threads - 1) / threads, panels = (each > 2 ? each : 2) * threads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float sums[ROWS * COLUMNS] __attribute__((aligned(64)));
@@ -115,8 +115,8 @@ void kvboost_linear(
         for (int row = 0; row < m; row += ROWS)
             pack_rows(rows + (int64_t)row * k, m - row, k, packed + (int64_t)row * k);
 #pragma omp for schedule(dynamic, 1)
-        for (int first = 0; first < blocks; first += panel) {
-            const int end = first + panel < blocks ? first + panel : blocks;
+        for (int panel = 0; panel < panels; panel++) { // as many for every thread, as large
+            const int first = blocks * panel / panels, end = blocks * (panel + 1) / panels;
             for (int row = 0; row < m; row += ROWS) {
                 const int count = m - row < ROWS ? m - row : ROWS;
                 const int64_t at = (int64_t)row * width;

@@ -1,5 +1,5 @@
-// What reuse/shift.py does with moved text in every layer: what its recomputed rows differ by, and
-// that carried over to the others.
+// What reuse does with moved text: keys turned to their new places (rope.py), and in every layer
+// what recomputed rows differ by, carried over to the others (shift.py).
 
 #include "tiles.h"
 
@@ -80,6 +80,32 @@ void kvboost_shift(
                 const __m512 value = _mm512_loadu_ps(of_values + from + d);
                 store(values + at + d, _mm512_add_ps(widen(values + at + d), value));
             }
+        }
+    }
+}
+
+// keys and out are [layers, heads, tokens, dim] by the strides of layers and heads. Every pair of
+// channels (i, i + pairs) is turned by cos and sin, [layers, pairs]; other channels are copied.
+void kvboost_move(
+    const bf16 *keys, int64_t layer_stride, int64_t head_stride, bf16 *out, int64_t out_layer,
+    int64_t out_head, int32_t layers, int32_t heads, int32_t tokens, int32_t dim, int32_t pairs,
+    const float *cos, const float *sin, int threads
+) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int task = 0; task < layers * heads; task++) {
+        const int layer = task / heads, head = task % heads;
+        const float *c = cos + layer * pairs, *s = sin + layer * pairs;
+        const bf16 *from = keys + layer * layer_stride + head * head_stride;
+        bf16 *to = out + layer * out_layer + head * out_head;
+        for (int token = 0; token < tokens; token++, from += dim, to += dim) {
+            for (int d = 0; d < pairs; d += 16) {
+                const __m512 x = widen(from + d), y = widen(from + pairs + d);
+                const __m512 along = _mm512_loadu_ps(c + d), across = _mm512_loadu_ps(s + d);
+                const __m512 low = _mm512_mul_ps(x, along), high = _mm512_mul_ps(y, along);
+                store(to + d, _mm512_fnmadd_ps(y, across, low));
+                store(to + pairs + d, _mm512_fmadd_ps(x, across, high));
+            }
+            memcpy(to + 2 * pairs, from + 2 * pairs, (dim - 2 * pairs) * sizeof(bf16));
         }
     }
 }
