@@ -9,6 +9,7 @@ from rich.table import Table
 
 from kvboost.bench.interior.measure import Row
 from kvboost.bench.interior.prompts import PLACES
+from kvboost.bench.peers.engines import OURS
 from kvboost.bench.report import spread
 
 
@@ -18,8 +19,8 @@ def show(
     """``planned``: the rounds of the run, if there was time for all."""
     console.print("", interior_table(rows))
     console.print(
-        "ms to the first token, median [lowest-highest]; %: known tokens that were not computed, "
-        "– where the engine does not tell.\nkvboost's moved text is repaired, not exact (kvboost "
+        "ms to the first token, median [lowest-highest]; reused: known tokens that were not "
+        "computed, – where the engine does not tell.\nkvboost's moved text is repaired, not exact (kvboost "
         "quality says how close); all else is exact, or as exact as its engine.",
         style="dim",
         highlight=False,
@@ -35,25 +36,25 @@ def show(
 
 
 def interior_table(rows: Sequence[Row]) -> Table:
-    """An engine per row, a place per column."""
-    lengths = {row.place: row.num_tokens for row in rows}
+    """A block of engines per place."""
     table = Table(
-        title=f"documents that were read before, about {max(lengths.values()):,} tokens",
+        title=f"documents that were read before, about {max(row.num_tokens for row in rows):,} "
+        "tokens",
         box=None,
         padding=(0, 2, 0, 0),
         header_style="bold underline",
     )
-    table.add_column("engine", no_wrap=True)
+    for heading in ("place", "engine"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("ms", "reused", "× ours"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for place in PLACES:
-        table.add_column(place, justify="right", no_wrap=True)
-    found = {(row.engine, row.place): row for row in rows}
-    for engine in dict.fromkeys(row.engine for row in rows):
-        table.add_row(engine, *(_cell(found.get((engine, place))) for place in PLACES))
+        here = [row for row in rows if row.place == place]
+        ours = next((row.ttft.median_ms for row in here if row.engine == OURS), None)
+        for at, row in enumerate(here):
+            share = "–" if row.reused_share is None else f"{row.reused_share:.0%}"
+            times = "" if ours is None else f"{row.ttft.median_ms / ours:.1f}"
+            last = at == len(here) - 1
+            name = "" if at else place
+            table.add_row(name, row.engine, spread(row.ttft), share, times, end_section=last)
     return table
-
-
-def _cell(row: Row | None) -> str:
-    if row is None:
-        return ""
-    share = "–" if row.reused_share is None else f"{row.reused_share:.0%}"
-    return f"{spread(row.ttft)} {share:>4}"
