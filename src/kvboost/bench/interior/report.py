@@ -20,8 +20,8 @@ def show(
     console.print("", interior_table(rows))
     console.print(
         "ms to the first token, median [lowest-highest]; reused: known tokens that were not "
-        "computed, – where the engine does not tell.\nkvboost's moved text is repaired, not exact (kvboost "
-        "quality says how close); all else is exact, or as exact as its engine.",
+        "computed, – where the engine does not tell.\nkvboost's moved text is repaired, not exact "
+        "(kvboost quality says how close); all else is exact, or as exact as its engine.",
         style="dim",
         highlight=False,
         markup=False,
