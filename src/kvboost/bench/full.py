@@ -33,6 +33,8 @@ SLACK = 1.5
 """So many times what it should take, and a benchmark is ended."""
 LEAST_SECONDS = 5
 GRACE_SECONDS = 4
+WIDTH = "120"
+"""Columns of what they print, which goes to a file."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,12 @@ def run_process(arguments: Sequence[str], log: Path, seconds: float) -> tuple[in
     with (
         log.open("w") as errors,
         subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "COLUMNS": WIDTH},
         ) as process,
     ):
         try:

@@ -147,5 +147,9 @@ def turns_table(turns: Sequence[Turn]) -> Table:
 
 def spread(sample: Sample) -> str:
     """The median, and lowest to highest in brackets."""
-    median, low, high = sample.median_ms, sample.min_ms, sample.max_ms
-    return f"{median:.0f} [{low:.0f}-{high:.0f}]" if median >= 10 else f"{median:.1f}"
+    brackets = f" [{sample.min_ms:.0f}-{sample.max_ms:.0f}]" if sample.median_ms >= 10 else ""
+    return f"{median(sample)}{brackets}"
+
+
+def median(sample: Sample) -> str:
+    return f"{sample.median_ms:.0f}" if sample.median_ms >= 10 else f"{sample.median_ms:.1f}"

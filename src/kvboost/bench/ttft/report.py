@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from kvboost.bench.report import spread
+from kvboost.bench.report import median, spread
 from kvboost.bench.ttft.chat import EARLY, LATE, Chat
 from kvboost.bench.ttft.clock import ClockCheck
 from kvboost.bench.ttft.lengths import Length
 from kvboost.bench.ttft.patterns import CONTENDERS, TTFT, Decode, Pooled
 from kvboost.bench.ttft.peers import PeerTime
 
+WIDE = 110
 MEANINGS = {
     "stock": "full prefill by stock transformers",
     "baseline": "ours without reuse",
@@ -28,9 +29,12 @@ def explain_ttft(console: Console) -> None:
         console.print(f"{name:9} {meaning}", style="dim", highlight=False)
 
 
-def ttft_table(rows: Sequence[TTFT]) -> Table:
+def ttft_table(rows: Sequence[TTFT], width: int = WIDE) -> Table:
+    """Medians only where ``width`` has no room for more."""
+    brief = width < WIDE
+    told = median if brief else spread
     table = _table(
-        "time to first token, ms (median; lowest to highest in brackets)",
+        f"time to first token, ms (median{'' if brief else '; lowest to highest in brackets'})",
         ("pattern", "tokens"),
         ("stock", "baseline", "÷ stock", "warm", "chunk", "floor", "÷ floor", "faster"),
     )
@@ -38,12 +42,12 @@ def ttft_table(rows: Sequence[TTFT]) -> Table:
         table.add_row(
             row.pattern,
             f"{row.num_tokens:,}",
-            spread(row.stock),
-            spread(row.baseline),
+            told(row.stock),
+            told(row.baseline),
             f"{row.baseline_over_stock:.2f}",
-            spread(row.warm),
-            spread(row.chunk),
-            spread(row.floor),
+            told(row.warm),
+            told(row.chunk),
+            told(row.floor),
             f"{row.warm_over_floor:.2f}",
             f"{row.speedup:.1f} ×",
         )

@@ -126,7 +126,7 @@ def run_ttft(
     even, peers_even = break_evens(points), peer_break_evens(peers)
 
     report.explain_ttft(console)
-    console.print("", report.ttft_table(rows))
+    console.print("", report.ttft_table(rows, console.width))
     console.print("", report.pooled_table(pooled))
     console.print("", report.decode_table([decode]))
     console.print("", report.lengths_table(points))
