@@ -28,7 +28,7 @@ from kvboost.memory import Trimmer
 from kvboost.model.attention import Segment
 from kvboost.model.kv import KVPool, RequestKV
 from kvboost.model.load import LoadedModel
-from kvboost.model.native.moved import move_keys
+from kvboost.model.native.relocate import move_keys
 from kvboost.model.sampling import Sampler
 from kvboost.planner import Planner, repair_name
 from kvboost.results import Clock, ReuseReport, SpanKind
@@ -241,7 +241,8 @@ class Pipeline:
         while (start := run.rows) < len(ids):
             end = self._slice_end(request, run, start)
             wanted = max(0, end - max(start, live_end - 1))
-            logits.append((yield from self._compute(kv, ids[start:end], range(start, end), wanted)))
+            rows = range(start, end)
+            logits.append((yield from self._compute(request, kv, ids[start:end], rows, wanted)))
             run.rows = end
         return logits[-1] if len(logits) == 1 else torch.cat(logits)
 
@@ -379,10 +380,11 @@ class Pipeline:
             # it gives fits no shorter prompt.
             run.kept = False
             ids = as_token_ids(np.concatenate([request.token_ids, run.token_ids]))
-            logits = yield from self._compute(kv, ids, range(len(ids)), 1)
+            logits = yield from self._compute(request, kv, ids, range(len(ids)), 1)
         else:
             last = as_token_ids(run.token_ids[-1:])
-            logits = yield from self._compute(kv, last, range(start, start + 1), 1)
+            rows = range(start, start + 1)
+            logits = yield from self._compute(request, kv, last, rows, 1)
         run.rows += 1  # only now: whoever leaves before keeps nothing that was not computed
         return logits[-1]
 
@@ -417,12 +419,19 @@ class Pipeline:
         return new
 
     def _compute(
-        self, kv: RequestKV, token_ids: TokenIds, positions: range, num_logits: int
+        self,
+        request: Request,
+        kv: RequestKV,
+        token_ids: TokenIds,
+        positions: range,
+        num_logits: int,
     ) -> Generator[Segment, torch.Tensor | None, torch.Tensor]:
-        """Runs ``token_ids`` at ``positions``."""
+        """Runs ``token_ids`` at ``positions``. Without reuse, a prompt by itself is what stock
+        transformers gives; with it, the fastest kernels read from the first token on."""
         kv.reserve(positions.stop)
         ids = torch.from_numpy(token_ids.astype(np.int64))
-        logits = yield Segment(kv, ids, positions, num_logits)
+        as_stock = request.mode is GenerationMode.BASELINE
+        logits = yield Segment(kv, ids, positions, num_logits, as_stock=as_stock)
         assert logits is not None
         return logits
 

@@ -58,6 +58,8 @@ class Segment:
     unless it is ``absent``: ``[end]``, true for rows that no query may look at.
     Logits are wanted of the last ``num_logits`` rows. With ``until`` the forward ends in that
     layer, once its fresh rows are written and the hook has seen its queries; there are no logits.
+    ``as_stock``: by itself, from its first token on, it makes the very calls that stock
+    transformers makes, and gives the same to the last bit.
     """
 
     kv: RequestKV
@@ -67,6 +69,7 @@ class Segment:
     hook: Hook | None = None
     absent: torch.Tensor | None = None
     until: int | None = None
+    as_stock: bool = True
     _blocks: dict[int | None, list[Block]] = field(default_factory=dict, repr=False)
     _own_mask: torch.Tensor | None = field(default=None, repr=False)
 

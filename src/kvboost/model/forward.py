@@ -108,10 +108,8 @@ class Forward:
 
     def _run_packed(self, segments: Sequence[Segment]) -> torch.Tensor:
         first = segments[0]
-        # By itself, a sequence from its first token on makes the very calls that stock
-        # transformers makes, and gives the same to the last bit.
         whole = len(segments) == 1 and first.is_plain and first.first == 0
-        batch = Batch(segments, None if whole else self._kernels)
+        batch = Batch(segments, None if whole and first.as_stock else self._kernels)
         return self._run(segments, _PackedCache(batch))
 
     def _run(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvboost.model.native.build import load_library
-from kvboost.model.native.moved import attention_mass
+from kvboost.model.native.relocate import attention_mass
 
 MOST_DIM = 256  # of a head, for kernels of ours
 _ROUND = 256  # capacities are multiples of this, so that a buffer fits many requests

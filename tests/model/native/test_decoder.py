@@ -117,7 +117,7 @@ def test_a_look_ends_in_its_layer() -> None:
 
 
 def test_a_whole_prompt_by_itself_finds_the_layers_as_they_were() -> None:
-    """It makes stock transformers' own calls."""
+    """It makes stock transformers' own calls, unless it need not."""
     model = make("llama")
     forward = Forward(model, packed=True)
     calls: list[int] = []
@@ -127,8 +127,11 @@ def test_a_whole_prompt_by_itself_finds_the_layers_as_they_were() -> None:
     ids = torch.zeros(600, dtype=torch.long)
     forward([Segment(kv, ids, range(1, 601))])
     assert not calls
-    forward([Segment(kv, ids, range(600))])
+    fast = forward([Segment(kv, ids, range(600), as_stock=False)])
+    assert not calls
+    stock = forward([Segment(kv, ids, range(600))])
     assert len(calls) == SIZES["num_hidden_layers"]
+    assert torch.allclose(fast.float(), stock.float(), rtol=2**-5, atol=2**-5)
 
 
 def test_layers_that_are_not_of_the_kind_are_left_alone() -> None:

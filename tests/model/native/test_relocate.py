@@ -7,7 +7,7 @@ import torch
 
 from kvboost.model.kv import KVShape, RequestKV
 from kvboost.model.native.build import load_library
-from kvboost.model.native.moved import move_keys
+from kvboost.model.native.relocate import move_keys
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.rope import Rotation
 
