@@ -59,6 +59,22 @@ def test_baseline_neither_reads_nor_writes_the_cache(engine) -> None:
     assert after["cache_hits"] == before["cache_hits"]
 
 
+def test_only_without_reuse_is_a_prompt_read_as_stock_transformers_reads_it(
+    engine, monkeypatch
+) -> None:
+    forward, seen = engine._model.forward, []
+    run = forward._run_packed
+
+    def noted(segments):
+        seen.append([segment.as_stock for segment in segments])
+        return run(segments)
+
+    monkeypatch.setattr(forward, "_run_packed", noted)
+    for mode in GenerationMode:
+        engine.generate(TEXT, 1, mode, cache_salt=mode.value)
+    assert seen == [[True], [False], [False]]
+
+
 def test_salts_never_share(engine) -> None:
     engine.warm(TEXT, header="", cache_salt="alice")
     assert engine.generate(TEXT, 2, EXACT, cache_salt="alice").cached_tokens > 0

@@ -29,7 +29,8 @@ class GenerationMode(str, Enum):
     """How much of the cache a request may use."""
 
     BASELINE = "baseline"
-    """No reuse: nothing is read from the cache and nothing is kept."""
+    """No reuse: nothing is read from the cache and nothing is kept. A prompt by itself is read as
+    stock transformers reads it; the other modes take our kernels where there are any."""
     PREFIX_CACHE = "prefix_cache"
     """Exact hits only: the answer is the one the model gives without a cache."""
     CHUNK_KV_REUSE = "chunk_kv_reuse"

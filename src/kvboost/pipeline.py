@@ -345,7 +345,7 @@ class Pipeline:
             token, logprob = sample(logits)
             if not run.token_ids:
                 run.clock.first_token()
-                self._learn(run, run.clock.lap("prefill"))
+                self._learn(request, run, run.clock.lap("prefill"))
             else:
                 seconds = run.clock.lap("decode")
                 if len(run.token_ids) == 1 and not run.accompanied:
@@ -388,8 +388,11 @@ class Pipeline:
         run.rows += 1  # only now: whoever leaves before keeps nothing that was not computed
         return logits[-1]
 
-    def _learn(self, run: Run, seconds: float) -> None:
-        """Takes a prefill without repair or company as an example of what a forward costs."""
+    def _learn(self, request: Request, run: Run, seconds: float) -> None:
+        """Takes a prefill without repair or company as an example of what a forward costs; one
+        that makes stock transformers' calls says little of what the others do."""
+        if self._as_stock(request) and self._model.forward.has_kernels:
+            return
         if not run.accompanied and not run.reuse.count(SpanKind.MOVED):
             known, total = run.reuse.cached_tokens, run.reuse.prompt_tokens
             self.cost.observe(total - known, (known + total) // 2, seconds)
@@ -426,14 +429,18 @@ class Pipeline:
         positions: range,
         num_logits: int,
     ) -> Generator[Segment, torch.Tensor | None, torch.Tensor]:
-        """Runs ``token_ids`` at ``positions``. Without reuse, a prompt by itself is what stock
-        transformers gives; with it, the fastest kernels read from the first token on."""
+        """Runs ``token_ids`` at ``positions``."""
         kv.reserve(positions.stop)
         ids = torch.from_numpy(token_ids.astype(np.int64))
-        as_stock = request.mode is GenerationMode.BASELINE
+        as_stock = self._as_stock(request)
         logits = yield Segment(kv, ids, positions, num_logits, as_stock=as_stock)
         assert logits is not None
         return logits
+
+    def _as_stock(self, request: Request) -> bool:
+        """Whether a prompt by itself makes stock transformers' calls: where nothing is reused, and
+        where it goes in one piece however long it is, which would take lasting room."""
+        return request.mode is GenerationMode.BASELINE or not self._planner.reusable(request)
 
     def _slice_end(self, request: Request, run: Run, start: int) -> int:
         """Where the slice that begins at ``start`` ends. Slices bound the memory of one forward,

@@ -58,8 +58,8 @@ class Segment:
     unless it is ``absent``: ``[end]``, true for rows that no query may look at.
     Logits are wanted of the last ``num_logits`` rows. With ``until`` the forward ends in that
     layer, once its fresh rows are written and the hook has seen its queries; there are no logits.
-    ``as_stock``: by itself, from its first token on, it makes the very calls that stock
-    transformers makes, and gives the same to the last bit.
+    ``as_stock``: by itself, from its first token on, it attends by the very calls that stock
+    transformers makes.
     """
 
     kv: RequestKV

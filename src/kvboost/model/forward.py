@@ -75,6 +75,11 @@ class Forward:
             for layer in layers:
                 give_back(layer)
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels of ours run it."""
+        return self._kernels is not None
+
     def bind(self) -> None:
         """Makes the model attend through us."""
         if self.packed and self.model.config._attn_implementation != attention.NAME:

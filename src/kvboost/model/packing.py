@@ -3,7 +3,8 @@
 With a plain weight, oneDNN rearranges it on every call. For few rows (a decode step, the tail
 after a hit, what is repaired of moved text) that costs as much as the product itself, so those
 rows meet a copy that was rearranged once; with kernels of our own, gates and norms take one call
-instead of many. Many rows take the very calls stock transformers makes.
+instead of many. Many rows, unless whole layers take them in one call (native/decoder.py), make the
+very calls stock transformers makes.
 """
 
 from __future__ import annotations

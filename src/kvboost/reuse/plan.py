@@ -12,8 +12,7 @@ from kvboost.cache.hits import Hit, Known, MovedRun
 from kvboost.results import Span, SpanKind
 
 LEAST_TOKENS = 16
-"""A shorter beginning is read again: its rows ride along for nothing, and a prompt computed from
-its first token on takes the fastest attention."""
+"""A shorter beginning is read again: its rows ride along for nothing."""
 LEAST_MOVED = 32
 """A shorter moved run is read again: it would be repaired for a good part, and hardly saves."""
 LIVE_TOKENS = 16

@@ -44,6 +44,15 @@ def test_mass_is_what_torch_gives(
     assert float(given.sum()) == pytest.approx(float(expected.sum()), rel=0.005)
 
 
+def test_the_same_mass_every_time() -> None:
+    """What is recomputed depends on it."""
+    kv = RequestKV(KVShape(3, 3, 64, torch.bfloat16, torch.device("cpu")), 1100)
+    kv.data.copy_(torch.randn(kv.data.shape))
+    query, absent = torch.randn(1, 9, 64, 64).bfloat16(), torch.zeros(1000, dtype=torch.bool)
+    once = mass_of(kv, query, absent)
+    assert all(torch.equal(mass_of(kv, query, absent), once) for _ in range(20))
+
+
 @pytest.mark.parametrize(("dim", "pairs"), [(64, 32), (128, 64), (64, 16)])
 def test_keys_are_moved_as_torch_moves_them(dim: int, pairs: int) -> None:
     frequencies = torch.rand(4, pairs)
@@ -72,6 +81,8 @@ def test_other_layouts_are_torchs() -> None:
     half = keys.bfloat16()
     assert not move_keys(half, (frequencies[:, :8], frequencies[:, :8]), half.clone())
     assert not move_keys(half[..., :32], (frequencies, frequencies), half[..., 32:].clone())
+    tall = torch.randn(3, 3, 5, 64).bfloat16()
+    assert not move_keys(tall, (frequencies, frequencies), tall.clone())  # turns of two layers
     called = Rotation(frequencies, interleaved=True, kernel=lambda *_: pytest.fail("asked"))
     called.move(keys, 5, out)
     assert not torch.equal(out, keys)

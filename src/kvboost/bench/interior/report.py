@@ -54,7 +54,6 @@ def interior_table(rows: Sequence[Row]) -> Table:
         for at, row in enumerate(here):
             share = "–" if row.reused_share is None else f"{row.reused_share:.0%}"
             times = "" if ours is None else f"{row.ttft.median_ms / ours:.1f}"
-            last = at == len(here) - 1
             name = "" if at else place
-            table.add_row(name, row.engine, spread(row.ttft), share, times, end_section=last)
+            table.add_row(name, row.engine, spread(row.ttft), share, times)
     return table

@@ -244,8 +244,9 @@ void kvboost_attend(const Call *call, int threads) {
     }
 }
 
-// Adds to mass [start] the weights that queries [first, first + count) of one head of keys, rows
-// from start on, give to the keys before start, over all heads. Keys that are absent get none.
+// Adds to mass, [start] and up to 15 more that mean nothing, the weights that queries [first, first
+// + count) of one head of keys, rows from start on, give to the keys before start, over all heads.
+// Keys that are absent get none.
 static void look_part(
     const Look *look, int kv_head, int first, int count, Room *room, float *scores, float *mass
 ) {
@@ -293,13 +294,15 @@ static void look_part(
     }
 }
 
-// How much rows attend to each key before the first of them: to mass [start], which holds zeros.
-// room has kvboost_look_bytes() for each thread, at a multiple of 64.
+// What a thread needs to look: a room, what it has added up, and the scores of a part's queries.
 int64_t kvboost_look_bytes(int32_t start, int32_t rows) {
     const int64_t floats = (int64_t)(start + rows + KEYS) * (LOOK_QUERIES + 1);
     return sizeof(Room) + (floats + TILE - 1) / TILE * TILE * sizeof(float);
 }
 
+// How much rows attend to each key before the first of them: to mass [start]. rooms has
+// kvboost_look_bytes() for each thread, at a multiple of 64. Sums are in the same order every time:
+// what is recomputed depends on them.
 void kvboost_look(const Look *look, float *mass, void *rooms, int threads) {
     const int queries = look->rows * (look->heads / look->kv_heads);
     const int parts = (queries + LOOK_QUERIES - 1) / LOOK_QUERIES;
@@ -311,15 +314,19 @@ void kvboost_look(const Look *look, float *mass, void *rooms, int threads) {
         memset(own, 0, (char *)scores - (char *)own);
         TileConfig before;
         take_tiles(&before);
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(static)
         for (int task = 0; task < parts * look->kv_heads; task++) {
             const int first = task / look->kv_heads * LOOK_QUERIES, left = queries - first;
             const int count = left < LOOK_QUERIES ? left : LOOK_QUERIES;
             look_part(look, task % look->kv_heads, first, count, room, scores, own);
         }
         give_tiles_back(&before);
-#pragma omp critical
-        for (int key = 0; key < look->start; key++) mass[key] += own[key];
+#pragma omp for schedule(static)
+        for (int key = 0; key < look->start; key++) {
+            mass[key] = 0;
+            for (int thread = 0; thread < omp_get_num_threads(); thread++)
+                mass[key] += ((float *)((Room *)((char *)rooms + thread * bytes) + 1))[key];
+        }
     }
 }
 

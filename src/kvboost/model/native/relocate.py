@@ -39,8 +39,8 @@ def attention_mass(
     (heads, rows, dim), kv_heads, start = query.shape, len(keys), len(absent)
     hidden = absent.new_zeros(start + rows + LANES)
     hidden[:start] = absent
-    mass = torch.zeros(start, dtype=torch.float32)
-    threads = torch.get_num_threads()
+    mass = torch.empty(start, dtype=torch.float32, device="cpu")
+    threads = min(torch.get_num_threads(), heads)  # more would hold scores of a long prompt idly
     rooms = scratch(threads * library.kvboost_look_bytes(start, rows), torch.uint8)
     look = _Look(
         *(query.data_ptr(), query.stride(0), query.stride(1)),
@@ -56,19 +56,23 @@ def move_keys(
 ) -> bool:
     """Writes ``keys``, ``[layers, kv_heads, tokens, dim]``, with channels ``(i, i + pairs)``
     turned by cosine and sine, ``[layers, pairs]``, into ``out``; False where torch has to."""
-    library = load_library()
-    cos, sin = turns
-    pairs, dim = cos.shape[1], keys.shape[3]
-    fits = keys.dtype == out.dtype == torch.bfloat16 and keys.device.type == "cpu"
-    fits = fits and pairs % LANES == 0 and out.device.type == "cpu"
+    cos, sin = (part.contiguous() for part in turns)
+    layers, heads, tokens, dim = keys.shape
+    pairs = cos.shape[1]
+    fits = keys.dtype == out.dtype == torch.bfloat16 and keys.shape == out.shape
+    fits = fits and keys.device.type == out.device.type == "cpu"
     fits = fits and all(part.stride()[2:] == (dim, 1) for part in (keys, out))
-    if isinstance(library, str) or not fits:
+    fits = fits and pairs % LANES == 0 and 2 * pairs <= dim
+    fits = fits and all(
+        part.shape == (layers, pairs) and part.dtype == torch.float32 for part in (cos, sin)
+    )
+    library = load_library() if fits else "no"
+    if isinstance(library, str):
         return False
-    layers, heads, tokens, _ = keys.shape
     library.kvboost_move(
         *(keys.data_ptr(), keys.stride(0), keys.stride(1)),
         *(out.data_ptr(), out.stride(0), out.stride(1)),
         *(layers, heads, tokens, dim, pairs),
-        *(cos.contiguous().data_ptr(), sin.contiguous().data_ptr(), torch.get_num_threads()),
+        *(cos.data_ptr(), sin.data_ptr(), torch.get_num_threads()),
     )
     return True
