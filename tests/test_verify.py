@@ -12,7 +12,8 @@ from tiny import make_engine, tiny_model
 
 def damage(chunk):
     kv = chunk.data.tensors["kv"].clone()
-    kv[:, 1] += 0.5 * torch.randn(kv[:, 1].shape, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(kv[:, 1].shape, generator=torch.Generator().manual_seed(0))
+    kv[:, 1] += 0.5 * noise.to(kv.device)
     return replace(chunk, data=plain(kv))
 
 

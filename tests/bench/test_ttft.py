@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -164,6 +165,8 @@ def test_peers_are_cold_and_warm(crew: Crew) -> None:
     ]
     assert [row.reused_share for row in rows] == [1.0, None, 1.0, None]
     assert set(peer_break_evens(rows)) == {"quick", "silent"}
+    nothing = [replace(row, reused_share=0.0) for row in rows if row.name == "quick"]
+    assert set(peer_break_evens(nothing)) == set()
     assert "100%" in shown(report.peers_table(rows)) and "–" in shown(report.peers_table(rows))
 
 

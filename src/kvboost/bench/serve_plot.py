@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvboost.bench.plots import COLOURS, GRID, INK, check_plot
+from kvboost.bench.plots import COLOURS, GRID, INK, check_plot, plain_log_labels
 from kvboost.bench.serve_stats import Row
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def plot_serve(rows: Sequence[Row], path: str | os.PathLike[str], *, title: str)
 
 def serve_figure(rows: Sequence[Row], *, title: str) -> Figure:
     """A column per workload and loop: above, the median time to first token with a line up to the
-    95th percentile; below, requests per second. A system has the same colour everywhere."""
+    95th percentile, on a log axis; below, requests per second. A system has the same colour everywhere."""
     from matplotlib.figure import Figure
 
     if not rows:
@@ -39,6 +39,8 @@ def serve_figure(rows: Sequence[Row], *, title: str) -> Figure:
             row.system: row.median for row in rows if (row.workload, row.loop) == (workload, loop)
         }
         top.set_title(f"{workload}, {loop} loop", fontsize=11, color=INK)
+        top.set_yscale("log")
+        plain_log_labels(top.yaxis)
         for at, name in enumerate(systems):
             if name not in own:
                 continue

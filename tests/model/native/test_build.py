@@ -74,7 +74,7 @@ def test_a_model_answers_without_them() -> None:
         "    answer = engine.generate(list(range(5, 60)), 4, ignore_eos=True)\n"
         "    print(engine._model.forward._kernels is not None, len(answer.token_ids))\n"
     )
-    env = {**os.environ, "KVBOOST_NATIVE": "0", "PYTHONPATH": "tests"}
+    env = {**os.environ, "KVBOOST_NATIVE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False
     )

@@ -65,8 +65,9 @@ def measure_peers(
 
 
 def peer_break_evens(rows: Sequence[PeerTime]) -> dict[str, int | None]:
-    """Tokens from which each engine's own reuse beats its own full reading."""
-    names = dict.fromkeys(row.name for row in rows)
+    """Tokens from which each engine's own reuse beats its own full reading; not of those that
+    say that they reused nothing."""
+    names = dict.fromkeys(row.name for row in rows if row.reused_share != 0)
     return {
         name: break_even(
             {row.num_tokens: row.cold.median_ms for row in rows if row.name == name},
