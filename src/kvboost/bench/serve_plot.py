@@ -21,8 +21,9 @@ def plot_serve(rows: Sequence[Row], path: str | os.PathLike[str], *, title: str)
 
 
 def serve_figure(rows: Sequence[Row], *, title: str) -> Figure:
-    """A column per workload and loop: above, the median time to first token with a line up to the
-    95th percentile, on a log axis; below, requests per second. A system has the same colour everywhere."""
+    """A column per workload and loop: above, on a log axis, the median time to first token with a
+    line up to the 95th percentile; below, requests per second. A system has the same colour
+    everywhere."""
     from matplotlib.figure import Figure
 
     if not rows:
