@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from fake_worker import fake_engine
 from kvboost.bench.peers import base, process
 from kvboost.bench.peers.base import Setting
 from kvboost.bench.peers.crew import Crew
-from kvboost.bench.peers.engines import ENGINES, OWN, PEERS
+from kvboost.bench.peers.engines import ENGINES, OURS, OWN, PEERS, STOCK
 from kvboost.bench.peers.setting import prepare
 from kvboost.bench.peers.worker import Worker
+from kvboost.bench.peers.workers import kvboost_here, stock
 from kvboost.errors import KVBoostError
 from kvboost.progress import Progress
 from tiny import byte_tokenizer, tiny_model
@@ -204,10 +206,22 @@ def test_every_list_of_packages_is_complete_and_of_cpu_builds() -> None:
         assert all("+cpu" in line for line in pinned if line.startswith("torch=="))
 
 
-def test_a_model_is_described_to_engines_and_its_text_comes_back(tmp_path: Path) -> None:
+def test_stock_and_ours_say_what_they_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, not behind the pipe: tests/bench/test_interior.py asks both there."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     tiny_model("llama", max_position_embeddings=1024).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     setting, vocabulary = prepare(str(tmp_path), threads=1, dtype="float32")
     assert setting.context_length == 1024
     ids = vocabulary.encode("The same text, said by two engines. " * 10)
     assert vocabulary.encode(vocabulary.decode(ids)) == ids
+    said = {}
+    for name, worker in ((STOCK, stock), (OURS, kvboost_here)):
+        engine, seen = worker.Engine(ENGINES[name].given(setting)), []
+        for prompt in (ids, ids + ids[:5]):
+            request = {"ids": prompt, "max_tokens": 1}
+            said[name] = engine.generate(request, lambda seen=seen: seen.append(1))
+        assert len(seen) == 2
+    assert said[STOCK]["cached_tokens"] == 0
+    assert said[OURS]["cached_tokens"] >= len(ids) - 1
+    assert {one["prompt_tokens"] for one in said.values()} == {len(ids) + 5}
