@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from kvboost.cache.chunk import Origin
-from kvboost.cache.compress import plain
+from kvboost.cache.quantize import plain
 from kvboost.cache.store import ChunkStore
-from kvboost.cache.tiers.opened import Tiers
+from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.reuse.plan import make_plan
 from kvboost.tokens.chunking import fixed

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
-from kvboost.cache.compress import KVData, plain
+from kvboost.cache.quantize import KVData, plain
 from kvboost.tokens.hashing import ChunkKey, as_token_ids, chain_key, root_key
 
 ROOT = root_key("model", "")

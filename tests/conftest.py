@@ -24,7 +24,7 @@ settings.load_profile("kvboost")
 def engine() -> Iterator[KVBoost]:
     with make_engine(tiny_model("llama")) as made:
         yield made
-        assert made._pipeline.store.check_integrity() == []
+        assert made._runtime.store.check_integrity() == []
 
 
 @pytest.fixture

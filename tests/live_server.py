@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvboost.serve.app import create_app
-from kvboost.serve.run import Server, bind
+from kvboost.serve.process import Server, bind
 from kvboost.serve.settings import ServerSettings
 
 

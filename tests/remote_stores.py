@@ -16,8 +16,8 @@ from fsspec.implementations.local import LocalFileSystem
 from chunks import make_chunk
 from kvboost.cache import codec
 from kvboost.cache.chunk import ChunkInfo, KVChunk
-from kvboost.cache.compress import Packer, plain
-from kvboost.cache.tiers.remote import RemoteTier, open_remote
+from kvboost.cache.quantize import Quantizer, plain
+from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
 
 PLENTY = 1 << 40
 
@@ -60,7 +60,7 @@ def big_chunk(number: int, num_bytes: int = 1 << 16) -> KVChunk:
 
 def packed_chunk() -> KVChunk:
     rows = torch.randn(2, 2, 2, 70, 16, generator=torch.Generator().manual_seed(7)).bfloat16()
-    return make_chunk(range(70), data=Packer(4, None).pack(rows, 0), position=0)
+    return make_chunk(range(70), data=Quantizer(4, None).pack(rows, 0), position=0)
 
 
 def size_of(chunk: KVChunk) -> int:

@@ -231,18 +231,20 @@ def test_finish_reasons_are_true(engine) -> None:
 
 def test_an_answer_longer_than_the_room_set_aside_grows(engine, monkeypatch) -> None:
     expected = engine.generate([1] * 250, 5, GenerationMode.BASELINE, ignore_eos=True).token_ids
-    monkeypatch.setattr("kvboost.pipeline.FIRST_ROOM", 1)
+    monkeypatch.setattr("kvboost.runtime.runtime.INITIAL_ANSWER_ROWS", 1)
     monkeypatch.setattr("kvboost.model.kv._ROUND", 1)
-    engine._pipeline.pool.clear()
+    engine._runtime.pool.clear()
     grown = engine.generate([1] * 250, 5, GenerationMode.BASELINE, ignore_eos=True).token_ids
     assert grown == expected
-    assert engine._pipeline.pool._idle[0].capacity == 2 * 251
+    assert engine._runtime.pool._idle[0].capacity == 2 * 251
 
 
 def test_a_stop_that_only_the_last_flush_completes_is_a_stop(engine, monkeypatch) -> None:
     tokenizer = engine._model.tokenizer
     half = tokenizer.encode("é")[0]
-    monkeypatch.setattr("kvboost.pipeline.Sampler", lambda *_: lambda logits: (half, None))
+    monkeypatch.setattr(
+        "kvboost.runtime.generation.Sampler", lambda *_: lambda logits: (half, None)
+    )
     result = engine.generate(TEXT, 1, stop="\ufffd")
     assert (result.finish_reason, result.output_text) == ("stop", "")
 
@@ -360,7 +362,7 @@ def test_where_rotation_depends_on_length_only_short_prompts_are_reused(make_mod
 def test_reported_times_are_true_by_an_outside_clock(engine, monkeypatch) -> None:
     """Planning and every forward are made to take a known while: no time may go unreported, and
     none that did not pass may be reported."""
-    forward, lookup = engine._model.forward._run, engine._pipeline.store.lookup
+    forward, lookup = engine._model.forward._run, engine._runtime.store.lookup
 
     def slow(call):
         def slowed(*arguments, **options):
@@ -370,7 +372,7 @@ def test_reported_times_are_true_by_an_outside_clock(engine, monkeypatch) -> Non
         return slowed
 
     monkeypatch.setattr(engine._model.forward, "_run", slow(forward))
-    monkeypatch.setattr(engine._pipeline.store, "lookup", slow(lookup))
+    monkeypatch.setattr(engine._runtime.store, "lookup", slow(lookup))
     start = time.perf_counter()
     stream = engine.stream(TEXT, 12, EXACT, ignore_eos=True)
     next(stream)
@@ -412,9 +414,9 @@ def test_a_stream_that_nobody_closes_takes_no_lock_when_it_is_collected(engine) 
     stream = engine.stream(TEXT, 50, EXACT, ignore_eos=True)
     next(stream)
     with (
-        engine._pipeline.store._admission,
-        engine._pipeline.store._lock,
-        engine._pipeline.pool._lock,
+        engine._runtime.store._admission,
+        engine._runtime.store._lock,
+        engine._runtime.pool._lock,
     ):
         del stream
         gc.collect()
@@ -485,7 +487,7 @@ def test_threads_get_the_answers_they_would_get_alone() -> None:
         thread.join()
     assert [answers[number] for number in range(12)] == expected
     assert engine.cache_stats()["in_use"] == 0
-    assert engine._pipeline.store.check_integrity() == []
+    assert engine._runtime.store.check_integrity() == []
 
 
 def test_a_small_cache_changes_speed_and_nothing_else() -> None:

@@ -109,7 +109,7 @@ def test_cacheblend_recomputes_the_rows_that_deviate_most(engine) -> None:
     stale = full_kv(engine, [*HEADER, *PASSAGES[0]])
     rows, donor = slice(30, 70), slice(len(HEADER), len(HEADER) + 40)
     moved = torch.empty_like(stale[0, :, :, donor])
-    engine._pipeline._rotation.move(stale[0, :, :, donor], 30 - len(HEADER), moved)
+    engine._runtime.rotation.move(stale[0, :, :, donor], 30 - len(HEADER), moved)
     distance = (kv[0, 1, :, rows] - moved[1]).square() + (
         kv[1, 1, :, rows] - stale[1, 1, :, donor]
     ).square()
@@ -247,7 +247,7 @@ def test_exact_answers_stay_exact_whatever_was_moved_before(data) -> None:
             actual = engine.score(prompt, base.token_ids, EXACT).logits
             assert torch.allclose(expected, actual, atol=1e-3)
             talk = [*prompt, *result.token_ids, *words(70 + step, 8)]
-        assert engine._pipeline.store.check_integrity() == []
+        assert engine._runtime.store.check_integrity() == []
 
 
 def test_a_conversation_goes_on_over_its_own_approximate_rows(engine) -> None:
@@ -290,7 +290,7 @@ def test_originals_are_asked_before_copies_however_many_copies_there_are(engine)
     report = engine.plan([*words(500, 20), *PASSAGES[0], *QUESTION], **SLOPPY)
     (root,) = {span.donor for span in engine.plan([*HEADER, *PASSAGES[0], 1]).spans[:1]}
     donors = [span.donor for span in report.spans if span.kind is SpanKind.MOVED]
-    lineages = {engine._pipeline.store._catalogue.info(donor).lineage.value for donor in donors}
+    lineages = {engine._runtime.store._catalogue.info(donor).lineage.value for donor in donors}
     assert root in donors and lineages == {"exact"}
 
 
@@ -310,7 +310,7 @@ def test_rows_that_hold_nothing_yet_do_not_reach_the_probe(engine) -> None:
     options = {"recompute_strategy": "query", "recompute_ratio": 0.2, "keep": False}
     chosen = []
     for value in (0.0, float("nan")):
-        with engine._pipeline.pool.lend(CONTEXT * 2) as kv:
+        with engine._runtime.pool.lend(CONTEXT * 2) as kv:
             kv.data.fill_(value)
         chosen.append(engine.generate(prompt, 1, **options).reuse.recomputed)
     assert chosen[0] == chosen[1] and len(chosen[0]) > 10

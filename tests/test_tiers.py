@@ -111,7 +111,7 @@ def test_a_growing_chat_in_four_bits_is_quantized_once(open_engine) -> None:
     words = random.Random(0)
     engine = open_engine(kv_cache_bits=4, chunk_size=128)
     ids = [words.randrange(200) for _ in range(128)]
-    store = engine._pipeline.store
+    store = engine._runtime.store
     before = {}
     for end in range(20, 129, 9):
         result = engine.generate(ids[:end], 1, PREFIX)
@@ -162,7 +162,7 @@ def test_norms_of_keys_are_kept_with_their_chunks(open_engine) -> None:
     engine.generate(TEXT, 4)
     engine.close()
     again = open_engine(key_norms=True)
-    catalogue = again._pipeline.store._catalogue
+    catalogue = again._runtime.store._catalogue
     norms = [catalogue.info(key).key_norm for key in catalogue]
     assert len(norms) > 8 and all(norm > 0 for norm in norms) and len(set(norms)) > 1
     assert again.generate(TEXT, 4).exact_tokens > 140

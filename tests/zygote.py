@@ -18,7 +18,7 @@ import traceback
 import torch
 
 from kvboost import GenerationMode
-from kvboost.cache import writer
+from kvboost.cache.tiers import writer
 from tiny import make_engine, tiny_model
 
 

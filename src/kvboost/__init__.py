@@ -31,8 +31,7 @@ from kvboost.results import (
     TokenLogprob,
     VerificationReport,
 )
-from kvboost.serve.sinks import AsyncTextStream
-from kvboost.stream import TextStream
+from kvboost.runtime.streams import AsyncTextStream, TextStream
 
 if TYPE_CHECKING:
     from kvboost.engine import KVBoost

@@ -7,14 +7,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 import torch
 
-from kvboost.audit import Auditor
-from kvboost.calibrate import calibrate
+from kvboost.checks.audit import Auditor
+from kvboost.checks.calibrate import calibrate
+from kvboost.checks.verify import verify
 from kvboost.config import (
     DEFAULT_MODEL,
     EngineConfig,
@@ -28,15 +28,6 @@ from kvboost.config import (
 )
 from kvboost.errors import ConfigError, ContextLengthError, KVBoostError, PromptError
 from kvboost.model.load import LoadedModel, load, machine_key, wrap
-from kvboost.options import (
-    BatchOptions,
-    RequestOptions,
-    ReuseOptions,
-    make_request,
-    refuse_unknown,
-    split,
-)
-from kvboost.pipeline import Pipeline
 from kvboost.progress import Progress
 from kvboost.results import (
     Arrangement,
@@ -48,12 +39,21 @@ from kvboost.results import (
     VerificationReport,
 )
 from kvboost.reuse.arrange import arrange
-from kvboost.serve.loop import Loop
-from kvboost.serve.sinks import AsyncTextStream
-from kvboost.stream import Request, Run, TextStream
+from kvboost.runtime.generation import Generation, text_pieces
+from kvboost.runtime.loop import Loop
+from kvboost.runtime.options import (
+    BatchOptions,
+    RequestOptions,
+    ReuseOptions,
+    make_request,
+    refuse_unknown,
+    split,
+)
+from kvboost.runtime.request import Request, RequestState
+from kvboost.runtime.runtime import Runtime
+from kvboost.runtime.streams import AsyncTextStream, TextStream
 from kvboost.tokens.hashing import TokenIds, as_token_ids
 from kvboost.tokens.prompt import Prompt, PromptReader
-from kvboost.verify import verify
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -73,9 +73,9 @@ class KVBoost:
         self.config = config or EngineConfig()
         self._model = model
         self._prompts = PromptReader(model.tokenizer, model.vocab_size)
-        self._pipeline = Pipeline(model, self.config, costs)
+        self._runtime = Runtime(model, self.config, costs)
         self._auditor = Auditor(self, self.config.audit_fraction)
-        self._loop = Loop(self._pipeline, model.forward, self.config, self._auditor.watch)
+        self._loop = Loop(self._runtime, model.forward, self.config, self._auditor.watch)
         self._closed = False
 
     @classmethod
@@ -232,9 +232,9 @@ class KVBoost:
         Leaving early is fine: close the stream (or leave its ``with`` block) and what was read
         until then is kept.
         """
-        request, run = self._begin(prompt, max_new_tokens, mode, options)
-        steps = self._auditor.watch(request, run, self._pipeline.steps(request, run))
-        return TextStream(self._pipeline.pieces(steps, run), run, request)
+        state = self._begin(prompt, max_new_tokens, mode, options)
+        steps = self._auditor.watch(state, Generation(self._runtime, state).steps())
+        return TextStream(text_pieces(self._model.forward, steps, state), state)
 
     def generate_batch(
         self,
@@ -274,8 +274,7 @@ class KVBoost:
         ``finish_reason="timeout"``."""
         if timeout is not None:
             at_least(timeout, 0.0, "timeout")
-        request, run = self._begin(prompt, max_new_tokens, mode, options)
-        return self._submit(request, run, timeout)
+        return self._submit(self._begin(prompt, max_new_tokens, mode, options), timeout)
 
     async def awarm(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
         """Like :meth:`warm` of one text, beside requests that are running."""
@@ -284,7 +283,7 @@ class KVBoost:
         mode = GenerationMode.PREFIX_CACHE
         request = self._request(ids, mode, boundaries=boundaries, cache_salt=cache_salt)
         clock.lap("tokenize")
-        async with self._submit(request, Run(clock), None) as stream:
+        async with self._submit(RequestState(request, clock), None) as stream:
             async for _ in stream:
                 pass
         return stream.new_chunks
@@ -301,12 +300,12 @@ class KVBoost:
     def estimate_ms(self, num_tokens: int) -> float | None:
         """How long reading so many tokens would take without any reuse; None as long as nothing
         has been measured."""
-        return self._pipeline.estimate_ms(num_tokens)
+        return self._runtime.estimate_ms(num_tokens)
 
     def chunks(self, limit: int = 20) -> list[dict[str, Any]]:
         """The chunks in memory that are worth most, the last to be evicted first."""
         whole(limit, 1, "limit")
-        found = self._pipeline.store.most_valuable(limit)
+        found = self._runtime.store.most_valuable(limit)
         for chunk in found:
             chunk["text"] = self.decode(chunk.pop("token_ids")[:PREVIEW_TOKENS])
         return found
@@ -320,7 +319,7 @@ class KVBoost:
         """How a prompt would be served now. Runs nothing, counts nothing. Which moved rows would
         be recomputed is decided by the model, so none are named here."""
         refuse_unknown(options, set(ReuseOptions.__annotations__))
-        return self._pipeline.plan(self._request(self._prompts.read(prompt), mode, **options))
+        return self._runtime.plan(self._request(self._prompts.read(prompt), mode, **options))
 
     def warm(
         self,
@@ -371,7 +370,7 @@ class KVBoost:
             before,
             [self._prompts.join(text) for text in documents],
             behind,
-            lambda ids: self._pipeline.known_exactly(ids, cache_salt),
+            lambda ids: self._runtime.known_exactly(ids, cache_salt),
         )
 
     def score(
@@ -391,9 +390,9 @@ class KVBoost:
         ids = as_token_ids(np.concatenate([self._prompts.read(prompt), follow[:-1]]))
         request = self._request(ids, mode, **options)
         clock.lap("tokenize")
-        run = Run(clock)
-        logits = self._pipeline.score(request, run, len(follow))
-        return Score(logits, clock.timings(), run.reuse)
+        state = RequestState(request, clock)
+        logits = Generation(self._runtime, state, len(follow)).score()
+        return Score(logits, clock.timings(), state.reuse)
 
     def calibrate(
         self, samples: Sequence[Prompt], max_kl: float, *, cache_salt: str = ""
@@ -422,20 +421,20 @@ class KVBoost:
     def cache_stats(self) -> dict[str, Any]:
         """What the cache holds and what it has done. ``cache_hits`` are chunks that served rows,
         wholly or in part; ``cache_misses`` are the chunks that computed rows would fill."""
-        return {**self._pipeline.stats(), "audit": self._auditor.stats()}
+        return {**self._runtime.stats(), "audit": self._auditor.stats()}
 
     def pin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
         """Reads a text as :meth:`warm` does, unless it is known, and keeps it from being evicted
         until :meth:`unpin` or :meth:`close`; returns the chunks that stay."""
         ids, boundaries = self._read_one(text, header)
         self._warm(ids, cache_salt, boundaries)
-        return self._pipeline.store.pin(self._pipeline.root(cache_salt), ids)
+        return self._runtime.store.pin(self._runtime.root(cache_salt), ids)
 
     def unpin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
         """Takes a :meth:`pin` of the same text back; returns the chunks it concerned."""
         self._check_open()
         ids, _ = self._read_one(text, header)
-        return self._pipeline.store.unpin(self._pipeline.root(cache_salt), ids)
+        return self._runtime.store.unpin(self._runtime.root(cache_salt), ids)
 
     def forget(self, text: Prompt) -> int:
         """Forgets a text that this model has read, on every tier, whatever stood before it and
@@ -447,28 +446,28 @@ class KVBoost:
         ids = (
             [self._prompts.read(text)] if not isinstance(text, str) else self._prompts.inside(text)
         )
-        return self._pipeline.store.forget_text(ids)
+        return self._runtime.store.forget_text(ids)
 
     def clear(self) -> None:
         """Forgets everything that was read, in memory and on disk. What a remote store shares
         with other machines stays."""
         self._check_open()
-        self._pipeline.store.clear()
+        self._runtime.store.clear()
 
     def check_integrity(self) -> list[str]:
         """What does not add up in the cache's own books, across all tiers; empty when all is
         well."""
-        return self._pipeline.store.check_integrity()
+        return self._runtime.store.check_integrity()
 
     def flush(self) -> None:
         """Writes what is in memory alone to disk and remote store, now rather than soon."""
-        self._pipeline.store.flush()
+        self._runtime.store.flush()
 
     def forget_salt(self, cache_salt: str) -> int:
         """Forgets everything that was read under ``cache_salt``, on every tier; returns how many
         chunks there were."""
         self._check_open()
-        return self._pipeline.store.forget(self._pipeline.root(cache_salt))
+        return self._runtime.store.forget(self._runtime.root(cache_salt))
 
     def close(self) -> None:
         """Ends what is running, lets go of the cache and gives the model its own attention
@@ -476,20 +475,12 @@ class KVBoost:
         self._loop.close()
         self._auditor.close()
         self._closed = True
-        self._pipeline.cost.save()
-        self._pipeline.store.close()
-        self._pipeline.pool.clear()
-        self._model.forward.release()
+        self._runtime.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_open(self) -> None:
@@ -502,8 +493,8 @@ class KVBoost:
         max_new_tokens: int,
         mode: GenerationMode | str,
         options: RequestOptions,
-    ) -> tuple[Request, Run]:
-        """A checked request and its clock, which runs from here on."""
+    ) -> RequestState:
+        """A checked request. Its clock starts here."""
         clock = Clock()
         params, reuse = split(max_new_tokens, options)
         for token in params.logit_bias or ():
@@ -517,11 +508,11 @@ class KVBoost:
             **reuse,
         )
         clock.lap("tokenize")
-        return request, Run(clock)
+        return RequestState(request, clock)
 
-    def _submit(self, request: Request, run: Run, timeout: float | None) -> AsyncTextStream:
-        stream = AsyncTextStream(request, run)
-        ticket = self._loop.submit(request, run, stream, timeout=timeout)
+    def _submit(self, state: RequestState, timeout: float | None) -> AsyncTextStream:
+        stream = AsyncTextStream(state)
+        ticket = self._loop.submit(state, stream, timeout=timeout)
         stream.on_close(lambda: self._loop.cancel(ticket))
         return stream
 
@@ -537,7 +528,7 @@ class KVBoost:
     def _warm(self, token_ids: TokenIds, salt: str, boundaries: Sequence[int] = ()) -> int:
         mode = GenerationMode.PREFIX_CACHE
         request = self._request(token_ids, mode, boundaries=boundaries, cache_salt=salt)
-        return self._pipeline.read(request)
+        return Generation(self._runtime, RequestState(request)).read()
 
     def _request(
         self,

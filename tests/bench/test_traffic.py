@@ -10,7 +10,7 @@ from rich.console import Console
 from kvboost.bench import traffic
 from kvboost.bench.traffic import OPTIMUM, OURS, POLICIES, Row, Trace
 from kvboost.bench.traffic_plot import plot_traffic, traffic_figure
-from kvboost.cache.eviction import LRU
+from kvboost.cache.eviction.policy import LRU
 from kvboost.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import save
 from chunks import make_chunk
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk, Lineage
-from kvboost.cache.compress import Packer, plain
+from kvboost.cache.quantize import Quantizer, plain
 
 
 def chunks() -> list[KVChunk]:
@@ -18,8 +18,8 @@ def chunks() -> list[KVChunk]:
     return [
         make_chunk(range(70), data=plain(kv)),
         make_chunk(range(70), data=plain(kv.bfloat16()), position=9, lineage=Lineage.APPROXIMATE),
-        make_chunk(range(70), data=Packer(8, None).pack(kv.bfloat16(), 0)),
-        make_chunk(range(3), data=Packer(4, None).pack(kv[:, :, :, :3].contiguous(), 7)),
+        make_chunk(range(70), data=Quantizer(8, None).pack(kv.bfloat16(), 0)),
+        make_chunk(range(3), data=Quantizer(4, None).pack(kv[:, :, :, :3].contiguous(), 7)),
     ]
 
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunks import ORIGIN, ROOT
-from kvboost.cache.compress import KVData, plain
+from kvboost.cache.quantize import KVData, plain
 from kvboost.cache.store import ChunkLost, ChunkStore
-from kvboost.cache.tiers.opened import Tiers
+from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import as_token_ids, root_key

@@ -124,7 +124,7 @@ def test_fifty_kills_in_the_middle_of_writes(zygote, open_engine, answers, tmp_p
     assert check_answers(engine, answers) > 0
     assert engine.cache_stats()["tiers"]["disk"]["hits"] > 0
     assert set(disk_faults(engine)) == {"leftover"}
-    assert engine._pipeline.store.check_integrity() == []
+    assert engine._runtime.store.check_integrity() == []
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "vanish", "foreign"])
@@ -156,7 +156,7 @@ def test_damaged_files(damage, open_engine, answers, tmp_path) -> None:
         reused += check_answers(engine, answers)
         faults += sum(disk_faults(engine).values())
         assert set(disk_faults(engine)) <= {"corrupt", "vanished"}
-        assert engine._pipeline.store.check_integrity() == []
+        assert engine._runtime.store.check_integrity() == []
         engine.close()
     assert faults >= (20 if damage == "flip" else 4) and reused > 0
 
@@ -301,4 +301,4 @@ def test_a_clock_that_jumps(open_engine, answers, tmp_path, monkeypatch) -> None
     stats = engine.cache_stats()
     assert stats["tiers"]["disk"]["hits"] > 0 and stats["evicted"] > 0
     assert stats["tiers"]["disk"]["faults"] == {}
-    assert engine._pipeline.store.check_integrity() == []
+    assert engine._runtime.store.check_integrity() == []

@@ -84,7 +84,7 @@ def test_packed_segments_equal_one_by_one(name, tiny_engine) -> None:
     alone = []
     packed = []
     for ids in prompts:
-        with engine._pipeline.pool.lend(64) as kv:
+        with engine._runtime.pool.lend(64) as kv:
             alone.append(forward([Segment(kv, torch.tensor(ids), range(len(ids)))]))
     kvs = [type(kv)(forward.shape, 64) for _ in prompts]
     # First pass: all but the last five tokens; second: a tail, a whole prompt, and a row with gaps.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvboost.model.kv import KVPool, KVShape, RequestKV
-from kvboost.reuse.shift import Sampled
+from kvboost.reuse.shift import RecomputedRows
 
 SHAPE = KVShape(2, 3, 4, torch.float32, torch.device("cpu"))
 
@@ -84,7 +84,7 @@ def test_errors_are_added_up_by_the_kernel_as_by_torch(monkeypatch: pytest.Monke
     index = torch.arange(0, 30, 2)
     which = torch.arange(15) % 3
     mean = (which == torch.arange(4)[:, None]) * torch.rand(15)
-    rows = Sampled(
+    rows = RecomputedRows(
         index, index * 3 + 1, which, mean, mean.sum(0), torch.randn(15, 64), torch.randn(15, 64)
     )
     given = kv.errors(1, fresh[:, :3], fresh[:, 3:], rows)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from chunks import make_chunk
 from kvboost import SpanKind
 from kvboost.cache.chunk import ChunkInfo, Lineage
-from kvboost.cache.compress import KVData, Packer, plain
-from kvboost.cache.hits import Hit, Known, MovedRun
+from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
+from kvboost.cache.quantize import KVData, Quantizer, plain
 from kvboost.reuse.assemble import place
 from kvboost.reuse.plan import LEAST_MOVED, LEAST_TOKENS, choose, make_plan
 from kvboost.reuse.rope import Rotation
@@ -46,7 +46,7 @@ def test_spans_cover_the_prompt_without_gaps(lengths, moved, rest) -> None:
     known = sum(lengths)
     runs = tuple(run(known + start, known + start + length) for start, length in moved)
     end = max([known, *(one.end for one in runs)]) + rest
-    plan = make_plan(end, Known(hits, (), runs))
+    plan = make_plan(end, KnownRows(hits, (), runs))
     spans = plan.spans
     assert spans[0].start == 0 and spans[-1].end == end
     assert all(left.end == right.start for left, right in itertools.pairwise(spans))
@@ -105,15 +105,15 @@ def counted(base: int, length: int, dim: int = 1) -> KVData:
 
 def test_rows_in_place_are_put_where_they_belong() -> None:
     kv = Rows(40)
-    for hit in make_plan(30, Known(hits_of([16, 7]))).hits:
-        place(hit, counted(hit.start, hit.num_tokens), kv, Packer(16, None))
+    for hit in make_plan(30, KnownRows(hits_of([16, 7]))).hits:
+        place(hit, counted(hit.start, hit.num_tokens), kv, Quantizer(16, None))
     expected = torch.cat([torch.arange(23.0), torch.full((17,), -1.0)])
     assert torch.equal(kv.data, expected.view(1, 1, 1, 40, 1).expand_as(kv.data))
 
 
 def test_moved_values_are_copied_and_keys_turned() -> None:
     kv = Rows(80, dim=2)
-    packer = Packer(16, Rotation(torch.full((2, 1), 0.5)))
+    packer = Quantizer(16, Rotation(torch.full((2, 1), 0.5)))
     place(Hit(chunk("a", 3, 45), 20, 40, 2), counted(3, 45, dim=2), kv, packer)
     keys, values = kv.rows(20, 60)
     assert torch.equal(values[0, 0, :, 0], torch.arange(5.0, 45.0))

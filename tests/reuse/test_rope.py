@@ -25,7 +25,7 @@ def moved_and_direct(engine, distance: int) -> tuple[torch.Tensor, torch.Tensor]
     """Layer-0 keys of the same tokens, computed at 0 and moved, and computed at ``distance``."""
     from kvboost.model.attention import Segment
 
-    pipeline, forward = engine._pipeline, engine._model.forward
+    pipeline, forward = engine._runtime, engine._model.forward
     ids = torch.arange(40, 64)
     keys = []
     for start in (0, distance):
@@ -34,7 +34,7 @@ def moved_and_direct(engine, distance: int) -> tuple[torch.Tensor, torch.Tensor]
         forward([Segment(kv, torch.cat([filler, ids]), range(start + len(ids)))])
         keys.append(kv.rows(start, start + len(ids))[0])
     moved = torch.empty_like(keys[0])
-    pipeline._rotation.move(keys[0], distance, moved)
+    pipeline.rotation.move(keys[0], distance, moved)
     return moved[0], keys[1][0]
 
 
@@ -86,7 +86,7 @@ def test_turning_back_undoes_a_turn_and_leaves_other_channels(interleaved) -> No
 
 
 def test_two_moves_are_one(tiny_engine) -> None:
-    rotation = tiny_engine("llama")._pipeline._rotation
+    rotation = tiny_engine("llama")._runtime.rotation
     keys = torch.randn(3, 2, 5, 16)
     once, twice, both = (torch.empty_like(keys) for _ in range(3))
     rotation.move(keys, 30000, once)

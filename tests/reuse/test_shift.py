@@ -4,7 +4,7 @@ import torch
 
 from kvboost.model.kv import KVShape, RequestKV
 from kvboost.reuse.rope import Rotation
-from kvboost.reuse.shift import PRIOR_ROWS, STRENGTH, Shift, Spans
+from kvboost.reuse.shift import PRIOR_ROWS, SHIFT_STRENGTH, Shift, Spans
 
 ROTATION = Rotation(torch.rand(2, 2))
 SPAN_OF = torch.tensor([-1, -1, 0, 0, 0, 0, 1, 1, 1, -1])
@@ -39,7 +39,7 @@ def test_a_shared_offset_is_carried_to_the_other_rows_of_its_span() -> None:
     assert shift.useful
     shift.on_fresh(1, kv, *fresh_rows(kv, positions, offset))
     moved = kv.data - before
-    weight = STRENGTH * (1 - 0.5) * 3 / (3 + PRIOR_ROWS)
+    weight = SHIFT_STRENGTH * (1 - 0.5) * 3 / (3 + PRIOR_ROWS)
     at_3 = ROTATION.turn(weight * offset.expand(3, 1, 4), ROTATION.turns(1, torch.tensor([3])))
     assert torch.allclose(moved[0, 0, :, 3:4], at_3, atol=1e-5)
     assert torch.allclose(moved[1, 0, :, 3], (weight * offset).expand(3, 4), atol=1e-5)

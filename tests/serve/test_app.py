@@ -6,7 +6,7 @@ import pytest
 
 from fake_engine import FakeEngine
 from kvboost.serve.app import create_app
-from kvboost.serve.state import Serving
+from kvboost.serve.server import ServerState
 
 
 def test_the_model_goes_by_every_name_it_is_given(serve_fake) -> None:
@@ -41,7 +41,7 @@ def test_where_a_model_lies_is_not_shown(name, served) -> None:
 def test_the_server_is_ready_until_it_stops(client, fake) -> None:
     assert client.get("/health").json() == {"status": "ok"}
     assert client.get("/ready").json() == {"status": "ready"}
-    serving: Serving = client.app.state.serving
+    serving: ServerState = client.app.state.serving
     serving.draining = True
     assert client.get("/ready").status_code == 503 and client.get("/health").is_success
 

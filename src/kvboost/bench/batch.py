@@ -101,7 +101,7 @@ def measure_shared(model: LoadedModel, tokens: int, requests: int, rounds: int) 
     for kv in own:
         one = RequestKV(shape, 256)
         one.data.copy_(kv.data[:, :, :, tokens:])
-        one.stand_on(base.share(tokens))
+        one.attach_prefix(base.share(tokens))
         on_base.append(one)
     token = torch.zeros(1, dtype=torch.long)
 

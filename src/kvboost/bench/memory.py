@@ -26,12 +26,12 @@ from kvboost.bench.resident import resident_mb
 from kvboost.bench.study_plots import plot_memory
 from kvboost.bench.study_report import memory_tables
 from kvboost.bench.workloads import PATTERNS, fragments, question
-from kvboost.cache.compress import GROUP
+from kvboost.cache.quantize import GROUP
 from kvboost.config import KV_BITS, EngineConfig, one_of, whole
 from kvboost.errors import KVBoostError
+from kvboost.model.fast_layers import PackedLinear
 from kvboost.model.kv import KVShape
 from kvboost.model.load import LoadedModel, load
-from kvboost.model.packing import PackedLinear
 from kvboost.progress import Progress
 
 QUESTION_TOKENS = 32

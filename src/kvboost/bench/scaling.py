@@ -24,9 +24,9 @@ from kvboost.bench.study_report import scaling_table
 from kvboost.bench.timing import Contender, Sample, interleave
 from kvboost.bench.workloads import PATTERNS, fragments, question
 from kvboost.cache.chunk import Origin
-from kvboost.cache.compress import plain
+from kvboost.cache.quantize import plain
 from kvboost.cache.store import ChunkStore
-from kvboost.cache.tiers.opened import Tiers
+from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.config import EngineConfig, whole
 from kvboost.model.load import LoadedModel, load

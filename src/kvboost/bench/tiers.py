@@ -25,10 +25,10 @@ from kvboost.bench.timing import Contender, Sample, interleave
 from kvboost.bench.workloads import PATTERNS, fragments
 from kvboost.cache import codec
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
-from kvboost.cache.compress import PLAIN, KVData, Packer, plain
+from kvboost.cache.quantize import PLAIN, KVData, Quantizer, plain
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.disk import DiskTier
-from kvboost.cache.tiers.opened import Tiers
+from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.config import EngineConfig
 from kvboost.model.load import LoadedModel, load
@@ -74,7 +74,7 @@ def measure_promotion(folder: Path, kv_rows: torch.Tensor, rounds: int) -> Itera
     nbytes = sum(chunk.nbytes for chunk in chunks)
     ids = as_token_ids(np.concatenate([chunk.info.token_ids for chunk in chunks]))
     root, origin = chunks[0].info.root, chunks[0].info.origin
-    packer = Packer(16, None)
+    packer = Quantizer(16, None)
     flat = [torch.empty_like(chunk.data.tensors[PLAIN]) for chunk in chunks]
 
     def bring_up(store: ChunkStore, rows: torch.Tensor | None) -> None:
@@ -123,16 +123,19 @@ def measure_packing(folder: Path, positions: Rotation | None, rounds: int) -> It
     ends = [chunk.info.base_position + chunk.info.num_tokens for chunk in chunks]
     rows = [kv[:, :, :, start:end] for start, end in pairwise([0, *ends])]
     for bits in (8, 4):
-        packer = Packer(bits, positions)
+        packer = Quantizer(bits, positions)
         back = torch.empty_like(kv)
 
-        def pack(_: int = 0, packer: Packer = packer) -> list[KVData]:
+        def pack(_: int = 0, packer: Quantizer = packer) -> list[KVData]:
             return [packer.pack(some, start) for some, start in zip(rows, [0, *ends], strict=False)]
 
         packed = pack()
 
         def unpack(
-            _: int, packer: Packer = packer, packed: list[KVData] = packed, out: torch.Tensor = back
+            _: int,
+            packer: Quantizer = packer,
+            packed: list[KVData] = packed,
+            out: torch.Tensor = back,
         ) -> None:
             for data, (start, end) in zip(packed, pairwise([0, *ends]), strict=True):
                 packer.place(data, start, 0, start, out[:, :, :, start:end])

@@ -25,8 +25,8 @@ from typing import Any
 
 from rich.table import Table
 
-from kvboost.cache.eviction import FIFO, LFU, LRU, Entry, EvictionPolicy
-from kvboost.cache.foresight import Foresight
+from kvboost.cache.eviction.learned import LearnedPolicy
+from kvboost.cache.eviction.policy import FIFO, LFU, LRU, Entry, EvictionPolicy
 from kvboost.errors import ConfigError
 from kvboost.tokens.hashing import ChunkKey
 
@@ -36,7 +36,7 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "FIFO": FIFO,
     "LFU": LFU,
     "LRU": LRU,
-    "Foresight": Foresight,
+    "Foresight": LearnedPolicy,
 }
 OURS = "Foresight"
 OPTIMUM = "optimum"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from kvboost.cache.compress import KVData
+from kvboost.cache.quantize import KVData
 from kvboost.tokens.hashing import ChunkKey, TokenIds
 
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
-from kvboost.cache.compress import BITS, KVData
+from kvboost.cache.quantize import BITS, KVData
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, chain_key
 
 FORMAT = "kvboost-chunk-1"

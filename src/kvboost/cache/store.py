@@ -15,15 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvboost.cache.anchors import WINDOW
-from kvboost.cache.catalogue import Catalogue, holding
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
-from kvboost.cache.compress import KVData
-from kvboost.cache.eviction import EvictionPolicy
-from kvboost.cache.foresight import Foresight
-from kvboost.cache.hierarchy import Hierarchy
-from kvboost.cache.hits import Hit, Known
-from kvboost.cache.tiers.opened import Tiers
+from kvboost.cache.eviction.learned import LearnedPolicy
+from kvboost.cache.eviction.policy import EvictionPolicy
+from kvboost.cache.lookup.anchors import WINDOW
+from kvboost.cache.lookup.catalogue import Catalogue, holding
+from kvboost.cache.lookup.hits import Hit, KnownRows
+from kvboost.cache.quantize import KVData
+from kvboost.cache.tiers.hierarchy import Hierarchy
+from kvboost.cache.tiers.open import Tiers
 from kvboost.errors import ForgetError
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, branch_key, chain_key
 
@@ -62,7 +62,7 @@ class ChunkStore:
         origin: Origin,
         window: int = WINDOW,
         max_chunks: int | None = None,
-        policy: Callable[[], EvictionPolicy] = Foresight,
+        policy: Callable[[], EvictionPolicy] = LearnedPolicy,
         attention_share: float = 0.0,
     ) -> None:
         """``origin`` names the model; of other models' chunks on a shared disk only the bytes
@@ -99,7 +99,7 @@ class ChunkStore:
         repair: str = "",
         pin: bool = True,
         ask_remote: bool = True,
-    ) -> Iterator[Known]:
+    ) -> Iterator[KnownRows]:
         """What is known of ``token_ids``, pinned until the context is left: the beginning that is
         exact, and with ``moved_before`` also what goes on from there on top of moved rows
         (repaired in the way ``repair`` names), and what stands elsewhere of the rows before
@@ -432,7 +432,9 @@ class ChunkStore:
 
     # Everything below is called with the lock held.
 
-    def _match(self, root: ChunkKey, token_ids: TokenIds, moved_before: int, repair: str) -> Known:
+    def _match(
+        self, root: ChunkKey, token_ids: TokenIds, moved_before: int, repair: str
+    ) -> KnownRows:
         lost: list[ChunkKey] = []
 
         def where(key: ChunkKey) -> str | None:

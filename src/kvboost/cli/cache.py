@@ -17,7 +17,7 @@ from kvboost.config import DEFAULT_MODEL, cache_dir, format_bytes, parse_bytes
 from kvboost.errors import KVBoostError, ModelError
 
 if TYPE_CHECKING:
-    from kvboost.folder import CacheFolder, Entry
+    from kvboost.cache.folder import CacheFolder, Entry
 
 app = typer.Typer(
     help="Look into the folder where KV is kept, tidy it up, take it elsewhere.",
@@ -269,7 +269,7 @@ def forget(
 
 
 def _open(folder: Path | None, **options: Any) -> CacheFolder:
-    from kvboost.folder import CacheFolder
+    from kvboost.cache.folder import CacheFolder
 
     return CacheFolder(folder or cache_dir(), **options)
 

@@ -194,7 +194,7 @@ def doctor(
 ) -> None:
     """Versions, device, dtype, cache folder, and what would be slow and why. Loads nothing."""
     with errors():
-        from kvboost.doctor import examine
+        from kvboost.checks.doctor import examine
 
         findings = examine(model, device, dtype)
     if as_json:

@@ -83,8 +83,8 @@ def serve(
     bound_kernel_caches()
     with errors():
         try:
-            from kvboost.serve.run import bind
-            from kvboost.serve.run import serve as run
+            from kvboost.serve.process import bind
+            from kvboost.serve.process import serve as run
             from kvboost.serve.settings import ServerSettings, is_loopback
         except ModuleNotFoundError as error:
             raise ConfigError(
@@ -140,8 +140,8 @@ def _load(model: str, **options: Any) -> Any:
 def _announce(engine: Any, settings: ServerSettings, host: str, port: int) -> None:
     """Where the server is, and how to try it. Standard output has the address alone, for
     scripts."""
+    from kvboost.serve.server import served_names
     from kvboost.serve.settings import is_loopback
-    from kvboost.serve.state import served_names
 
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     address = f"http://{shown}:{port}"

@@ -17,7 +17,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvboost.errors import UnsupportedModelError
-from kvboost.model import shared
+from kvboost.model import shared_attention
 from kvboost.model.kv import RequestKV
 from kvboost.model.native.kernels import Kernels, Plan
 
@@ -260,7 +260,7 @@ def attend(
     queries = split(query, segments)
     outputs: dict[int, torch.Tensor] = {}
     if softcap is None:
-        outputs = shared.attend_groups(queries, segments, layer, scale, sliding_window)
+        outputs = shared_attention.attend_groups(queries, segments, layer, scale, sliding_window)
     fresh = zip(segments, queries, split(key, segments), split(value, segments), strict=True)
     for index, (segment, q, k, v) in enumerate(fresh):
         if index not in outputs:
@@ -295,7 +295,7 @@ def _attend_segment(
         return out[:, :, :rows]
     keys, values = segment.kv.layer(layer, 0, segment.end)
     if rows == 1 and on_cpu:
-        return shared.attend_part(query, keys, values, scale)[0]
+        return shared_attention.attend_part(query, keys, values, scale)[0]
     if query.device.type == "cuda":
         return sdpa(query, keys, values, attn_mask=segment.corner, scale=scale, enable_gqa=True)
     if segment.first <= rows:

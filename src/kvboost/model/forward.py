@@ -17,10 +17,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from kvboost.errors import UnsupportedModelError
 from kvboost.model import attention
 from kvboost.model.attention import Batch, Segment
+from kvboost.model.fast_layers import decoder_layers
 from kvboost.model.kv import KVShape, RequestKV
 from kvboost.model.native.decoder import give_back, serve_layer
 from kvboost.model.native.kernels import Kernels
-from kvboost.model.packing import decoder_layers
 
 log = logging.getLogger("kvboost")
 

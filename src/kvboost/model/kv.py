@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvboost.model.native.build import load_library
-from kvboost.model.native.relocate import attention_mass
+from kvboost.model.native.moved_rows import attention_mass
 
 MOST_DIM = 256  # of a head, for kernels of ours
 _ROUND = 256  # capacities are multiples of this, so that a buffer fits many requests
@@ -43,7 +43,7 @@ class KVShape:
         ).view(self.dtype)
 
 
-class Sampled(Protocol):
+class RecomputedRows(Protocol):
     """Rows of a segment and what they count for; :class:`kvboost.reuse.shift.Sampled`."""
 
     @property
@@ -113,7 +113,7 @@ class RequestKV:
         """The first position that is not read from ``base``."""
         return 0 if self.base is None else self.base.count
 
-    def stand_on(self, base: SharedRows | None) -> None:
+    def attach_prefix(self, base: SharedRows | None) -> None:
         """Begins a new request behind ``base``; what was written is void."""
         self.base = base
         self.start = self.own_start
@@ -126,7 +126,7 @@ class RequestKV:
         assert self.base is not None
         return self.base.first(count)
 
-    def leave_base(self) -> None:
+    def detach_prefix(self) -> None:
         """Takes the rows of ``base`` over into a buffer of its own."""
         if self.base is not None:
             whole = self.shape.allocate(self.capacity)
@@ -210,7 +210,7 @@ class RequestKV:
         return attention_mass(query[0], keys[0], scale, absent)
 
     def errors(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: Sampled
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: RecomputedRows
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What fresh ``keys`` and ``values``, ``[1, kv_heads, segment, dim]``, differ from those
         that are known in some ``rows``, added up by what each has of a mean: of keys times cos and
@@ -295,7 +295,7 @@ class KVPool:
         """A buffer for at least ``num_tokens`` rows, those of ``base`` among them, until the
         context is left."""
         kv = self._take(num_tokens - (base.count if base else 0))
-        kv.stand_on(base)
+        kv.attach_prefix(base)
         del base  # it goes when the last who stands on it does
         try:
             yield kv
@@ -324,7 +324,7 @@ class KVPool:
     def _give(self, kv: RequestKV) -> None:
         if kv.base is not None and kv.base.data is kv.data:
             return  # others may stand on it: it goes when the last of them does
-        kv.stand_on(None)
+        kv.attach_prefix(None)
         # Never waits: the garbage collector may run this in a thread that holds the lock.
         if not self._lock.acquire(blocking=False):
             return

@@ -27,8 +27,8 @@ from kvboost.config import DTYPES, one_of
 from kvboost.errors import ConfigError, KVBoostError, ModelError, ModelNotFoundError, PromptError
 from kvboost.model import weights
 from kvboost.model.compat import Support, check, context_length
+from kvboost.model.fast_layers import can_pack, pack_layers
 from kvboost.model.forward import Forward
-from kvboost.model.packing import can_pack, pack_layers
 from kvboost.model.rope import frequencies
 from kvboost.model.sampling import eos_ids, warn_about_defaults
 

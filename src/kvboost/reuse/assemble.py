@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
-from kvboost.cache.compress import KVData, Packer
-from kvboost.cache.hits import Hit
+from kvboost.cache.lookup.hits import Hit
+from kvboost.cache.quantize import KVData, Quantizer
 
 
 class KVRows(Protocol):
@@ -17,7 +17,7 @@ class KVRows(Protocol):
         """A view of rows ``[start, end)``: ``[2, layers, kv_heads, end - start, head_dim]``."""
 
 
-def place(hit: Hit, data: KVData, kv: KVRows, packer: Packer) -> None:
+def place(hit: Hit, data: KVData, kv: KVRows, packer: Quantizer) -> None:
     """Copies the rows of a hit, whose chunk's ``data`` this is, into ``kv``."""
     rows = kv.rows(hit.start, hit.end)
     packer.place(data, hit.chunk.base_position, hit.offset, hit.start, rows)

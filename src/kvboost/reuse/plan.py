@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from kvboost.cache.hits import Hit, Known, MovedRun
+from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
 from kvboost.results import Span, SpanKind
 
 LEAST_TOKENS = 16
@@ -67,7 +67,7 @@ class Plan:
         return _cover(self.num_tokens, self.in_place, (), self.num_shared)
 
 
-def make_plan(num_tokens: int, known: Known, num_shared: int = 0) -> Plan:
+def make_plan(num_tokens: int, known: KnownRows, num_shared: int = 0) -> Plan:
     """How ``known`` serves a prompt of ``num_tokens``, whose first ``num_shared`` are in place.
     What would save less than it costs is left out. ::
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from kvboost.cache.hits import MovedRun
+from kvboost.cache.lookup.hits import MovedRun
 from kvboost.config import RepairParams
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.probe import AttentionMass, Deviation, LayerRows
@@ -26,7 +26,7 @@ PROBE_BAND = (0.64, 0.86)
 """Between these depths a model looks for what it will say: their attention is observed."""
 PARTIAL_LAYER = 0.25
 """What the layer that a look ends in costs: its projections run, attention and MLP do not."""
-CLOSE = 0.9
+CLOSE_RESEMBLANCE = 0.9
 """Donors of more resemblance than this need half the repair."""
 SHIFT_TOKENS = 256
 """Rows that share one shift; a longer run is several such spans."""
@@ -44,13 +44,13 @@ class Hook(Protocol):
     ) -> None: ...
 
 
-Look = Callable[[torch.Tensor, Hook, int, "torch.Tensor | None"], None]
+AttentionProbe = Callable[[torch.Tensor, Hook, int, "torch.Tensor | None"], None]
 """``look(positions, hook, until, absent)`` runs rows of the prompt through the model up to layer
 ``until``; rows that are ``absent`` are not attended to."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class RepairChoice:
     """``rows``, ``[prompt]``, is true for moved rows to recompute; ``shift`` says whether the
     others of their spans follow them (see ``kvboost.reuse.shift``)."""
 
@@ -59,7 +59,7 @@ class Choice:
 
 
 @dataclass
-class Moved:
+class MovedRows:
     """The moved rows of a prompt whose answer begins behind row ``live_end``, and what looking at
     them has cost."""
 
@@ -67,7 +67,7 @@ class Moved:
     live_end: int
     num_layers: int
     device: torch.device
-    look: Look
+    look: AttentionProbe
     charged_tokens: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
@@ -136,47 +136,47 @@ class Moved:
         return Spans(span_of, torch.tensor(resemblance, device=self.device))
 
 
-def none(moved: Moved, repair: RepairParams) -> Choice:
+def none(moved: MovedRows, repair: RepairParams) -> RepairChoice:
     """Moved rows are used as they are."""
-    return Choice(torch.zeros_like(moved.rows))
+    return RepairChoice(torch.zeros_like(moved.rows))
 
 
-def selective(moved: Moved, repair: RepairParams) -> Choice:
+def selective(moved: MovedRows, repair: RepairParams) -> RepairChoice:
     """The first and the last ``overlap`` rows of every run."""
     rows = torch.zeros_like(moved.rows)
     for run in moved.runs:
         overlap = min(repair.overlap, run.end - run.start)
         rows[run.start : run.start + overlap] = True
         rows[run.end - overlap : run.end] = True
-    return Choice(rows)
+    return RepairChoice(rows)
 
 
-def cacheblend(moved: Moved, repair: RepairParams) -> Choice:
+def cacheblend(moved: MovedRows, repair: RepairParams) -> RepairChoice:
     """The rows whose keys and values deviate most in layer 1, after layer 0 has run in full.
 
     Layer 0 gives the fresh rows of layer 1, which stay; from there on only the chosen rows go on.
     """
     num_rows = round(repair.ratio * moved.plan.num_moved)
-    return Choice(moved.top(moved.deviation(), num_rows))
+    return RepairChoice(moved.top(moved.deviation(), num_rows))
 
 
-def query(moved: Moved, repair: RepairParams) -> Choice:
+def query(moved: MovedRows, repair: RepairParams) -> RepairChoice:
     """The rows that the live tail attends to; the rest of each span is shifted with them."""
     num_rows = round(repair.ratio * moved.plan.num_moved)
     if num_rows in (0, moved.plan.num_moved):  # nothing to choose
-        return Choice(moved.rows.clone() if num_rows else torch.zeros_like(moved.rows))
-    return Choice(moved.top(moved.attention(), num_rows), shift=True)
+        return RepairChoice(moved.rows.clone() if num_rows else torch.zeros_like(moved.rows))
+    return RepairChoice(moved.top(moved.attention(), num_rows), shift=True)
 
 
-def auto(moved: Moved, repair: RepairParams) -> Choice:
+def auto(moved: MovedRows, repair: RepairParams) -> RepairChoice:
     """As ``query``, with half the budget for runs that stand behind (nearly) all that their
     donors stood behind."""
-    close = sum(run.end - run.start for run in moved.runs if run.resemblance >= CLOSE)
+    close = sum(run.end - run.start for run in moved.runs if run.resemblance >= CLOSE_RESEMBLANCE)
     ratio = repair.ratio * (1 - 0.5 * close / moved.plan.num_moved)
     return query(moved, replace(repair, ratio=repair.ratio if repair.ratio == 1 else ratio))
 
 
-STRATEGIES: dict[str, Callable[[Moved, RepairParams], Choice]] = {
+STRATEGIES: dict[str, Callable[[MovedRows, RepairParams], RepairChoice]] = {
     "auto": auto,
     "query": query,
     "cacheblend": cacheblend,

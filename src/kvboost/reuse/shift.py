@@ -14,7 +14,7 @@ import torch
 from kvboost.reuse.probe import LayerRows
 from kvboost.reuse.rope import Rotation, Turns
 
-STRENGTH = 0.6
+SHIFT_STRENGTH = 0.6
 """How much of a mean error is carried over, where donor and prompt have nothing in common."""
 PRIOR_ROWS = 4
 """A mean over ``n`` rows is trusted ``n / (n + PRIOR_ROWS)``."""
@@ -37,7 +37,7 @@ class Spans:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class RecomputedRows:
     """The recomputed rows of moved spans in one layer."""
 
     index: torch.Tensor
@@ -82,7 +82,9 @@ class Shift:
         of_span = which == numbers
         count = of_span.sum(1, keepdim=True)
         trust = torch.where(count >= 2, count / (count + PRIOR_ROWS), 0.0)
-        strength = STRENGTH * (1 - torch.nn.functional.pad(spans.resemblance, (0, 1)))[:, None]
+        strength = (
+            SHIFT_STRENGTH * (1 - torch.nn.functional.pad(spans.resemblance, (0, 1)))[:, None]
+        )
         mean = of_span * (strength * trust / count.clamp(min=1))
         self._rows = (self._index, self._fresh, which, mean, mean.sum(0))
         self._turns: dict[int, tuple[Turns, Turns]] = {}
@@ -91,7 +93,9 @@ class Shift:
         if layer == 0:  # its keys and values depend on the token alone: nothing is stale
             return
         here, there = self._turns_of(layer, keys)
-        by_cos, by_sin, of_values = kv.errors(layer, keys, values, Sampled(*self._rows, *here))
+        by_cos, by_sin, of_values = kv.errors(
+            layer, keys, values, RecomputedRows(*self._rows, *here)
+        )
         # Turned back to where position plays no part, which commutes with adding up.
         along = by_cos - self._rotation.quarter(by_sin)
         across = self._rotation.quarter(along)

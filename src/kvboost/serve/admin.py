@@ -16,10 +16,16 @@ from kvboost.serve.chat import chat_ask
 from kvboost.serve.completions import completion_ask
 from kvboost.serve.errors import from_engine
 from kvboost.serve.openapi import errors
-from kvboost.serve.replies import CacheReply, Forgotten, LiveReply, PlanReply
-from kvboost.serve.report import counts, spans
-from kvboost.serve.schema import ChatPlan, ForgetRequest, ForgetText, PlanRequest, WarmRequest
-from kvboost.serve.state import Serving
+from kvboost.serve.request_models import (
+    ChatPlan,
+    ForgetRequest,
+    ForgetText,
+    PlanRequest,
+    WarmRequest,
+)
+from kvboost.serve.response_models import CacheReply, Forgotten, LiveReply, PlanReply
+from kvboost.serve.reuse_report import counts, spans
+from kvboost.serve.server import ServerState
 from kvboost.serve.streaming import LiveResponse, line, unless_gone
 
 router = APIRouter(prefix="/kvboost", tags=["admin"])
@@ -152,8 +158,8 @@ async def live(
     )
 
 
-def _serving(request: Request) -> Serving:
-    serving: Serving = request.app.state.serving
+def _serving(request: Request) -> ServerState:
+    serving: ServerState = request.app.state.serving
     return serving
 
 

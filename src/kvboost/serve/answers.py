@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from kvboost.results import GenerationResult
 from kvboost.serve.errors import internal, shutting_down, timed_out
 from kvboost.serve.logprobs import ShownToken, TokenReader
-from kvboost.serve.report import counts, spans
-from kvboost.serve.schema import MAX_SEED
-from kvboost.serve.state import Serving
+from kvboost.serve.request_models import MAX_SEED
+from kvboost.serve.reuse_report import counts, spans
+from kvboost.serve.server import ServerState
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -26,7 +26,7 @@ Prompt = str | list[int] | list[dict[str, str]]
 
 
 @dataclass(frozen=True)
-class Ask:
+class EngineCall:
     """What a request wants of the engine."""
 
     prompts: Sequence[Prompt]
@@ -43,7 +43,12 @@ class Choice:
     """One answer on its way."""
 
     def __init__(
-        self, index: int, prompt_ids: list[int], ask: Ask, stream: AsyncTextStream, received: float
+        self,
+        index: int,
+        prompt_ids: list[int],
+        ask: EngineCall,
+        stream: AsyncTextStream,
+        received: float,
     ) -> None:
         self.index = index
         self.prompt_ids = prompt_ids
@@ -97,7 +102,7 @@ class Answers:
     when one is over. Leaving the ``async with`` block cancels whatever still runs, and frees it
     within one step. Pieces that nobody takes wait here, so a slow client holds up nobody."""
 
-    def __init__(self, serving: Serving, tenant: str, choices: list[Choice]) -> None:
+    def __init__(self, serving: ServerState, tenant: str, choices: list[Choice]) -> None:
         self.choices = choices
         self._serving = serving
         self._tenant = tenant
@@ -196,7 +201,9 @@ class Answers:
         )
 
 
-async def open_answers(serving: Serving, tenant: str, ask: Ask, received: float) -> Answers:
+async def open_answers(
+    serving: ServerState, tenant: str, ask: EngineCall, received: float
+) -> Answers:
     """Reads the prompts and puts every answer in the queue, or none: raises what the engine says
     to the first that cannot be. To be left with ``async with``."""
     engine, settings = serving.engine, serving.settings
@@ -226,7 +233,7 @@ async def open_answers(serving: Serving, tenant: str, ask: Ask, received: float)
         return answers
 
 
-async def describe(serving: Serving, choice: Choice) -> dict[str, Any]:
+async def describe(serving: ServerState, choice: Choice) -> dict[str, Any]:
     """The ``kvboost`` object of an answer that is over."""
     result, engine = choice.result, serving.engine
     explained = await asyncio.to_thread(
@@ -272,7 +279,7 @@ def usage(answers: Answers) -> dict[str, Any]:
     }
 
 
-def _answer_limit(max_tokens: int | None, prompt_tokens: int, serving: Serving) -> int:
+def _answer_limit(max_tokens: int | None, prompt_tokens: int, serving: ServerState) -> int:
     """As long as was asked, or what the context still holds; the engine refuses a prompt that
     leaves nothing."""
     limit = max_tokens or serving.settings.default_max_tokens

@@ -17,15 +17,15 @@ from starlette.staticfiles import StaticFiles
 import kvboost
 from kvboost.errors import KVBoostError
 from kvboost.serve import admin, chat, completions, openapi
-from kvboost.serve.auth import Gate
-from kvboost.serve.envelope import Envelope
+from kvboost.serve.auth import AuthMiddleware
+from kvboost.serve.envelope import RequestMiddleware
 from kvboost.serve.errors import ApiError, on_engine_error, on_http_error, on_invalid
 from kvboost.serve.limits import BodyLimits, RequestLimits
 from kvboost.serve.metrics import CONTENT_TYPE
 from kvboost.serve.openapi import errors
-from kvboost.serve.replies import ErrorReply, Health, ModelList, ModelReply
+from kvboost.serve.response_models import ErrorReply, Health, ModelList, ModelReply
+from kvboost.serve.server import ServerState
 from kvboost.serve.settings import ServerSettings
-from kvboost.serve.state import Serving
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
@@ -39,7 +39,7 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     """A server for ``engine``, which stays the caller's to close. When the server stops, running
     answers are waited for and the cache is flushed."""
     settings = settings or ServerSettings()
-    serving = Serving(engine, settings)
+    serving = ServerState(engine, settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -68,9 +68,9 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     app.add_exception_handler(RequestValidationError, on_invalid)
     # The last one added is the first a request meets.
     app.add_middleware(BodyLimits, settings=settings)
-    app.add_middleware(Gate, keys=serving.keys)
+    app.add_middleware(AuthMiddleware, keys=serving.keys)
     app.add_middleware(RequestLimits, settings=settings)
-    app.add_middleware(Envelope, settings=settings, metrics=serving.metrics)
+    app.add_middleware(RequestMiddleware, settings=settings, metrics=serving.metrics)
     openapi.install(app, serving)
     return app
 
@@ -80,7 +80,7 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
 )
 async def list_models(request: Request) -> Response:
     """The names this server's model goes by."""
-    serving: Serving = request.app.state.serving
+    serving: ServerState = request.app.state.serving
     data = [_model(serving, name) for name in serving.names]
     return JSONResponse({"object": "list", "data": data})
 
@@ -93,7 +93,7 @@ async def list_models(request: Request) -> Response:
 )
 async def retrieve_model(model: str, request: Request) -> Response:
     """One of them."""
-    serving: Serving = request.app.state.serving
+    serving: ServerState = request.app.state.serving
     serving.check_model(model)
     return JSONResponse(_model(serving, model))
 
@@ -111,7 +111,7 @@ async def health() -> Response:
 )
 async def ready(request: Request) -> Response:
     """Whether requests are taken: 200, or 503 while the server stops."""
-    serving: Serving = request.app.state.serving
+    serving: ServerState = request.app.state.serving
     if serving.draining:
         return JSONResponse({"status": "draining"}, 503)
     return JSONResponse({"status": "ready"})
@@ -127,7 +127,7 @@ async def ready(request: Request) -> Response:
 )
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
-    serving: Serving = request.app.state.serving
+    serving: ServerState = request.app.state.serving
     text = await asyncio.to_thread(serving.metrics.text)
     return Response(text, headers={"content-type": CONTENT_TYPE})
 
@@ -137,7 +137,7 @@ async def page() -> Response:
     return FileResponse(STATIC / "index.html", headers={"cache-control": "no-cache"})
 
 
-def _model(serving: Serving, name: str) -> dict[str, Any]:
+def _model(serving: ServerState, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",

@@ -71,7 +71,7 @@ class Keys:
         raise ApiError(404, f"there is no tenant {name!r}", code="tenant_not_found", param="tenant")
 
 
-class Gate:
+class AuthMiddleware:
     """Lets requests through that have a key where one is needed, before any of their body is
     read; they then know their tenant (``request.state.tenant``)."""
 

@@ -7,14 +7,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from kvboost.serve.answers import Ask, Choice
+from kvboost.serve.answers import Choice, EngineCall
 from kvboost.serve.auth import Tenant
 from kvboost.serve.logprobs import ShownToken, chat_logprobs
 from kvboost.serve.openapi import errors, streamed
-from kvboost.serve.replies import ChatCompletion
-from kvboost.serve.respond import delivery, make_ask, respond
-from kvboost.serve.schema import ChatRequest
-from kvboost.serve.state import Serving
+from kvboost.serve.request_models import ChatRequest
+from kvboost.serve.response_models import ChatCompletion
+from kvboost.serve.responses import delivery, make_ask, respond
+from kvboost.serve.server import ServerState
 
 router = APIRouter()
 
@@ -27,12 +27,12 @@ router = APIRouter()
 )
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answers a conversation in the model's own chat template, as OpenAI's API does."""
-    serving: Serving = request.app.state.serving
+    serving: ServerState = request.app.state.serving
     ask = chat_ask(serving, request.state.tenant, body)
     return await respond(request, ask, ChatShape(), delivery(body))
 
 
-def chat_ask(serving: Serving, tenant: Tenant, body: ChatRequest) -> Ask:
+def chat_ask(serving: ServerState, tenant: Tenant, body: ChatRequest) -> EngineCall:
     limits = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
     return make_ask(
         serving,

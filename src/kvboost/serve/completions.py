@@ -7,15 +7,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from kvboost.serve.answers import Ask, Choice
+from kvboost.serve.answers import Choice, EngineCall
 from kvboost.serve.auth import Tenant
 from kvboost.serve.logprobs import ShownToken, completion_logprobs
 from kvboost.serve.openapi import errors, streamed
-from kvboost.serve.replies import Completion
-from kvboost.serve.report import Decode
-from kvboost.serve.respond import delivery, make_ask, respond
-from kvboost.serve.schema import CompletionRequest
-from kvboost.serve.state import Serving
+from kvboost.serve.request_models import CompletionRequest
+from kvboost.serve.response_models import Completion
+from kvboost.serve.responses import delivery, make_ask, respond
+from kvboost.serve.reuse_report import Decode
+from kvboost.serve.server import ServerState
 
 router = APIRouter()
 
@@ -30,13 +30,13 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 )
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continues one or several prompts, text or token ids, as OpenAI's API does."""
-    serving: Serving = request.app.state.serving
+    serving: ServerState = request.app.state.serving
     ask = completion_ask(serving, request.state.tenant, body)
     shape = CompletionShape(serving.engine.decode if body.echo else None)
     return await respond(request, ask, shape, delivery(body))
 
 
-def completion_ask(serving: Serving, tenant: Tenant, body: CompletionRequest) -> Ask:
+def completion_ask(serving: ServerState, tenant: Tenant, body: CompletionRequest) -> EngineCall:
     return make_ask(
         serving,
         tenant,

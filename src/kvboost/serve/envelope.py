@@ -28,7 +28,7 @@ _POLICY = (
 )
 
 
-class Envelope:
+class RequestMiddleware:
     """Gives every request an id (its own, if it brings a sane one), every answer the headers a
     browser needs to be careful with it, and one line to the log. What nobody has caught is
     answered with 500; nothing of it but the place where it happened goes to the log."""

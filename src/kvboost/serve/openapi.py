@@ -8,9 +8,9 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 import kvboost
-from kvboost.serve.replies import ErrorReply
-from kvboost.serve.schema import BIASED_ID, TOKEN_ID
-from kvboost.serve.state import Serving
+from kvboost.serve.request_models import BIASED_ID, TOKEN_ID
+from kvboost.serve.response_models import ErrorReply
+from kvboost.serve.server import ServerState
 
 _SAID = {
     400: "A field is wrong, unknown or not supported; `param` names it",
@@ -62,7 +62,7 @@ def streamed(media_type: str) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def install(app: FastAPI, serving: Serving) -> None:
+def install(app: FastAPI, serving: ServerState) -> None:
     """Makes ``app.openapi`` say what holds on this server: the names it knows, the keys it asks
     for, and no 422, since we answer 400."""
 
@@ -74,7 +74,7 @@ def install(app: FastAPI, serving: Serving) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _document(app: FastAPI, serving: Serving) -> dict[str, Any]:
+def _document(app: FastAPI, serving: ServerState) -> dict[str, Any]:
     document = get_openapi(
         title="KVBoost",
         version=kvboost.__version__,

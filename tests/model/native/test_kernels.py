@@ -59,12 +59,12 @@ def batch_of(name: str, shape: KVShape) -> list[Segment]:
         base = first.share(192)
         others = [filled(shape, 80, seed) for seed in (2, 3)]
         for other in others:
-            other.stand_on(base)
+            other.attach_prefix(base)
         rows = [range(250, 251), range(192, 230), range(260, 261)]
         return [segment(kv, at) for kv, at in zip([first, *others], rows, strict=True)]
     if name == "stands alone on a base":
         kv = filled(shape, 80, 2)
-        kv.stand_on(filled(shape, 300, 1).share(128))
+        kv.attach_prefix(filled(shape, 300, 1).share(128))
         return [segment(kv, range(150, 153))]
     kvs = [filled(shape, 900, seed) for seed in range(4)]
     return {

@@ -1,0 +1,1 @@
+"""Which chunks leave a full tier first."""

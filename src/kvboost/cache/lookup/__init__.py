@@ -1,0 +1,1 @@
+"""Finding stored chunks: by prefix, and by content at any offset."""

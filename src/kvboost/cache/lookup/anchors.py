@@ -1,0 +1,209 @@
+"""Which stored chunks stand in a prompt, at whatever place: windows of their tokens, by hash.
+
+A chunk is anchored by windows of its tokens, one every ``WINDOW`` tokens and one at its end. A
+search hashes all windows of the prompt at once, looks up those that may be anchors, and follows
+each hit: inside the chunk, back through its parents, on through its children. ``2 * WINDOW - 1``
+tokens of a chunk always hold one of its anchors. Hashes only find candidates: tokens are compared
+before one is trusted.
+
+What is stored or asked again and again must not cost more than it is worth:
+
+- of the chunks that hold one window, the ``MAX_DONORS`` newest are asked;
+- a window whose last token lies in ``MAX_DONORS`` runs already is not followed, so every
+  ``WINDOW`` tokens of prompt give fewer than ``2 * MAX_DONORS`` runs;
+- nor is a window that overlaps a copy of itself that was. Of one token a thousand times every
+  window is every anchor, on every diagonal; it takes few of them to cover it.
+
+Not thread-safe: the store holds its lock around every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from kvboost.cache.lookup.prefix_tree import PrefixTree
+from kvboost.tokens.hashing import ChunkKey, TokenIds, window_hashes
+
+WINDOW = 32
+MAX_DONORS = 4
+
+_SLOTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows ``[start, start + num_tokens)`` of the prompt are those from ``offset`` of ``key``."""
+
+    key: ChunkKey
+    start: int
+    offset: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows ``[start, end)`` of the prompt, as they stand in chunks that follow one another."""
+
+    start: int
+    end: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class _Anchors:
+    space: ChunkKey
+    windows: list[tuple[int, int]]  # hash, offset in the chunk
+
+
+class AnchorIndex:
+    """``window`` is a power of two: hashes are built by doubling. Chunks should be as long."""
+
+    def __init__(self, window: int = WINDOW) -> None:
+        self._window = window
+        self._chunks: dict[ChunkKey, _Anchors] = {}
+        # By hash: chunk and offset. A dict for its order, the newest last.
+        self._donors: dict[int, dict[tuple[ChunkKey, int], None]] = {}
+        # How many known hashes share a slot: most windows of a prompt fall into an empty one.
+        self._filter = np.zeros(_SLOTS, dtype=np.uint32)
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def keys(self, space: ChunkKey) -> list[ChunkKey]:
+        return [key for key, anchors in self._chunks.items() if anchors.space == space]
+
+    def insert(self, space: ChunkKey, key: ChunkKey, token_ids: TokenIds) -> None:
+        """Makes ``key`` known to searches in ``space``, and to no others.
+
+        A chunk shorter than a window has no anchor: it is reached from its neighbours.
+        """
+        hashes = window_hashes(space, token_ids, self._window)
+        offsets = sorted({*range(0, len(hashes), self._window), *range(len(hashes))[-1:]})
+        windows = list(zip(hashes[offsets].tolist(), offsets, strict=True))
+        self._chunks[key] = _Anchors(space, windows)
+        for value, offset in windows:
+            if value not in self._donors:
+                self._donors[value] = {}
+                self._filter[value % _SLOTS] += 1
+            self._donors[value][key, offset] = None
+
+    def remove(self, key: ChunkKey) -> None:
+        for value, offset in self._chunks.pop(key).windows:
+            del self._donors[value][key, offset]
+            if not self._donors[value]:
+                del self._donors[value]
+                self._filter[value % _SLOTS] -= 1
+
+    def find(
+        self, tree: PrefixTree, space: ChunkKey, token_ids: TokenIds, start: int = 0
+    ) -> list[Run]:
+        """The runs of stored tokens in ``token_ids[start:]``, by where they begin.
+
+        Each is as long as its chunks allow; those of different donors may overlap. ``tree`` must
+        hold every chunk that was inserted here.
+        """
+        hashes = window_hashes(space, token_ids[start:], self._window)
+        maybe = np.flatnonzero(self._filter[(hashes % _SLOTS).astype(np.intp)])[::-1]
+        search = _Search(tree, token_ids, start, self._window)
+        followed: dict[int, int] = {}  # by hash, at which row
+        # From the last row to the first: the newest donors of a text that repeats itself stand at
+        # its end, and what they hold lies before them.
+        for row, value in zip((maybe + start).tolist(), hashes[maybe].tolist(), strict=True):
+            end = row + self._window
+            if search.depth[end - 1] >= MAX_DONORS or followed.get(value, end) < end:
+                continue
+            if value in self._donors:
+                followed[value] = row
+                for key, offset in islice(reversed(self._donors[value]), MAX_DONORS):
+                    if self._chunks[key].space == space:
+                        search.follow(key, row - offset, row)
+        return sorted(search.runs, key=lambda run: run.start)
+
+    def check_integrity(self) -> list[str]:
+        """What does not add up between chunks, donors and filter; empty when all is well."""
+        problems = []
+        filed = {
+            (value, (key, offset))
+            for key, anchors in self._chunks.items()
+            for value, offset in anchors.windows
+        }
+        found = {(value, donor) for value, donors in self._donors.items() for donor in donors}
+        if filed != found or not all(self._donors.values()):
+            problems.append(f"{len(filed)} anchors of chunks and {len(found)} of donors differ")
+        slots = np.fromiter((value % _SLOTS for value in self._donors), dtype=np.intp)
+        if not np.array_equal(np.bincount(slots, minlength=_SLOTS), self._filter):
+            problems.append(f"the filter does not count {len(slots)} hashes")
+        return problems
+
+
+class _Search:
+    """One prompt held against the tree. Hits come from its last row to its first.
+
+    A chunk lies along the prompt on a diagonal, named by the row its first token has there:
+    ``base``. The chunk may stick out of the prompt at either end.
+    """
+
+    def __init__(self, tree: PrefixTree, token_ids: TokenIds, start: int, window: int) -> None:
+        self._tree = tree
+        self._window = window
+        self._token_ids = token_ids
+        self._start = start
+        self._held = np.zeros(len(token_ids), dtype=np.uint32)
+        self._seen: dict[tuple[ChunkKey, int], int] = {}  # chunk, base: its first row in a run
+        self.depth = self._held.data  # how many runs hold a row
+        self.runs: list[Run] = []
+
+    def follow(self, key: ChunkKey, base: int, row: int) -> None:
+        """Adds the run that holds the window at ``row`` on this diagonal, if it is a new one."""
+        if self._seen.get((key, base), row + 1) <= row:
+            return
+        begin, end = self._agreement(key, base, row)
+        if begin > row or end < row + self._window:  # other tokens of the same hash
+            return
+        pieces = [Piece(key, begin, begin - base, end - begin)]
+        if begin == base:
+            pieces = [*self._backward(key, base)][::-1] + pieces
+        if end - base == len(self._tree.tokens(key)):
+            pieces += self._forward(key, end)
+        for piece in pieces:
+            self._seen[piece.key, piece.start - piece.offset] = piece.start
+        run = Run(pieces[0].start, pieces[-1].start + pieces[-1].num_tokens, tuple(pieces))
+        self._held[run.start : run.end] += 1
+        self.runs.append(run)
+
+    def _backward(self, key: ChunkKey, base: int) -> Iterator[Piece]:
+        """What the chunks before ``key`` add to a run that begins with it, the last one first."""
+        begin = base
+        while self._start < begin == base and (key := self._tree.parent(key)) in self._tree:
+            tokens, end = self._tree.tokens(key), begin
+            if tokens[-1] != self._token_ids[end - 1]:
+                break
+            base -= len(tokens)
+            begin, _ = self._agreement(key, base, end - 1)
+            yield Piece(key, begin, begin - base, end - begin)
+
+    def _forward(self, key: ChunkKey, end: int) -> Iterator[Piece]:
+        """What the chunks behind ``key`` add to a run that ends with it, at ``end``."""
+        for match in self._tree.match(key, self._token_ids[end:]):
+            yield Piece(match.key, end, 0, match.num_tokens)
+            end += match.num_tokens
+
+    def _agreement(self, key: ChunkKey, base: int, row: int) -> tuple[int, int]:
+        """The longest ``[begin, end)`` around ``row`` where chunk and prompt agree.
+
+        When they differ at ``row`` itself, ``begin`` lies behind it.
+        """
+        tokens = self._tree.tokens(key)
+        first, last = max(base, self._start), min(base + len(tokens), len(self._token_ids))
+        differ = (tokens[first - base : last - base] != self._token_ids[first:last]).tobytes()
+        before, after = differ.rfind(1, 0, row - first + 1), differ.find(1, row - first + 1)
+        return first + before + 1, last if after < 0 else first + after
+
+
+def anchor_window(chunk_size: int) -> int:
+    """The window for chunks of ``chunk_size`` tokens: smaller ones need smaller windows."""
+    return min(WINDOW, 1 << (chunk_size.bit_length() - 1))

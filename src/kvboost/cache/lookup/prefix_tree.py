@@ -1,0 +1,128 @@
+"""Which stored chunks a prompt begins with: a prefix tree with token-level tails.
+
+A node is a chunk; its children are the chunks that were seen right behind it. Siblings are kept
+sorted by their tokens, so the sibling that shares most with a prompt stands beside the place
+where the prompt itself would be filed: one binary search finds it, however many there are. The
+last chunk of a match may be used in part.
+
+Not thread-safe: the store holds its lock around every call.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from kvboost.tokens.hashing import ChunkKey, TokenIds, common_prefix
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """The first ``num_tokens`` of chunk ``key`` stand next in the prompt."""
+
+    key: ChunkKey
+    num_tokens: int
+
+
+@dataclass
+class _Siblings:
+    """Children of one parent: ``order[i]`` are the tokens of ``keys[i]`` as sortable bytes."""
+
+    order: list[bytes] = field(default_factory=list)
+    keys: list[ChunkKey] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Node:
+    parent: ChunkKey
+    token_ids: TokenIds
+
+
+class PrefixTree:
+    def __init__(self) -> None:
+        self._nodes: dict[ChunkKey, _Node] = {}
+        self._children: dict[ChunkKey, _Siblings] = {}
+        self._longest = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._nodes
+
+    def keys(self) -> list[ChunkKey]:
+        return list(self._nodes)
+
+    def parent(self, key: ChunkKey) -> ChunkKey:
+        return self._nodes[key].parent
+
+    def tokens(self, key: ChunkKey) -> TokenIds:
+        return self._nodes[key].token_ids
+
+    def has_children(self, key: ChunkKey) -> bool:
+        return key in self._children
+
+    def match(self, root: ChunkKey, token_ids: TokenIds) -> list[PrefixMatch]:
+        """The chunks that cover the longest known beginning of ``token_ids``, in order."""
+        path: list[PrefixMatch] = []
+        parent, start = root, 0
+        while start < len(token_ids):
+            best = self.best_child(parent, token_ids[start : start + self._longest])
+            if best is None:
+                break
+            path.append(best)
+            if best.num_tokens < len(self._nodes[best.key].token_ids):
+                break
+            parent, start = best.key, start + best.num_tokens
+        return path
+
+    def best_child(self, parent: ChunkKey, token_ids: TokenIds) -> PrefixMatch | None:
+        """The child of ``parent`` that shares most leading tokens with ``token_ids``."""
+        siblings = self._children.get(parent)
+        if siblings is None:
+            return None
+        at = bisect_left(siblings.order, _sortable(token_ids))
+        best: PrefixMatch | None = None
+        for key in siblings.keys[max(0, at - 1) : at + 1]:
+            common = common_prefix(self._nodes[key].token_ids, token_ids)
+            if common > (best.num_tokens if best else 0):
+                best = PrefixMatch(key, common)
+        return best
+
+    def leaf_extended_by(self, parent: ChunkKey, token_ids: TokenIds) -> ChunkKey | None:
+        """A childless sibling whose tokens ``token_ids`` begin with: of no use beside them.
+
+        The store drops it, so siblings do not begin with one another unless one was in use, and
+        it can only stand directly before them.
+        """
+        siblings = self._children.get(parent)
+        at = bisect_left(siblings.order, _sortable(token_ids)) if siblings else 0
+        if siblings is None or at == 0:
+            return None
+        key = siblings.keys[at - 1]
+        shorter = len(self._nodes[key].token_ids)
+        extended = common_prefix(self._nodes[key].token_ids, token_ids) == shorter
+        return key if extended and not self.has_children(key) else None
+
+    def insert(self, key: ChunkKey, parent: ChunkKey, token_ids: TokenIds) -> None:
+        siblings = self._children.setdefault(parent, _Siblings())
+        order = _sortable(token_ids)
+        at = bisect_left(siblings.order, order)
+        siblings.order.insert(at, order)
+        siblings.keys.insert(at, key)
+        self._nodes[key] = _Node(parent, token_ids)
+        self._longest = max(self._longest, len(token_ids))
+
+    def remove(self, key: ChunkKey) -> None:
+        """Forgets one chunk. Its children, if any, can no longer be reached from it."""
+        node = self._nodes.pop(key)
+        siblings = self._children[node.parent]
+        at = siblings.keys.index(key, bisect_left(siblings.order, _sortable(node.token_ids)))
+        del siblings.order[at], siblings.keys[at]
+        if not siblings.keys:
+            del self._children[node.parent]
+
+
+def _sortable(token_ids: TokenIds) -> bytes:
+    """Bytes that sort as the tokens do, and whose prefixes are the tokens' prefixes."""
+    return token_ids.astype(">u4").tobytes()

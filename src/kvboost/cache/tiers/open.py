@@ -1,0 +1,40 @@
+"""The tiers of one engine, opened as its config says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvboost.cache.tiers.disk import DiskTier
+from kvboost.cache.tiers.gpu import GpuTier
+from kvboost.cache.tiers.ram import RamTier
+from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
+from kvboost.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Where chunks may lie. ``ram`` is always there."""
+
+    ram: RamTier
+    gpu: GpuTier | None = None
+    disk: DiskTier | None = None
+    remote: RemoteTier | None = None
+
+
+def open_tiers(config: EngineConfig, device: torch.device) -> Tiers:
+    """Where an engine on ``device`` keeps its chunks."""
+    on_gpu = device.type == "cuda"
+    ram = RamTier(config.max_cache_bytes, pinned=on_gpu)
+    gpu = disk = remote = None
+    if on_gpu:
+        share = config.gpu_cache_bytes
+        if share is None:
+            share = min(config.max_cache_bytes, torch.cuda.mem_get_info(device)[0] // 4)
+        gpu = GpuTier(share, device) if share else None
+    if config.disk_cache_dir is not None:
+        disk = DiskTier(config.disk_cache_dir, config.disk_cache_bytes, allocate=ram.allocate)
+    if config.remote_cache_url is not None:
+        remote = open_remote(config.remote_cache_url, config.remote_cache_bytes)
+    return Tiers(ram, gpu, disk, remote)

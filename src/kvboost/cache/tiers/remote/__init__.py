@@ -1,0 +1,1 @@
+"""A tier on another machine: Redis, or whatever fsspec can open."""

@@ -1,0 +1,100 @@
+"""What this machine has, and what would be slow on it and why."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from kvboost.config import home
+from kvboost.model import weights
+from kvboost.model.fast_layers import can_pack, memory_bytes
+from kvboost.model.load import cpu_has_bf16, pick_device, pick_dtype
+from kvboost.model.native.build import load_library
+
+
+@dataclass(frozen=True)
+class Findings:
+    facts: dict[str, str | int | bool]
+    advice: list[str]
+
+
+def examine(model: str, device: str | None = None, dtype: str | None = None) -> Findings:
+    """Looks at versions, device, memory and folders. Loads no model and fetches nothing."""
+    chosen_device = pick_device(device)
+    chosen_dtype = pick_dtype(dtype, chosen_device)
+    advice = []
+    if chosen_device.type == "cpu":
+        advice.append(
+            "no GPU is used: reading a prompt is the slow part here, and the part that reuse "
+            "saves; `kvboost bench ttft` measures both"
+        )
+        if not cpu_has_bf16():
+            advice.append(
+                "this CPU has no bfloat16 matrix units, so float32 is the default; where there are "
+                "some, a prefill takes about a third of the time"
+            )
+        if chosen_dtype == torch.float16:
+            advice.append("float16 is slow on CPUs; use bfloat16 or float32")
+        if chosen_dtype == torch.bfloat16 and not cpu_has_bf16():
+            advice.append("bfloat16 is emulated on this CPU; use --dtype float32")
+        if torch.get_num_threads() < (os.cpu_count() or 1):
+            advice.append(
+                f"torch uses {torch.get_num_threads()} of {os.cpu_count()} cores; set "
+                "OMP_NUM_THREADS to use more"
+            )
+    memory = memory_bytes()
+    if 0 < memory < 4 * 1024**3:
+        advice.append("less than 4 GiB of memory: lower max_cache_bytes")
+    folder_state = _folder_state()
+    if folder_state != "writable":
+        advice.append(f"the cache folder {home()} is {folder_state}; set KVBOOST_HOME to another")
+    if model in weights.BUNDLED and model not in weights.installed():
+        advice.append(f"{model} is fetched and converted on first use: about a minute")
+    packs = can_pack(chosen_device, chosen_dtype)
+    library = load_library() if packs else "only for bfloat16 on a CPU that has it"
+    kernels = f"no: {library}" if isinstance(library, str) else "yes"
+    if packs and isinstance(library, str) and "compiler" in library:
+        advice.append(
+            "with gcc or clang installed, attention and decoding take our own kernels: answers "
+            "come in about half the time"
+        )
+    facts: dict[str, str | int | bool] = {
+        "kvboost": _version("kvboost"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "gguf": _version("gguf"),
+        "device": str(chosen_device),
+        "dtype": str(chosen_dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "packed weights": packs,
+        "native kernels": kernels,
+        "memory": f"{memory / 1024**3:.1f} GiB" if memory else "unknown",
+        "cache folder": str(home()),
+        "cache folder is": folder_state,
+        "models here": ", ".join(weights.installed()) or "none",
+    }
+    if chosen_device.type == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name(chosen_device)
+    return Findings(facts, advice)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _folder_state() -> str:
+    """Whether the cache folder, or the nearest folder above it that exists, can be written."""
+    folder = home()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        return "not a folder"
+    return "writable" if os.access(folder, os.W_OK) else "not writable"

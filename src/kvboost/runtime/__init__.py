@@ -1,0 +1,1 @@
+"""Requests on their way: planned, put together, batched, run and answered."""

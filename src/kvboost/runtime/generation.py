@@ -1,0 +1,381 @@
+"""One request: plan → assemble → repair or prefill → decode → admit.
+
+``steps()`` is a generator. It yields the rows to run next and receives their logits. A request
+that runs alone makes one forward of each segment (:func:`run_alone`); in a batch,
+``runtime/loop.py`` packs the segments of many requests into one forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+
+from kvboost.cache.chunk import Lineage
+from kvboost.cache.quantize import KVData
+from kvboost.cache.store import ChunkLost
+from kvboost.config import GenerationMode
+from kvboost.model.attention import Segment
+from kvboost.model.forward import Forward
+from kvboost.model.kv import RequestKV
+from kvboost.model.sampling import Sampler
+from kvboost.results import ReuseReport, SpanKind
+from kvboost.reuse.assemble import place
+from kvboost.reuse.plan import Plan
+from kvboost.reuse.repair import STRATEGIES, Hook, MovedRows
+from kvboost.reuse.shift import Shift
+from kvboost.runtime.planner import repair_name
+from kvboost.runtime.request import RequestState
+from kvboost.runtime.runtime import Runtime
+from kvboost.tokens.hashing import TokenIds, as_token_ids
+from kvboost.tokens.text import Detokenizer, StopMatcher
+
+AUDITED_TOKENS = 8
+"""How many tokens of an answer are audited. Later tokens build on the first ones."""
+YIELD_AFTER_SECONDS = 0.02
+"""How long a request of a batch may place rows before it lets the other requests run."""
+
+Result = TypeVar("Result")
+Computing = Generator[Segment | None, torch.Tensor | None, Result]
+"""Yields the rows it needs next and receives their logits; returns a result. ``None`` instead of
+rows is a pause: it needs nothing, but text can be shown and other requests can run."""
+Steps = Computing[None]
+"""A whole request."""
+
+
+class Generation:
+    """One request, from its plan to the chunks it leaves. Use each instance for one call of
+    ``steps``, ``read`` or ``score``."""
+
+    def __init__(self, runtime: Runtime, state: RequestState, num_logits: int = 1) -> None:
+        """``num_logits``: how many of the prompt's last rows to return logits for. They are always
+        computed; the rest of the prompt is what they answer."""
+        self._runtime = runtime
+        self._request = state.request
+        self._state = state
+        self._num_logits = num_logits
+        self._live_end = len(state.request.token_ids) - num_logits + 1
+        self._kv: RequestKV
+
+    def steps(self) -> Steps:
+        """The whole request. Progress and text appear in its ``RequestState``."""
+        with self._lend_kv(), self._admit_at_end():
+            plan = yield from self._assemble()
+            logits = yield from (self._repair(plan) if plan.moved else self._prefill())
+            yield from self._decode(logits[-1])
+
+    def read(self) -> int:
+        """Computes the unknown part of the prompt and keeps it; returns the new chunks."""
+        with self._lend_kv():
+            run_alone(self._runtime.model.forward, self._prompt_logits())
+            return self._admit()
+
+    def score(self) -> torch.Tensor:
+        """The logits of the prompt's last ``num_logits`` rows; keeps nothing."""
+        with self._lend_kv():
+            logits = run_alone(self._runtime.model.forward, self._prompt_logits())
+            if logits.device.type == "cuda":
+                torch.cuda.synchronize(logits.device)
+            self._state.clock.lap("prefill")
+            return logits
+
+    def _prompt_logits(self) -> Computing[torch.Tensor]:
+        plan = yield from self._assemble()
+        return (yield from (self._repair(plan) if plan.moved else self._prefill()))
+
+    @contextmanager
+    def _lend_kv(self) -> Iterator[None]:
+        """Borrows a KV buffer. A request of a batch may share the first rows of a running one."""
+        runtime, request, state = self._runtime, self._request, self._state
+        root = runtime.root(request.salt)
+        prefix = runtime.running.shared_prefix_for(request, root) if state.batched else None
+        rows = runtime.rows_for(request, batched=state.batched)
+        with (
+            runtime.pool.lend(rows, prefix) as self._kv,
+            runtime.running.register(state, root, self._kv),
+        ):
+            yield
+
+    @contextmanager
+    def _admit_at_end(self) -> Iterator[None]:
+        """Keeps the computed rows and counts the request, also if it is cancelled."""
+        state = self._state
+        settled = True
+        try:
+            yield
+        except GeneratorExit:
+            # The garbage collector may close a stream in a thread that holds any of our locks.
+            settled = state.closing
+            raise
+        except BaseException:
+            state.finish_reason, state.kept = "error", False
+            raise
+        finally:
+            if settled:
+                state.clock.lap("decode")
+                self._admit()
+                self._runtime.totals.add(state)
+                self._runtime.trimmer.after_request()
+                state.clock.lap("admit")
+
+    def _assemble(self) -> Generator[None, object, Plan]:
+        """Plans the prompt and copies the known rows into place. If a chunk turns out to be lost,
+        plans again without it and without asking the remote store a second time."""
+        self._state.epoch = self._runtime.store.epoch
+        plan = yield from self._try_assemble(ask_remote=True)
+        while plan is None:
+            plan = yield from self._try_assemble(ask_remote=False)
+        self._state.exact_rows = plan.exact_rows
+        return plan
+
+    def _try_assemble(self, *, ask_remote: bool) -> Generator[None, object, Plan | None]:
+        """As :meth:`_assemble`; None if a chunk of the plan was lost on the way."""
+        runtime, request, state = self._runtime, self._request, self._state
+        planner, store, clock = runtime.planner, runtime.store, state.clock
+        with planner.lookup(request, self._live_end, ask_remote=ask_remote) as known:
+            plan, notes = planner.plan(request, known, self._kv.own_start)
+            approximate = [h for h in plan.in_place if h.chunk.lineage is Lineage.APPROXIMATE]
+            store.touch([*known.exact, *approximate], *(moved.hits for moved in plan.moved))
+            clock.lap("plan")
+            seconds = since_pause = 0.0
+            if plan.moved and self._kv.base is not None:
+                self._kv.detach_prefix()  # repair changes rows that other requests would read
+            try:
+                for hit, data in store.fetch(plan.hits):
+                    spent = clock.lap("fetch")
+                    place(hit, data, self._kv, runtime.quantizer)
+                    spent += clock.lap("assemble")
+                    seconds += spent
+                    since_pause += spent
+                    if state.batched and since_pause > YIELD_AFTER_SECONDS:
+                        since_pause = 0.0
+                        yield None
+                        clock.lap("queue")
+            except ChunkLost:
+                return None
+        state.reuse = ReuseReport(plan.spans, notes)
+        if plan.moved:
+            runtime.cost.observe_place(plan.num_known, seconds)
+        return plan
+
+    def _prefill(self) -> Computing[torch.Tensor]:
+        """Computes the rest of the prompt, slice by slice. Returns the logits of its last rows."""
+        state, ids = self._state, self._request.token_ids
+        state.rows = state.reuse.cached_tokens
+        logits = []
+        while (start := state.rows) < len(ids):
+            end = self._slice_end(start)
+            num_logits = max(0, end - max(start, self._live_end - 1))
+            logits.append((yield from self._compute(ids[start:end], range(start, end), num_logits)))
+            state.rows = end
+        return logits[-1] if len(logits) == 1 else torch.cat(logits)
+
+    def _repair(self, plan: Plan) -> Computing[torch.Tensor]:
+        """Computes the new rows of a prompt with moved spans, together with the moved rows that
+        the repair strategy chooses. Returns the logits of the prompt's last rows."""
+        runtime, state, kv = self._runtime, self._state, self._kv
+        device, repair = runtime.model.device, self._request.repair
+        ids = torch.from_numpy(self._request.token_ids.astype(np.int64)).to(device)
+        total = len(ids)
+        kv.reserve(total)
+
+        def probe(
+            positions: torch.Tensor, hook: Hook, until: int, absent: torch.Tensor | None
+        ) -> None:
+            segment = Segment(
+                kv, ids[positions], positions, 0, hook=hook, until=until, absent=absent
+            )
+            runtime.model.forward([segment])
+
+        for unknown in plan.computed():  # a probe masks these rows, but NaN would still spread
+            kv.rows(unknown.start, unknown.stop).zero_()
+        moved = MovedRows(plan, self._live_end, kv.shape.num_layers, device, probe)
+        choice = STRATEGIES[repair.strategy](moved, repair)
+        state.clock.lap("probe")
+        rows = (choice.rows | moved.unknown).nonzero()[:, 0]
+        spans = moved.spans()
+        logits, since = [], 0
+        # What a slice shifts depends on where it ends, so slices do not depend on the batch.
+        for part in torch.split(rows, runtime.prefill_slice):
+            hook = None
+            if choice.shift and runtime.rotation is not None:
+                # A slice shifts the rows between the end of the last slice and its own, once.
+                until = int(part[-1]) + 1
+                shift, since = Shift(runtime.rotation, part, spans.between(since, until)), until
+                hook = shift if shift.useful else None
+            num_logits = int((part >= total - self._num_logits).sum())
+            given = yield Segment(kv, ids[part], part, num_logits, hook=hook)
+            assert given is not None
+            logits.append(given)
+        state.rows = total
+        recomputed = choice.rows.nonzero()[:, 0].tolist()
+        state.reuse = replace(
+            state.reuse,
+            strategy=repair.strategy,
+            recomputed=tuple(recomputed),
+            charged_tokens=moved.charged_tokens + len(recomputed),
+        )
+        state.clock.lap("repair")
+        return logits[-1] if len(logits) == 1 else torch.cat(logits)
+
+    def _decode(self, logits: torch.Tensor) -> Steps:
+        """Generates tokens until the model, a stop string or the limit ends the answer."""
+        request, state, model = self._request, self._state, self._runtime.model
+        params = request.params
+        sample = Sampler(params, model.generation_config, request.token_ids, logits.device)
+        detokenizer = Detokenizer(model.tokenizer)
+        stops = StopMatcher(params.stop)
+        ends = frozenset[int]() if params.ignore_eos else model.eos_ids
+        limit = self._runtime.answer_limit(request)
+        while True:
+            if state.record and state.reuse.strategy and len(state.recorded) < AUDITED_TOKENS:
+                state.recorded.append(logits.clone())
+            token, logprob = sample(logits)
+            self._observe_cost()
+            state.accept(token, logprob)
+            state.show(stops.push(detokenizer.push(token)))
+            if token in ends or stops.stopped:
+                state.finish_reason = "stop"
+                break
+            if len(state.token_ids) == limit:
+                state.finish_reason = "length"
+                break
+            if state.batched and len(state.token_ids) == 1:  # others may wait for this prompt
+                yield None
+                self._admit(wait=False)
+                state.clock.lap("admit")
+            logits = yield from self._next_logits()
+        state.show(stops.push(detokenizer.finish()))
+        state.show(stops.finish())
+        if stops.stopped:
+            state.finish_reason = "stop"
+        yield None  # show the text before admission takes its time
+
+    def _next_logits(self) -> Computing[torch.Tensor]:
+        """Runs the last token; returns the logits of the next one."""
+        state = self._state
+        start = state.rows
+        if self._runtime.model.support.switches_at(start):
+            # From here on, every position rotates by other factors: compute the whole sequence
+            # again. Its KV fits no shorter prompt, so it is not kept.
+            state.kept = False
+            ids = as_token_ids(np.concatenate([self._request.token_ids, state.token_ids]))
+            logits = yield from self._compute(ids, range(len(ids)), 1)
+        else:
+            last = as_token_ids(state.token_ids[-1:])
+            logits = yield from self._compute(last, range(start, start + 1), 1)
+        state.rows += 1  # only now: a request that is cancelled here keeps only computed rows
+        return logits[-1]
+
+    def _admit(self, *, wait: bool = True) -> int:
+        """Keeps the rows this request computed, generated tokens included; returns how many
+        chunks are new. Without ``wait``, keeps nothing if the store is busy."""
+        runtime, request, state, kv = self._runtime, self._request, self._state, self._kv
+        if request.mode is GenerationMode.BASELINE or not (state.kept and request.keep):
+            return 0
+        num_rows = min(state.rows, self._reusable_rows)
+        ids = as_token_ids(np.concatenate([request.token_ids, state.token_ids])[:num_rows])
+
+        def pack(start: int, end: int, like: KVData | None, common: int) -> KVData:
+            return runtime.quantizer.pack(kv.rows(start, end), start, like, common)
+
+        new = runtime.store.admit(
+            runtime.root(request.salt),
+            ids,
+            pack,
+            exact_rows=state.exact_rows,
+            repair=repair_name(request.repair),
+            boundaries=request.boundaries,
+            epoch=state.epoch,
+            wait=wait,
+        )
+        state.new_chunks += new
+        return new
+
+    def _observe_cost(self) -> None:
+        """Teaches the cost model from the prefill and from the first decode step; the other steps
+        of a request cost the same. A request that shared its forwards teaches nothing."""
+        state = self._state
+        if not state.token_ids:
+            state.clock.first_token()
+            seconds = state.clock.lap("prefill")
+            # A prefill through stock transformers' calls says little of what our kernels cost.
+            is_typical = not (self._as_stock and self._runtime.model.forward.has_kernels)
+            if is_typical and not state.accompanied and not state.reuse.count(SpanKind.MOVED):
+                known, total = state.reuse.cached_tokens, state.reuse.prompt_tokens
+                self._runtime.cost.observe(total - known, (known + total) // 2, seconds)
+        else:
+            seconds = state.clock.lap("decode")
+            if len(state.token_ids) == 1 and not state.accompanied:
+                self._runtime.cost.observe(1, state.rows, seconds)
+
+    def _compute(
+        self, token_ids: TokenIds, positions: range, num_logits: int
+    ) -> Computing[torch.Tensor]:
+        """Runs ``token_ids`` at ``positions``."""
+        self._kv.reserve(positions.stop)
+        ids = torch.from_numpy(token_ids.astype(np.int64))
+        logits = yield Segment(self._kv, ids, positions, num_logits, as_stock=self._as_stock)
+        assert logits is not None
+        return logits
+
+    @cached_property
+    def _reusable_rows(self) -> int:
+        return self._runtime.planner.reusable(self._request)
+
+    @property
+    def _as_stock(self) -> bool:
+        """Whether a request that runs alone makes stock transformers' calls: if nothing is reused,
+        and if the prompt must go through in one piece, which would take too much scratch memory."""
+        return self._request.mode is GenerationMode.BASELINE or not self._reusable_rows
+
+    def _slice_end(self, start: int) -> int:
+        """Where the slice that begins at ``start`` ends. Slices bound the memory of one forward,
+        and in a batch its time. They end on a fixed grid, so that a hit does not move the later
+        slices. If rotation depends on the prompt's length, the model must see it whole."""
+        total = len(self._request.token_ids)
+        step = total
+        if self._reusable_rows:
+            step = self._state.slice_rows or self._runtime.prefill_slice
+        return min((start // step + 1) * step, total)
+
+
+def run_alone(forward: Forward, steps: Computing[Result]) -> Result:
+    """Runs ``steps`` to the end, each segment in a forward of its own."""
+    logits = None
+    while True:
+        try:
+            segment = steps.send(logits)
+        except StopIteration as end:
+            return cast(Result, end.value)
+        logits = None if segment is None else _logits(forward, steps, segment)
+
+
+def text_pieces(forward: Forward, steps: Steps, state: RequestState) -> Generator[str, None, None]:
+    """Runs one request alone; yields the text that is safe to show."""
+    shown = 0
+    with closing(steps):
+        logits = None
+        while True:
+            try:
+                segment = steps.send(logits)
+            except StopIteration:
+                break
+            new, shown = state.text[shown:], len(state.text)
+            yield from new
+            logits = None if segment is None else _logits(forward, steps, segment)
+    yield from state.text[shown:]
+
+
+def _logits(forward: Forward, steps: Computing[Any], segment: Segment) -> torch.Tensor:
+    """The logits of a segment. The steps see a failure first, so that they can clean up."""
+    try:
+        return forward([segment])
+    except BaseException as error:
+        steps.throw(error)
+        raise

@@ -1,0 +1,108 @@
+"""What one request may choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypedDict
+
+from kvboost.config import (
+    GenerationMode,
+    RepairParams,
+    SamplingParams,
+    choose,
+    stop_strings,
+    within,
+)
+from kvboost.errors import ConfigError
+from kvboost.runtime.request import Request
+from kvboost.tokens.hashing import TokenIds
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How tokens are picked; see ``SamplingParams`` for what each leaves to the model."""
+
+    do_sample: bool | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    logprobs: int | None
+    ignore_eos: bool
+
+
+class ReuseOptions(TypedDict, total=False):
+    """What a request may share, and how it repairs moved text; by default as the engine does."""
+
+    cache_salt: str
+    recompute_strategy: str | None
+    recompute_ratio: float | None
+    reuse_moved: str | None
+
+
+class RequestOptions(SamplingOptions, ReuseOptions, total=False):
+    """What a request may choose. ``keep=False`` leaves nothing of it in the cache;
+    ``boundaries`` are the token positions where its documents begin, for the cutting of chunks."""
+
+    keep: bool
+    boundaries: Sequence[int]
+
+
+class BatchOptions(RequestOptions, total=False):
+    """What one prompt of a batch may choose."""
+
+    max_new_tokens: int
+    mode: GenerationMode | str
+
+
+def split(max_new_tokens: int, options: RequestOptions) -> tuple[SamplingParams, ReuseOptions]:
+    """A request's options by whom they concern; an unknown one is an error."""
+    sampling = {option.name for option in fields(SamplingParams)}
+    reuse = set(ReuseOptions.__annotations__)
+    refuse_unknown(options, sampling | reuse | {"keep", "boundaries"})
+    given: dict[str, Any] = {name: options[name] for name in options if name in sampling}  # type: ignore[literal-required]
+    given["stop"] = stop_strings(options.get("stop"))
+    shared: Any = {name: value for name, value in options.items() if name in reuse}
+    return SamplingParams(max_new_tokens=max_new_tokens, **given), shared
+
+
+def refuse_unknown(options: Mapping[str, object], known: set[str]) -> None:
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}; there are {', '.join(sorted(known))}")
+
+
+def make_request(
+    token_ids: TokenIds,
+    mode: GenerationMode | str,
+    params: SamplingParams,
+    repair: RepairParams,
+    keep: bool,
+    boundaries: Sequence[int],
+    *,
+    cache_salt: str = "",
+    recompute_strategy: str | None = None,
+    recompute_ratio: float | None = None,
+    reuse_moved: str | None = None,
+) -> Request:
+    """A checked request. ``repair`` is what the engine does where the request does not say."""
+    if not isinstance(cache_salt, str):
+        raise ConfigError(f"cache_salt={cache_salt!r} must be a string")
+    if not isinstance(keep, bool):
+        raise ConfigError(f"keep={keep!r} must be True or False")
+    for place in boundaries:
+        within(place, 0, len(token_ids), "boundaries")
+    if recompute_strategy is not None:
+        repair = replace(repair, strategy=recompute_strategy)
+    if recompute_ratio is not None:
+        repair = replace(repair, ratio=recompute_ratio)
+    if reuse_moved is not None:
+        repair = replace(repair, reuse_moved=reuse_moved)
+    mode = choose(GenerationMode, mode, "mode")
+    return Request(token_ids, mode, cache_salt, params, repair, keep, tuple(boundaries))

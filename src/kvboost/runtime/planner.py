@@ -1,0 +1,112 @@
+"""What of a prompt is known, and whether it pays to use it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvboost.cache.lookup.hits import KnownRows
+from kvboost.cache.store import ChunkStore
+from kvboost.config import GenerationMode, RepairParams
+from kvboost.model.compat import Support
+from kvboost.reuse.cost import CostModel
+from kvboost.reuse.plan import LIVE_TOKENS, Plan, make_plan
+from kvboost.reuse.repair import PROBE_BAND, PROBE_ROWS
+from kvboost.runtime.request import Request
+from kvboost.tokens.hashing import ChunkKey
+
+WORTHWHILE_RATIO = 0.9
+"""Moved text is reused where that is expected to take less than this of computing it."""
+
+
+class Planner:
+    """Asks the store for a model's requests. Safe to call from several threads."""
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        cost: CostModel,
+        support: Support,
+        root: Callable[[str], ChunkKey],
+        *,
+        moves: bool,
+    ) -> None:
+        """``root`` gives where the tree of a salt begins; ``moves`` whether keys can be turned."""
+        self._store = store
+        self._cost = cost
+        self._support = support
+        self._root = root
+        self._moves = moves
+
+    @contextmanager
+    def lookup(
+        self, request: Request, live_end: int, *, pin: bool = True, ask_remote: bool = True
+    ) -> Iterator[KnownRows]:
+        """What is known of the prompt up to ``live_end``, whose last row is always computed;
+        pinned meanwhile."""
+        if request.mode is GenerationMode.BASELINE:
+            yield KnownRows()
+            return
+        reusable = self.reusable(request)
+        ids = request.token_ids[: min(live_end - 1, reusable)]
+        moved_before = 0
+        if request.mode is GenerationMode.CHUNK_KV_REUSE and self._moves:
+            moved_before = max(0, min(live_end - LIVE_TOKENS, reusable))
+        root = self._root(request.salt)
+        with self._store.lookup(
+            root,
+            ids,
+            moved_before=moved_before,
+            repair=repair_name(request.repair),
+            pin=pin,
+            ask_remote=ask_remote,
+        ) as known:
+            yield known
+
+    def plan(
+        self, request: Request, known: KnownRows, num_shared: int = 0
+    ) -> tuple[Plan, tuple[str, ...]]:
+        """How ``known`` serves the prompt, whose first ``num_shared`` rows are in place, and what
+        is to be said about it."""
+        plan = make_plan(len(request.token_ids), known, num_shared)
+        notes = []
+        repair = request.repair
+        weighs = repair.strategy == "auto" and repair.reuse_moved == "when_faster"
+        if plan.moved and weighs and not self._pays(request, plan):
+            plan = plan.without_moved()
+            notes.append("moved text was computed: reusing it would not have been faster")
+        if request.mode is GenerationMode.CHUNK_KV_REUSE and not self._moves:
+            positions = self._support.architecture.positions.value
+            notes.append(f"this model uses {positions}: only exact hits are reused")
+        if request.mode is not GenerationMode.BASELINE and not self.reusable(request):
+            notes.append(
+                f"beyond {self._support.reuse_limit:,} tokens this model's rotation depends "
+                "on the prompt's length: nothing is reused, moved or kept"
+            )
+        return plan, tuple(notes)
+
+    def _pays(self, request: Request, plan: Plan) -> bool:
+        """Whether reusing the moved runs of ``plan`` is expected to be faster than computing
+        them: the probe, the rows in place and the sparse forward against a plain one."""
+        total = plan.num_tokens
+        known = plan.in_place[-1].end if plan.in_place else plan.num_shared
+        plain = self._cost.forward(total - known, (known + total) // 2)
+        unknown = sum(len(rows) for rows in plan.computed())
+        recomputed = round(request.repair.ratio * plan.num_moved)
+        reused = self._cost.forward(unknown + recomputed, total)
+        reused += self._cost.forward(min(unknown, PROBE_ROWS), total) * PROBE_BAND[1]
+        reused += self._cost.place(plan.num_moved + plan.num_shared)
+        return reused < WORTHWHILE_RATIO * plain
+
+    def reusable(self, request: Request) -> int:
+        """How many leading rows may be reused or kept."""
+        limit = self._support.reuse_limit
+        if limit is None:
+            return sys.maxsize
+        return limit if len(request.token_ids) < limit else 0
+
+
+def repair_name(repair: RepairParams) -> str:
+    """Requests that are repaired alike may go on from one another's rows."""
+    return f"{repair.strategy} {repair.ratio} {repair.overlap}"

@@ -1,0 +1,83 @@
+"""One request: what was asked, and how far it is."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvboost.config import GenerationMode, RepairParams, SamplingParams
+from kvboost.results import Clock, GenerationResult, ReuseReport, TokenLogprob
+from kvboost.tokens.hashing import TokenIds
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked, checked."""
+
+    token_ids: TokenIds
+    mode: GenerationMode
+    salt: str
+    params: SamplingParams
+    repair: RepairParams
+    keep: bool = True
+    """Whether what it computes is kept for later requests."""
+    boundaries: tuple[int, ...] = ()
+    """Positions at which a document begins. No chunk crosses one."""
+
+
+@dataclass
+class RequestState:
+    """How far a request is."""
+
+    request: Request
+    clock: Clock = field(default_factory=Clock)
+    reuse: ReuseReport = field(default_factory=lambda: ReuseReport(()))
+    rows: int = 0
+    """Rows of the request's KV that are in place."""
+    epoch: int = 0
+    """The store's epoch when the request was planned."""
+    exact_rows: int = sys.maxsize
+    """Rows before the first approximate or moved row."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    finish_reason: str = "cancelled"
+    closing: bool = False
+    """Whether the caller closes the stream, rather than the garbage collector."""
+    kept: bool = True
+    """Whether the rows may be kept for later requests."""
+    new_chunks: int = 0
+    """How many chunks the request has added to the store."""
+    batched: bool = False
+    """Whether the loop runs it, beside other requests that may share its rows."""
+    accompanied: bool = False
+    """Whether other requests shared its forwards. Its times then say nothing about costs."""
+    slice_rows: int | None = None
+    """How many rows of its prompt go through the model at a time; None: what suits the device."""
+    record: bool = False
+    """Whether to keep the logits of the first tokens over moved text, for an audit."""
+    recorded: list[torch.Tensor] = field(default_factory=list)
+
+    def accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        self.token_ids.append(token_id)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+
+    def show(self, piece: str) -> None:
+        if piece:
+            self.text.append(piece)
+
+    def result(self) -> GenerationResult:
+        """The result so far."""
+        return GenerationResult(
+            output_text="".join(self.text),
+            token_ids=list(self.token_ids),
+            finish_reason=self.finish_reason,
+            timings=self.clock.timings(),
+            reuse=self.reuse,
+            logprobs=list(self.logprobs) if self.request.params.logprobs is not None else None,
+        )

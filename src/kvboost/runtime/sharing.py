@@ -1,0 +1,94 @@
+"""Requests that are running, and which of their rows another one may stand on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvboost.config import GenerationMode
+from kvboost.model.kv import RequestKV, SharedRows
+from kvboost.runtime.request import Request, RequestState
+from kvboost.tokens.hashing import ChunkKey, common_prefix
+
+LEAST_SHARED = 512
+"""Fewer rows are copied: attending to them apart would cost more than they weigh."""
+GRID = 64
+"""Shared beginnings end on this grid, so that requests that ask different things of the same text
+stand on the same rows."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Running:
+    state: RequestState
+    root: ChunkKey
+    kv: RequestKV
+
+
+class RunningRequests:
+    """The requests of a batch that are running. Used by the thread that runs the batch."""
+
+    def __init__(self, *, shares: bool = True) -> None:
+        """``shares=False`` for models that may compute rows anew that were in place."""
+        self._shares = shares
+        self._running: list[_Running] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def register(self, state: RequestState, root: ChunkKey, kv: RequestKV) -> Iterator[None]:
+        """Counts a request of a batch among the running ones until the context is left."""
+        if not state.batched:
+            yield
+            return
+        one = _Running(state, root, kv)
+        with self._lock:
+            self._running.append(one)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.remove(one)
+
+    def shared_prefix_for(self, request: Request, root: ChunkKey) -> SharedRows | None:
+        """The rows with which ``request`` begins, if a running request has them in place."""
+        donor, count = self._find(request, root)
+        return donor.kv.share(count) if donor is not None else None
+
+    def num_shared(self, request: Request, root: ChunkKey) -> int:
+        """How many rows ``base_for`` would give at most."""
+        return self._find(request, root)[1]
+
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes that running requests hold, each buffer once; and those they would hold more if
+        every one had its own."""
+        with self._lock:
+            kvs = [one.kv for one in self._running]
+        held = {id(kv.data): kv.data.nbytes for kv in kvs}
+        spared = 0
+        for kv, base in [(kv, kv.base) for kv in kvs]:
+            if base is not None:
+                held[id(base.data)] = base.data.nbytes
+                spared += base.count * kv.shape.row_bytes if base.data is not kv.data else 0
+        return sum(held.values()), spared
+
+    def _find(self, request: Request, root: ChunkKey) -> tuple[_Running | None, int]:
+        best: _Running | None = None
+        most = LEAST_SHARED - 1
+        if not self._shares or request.mode is GenerationMode.BASELINE:
+            return None, 0
+        with self._lock:
+            candidates = [one for one in self._running if one.root == root]
+        limit = len(request.token_ids) - 1  # the last row is always computed
+        for one in candidates:
+            if one.state.request.mode is GenerationMode.BASELINE:
+                continue
+            usable = min(one.state.rows, one.state.exact_rows, limit)
+            if one.kv.start:
+                usable = min(usable, one.kv.own_start)
+            if usable // GRID * GRID <= most:
+                continue
+            usable = min(usable, common_prefix(one.state.request.token_ids, request.token_ids))
+            if usable // GRID * GRID > most:
+                best, most = one, usable // GRID * GRID
+        return best, most if best is not None else 0

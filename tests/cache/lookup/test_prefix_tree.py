@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvboost.cache.lookup.prefix_tree import PrefixTree
+from kvboost.tokens.chunking import fixed
+from kvboost.tokens.hashing import as_token_ids, chain_key, root_key
+
+ROOT = root_key("model", "", "exact")
+CHUNK = 4
+sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), max_size=12)
+
+
+def insert_all(index: PrefixTree, ids: list[int]) -> None:
+    """As the store does it: known chunks are skipped, a shorter leaf is replaced."""
+    parent = ROOT
+    for start, end in fixed(len(ids), CHUNK):
+        tokens = as_token_ids(ids[start:end])
+        best = index.best_child(parent, tokens)
+        if best is None or best.num_tokens < len(tokens):
+            shorter = index.leaf_extended_by(parent, tokens)
+            if shorter is not None:
+                index.remove(shorter)
+            key = chain_key(parent, tokens)
+            index.insert(key, parent, tokens)
+        else:
+            key = best.key
+        parent = key
+
+
+def common(left: list[int], right: list[int]) -> int:
+    pairs = zip(left, right, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+@given(sequences, st.lists(st.integers(0, 2), min_size=1, max_size=14))
+def test_a_match_is_the_longest_beginning_ever_stored(stored, prompt) -> None:
+    index = PrefixTree()
+    for ids in stored:
+        insert_all(index, ids)
+    matched = sum(match.num_tokens for match in index.match(ROOT, as_token_ids(prompt)))
+    assert matched == max((common(ids, prompt) for ids in stored), default=0)
+
+
+@given(sequences)
+def test_siblings_never_begin_with_one_another(stored) -> None:
+    index = PrefixTree()
+    for ids in stored:
+        insert_all(index, ids)
+    for siblings in index._children.values():
+        assert siblings.order == sorted(siblings.order)
+        for left, right in zip(siblings.order, siblings.order[1:], strict=False):
+            assert not right.startswith(left)
+
+
+@given(sequences, st.data())
+def test_what_is_removed_is_gone_and_the_rest_stays(stored, data) -> None:
+    index = PrefixTree()
+    for ids in stored:
+        insert_all(index, ids)
+    while len(index):
+        keys = index.keys()
+        key = data.draw(st.sampled_from([key for key in keys if not index.has_children(key)]))
+        index.remove(key)
+        assert key not in index
+    assert index._children == {}
+
+
+def test_a_match_may_end_inside_a_chunk_and_hashes_are_not_trusted() -> None:
+    index = PrefixTree()
+    insert_all(index, [1, 2, 3, 4, 5, 6, 7, 8])
+    path = index.match(ROOT, as_token_ids([1, 2, 3, 4, 5, 9]))
+    assert [match.num_tokens for match in path] == [4, 1]
+    assert index.match(ROOT, as_token_ids([9])) == []
+    assert index.match(root_key("model", "salt", "exact"), as_token_ids([1, 2])) == []
+
+
+def test_ten_thousand_siblings_need_one_search() -> None:
+    index = PrefixTree()
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, 50_000, (10_000, 16), dtype=np.int32)
+    for row in rows:
+        insert_all(index, [7, 7, *row.tolist()])
+    best = index.match(ROOT, as_token_ids([7, 7, *rows[1234].tolist()]))
+    assert sum(match.num_tokens for match in best) == 18

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvboost.cache.quantize import FIRST_ROWS, GROUP, KVData, Quantizer, plain, usable_rows
+from kvboost.reuse.rope import Rotation
+
+LAYERS, HEADS, DIM = 2, 2, 8
+ROTATION = Rotation(torch.tensor([[1.0, 0.1, 0.01], [0.5, 0.3, 0.0]]))
+
+
+def rows_at(position: int, num_tokens: int, seed: int = 0) -> torch.Tensor:
+    """Keys whose channels have offsets of their own, as real ones do, turned to their positions."""
+    draw = torch.Generator().manual_seed(seed)
+    kv = torch.randn(2, LAYERS, HEADS, num_tokens, DIM, generator=draw)
+    kv[0] += 10 * torch.randn(LAYERS, HEADS, 1, DIM, generator=draw)
+    kv[0] = ROTATION.turn_to(kv[0], position)
+    return kv
+
+
+def unpacked(
+    packer: Quantizer, data: KVData, base: int, offset: int, at: int, n: int
+) -> torch.Tensor:
+    out = torch.full((2, LAYERS, HEADS, n, DIM), float("nan"))
+    packer.place(data, base, offset, at, out)
+    return out
+
+
+def slow_reference(rows: torch.Tensor, position: int, bits: int) -> torch.Tensor:
+    """What 8 or 4 bits leave of ``rows``, group by group and row by row."""
+    levels = 2**bits - 1
+    num_tokens = rows.shape[3]
+    bare = ROTATION.turn_to(rows[0], position, back=True)
+    values = rows[1].clone()
+    first = max(0, FIRST_ROWS - position)
+
+    def rounded(some: torch.Tensor) -> torch.Tensor:
+        least = some.min().half()
+        step = ((some.max() - least.float()) / levels).clamp(min=1e-6).half().float()
+        return ((some - least.float()) / step).round().clamp(0, levels) * step + least.float()
+
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            for start in range(0, num_tokens // GROUP * GROUP, GROUP):
+                begin = max(start, min(first, num_tokens - 1))
+                for channel in range(DIM):
+                    group = bare[layer, head, begin : start + GROUP, channel]
+                    bare[layer, head, begin : start + GROUP, channel] = rounded(group)
+            for row in range(first, num_tokens):
+                values[layer, head, row] = rounded(values[layer, head, row])
+    return torch.stack([ROTATION.turn_to(bare, position), values])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("position", "num_tokens"), [(0, 70), (2, 33), (100, 64), (7, 5), (0, 3)])
+def test_packing_is_what_the_slow_reference_gives(bits, position, num_tokens) -> None:
+    rows = rows_at(position, num_tokens)
+    packer = Quantizer(bits, ROTATION)
+    data = packer.pack(rows, position)
+    assert data.bits == bits and data.num_tokens == num_tokens
+    back = unpacked(packer, data, position, 0, position, num_tokens)
+    expected = slow_reference(rows, position, bits)
+    # A value that lies between two codes may go to either.
+    step = 2 * (rows.amax() - rows.amin()) / (2**bits - 1)
+    assert (back - expected).abs().max() < 0.6 * step
+    assert ((back - expected).abs() > 1e-3).float().mean() < 0.01
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.01), (4, 0.12)])
+def test_the_error_is_small_and_the_first_and_last_keys_are_kept_in_full(bits, most) -> None:
+    rows = rows_at(0, 2 * GROUP + 9)
+    packer = Quantizer(bits, ROTATION)
+    data = packer.pack(rows, 0)
+    back = unpacked(packer, data, 0, 0, 0, rows.shape[3])
+    assert torch.equal(back[:, :, :, :FIRST_ROWS], rows[:, :, :, :FIRST_ROWS])
+    assert torch.equal(back[0, :, :, 2 * GROUP :], rows[0, :, :, 2 * GROUP :])
+    for made, given_ in zip(back, rows, strict=True):
+        assert 0 < (made - given_).norm() / given_.norm() < most
+    whole = packer.pack(rows_at(9, 4 * GROUP), 9)
+    numbers = 2 * LAYERS * HEADS * 4 * GROUP * DIM
+    assert whole.nbytes < numbers * bits / 8 + numbers  # codes, and ranges of so small a head
+
+
+@settings(max_examples=50)
+@given(st.sampled_from([16, 8, 4]), st.integers(0, 9), st.integers(1, 80), st.data())
+def test_any_part_is_put_at_any_place(bits, base, num_tokens, data) -> None:
+    """A part of a packed chunk at another place is what all of it is there."""
+    offset = data.draw(st.integers(0, num_tokens - 1))
+    count = data.draw(st.integers(1, num_tokens - offset))
+    position = data.draw(st.integers(0, 200))
+    packer = Quantizer(bits, ROTATION)
+    packed = packer.pack(rows_at(base, num_tokens), base)
+    whole = unpacked(packer, packed, base, 0, base, num_tokens)
+    keys = torch.empty_like(whole[0])
+    ROTATION.move(whole[0], position - (base + offset), keys)
+    part = unpacked(packer, packed, base, offset, position, count)
+    rows = slice(offset, offset + count)
+    assert torch.allclose(part[0], keys[:, :, rows], atol=2e-4)
+    assert torch.equal(part[1], whole[1][:, :, rows])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_is_quantized_is_taken_over_and_not_quantized_again(bits) -> None:
+    """A chunk that goes on, row by row, is what it would be if it were packed at once."""
+    packer = Quantizer(bits, ROTATION)
+    rows = rows_at(0, 100)
+    data = packer.pack(rows[:, :, :, :3], 0)
+    have = 3
+    while have < 100:
+        grown = min(100, have + 7)
+        # What a request has of the known part is what was unpacked.
+        current = rows[:, :, :, :grown].clone()
+        packer.place(data, 0, 0, 0, current[:, :, :, :have])
+        data, have = packer.pack(current, 0, data, have), grown
+    at_once = packer.pack(rows, 0)
+    for name, tensor in at_once.tensors.items():
+        assert torch.allclose(data.tensors[name].float(), tensor.float(), atol=1e-3), name
+
+
+def test_a_packed_chunk_is_not_cut_inside_a_group() -> None:
+    assert usable_rows(16, 100, 37) == 37
+    assert [usable_rows(8, 100, n) for n in (5, 32, 37, 95, 96, 97, 100)] == [
+        0,
+        32,
+        32,
+        64,
+        96,
+        97,
+        100,
+    ]
+
+
+def test_numbers_that_half_precision_cannot_hold_are_kept_in_full() -> None:
+    rows = rows_at(0, 40) * 1e6
+    assert Quantizer(4, ROTATION).pack(rows, 0).bits == 16
+
+
+def test_models_without_rotation_pack_too() -> None:
+    rows = rows_at(0, 64)
+    packer = Quantizer(8, None)
+    back = unpacked(packer, packer.pack(rows, 0), 0, 0, 0, 64)
+    assert (back - rows).norm() / rows.norm() < 0.01
+
+
+def test_plain_rows_are_their_own_memory() -> None:
+    rows = rows_at(0, 8)
+    data = Quantizer(16, ROTATION).pack(rows[:, :, :, 2:6], 2)
+    rows.zero_()
+    assert data.tensors["kv"].abs().sum() > 0
+    assert data.nbytes == plain(rows[:, :, :, 2:6].contiguous()).nbytes

@@ -1,0 +1,517 @@
+"""Several tiers under one store."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunks import ORIGIN, ROOT
+from kvboost.cache import codec
+from kvboost.cache.chunk import Origin
+from kvboost.cache.quantize import KVData, plain
+from kvboost.cache.store import ChunkLost, ChunkStore
+from kvboost.cache.tiers import writer as writer_module
+from kvboost.cache.tiers.disk import REFRESH_SECONDS, DiskTier
+from kvboost.cache.tiers.gpu import GpuTier
+from kvboost.cache.tiers.open import Tiers
+from kvboost.cache.tiers.ram import RamTier
+from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
+from kvboost.tokens.chunking import fixed
+from kvboost.tokens.hashing import as_token_ids, root_key
+
+CHUNK = 4
+DIM = 64
+CHUNK_BYTES = 2 * 4 * DIM * CHUNK
+
+
+def rows_of(ids: list[int]) -> Callable[..., KVData]:
+    """KV that is a function of everything before it: the running sum of the tokens."""
+    sums = torch.cumsum(torch.tensor(ids, dtype=torch.float32), 0)
+    kv = sums.view(1, 1, 1, -1, 1).expand(2, 1, 1, len(ids), DIM)
+    return lambda start, end, *_: plain(kv[:, :, :, start:end].contiguous())
+
+
+@pytest.fixture
+def open_store(tmp_path: Path) -> Iterator[Callable[..., ChunkStore]]:
+    opened: list[ChunkStore] = []
+
+    def open_store(
+        ram: int = 1000,
+        disk: int | None = 1000,
+        gpu: int = 0,
+        remote: RemoteTier | None = None,
+        origin: Origin = ORIGIN,
+        folder: str = "kv",
+    ) -> ChunkStore:
+        """Budgets in chunks; a file takes about four thirds of its data here."""
+        tiers = Tiers(
+            RamTier(ram * CHUNK_BYTES),
+            GpuTier(gpu * CHUNK_BYTES, torch.device("cpu")) if gpu else None,
+            None if disk is None else DiskTier(tmp_path / folder, disk * 4 * CHUNK_BYTES),
+            remote,
+        )
+        opened.append(
+            ChunkStore(
+                tiers,
+                cut=lambda ids, _: fixed(len(ids), CHUNK),
+                origin=origin,
+                window=CHUNK,
+            )
+        )
+        return opened[-1]
+
+    yield open_store
+    for store in opened:
+        store.close()
+
+
+def admit(store: ChunkStore, ids: list[int], root: str = ROOT) -> int:
+    return store.admit(root, as_token_ids(ids), rows_of(ids), exact_rows=len(ids))
+
+
+def hits(store: ChunkStore, ids: list[int], root: str = ROOT) -> list[str]:
+    """The tiers that serve the beginning of ``ids``; the rows must be what was stored."""
+    expected = rows_of(ids)(0, len(ids)).tensors["kv"]
+    while True:
+        with store.lookup(root, as_token_ids(ids)) as known:
+            try:
+                for hit, data in store.fetch(known.exact):
+                    kv = data.tensors["kv"][:, :, :, : hit.num_tokens]
+                    assert torch.equal(kv, expected[:, :, :, hit.start : hit.end])
+            except ChunkLost:
+                continue
+            store.touch(known.exact)
+            return [hit.tier for hit in known.exact]
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("??/*.safetensors"))
+
+
+def bytes_in(folder: Path) -> int:
+    """What chunks really take on disk, half-written ones included, while they come and go."""
+    total = 0
+    for path in [*files(folder), *folder.glob("tmp-*")]:
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
+
+
+def text(seed: int, num_tokens: int = 12) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=num_tokens)
+
+
+def test_what_one_store_read_the_next_one_has_from_disk(open_store) -> None:
+    store = open_store()
+    admit(store, text(1))
+    assert hits(store, text(1)) == ["ram"] * 3
+    store.close()
+    again = open_store()
+    assert hits(again, text(1)) == ["disk"] * 3
+    assert hits(again, text(1)) == ["ram"] * 3  # a hit promotes
+    stats = again.stats()
+    assert stats["promoted"] == 3 and stats["tiers"]["disk"]["hits"] == 3
+    assert again.check_integrity() == []
+
+
+def test_pressure_demotes_to_disk_and_loses_nothing(open_store, tmp_path) -> None:
+    store = open_store(ram=4)
+    for seed in range(10):
+        admit(store, text(seed))
+    store.flush()
+    stats = store.stats()
+    assert stats["tiers"]["ram"]["chunks"] <= 4 and stats["chunks"] == 30
+    assert stats["demoted"] >= 26 and stats["evicted"] == 0
+    assert len(files(tmp_path / "kv")) == 30
+    for seed in range(10):
+        assert len(hits(store, text(seed))) == 3
+    assert store.check_integrity() == []
+
+
+def test_a_full_disk_budget_lets_the_least_useful_go_children_first(open_store, tmp_path) -> None:
+    store = open_store(ram=3, disk=6)
+    for seed in range(6):
+        admit(store, text(seed))
+        store.flush()
+        assert store.stats()["tiers"]["disk"]["bytes"] <= 6 * 4 * CHUNK_BYTES
+    stats = store.stats()
+    assert stats["evicted"] > 0
+    assert store.check_integrity() == []
+    infos = {info.key: info for info in DiskTier(tmp_path / "kv", 10**6).infos()}
+    again = DiskTier(tmp_path / "kv", 10**6)
+    keys = {info.key for info in again.refresh(now=True).added}
+    parents = {info.parent for info in again.infos() if info.base_position}
+    assert infos == {} and keys and parents <= keys  # no child without its parent
+
+
+def test_a_smaller_budget_is_kept_from_the_start(open_store) -> None:
+    store = open_store()
+    for seed in range(8):
+        admit(store, text(seed))
+    store.close()
+    again = open_store(disk=5)
+    assert 0 < again.stats()["tiers"]["disk"]["bytes"] <= 5 * 4 * CHUNK_BYTES
+    assert again.check_integrity() == []
+
+
+def test_the_gpu_serves_first_and_falls_back(open_store) -> None:
+    store = open_store(gpu=3, ram=6)
+    admit(store, text(1))
+    assert hits(store, text(1)) == ["gpu"] * 3
+    admit(store, text(2))
+    assert hits(store, text(2)) == ["gpu"] * 3
+    assert hits(store, text(1)) == ["ram"] * 3
+    assert hits(store, text(1)) == ["gpu"] * 3  # a hit promotes
+    assert store.check_integrity() == []
+
+
+def test_a_damaged_file_is_a_miss_and_what_stands_behind_it_comes_back(open_store, tmp_path):
+    store = open_store()
+    admit(store, text(1))
+    store.close()
+    again = open_store()
+    with again.lookup(ROOT, as_token_ids(text(1))) as known:
+        middle = known.exact[1].chunk.key
+        path = tmp_path / "kv" / middle[:2] / f"{middle}.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(ChunkLost):
+            list(again.fetch(known.exact))
+    assert len(hits(again, text(1))) == 1
+    stats = again.stats()
+    assert (stats["lost"], stats["tiers"]["disk"]["faults"]) == (1, {"corrupt": 1})
+    assert admit(again, text(1)) == 1
+    assert len(hits(again, text(1))) == 3
+    assert again.stats()["in_use"] == 0 and again.check_integrity() == []
+
+
+def test_stores_share_a_folder_while_they_run(open_store) -> None:
+    one, two = open_store(), open_store()
+    admit(one, text(1))
+    one.flush()
+    time.sleep(REFRESH_SECONDS)
+    assert hits(two, text(1)) == ["disk"] * 3
+    admit(two, [*text(1), *text(2)])
+    two.flush()
+    time.sleep(REFRESH_SECONDS)
+    assert hits(one, [*text(1), *text(2)]) == ["ram"] * 3 + ["disk"] * 3
+
+
+def test_models_share_a_folder_and_a_budget_but_no_chunks(open_store) -> None:
+    one = open_store(disk=4)
+    admit(one, text(1))
+    one.close()
+    other = Origin("another model")
+    two = open_store(disk=4, origin=other)
+    assert hits(two, text(1)) == []
+    assert two.stats()["tiers"]["disk"]["chunks"] == 3
+    for seed in range(4):
+        admit(two, text(seed), root_key("another model", ""))
+        two.flush()
+        assert two.stats()["tiers"]["disk"]["bytes"] <= 4 * 4 * CHUNK_BYTES
+    assert two.check_integrity() == []
+
+
+def test_salts_are_in_every_key_on_every_tier(open_store) -> None:
+    ours, theirs = root_key("model", "ours"), root_key("model", "theirs")
+    store = open_store()
+    admit(store, text(1), ours)
+    store.close()
+    again = open_store()
+    assert hits(again, text(1), theirs) == []
+    assert hits(again, text(1), ours) == ["disk"] * 3
+
+
+def test_a_pinned_text_stays_on_every_tier(open_store) -> None:
+    store = open_store(ram=4, disk=4)
+    admit(store, text(0))
+    assert store.pin(ROOT, as_token_ids(text(0))) == 3
+    for seed in range(1, 8):
+        admit(store, text(seed))
+        store.flush()
+    assert hits(store, text(0)) == ["ram"] * 3
+    assert store.stats()["pinned"] == 3
+    assert store.unpin(ROOT, as_token_ids(text(0))) == 3
+    assert store.unpin(ROOT, as_token_ids(text(0))) == 0
+    for seed in range(8, 12):
+        admit(store, text(seed))
+        store.flush()
+    assert hits(store, text(0)) == []
+
+
+def test_a_forgotten_text_is_nowhere_and_what_was_read_behind_it_neither(
+    open_store, tmp_path
+) -> None:
+    secret = text(7, 40)
+    store = open_store(remote=open_remote(f"file://{tmp_path}/far", 10**9))
+    admit(store, [*text(1), *secret, *text(2)])
+    admit(store, [*text(3, 5), *secret[:36], *text(4)])  # elsewhere, and a part of it
+    admit(store, text(5))
+    store.flush()
+    assert sum(holds(path, secret) for path in files(tmp_path / "kv")) >= 18
+    assert store.forget_text([as_token_ids(secret)]) > 20
+    for folder in ("kv", "far"):
+        left = list(tmp_path.glob(f"{folder}/**/*.safetensors"))
+        assert left and not any(holds(path, secret) for path in left)
+    assert len(hits(store, [*text(1), *secret])) == 3  # what stood before it is not concerned
+    assert len(hits(store, text(5))) == 3
+    assert store.check_integrity() == []
+
+
+def holds(path: Path, secret: list[int]) -> bool:
+    """Whether three tokens in a row of ``secret`` are in a chunk."""
+    ids = codec.read_file(path).info.token_ids.tolist()
+    return any(ids[i : i + 3] == secret[j : j + 3] for i in range(2) for j in range(34))
+
+
+def test_another_machine_reads_it_from_the_remote_store(open_store, tmp_path) -> None:
+    url = f"file://{tmp_path}/far"
+    here = open_store(remote=open_remote(url, 10**9), folder="here")
+    admit(here, text(1))
+    here.flush()
+    there = open_store(remote=open_remote(url, 10**9), folder="there")
+    assert hits(there, text(1)) == ["remote"] * 3
+    assert hits(there, text(1)) == ["ram"] * 3
+    there.flush()
+    assert len(files(tmp_path / "there")) == 3  # and keeps it
+    with there.lookup(ROOT, as_token_ids(text(9)), pin=False) as known:
+        assert known.exact == ()
+    assert there.check_integrity() == []
+
+
+def test_looking_at_a_remote_store_leaves_nothing_behind(open_store, tmp_path) -> None:
+    url = f"file://{tmp_path}/far"
+    here = open_store(remote=open_remote(url, 10**9), folder="here")
+    admit(here, text(1))
+    here.flush()
+    there = open_store(disk=None, ram=0, remote=open_remote(url, 10**9))
+    with there.lookup(ROOT, as_token_ids(text(1)), pin=False) as known:
+        assert [hit.tier for hit in known.exact] == ["remote"] * 3
+    assert there.stats()["chunks"] == 0
+    assert hits(there, text(1)) == ["remote"] * 3  # without room it serves all the same
+    assert there.stats()["chunks"] == 0 and there.check_integrity() == []
+
+
+texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=15)
+
+
+@settings(max_examples=25)
+@given(texts, st.integers(0, 6), st.integers(0, 6), st.integers(0, 4))
+def test_budgets_hold_and_hits_are_right_whatever_comes(
+    tmp_path_factory, prompts, ram, disk, gpu
+) -> None:
+    folder = tmp_path_factory.mktemp("kv")
+    disk_bytes = disk * 4 * CHUNK_BYTES
+    store = ChunkStore(
+        Tiers(
+            RamTier(ram * CHUNK_BYTES),
+            GpuTier(gpu * CHUNK_BYTES, torch.device("cpu")),
+            DiskTier(folder, disk_bytes),
+        ),
+        cut=lambda ids, _: fixed(len(ids), CHUNK),
+        origin=ORIGIN,
+        window=CHUNK,
+    )
+    try:
+        for number, ids in enumerate(prompts):
+            hits(store, ids)
+            admit(store, ids)
+            if number % 3 == 0:
+                store.flush()
+            tiers = store.stats()["tiers"]
+            assert tiers["ram"]["bytes"] <= ram * CHUNK_BYTES
+            assert tiers["gpu"]["bytes"] <= gpu * CHUNK_BYTES
+            assert bytes_in(folder) <= disk_bytes
+        store.flush()
+        assert store.check_integrity() == []
+    finally:
+        store.close()
+
+
+def test_many_threads_over_all_tiers(open_store, tmp_path, monkeypatch) -> None:
+    """Hits stay right and every budget holds while everything happens at once."""
+    monkeypatch.setattr(writer_module, "COLD_SECONDS", 0.0)
+    store = open_store(ram=10, disk=12, gpu=4)
+    failures: list[BaseException] = []
+    over: list[str] = []
+    done = threading.Event()
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            for _ in range(60):
+                ids = [rng.randrange(3) for _ in range(rng.randrange(1, 24))]
+                hits(store, ids)
+                admit(store, ids)
+                if rng.random() < 0.05:
+                    store.forget_text([as_token_ids(ids[:6])])
+        except BaseException as error:
+            failures.append(error)
+
+    def watch() -> None:
+        while not done.is_set():
+            for name, tier in store.stats()["tiers"].items():
+                if name != "writing" and tier["bytes"] > tier["max_bytes"]:
+                    over.append(name)
+            if bytes_in(tmp_path / "kv") > 12 * 4 * CHUNK_BYTES:
+                over.append("disk really")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(5)]
+    watcher = threading.Thread(target=watch)
+    for thread in [*threads, watcher]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    watcher.join()
+    assert failures == [] and over == []
+    store.flush()
+    stats = store.stats()
+    assert stats["in_use"] == 0 and stats["promoted"] > 0 and stats["demoted"] > 0
+    assert store.check_integrity() == []
+
+
+def test_forgetting_crosses_into_approximate_branches_and_takes_what_lost_its_beginning(
+    open_store, tmp_path
+) -> None:
+    secret = text(7, 40)
+    store = open_store()
+    ids = [*secret, *text(8, 24)]
+    # Exact up to the middle of the secret, approximate from there on and behind.
+    store.admit(ROOT, as_token_ids(ids), rows_of(ids), exact_rows=20, repair="x")
+    admit(store, text(9))
+    store.flush()
+    assert store.forget_text([as_token_ids(secret)]) == store.stats()["admitted"] - 3
+    assert store.stats()["chunks"] == 3
+    # A chunk in the middle is lost: what was read behind it may have been read behind anything.
+    long = text(10, 60)
+    admit(store, long)
+    with store.lookup(ROOT, as_token_ids(long)) as known, store._lock:
+        store._places.lose(known.exact[5].chunk.key)
+    assert store.forget_text([as_token_ids(text(11))]) == 9
+    assert len(hits(store, long)) == 5 and store.check_integrity() == []
+
+
+class Liar:
+    """A remote store that says it has everything and gives nothing."""
+
+    name, state, max_bytes, nbytes = "remote", "closed", 10**9, 0
+
+    def __init__(self) -> None:
+        self.faults: dict[str, int] = {}
+        self.asked = 0
+
+    def contains_many(self, keys):
+        self.asked += 1
+        return [True] * len(keys)
+
+    def get(self, key):
+        return None
+
+    def put(self, chunk) -> bool:
+        return False
+
+    def delete(self, key) -> None: ...
+
+    def infos(self):
+        return iter(())
+
+    def stats(self):
+        return {}
+
+    def close(self) -> None: ...
+
+
+def test_a_remote_store_that_promises_and_does_not_give_is_not_asked_again(open_store) -> None:
+    liar = Liar()
+    store = open_store(disk=None, remote=liar)
+    ids = as_token_ids(text(1))
+    with store.lookup(ROOT, ids) as known:
+        assert [hit.tier for hit in known.exact] == ["remote"] * 3
+        with pytest.raises(ChunkLost):
+            list(store.fetch(known.exact))
+    with store.lookup(ROOT, ids, ask_remote=False) as known:
+        assert known.exact == ()
+    assert liar.asked == 1 and store.stats()["chunks"] == 0
+
+
+def test_what_comes_from_afar_says_in_what_precision(open_store, tmp_path) -> None:
+    url = f"file://{tmp_path}/far"
+    here = open_store(remote=open_remote(url, 10**9), folder="here")
+    admit(here, text(1))
+    here.flush()
+    there = open_store(remote=open_remote(url, 10**9), folder="there")
+    assert len(hits(there, text(1))) == 3
+    sizes = {there._catalogue.info(key).nbytes for key in there._catalogue}
+    assert sizes == {CHUNK_BYTES}
+
+
+def test_what_is_being_computed_while_a_text_is_forgotten_is_not_kept(open_store) -> None:
+    store = open_store()
+    epoch = store.epoch
+    store.forget_text([as_token_ids(text(1))])
+    ids = text(1)
+    assert store.admit(ROOT, as_token_ids(ids), rows_of(ids), exact_rows=12, epoch=epoch) == 0
+    assert admit(store, ids) == 3
+
+
+def test_forgetting_sees_what_other_processes_wrote_and_their_quarantine(
+    open_store, tmp_path
+) -> None:
+    one, two = open_store(), open_store()
+    admit(one, text(1))
+    one.flush()
+    aside = tmp_path / "kv" / "quarantine"
+    aside.mkdir()
+    (aside / "other.safetensors").write_bytes(b"some of it")
+    assert two.forget_text([as_token_ids(text(1))]) == 3
+    assert files(tmp_path / "kv") == [] and not list(aside.iterdir())
+
+
+def test_forgetting_a_salt_reaches_the_remote_store(open_store, tmp_path) -> None:
+    root = root_key("model", "tenant")
+    store = open_store(remote=open_remote(f"file://{tmp_path}/far", 10**9))
+    admit(store, text(1), root)
+    admit(store, text(2))
+    store.flush()
+    assert store.forget(root) == 3
+    assert hits(store, text(1), root) == [] and len(hits(store, text(2))) == 3
+
+
+def test_pins_end_with_what_they_hold(open_store) -> None:
+    store = open_store()
+    admit(store, text(1))
+    store.pin(ROOT, as_token_ids(text(1)))
+    store.forget_text([as_token_ids(text(1))])
+    assert store.stats()["pinned"] == 0
+
+
+def test_the_gpu_holds_nothing_that_memory_has_no_room_for(open_store) -> None:
+    store = open_store(disk=None, ram=2, gpu=10)
+    with store.lookup(ROOT, as_token_ids([1])):
+        admit(store, text(1, 20))
+    assert store.stats()["chunks"] == 2 and store.stats()["tiers"]["gpu"]["chunks"] == 2
+    assert store.check_integrity() == []
+
+
+def test_a_host_copy_that_waits_to_be_written_counts_though_the_gpu_has_it_too(open_store) -> None:
+    store = open_store(ram=2, gpu=100)
+    writing = threading.Event()
+    write = store._places._writer._write
+    store._places._writer._write = lambda chunk: writing.wait() and write(chunk)
+    for seed in range(4):
+        admit(store, text(seed))
+    tiers = store.stats()["tiers"]
+    assert tiers["gpu"]["chunks"] == 12 and tiers["ram"]["chunks"] == 2
+    assert tiers["writing"]["waiting_bytes"] == 10 * CHUNK_BYTES
+    writing.set()
+    store.flush()
+    assert store.check_integrity() == []

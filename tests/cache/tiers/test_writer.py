@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from chunks import make_chunk
+from kvboost.cache.chunk import KVChunk
+from kvboost.cache.tiers import writer as module
+from kvboost.cache.tiers.writer import Writer
+
+
+class AnswerListener:
+    """Where chunks are written to; waits or refuses when told to."""
+
+    def __init__(self) -> None:
+        self.written: list[str] = []
+        self.tried = 0
+        self.refuses = False
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def write(self, chunk: KVChunk) -> bool:
+        self.tried += 1
+        self.may_go_on.wait()
+        if not self.refuses:
+            self.written.append(chunk.key)
+        return not self.refuses
+
+
+@pytest.fixture
+def sink() -> AnswerListener:
+    return AnswerListener()
+
+
+@pytest.fixture
+def make(sink: AnswerListener) -> Callable[..., Writer]:
+    made: list[Writer] = []
+
+    def make(max_waiting: int = 10**6, max_owed: int = 10**6) -> Writer:
+        made.append(
+            Writer(sink.write, lambda key: None, max_waiting=max_waiting, max_owed=max_owed)
+        )
+        return made[-1]
+
+    yield make
+    sink.may_go_on.set()
+    sink.refuses = False
+    for one in made:
+        one.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_a_chunk_is_written_when_it_is_cold_and_not_before(make, sink, monkeypatch) -> None:
+    monkeypatch.setattr(module, "COLD_SECONDS", 0.2)
+    writer = make()
+    chunk = make_chunk([1])
+    writer.owe(chunk)
+    for _ in range(20):
+        writer.touch([chunk.key])
+        time.sleep(0.02)
+    assert sink.written == [] and writer.get(chunk.key) is chunk
+    until(lambda: sink.written == [chunk.key])
+    until(lambda: not writer.owes(chunk.key))
+
+
+def test_much_that_is_owed_is_not_left_to_get_cold(make, sink) -> None:
+    chunks = [make_chunk([number]) for number in range(4)]
+    writer = make(max_owed=2 * chunks[0].nbytes)
+    for chunk in chunks:
+        writer.owe(chunk)
+    until(lambda: sink.written == [chunk.key for chunk in chunks[:2]])
+    assert writer.stats()["owed"] == 2
+
+
+def test_parents_are_written_first(make, sink) -> None:
+    writer = make()
+    parent = make_chunk([1])
+    child = make_chunk([2], parent=parent.key, position=1)
+    writer.owe(parent)
+    writer.owe(child)
+    writer.touch([parent.key])  # now the child is the colder one
+    writer.flush()
+    assert sink.written == [parent.key, child.key]
+
+
+def test_what_memory_lets_go_is_held_within_bounds_until_it_is_written(make, sink) -> None:
+    first, second = make_chunk([1]), make_chunk([2])
+    writer = make(max_waiting=first.nbytes)
+    sink.may_go_on.clear()
+    writer.owe(first)
+    writer.owe(second)
+    assert writer.let_go(first.key)
+    assert writer.stats()["waiting_bytes"] == first.nbytes
+    assert not writer.let_go(second.key)  # too much
+    assert not writer.owes(second.key) and not writer.let_go("unknown")
+    writer.taken_back(first.key)
+    assert writer.stats()["waiting_bytes"] == 0
+    assert writer.let_go(first.key)
+    sink.may_go_on.set()
+    until(lambda: sink.written == [first.key] and writer.stats()["waiting_bytes"] == 0)
+
+
+def test_what_fails_is_owed_and_tried_again(make, sink, monkeypatch) -> None:
+    writer = make()
+    sink.refuses = True
+    chunk = make_chunk([1])
+    writer.owe(chunk)
+    writer.flush()  # returns all the same
+    assert writer.owes(chunk.key) and sink.tried >= 1
+    sink.refuses = False
+    writer.flush()
+    assert sink.written == [chunk.key] and not writer.owes(chunk.key)
+
+
+def test_one_that_cannot_be_written_does_not_keep_the_others_from_it(make, sink) -> None:
+    writer = make()
+    chunks = [make_chunk([number]) for number in range(6)]
+    write = sink.write
+    sink.write = lambda chunk: chunk is not chunks[0] and write(chunk)
+    writer._write = sink.write
+    for chunk in chunks:
+        writer.owe(chunk)
+    writer.close()
+    assert sink.written == [chunk.key for chunk in chunks[1:]]
+
+
+def test_whatever_is_raised_the_thread_goes_on(make, sink) -> None:
+    writer = make()
+
+    def broken(chunk: KVChunk) -> bool:
+        raise MemoryError
+
+    writer._write = broken
+    writer.owe(make_chunk([1]))
+    writer.flush()
+    writer.await_writing()
+    writer._write = sink.write
+    writer.flush()
+    assert sink.written == [make_chunk([1]).key]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_ends_without_waiting_for_a_thread_it_has_not(make, sink) -> None:
+    writer = make()
+    sink.may_go_on.clear()
+    writer.owe(make_chunk([1]))
+    pid = os.fork()
+    if not pid:
+        writer.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_what_is_cancelled_is_not_written_and_what_is_being_written_is_waited_for(
+    make, sink
+) -> None:
+    writer = make()
+    first, second = make_chunk([1]), make_chunk([2])
+    sink.may_go_on.clear()
+    writer.owe(first)
+    assert writer.let_go(first.key)
+    until(lambda: sink.tried == 1)
+    writer.owe(second)
+    writer.cancel(second.key)
+    writer.cancel(first.key)
+    waiting = threading.Thread(target=writer.await_writing)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    sink.may_go_on.set()
+    waiting.join(10)
+    assert not waiting.is_alive() and sink.written == [first.key]
+    writer.await_writing()  # nothing is
+
+
+def test_closing_writes_everything_and_takes_nothing_more(make, sink) -> None:
+    writer = make()
+    chunks = [make_chunk([number]) for number in range(5)]
+    for chunk in chunks:
+        writer.owe(chunk)
+    writer.close()
+    assert sink.written == [chunk.key for chunk in chunks]
+    writer.owe(make_chunk([9]))
+    assert writer.keys() == []

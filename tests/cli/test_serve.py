@@ -1,0 +1,118 @@
+"""``kvboost serve``: what it refuses before it loads anything, and what it hands on."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from typer.testing import CliRunner
+
+import kvboost
+from fake_engine import FakeEngine
+from kvboost.cli import app
+from kvboost.serve import process as running
+
+
+class Loaded(FakeEngine):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What the command would have served: the settings, and the engine's options."""
+    seen = {}
+
+    def load(model, **options):
+        seen.update(options=options, model=model, engine=Loaded())
+        return seen["engine"]
+
+    def serve(engine, settings, listening, on_ready):
+        seen["settings"] = settings
+        on_ready()
+
+    monkeypatch.setattr(kvboost.KVBoost, "from_pretrained", load)
+    monkeypatch.setattr(running, "serve", serve)
+    monkeypatch.delenv("KVBOOST_API_KEYS", raising=False)
+    monkeypatch.delenv("KVBOOST_CACHE_DIR", raising=False)
+    return seen
+
+
+def serve(*arguments: str):
+    return CliRunner().invoke(app, ["serve", "--port", "0", *arguments])
+
+
+def test_options_reach_the_engine_and_the_server(started) -> None:
+    done = serve(
+        *("--model", "m", "--max-running", "3", "--max-waiting", "4", "--kv-bits", "8"),
+        *("--max-kv-bytes", "1GiB", "--max-cache-bytes", "2GiB", "--sharing-wait", "0.5"),
+        *("--cache-dir", "kv", "--timeout", "0", "--served-name", "a", "--served-name", "b"),
+        *("--mode", "prefix_cache", "--drain-seconds", "7", "--log-prompts"),
+    )
+    assert done.exit_code == 0, done.output
+    options, settings = started["options"], started["settings"]
+    assert started["model"] == "m" and options["max_running"] == 3 and options["max_waiting"] == 4
+    assert options["max_kv_bytes"] == "1GiB" and options["sharing_wait"] == 0.5
+    assert options["kv_cache_bits"] == 8 and str(options["disk_cache_dir"]) == "kv"
+    assert settings.timeout is None and settings.served_names == ("a", "b")
+    assert settings.mode == "prefix_cache" and settings.drain_seconds == 7 and settings.log_prompts
+    assert started["engine"].closed
+
+
+def test_it_says_where_it_is_and_how_to_try_it(started) -> None:
+    done = serve()
+    assert done.stdout.startswith("http://127.0.0.1:") and done.stdout.strip().endswith("/v1")
+    assert "a page to watch it at" in done.stderr and "curl http" in done.stderr
+    assert "warning" not in done.stderr and "Bearer" not in done.stderr
+
+
+def test_an_open_address_without_keys_is_warned_about(started, tmp_path) -> None:
+    assert "no key is asked for" in serve("--host", "0.0.0.0").stderr
+    keys = tmp_path / "keys.txt"
+    keys.write_text("admin:root:secret-word\n")
+    done = serve("--host", "0.0.0.0", "--api-keys", str(keys))
+    assert "no key is asked for" not in done.stderr and "secret-word" not in done.output
+    assert "Bearer KEY" in done.stderr
+
+
+def test_keys_come_from_a_file_and_from_the_environment(started, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("KVBOOST_API_KEYS", "bob:k-bob,k-other")
+    assert "every key may look into the cache" in serve().stderr
+    assert [key.name for key in started["settings"].keys] == ["bob", "key-2"]
+    keys = tmp_path / "keys.txt"
+    keys.write_text("# ours\nann:k-ann\n")
+    serve("--api-keys", str(keys))
+    assert [key.name for key in started["settings"].keys] == ["ann", "bob", "key-3"]
+
+
+def test_a_local_server_without_keys_answers_to_local_names_alone(started, monkeypatch) -> None:
+    serve("--allow-host", "box.lan")
+    assert started["settings"].allowed_hosts == ("localhost", "127.0.0.1", "::1", "box.lan")
+    for open_to_all in (("--allow-host", "*"), ("--host", "0.0.0.0")):
+        serve(*open_to_all)
+        assert started["settings"].allowed_hosts == ()
+    monkeypatch.setenv("KVBOOST_API_KEYS", "k")
+    serve()
+    assert started["settings"].allowed_hosts == ()
+
+
+def test_mistakes_are_one_line_before_anything_is_loaded(started, tmp_path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("# nothing\n")
+    for arguments, message in (
+        (("--api-keys", "nowhere.txt"), "nowhere.txt cannot be read"),
+        (("--api-keys", str(empty)), "holds no key"),
+        (("--mode", "turbo"), "mode='turbo'"),
+        (("--host", "no.such.host.invalid"), "cannot listen on no.such.host.invalid"),
+    ):
+        done = serve(*arguments)
+        assert done.exit_code == 2 and message in done.stderr and "Traceback" not in done.output
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = serve("--port", str(taken.getsockname()[1]))
+    assert done.exit_code == 2 and "cannot listen on 127.0.0.1" in done.stderr
+    assert "model" not in started

@@ -1,0 +1,145 @@
+"""Requests on the same rows: attending in two parts equals attending in one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvboost.model import attention, shared_attention
+from kvboost.model.attention import Segment, attend
+from kvboost.model.kv import KVPool, KVShape, RequestKV
+
+HEADS, KV_HEADS, DIM = 6, 2, 8
+SHAPE = KVShape(1, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
+
+
+def filled(kv: RequestKV, seed: int) -> RequestKV:
+    kv.data.copy_(torch.randn(kv.data.shape, generator=torch.Generator().manual_seed(seed)))
+    return kv
+
+
+def run(segments: list[Segment], query: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """Attention of packed segments whose fresh rows are in place."""
+    fresh = [kv.layer(0, 0, one.end) for one in segments for kv in [one.kv]]
+    rows = [one.position_ids(torch.device("cpu")) for one in segments]
+    keys, values = (
+        torch.cat([layer[half][:, :, ids] for layer, ids in zip(fresh, rows, strict=True)], 2)
+        for half in (0, 1)
+    )
+    setattr(keys, attention.BATCH, attention.Batch(segments))
+    module = torch.nn.Module()
+    module.layer_idx = 0
+    return attend(module, query, keys, values, None, scaling=0.3, sliding_window=window)[0]
+
+
+def on_base(base: RequestKV, count: int, num_tokens: int, seed: int) -> RequestKV:
+    kv = filled(RequestKV(base.shape, num_tokens), seed)
+    kv.attach_prefix(base.share(count))
+    return kv
+
+
+def alone(kv: RequestKV, end: int) -> RequestKV:
+    """The same rows in one buffer."""
+    whole = RequestKV(kv.shape, end)
+    whole.rows(0, end).copy_(kv.rows(0, end))
+    return whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 30, 1000])
+def test_shared_rows_are_attended_as_if_they_were_everyones_own(
+    window: int | None, dtype: torch.dtype
+) -> None:
+    shape = replace(SHAPE, dtype=dtype)
+    first = filled(RequestKV(shape, 80), 1)
+    second, third = on_base(first, 48, 32, 2), on_base(first, 48, 32, 3)
+    other = filled(RequestKV(shape, 80), 4)
+    pieces = [
+        (first, range(60, 61)),  # decodes; its base is its own beginning
+        (second, range(48, 60)),  # the tail of its prompt, from the base on
+        (third, range(52, 60)),  # a later slice
+        (other, range(30, 31)),  # has nothing to do with them
+        (second, torch.tensor([49, 55])),  # gaps: the ordinary way
+    ]
+    query = torch.randn(1, HEADS, sum(len(at) for _, at in pieces), DIM, dtype=dtype)
+    together = run([Segment(kv, torch.zeros(len(at)), at) for kv, at in pieces], query, window)
+    expected, start = [], 0
+    for kv, at in pieces:
+        own = query[:, :, start : start + len(at)]
+        start += len(at)
+        segment = Segment(alone(kv, int(at[-1]) + 1), torch.zeros(len(at)), at)
+        expected.append(run([segment], own, window))
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    assert torch.allclose(together, torch.cat(expected, 1), atol=tolerance)
+
+
+def test_the_shared_part_is_one_call_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = filled(RequestKV(SHAPE, 80), 1)
+    kvs = [first, *(on_base(first, 48, 32, seed) for seed in range(3))]
+    calls: list[int] = []
+    attend_part = shared_attention.attend_part
+
+    def watched(query: torch.Tensor, keys: torch.Tensor, *rest: object) -> shared_attention.Part:
+        calls.append(keys.shape[2])
+        return attend_part(query, keys, *rest)
+
+    monkeypatch.setattr(shared_attention, "attend_part", watched)
+    segments = [Segment(kv, torch.zeros(1), range(60, 61)) for kv in kvs]
+    run(segments, torch.randn(1, HEADS, 4, DIM))
+    assert sorted(calls) == [13, 13, 13, 13, 48]
+
+
+def test_written_out_equals_the_kernel() -> None:
+    query, keys = torch.randn(1, 2, 6, DIM), torch.randn(1, 2, 9, DIM)
+    mask = torch.zeros(6, 9).masked_fill_(torch.ones(6, 9).triu(4).bool(), float("-inf"))
+    for one in (None, mask):
+        ours = shared_attention._written_out(query, keys, keys, 0.3, one)
+        kernel = shared_attention.attend_part(query, keys, keys, 0.3, one)
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, kernel, strict=True))
+
+
+def test_blocks_of_queries_give_what_all_at_once_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, keys = torch.randn(1, 2, 7, DIM), torch.randn(1, 2, 9, DIM)
+    mask = torch.zeros(7, 9).masked_fill_(torch.ones(7, 9).triu(4).bool(), float("-inf"))
+    whole = shared_attention._written_out(query, keys, keys, 0.3, mask)
+    monkeypatch.setattr(shared_attention, "MOST_WEIGHTS", 18)
+    parts = shared_attention._written_out(query, keys, keys, 0.3, mask)
+    assert all(torch.allclose(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+def test_growing_leaves_what_others_read_where_it_is() -> None:
+    first = filled(RequestKV(SHAPE, 256), 1)
+    second = on_base(first, 100, 20, 2)
+    before = {kv: kv.rows(0, 120).clone() for kv in (first, second)}
+    shared_data = first.data
+    for kv in (first, second):
+        kv.reserve(kv.capacity + 1)
+        assert kv.start == 100
+        assert torch.equal(kv.rows(0, 120), before[kv])
+        assert torch.equal(kv.rows(90, 110), before[kv][:, :, :, 90:110])
+    assert first.base is second.base and first.base.data is shared_data
+
+
+def test_a_pool_does_not_lend_what_others_stand_on() -> None:
+    pool = KVPool(SHAPE)
+    with pool.lend(300) as first:
+        lent = pool.lend(320, first.share(256))
+        second = lent.__enter__()
+        assert second.start == 256 and second.data.shape[3] == 256 and second.capacity == 512
+    with pool.lend(300) as third:
+        assert third is not first and third.base is None
+    lent.__exit__(None, None, None)
+    with pool.lend(100) as again:
+        assert again is second and again.base is None and again.start == 0
+
+
+def test_a_shorter_beginning_is_shared_by_all_who_take_it() -> None:
+    first = RequestKV(SHAPE, 256)
+    base = first.share(200)
+    longer = first.share(250)
+    assert longer.count == 250 and first.base is longer
+    assert first.share(200) is base and first.share(64) is first.share(64)
+    second = on_base(first, 64, 32, 1)
+    assert second.share(64) is second.base

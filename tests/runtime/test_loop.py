@@ -1,0 +1,588 @@
+"""Many requests at once: each one's answer is the one it gets alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvboost import (
+    ConfigError,
+    GenerationMode,
+    KVBoost,
+    KVTooLargeError,
+    PromptError,
+    QueueFullError,
+    ShuttingDownError,
+    SpanKind,
+)
+from kvboost.model.attention import Segment
+from kvboost.runtime import sharing
+from tiny import CONTEXT, dynamic_model, longrope_model, make_engine, tiny_model
+
+TEXT = np.random.default_rng(0).integers(0, 250, 4000).tolist()
+EXACT = GenerationMode.PREFIX_CACHE
+
+
+@pytest.fixture(autouse=True)
+def share_short_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "LEAST_SHARED", 32)
+    monkeypatch.setattr(sharing, "GRID", 16)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., KVBoost]]:
+    made: list[KVBoost] = []
+
+    def make(name: str = "llama", **config: Any) -> KVBoost:
+        made.append(make_engine(tiny_model(name), **config))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        assert engine.serving_stats()["kv_bytes"] == 0
+        assert engine.check_integrity() == []
+        engine.close()
+
+
+def alone(engine: KVBoost, prompt: list[int], *rest: Any, **options: Any) -> list[int]:
+    return engine.generate(prompt, *rest, mode=GenerationMode.BASELINE, **options).token_ids
+
+
+def slow_down(engine: KVBoost, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.005) -> None:
+    run = engine._model.forward._run
+
+    def slowly(*given: Any) -> torch.Tensor:
+        threading.Event().wait(seconds)
+        return run(*given)
+
+    monkeypatch.setattr(engine._model.forward, "_run", slowly)
+
+
+@settings(max_examples=15)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 8), st.integers(1, 150), st.integers(0, 60), st.integers(1, 24)),
+        min_size=1,
+        max_size=10,
+    ),
+    st.integers(1, 40),
+    st.integers(1, 6),
+)
+def test_a_batch_gives_what_each_gets_alone(
+    drawn: list[tuple[int, int, int, int]], step_rows: int, max_running: int
+) -> None:
+    """Ragged lengths, shared beginnings, and as many joins and leaves as there are answers of
+    different length."""
+    prompts = [
+        TEXT[place * 200 : place * 200 + shared] + TEXT[3000 + index * 60 : 3000 + index * 60 + own]
+        for index, (place, shared, own, _) in enumerate(drawn)
+    ]
+    limits = [tokens for *_, tokens in drawn]
+    with make_engine(tiny_model("llama"), step_rows=step_rows, max_running=max_running) as engine:
+        expected = [
+            alone(engine, prompt, most) for prompt, most in zip(prompts, limits, strict=True)
+        ]
+        each = [{"max_new_tokens": most} for most in limits]
+        results = engine.generate_batch(prompts, mode=EXACT, each=each)
+        assert [result.token_ids for result in results] == expected
+        for result, prompt in zip(results, prompts, strict=True):
+            assert result.prompt_tokens == len(prompt) and result.spans[-1].end == len(prompt)
+        again = engine.generate_batch(prompts, mode=EXACT, each=each)
+        assert [result.token_ids for result in again] == expected
+        assert engine.serving_stats()["kv_bytes"] == 0
+        assert engine.check_integrity() == []
+
+
+@pytest.mark.parametrize(
+    "name", ["mistral-window", "gemma2", "gemma3_text", "qwen3", "mixtral", "glm", "phi3"]
+)
+def test_every_kind_of_attention_goes_in_a_batch(name: str, make: Callable[..., KVBoost]) -> None:
+    engine = make(name)
+    prompts = [TEXT[:100] + TEXT[i * 40 : i * 40 + 20 + i] for i in range(4)]
+    expected = [alone(engine, prompt, 8) for prompt in prompts]
+    assert [one.token_ids for one in engine.generate_batch(prompts, 8, EXACT)] == expected
+
+
+@pytest.mark.parametrize("name", ["bloom", "gpt2"])
+def test_models_that_attend_by_themselves_do_too(name: str) -> None:
+    with make_engine(tiny_model(name), strict=False) as engine:
+        prompts = [TEXT[i * 10 : i * 10 + 30] for i in range(3)]
+        expected = [alone(engine, prompt, 6) for prompt in prompts]
+        assert [one.token_ids for one in engine.generate_batch(prompts, 6)] == expected
+
+
+def test_requests_keep_their_own_options(make: Callable[..., KVBoost]) -> None:
+    engine = make()
+    prompt = TEXT[:60]
+    each: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.8, "seed": 7, "max_new_tokens": 9},
+        {"temperature": 0.8, "seed": 8, "cache_salt": "mine"},
+        {"logprobs": 2, "mode": "baseline"},
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {65: 5.0}},
+    ]
+    text = engine.generate(prompt, 12).output_text
+    each.append({"stop": text[3:5]})
+    got = engine.generate_batch([prompt] * len(each), 12, each=each)  # type: ignore[arg-type]
+    for result, own in zip(got, each, strict=True):
+        options: dict[str, Any] = {"max_new_tokens": 12, **own}
+        expected = engine.generate(prompt, **options)
+        assert result.token_ids == expected.token_ids
+        assert (result.output_text, result.finish_reason) == (
+            expected.output_text,
+            expected.finish_reason,
+        )
+        assert (result.logprobs is None) == (expected.logprobs is None)
+    assert got[2].exact_tokens == 0 and got[3].exact_tokens == 0
+
+
+def test_what_prompts_share_is_read_and_held_once(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(sharing_wait=60.0)
+    computed: list[int] = []
+    run = engine._model.forward._run
+
+    def counting(segments: list[Segment], cache: Any) -> torch.Tensor:
+        computed.append(sum(map(len, segments)))
+        return run(segments, cache)
+
+    held: list[int] = []
+    live = engine._runtime.running.nbytes
+    monkeypatch.setattr(engine._model.forward, "_run", counting)
+    monkeypatch.setattr(
+        engine._runtime.running, "nbytes", lambda: (held.append(live()[0]), live())[1]
+    )
+    prompts = [TEXT[:160] + TEXT[1000 + i : 1010 + i] for i in range(6)]
+    results = engine.generate_batch([*prompts, prompts[0]], 12, EXACT, ignore_eos=True)
+    assert sum(computed) < 160 + 7 * (30 + 12)
+    assert [one.exact_tokens for one in results] == [0] + [160] * 5 + [169]
+    assert {span.tier for one in results[1:] for span in one.spans[:1]} == {"shared"}
+    buffer = engine._runtime.pool.bytes_for(1)
+    assert max(held) <= 7 * buffer  # each has a buffer of 256 rows; nobody has 170 of them alone
+
+
+def test_without_waiting_everyone_reads(make: Callable[..., KVBoost]) -> None:
+    engine = make(sharing_wait=0.0)
+    prompts = [TEXT[:160] + TEXT[1000 + i : 1010 + i] for i in range(3)]
+    results = engine.generate_batch(prompts, 1, EXACT)
+    assert [one.exact_tokens for one in results] == [0, 0, 0]
+
+
+def test_salts_share_nothing_in_flight(make: Callable[..., KVBoost]) -> None:
+    engine = make()
+    prompts = [TEXT[:160]] * 4
+    each = [{"cache_salt": salt} for salt in ("a", "b", "a", "b")]
+    results = engine.generate_batch(prompts, 2, EXACT, each=each)  # type: ignore[arg-type]
+    assert sorted(one.exact_tokens for one in results) == [0, 0, 159, 159]
+
+
+def test_moved_text_is_reused_in_a_batch(make: Callable[..., KVBoost]) -> None:
+    engine = make(reuse_moved="always")
+    engine.warm(TEXT[:96])
+    prompts = [TEXT[500 + i : 520 + i] + TEXT[:96] + TEXT[600 : 620 + i] for i in range(4)]
+    results = engine.generate_batch(prompts, 6)
+    for result, prompt in zip(results, prompts, strict=True):
+        assert result.moved_tokens >= 64 and len(result.token_ids) == 6
+        assert sum(span.num_tokens for span in result.spans) == len(prompt)
+    assert any(span.kind is SpanKind.MOVED for span in results[0].spans)
+
+
+def test_recomputing_everything_equals_full_prefill_beside_others(
+    make: Callable[..., KVBoost],
+) -> None:
+    engine = make(reuse_moved="always", recompute_strategy="query", recompute_ratio=1.0)
+    engine.warm(TEXT[:96])
+    prompts = [TEXT[500 + i : 520 + i] + TEXT[:96] + TEXT[600 : 620 + i] for i in range(4)]
+    expected = [alone(engine, prompt, 6) for prompt in prompts]
+    assert [one.token_ids for one in engine.generate_batch(prompts, 6)] == expected
+
+
+def test_a_stream_gives_its_pieces_and_its_times(make: Callable[..., KVBoost]) -> None:
+    engine = make()
+
+    async def read() -> None:
+        async with engine.astream(TEXT[:50], 10) as stream:
+            pieces = [piece async for piece in stream]
+        result = stream.result
+        assert "".join(pieces) == result.output_text and len(pieces) > 1
+        assert result.finish_reason == "length"
+        assert result.token_ids == alone(engine, TEXT[:50], 10)
+        timings = vars(result.timings)
+        phases = sum(ms for name, ms in timings.items() if name not in ("ttft_ms", "total_ms"))
+        assert phases == pytest.approx(result.total_ms)
+        assert 0 < result.ttft_ms < result.total_ms
+
+    asyncio.run(read())
+
+
+def test_many_streams_join_and_leave(make: Callable[..., KVBoost]) -> None:
+    engine = make(max_running=5)
+    prompts = [TEXT[i * 30 : i * 30 + 20 + 7 * i] for i in range(12)]
+    expected = [alone(engine, prompt, 4 + index) for index, prompt in enumerate(prompts)]
+
+    async def read(index: int, leave: bool) -> list[int] | None:
+        await asyncio.sleep(0.002 * index)
+        async with engine.astream(prompts[index], 4 + index, EXACT) as stream:
+            async for _ in stream:
+                if leave:
+                    return None
+        return stream.result.token_ids
+
+    async def all_of_them() -> list[list[int] | None]:
+        return await asyncio.gather(*(read(i, i % 3 == 1) for i in range(12)))
+
+    got = asyncio.run(all_of_them())
+    for index, tokens in enumerate(got):
+        assert tokens is None if index % 3 == 1 else tokens == expected[index]
+    stats = engine.serving_stats()
+    assert stats["running"] == stats["waiting"] == stats["kv_bytes"] == 0
+    assert max(stats["batch_sizes"]) <= 5
+
+
+def test_leaving_frees_everything_and_keeps_what_was_read(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    slow_down(engine, monkeypatch)
+
+    async def leave() -> None:
+        stream = engine.astream(TEXT[:100], 100)
+        await anext(stream)
+        steps = engine.serving_stats()["steps"]
+        await stream.aclose()
+        stats = engine.serving_stats()
+        assert stats["kv_bytes"] == 0 and stats["running"] == 0
+        assert stats["steps"] <= steps + 2
+        assert stream.result.finish_reason == "cancelled"
+        assert [piece async for piece in stream] == []
+        await stream.aclose()  # again
+
+    asyncio.run(leave())
+    assert engine.serving_stats()["finished"] == {"cancelled": 1}
+    assert engine.generate(TEXT[:100], 1, EXACT).exact_tokens >= 96
+
+
+def test_a_request_that_waits_can_leave_too(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(max_running=1)
+    slow_down(engine, monkeypatch)
+
+    async def leave() -> None:
+        first = engine.astream(TEXT[:20], 20)
+        second = engine.astream(TEXT[30:50], 20)
+        await second.aclose()
+        assert second.result.finish_reason == "cancelled" and second.result.token_ids == []
+        async for _ in first:
+            pass
+        assert len(first.result.token_ids) == 20
+
+    asyncio.run(leave())
+
+
+def test_time_runs_out_for_those_who_run_and_those_who_wait(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(max_running=1)
+    slow_down(engine, monkeypatch)
+
+    async def wait() -> None:
+        streams = [
+            engine.astream(TEXT[place : place + 20], 200, timeout=seconds)
+            for place, seconds in ((0, 0.2), (40, 0.1))
+        ]
+        for stream in streams:
+            async for _ in stream:
+                pass
+        first, second = (stream.result for stream in streams)
+        assert first.finish_reason == second.finish_reason == "timeout"
+        assert 0 < len(first.token_ids) < 100 and second.token_ids == []
+        with pytest.raises(ConfigError, match="timeout"):
+            engine.astream(TEXT[:20], timeout=-1)
+
+    asyncio.run(wait())
+
+
+def test_a_full_queue_says_so_and_a_batch_waits(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(max_running=1, max_waiting=2)
+    slow_down(engine, monkeypatch)
+
+    async def fill() -> None:
+        streams = []
+        with pytest.raises(QueueFullError):
+            for _ in range(5):
+                streams.append(engine.astream(TEXT[:20], 20))
+        assert len(streams) == 3
+        for stream in streams:
+            async for _ in stream:
+                pass
+
+    asyncio.run(fill())
+    assert engine.serving_stats()["rejected"] == 1
+    assert len(engine.generate_batch([TEXT[:20]] * 6, 2)) == 6
+
+
+def test_a_request_that_can_never_fit_is_refused(make: Callable[..., KVBoost]) -> None:
+    row = make()._model.forward.shape.row_bytes
+    engine = make(max_kv_bytes=100 * row)
+    with pytest.raises(KVTooLargeError, match="120 tokens") as error:
+        engine.generate_batch([TEXT[:100]], 20)
+    assert error.value.needed == 120 * row and error.value.budget == 100 * row
+    assert len(engine.generate_batch([TEXT[:40]] * 3, 20)) == 3
+
+
+def test_running_requests_stay_within_their_bytes(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = make()._model.forward.shape.row_bytes
+    engine = make(max_kv_bytes=3 * 256 * row, sharing_wait=0.0)
+    seen: list[int] = []
+    run = engine._model.forward._run
+
+    def watching(*given: Any) -> torch.Tensor:
+        seen.append(engine._runtime.running.nbytes()[0])
+        return run(*given)
+
+    monkeypatch.setattr(engine._model.forward, "_run", watching)
+    prompts = [TEXT[i * 100 : i * 100 + 20 + 20 * i] for i in range(9)]
+    expected = [alone(engine, prompt, 8) for prompt in prompts]
+    seen.clear()
+    assert [one.token_ids for one in engine.generate_batch(prompts, 8, EXACT)] == expected
+    assert max(seen) == 3 * 256 * row
+    assert max(engine.serving_stats()["batch_sizes"]) == 3
+
+
+def test_one_that_fails_takes_nobody_along(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    prompts = [TEXT[i * 50 : i * 50 + 30] for i in range(4)]
+    bad = 255  # a token of no other prompt
+    prompts[1].append(bad)
+    expected = [alone(engine, prompt, 5) for prompt in prompts]
+    run = engine._model.forward._run
+
+    def failing(segments: list[Segment], cache: Any) -> torch.Tensor:
+        if any(bad in one.token_ids.tolist() and len(one) > 1 for one in segments):
+            raise RuntimeError("out of memory")
+        return run(segments, cache)
+
+    monkeypatch.setattr(engine._model.forward, "_run", failing)
+
+    async def read(prompt: list[int]) -> list[int] | str:
+        try:
+            async with engine.astream(prompt, 5, EXACT) as stream:
+                async for _ in stream:
+                    pass
+        except RuntimeError as error:
+            return str(error)
+        return stream.result.token_ids
+
+    async def all_of_them() -> list[list[int] | str]:
+        return await asyncio.gather(*map(read, prompts))
+
+    got = asyncio.run(all_of_them())
+    assert got == [expected[0], "out of memory", *expected[2:]]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.generate_batch(prompts, 5)
+    assert engine.serving_stats()["finished"]["error"] == 2
+
+
+def test_one_that_is_being_repaired_begins_again(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(reuse_moved="always", sharing_wait=0.0)
+    engine.warm(TEXT[:96])
+    prompt = TEXT[500:520] + TEXT[:96] + TEXT[600:620]
+    expected = engine.generate(prompt, 6, keep=False)
+    assert expected.recomputed_tokens
+    run, failed = engine._model.forward._run, []
+
+    def failing(segments: list[Segment], cache: Any) -> torch.Tensor:
+        if len(segments) > 1 and any(one.hook is not None for one in segments) and not failed:
+            run(segments, cache)  # the hook has done its work
+            failed.append(True)
+            raise RuntimeError("out of memory")
+        return run(segments, cache)
+
+    monkeypatch.setattr(engine._model.forward, "_run", failing)
+    prompts = [TEXT[2000:2040], prompt]
+    got = engine.generate_batch(prompts, 6, each=[{}, {"keep": False}])
+    assert failed
+    assert got[1].token_ids == expected.token_ids
+    assert got[1].recomputed_tokens == expected.recomputed_tokens
+
+
+def test_a_long_prompt_does_not_hold_up_those_who_answer(make: Callable[..., KVBoost]) -> None:
+    engine = make(step_rows=10, sharing_wait=0.0)
+    seen: list[tuple[int, int]] = []
+    run = engine._model.forward._run
+
+    def watching(segments: list[Segment], cache: Any) -> torch.Tensor:
+        seen.append((sum(len(one) == 1 for one in segments), sum(map(len, segments))))
+        return run(segments, cache)
+
+    engine._model.forward._run = watching  # type: ignore[method-assign]
+
+    async def read() -> None:
+        first = engine.astream(TEXT[:20], 60)
+        await anext(first)
+        second = engine.astream(TEXT[100:300], 4)
+        for stream in (second, first):
+            async for _ in stream:
+                pass
+
+    asyncio.run(read())
+    together = [rows for answering, rows in seen if answering and rows > 2]
+    assert len(together) >= 15 and max(together) <= 11
+
+
+@pytest.mark.parametrize("model", [longrope_model, dynamic_model])
+def test_a_long_neighbour_does_not_turn_the_short_ones(model: Callable[[], Any]) -> None:
+    """Where rotation depends on the length of what is computed."""
+    with make_engine(model(), sharing_wait=0.0) as engine:
+        limit = engine._model.support.reuse_limit
+        assert limit is not None
+        prompts = [TEXT[: limit + 9], TEXT[500:520], TEXT[600:630], TEXT[700 : 700 + limit - 3]]
+        expected = [alone(engine, prompt, 6) for prompt in prompts]
+        assert [one.token_ids for one in engine.generate_batch(prompts, 6, EXACT)] == expected
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            assert engine.generate(prompt, 6, EXACT).token_ids == tokens
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_whoever_leaves_keeps_nothing_that_was_not_computed(
+    make: Callable[..., KVBoost], batched: bool
+) -> None:
+    engine = make()
+    prompt = TEXT[:50]
+
+    async def leave() -> list[int]:
+        stream = engine.astream(prompt, 40, EXACT, ignore_eos=True)
+        for _ in range(3):
+            await anext(stream)
+        await stream.aclose()
+        return stream.result.token_ids
+
+    if batched:
+        said = asyncio.run(leave())
+    else:
+        with engine.stream(prompt, 40, EXACT, ignore_eos=True) as stream:
+            for _ in range(3):
+                next(stream)
+        said = stream.result.token_ids
+    goes_on = [*prompt, *said, *TEXT[900:910]]
+    full = engine.score(goes_on, [1, 2], GenerationMode.BASELINE)
+    ours = engine.score(goes_on, [1, 2], EXACT)
+    assert ours.reuse.cached_tokens >= len(prompt)
+    assert torch.allclose(full.logits, ours.logits, atol=1e-4)
+
+
+def test_a_mistake_of_ours_leaves_nobody_waiting(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    with monkeypatch.context() as patched:
+
+        def broken(*_: Any) -> list[Any]:
+            raise MemoryError("no room for a thought")
+
+        patched.setattr(engine._loop._scheduler, "pick", broken)
+        with pytest.raises(MemoryError):
+            engine.generate_batch([TEXT[:20], TEXT[30:60]], 4)
+    assert engine.generate_batch([TEXT[:20]], 4)[0].token_ids == alone(engine, TEXT[:20], 4)
+    assert engine.serving_stats()["kv_bytes"] == 0
+
+
+def test_draining_lets_everyone_finish_and_takes_nobody_new(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    slow_down(engine, monkeypatch)
+
+    async def drain() -> None:
+        stream = engine.astream(TEXT[:20], 20)
+        assert not await engine.adrain(0.01)
+        with pytest.raises(ShuttingDownError):
+            engine.astream(TEXT[:20])
+        assert await engine.adrain(10)
+        async for _ in stream:
+            pass
+        assert len(stream.result.token_ids) == 20
+
+    asyncio.run(drain())
+
+
+def test_closing_cancels(make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(max_running=1)
+    slow_down(engine, monkeypatch)
+
+    async def close() -> None:
+        streams = [engine.astream(TEXT[:20], 200), engine.astream(TEXT[:30], 200)]
+        await anext(streams[0])
+        await asyncio.to_thread(engine.close)
+        for stream in streams:
+            async for _ in stream:
+                pass
+            assert stream.result.finish_reason == "cancelled"
+
+    asyncio.run(close())
+
+
+def test_documents_are_read_beside_others(make: Callable[..., KVBoost]) -> None:
+    engine = make()
+
+    async def warm() -> tuple[int, int]:
+        return await engine.awarm(TEXT[:100]), await engine.awarm(TEXT[:100])
+
+    new, again = asyncio.run(warm())
+    assert new > 0 and again == 0
+    assert engine.generate([*TEXT[:100], 1], 1, EXACT).exact_tokens == 100
+
+
+def test_answers_of_a_batch_are_audited_too(make: Callable[..., KVBoost]) -> None:
+    engine = make(reuse_moved="always", audit_fraction=1.0)
+    engine.warm(TEXT[:96])
+    engine.generate_batch([TEXT[500 : 520 + i] + TEXT[:96] + TEXT[600:620] for i in range(2)], 4)
+    engine.audit()
+    assert engine.cache_stats()["audit"]["audited"] == 2
+
+
+def test_what_is_no_batch_is_refused(make: Callable[..., KVBoost]) -> None:
+    engine = make()
+    with pytest.raises(PromptError, match="several prompts"):
+        engine.generate_batch("one")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="each has 1 entries for 2"):
+        engine.generate_batch([TEXT[:5]] * 2, each=[{}])
+    with pytest.raises(ConfigError, match="unknown option 'colour'"):
+        engine.generate_batch([TEXT[:5]], each=[{"colour": 1}])  # type: ignore[typeddict-unknown-key]
+    with pytest.raises(ConfigError, match="logit_bias"):
+        engine.generate([1, 2], logit_bias={99_999: 1.0})
+    with pytest.raises(PromptError):
+        engine.generate_batch([TEXT[: CONTEXT + 5]])
+    assert engine.generate_batch([]) == []
+    assert engine.serving_stats()["waiting"] == 0
+
+
+def test_the_most_valuable_chunks_are_shown(make: Callable[..., KVBoost]) -> None:
+    engine = make()
+    engine.warm("the same text again and again " * 3)
+    engine.generate("the same text again and again " * 3, 1)
+    chunks = engine.chunks(3)
+    assert 0 < len(chunks) <= 3
+    assert {"key", "text", "tokens", "bytes", "tier", "lineage", "position", "uses"} <= set(
+        chunks[0]
+    )
+    assert max(chunk["uses"] for chunk in chunks) >= 2 and "same text" in chunks[0]["text"]
+    assert engine.estimate_ms(100) is None or engine.estimate_ms(100) > 0

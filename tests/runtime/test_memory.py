@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import pytest
+
+from kvboost import KVBoost
+from kvboost.runtime import memory
+
+
+def test_memory_is_given_back_after_every_few_requests(
+    engine: KVBoost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    trimmer = memory.Trimmer()
+    trimmer._trim = lambda pad: given.append(pad) or 0
+    monkeypatch.setattr(engine._runtime, "trimmer", trimmer)
+    for count in range(1, 2 * memory.EVERY + 1):
+        engine.generate([1, 2, 3], 1)
+        assert len(given) == count // memory.EVERY
+
+
+def test_where_there_is_nothing_to_call_nothing_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.sys, "platform", "darwin")
+    trimmer = memory.Trimmer()
+    assert trimmer._trim is None
+    for _ in range(memory.EVERY):
+        trimmer.after_request()
+
+
+def test_the_real_one_can_be_called() -> None:
+    trimmer = memory.Trimmer()
+    for _ in range(memory.EVERY):
+        trimmer.after_request()
