@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -410,6 +411,8 @@ def test_one_that_is_being_repaired_begins_again(
     run, failed = engine._model.forward._run, []
 
     def failing(segments: list[Segment], cache: Any) -> torch.Tensor:
+        while (stats := engine.serving_stats())["running"] + stats["waiting"] < 2 and not failed:
+            time.sleep(0.001)  # both requests are queued before the first one runs
         if len(segments) > 1 and any(one.hook is not None for one in segments) and not failed:
             run(segments, cache)  # the hook has done its work
             failed.append(True)
