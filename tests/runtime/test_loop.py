@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from kvboost import (
     ConfigError,
     GenerationMode,
+    GenerationResult,
     KVBoost,
     KVTooLargeError,
     PromptError,
@@ -57,6 +57,17 @@ def alone(engine: KVBoost, prompt: list[int], *rest: Any, **options: Any) -> lis
     return engine.generate(prompt, *rest, mode=GenerationMode.BASELINE, **options).token_ids
 
 
+def assert_equal_unless_tied(result: GenerationResult, expected: GenerationResult) -> None:
+    """Greedy answers are equal up to the first token whose two best candidates are equally likely
+    to the last bits: there rounding decides, and a batch rounds differently."""
+    pairs = zip(result.token_ids, expected.token_ids, strict=True)
+    different = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+    if different is not None:
+        assert expected.logprobs is not None
+        (_, best), (_, second) = expected.logprobs[different].top
+        assert best - second < 1e-5, f"token {different} differs"
+
+
 def slow_down(engine: KVBoost, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.005) -> None:
     run = engine._model.forward._run
 
@@ -89,15 +100,15 @@ def test_a_batch_gives_what_each_gets_alone(
     limits = [tokens for *_, tokens in drawn]
     with make_engine(tiny_model("llama"), step_rows=step_rows, max_running=max_running) as engine:
         expected = [
-            alone(engine, prompt, most) for prompt, most in zip(prompts, limits, strict=True)
+            engine.generate(prompt, most, GenerationMode.BASELINE, logprobs=2)
+            for prompt, most in zip(prompts, limits, strict=True)
         ]
         each = [{"max_new_tokens": most} for most in limits]
-        results = engine.generate_batch(prompts, mode=EXACT, each=each)
-        assert [result.token_ids for result in results] == expected
-        for result, prompt in zip(results, prompts, strict=True):
-            assert result.prompt_tokens == len(prompt) and result.spans[-1].end == len(prompt)
-        again = engine.generate_batch(prompts, mode=EXACT, each=each)
-        assert [result.token_ids for result in again] == expected
+        for _ in range(2):  # what the first batch keeps serves the second
+            results = engine.generate_batch(prompts, mode=EXACT, each=each)
+            for result, alone_result, prompt in zip(results, expected, prompts, strict=True):
+                assert_equal_unless_tied(result, alone_result)
+                assert result.prompt_tokens == len(prompt) == result.spans[-1].end
         assert engine.serving_stats()["kv_bytes"] == 0
         assert engine.check_integrity() == []
 
@@ -411,8 +422,6 @@ def test_one_that_is_being_repaired_begins_again(
     run, failed = engine._model.forward._run, []
 
     def failing(segments: list[Segment], cache: Any) -> torch.Tensor:
-        while (stats := engine.serving_stats())["running"] + stats["waiting"] < 2 and not failed:
-            time.sleep(0.001)  # both requests are queued before the first one runs
         if len(segments) > 1 and any(one.hook is not None for one in segments) and not failed:
             run(segments, cache)  # the hook has done its work
             failed.append(True)

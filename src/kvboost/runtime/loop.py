@@ -121,8 +121,9 @@ class Loop:
         answers = [FutureAnswer(state) for state in states]
         jobs: list[Job] = []
         try:
-            for state, answer in zip(states, answers, strict=True):
-                jobs.append(self.submit(state, answer, bounded=False))
+            with self._changed:  # the loop sees all of them at once, so the schedule is the same
+                for state, answer in zip(states, answers, strict=True):
+                    jobs.append(self.submit(state, answer, bounded=False))
             wait([answer.done for answer in answers])
         except BaseException:
             for job in jobs:
