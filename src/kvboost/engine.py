@@ -1,4 +1,4 @@
-"""KVBoost, the public face: checks what is asked and hands it to the pipeline."""
+"""KVBoost, the public face: checks requests and hands them to the runtime."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ PREVIEW_TOKENS = 48
 
 
 class KVBoost:
-    """A model that does not read the same text twice. Safe to call from several threads."""
+    """A model that does not read the same text twice. Thread-safe."""
 
     def __init__(
         self, model: LoadedModel, config: EngineConfig | None = None, costs: Path | None = None
     ) -> None:
         """Most callers want :meth:`from_pretrained` or :meth:`from_model`. ``costs`` is a file
-        for what forwards were found to cost."""
+        that keeps the learned cost of forwards."""
         self.config = config or EngineConfig()
         self._model = model
         self._prompts = PromptReader(model.tokenizer, model.vocab_size)
@@ -180,7 +180,7 @@ class KVBoost:
         return self._model.vocab_size
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids a prompt stands for."""
+        """The token ids of a prompt."""
         ids: list[int] = self._prompts.read(prompt).tolist()
         return ids
 
@@ -194,7 +194,7 @@ class KVBoost:
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
         **options: Unpack[RequestOptions],
     ) -> GenerationResult:
-        """Answers a prompt. What of it was read before is not read again.
+        """Answers a prompt. Text that was read before is not read again.
 
         Greedy unless ``temperature``, ``top_k``, ``top_p`` or ``min_p`` is given. ``seed`` makes
         sampling repeatable; ``stop`` is a string or several; ``logprobs=k`` adds the k likeliest
@@ -227,10 +227,8 @@ class KVBoost:
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
         **options: Unpack[RequestOptions],
     ) -> TextStream:
-        """Like :meth:`generate`, as an iterator of text pieces; ``.result`` follows the last one.
-
-        Leaving early is fine: close the stream (or leave its ``with`` block) and what was read
-        until then is kept.
+        """Like :meth:`generate`, as an iterator of text pieces; ``.result`` is complete after the
+        last one. Closing the stream early, or leaving its ``with`` block, keeps what was read.
         """
         state = self._begin(prompt, max_new_tokens, mode, options)
         steps = self._auditor.watch(state, Generation(self._runtime, state).steps())
@@ -245,10 +243,10 @@ class KVBoost:
         each: Sequence[BatchOptions] | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[GenerationResult]:
-        """Answers several prompts at once, each as :meth:`generate` would, in less time: every
-        step computes the next tokens of all that are running, and what prompts share is read
-        once. ``each`` has options for one prompt each, ``max_new_tokens`` and ``mode`` among
-        them, which go before those for all. The first failure is raised once all have ended."""
+        """Answers several prompts at once, each as :meth:`generate` would, in less time: one step
+        computes the next token of every running prompt, and shared text is read once. ``each``
+        holds options for single prompts, ``max_new_tokens`` and ``mode`` among them; they override
+        the options for all. The first failure is raised once all have ended."""
         if isinstance(prompts, str):
             raise PromptError("generate_batch() takes several prompts; give one to generate()")
         if each is not None and len(each) != len(prompts):
@@ -269,15 +267,15 @@ class KVBoost:
         timeout: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncTextStream:
-        """Like :meth:`stream`, for a coroutine, beside any number of others. The request is queued
-        at once; ``QueueFullError`` says when to come again. After ``timeout`` seconds it ends with
-        ``finish_reason="timeout"``."""
+        """Like :meth:`stream`, for coroutines; any number of requests run at once. The request is
+        queued immediately; ``QueueFullError`` says when to retry. After ``timeout`` seconds it ends
+        with ``finish_reason="timeout"``."""
         if timeout is not None:
             at_least(timeout, 0.0, "timeout")
         return self._submit(self._begin(prompt, max_new_tokens, mode, options), timeout)
 
     async def awarm(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
-        """Like :meth:`warm` of one text, beside requests that are running."""
+        """Like :meth:`warm` of one text, for coroutines."""
         clock = Clock()
         ids, boundaries = self._read_one(text, header)
         mode = GenerationMode.PREFIX_CACHE
@@ -289,8 +287,8 @@ class KVBoost:
         return stream.new_chunks
 
     async def adrain(self, timeout: float | None = None) -> bool:
-        """Takes no new requests any more and waits for those that run or wait; False if they took
-        longer than ``timeout`` seconds."""
+        """Takes no new requests and waits for the others to end; False if that took longer than
+        ``timeout`` seconds."""
         return await asyncio.to_thread(self._loop.drain, timeout)
 
     def serving_stats(self) -> dict[str, Any]:
@@ -299,12 +297,12 @@ class KVBoost:
         return self._loop.stats().as_dict()
 
     def estimate_ms(self, num_tokens: int) -> float | None:
-        """How long reading so many tokens would take without any reuse; None as long as nothing
-        has been measured."""
+        """How long reading ``num_tokens`` would take without reuse; None until forwards have been
+        measured."""
         return self._runtime.estimate_ms(num_tokens)
 
     def chunks(self, limit: int = 20) -> list[dict[str, Any]]:
-        """The chunks in memory that are worth most, the last to be evicted first."""
+        """The most valuable chunks in memory: those that would be evicted last come first."""
         whole(limit, 1, "limit")
         found = self._runtime.store.most_valuable(limit)
         for chunk in found:
@@ -317,8 +315,8 @@ class KVBoost:
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
         **options: Unpack[ReuseOptions],
     ) -> ReuseReport:
-        """How a prompt would be served now. Runs nothing, counts nothing. Which moved rows would
-        be recomputed is decided by the model, so none are named here."""
+        """How a prompt would be served now. Runs nothing and counts nothing. The model decides
+        which moved rows to recompute, so the plan does not name them."""
         refuse_unknown(options, set(ReuseOptions.__annotations__))
         return self._runtime.plan(self._request(self._prompts.read(prompt), mode, **options))
 
@@ -330,17 +328,17 @@ class KVBoost:
         *,
         cache_salt: str = "",
     ) -> int:
-        """Reads a document, or several, and keeps it; returns the new chunks.
+        """Reads one document or several and keeps them; returns the number of new chunks.
 
-        A text is read behind ``header``, or without one as the beginning of a user's first
-        message in the model's chat template (``header=""`` reads it alone). It then serves
-        wherever it stands in a prompt, exactly where everything before it is the same too. Token
-        ids and messages are read as they are.
+        A text is read after ``header``. Without a header it is read as the beginning of a user's
+        first message in the model's chat template; ``header=""`` reads it alone. It then serves
+        anywhere in a prompt, and exactly if everything before it is the same too. Token ids and
+        messages are read as they are.
         """
         if position_offset != 0:
             raise ConfigError(
                 f"position_offset={position_offset!r} is not needed: what is read serves at any "
-                "position; to read it behind something, give that as header"
+                "position; to read it after other text, give that text as header"
             )
         if not _is_documents(text):
             ids, boundaries = self._read_one(cast(Prompt, text), header)
@@ -361,16 +359,16 @@ class KVBoost:
         *,
         cache_salt: str = "",
     ) -> Arrangement:
-        """The prompt of ``documents``, in whatever order, whose exact hit is longest, and what it
-        is expected to save. ``header`` and ``question`` stand before and behind them; with
-        ``header=None`` both are put into the model's chat template."""
+        """Puts ``documents`` into the order with the longest exact hit, and says what that is
+        expected to save. The prompt is ``header``, documents, ``question``; with ``header=None``
+        it follows the model's chat template."""
         if isinstance(documents, str) or not documents:
             raise PromptError(f"documents={documents!r} must be several strings")
-        before, behind = self._prompts.frame(header, question)
+        before, after = self._prompts.frame(header, question)
         return arrange(
             before,
             [self._prompts.join(text) for text in documents],
-            behind,
+            after,
             lambda ids: self._runtime.known_exactly(ids, cache_salt),
         )
 
@@ -381,8 +379,8 @@ class KVBoost:
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
         **options: Unpack[ReuseOptions],
     ) -> Score:
-        """Logits ``[len(continuation), vocab]`` with which the model meets each token of
-        ``continuation`` behind ``prompt``. Keeps nothing."""
+        """The logits ``[len(continuation), vocab]`` from which each token of ``continuation`` would
+        be chosen after ``prompt``. Keeps nothing."""
         clock = Clock()
         refuse_unknown(options, set(ReuseOptions.__annotations__))
         if isinstance(continuation, str):
@@ -398,9 +396,9 @@ class KVBoost:
     def calibrate(
         self, samples: Sequence[Prompt], max_kl: float, *, cache_salt: str = ""
     ) -> Calibration:
-        """Finds the smallest share of moved rows to recompute with which the answers to
-        ``samples`` stay within ``max_kl`` of a full prefill, and uses it from now on. What the
-        samples reuse must have been read before, as in the traffic they stand for."""
+        """Finds the smallest share of moved rows to recompute so that the answers to ``samples``
+        stay within ``max_kl`` of a full prefill, and uses it from now on. Read the documents of the
+        samples first, with :meth:`warm` or in other requests."""
         if self.config.recompute_strategy in ("selective", "none"):
             raise ConfigError(
                 f"recompute_strategy={self.config.recompute_strategy!r} has no ratio to calibrate; "
@@ -411,38 +409,38 @@ class KVBoost:
         return found
 
     def audit(self) -> None:
-        """Compares the answers that wait for it (``audit_fraction``) with a full prefill now."""
+        """Compares the sampled answers (``audit_fraction``) with a full prefill now."""
         self._auditor.drain()
 
     def verify_correctness(self, max_new_tokens: int = 32) -> VerificationReport:
-        """Answers built-in prompts with and without reuse and compares. The report is truthy only
-        if most of the prompt tokens were reused and the answers agreed."""
+        """Answers built-in prompts with and without reuse and compares the answers. The report is
+        truthy only if most prompt tokens were reused and the answers agree."""
         return verify(self, max_new_tokens)
 
     def cache_stats(self) -> dict[str, Any]:
-        """What the cache holds and what it has done. ``cache_hits`` are chunks that served rows,
-        wholly or in part; ``cache_misses`` are the chunks that computed rows would fill."""
+        """What the cache holds, and totals. ``cache_hits`` are chunks that served rows, wholly or
+        in part; ``cache_misses`` are the chunks that the computed rows would fill."""
         return {**self._runtime.stats(), "audit": self._auditor.stats()}
 
     def pin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
-        """Reads a text as :meth:`warm` does, unless it is known, and keeps it from being evicted
-        until :meth:`unpin` or :meth:`close`; returns the chunks that stay."""
+        """Reads a text as :meth:`warm` does, unless it is cached, and protects it from eviction
+        until :meth:`unpin` or :meth:`close`; returns the number of pinned chunks."""
         ids, boundaries = self._read_one(text, header)
         self._warm(ids, cache_salt, boundaries)
         return self._runtime.store.pin(self._runtime.root(cache_salt), ids)
 
     def unpin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
-        """Takes a :meth:`pin` of the same text back; returns the chunks it concerned."""
+        """Undoes :meth:`pin` of the same text; returns the number of chunks unpinned."""
         self._check_open()
         ids, _ = self._read_one(text, header)
         return self._runtime.store.unpin(self._runtime.root(cache_salt), ids)
 
     def forget(self, text: Prompt) -> int:
-        """Forgets a text that this model has read, on every tier, whatever stood before it and
-        under whatever salt: every chunk that holds it (of a long one: 32 tokens in a row of it),
-        and every chunk that was read behind one of those. Requests that run meanwhile are not
-        kept. Returns how many chunks there were. Raises ``ForgetError`` if some could not be
-        removed. Other processes keep what they hold in memory."""
+        """Forgets a text on every tier, after any prefix and under any salt: every chunk that holds
+        it (of a long text: 32 consecutive tokens of it), and every chunk that was computed after
+        one of those. Requests that run at the same time are not kept. Returns the number of
+        chunks. Raises ``ForgetError`` if some could not be removed. Other processes keep what they
+        hold in memory."""
         self._check_open()
         ids = (
             [self._prompts.read(text)] if not isinstance(text, str) else self._prompts.inside(text)
@@ -450,29 +448,27 @@ class KVBoost:
         return self._runtime.store.forget_text(ids)
 
     def clear(self) -> None:
-        """Forgets everything that was read, in memory and on disk. What a remote store shares
-        with other machines stays."""
+        """Forgets everything in memory and on disk. The remote store, which other machines share,
+        keeps its chunks."""
         self._check_open()
         self._runtime.store.clear()
 
     def check_integrity(self) -> list[str]:
-        """What does not add up in the cache's own books, across all tiers; empty when all is
-        well."""
+        """Inconsistencies in the cache's own records, across all tiers; empty if there are none."""
         return self._runtime.store.check_integrity()
 
     def flush(self) -> None:
-        """Writes what is in memory alone to disk and remote store, now rather than soon."""
+        """Writes chunks that are only in memory to disk and to the remote store now."""
         self._runtime.store.flush()
 
     def forget_salt(self, cache_salt: str) -> int:
-        """Forgets everything that was read under ``cache_salt``, on every tier; returns how many
-        chunks there were."""
+        """Forgets everything that was read under ``cache_salt``, on every tier; returns the number
+        of chunks."""
         self._check_open()
         return self._runtime.store.forget(self._runtime.root(cache_salt))
 
     def close(self) -> None:
-        """Ends what is running, lets go of the cache and gives the model its own attention
-        back."""
+        """Cancels running requests, closes the cache and restores the model's own attention."""
         self._loop.close()
         self._auditor.close()
         self._closed = True
@@ -519,7 +515,7 @@ class KVBoost:
         return stream
 
     def _read_one(self, text: Prompt, header: str | None) -> tuple[TokenIds, Sequence[int]]:
-        """The ids of one text to be warmed, and where it begins in them if that matters."""
+        """The ids of one text to warm, and its boundary if documents are cut on their own."""
         if isinstance(text, str):
             ids, start = self._prompts.read_document(text, header)
             return ids, (start,) if self.config.chunking == "document" else ()

@@ -78,11 +78,11 @@ def test_a_layer_without_positions_is_left_alone() -> None:
 def test_turning_back_undoes_a_turn_and_leaves_other_channels(interleaved) -> None:
     rotation = Rotation(torch.rand(1, 3), interleaved=interleaved)
     keys = torch.randn(2, 5, 8)
-    turns = rotation.turns(0, torch.tensor([0, 1, 7, 100, 5000]))
-    turned = rotation.turn(keys, turns)
+    turns = rotation.cos_sin(0, torch.tensor([0, 1, 7, 100, 5000]))
+    turned = rotation.rotate(keys, turns)
     assert torch.equal(turned[..., 6:], keys[..., 6:])
     assert torch.equal(turned[:, 0], keys[:, 0])
-    assert torch.allclose(rotation.turn(turned, turns, back=True), keys, atol=1e-5)
+    assert torch.allclose(rotation.rotate(turned, turns, back=True), keys, atol=1e-5)
 
 
 def test_two_moves_are_one(tiny_engine) -> None:

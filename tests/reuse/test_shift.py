@@ -27,7 +27,7 @@ def fresh_rows(
     kv: KV, positions: torch.Tensor, offset: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows that lie off the known ones by one offset, of keys where position plays no part."""
-    turned = ROTATION.turn(offset.expand(3, len(positions), 4), ROTATION.turns(1, positions))
+    turned = ROTATION.rotate(offset.expand(3, len(positions), 4), ROTATION.cos_sin(1, positions))
     return kv.data[0, :, :, positions] + turned, kv.data[1, :, :, positions] + offset
 
 
@@ -40,7 +40,7 @@ def test_a_shared_offset_is_carried_to_the_other_rows_of_its_span() -> None:
     shift.on_fresh(1, kv, *fresh_rows(kv, positions, offset))
     moved = kv.data - before
     weight = SHIFT_STRENGTH * (1 - 0.5) * 3 / (3 + PRIOR_ROWS)
-    at_3 = ROTATION.turn(weight * offset.expand(3, 1, 4), ROTATION.turns(1, torch.tensor([3])))
+    at_3 = ROTATION.rotate(weight * offset.expand(3, 1, 4), ROTATION.cos_sin(1, torch.tensor([3])))
     assert torch.allclose(moved[0, 0, :, 3:4], at_3, atol=1e-5)
     assert torch.allclose(moved[1, 0, :, 3], (weight * offset).expand(3, 4), atol=1e-5)
     # Fresh rows (2, 4, 5) are written over right after; nothing else moves.

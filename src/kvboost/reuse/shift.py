@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kvboost.reuse.probe import LayerRows
-from kvboost.reuse.rope import Rotation, Turns
+from kvboost.reuse.rope import CosSin, Rotation
 
 SHIFT_STRENGTH = 0.6
 """How much of a mean error is carried over, where donor and prompt have nothing in common."""
@@ -87,7 +87,7 @@ class Shift:
         )
         mean = of_span * (strength * trust / count.clamp(min=1))
         self._rows = (self._index, self._fresh, which, mean, mean.sum(0))
-        self._turns: dict[int, tuple[Turns, Turns]] = {}
+        self._turns: dict[int, tuple[CosSin, CosSin]] = {}
 
     def on_fresh(self, layer: int, kv: LayerRows, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer == 0:  # its keys and values depend on the token alone: nothing is stale
@@ -97,22 +97,22 @@ class Shift:
             layer, keys, values, RecomputedRows(*self._rows, *here)
         )
         # Turned back to where position plays no part, which commutes with adding up.
-        along = by_cos - self._rotation.quarter(by_sin)
-        across = self._rotation.quarter(along)
+        along = by_cos - self._rotation.quarter_turn(by_sin)
+        across = self._rotation.quarter_turn(along)
         kv.shift(layer, self._start, self._offset_of, (along, across), there, of_values)
 
     def on_query(
         self, layer: int, kv: LayerRows, query: torch.Tensor, scale: float, window: int | None
     ) -> None: ...
 
-    def _turns_of(self, layer: int, keys: torch.Tensor) -> tuple[Turns, Turns]:
-        """Turns of the fresh rows, and of all touched ones, over all channels; made once per kind
+    def _turns_of(self, layer: int, keys: torch.Tensor) -> tuple[CosSin, CosSin]:
+        """CosSin of the fresh rows, and of all touched ones, over all channels; made once per kind
         of layer."""
         kind = self._rotation.kinds[layer]
         if kind not in self._turns:
             touched = torch.arange(self._start, self._end, device=keys.device)
             here, there = (
-                self._rotation.spread(self._rotation.turns(layer, rows), keys.shape[-1])
+                self._rotation.spread(self._rotation.cos_sin(layer, rows), keys.shape[-1])
                 for rows in (self._fresh, touched)
             )
             cos, sin = (part.to(keys.dtype) for part in there)

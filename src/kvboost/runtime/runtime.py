@@ -125,7 +125,7 @@ class Runtime:
         }
 
     def close(self) -> None:
-        """Saves the learned costs, closes the store and gives the model its own attention back."""
+        """Saves the learned costs, closes the store and restores the model's own attention."""
         self.cost.save()
         self.store.close()
         self.pool.clear()

@@ -1,4 +1,4 @@
-"""What all requests add up to."""
+"""Totals over all requests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from kvboost.tokens.chunking import fixed
 
 
 class Totals:
-    """Thread-safe. Of rows that had to be computed, the chunks of ``chunk_size`` that they would
-    fill count as misses."""
+    """Thread-safe. Computed rows count as misses: one for each ``chunk_size`` rows."""
 
     def __init__(self, chunk_size: int) -> None:
         self._chunk_size = chunk_size
@@ -22,7 +21,7 @@ class Totals:
         self._lock = threading.Lock()
 
     def add(self, state: RequestState) -> None:
-        """A request is over."""
+        """Counts a request that has ended."""
         kinds = Counter(span.kind for span in state.reuse.spans)
         computed = len(fixed(state.reuse.count(SpanKind.COMPUTE), self._chunk_size))
         with self._lock:
