@@ -24,7 +24,7 @@ class KV:
 
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("at_once", [1 << 24, 1])  # all heads together, or one after the other
-def test_mass_is_what_attention_gives_each_row(window, at_once, monkeypatch) -> None:
+def test_attention_mass_is_the_weight_each_row_receives(window, at_once, monkeypatch) -> None:
     monkeypatch.setattr(probe, "_SCORES", at_once)
     kv, query = KV(), torch.randn(1, HEADS, ROWS, DIM)
     absent = torch.zeros(START, dtype=torch.bool)

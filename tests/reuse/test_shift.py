@@ -60,6 +60,6 @@ def test_layer_0_and_single_rows_shift_nothing() -> None:
     assert not Shift(ROTATION, everything, SPANS).useful
 
 
-def test_rows_outside_a_slice_are_left_to_the_others() -> None:
+def test_a_slice_shifts_only_its_own_rows() -> None:
     part = SPANS.between(4, 7)
     assert part.span_of.tolist() == [-1, -1, -1, -1, 0, 0, 1, -1, -1, -1]

@@ -88,7 +88,7 @@ def slow_down(engine: KVBoost, monkeypatch: pytest.MonkeyPatch, seconds: float =
     st.integers(1, 40),
     st.integers(1, 6),
 )
-def test_a_batch_gives_what_each_gets_alone(
+def test_a_batch_gives_the_answers_of_single_requests(
     drawn: list[tuple[int, int, int, int]], step_rows: int, max_running: int
 ) -> None:
     """Ragged lengths, shared beginnings, and as many joins and leaves as there are answers of
@@ -124,7 +124,7 @@ def test_every_kind_of_attention_goes_in_a_batch(name: str, make: Callable[..., 
 
 
 @pytest.mark.parametrize("name", ["bloom", "gpt2"])
-def test_models_that_attend_by_themselves_do_too(name: str) -> None:
+def test_models_with_their_own_attention_run_in_a_batch_too(name: str) -> None:
     with make_engine(tiny_model(name), strict=False) as engine:
         prompts = [TEXT[i * 10 : i * 10 + 30] for i in range(3)]
         expected = [alone(engine, prompt, 6) for prompt in prompts]
@@ -156,7 +156,7 @@ def test_requests_keep_their_own_options(make: Callable[..., KVBoost]) -> None:
     assert got[2].exact_tokens == 0 and got[3].exact_tokens == 0
 
 
-def test_what_prompts_share_is_read_and_held_once(
+def test_shared_text_is_read_and_held_once(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(sharing_wait=60.0)
@@ -182,7 +182,7 @@ def test_what_prompts_share_is_read_and_held_once(
     assert max(held) <= 7 * buffer  # each has a buffer of 256 rows; nobody has 170 of them alone
 
 
-def test_without_waiting_everyone_reads(make: Callable[..., KVBoost]) -> None:
+def test_without_sharing_wait_every_request_reads(make: Callable[..., KVBoost]) -> None:
     engine = make(sharing_wait=0.0)
     prompts = [TEXT[:160] + TEXT[1000 + i : 1010 + i] for i in range(3)]
     results = engine.generate_batch(prompts, 1, EXACT)
@@ -208,7 +208,7 @@ def test_moved_text_is_reused_in_a_batch(make: Callable[..., KVBoost]) -> None:
     assert any(span.kind is SpanKind.MOVED for span in results[0].spans)
 
 
-def test_recomputing_everything_equals_full_prefill_beside_others(
+def test_recomputing_everything_equals_full_prefill_in_a_batch(
     make: Callable[..., KVBoost],
 ) -> None:
     engine = make(reuse_moved="always", recompute_strategy="query", recompute_ratio=1.0)
@@ -260,7 +260,7 @@ def test_many_streams_join_and_leave(make: Callable[..., KVBoost]) -> None:
     assert max(stats["batch_sizes"]) <= 5
 
 
-def test_leaving_frees_everything_and_keeps_what_was_read(
+def test_cancelling_frees_the_kv_and_keeps_what_was_read(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make()
@@ -283,7 +283,7 @@ def test_leaving_frees_everything_and_keeps_what_was_read(
     assert engine.generate(TEXT[:100], 1, EXACT).exact_tokens >= 96
 
 
-def test_a_request_that_waits_can_leave_too(
+def test_a_waiting_request_can_be_cancelled(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(max_running=1)
@@ -301,7 +301,7 @@ def test_a_request_that_waits_can_leave_too(
     asyncio.run(leave())
 
 
-def test_time_runs_out_for_those_who_run_and_those_who_wait(
+def test_running_and_waiting_requests_time_out(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(max_running=1)
@@ -324,7 +324,7 @@ def test_time_runs_out_for_those_who_run_and_those_who_wait(
     asyncio.run(wait())
 
 
-def test_a_full_queue_says_so_and_a_batch_waits(
+def test_a_full_queue_is_an_error_but_a_batch_waits(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(max_running=1, max_waiting=2)
@@ -354,7 +354,7 @@ def test_a_request_that_can_never_fit_is_refused(make: Callable[..., KVBoost]) -
     assert len(engine.generate_batch([TEXT[:40]] * 3, 20)) == 3
 
 
-def test_running_requests_stay_within_their_bytes(
+def test_running_requests_stay_within_max_kv_bytes(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = make()._model.forward.shape.row_bytes
@@ -375,7 +375,7 @@ def test_running_requests_stay_within_their_bytes(
     assert max(engine.serving_stats()["batch_sizes"]) == 3
 
 
-def test_one_that_fails_takes_nobody_along(
+def test_a_failing_request_does_not_affect_others(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make()
@@ -411,7 +411,7 @@ def test_one_that_fails_takes_nobody_along(
     assert engine.serving_stats()["finished"]["error"] == 2
 
 
-def test_one_that_is_being_repaired_begins_again(
+def test_a_request_under_repair_restarts_when_its_batch_fails(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(reuse_moved="always", sharing_wait=0.0)
@@ -436,7 +436,7 @@ def test_one_that_is_being_repaired_begins_again(
     assert got[1].recomputed_tokens == expected.recomputed_tokens
 
 
-def test_a_long_prompt_does_not_hold_up_those_who_answer(make: Callable[..., KVBoost]) -> None:
+def test_a_long_prompt_does_not_delay_requests_that_answer(make: Callable[..., KVBoost]) -> None:
     engine = make(step_rows=10, sharing_wait=0.0)
     seen: list[tuple[int, int]] = []
     run = engine._model.forward._run
@@ -461,7 +461,9 @@ def test_a_long_prompt_does_not_hold_up_those_who_answer(make: Callable[..., KVB
 
 
 @pytest.mark.parametrize("model", [longrope_model, dynamic_model])
-def test_a_long_neighbour_does_not_turn_the_short_ones(model: Callable[[], Any]) -> None:
+def test_a_long_neighbour_does_not_change_how_short_prompts_rotate(
+    model: Callable[[], Any],
+) -> None:
     """Where rotation depends on the length of what is computed."""
     with make_engine(model(), sharing_wait=0.0) as engine:
         limit = engine._model.support.reuse_limit
@@ -474,7 +476,7 @@ def test_a_long_neighbour_does_not_turn_the_short_ones(model: Callable[[], Any])
 
 
 @pytest.mark.parametrize("batched", [True, False])
-def test_whoever_leaves_keeps_nothing_that_was_not_computed(
+def test_a_cancelled_request_keeps_only_computed_rows(
     make: Callable[..., KVBoost], batched: bool
 ) -> None:
     engine = make()
@@ -501,7 +503,7 @@ def test_whoever_leaves_keeps_nothing_that_was_not_computed(
     assert torch.allclose(full.logits, ours.logits, atol=1e-4)
 
 
-def test_a_mistake_of_ours_leaves_nobody_waiting(
+def test_a_defect_in_the_loop_leaves_no_caller_waiting(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make()
@@ -517,7 +519,7 @@ def test_a_mistake_of_ours_leaves_nobody_waiting(
     assert engine.serving_stats()["kv_bytes"] == 0
 
 
-def test_draining_lets_everyone_finish_and_takes_nobody_new(
+def test_draining_finishes_requests_and_takes_no_new_ones(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make()
@@ -552,7 +554,7 @@ def test_closing_cancels(make: Callable[..., KVBoost], monkeypatch: pytest.Monke
     asyncio.run(close())
 
 
-def test_documents_are_read_beside_others(make: Callable[..., KVBoost]) -> None:
+def test_documents_are_warmed_while_requests_run(make: Callable[..., KVBoost]) -> None:
     engine = make()
 
     async def warm() -> tuple[int, int]:
@@ -571,7 +573,7 @@ def test_answers_of_a_batch_are_audited_too(make: Callable[..., KVBoost]) -> Non
     assert engine.cache_stats()["audit"]["audited"] == 2
 
 
-def test_what_is_no_batch_is_refused(make: Callable[..., KVBoost]) -> None:
+def test_a_bad_batch_is_refused(make: Callable[..., KVBoost]) -> None:
     engine = make()
     with pytest.raises(PromptError, match="several prompts"):
         engine.generate_batch("one")  # type: ignore[arg-type]
