@@ -146,7 +146,7 @@ def test_a_callers_boundaries_are_kept(engine) -> None:
     with pytest.raises(ConfigError, match="boundaries=1000"):
         engine.generate(TEXT, 1, boundaries=[1000])
     with make_engine(tiny_model("llama"), chunking="document") as by_document:
-        by_document.warm("x" * 40)  # behind the two tokens of the chat template's header
+        by_document.warm("x" * 40)  # after the two tokens of the chat template's header
         report = by_document.plan([{"role": "user", "content": "x" * 40}], EXACT)
         assert [span.end for span in report.spans[:2]] == [2, 18]
 

@@ -171,7 +171,7 @@ def test_new_text_between_moved_passages_is_computed_and_not_probed(engine) -> N
     prompt = [*HEADER, *PASSAGES[1], *words(50, 30), *PASSAGES[0], *QUESTION]
     options = {"recompute_strategy": "query", "recompute_ratio": 0.5, "keep": False}
     result = engine.generate(prompt, 1, **options)
-    # The first passage behind the same header is exact; the second one moved.
+    # The first passage after the same header is exact; the second one moved.
     assert result.exact_tokens == len(HEADER) + len(PASSAGES[1])
     assert result.moved_tokens == len(PASSAGES[0])
     full = engine.score(prompt, [1, 2], BASELINE).logits

@@ -179,7 +179,7 @@ def test_shared_text_is_read_and_held_once(
     assert [one.exact_tokens for one in results] == [0] + [160] * 5 + [169]
     assert {span.tier for one in results[1:] for span in one.spans[:1]} == {"shared"}
     buffer = engine._runtime.pool.bytes_for(1)
-    assert max(held) <= 7 * buffer  # each has a buffer of 256 rows; nobody has 170 of them alone
+    assert max(held) <= 7 * buffer  # a buffer of 256 rows each, 170 of them shared
 
 
 def test_without_sharing_wait_every_request_reads(make: Callable[..., KVBoost]) -> None:
