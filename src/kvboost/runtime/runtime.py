@@ -119,7 +119,7 @@ class Runtime:
         return {
             "hot_chunks": memory["chunks"],
             "hot_memory_mb": memory["bytes"] / 1e6,
-            **self.totals.stats(),
+            **self.totals.stats().as_dict(),
             "idle_kv_bytes": self.pool.idle_bytes,
             **store,
         }
