@@ -24,6 +24,7 @@ from kvboost.config import (
     LoadOptions,
     SamplingParams,
     at_least,
+    format_bytes,
     home,
     refuse_unknown_options,
     whole,
@@ -315,6 +316,7 @@ class KVBoost:
         header: str | None = None,
         *,
         cache_salt: str = "",
+        progress: bool = True,
     ) -> int:
         """Reads a document, or several, and keeps it; returns the new chunks.
 
@@ -322,6 +324,9 @@ class KVBoost:
         message in the model's chat template (``header=""`` reads it alone). It then serves
         wherever it stands in a prompt, exactly where everything before it is the same too. Token
         ids and messages are read as they are.
+
+        Reading several documents shows a progress bar if standard error is a terminal;
+        ``progress=False`` hides it.
         """
         if position_offset != 0:
             raise ConfigError(
@@ -331,7 +336,10 @@ class KVBoost:
         if not _is_documents(text):
             ids, boundaries = self._read_one(cast(Prompt, text), header)
             return self._warm(ids, cache_salt, boundaries)
-        with Progress("reading documents") as progress, progress.step("read", len(text)) as step:
+        with (
+            Progress("reading documents", only_on_terminal=True, show=progress) as shown,
+            shown.step("read", len(text)) as step,
+        ):
             new = 0
             for document in text:
                 ids, boundaries = self._read_one(document, header)
@@ -441,6 +449,10 @@ class KVBoost:
         self._check_open()
         self._runtime.store.clear()
 
+    def reset_cache(self) -> None:
+        """The name of :meth:`clear` in version 0.9."""
+        self.clear()
+
     def check_integrity(self) -> list[str]:
         """What does not add up in the cache's own books, across all tiers; empty when all is
         well."""
@@ -469,6 +481,18 @@ class KVBoost:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self._closed:
+            return f"KVBoost({self.model_name!r}, {self.device}, {dtype}, closed)"
+        tiers = [f"{format_bytes(self.config.max_cache_bytes)} in memory"]
+        if self.config.disk_cache_dir is not None:
+            size = format_bytes(self.config.disk_cache_bytes)
+            tiers.append(f"{size} in {os.fspath(self.config.disk_cache_dir)!r}")
+        if self.config.remote_cache_url is not None:
+            tiers.append("a remote store")  # its address may hold a password
+        return f"KVBoost({self.model_name!r}, {self.device}, {dtype}, cache: {', '.join(tiers)})"
 
     def _check_open(self) -> None:
         if self._closed:

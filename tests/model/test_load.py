@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvboost import ConfigError, KVBoost, ModelNotFoundError, StockModel, UnsupportedModelError
-from kvboost.model.load import pick_device, pick_dtype
+from kvboost.model.device import pick_device, pick_dtype
 from tiny import byte_tokenizer, tiny_model
 
 
