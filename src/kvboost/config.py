@@ -162,7 +162,8 @@ class EngineConfig:
     """A store that several machines share: ``redis://host``, or what fsspec knows, such as
     ``s3://bucket`` or a shared folder."""
     remote_cache_bytes: int | None = None
-    """The budget of that store; by default only the store's own limits apply."""
+    """The budget of that store. Without it, the limit of a Redis or Valkey server applies; other
+    stores need one."""
     prefill_slice: int | None = None
     """Long prompts are prefilled this many tokens at a time, so that memory stays bounded; by
     default what suits the device."""
