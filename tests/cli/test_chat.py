@@ -130,23 +130,37 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came(conversation, talk, monkeyp
     assert conversation.engine.check_integrity() == []
 
 
-def test_ctrl_c_inside_the_model_stops_the_answer_too(conversation, talk, monkeypatch) -> None:
-    forward = conversation.engine._model.forward.model
+@pytest.mark.parametrize(("step", "reason"), [(1, None), (40, "cancelled")])
+def test_ctrl_c_inside_the_model_stops_the_answer(conversation, talk, step, reason) -> None:
+    """In the first step, which reads the prompt, at once; later at the next token."""
     calls = []
 
     def interrupt(*_: object) -> None:
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) == step:
             signal.raise_signal(signal.SIGINT)
 
-    hook = forward.register_forward_pre_hook(interrupt)
+    hook = conversation.engine._model.forward.model.register_forward_pre_hook(interrupt)
     conversation.max_new_tokens = 400
     conversation.options = {"ignore_eos": True}
     assert "Stopped." in talk("What is a lighthouse for?")
     hook.remove()
+    assert len(calls) < 400
+    assert reason is None or conversation.last.finish_reason == reason
     conversation.max_new_tokens = 4
     assert "not read again" in talk("and now")
     assert conversation.engine.check_integrity() == []
+
+
+def test_ctrl_c_pressed_twice_does_not_wait() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with chat.CtrlC() as ctrl_c:
+        ctrl_c.can_wait = True
+        signal.raise_signal(signal.SIGINT)
+        assert ctrl_c.pressed
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])

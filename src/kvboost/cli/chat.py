@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -73,21 +74,23 @@ class Conversation:
     def _answer(self, line: str) -> None:
         """Adds ``line`` and the model's answer, as far as it came before Ctrl-C."""
         asked = [*self.messages, {"role": "user", "content": line}]
-        stopped = False
         try:
             stream = self.engine.stream(asked, self.max_new_tokens, self.mode, **self.options)
         except PromptError as error:  # too long, mostly
             self._say(f"{error}; /clear begins a new conversation")
             return
-        with stream:
+        with stream, CtrlC() as ctrl_c:
             try:
                 for piece in stream:
                     print(piece, end="", flush=True)
+                    ctrl_c.can_wait = True
+                    if ctrl_c.pressed:
+                        break
             except KeyboardInterrupt:
-                stopped = True
+                ctrl_c.pressed = True
         print()
         self.last = stream.result
-        if stopped:
+        if ctrl_c.pressed:
             self._say("Stopped. The answer so far stays in the conversation; /clear removes it.")
         else:
             self._stats()
@@ -134,6 +137,28 @@ class Conversation:
 
     def _say(self, line: str) -> None:
         self.out.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+class CtrlC:
+    """Notes Ctrl-C instead of raising KeyboardInterrupt, while the next token will come soon: the
+    answer then ends between two tokens, and the cache keeps what was read. Before the first token,
+    and if it is pressed twice, Ctrl-C raises as usual."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+        self.can_wait = False
+
+    def __enter__(self) -> CtrlC:
+        self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, *_: object) -> None:
+        if self.pressed or not self.can_wait:
+            raise KeyboardInterrupt
+        self.pressed = True
 
 
 _Command = Callable[[Conversation, str], None]
