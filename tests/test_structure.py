@@ -14,6 +14,7 @@ SRC = Path(kvboost.__file__).parent
 BASE = {"config", "errors", "results", "progress"}
 MAY_IMPORT = {  # the architecture: a room imports the rooms that it names here, and no others
     "config": {"errors"},
+    "progress": {"config"},
     "tokens": BASE,
     "cache": BASE | {"tokens"},
     "model": BASE,

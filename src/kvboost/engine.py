@@ -18,11 +18,15 @@ from kvboost.checks.verify import verify
 from kvboost.config import (
     DEFAULT_MODEL,
     EngineConfig,
+    EngineOptions,
     GenerationMode,
+    HubOptions,
+    LoadOptions,
     SamplingParams,
     at_least,
+    format_bytes,
     home,
-    parse_bytes,
+    refuse_unknown_options,
     whole,
     within,
 )
@@ -84,78 +88,62 @@ class KVBoost:
         model_name: str | os.PathLike[str] = DEFAULT_MODEL,
         *,
         strict: bool = True,
-        chunk_size: int = 128,
-        max_chunks: int | None = None,
-        max_cache_bytes: int | str = "2GiB",
-        chunking: str = "fixed",
-        recompute_strategy: str = "auto",
-        recompute_ratio: float = 0.15,
-        recompute_overlap: int = 16,
-        kv_cache_bits: int = 16,
-        key_norms: bool = False,
-        gpu_cache_bytes: int | str | None = None,
-        disk_cache_dir: str | os.PathLike[str] | None = None,
-        disk_cache_bytes: int | str = "20GiB",
-        remote_cache_url: str | None = None,
-        remote_cache_bytes: int | str | None = None,
-        prefill_slice: int | None = None,
-        document_markers: str | Sequence[str] = "\n\n",
-        reuse_moved: str = "when_faster",
-        audit_fraction: float = 0.0,
-        max_running: int = 16,
-        max_waiting: int = 256,
-        max_kv_bytes: int | str | None = None,
-        sharing_wait: float = 2.0,
-        step_rows: int | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
-        **hf_kwargs: Any,
+        model_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[LoadOptions],
     ) -> Self:
         """Loads a model: a bundled name, a folder, a ``.gguf`` file or a hub id.
 
         ``strict`` refuses architectures whose text can never be moved; ``strict=False`` serves
-        them with exact prefix reuse. ``device`` and ``dtype`` default to what the machine does
-        well. ``hf_kwargs`` go to transformers' ``from_pretrained``.
+        them with exact prefix reuse. ``device`` and ``dtype`` default to what suits the machine.
+
+        Options of the engine, with their defaults; :class:`EngineConfig` explains each. Sizes are
+        bytes or strings such as ``"2GiB"``.
+
+        - memory: ``max_cache_bytes="2GiB"``, ``max_chunks=None``, ``gpu_cache_bytes=None``,
+          ``kv_cache_bits=16``, ``key_norms=False``
+        - other tiers: ``disk_cache_dir=None``, ``disk_cache_bytes="20GiB"``,
+          ``remote_cache_url=None``, ``remote_cache_bytes=None``
+        - chunks: ``chunk_size=128``, ``chunking="fixed"``, ``document_markers="\\n\\n"``
+        - moved text: ``recompute_strategy="auto"``, ``recompute_ratio=0.15``,
+          ``recompute_overlap=16``, ``reuse_moved="when_faster"``, ``audit_fraction=0.0``
+        - requests: ``max_running=16``, ``max_waiting=256``, ``max_kv_bytes=None``,
+          ``sharing_wait=2.0``, ``step_rows=None``, ``prefill_slice=None``
+
+        Options of transformers' ``from_pretrained`` that have a name here (``HubOptions``, such as
+        ``revision``, ``token`` or ``trust_remote_code``) are passed on; any others go into
+        ``model_kwargs``. An unknown option raises ConfigError before anything is loaded.
         """
-        config = EngineConfig(
-            chunk_size=chunk_size,
-            max_chunks=max_chunks,
-            max_cache_bytes=parse_bytes(max_cache_bytes, "max_cache_bytes"),
-            chunking=chunking,
-            recompute_strategy=recompute_strategy,
-            recompute_ratio=recompute_ratio,
-            recompute_overlap=recompute_overlap,
-            kv_cache_bits=kv_cache_bits,
-            key_norms=key_norms,
-            gpu_cache_bytes=_optional_bytes(gpu_cache_bytes, "gpu_cache_bytes"),
-            disk_cache_dir=disk_cache_dir,
-            disk_cache_bytes=parse_bytes(disk_cache_bytes, "disk_cache_bytes"),
-            remote_cache_url=remote_cache_url,
-            remote_cache_bytes=_optional_bytes(remote_cache_bytes, "remote_cache_bytes"),
-            prefill_slice=prefill_slice,
-            document_markers=(
-                (document_markers,)
-                if isinstance(document_markers, str)
-                else tuple(document_markers)
-            ),
-            reuse_moved=reuse_moved,
-            audit_fraction=audit_fraction,
-            max_running=max_running,
-            max_waiting=max_waiting,
-            max_kv_bytes=_optional_bytes(max_kv_bytes, "max_kv_bytes"),
-            sharing_wait=sharing_wait,
-            step_rows=step_rows,
+        refuse_unknown_options(options, LoadOptions)
+        hub: dict[str, Any] = {
+            name: value for name, value in options.items() if name in HubOptions.__annotations__
+        }
+        engine: Any = {name: value for name, value in options.items() if name not in hub}
+        config = EngineConfig(**engine)
+        model = load(
+            model_name, strict=strict, device=device, dtype=dtype, **hub, **(model_kwargs or {})
         )
-        model = load(model_name, strict=strict, device=device, dtype=dtype, **hf_kwargs)
         return cls(model, config, home() / "costs" / f"{machine_key(model)}.json")
 
     @classmethod
     def from_model(
-        cls, model: Any, tokenizer: Any, *, strict: bool = True, config: EngineConfig | None = None
+        cls,
+        model: Any,
+        tokenizer: Any,
+        *,
+        strict: bool = True,
+        config: EngineConfig | None = None,
+        **options: Unpack[EngineOptions],
     ) -> Self:
-        """Takes a transformers model and tokenizer that are already in memory. Until ``close`` the
-        model's attention is ours, and its weights must stay as they are; switching between named
-        adapters is fine."""
+        """Takes a transformers model and tokenizer that are already in memory. ``options`` are
+        those of the engine, see :meth:`from_pretrained`; they override those of ``config``.
+
+        Until :meth:`close`, KVBoost replaces the model's attention, and its weights must not
+        change; switching between named adapters is fine."""
+        refuse_unknown_options(options, EngineOptions)
+        chosen: Any = options
+        config = replace(config or EngineConfig(), **chosen)
         return cls(wrap(model, tokenizer, strict=strict), config)
 
     @property
@@ -327,6 +315,7 @@ class KVBoost:
         header: str | None = None,
         *,
         cache_salt: str = "",
+        progress: bool = True,
     ) -> int:
         """Reads one document or several and keeps them; returns the number of new chunks.
 
@@ -334,6 +323,9 @@ class KVBoost:
         first message in the model's chat template; ``header=""`` reads it alone. It then serves
         anywhere in a prompt, and exactly if everything before it is the same too. Token ids and
         messages are read as they are.
+
+        Reading several documents shows a progress bar if standard error is a terminal;
+        ``progress=False`` hides it.
         """
         if position_offset != 0:
             raise ConfigError(
@@ -343,7 +335,10 @@ class KVBoost:
         if not _is_documents(text):
             ids, boundaries = self._read_one(cast(Prompt, text), header)
             return self._warm(ids, cache_salt, boundaries)
-        with Progress("reading documents") as progress, progress.step("read", len(text)) as step:
+        with (
+            Progress("reading documents", only_on_terminal=True, show=progress) as shown,
+            shown.step("read", len(text)) as step,
+        ):
             new = 0
             for document in text:
                 ids, boundaries = self._read_one(document, header)
@@ -453,6 +448,10 @@ class KVBoost:
         self._check_open()
         self._runtime.store.clear()
 
+    def reset_cache(self) -> None:
+        """The name of :meth:`clear` in version 0.9."""
+        self.clear()
+
     def check_integrity(self) -> list[str]:
         """Inconsistencies in the cache's own records, across all tiers; empty if there are none."""
         return self._runtime.store.check_integrity()
@@ -479,6 +478,18 @@ class KVBoost:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self._closed:
+            return f"KVBoost({self.model_name!r}, {self.device}, {dtype}, closed)"
+        tiers = [f"{format_bytes(self.config.max_cache_bytes)} in memory"]
+        if self.config.disk_cache_dir is not None:
+            size = format_bytes(self.config.disk_cache_bytes)
+            tiers.append(f"{size} in {os.fspath(self.config.disk_cache_dir)!r}")
+        if self.config.remote_cache_url is not None:
+            tiers.append("a remote store")  # its address may hold a password
+        return f"KVBoost({self.model_name!r}, {self.device}, {dtype}, cache: {', '.join(tiers)})"
 
     def _check_open(self) -> None:
         if self._closed:
@@ -544,10 +555,6 @@ class KVBoost:
         params = params or SamplingParams(max_new_tokens=1)
         repair = self.config.repair
         return make_request(token_ids, mode, params, repair, keep, boundaries, tenant, **reuse)
-
-
-def _optional_bytes(size: int | str | None, option: str) -> int | None:
-    return None if size is None else parse_bytes(size, option)
 
 
 def _is_documents(text: object) -> TypeGuard[Sequence[str]]:

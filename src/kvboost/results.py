@@ -164,8 +164,13 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+_SHOWN_CHARACTERS = 60
+
+
 @dataclass(frozen=True)
 class GenerationResult:
+    """The answer to one request, how long it took, and where its prompt's rows came from."""
+
     output_text: str
     token_ids: list[int]
     finish_reason: str
@@ -219,9 +224,24 @@ class GenerationResult:
         return self.timings.total_ms
 
     @property
+    def generated_tokens(self) -> int:
+        """How many tokens the answer has."""
+        return len(self.token_ids)
+
+    @property
     def tokens_per_sec(self) -> float:
         """Generated tokens over the whole time of the call."""
-        return len(self.token_ids) / (self.total_ms / 1e3) if self.total_ms else 0.0
+        return self.generated_tokens / (self.total_ms / 1e3) if self.total_ms else 0.0
+
+    def __repr__(self) -> str:
+        text = self.output_text
+        shown = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+        return (
+            f"GenerationResult({shown!r}, {self.generated_tokens:,} tokens, "
+            f"{self.finish_reason!r}; prompt of {self.prompt_tokens:,} tokens, "
+            f"{self.kv_reuse_ratio:.0%} reused; first token after {self.ttft_ms:,.0f} ms, "
+            f"all after {self.total_ms:,.0f} ms)"
+        )
 
 
 def kl_divergence(expected: Any, actual: Any) -> Any:

@@ -55,7 +55,7 @@ def calibrate(
         )
 
     steps: list[CalibrationStep] = []
-    with Progress("calibrating") as progress:
+    with Progress("calibrating", only_on_terminal=True) as progress:
         answers, expected = [], []
         with progress.step("answering in full", len(samples)) as step:
             for sample in samples:

@@ -11,8 +11,8 @@ import torch
 
 from kvboost.config import home
 from kvboost.model import weights
+from kvboost.model.device import cpu_has_bf16, pick_device, pick_dtype
 from kvboost.model.fast_layers import can_pack, memory_bytes
-from kvboost.model.load import cpu_has_bf16, pick_device, pick_dtype
 from kvboost.model.native.build import load_library
 
 

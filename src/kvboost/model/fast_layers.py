@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.activations import SiLUActivation
 
 from kvboost.model.native.decoder import KINDS, DecoderLayer
 from kvboost.model.native.layers import Product, can_multiply, can_norm, rms_norm
@@ -151,6 +150,8 @@ def _gates(module: Any, allowed: set[int]) -> bool:
     names = {name for name, _ in module.named_children()}
     if not {"gate_proj", "up_proj", "down_proj"} <= names:
         return False
+    from transformers.activations import SiLUActivation  # here: `doctor` does not need it
+
     gate, up = module.gate_proj, module.up_proj
     return (
         isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation)
