@@ -18,9 +18,9 @@ import torch
 
 from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import KVBoostError, KVTooLargeError, ShuttingDownError
-from kvboost.model.attention import Segment
-from kvboost.model.fast_layers import memory_bytes
 from kvboost.model.forward import Forward
+from kvboost.model.machine import memory_bytes
+from kvboost.model.segment import Segment
 from kvboost.results import GenerationResult, SpanKind
 from kvboost.runtime.generation import Generation, Steps
 from kvboost.runtime.request import RequestState
