@@ -23,7 +23,7 @@ SCALED = {
 
 def moved_and_direct(engine, distance: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Layer-0 keys of the same tokens, computed at 0 and moved, and computed at ``distance``."""
-    from kvboost.model.attention import Segment
+    from kvboost.model.segment import Segment
 
     pipeline, forward = engine._runtime, engine._model.forward
     ids = torch.arange(40, 64)

@@ -24,7 +24,7 @@ from kvboost import (
     ShuttingDownError,
     SpanKind,
 )
-from kvboost.model.attention import Segment
+from kvboost.model.segment import Segment
 from kvboost.runtime import sharing
 from tiny import CONTEXT, dynamic_model, longrope_model, make_engine, tiny_model
 

@@ -207,9 +207,13 @@ def wrap(
         raise ModelError(f"{type(model).__name__} cannot generate text")
     warn_about_defaults(model.generation_config)
     identity = fingerprint(model)
-    if own and can_pack(model.device, model.dtype):
-        pack_layers(model)
-    forward = Forward(model, packed=support.packed, alone_beyond=support.reuse_limit)
+    packs = own and can_pack(model.device, model.dtype)
+    forward = Forward(
+        model,
+        packed=support.packed,
+        alone_beyond=support.reuse_limit,
+        fast_layers=pack_layers(model) if packs else None,
+    )
     return LoadedModel(
         name=name,
         forward=forward,

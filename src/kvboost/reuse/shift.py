@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvboost.reuse.probe import LayerRows
+from kvboost.model.kv import RequestKV
+from kvboost.model.native import moved_rows
+from kvboost.model.native.moved_rows import RecomputedRows
 from kvboost.reuse.rope import CosSin, Rotation
 
 SHIFT_STRENGTH = 0.6
@@ -34,24 +36,6 @@ class Spans:
         span_of = self.span_of.clone()
         span_of[:start] = span_of[end:] = -1
         return Spans(span_of, self.resemblance)
-
-
-@dataclass(frozen=True)
-class RecomputedRows:
-    """The recomputed rows of moved spans in one layer."""
-
-    index: torch.Tensor
-    """Where they stand in the segment."""
-    positions: torch.Tensor
-    which: torch.Tensor
-    """Their spans."""
-    mean: torch.Tensor
-    """``[spans + 1, rows]``: what each adds to the mean of its span; the last has none."""
-    weights: torch.Tensor
-    """The same, by row."""
-    cos: torch.Tensor
-    sin: torch.Tensor
-    """``[rows, dim]``."""
 
 
 class Shift:
@@ -89,20 +73,20 @@ class Shift:
         self._rows = (self._index, self._fresh, which, mean, mean.sum(0))
         self._turns: dict[int, tuple[CosSin, CosSin]] = {}
 
-    def on_fresh(self, layer: int, kv: LayerRows, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def on_fresh(self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer == 0:  # its keys and values depend on the token alone: nothing is stale
             return
         here, there = self._turns_of(layer, keys)
-        by_cos, by_sin, of_values = kv.errors(
-            layer, keys, values, RecomputedRows(*self._rows, *here)
+        by_cos, by_sin, of_values = moved_rows.errors(
+            kv, layer, keys, values, RecomputedRows(*self._rows, *here)
         )
         # Turned back to where position plays no part, which commutes with adding up.
         along = by_cos - self._rotation.quarter_turn(by_sin)
         across = self._rotation.quarter_turn(along)
-        kv.shift(layer, self._start, self._offset_of, (along, across), there, of_values)
+        moved_rows.shift(kv, layer, self._start, self._offset_of, (along, across), there, of_values)
 
     def on_query(
-        self, layer: int, kv: LayerRows, query: torch.Tensor, scale: float, window: int | None
+        self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
     ) -> None: ...
 
     def _turns_of(self, layer: int, keys: torch.Tensor) -> tuple[CosSin, CosSin]:

@@ -18,7 +18,7 @@ import torch
 
 from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import KVBoostError, KVTooLargeError, ShuttingDownError
-from kvboost.model.fast_layers import memory_bytes
+from kvboost.model.machine import memory_bytes
 from kvboost.results import GenerationResult
 from kvboost.runtime.generation import Generation, Steps
 from kvboost.runtime.job import Job
