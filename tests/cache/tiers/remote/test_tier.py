@@ -182,7 +182,7 @@ def test_a_store_whose_package_is_missing_says_so(monkeypatch: pytest.MonkeyPatc
     ("url", "package"), [("redis://localhost", "redis"), ("/some/folder", "fsspec")]
 )
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, url: str, package: str) -> None:
-    monkeypatch.delitem(sys.modules, f"kvboost.cache.tiers.{package}_backend", raising=False)
+    monkeypatch.delitem(sys.modules, f"kvboost.cache.tiers.remote.{package}", raising=False)
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=rf"'{package}.*pip install 'kvboost\[remote\]'"):
