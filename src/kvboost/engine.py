@@ -98,6 +98,7 @@ class KVBoost:
         disk_cache_bytes: int | str = "20GiB",
         remote_cache_url: str | None = None,
         remote_cache_bytes: int | str | None = None,
+        cache_secret: str | None = None,
         prefill_slice: int | None = None,
         document_markers: str | Sequence[str] = "\n\n",
         reuse_moved: str = "when_faster",
@@ -132,6 +133,7 @@ class KVBoost:
             disk_cache_bytes=parse_bytes(disk_cache_bytes, "disk_cache_bytes"),
             remote_cache_url=remote_cache_url,
             remote_cache_bytes=_optional_bytes(remote_cache_bytes, "remote_cache_bytes"),
+            cache_secret=cache_secret,
             prefill_slice=prefill_slice,
             document_markers=(
                 (document_markers,)

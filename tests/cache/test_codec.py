@@ -11,15 +11,30 @@ from chunks import make_chunk
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk, Lineage
 from kvboost.cache.quantize import Quantizer, plain
+from kvboost.tokens.hashing import branch_key, root_key
+
+OTHER = root_key("another chunk", "")
 
 
 def chunks() -> list[KVChunk]:
     kv = torch.randn(2, 2, 1, 70, 8)
     return [
         make_chunk(range(70), data=plain(kv)),
-        make_chunk(range(70), data=plain(kv.bfloat16()), position=9, lineage=Lineage.APPROXIMATE),
+        make_chunk(
+            range(70),
+            data=plain(kv.bfloat16()),
+            parent=branch_key(OTHER, "a repair"),
+            before=OTHER,
+            position=9,
+            lineage=Lineage.APPROXIMATE,
+        ),
         make_chunk(range(70), data=Quantizer(8, None).pack(kv.bfloat16(), 0)),
-        make_chunk(range(3), data=Quantizer(4, None).pack(kv[:, :, :, :3].contiguous(), 7)),
+        make_chunk(
+            range(3),
+            data=Quantizer(4, None).pack(kv[:, :, :, :3].contiguous(), 2),
+            parent=OTHER,
+            position=2,
+        ),
     ]
 
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunks import make_chunk
+from chunks import ROOT, make_chunk
 from kvboost import CacheFolderError, ConfigError
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk, Lineage, Origin
@@ -25,7 +25,7 @@ from kvboost.cache.tiers.disk import DiskTier
 from kvboost.config import cache_dir, format_bytes, parse_bytes
 from kvboost.errors import ForgetError
 from kvboost.model.load import ModelTokenizer
-from kvboost.tokens.hashing import as_token_ids
+from kvboost.tokens.hashing import as_token_ids, branch_key
 from tiny import byte_tokenizer
 
 TOKENIZER = ModelTokenizer(byte_tokenizer())
@@ -422,11 +422,13 @@ def test_what_could_not_be_forgotten_is_said(tmp_path: Path, monkeypatch) -> Non
 def test_a_file_that_cannot_be_read_may_hold_what_was_to_be_forgotten(folder, chunks) -> None:
     file_of(folder, chunks[0]).unlink()
     file_of(folder, chunks[0]).mkdir()
-    with pytest.raises(ForgetError, match="1 could not be read"):
+    with pytest.raises(ForgetError, match="1 files could not be read"):
         CacheFolder(folder).forget(TEXT, TOKENIZER)
 
 
 def test_approximate_chunks_are_listed_as_such(tmp_path: Path) -> None:
-    chunk = make_chunk(as_token_ids(range(8)), lineage=Lineage.APPROXIMATE)
+    branch = branch_key(ROOT, "a repair")
+    ids = as_token_ids(range(8))
+    chunk = make_chunk(ids, parent=branch, before=ROOT, lineage=Lineage.APPROXIMATE)
     (entry,) = CacheFolder(fill(tmp_path / "kv", chunk)).entries()
     assert entry.info.lineage is Lineage.APPROXIMATE

@@ -14,6 +14,7 @@ from kvboost.cache.quantize import KVData, plain
 from kvboost.cache.store import ChunkLost, ChunkStore
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
+from kvboost.cache.tiers.stats import TierStats
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import as_token_ids, root_key
 
@@ -38,8 +39,8 @@ def make_store(max_rows: int = 1000, max_chunks: int | None = None) -> ChunkStor
     )
 
 
-def ram(store: ChunkStore) -> dict:
-    return store.stats()["tiers"]["ram"]
+def ram(store: ChunkStore) -> TierStats:
+    return store.stats().tiers["ram"]
 
 
 def admit(store: ChunkStore, ids: list[int]) -> int:
@@ -65,7 +66,7 @@ def test_what_was_admitted_is_found_and_stored_once() -> None:
     assert check_hit(store, list(range(10))) == 10
     assert check_hit(store, [0, 1, 2, 3, 4, 9, 9]) == 5
     assert check_hit(store, [5]) == 0
-    assert ram(store)["bytes"] == 10 * ROW_BYTES
+    assert ram(store).nbytes == 10 * ROW_BYTES
 
 
 def test_a_chunk_holds_its_own_ids_and_not_the_prompt() -> None:
@@ -79,7 +80,7 @@ def test_a_longer_chunk_takes_the_place_of_the_tail_it_continues() -> None:
     store = make_store()
     admit(store, [1, 2, 3, 4, 5])
     assert admit(store, [1, 2, 3, 4, 5, 6, 7]) == 1
-    assert store.stats()["chunks"] == 2
+    assert store.stats().chunks == 2
     assert admit(store, [1, 2, 3, 4, 5, 6]) == 0  # a part of what is known
     assert check_hit(store, [1, 2, 3, 4, 5, 6, 7, 8]) == 7
 
@@ -88,7 +89,7 @@ def test_the_beginning_of_a_text_that_does_not_fit_is_kept() -> None:
     store = make_store(max_rows=8)
     assert admit(store, list(range(20))) == 2
     assert check_hit(store, list(range(20))) == 8
-    assert store.stats()["rejected"] == 1
+    assert store.stats().moves.rejected == 1
     assert (
         make_store(max_rows=3).admit(ROOT, as_token_ids([1] * 4), rows_of([1] * 4), exact_rows=4)
         == 0
@@ -110,10 +111,10 @@ def test_pinned_chunks_stay() -> None:
     admit(store, [1, 1, 1, 1])
     with store.lookup(ROOT, as_token_ids([1, 1, 1, 1])) as known:
         assert admit(store, [2, 2, 2, 2]) == 0
-        assert store.stats()["in_use"] == 1
+        assert store.stats().in_use == 1
         store.clear()
-        assert len(known.exact) == 1 and store.stats()["chunks"] == 1
-    assert store.stats()["in_use"] == 0
+        assert len(known.exact) == 1 and store.stats().chunks == 1
+    assert store.stats().in_use == 0
     assert admit(store, [2, 2, 2, 2]) == 1
     assert check_hit(store, [1, 1, 1, 1]) == 0
 
@@ -123,7 +124,7 @@ def test_pins_are_released_when_the_request_fails() -> None:
     admit(store, [1, 1, 1, 1])
     with pytest.raises(RuntimeError), store.lookup(ROOT, as_token_ids([1, 1, 1, 1])):
         raise RuntimeError
-    assert store.stats()["in_use"] == 0
+    assert store.stats().in_use == 0
 
 
 def test_a_failed_copy_leaves_nothing_behind() -> None:
@@ -133,7 +134,7 @@ def test_a_failed_copy_leaves_nothing_behind() -> None:
         raise RuntimeError("out of memory")
 
     assert store.admit(ROOT, as_token_ids([1, 2, 3, 4]), broken, exact_rows=4) == 0
-    assert (store.stats()["in_use"], store.stats()["failed"]) == (0, 1)
+    assert (store.stats().in_use, store.stats().moves.failed) == (0, 1)
     assert admit(store, [1, 2, 3, 4]) == 1
 
 
@@ -142,7 +143,7 @@ def test_looking_makes_nothing_younger() -> None:
     admit(store, [1, 1, 1, 1])
     admit(store, [2, 2, 2, 2])
     with store.lookup(ROOT, as_token_ids([1, 1, 1, 1]), pin=False) as known:
-        assert len(known.exact) == 1 and store.stats()["in_use"] == 0
+        assert len(known.exact) == 1 and store.stats().in_use == 0
     admit(store, [3, 3, 3, 3])
     assert check_hit(store, [1, 1, 1, 1]) == 0
 
@@ -165,7 +166,7 @@ def test_a_chunk_the_tier_lost_is_a_miss_and_so_is_all_behind_it() -> None:
         with pytest.raises(ChunkLost):
             list(store.fetch(known.exact))
     assert check_hit(store, ids) == 4
-    assert (store.stats()["lost"], store.stats()["in_use"]) == (1, 0)
+    assert (store.stats().moves.lost, store.stats().in_use) == (1, 0)
     assert store.check_integrity() == []
     assert admit(store, ids) == 1  # what stands behind it was never lost
     assert check_hit(store, ids) == 12
@@ -178,9 +179,9 @@ def test_forgetting_one_root_leaves_the_others() -> None:
     store.admit(other, as_token_ids([1, 2, 3]), rows_of([1, 2, 3]), exact_rows=3)
     store.forget(ROOT)
     assert check_hit(store, [1, 2, 3]) == 0
-    assert store.stats()["chunks"] == 1
+    assert store.stats().chunks == 1
     store.close()
-    assert store.stats()["chunks"] == 0
+    assert store.stats().chunks == 0
 
 
 texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=20)
@@ -194,8 +195,8 @@ def test_budgets_hold_and_hits_are_right_whatever_comes(prompts, max_rows, max_c
         check_hit(store, ids)
         admit(store, ids)
         stats = store.stats()
-        assert stats["tiers"]["ram"]["bytes"] <= max_rows * ROW_BYTES
-        assert stats["chunks"] <= max_chunks
+        assert stats.tiers["ram"].nbytes <= max_rows * ROW_BYTES
+        assert stats.chunks <= max_chunks
         assert store.check_integrity() == []
 
 
@@ -212,7 +213,7 @@ def test_many_threads_at_once() -> None:
                 ids = [rng.randrange(3) for _ in range(rng.randrange(1, 24))]
                 check_hit(store, ids)
                 admit(store, ids)
-                over_budget.append(ram(store)["bytes"] > 60 * ROW_BYTES)
+                over_budget.append(ram(store).nbytes > 60 * ROW_BYTES)
         except BaseException as error:
             failures.append(error)
 
@@ -223,7 +224,7 @@ def test_many_threads_at_once() -> None:
         thread.join()
     assert failures == []
     assert not any(over_budget)
-    assert store.stats()["in_use"] == 0
+    assert store.stats().in_use == 0
     assert store.check_integrity() == []
 
 
@@ -269,9 +270,9 @@ def test_exactness_may_end_inside_a_chunk() -> None:
     with store.lookup(ROOT, as_token_ids(ids), moved_before=12) as known:
         assert [(hit.start, hit.end) for hit in known.approximate] == [(6, 8), (8, 12)]
         assert known.approximate[0].offset == 2 and known.approximate[0].distance == 0
-    assert store.stats()["in_use"] == 0 and store.check_integrity() == []
+    assert store.stats().in_use == 0 and store.check_integrity() == []
     store.forget(ROOT)
-    assert store.stats()["chunks"] == 0
+    assert store.stats().chunks == 0
 
 
 def test_only_moved_runs_that_serve_become_younger() -> None:

@@ -61,6 +61,57 @@ class KVData:
         return replace(self, tensors={name: change(one) for name, one in self.tensors.items()})
 
 
+@dataclass(frozen=True)
+class KVFormat:
+    """How the chunks of one engine are stored: the shape of its model's KV, and in how many bits.
+    What was read from elsewhere is compared with it before it is used."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    bits: int = 16
+    """Besides 16, which is used where KV cannot be quantized."""
+
+    @classmethod
+    def of(cls, bits: int, tensors: Mapping[str, torch.Tensor]) -> KVFormat | None:
+        """The format that these tensors seem to have, for when no model is at hand."""
+        full = tensors.get(PLAIN if bits == 16 else "first")
+        if full is None or full.dim() != 5 or not full.is_floating_point():
+            return None
+        return cls(full.shape[1], full.shape[2], full.shape[4], full.dtype, bits)
+
+    def describes(
+        self, bits: int, num_tokens: int, position: int, tensors: Mapping[str, torch.Tensor]
+    ) -> bool:
+        """Whether ``tensors`` are a chunk of ``num_tokens`` from ``position`` on in this format:
+        their names, dtypes and shapes, nothing missing and nothing more."""
+        if bits not in (16, self.bits) or self.head_dim < 1 or self.num_layers < 1:
+            return False
+        expected = self._tensors(bits, num_tokens, position)
+        found = {name: (one.dtype, tuple(one.shape)) for name, one in tensors.items()}
+        return found == expected
+
+    def _tensors(
+        self, bits: int, num_tokens: int, position: int
+    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """As :class:`KVData` draws them."""
+        heads, dim = (self.num_layers, self.num_kv_heads), self.head_dim
+        if bits == 16:
+            return {PLAIN: (self.dtype, (2, *heads, num_tokens, dim))}
+        groups, rest = divmod(num_tokens, GROUP)
+        first = min(num_tokens, max(0, FIRST_ROWS - position))
+        codes = dim if bits == 8 else dim // 2
+        return {
+            "keys": (torch.uint8, (*heads, groups, GROUP, codes)),
+            "keys_range": (torch.float16, (*heads, groups, 2, dim)),
+            "values": (torch.uint8, (*heads, num_tokens, codes)),
+            "values_range": (torch.float16, (*heads, num_tokens, 2)),
+            "first": (self.dtype, (2, *heads, first, dim)),
+            "rest_keys": (self.dtype, (*heads, rest, dim)),
+        }
+
+
 class Positions(Protocol):
     """How a model's keys carry their positions."""
 

@@ -18,8 +18,9 @@ from kvboost.cache import codec
 from kvboost.cache.quantize import plain
 from kvboost.cache.tiers.base import Tier
 from kvboost.cache.tiers.remote import tier as remote
+from kvboost.cache.tiers.remote.breaker import Breaker
 from kvboost.cache.tiers.remote.fsspec import FsspecBackend
-from kvboost.cache.tiers.remote.tier import Breaker, RemoteTier, open_remote
+from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
 from kvboost.errors import ConfigError
 from redis_server import MISSING
 from remote_stores import as_plain, assert_same, big_chunk, opened, packed_chunk, size_of
@@ -50,8 +51,8 @@ def test_what_is_put_comes_back_elsewhere(url: str) -> None:
         infos = {info.key: as_plain(info) for info in there.infos()}
         assert infos == {chunk.key: as_plain(chunk.info) for chunk in chunks}
         stats = there.stats()
-        assert (stats["hits"], stats["misses"], stats["faults"]) == (3, 0, {})
-        assert here.stats()["puts"] == 3
+        assert (stats.hits, stats.misses, stats.faults) == (3, 0, {})
+        assert here.stats().puts == 3
 
 
 def test_what_is_deleted_is_gone_and_no_longer_counted(url: str) -> None:
@@ -64,7 +65,7 @@ def test_what_is_deleted_is_gone_and_no_longer_counted(url: str) -> None:
         assert tier.contains_many([first.key, second.key]) == [False, True]
         assert tier.keys() == [second.key]
         assert tier.nbytes == size_of(second)
-        assert (tier.stats()["misses"], tier.faults) == (1, {})
+        assert (tier.stats().misses, tier.faults) == (1, {})
 
 
 def test_an_empty_store_is_no_fault(url: str) -> None:

@@ -25,7 +25,7 @@ from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
 from kvboost.cache import codec
-from kvboost.cache.tiers.remote.tier import Fault
+from kvboost.cache.tiers.remote.backend import Fault
 from kvboost.tokens.hashing import ChunkKey
 
 _SUFFIX = ".safetensors"

@@ -34,7 +34,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from kvboost.cache import codec
-from kvboost.cache.tiers.remote.tier import Fault
+from kvboost.cache.tiers.remote.backend import Fault
 from kvboost.tokens.hashing import ChunkKey
 
 NAMESPACE = "kvboost:1:"
@@ -62,6 +62,11 @@ end
 local function size_of(key)  -- false if it is not whole
   local size = field(key, 'whole')
   return size and size:match('^%d+$') and size
+end
+
+local function is_foreign(key)  -- something else than a hash has the name of a chunk
+  local kind = call('TYPE', chunks .. key).ok
+  return kind ~= 'hash' and kind ~= 'none'
 end
 
 local function is_lost()
@@ -101,13 +106,14 @@ local act = {}
 function act.contains()
   local found = {}
   for i = 2, #ARGV do
-    found[i - 1] = size_of(ARGV[i]) and 1 or 0
+    found[i - 1] = (size_of(ARGV[i]) or is_foreign(ARGV[i])) and 1 or 0
     if is_gone(ARGV[i]) then forget(ARGV[i]) end
   end
   return found
 end
 
 function act.open(key)
+  if is_foreign(key) then return 'foreign' end
   local size = size_of(key)
   if not size then
     if is_gone(key) then forget(key) end
@@ -233,6 +239,8 @@ class RedisBackend:
         found = self._run("open", key)
         if not found:
             return None
+        if found == b"foreign":
+            return b""  # which is not a chunk
         writer, num_fields = found
         pieces: list[bytes | None] = []
         names = ["header", *map(str, range(num_fields - 3))]

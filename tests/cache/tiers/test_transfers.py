@@ -25,6 +25,7 @@ from kvboost.cache.tiers.gpu import GpuTier
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
+from kvboost.cache.tiers.stats import RemoteStats
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import as_token_ids, root_key
 
@@ -119,7 +120,7 @@ def test_what_one_store_read_the_next_one_has_from_disk(open_store) -> None:
     assert hits(again, text(1)) == ["disk"] * 3
     assert hits(again, text(1)) == ["ram"] * 3  # a hit promotes
     stats = again.stats()
-    assert stats["promoted"] == 3 and stats["tiers"]["disk"]["hits"] == 3
+    assert stats.moves.promoted == 3 and stats.tiers["disk"].hits == 3
     assert again.check_integrity() == []
 
 
@@ -129,8 +130,8 @@ def test_pressure_demotes_to_disk_and_loses_nothing(open_store, tmp_path) -> Non
         admit(store, text(seed))
     store.flush()
     stats = store.stats()
-    assert stats["tiers"]["ram"]["chunks"] <= 4 and stats["chunks"] == 30
-    assert stats["demoted"] >= 26 and stats["evicted"] == 0
+    assert stats.tiers["ram"].chunks <= 4 and stats.chunks == 30
+    assert stats.moves.demoted >= 26 and stats.moves.evicted == 0
     assert len(files(tmp_path / "kv")) == 30
     for seed in range(10):
         assert len(hits(store, text(seed))) == 3
@@ -142,9 +143,9 @@ def test_a_full_disk_budget_lets_the_least_useful_go_children_first(open_store, 
     for seed in range(6):
         admit(store, text(seed))
         store.flush()
-        assert store.stats()["tiers"]["disk"]["bytes"] <= 6 * 4 * CHUNK_BYTES
+        assert store.stats().tiers["disk"].nbytes <= 6 * 4 * CHUNK_BYTES
     stats = store.stats()
-    assert stats["evicted"] > 0
+    assert stats.moves.evicted > 0
     assert store.check_integrity() == []
     infos = {info.key: info for info in DiskTier(tmp_path / "kv", 10**6).infos()}
     again = DiskTier(tmp_path / "kv", 10**6)
@@ -159,7 +160,7 @@ def test_a_smaller_budget_is_kept_from_the_start(open_store) -> None:
         admit(store, text(seed))
     store.close()
     again = open_store(disk=5)
-    assert 0 < again.stats()["tiers"]["disk"]["bytes"] <= 5 * 4 * CHUNK_BYTES
+    assert 0 < again.stats().tiers["disk"].nbytes <= 5 * 4 * CHUNK_BYTES
     assert again.check_integrity() == []
 
 
@@ -187,10 +188,10 @@ def test_a_damaged_file_is_a_miss_and_what_stands_behind_it_comes_back(open_stor
             list(again.fetch(known.exact))
     assert len(hits(again, text(1))) == 1
     stats = again.stats()
-    assert (stats["lost"], stats["tiers"]["disk"]["faults"]) == (1, {"corrupt": 1})
+    assert (stats.moves.lost, stats.tiers["disk"].faults) == (1, {"corrupt": 1})
     assert admit(again, text(1)) == 1
     assert len(hits(again, text(1))) == 3
-    assert again.stats()["in_use"] == 0 and again.check_integrity() == []
+    assert again.stats().in_use == 0 and again.check_integrity() == []
 
 
 def test_stores_share_a_folder_while_they_run(open_store) -> None:
@@ -212,11 +213,11 @@ def test_models_share_a_folder_and_a_budget_but_no_chunks(open_store) -> None:
     other = Origin("another model")
     two = open_store(disk=4, origin=other)
     assert hits(two, text(1)) == []
-    assert two.stats()["tiers"]["disk"]["chunks"] == 3
+    assert two.stats().tiers["disk"].chunks == 3
     for seed in range(4):
         admit(two, text(seed), root_key("another model", ""))
         two.flush()
-        assert two.stats()["tiers"]["disk"]["bytes"] <= 4 * 4 * CHUNK_BYTES
+        assert two.stats().tiers["disk"].nbytes <= 4 * 4 * CHUNK_BYTES
     assert two.check_integrity() == []
 
 
@@ -238,7 +239,7 @@ def test_a_pinned_text_stays_on_every_tier(open_store) -> None:
         admit(store, text(seed))
         store.flush()
     assert hits(store, text(0)) == ["ram"] * 3
-    assert store.stats()["pinned"] == 3
+    assert store.stats().pinned == 3
     assert store.unpin(ROOT, as_token_ids(text(0))) == 3
     assert store.unpin(ROOT, as_token_ids(text(0))) == 0
     for seed in range(8, 12):
@@ -295,9 +296,9 @@ def test_looking_at_a_remote_store_leaves_nothing_behind(open_store, tmp_path) -
     there = open_store(disk=None, ram=0, remote=open_remote(url, 10**9))
     with there.lookup(ROOT, as_token_ids(text(1)), pin=False) as known:
         assert [hit.tier for hit in known.exact] == ["remote"] * 3
-    assert there.stats()["chunks"] == 0
+    assert there.stats().chunks == 0
     assert hits(there, text(1)) == ["remote"] * 3  # without room it serves all the same
-    assert there.stats()["chunks"] == 0 and there.check_integrity() == []
+    assert there.stats().chunks == 0 and there.check_integrity() == []
 
 
 texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=15)
@@ -326,9 +327,9 @@ def test_budgets_hold_and_hits_are_right_whatever_comes(
             admit(store, ids)
             if number % 3 == 0:
                 store.flush()
-            tiers = store.stats()["tiers"]
-            assert tiers["ram"]["bytes"] <= ram * CHUNK_BYTES
-            assert tiers["gpu"]["bytes"] <= gpu * CHUNK_BYTES
+            tiers = store.stats().tiers
+            assert tiers["ram"].nbytes <= ram * CHUNK_BYTES
+            assert tiers["gpu"].nbytes <= gpu * CHUNK_BYTES
             assert bytes_in(folder) <= disk_bytes
         store.flush()
         assert store.check_integrity() == []
@@ -358,8 +359,8 @@ def test_many_threads_over_all_tiers(open_store, tmp_path, monkeypatch) -> None:
 
     def watch() -> None:
         while not done.is_set():
-            for name, tier in store.stats()["tiers"].items():
-                if name != "writing" and tier["bytes"] > tier["max_bytes"]:
+            for name, tier in store.stats().tiers.items():
+                if tier.nbytes > tier.max_bytes:
                     over.append(name)
             if bytes_in(tmp_path / "kv") > 12 * 4 * CHUNK_BYTES:
                 over.append("disk really")
@@ -375,7 +376,7 @@ def test_many_threads_over_all_tiers(open_store, tmp_path, monkeypatch) -> None:
     assert failures == [] and over == []
     store.flush()
     stats = store.stats()
-    assert stats["in_use"] == 0 and stats["promoted"] > 0 and stats["demoted"] > 0
+    assert stats.in_use == 0 and stats.moves.promoted > 0 and stats.moves.demoted > 0
     assert store.check_integrity() == []
 
 
@@ -389,13 +390,13 @@ def test_forgetting_crosses_into_approximate_branches_and_takes_what_lost_its_be
     store.admit(ROOT, as_token_ids(ids), rows_of(ids), exact_rows=20, repair="x")
     admit(store, text(9))
     store.flush()
-    assert store.forget_text([as_token_ids(secret)]) == store.stats()["admitted"] - 3
-    assert store.stats()["chunks"] == 3
+    assert store.forget_text([as_token_ids(secret)]) == store.stats().admitted - 3
+    assert store.stats().chunks == 3
     # A chunk in the middle is lost: what was read behind it may have been read behind anything.
     long = text(10, 60)
     admit(store, long)
     with store.lookup(ROOT, as_token_ids(long)) as known, store._lock:
-        store._places.lose(known.exact[5].chunk.key)
+        store._residency.mark_lost(known.exact[5].chunk.key)
     assert store.forget_text([as_token_ids(text(11))]) == 9
     assert len(hits(store, long)) == 5 and store.check_integrity() == []
 
@@ -413,7 +414,7 @@ class Liar:
         self.asked += 1
         return [True] * len(keys)
 
-    def get(self, key):
+    def get(self, key, expected):
         return None
 
     def put(self, chunk) -> bool:
@@ -424,8 +425,8 @@ class Liar:
     def infos(self):
         return iter(())
 
-    def stats(self):
-        return {}
+    def stats(self) -> RemoteStats:
+        return RemoteStats("closed", 0, 0, 0, {}, 0)
 
     def close(self) -> None: ...
 
@@ -440,7 +441,7 @@ def test_a_remote_store_that_promises_and_does_not_give_is_not_asked_again(open_
             list(store.fetch(known.exact))
     with store.lookup(ROOT, ids, ask_remote=False) as known:
         assert known.exact == ()
-    assert liar.asked == 1 and store.stats()["chunks"] == 0
+    assert liar.asked == 1 and store.stats().chunks == 0
 
 
 def test_what_comes_from_afar_says_in_what_precision(open_store, tmp_path) -> None:
@@ -471,7 +472,7 @@ def test_forgetting_sees_what_other_processes_wrote_and_their_quarantine(
     one.flush()
     aside = tmp_path / "kv" / "quarantine"
     aside.mkdir()
-    (aside / "other.safetensors").write_bytes(b"some of it")
+    (aside / f"{'a' * 32}.safetensors").write_bytes(b"some of it")
     assert two.forget_text([as_token_ids(text(1))]) == 3
     assert files(tmp_path / "kv") == [] and not list(aside.iterdir())
 
@@ -491,27 +492,27 @@ def test_pins_end_with_what_they_hold(open_store) -> None:
     admit(store, text(1))
     store.pin(ROOT, as_token_ids(text(1)))
     store.forget_text([as_token_ids(text(1))])
-    assert store.stats()["pinned"] == 0
+    assert store.stats().pinned == 0
 
 
 def test_the_gpu_holds_nothing_that_memory_has_no_room_for(open_store) -> None:
     store = open_store(disk=None, ram=2, gpu=10)
     with store.lookup(ROOT, as_token_ids([1])):
         admit(store, text(1, 20))
-    assert store.stats()["chunks"] == 2 and store.stats()["tiers"]["gpu"]["chunks"] == 2
+    assert store.stats().chunks == 2 and store.stats().tiers["gpu"].chunks == 2
     assert store.check_integrity() == []
 
 
 def test_a_host_copy_that_waits_to_be_written_counts_though_the_gpu_has_it_too(open_store) -> None:
     store = open_store(ram=2, gpu=100)
     writing = threading.Event()
-    write = store._places._writer._write
-    store._places._writer._write = lambda chunk: writing.wait() and write(chunk)
+    write = store._transfers._writer._write
+    store._transfers._writer._write = lambda chunk: writing.wait() and write(chunk)
     for seed in range(4):
         admit(store, text(seed))
-    tiers = store.stats()["tiers"]
-    assert tiers["gpu"]["chunks"] == 12 and tiers["ram"]["chunks"] == 2
-    assert tiers["writing"]["waiting_bytes"] == 10 * CHUNK_BYTES
+    tiers = store.stats().tiers
+    assert tiers["gpu"].chunks == 12 and tiers["ram"].chunks == 2
+    assert store.stats().writing.waiting_bytes == 10 * CHUNK_BYTES
     writing.set()
     store.flush()
     assert store.check_integrity() == []
