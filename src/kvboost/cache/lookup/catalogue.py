@@ -185,9 +185,13 @@ class Catalogue:
         return tuple(moved)
 
     def _at_its_position(self, info: ChunkInfo) -> ChunkInfo:
-        """``info`` with the position that follows from the chunk before it, if that is known."""
+        """``info`` with the position that follows from the chunk before it, if that is known and
+        does not contradict the one before it in turn."""
         before = self._infos.get(info.before)
         if before is None or before.end == info.base_position:
+            return info
+        earlier = self._infos.get(before.before)
+        if earlier is not None and earlier.end != before.base_position:
             return info
         return replace(info, base_position=before.end)
 
