@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from chunks import make_chunk
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk
+from kvboost.cache.tiers import files
 from kvboost.cache.tiers.disk import MOST_QUARANTINED, REFRESH_SECONDS, DiskTier
 from kvboost.errors import CacheFolderError
 
@@ -110,6 +112,152 @@ def test_quarantine_holds_the_last_few(tmp_path: Path) -> None:
     assert len(list((tmp_path / "quarantine").iterdir())) == MOST_QUARANTINED
     tier.clear_quarantine()
     assert not list((tmp_path / "quarantine").iterdir()) and tier.nbytes == 0
+
+
+def started(folder: Path) -> DiskTier:
+    """A tier over ``folder``, opened and refreshed in time: nothing there may stop it."""
+    found: list[DiskTier] = []
+
+    def start() -> None:
+        tier = DiskTier(folder, 10**7)
+        tier.refresh(now=True)
+        found.append(tier)
+
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found, "the start hangs or failed"
+    return found[0]
+
+
+def test_a_link_named_quarantine_leads_nothing_elsewhere(tmp_path: Path) -> None:
+    """Files there are neither counted nor removed, even if they have names of ours."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    others = [elsewhere / f"{number:032x}.safetensors" for number in range(40)]
+    for path in others:
+        path.write_text("mine")
+    folder = tmp_path / "kv"
+    DiskTier(folder, 10**7).put(numbered(1))
+    (folder / "quarantine").symlink_to(elsewhere)
+    tier = started(folder)
+    file_of(tier, numbered(1)).write_bytes(b"damaged")
+    for _ in range(2):
+        assert tier.get(numbered(1).key) is None
+    tier.empty_quarantine(10**7)
+    tier.clear_quarantine()
+    assert tier.quarantined() == {}
+    assert sorted(elsewhere.iterdir()) == others
+    assert all(path.read_text() == "mine" for path in others)
+    assert tier.faults["foreign"] == 1
+    assert seen(tier) == set()  # what could not be put aside is passed over
+
+
+def test_quarantine_holds_only_files_with_names_of_ours(tmp_path: Path) -> None:
+    aside = tmp_path / "quarantine"
+    aside.mkdir()
+    (aside / "notes.txt").write_text("mine")
+    (aside / f"{1:032x}.safetensors").symlink_to(tmp_path / "nowhere")
+    (aside / f"{2:032x}.safetensors").write_text("old")
+    tier = started(tmp_path)
+    assert list(tier.quarantined()) == [f"{2:032x}.safetensors"]
+    tier.clear_quarantine()
+    assert sorted(path.name for path in aside.iterdir()) == [f"{1:032x}.safetensors", "notes.txt"]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "dangling link", "folder"])
+def test_what_is_named_like_a_chunk_and_is_no_file_is_passed_over(kind, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    tier = DiskTier(folder, 10**7)
+    tier.put(numbered(1))
+    place, target = file_of(tier, numbered(2)), tmp_path / "target"
+    data = codec.encode(numbered(2))
+    target.write_bytes(data)
+    place.parent.mkdir(exist_ok=True)
+    if kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place.symlink_to(target if kind == "link" else tmp_path / "nowhere")
+    again = started(folder)
+    assert again.keys() == [numbered(1).key]
+    assert again.get(numbered(2).key) is None
+    assert again.is_blocked(numbered(2).key) and not again.put(numbered(2))
+    again.delete(numbered(2).key)
+    assert os.path.lexists(place) and target.read_bytes() == data
+    assert again.faults == {"foreign": 1, "unwritable": 1}
+
+
+def test_a_link_to_a_folder_of_chunks_is_passed_over(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "kv", tmp_path / "elsewhere"
+    tier = DiskTier(folder, 10**7)
+    tier.put(numbered(1))
+    shard = file_of(tier, numbered(1)).parent
+    shard.rename(elsewhere)
+    shard.symlink_to(elsewhere)
+    again = started(folder)
+    assert again.keys() == [] and again.faults == {"foreign": 1}
+    assert again.get(numbered(1).key) is None
+    again.delete(numbered(1).key)
+    assert not again.put(numbered(1))
+    assert [path.name for path in elsewhere.iterdir()] == [file_of(tier, numbered(1)).name]
+
+
+@pytest.mark.parametrize("kind", ["dangling link", "fifo"])
+def test_a_tag_that_is_no_file_is_refused(kind, tmp_path: Path) -> None:
+    folder, target = tmp_path / "kv", tmp_path / "target"
+    folder.mkdir()
+    if kind == "fifo":
+        os.mkfifo(folder / "CACHEDIR.TAG")
+    else:
+        (folder / "CACHEDIR.TAG").symlink_to(target)
+    with pytest.raises(CacheFolderError, match=r"CACHEDIR\.TAG"):
+        DiskTier(folder, 10**6)
+    assert not target.exists()
+
+
+def test_a_cache_folder_may_be_reached_through_a_link(tmp_path: Path) -> None:
+    """The user chose that path."""
+    (tmp_path / "really").mkdir()
+    (tmp_path / "kv").symlink_to(tmp_path / "really")
+    tier = DiskTier(tmp_path / "kv", 10**6)
+    assert tier.put(numbered(1)) and tier.get(numbered(1).key) is not None
+    assert started(tmp_path / "kv").keys() == [numbered(1).key]
+
+
+def test_a_file_that_this_process_removes_while_it_is_read_is_no_fault(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """A thread makes room while another one reads: a miss, and nothing went wrong."""
+    tier = DiskTier(tmp_path, 10**6)
+    tier.put(numbered(1))
+    read = codec.read_file
+
+    def read_late(*args: object) -> KVChunk:
+        tier.delete(numbered(1).key)
+        return read(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "read_file", read_late)
+        assert tier.get(numbered(1).key) is None
+    assert tier.faults == {}
+
+
+def test_a_file_that_is_just_being_removed_is_no_fault(tmp_path: Path, monkeypatch) -> None:
+    """The file is gone, and the tier has not noted it yet."""
+    tier = DiskTier(tmp_path, 10**6)
+    tier.put(numbered(1))
+    remove = files.remove
+
+    def remove_and_read(name: str, folder: int) -> None:
+        remove(name, folder)
+        assert tier.contains(numbered(1).key) and tier.get(numbered(1).key) is None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "remove", remove_and_read)
+        tier.delete(numbered(1).key)
+    assert tier.faults == {} and not tier.contains(numbered(1).key)
 
 
 def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ from kvboost.cache.tiers.ram import RamTier
 from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
 from kvboost.cache.tiers.stats import RemoteStats
 from kvboost.tokens.chunking import fixed
-from kvboost.tokens.hashing import as_token_ids, root_key
+from kvboost.tokens.hashing import ChunkKey, as_token_ids, root_key
 
 CHUNK = 4
 DIM = 64
@@ -399,6 +399,72 @@ def test_forgetting_crosses_into_approximate_branches_and_takes_what_lost_its_be
         store._residency.mark_lost(known.exact[5].chunk.key)
     assert store.forget_text([as_token_ids(text(11))]) == 9
     assert len(hits(store, long)) == 5 and store.check_integrity() == []
+
+
+def test_no_lookup_plans_a_chunk_whose_file_is_about_to_be_removed(open_store, monkeypatch) -> None:
+    """The budget picks a chunk; before its file is gone a request looks for the same text, and
+    reads it afterwards."""
+    store = open_store(ram=1, disk=4)
+    delete, removed, lost = DiskTier.delete, [], []
+
+    def delete_late(tier: DiskTier, key: ChunkKey) -> None:
+        removed.append(key)
+        with ExitStack() as lookups:
+            known = [
+                lookups.enter_context(store.lookup(ROOT, as_token_ids(text(seed))))
+                for seed in range(6)
+            ]
+            assert key not in {hit.chunk.key for rows in known for hit in rows.exact}
+            delete(tier, key)
+            for rows in known:
+                try:
+                    list(store.fetch(rows.exact))
+                except ChunkLost as error:
+                    lost.append(error)
+
+    monkeypatch.setattr(DiskTier, "delete", delete_late)
+    for seed in range(6):
+        admit(store, text(seed))
+        store.flush()
+    assert removed and lost == []
+    assert store.stats().tiers["disk"].faults == {} and store.stats().moves.lost == 0
+    monkeypatch.undo()
+    assert store.check_integrity() == []
+
+
+def test_a_file_that_cannot_be_removed_stays_in_the_books(open_store, monkeypatch) -> None:
+    store = open_store(disk=4)
+    admit(store, text(1))
+    store.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "delete", lambda tier, key: None)
+        for seed in range(2, 6):
+            admit(store, text(seed))
+        store.flush()
+    assert store.stats().tiers["disk"].nbytes <= 4 * 4 * CHUNK_BYTES
+    assert store.check_integrity() == []
+
+
+def test_the_statistics_have_the_same_names_as_ever(open_store, tmp_path) -> None:
+    """``cache_stats()``, the metrics and the server read them."""
+    store = open_store(gpu=2, remote=open_remote(f"file://{tmp_path}/far", 10**9))
+    admit(store, text(1))
+    store.flush()
+    stats = store.stats().as_dict()
+    tier = ["chunks", "bytes", "max_bytes", "hits", "faults"]
+    assert list(stats) == [
+        *("chunks", "in_use", "pinned", "admitted", "tiers"),
+        *("evicted", "demoted", "promoted", "unwritten", "rejected", "failed", "lost"),
+    ]
+    assert {name: list(value) for name, value in stats["tiers"].items()} == {
+        "gpu": tier,
+        "ram": tier,
+        "disk": tier,
+        "remote": ["state", "hits", "misses", "puts", "faults", "bytes"],
+        "writing": ["owed", "waiting_bytes", "max_waiting_bytes"],
+    }
+    assert stats["tiers"]["disk"]["chunks"] == 3 and stats["tiers"]["remote"]["puts"] == 3
+    assert stats["tiers"]["ram"]["bytes"] == 3 * CHUNK_BYTES and stats["admitted"] == 3
 
 
 class Liar:

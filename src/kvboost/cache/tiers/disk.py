@@ -148,6 +148,7 @@ class DiskTier:
         path = self._path(key)
         try:
             if not files.is_regular(path):
+                self._note(key, None)
                 self._pass_over(key)
                 return None
             chunk = codec.read_file(path, self._allocate, self._secret, expected)
@@ -404,13 +405,11 @@ class DiskTier:
         self._quarantined.pop(name, None)
 
     def _pass_over(self, name: str) -> None:
-        """``name``, that of a chunk or of a folder, is not a file or folder of ours."""
+        """``name``, a key or the name of a folder, is not a file or folder of ours."""
         with self._guard:
             if name not in self._passed_over:
                 self._passed_over.add(name)
                 self._fault("foreign")
-            if len(name) > 2 and self.contains(ChunkKey(name)):
-                self._note(ChunkKey(name), None)
 
     def _miss(self, key: ChunkKey, fault: str) -> None:
         self._note(key, None)

@@ -13,8 +13,10 @@ import pytest
 from chunks import ROOT, make_chunk
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk
+from kvboost.cache.tiers.remote.breaker import Breaker
 from kvboost.cache.tiers.remote.redis import PIECE_BYTES, RedisBackend
-from kvboost.cache.tiers.remote.tier import Breaker, RemoteTier
+from kvboost.cache.tiers.remote.tier import RemoteTier
+from kvboost.tokens.hashing import ChunkKey
 from redis_server import RedisServer
 from remote_stores import PLENTY, assert_same, big_chunk, opened, size_of, while_writing
 
@@ -57,7 +59,44 @@ def leave_memory(server: RedisServer, num_bytes: int) -> None:
     server.client.config_set("maxmemory", used["used_memory"] + num_bytes)
 
 
-def test_values_lie_there_in_pieces(server: RedisServer) -> None:
+@pytest.mark.parametrize("kind", ["string", "list", "set"])
+def test_a_key_of_another_type_is_a_fault_and_removed(kind: str, server: RedisServer) -> None:
+    chunk = make_chunk([1, 2, 3])
+    plant = {"string": server.client.set, "list": server.client.rpush, "set": server.client.sadd}
+    plant[kind](name_of(chunk), "not a chunk")
+    with opened(server.url) as tier:
+        assert tier.contains(chunk.key)  # there is something to be looked at
+        assert tier.get(chunk.key) is None
+        assert tier.faults == {"corrupt": 1}
+        assert not server.client.exists(name_of(chunk))
+        assert tier.put(chunk)
+        assert_same(tier.get(chunk.key), chunk)
+        assert tier.faults == {"corrupt": 1} and counted_bytes(server) == size_of(chunk)
+
+
+def test_a_value_that_cannot_be_deleted_is_not_asked_for_again(server: RedisServer) -> None:
+    chunk = make_chunk([1, 2, 3])
+
+    class ReadOnly(RedisBackend):
+        asked = 0
+
+        def get(self, key: ChunkKey) -> bytes | None:
+            ReadOnly.asked += 1
+            return super().get(key)
+
+        def delete(self, key: ChunkKey) -> None:
+            raise OSError("read only")
+
+    backend = ReadOnly(server.url, PLENTY, connect_timeout=0.25, socket_timeout=1.0)
+    with contextlib.closing(RemoteTier(backend)) as tier:
+        assert tier.put(chunk)
+        server.client.hset(name_of(chunk), "0", b"damaged")
+        for _ in range(3):
+            assert tier.get(chunk.key) is None and not tier.contains(chunk.key)
+        assert ReadOnly.asked == 1 and tier.faults["corrupt"] == 1
+
+
+def test_values_are_stored_in_pieces(server: RedisServer) -> None:
     chunk = big_chunk(1, 10 * PIECE_BYTES)  # more than one transaction
     with opened(server.url) as tier:
         assert tier.put(chunk)
