@@ -57,7 +57,7 @@ def signed(secret: Secret) -> KVChunk:
     return KVChunk(replace(chunk.info, signed=True), chunk.data)
 
 
-def test_signed_chunks_serve_whoever_has_the_secret(open_engine) -> None:
+def test_signed_chunks_serve_engines_that_have_the_secret(open_engine) -> None:
     expected = fill(open_engine, cache_secret=OURS)
     engine = open_engine(cache_secret=OURS)
     result = engine.generate(PROMPT, 8, PREFIX)

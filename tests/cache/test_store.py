@@ -59,7 +59,7 @@ def check_hit(store: ChunkStore, ids: list[int]) -> int:
         return sum(hit.num_tokens for hit in known.exact)
 
 
-def test_what_was_admitted_is_found_and_stored_once() -> None:
+def test_an_admitted_text_is_found_and_stored_once() -> None:
     store = make_store()
     assert admit(store, list(range(10))) == 3
     assert admit(store, list(range(10))) == 0
@@ -76,7 +76,7 @@ def test_a_chunk_holds_its_own_ids_and_not_the_prompt() -> None:
         assert all(hit.chunk.token_ids.base is None for hit in known.exact)
 
 
-def test_a_longer_chunk_takes_the_place_of_the_tail_it_continues() -> None:
+def test_a_longer_chunk_replaces_the_tail_that_it_continues() -> None:
     store = make_store()
     admit(store, [1, 2, 3, 4, 5])
     assert admit(store, [1, 2, 3, 4, 5, 6, 7]) == 1
@@ -96,7 +96,7 @@ def test_the_beginning_of_a_text_that_does_not_fit_is_kept() -> None:
     )
 
 
-def test_the_least_recently_used_leaf_makes_room() -> None:
+def test_the_least_recently_used_leaf_is_evicted() -> None:
     store = make_store(max_chunks=3)
     admit(store, [1, 1, 1, 1, 2, 2, 2, 2])
     admit(store, [3, 3, 3, 3])
@@ -127,7 +127,7 @@ def test_pins_are_released_when_the_request_fails() -> None:
     assert store.stats().in_use == 0
 
 
-def test_a_failed_copy_leaves_nothing_behind() -> None:
+def test_a_failed_copy_stores_nothing() -> None:
     store = make_store()
 
     def broken(*_: object) -> KVData:
@@ -138,7 +138,7 @@ def test_a_failed_copy_leaves_nothing_behind() -> None:
     assert admit(store, [1, 2, 3, 4]) == 1
 
 
-def test_looking_makes_nothing_younger() -> None:
+def test_a_lookup_without_pins_is_not_a_use() -> None:
     store = make_store(max_chunks=2)
     admit(store, [1, 1, 1, 1])
     admit(store, [2, 2, 2, 2])
@@ -148,7 +148,7 @@ def test_looking_makes_nothing_younger() -> None:
     assert check_hit(store, [1, 1, 1, 1]) == 0
 
 
-def test_a_rejected_chunk_does_not_cost_the_shorter_one_it_continues() -> None:
+def test_a_rejected_chunk_does_not_replace_the_shorter_one_it_continues() -> None:
     store = make_store(max_rows=3)
     admit(store, [1, 2])
     with store.lookup(ROOT, as_token_ids([1, 2])):
@@ -156,7 +156,7 @@ def test_a_rejected_chunk_does_not_cost_the_shorter_one_it_continues() -> None:
     assert check_hit(store, [1, 2]) == 2
 
 
-def test_a_chunk_the_tier_lost_is_a_miss_and_so_is_all_behind_it() -> None:
+def test_a_lost_chunk_and_all_chunks_after_it_are_misses() -> None:
     tier = RamTier(10_000)
     store = ChunkStore(Tiers(tier), cut=lambda ids, _: fixed(len(ids), CHUNK), origin=ORIGIN)
     ids = list(range(12))
@@ -168,7 +168,7 @@ def test_a_chunk_the_tier_lost_is_a_miss_and_so_is_all_behind_it() -> None:
     assert check_hit(store, ids) == 4
     assert (store.stats().moves.lost, store.stats().in_use) == (1, 0)
     assert store.check_integrity() == []
-    assert admit(store, ids) == 1  # what stands behind it was never lost
+    assert admit(store, ids) == 1  # the chunks after it were never lost
     assert check_hit(store, ids) == 12
 
 
@@ -189,7 +189,9 @@ texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=
 
 @settings(max_examples=60)
 @given(texts, st.integers(0, 40), st.integers(1, 8))
-def test_budgets_hold_and_hits_are_right_whatever_comes(prompts, max_rows, max_chunks) -> None:
+def test_budgets_hold_and_hits_are_right_for_any_sequence_of_prompts(
+    prompts, max_rows, max_chunks
+) -> None:
     store = make_store(max_rows, max_chunks)
     for ids in prompts:
         check_hit(store, ids)
@@ -246,8 +248,8 @@ def test_identical_concurrent_admissions_store_once() -> None:
     assert sorted(new) == [0, 0, 0, 10]
 
 
-def test_an_approximate_branch_goes_on_from_whole_chunks_alone() -> None:
-    """A branch below a chunk of four tokens does not serve behind three of them."""
+def test_an_approximate_branch_continues_only_whole_chunks() -> None:
+    """A branch that follows a chunk of four tokens does not serve after three of them."""
     store = make_store()
     ids = [1, 2, 3, 4, 5, 6, 7, 8]
     store.admit(ROOT, as_token_ids(ids), rows_of(ids), exact_rows=4, repair="x")
@@ -275,7 +277,7 @@ def test_exactness_may_end_inside_a_chunk() -> None:
     assert store.stats().chunks == 0
 
 
-def test_only_moved_runs_that_serve_become_younger() -> None:
+def test_only_moved_runs_that_are_used_count_as_used() -> None:
     texts = [list(range(start, start + 8)) for start in (100, 200, 300)]
     for served in (False, True):
         store = make_store(max_chunks=6)
@@ -292,7 +294,7 @@ def test_only_moved_runs_that_serve_become_younger() -> None:
         assert check_hit(store, texts[1]) == (0 if served else 8)
 
 
-def test_a_chunk_never_stands_behind_one_that_ends_elsewhere() -> None:
+def test_a_chunk_never_follows_one_that_ends_elsewhere() -> None:
     """A longer chunk that begins alike must not become the parent of what follows a shorter."""
     ids = [1, 2, 3, 4, 1, 2, 3, 4, 5, 6]
     for boundaries in ((), (2,), (3, 5)):

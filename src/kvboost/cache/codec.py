@@ -2,8 +2,8 @@
 
 Everything except the tensors is in the header, so a folder of chunks can be indexed without
 reading any tensors. The checksum covers all of it, dtypes and shapes included. It proves that a
-chunk is whole, not who wrote it. With a secret, a keyed MAC takes its place and the header is also
-signed on its own; then only an engine that has the secret can make chunks that are accepted.
+chunk is whole, not where it is from. With a secret, a keyed MAC takes its place and the header is
+also signed on its own; then only an engine that has the secret can make chunks that are accepted.
 
 Others may write where chunks are kept, so nothing that a header says is believed: every field has
 bounds, and a chunk must be what was planned before a request uses it.

@@ -250,8 +250,8 @@ class CacheFolder:
         member that is not a chunk is refused. Existing chunks stay; chunks that do not fit into the
         budget are left out.
 
-        A checksum proves that a chunk is whole, not who made it: without a secret, whoever made
-        the file chooses what the model will believe to have read.
+        A checksum proves that a chunk is whole, not where it is from: without a secret, the author
+        of the file chooses what the model will believe to have read.
         """
         source = Path(source).expanduser()
         counts: Counter[str] = Counter()

@@ -74,7 +74,7 @@ def make_plan(num_tokens: int, known: KnownRows, num_shared: int = 0) -> Plan:
     0                                                             num_tokens
     |--exact--|--exact--|--compute--|--moved--|--moved--|--compute--|
     """
-    known = known.behind(num_shared)
+    known = known.after(num_shared)
     # A few approximate rows would make everything behind them approximate too.
     goes_on = sum(hit.num_tokens for hit in known.approximate) >= LEAST_MOVED
     in_place = (*known.exact, *(known.approximate if goes_on else ()))

@@ -111,7 +111,7 @@ def text(seed: int, num_tokens: int = 12) -> list[int]:
     return random.Random(seed).choices(range(1000), k=num_tokens)
 
 
-def test_what_one_store_read_the_next_one_has_from_disk(open_store) -> None:
+def test_the_next_store_reads_from_disk_what_the_last_one_wrote(open_store) -> None:
     store = open_store()
     admit(store, text(1))
     assert hits(store, text(1)) == ["ram"] * 3
@@ -138,7 +138,7 @@ def test_pressure_demotes_to_disk_and_loses_nothing(open_store, tmp_path) -> Non
     assert store.check_integrity() == []
 
 
-def test_a_full_disk_budget_lets_the_least_useful_go_children_first(open_store, tmp_path) -> None:
+def test_a_full_disk_budget_evicts_children_before_parents(open_store, tmp_path) -> None:
     store = open_store(ram=3, disk=6)
     for seed in range(6):
         admit(store, text(seed))
@@ -154,7 +154,7 @@ def test_a_full_disk_budget_lets_the_least_useful_go_children_first(open_store, 
     assert infos == {} and keys and parents <= keys  # no child without its parent
 
 
-def test_a_smaller_budget_is_kept_from_the_start(open_store) -> None:
+def test_a_smaller_budget_holds_from_the_start(open_store) -> None:
     store = open_store()
     for seed in range(8):
         admit(store, text(seed))
@@ -175,7 +175,7 @@ def test_the_gpu_serves_first_and_falls_back(open_store) -> None:
     assert store.check_integrity() == []
 
 
-def test_a_damaged_file_is_a_miss_and_what_stands_behind_it_comes_back(open_store, tmp_path):
+def test_a_damaged_file_is_a_miss_and_the_chunks_after_it_serve_again(open_store, tmp_path):
     store = open_store()
     admit(store, text(1))
     store.close()
@@ -248,9 +248,7 @@ def test_a_pinned_text_stays_on_every_tier(open_store) -> None:
     assert hits(store, text(0)) == []
 
 
-def test_a_forgotten_text_is_nowhere_and_what_was_read_behind_it_neither(
-    open_store, tmp_path
-) -> None:
+def test_a_forgotten_text_and_all_chunks_after_it_are_nowhere(open_store, tmp_path) -> None:
     secret = text(7, 40)
     store = open_store(remote=open_remote(f"file://{tmp_path}/far", 10**9))
     admit(store, [*text(1), *secret, *text(2)])
@@ -262,7 +260,7 @@ def test_a_forgotten_text_is_nowhere_and_what_was_read_behind_it_neither(
     for folder in ("kv", "far"):
         left = list(tmp_path.glob(f"{folder}/**/*.safetensors"))
         assert left and not any(holds(path, secret) for path in left)
-    assert len(hits(store, [*text(1), *secret])) == 3  # what stood before it is not concerned
+    assert len(hits(store, [*text(1), *secret])) == 3  # the text before it stays
     assert len(hits(store, text(5))) == 3
     assert store.check_integrity() == []
 
@@ -273,7 +271,7 @@ def holds(path: Path, secret: list[int]) -> bool:
     return any(ids[i : i + 3] == secret[j : j + 3] for i in range(2) for j in range(34))
 
 
-def test_another_machine_reads_it_from_the_remote_store(open_store, tmp_path) -> None:
+def test_another_machine_reads_from_the_remote_store(open_store, tmp_path) -> None:
     url = f"file://{tmp_path}/far"
     here = open_store(remote=open_remote(url, 10**9), folder="here")
     admit(here, text(1))
@@ -288,7 +286,7 @@ def test_another_machine_reads_it_from_the_remote_store(open_store, tmp_path) ->
     assert there.check_integrity() == []
 
 
-def test_looking_at_a_remote_store_leaves_nothing_behind(open_store, tmp_path) -> None:
+def test_looking_at_a_remote_store_enters_nothing(open_store, tmp_path) -> None:
     url = f"file://{tmp_path}/far"
     here = open_store(remote=open_remote(url, 10**9), folder="here")
     admit(here, text(1))
@@ -306,7 +304,7 @@ texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=
 
 @settings(max_examples=25)
 @given(texts, st.integers(0, 6), st.integers(0, 6), st.integers(0, 4))
-def test_budgets_hold_and_hits_are_right_whatever_comes(
+def test_budgets_hold_and_hits_are_right_for_any_sequence_of_prompts(
     tmp_path_factory, prompts, ram, disk, gpu
 ) -> None:
     folder = tmp_path_factory.mktemp("kv")
@@ -380,19 +378,19 @@ def test_many_threads_over_all_tiers(open_store, tmp_path, monkeypatch) -> None:
     assert store.check_integrity() == []
 
 
-def test_forgetting_crosses_into_approximate_branches_and_takes_what_lost_its_beginning(
+def test_forgetting_includes_approximate_branches_and_chunks_whose_beginning_is_lost(
     open_store, tmp_path
 ) -> None:
     secret = text(7, 40)
     store = open_store()
     ids = [*secret, *text(8, 24)]
-    # Exact up to the middle of the secret, approximate from there on and behind.
+    # Exact up to the middle of the secret, approximate after it.
     store.admit(ROOT, as_token_ids(ids), rows_of(ids), exact_rows=20, repair="x")
     admit(store, text(9))
     store.flush()
     assert store.forget_text([as_token_ids(secret)]) == store.stats().admitted - 3
     assert store.stats().chunks == 3
-    # A chunk in the middle is lost: what was read behind it may have been read behind anything.
+    # A chunk in the middle is lost: the chunks after it may have followed any text.
     long = text(10, 60)
     admit(store, long)
     with store.lookup(ROOT, as_token_ids(long)) as known, store._lock:
@@ -445,7 +443,7 @@ def test_a_file_that_cannot_be_removed_stays_in_the_books(open_store, monkeypatc
     assert store.check_integrity() == []
 
 
-def test_the_statistics_have_the_same_names_as_ever(open_store, tmp_path) -> None:
+def test_the_names_of_the_statistics_have_not_changed(open_store, tmp_path) -> None:
     """``cache_stats()``, the metrics and the server read them."""
     store = open_store(gpu=2, remote=open_remote(f"file://{tmp_path}/far", 10**9))
     admit(store, text(1))
@@ -497,7 +495,7 @@ class Liar:
     def close(self) -> None: ...
 
 
-def test_a_remote_store_that_promises_and_does_not_give_is_not_asked_again(open_store) -> None:
+def test_a_remote_store_that_does_not_deliver_is_not_asked_again(open_store) -> None:
     liar = Liar()
     store = open_store(disk=None, remote=liar)
     ids = as_token_ids(text(1))
@@ -510,7 +508,7 @@ def test_a_remote_store_that_promises_and_does_not_give_is_not_asked_again(open_
     assert liar.asked == 1 and store.stats().chunks == 0
 
 
-def test_what_comes_from_afar_says_in_what_precision(open_store, tmp_path) -> None:
+def test_the_size_of_a_remote_chunk_is_known_once_it_is_read(open_store, tmp_path) -> None:
     url = f"file://{tmp_path}/far"
     here = open_store(remote=open_remote(url, 10**9), folder="here")
     admit(here, text(1))
@@ -521,7 +519,7 @@ def test_what_comes_from_afar_says_in_what_precision(open_store, tmp_path) -> No
     assert sizes == {CHUNK_BYTES}
 
 
-def test_what_is_being_computed_while_a_text_is_forgotten_is_not_kept(open_store) -> None:
+def test_text_that_is_computed_while_it_is_forgotten_is_not_kept(open_store) -> None:
     store = open_store()
     epoch = store.epoch
     store.forget_text([as_token_ids(text(1))])
@@ -530,9 +528,7 @@ def test_what_is_being_computed_while_a_text_is_forgotten_is_not_kept(open_store
     assert admit(store, ids) == 3
 
 
-def test_forgetting_sees_what_other_processes_wrote_and_their_quarantine(
-    open_store, tmp_path
-) -> None:
+def test_forgetting_includes_other_processes_chunks_and_quarantine(open_store, tmp_path) -> None:
     one, two = open_store(), open_store()
     admit(one, text(1))
     one.flush()
@@ -553,7 +549,7 @@ def test_forgetting_a_salt_reaches_the_remote_store(open_store, tmp_path) -> Non
     assert hits(store, text(1), root) == [] and len(hits(store, text(2))) == 3
 
 
-def test_pins_end_with_what_they_hold(open_store) -> None:
+def test_pins_end_when_their_chunks_are_forgotten(open_store) -> None:
     store = open_store()
     admit(store, text(1))
     store.pin(ROOT, as_token_ids(text(1)))
@@ -561,7 +557,7 @@ def test_pins_end_with_what_they_hold(open_store) -> None:
     assert store.stats().pinned == 0
 
 
-def test_the_gpu_holds_nothing_that_memory_has_no_room_for(open_store) -> None:
+def test_the_gpu_keeps_nothing_that_ram_has_no_room_for(open_store) -> None:
     store = open_store(disk=None, ram=2, gpu=10)
     with store.lookup(ROOT, as_token_ids([1])):
         admit(store, text(1, 20))
@@ -569,7 +565,7 @@ def test_the_gpu_holds_nothing_that_memory_has_no_room_for(open_store) -> None:
     assert store.check_integrity() == []
 
 
-def test_a_host_copy_that_waits_to_be_written_counts_though_the_gpu_has_it_too(open_store) -> None:
+def test_a_host_copy_that_waits_to_be_written_counts_even_if_the_gpu_has_one(open_store) -> None:
     store = open_store(ram=2, gpu=100)
     writing = threading.Event()
     write = store._transfers._writer._write

@@ -73,7 +73,7 @@ def test_a_chunk_is_written_when_it_is_cold_and_not_before(make, tier, monkeypat
     until(lambda: not writer.is_pending(chunk.key))
 
 
-def test_much_that_is_owed_is_not_left_to_get_cold(make, tier) -> None:
+def test_chunks_are_written_at_once_when_much_is_pending(make, tier) -> None:
     chunks = [make_chunk([number]) for number in range(4)]
     writer = make(max_pending=2 * chunks[0].nbytes)
     for chunk in chunks:
@@ -93,7 +93,7 @@ def test_parents_are_written_first(make, tier) -> None:
     assert tier.written == [parent.key, child.key]
 
 
-def test_what_memory_lets_go_is_held_within_bounds_until_it_is_written(make, tier) -> None:
+def test_evicted_chunks_are_held_until_written_within_a_limit(make, tier) -> None:
     first, second = make_chunk([1]), make_chunk([2])
     writer = make(max_waiting=first.nbytes)
     tier.may_go_on.clear()
@@ -110,7 +110,7 @@ def test_what_memory_lets_go_is_held_within_bounds_until_it_is_written(make, tie
     until(lambda: tier.written == [first.key] and writer.stats().waiting_bytes == 0)
 
 
-def test_what_fails_is_owed_and_tried_again(make, tier, monkeypatch) -> None:
+def test_a_failed_write_stays_pending_and_is_tried_again(make, tier, monkeypatch) -> None:
     writer = make()
     tier.refuses = True
     chunk = make_chunk([1])
@@ -122,7 +122,7 @@ def test_what_fails_is_owed_and_tried_again(make, tier, monkeypatch) -> None:
     assert tier.written == [chunk.key] and not writer.is_pending(chunk.key)
 
 
-def test_one_that_cannot_be_written_does_not_keep_the_others_from_it(make, tier) -> None:
+def test_a_chunk_that_cannot_be_written_does_not_block_the_others(make, tier) -> None:
     writer = make()
     chunks = [make_chunk([number]) for number in range(6)]
     write = tier.write
@@ -134,7 +134,7 @@ def test_one_that_cannot_be_written_does_not_keep_the_others_from_it(make, tier)
     assert tier.written == [chunk.key for chunk in chunks[1:]]
 
 
-def test_whatever_is_raised_the_thread_goes_on(make, tier) -> None:
+def test_the_thread_survives_any_exception(make, tier) -> None:
     writer = make()
 
     def broken(chunk: KVChunk) -> bool:
@@ -150,7 +150,7 @@ def test_whatever_is_raised_the_thread_goes_on(make, tier) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_ends_without_waiting_for_a_thread_it_has_not(make, tier) -> None:
+def test_a_forked_process_does_not_wait_for_the_thread(make, tier) -> None:
     writer = make()
     tier.may_go_on.clear()
     writer.enqueue(make_chunk([1]))
@@ -161,9 +161,7 @@ def test_a_fork_ends_without_waiting_for_a_thread_it_has_not(make, tier) -> None
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_what_is_cancelled_is_not_written_and_what_is_being_written_is_waited_for(
-    make, tier
-) -> None:
+def test_cancelled_chunks_are_not_written_and_current_writes_are_awaited(make, tier) -> None:
     writer = make()
     first, second = make_chunk([1]), make_chunk([2])
     tier.may_go_on.clear()
@@ -183,7 +181,7 @@ def test_what_is_cancelled_is_not_written_and_what_is_being_written_is_waited_fo
     writer.await_writing()  # nothing is
 
 
-def test_closing_writes_everything_and_takes_nothing_more(make, tier) -> None:
+def test_closing_writes_everything_and_accepts_nothing_more(make, tier) -> None:
     writer = make()
     chunks = [make_chunk([number]) for number in range(5)]
     for chunk in chunks:
@@ -191,4 +189,4 @@ def test_closing_writes_everything_and_takes_nothing_more(make, tier) -> None:
     writer.close()
     assert tier.written == [chunk.key for chunk in chunks]
     writer.enqueue(make_chunk([9]))
-    assert writer.keys() == []
+    assert writer.stats().pending == 0

@@ -125,10 +125,6 @@ class Writer:
         with self._changed:
             return key in self._pending
 
-    def keys(self) -> list[ChunkKey]:
-        with self._changed:
-            return list(self._pending)
-
     def cancel(self, key: ChunkKey) -> None:
         """``key`` is no longer pending. A write may be under way: see ``await_writing``."""
         with self._changed:
