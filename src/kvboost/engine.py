@@ -75,7 +75,7 @@ class KVBoost:
         self._prompts = PromptReader(model.tokenizer, model.vocab_size)
         self._runtime = Runtime(model, self.config, costs)
         self._auditor = Auditor(self, self.config.audit_fraction)
-        self._loop = Loop(self._runtime, model.forward, self.config, self._auditor.watch)
+        self._loop = Loop(self._runtime, self.config, self._auditor.watch)
         self._closed = False
 
     @classmethod
@@ -294,8 +294,9 @@ class KVBoost:
         return await asyncio.to_thread(self._loop.drain, timeout)
 
     def serving_stats(self) -> dict[str, Any]:
-        """How the requests of batches, coroutines and the server are doing."""
-        return self._loop.stats()
+        """The requests of batches, coroutines and the server: how many wait and run, their KV, and
+        totals."""
+        return self._loop.stats().as_dict()
 
     def estimate_ms(self, num_tokens: int) -> float | None:
         """How long reading so many tokens would take without any reuse; None as long as nothing
@@ -505,6 +506,7 @@ class KVBoost:
             params,
             options.get("keep", True),
             options.get("boundaries", ()),
+            options.get("tenant", ""),
             **reuse,
         )
         clock.lap("tokenize")
@@ -512,8 +514,8 @@ class KVBoost:
 
     def _submit(self, state: RequestState, timeout: float | None) -> AsyncTextStream:
         stream = AsyncTextStream(state)
-        ticket = self._loop.submit(state, stream, timeout=timeout)
-        stream.on_close(lambda: self._loop.cancel(ticket))
+        job = self._loop.submit(state, stream, timeout=timeout)
+        stream.on_close(lambda: self._loop.cancel(job))
         return stream
 
     def _read_one(self, text: Prompt, header: str | None) -> tuple[TokenIds, Sequence[int]]:
@@ -537,6 +539,7 @@ class KVBoost:
         params: SamplingParams | None = None,
         keep: bool = True,
         boundaries: Sequence[int] = (),
+        tenant: str = "",
         **reuse: Unpack[ReuseOptions],
     ) -> Request:
         self._check_open()
@@ -544,7 +547,7 @@ class KVBoost:
             raise ContextLengthError(len(token_ids), self.context_length)
         params = params or SamplingParams(max_new_tokens=1)
         repair = self.config.repair
-        return make_request(token_ids, mode, params, repair, keep, boundaries, **reuse)
+        return make_request(token_ids, mode, params, repair, keep, boundaries, tenant, **reuse)
 
 
 def _optional_bytes(size: int | str | None, option: str) -> int | None:

@@ -58,13 +58,17 @@ class KVTooLargeError(PromptError):
 
 
 class QueueFullError(KVBoostError):
-    """As many requests are waiting as may."""
+    """No more requests may wait, or no more of this tenant."""
 
-    def __init__(self, waiting: int, retry_after: int) -> None:
-        super().__init__(
-            f"{waiting:,} requests are waiting, as many as max_waiting allows; try again in "
-            f"about {retry_after} s"
+    def __init__(self, waiting: int, retry_after: int, tenant: str = "") -> None:
+        """``tenant``: whose share of the queue is used up; empty if the whole queue is full."""
+        full = (
+            f"{waiting:,} requests of tenant {tenant!r} are waiting; the rest of the queue is "
+            "reserved for other tenants"
+            if tenant
+            else f"{waiting:,} requests are waiting, as many as max_waiting allows"
         )
+        super().__init__(f"{full}; try again in about {retry_after} s")
         self.waiting = waiting
         self.retry_after = retry_after
 
