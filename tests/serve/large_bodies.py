@@ -2,7 +2,7 @@
 
 Run it against a server of your own: ``python tests/serve/large_bodies.py URL MODEL PID``. It sends
 each body and prints the status, how long the answer took, the slowest ``/health`` meanwhile and the
-largest resident memory of the process PID.
+peak resident memory of the process PID so far.
 """
 
 from __future__ import annotations
@@ -63,19 +63,18 @@ def bodies(model: str) -> dict[str, tuple[str, Callable[[], bytes]]]:
         ),
         "wrong metadata": (
             CHAT,
-            lambda: numbered(
-                chat + text[:-1] % "a" + ', "metadata": {', '"x%d": 1', "}}", 175_000
-            ),
+            lambda: numbered(chat + text[:-1] % "a" + ', "metadata": {', '"x%d": 1', "}}", 175_000),
         ),
         "wrong biases": (
             COMPLETION,
-            lambda: numbered(
-                head + '"prompt": "a", "logit_bias": {', '"x%d": "a"', "}}", 175_000
-            ),
+            lambda: numbered(head + '"prompt": "a", "logit_bias": {', '"x%d": "a"', "}}", 175_000),
         ),
         "nested lists": (CHAT, lambda: b"[" * SIZE),
         "nested objects": (CHAT, lambda: b'{"a":' * (SIZE // 5)),
-        "escapes": (COMPLETION, lambda: head.encode() + b'"prompt": "' + b'\\"' * 4_100_000 + b'"}'),
+        "escapes": (
+            COMPLETION,
+            lambda: head.encode() + b'"prompt": "' + b'\\"' * 4_100_000 + b'"}',
+        ),
         "long text": (COMPLETION, lambda: (head + f'"prompt": "{long_text}"}}').encode()),
         "long message": (CHAT, lambda: (chat + text % long_text).encode()),
         "one long word": (COMPLETION, lambda: (head + f'"prompt": "{"x" * 8_000_000}"}}').encode()),
@@ -117,30 +116,29 @@ def send(url: str, path: str, body: bytes, pid: int, timeout: float = 300.0) -> 
     began = time.perf_counter()
     sender = threading.Thread(target=post)
     sender.start()
-    slowest, peak = 0.0, resident(pid)
+    slowest = 0.0
     health = http.client.HTTPConnection(address.hostname or "", address.port, timeout)
     while sender.is_alive():
         asked = time.perf_counter()
         health.request("GET", "/health")
         health.getresponse().read()
         slowest = max(slowest, time.perf_counter() - asked)
-        peak = max(peak, resident(pid))
         sender.join(0.02)
     health.close()
     seconds = time.perf_counter() - began
-    return Outcome(answer["status"], str(answer["message"]), seconds, slowest, peak)  # type: ignore[arg-type]
+    return Outcome(answer["status"], str(answer["message"]), seconds, slowest, peak_memory(pid))  # type: ignore[arg-type]
 
 
-def resident(pid: int) -> int:
+def peak_memory(pid: int) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
+        if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0
 
 
 def main() -> None:
     url, model, pid = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    print(f"resident at first: {resident(pid) / 2**20:,.0f} MiB")
+    print(f"peak at first: {peak_memory(pid) / 2**20:,.0f} MiB")
     for name, (path, make) in bodies(model).items():
         if len(sys.argv) > 4 and name not in sys.argv[4:]:
             continue
