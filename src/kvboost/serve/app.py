@@ -71,7 +71,7 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     app.add_exception_handler(RequestValidationError, on_invalid)
     # A request passes through the last one first.
     app.add_middleware(OpenRequests, settings=settings)
-    app.add_middleware(AuthMiddleware, keys=state.keys, closed_metrics=settings.metrics == "key")
+    app.add_middleware(AuthMiddleware, keys=state.keys, settings=settings)
     app.add_middleware(HeadLimits, settings=settings)
     app.add_middleware(RequestMiddleware, settings=settings, metrics=state.metrics)
     openapi.install(app, state)

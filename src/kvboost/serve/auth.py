@@ -11,10 +11,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvboost.serve.errors import ApiError
 from kvboost.serve.settings import ApiKey, ServerSettings
 
-PRIVATE = ("/v1/", "/kvboost/")
-ADMIN = "/kvboost/"
-METRICS = "/metrics"
-
 
 @dataclass(frozen=True)
 class Tenant:
@@ -80,12 +76,11 @@ class AuthMiddleware:
     """Refuses requests without the key that they need, before any of their body is read. Sets the
     tenant of the others (``request.state.tenant``)."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, *, closed_metrics: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, settings: ServerSettings) -> None:
         self._app = app
         self._keys = keys
-        metrics = (METRICS,) if closed_metrics else ()
-        self._private = (*PRIVATE, *metrics)
-        self._admin = (ADMIN, *metrics)
+        self._private = settings.private_paths
+        self._admin = settings.admin_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(self._private):

@@ -64,8 +64,8 @@ def streamed(media_type: str) -> dict[int | str, dict[str, Any]]:
 
 
 def install(app: FastAPI, server: ServerState) -> None:
-    """Makes ``app.openapi`` say what holds on this server: the names it knows, the keys it asks
-    for, and no 422, since we answer 400."""
+    """Makes ``app.openapi`` describe this server: the names of its model, the keys it needs, and no
+    422, because it answers 400."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -79,7 +79,7 @@ def _document(app: FastAPI, server: ServerState) -> dict[str, Any]:
     document = get_openapi(
         title="KVBoost",
         version=kvboost.__version__,
-        description="A language model that does not read the same text twice, behind OpenAI's API.",
+        description="A language model that reuses the text it has read, with OpenAI's API.",
         routes=app.routes,
     )
     schemas = document["components"]["schemas"]
@@ -91,7 +91,7 @@ def _document(app: FastAPI, server: ServerState) -> dict[str, Any]:
     if server.settings.needs_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in document["paths"].items():
-        private = path.startswith(("/v1/", "/kvboost/"))
+        private = path.startswith(server.settings.private_paths)
         for operation in operations.values():
             operation["responses"].pop("422", None)
             if server.settings.needs_key and private:
@@ -108,10 +108,10 @@ def _document(app: FastAPI, server: ServerState) -> dict[str, Any]:
 
 
 def _bound_ids(schema: Any, vocab_size: int) -> None:
-    """Says, wherever ``schema`` means a token id, which ones this model has."""
+    """Adds the size of the vocabulary to all token ids in ``schema``."""
     if isinstance(schema, list):
-        for one in schema:
-            _bound_ids(one, vocab_size)
+        for part in schema:
+            _bound_ids(part, vocab_size)
     elif isinstance(schema, dict):
         if schema.get("title") == TOKEN_ID:
             schema["exclusiveMaximum"] = vocab_size

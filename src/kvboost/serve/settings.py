@@ -124,6 +124,16 @@ class ServerSettings:
     def needs_key(self) -> bool:
         return bool(self.keys)
 
+    @property
+    def private_paths(self) -> tuple[str, ...]:
+        """The beginnings of paths that need a key, if there are keys."""
+        return ("/v1/", *self.admin_paths)
+
+    @property
+    def admin_paths(self) -> tuple[str, ...]:
+        """The beginnings of paths that need an administrator's key, if there are keys."""
+        return ("/kvboost/", "/metrics") if self.metrics == "key" else ("/kvboost/",)
+
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server that listens on ``host``."""

@@ -1,6 +1,6 @@
 """Large request bodies, hostile and honest, and what they do to a server's other clients.
 
-Run it against a server of your own: ``python tests/serve/large_bodies.py URL MODEL PID``. It sends
+Run it against a server of your own: ``python tests/large_bodies.py URL MODEL PID``. It sends
 each body and prints the status, how long the answer took, the slowest ``/health`` meanwhile and the
 peak resident memory of the process PID so far.
 """
@@ -71,6 +71,16 @@ def bodies(model: str) -> dict[str, tuple[str, Callable[[], bytes]]]:
         ),
         "nested lists": (CHAT, lambda: b"[" * SIZE),
         "nested objects": (CHAT, lambda: b'{"a":' * (SIZE // 5)),
+        "250,000 ids": (COMPLETION, lambda: numbered(head + '"prompt": [', "%d", "]}", 250_000)),
+        "250,000 empty lists": (CHAT, lambda: repeated(chat, "[]", "]}", 750_000)),
+        "8,000 messages": (
+            CHAT,
+            lambda: numbered(chat, '{"role": "user", "content": "%d"}', "]}", 8_000),
+        ),
+        "60,000 unknown fields": (
+            COMPLETION,
+            lambda: numbered(head + '"prompt": "a", ', '"x%d": 1', "}", 60_000),
+        ),
         "escapes": (
             COMPLETION,
             lambda: head.encode() + b'"prompt": "' + b'\\"' * 4_100_000 + b'"}',
