@@ -93,3 +93,28 @@ def test_tenants_are_found_by_name() -> None:
 
 def test_printed_settings_do_not_show_keys() -> None:
     assert "k-ann" not in repr(ServerSettings(keys=KEYS))
+
+
+def test_the_engine_counts_requests_by_tenant(serve_fake, fake) -> None:
+    """Not by salt: a new salt for each request must not evade fairness."""
+    client = serve_fake(keys=KEYS)
+    for key, salt in (("k-ann", "1"), ("k-ann", "2"), ("k-bob", "1")):
+        body = {**COMPLETION, "cache_salt": salt}
+        assert client.post("/v1/completions", json=body, headers=bearer(key)).is_success
+    assert [asked["tenant"] for asked in fake.asked] == ["ann", "ann", "bob"]
+
+
+@pytest.mark.parametrize("keys", [(), KEYS[:1]])
+def test_a_single_tenant_may_use_the_whole_queue(serve_fake, fake, keys) -> None:
+    client = serve_fake(keys=keys)
+    assert client.post("/v1/completions", json=COMPLETION, headers=bearer("k-ann")).is_success
+    assert fake.asked[0]["tenant"] == ""
+
+
+def test_a_tenant_among_others_may_ask_for_its_share_of_the_queue(serve_fake) -> None:
+    """9 answers can run and 9 can wait, 5 of them for one tenant."""
+    client = serve_fake(keys=KEYS)
+    for prompts, status in ((14, 200), (15, 400)):
+        body = {**COMPLETION, "prompt": ["hi"] * prompts}
+        answer = client.post("/v1/completions", json=body, headers=bearer("k-ann"))
+        assert answer.status_code == status

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvboost.serve.settings import ApiKey
+
+KEYS = (ApiKey("ann", "k-ann"), ApiKey("root", "k-root", is_admin=True))
 COMPLETION = {"model": "fake", "prompt": "hello"}
 
 
@@ -50,3 +53,19 @@ def test_servers_in_one_process_have_separate_metrics(serve_fake) -> None:
     one.post("/v1/completions", json=COMPLETION)
     assert scrape(one)["kvboost_answers_total", "stop"] == 1
     assert scrape(other)["kvboost_answers_total", "stop"] == 0
+
+
+def test_metrics_can_need_an_administrators_key(serve_fake) -> None:
+    """They show when and how much other tenants read."""
+    client = serve_fake(keys=KEYS, metrics="key")
+    for key, status in ((None, 401), ("k-no", 401), ("k-ann", 403), ("k-root", 200)):
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        assert client.get("/metrics", headers=headers).status_code == status
+    operation = client.get("/openapi.json").json()["paths"]["/metrics"]["get"]
+    assert operation["security"] == [{"key": []}] and "401" in operation["responses"]
+
+
+def test_metrics_can_be_off(serve_fake) -> None:
+    client = serve_fake(metrics="off")
+    assert client.get("/metrics").status_code == 404
+    assert "/metrics" not in client.get("/openapi.json").json()["paths"]

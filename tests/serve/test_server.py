@@ -133,6 +133,17 @@ def test_an_administrator_can_warm_plan_and_forget(server, client) -> None:
         assert complete(client, said)["kvboost"]["exact_tokens"] == 0
 
 
+def test_warming_a_document_does_not_hold_up_the_event_loop(engine, monkeypatch) -> None:
+    """Tokenizing a long document takes seconds."""
+    threads = []
+    read = engine._read_one
+    monkeypatch.setattr(
+        engine, "_read_one", lambda *some: threads.append(threading.current_thread()) or read(*some)
+    )
+    asyncio.run(engine.awarm(text(13)))
+    assert threads and threads[0] is not threading.main_thread()
+
+
 def test_the_pieces_of_a_stream_make_the_whole_answer(client) -> None:
     whole = complete(client, text(7), logprobs=2, max_tokens=40, logit_bias=NO_END)
     body = {"model": "tiny", "prompt": text(7), "temperature": 0, "max_tokens": 40, "stream": True}

@@ -61,6 +61,10 @@ def serve(
     shared_cache: Annotated[
         bool, typer.Option("--shared-cache", help="Keys share what was read.")
     ] = False,
+    metrics: Annotated[
+        str,
+        typer.Option(help="Who may read /metrics: open, key (an administrator's), or off."),
+    ] = "open",
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Write prompts to the log.")
     ] = False,
@@ -100,6 +104,7 @@ def serve(
             shared_cache=shared_cache,
             timeout=timeout or None,
             drain_seconds=drain_seconds,
+            metrics=metrics,
             log_prompts=log_prompts,
             # A page on the web can make a browser call 127.0.0.1 by a name of its own.
             allowed_hosts=(*_LOCAL, *hosts)
