@@ -15,7 +15,7 @@ from kvboost.runtime.streams import AnswerListener
 from kvboost.tokens.hashing import ChunkKey, TokenIds, window_hashes
 
 if TYPE_CHECKING:
-    from kvboost.model.attention import Segment
+    from kvboost.model.segment import Segment
     from kvboost.runtime.generation import Steps
 
 WINDOW = 32

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 
 from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import KVBoostError, KVTooLargeError, ShuttingDownError
-from kvboost.model.fast_layers import memory_bytes
+from kvboost.model.machine import memory_bytes
 from kvboost.results import GenerationResult
 from kvboost.runtime.generation import Generation, Steps
 from kvboost.runtime.job import Job
@@ -121,8 +121,9 @@ class Loop:
         answers = [FutureAnswer(state) for state in states]
         jobs: list[Job] = []
         try:
-            for state, answer in zip(states, answers, strict=True):
-                jobs.append(self.submit(state, answer, bounded=False))
+            with self._changed:  # the loop sees all of them at once, so the schedule is the same
+                for state, answer in zip(states, answers, strict=True):
+                    jobs.append(self.submit(state, answer, bounded=False))
             wait([answer.done for answer in answers])
         except BaseException:
             for job in jobs:
@@ -215,7 +216,7 @@ class Loop:
             job.steps = self._steps(job)
             self._advance(job, None)
 
-    def _pick_batches(self) -> Iterator[list[Job]]:
+    def _pick_batches(self) -> list[list[Job]]:
         """The requests of this step: one batch, and one more for each that must run alone."""
         with self._changed:
             needs = self._needs()
@@ -224,9 +225,8 @@ class Loop:
             for job in needs:
                 job.state.accompanied = True
         together = [job for job in picked if not job.runs_alone]
-        if together:
-            yield together
-        yield from ([job] for job in picked if job.runs_alone)
+        alone = [[job] for job in picked if job.runs_alone]
+        return [together, *alone] if together else alone
 
     def _run(self, batch: list[Job]) -> None:
         """Makes one forward for the whole ``batch``; if it fails, one for each request."""

@@ -12,6 +12,7 @@ from kvboost.config import (
     SamplingParams,
     choose,
     stop_strings,
+    unknown_option,
     within,
 )
 from kvboost.errors import ConfigError
@@ -78,7 +79,7 @@ def split(max_new_tokens: int, options: RequestOptions) -> tuple[SamplingParams,
 def refuse_unknown(options: Mapping[str, object], known: set[str]) -> None:
     for name in options:
         if name not in known:
-            raise ConfigError(f"unknown option {name!r}; there are {', '.join(sorted(known))}")
+            raise unknown_option(name, known)
 
 
 def make_request(
