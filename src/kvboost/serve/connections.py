@@ -10,9 +10,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 if TYPE_CHECKING:
     from kvboost.serve.server import ServerState
 
-READ_BYTES = 16 * 1024
-"""Bytes parsed at a time. The parser handles all of them before other connections are served, and
-a body in chunks of one byte has thousands of parts."""
+HEAD_BYTES = 4 * 1024
+"""Bytes read at a time of heads and of chunked bodies. The parser handles all of them before other
+connections are served, and a body in chunks of one byte has thousands of parts."""
+BODY_BYTES = 64 * 1024
+"""Bytes read at a time of other bodies, which are not parsed."""
 
 
 class Connection(H11Protocol):
@@ -33,7 +35,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
+        transport.max_size = HEAD_BYTES  # type: ignore[attr-defined]
         waiting = self._state.waiting_connections
         waiting[self] = None
         if len(self.connections) > self._state.settings.max_connections:
@@ -45,6 +47,9 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        chunked = any(name == b"transfer-encoding" for name, _ in self.headers or ())
+        size = BODY_BYTES if self._has_request and not chunked else HEAD_BYTES
+        self.transport.max_size = size  # type: ignore[attr-defined]
         if self._has_request:
             self._cancel_head_timer()
             self._state.waiting_connections.pop(self, None)
