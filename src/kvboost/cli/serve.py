@@ -202,7 +202,7 @@ def _description(engine: Any, name: str) -> str:
 
     config = engine.config
     dtype = str(engine.dtype).removeprefix("torch.")
-    kernels = examine(engine.model_name, engine.device, engine.dtype).facts["native kernels"]
+    kernels = examine(engine.model_name, engine.device, engine.dtype).facts["kernels"]
     cache = f"{format_bytes(config.max_cache_bytes)} in memory"
     if config.disk_cache_dir is not None:
         cache += f" and {format_bytes(config.disk_cache_bytes)} in {config.disk_cache_dir}"
