@@ -33,6 +33,10 @@ class ServerProcess:
         assert self.url.startswith("http://"), self.log
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def log(self) -> str:
         return self._errors.read_text()
 

@@ -265,7 +265,7 @@ class KVBoost:
     async def awarm(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
         """Like :meth:`warm` of one text, for coroutines."""
         clock = Clock()
-        ids, boundaries = self._read_one(text, header)
+        ids, boundaries = await asyncio.to_thread(self._read_one, text, header)
         mode = GenerationMode.PREFIX_CACHE
         request = self._request(ids, mode, boundaries=boundaries, cache_salt=cache_salt)
         clock.lap("tokenize")

@@ -60,8 +60,8 @@ def test_options_reach_the_engine_and_the_server(started) -> None:
         *("--model", "m", "--max-running", "3", "--max-waiting", "4", "--kv-bits", "8"),
         *("--max-kv-bytes", "1GiB", "--max-cache-bytes", "2GiB", "--sharing-wait", "0.5"),
         *("--cache-dir", "kv", "--timeout", "0", "--served-name", "a", "--served-name", "b"),
-        *("--mode", "prefix_cache", "--drain-seconds", "7", "--log-prompts"),
         *("--disk-cache-bytes", "3GiB", "--remote-cache-bytes", "4GiB"),
+        *("--mode", "prefix_cache", "--drain-seconds", "7", "--log-prompts", "--metrics", "off"),
     )
     assert done.exit_code == 0, done.output
     options, settings = started["options"], started["settings"]
@@ -72,6 +72,7 @@ def test_options_reach_the_engine_and_the_server(started) -> None:
     assert (config.disk_cache_bytes, config.remote_cache_bytes) == (3 * 1024**3, 4 * 1024**3)
     assert settings.timeout is None and settings.served_names == ("a", "b")
     assert settings.mode == "prefix_cache" and settings.drain_seconds == 7 and settings.log_prompts
+    assert settings.metrics == "off"
     assert started["engine"].closed
 
 

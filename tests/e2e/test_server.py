@@ -167,9 +167,9 @@ def test_mistakes_raise_the_clients_own_errors(server, client) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, "?", tools=[{"type": "function", "function": {"name": "f"}}])
     assert caught.value.param == "tools" and "not supported" in caught.value.message
-    with pytest.raises(openai.APIStatusError, match="context holds") as long:
+    with pytest.raises(openai.BadRequestError, match="context holds") as long:
         client.completions.create(model=MODEL, prompt="word " * 20_000)
-    assert long.value.status_code == 413 and long.value.code == "context_length_exceeded"
+    assert long.value.code == "context_length_exceeded"
     with (
         openai.OpenAI(base_url=server.url, api_key="wrong", max_retries=0) as stranger,
         pytest.raises(openai.AuthenticationError),

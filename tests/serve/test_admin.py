@@ -1,4 +1,4 @@
-"""What an operator may look at and do."""
+"""The routes for operators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = {"authorization": "Bearer k-root"}
 COMPLETION = {"model": "fake", "prompt": "my secret plan"}
 
 
-def test_documents_are_read_with_progress(client, fake) -> None:
+def test_warm_reads_documents_and_reports_progress(client, fake) -> None:
     asked = {"documents": ["a", "b"], "header": "h", "cache_salt": "s"}
     answer = client.post("/kvboost/warm", json=asked)
     assert answer.headers["content-type"] == "application/x-ndjson"
@@ -23,9 +23,9 @@ def test_documents_are_read_with_progress(client, fake) -> None:
     assert fake.asked == [{"warm": one, "header": "h", "cache_salt": "s"} for one in "ab"]
 
 
-def test_a_document_that_cannot_be_read_ends_it(client, fake) -> None:
+def test_warm_stops_at_a_document_that_cannot_be_read(client, fake) -> None:
     fake.refuse = ContextLengthError(300, 256)
-    assert client.post("/kvboost/warm", json={"documents": ["a"]}).status_code == 413
+    assert client.post("/kvboost/warm", json={"documents": ["a"]}).status_code == 400
     fake.refuse = None
     read = fake.awarm
 
@@ -41,7 +41,7 @@ def test_a_document_that_cannot_be_read_ends_it(client, fake) -> None:
     assert last["done"] == 1 and last["error"]["code"] == "context_length_exceeded"
 
 
-def test_a_plan_takes_what_the_other_routes_take(client, fake) -> None:
+def test_plan_accepts_the_bodies_of_the_other_routes(client, fake) -> None:
     for asked in (
         {"prompt": "hello"},
         {"prompt": [1, 2, 3, 4, 5]},
@@ -55,7 +55,7 @@ def test_a_plan_takes_what_the_other_routes_take(client, fake) -> None:
     assert fake.asked == []
 
 
-def test_a_plan_refuses_what_the_other_routes_refuse(client) -> None:
+def test_plan_refuses_what_the_other_routes_refuse(client) -> None:
     for asked, status, param in (
         ({}, 400, "prompt"),
         ({"prompt": ["a", "b"]}, 400, "prompt"),
@@ -67,7 +67,7 @@ def test_a_plan_refuses_what_the_other_routes_refuse(client) -> None:
         assert refused.status_code == status and refused.json()["error"]["param"] == param
 
 
-def test_an_administrator_acts_for_a_tenant_by_name(serve_fake, fake) -> None:
+def test_an_administrator_can_act_for_a_tenant_by_name(serve_fake, fake) -> None:
     client = serve_fake(keys=KEYS)
     client.post("/v1/completions", json=COMPLETION, headers={"authorization": "Bearer k-ann"})
     salt = fake.asked[-1]["cache_salt"]
@@ -80,13 +80,13 @@ def test_an_administrator_acts_for_a_tenant_by_name(serve_fake, fake) -> None:
     assert unknown.status_code == 404 and unknown.json()["error"]["param"] == "tenant"
 
 
-def test_forgetting_takes_a_text_or_a_salt(client) -> None:
+def test_forget_takes_a_text_or_a_salt(client) -> None:
     assert client.post("/kvboost/forget", json={"text": "a"}).json() == {"forgotten": 2}
     for wrong in ({}, {"text": ""}, {"text": "a", "cache_salt": "b"}, {"text": "a", "tenant": "b"}):
         assert client.post("/kvboost/forget", json=wrong).status_code == 400
 
 
-def test_the_live_view_has_numbers_and_no_text(client) -> None:
+def test_the_live_view_shows_numbers_and_no_text(client) -> None:
     for _ in range(3):
         client.post("/v1/completions", json=COMPLETION)
     answer = client.get("/kvboost/live")
@@ -101,14 +101,14 @@ def test_the_live_view_has_numbers_and_no_text(client) -> None:
     assert [one["seq"] for one in newer["requests"]] == [3]
 
 
-def test_the_live_view_keeps_the_last_200(client) -> None:
-    live = client.app.state.serving.live
+def test_the_live_view_keeps_the_last_200_answers(client) -> None:
+    live = client.app.state.server.live
     for number in range(250):
         live.add(number=number)
     assert [one["seq"] for one in live.since(0)] == list(range(51, 251))
 
 
-def test_the_cache_is_shown_with_a_limit(client) -> None:
+def test_the_cache_view_limits_its_number_of_chunks(client) -> None:
     assert set(client.get("/kvboost/cache").json()) == {"stats", "serving", "chunks"}
     for wrong in ("x", "-1", "1001"):
         refused = client.get("/kvboost/cache", params={"limit": wrong})

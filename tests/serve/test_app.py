@@ -1,4 +1,4 @@
-"""The routes around: models, health, the page, and what every answer carries."""
+"""Models, health, the page, and the headers of every response."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvboost.serve.app import create_app
 from kvboost.serve.server import ServerState
 
 
-def test_the_model_goes_by_every_name_it_is_given(serve_fake) -> None:
+def test_the_model_is_served_under_all_its_names(serve_fake) -> None:
     client = serve_fake(served_names=("org/model", "alias"))
     listed = client.get("/v1/models").json()
     assert listed["object"] == "list" and [one["id"] for one in listed["data"]] == [
@@ -32,17 +32,17 @@ def test_the_model_goes_by_every_name_it_is_given(serve_fake) -> None:
         ("./tiny.gguf", "tiny"),
     ],
 )
-def test_where_a_model_lies_is_not_shown(name, served) -> None:
+def test_the_path_of_a_model_is_not_shown(name, served) -> None:
     fake = FakeEngine()
     fake.model_name = name
-    assert create_app(fake).state.serving.names == (served,)
+    assert create_app(fake).state.server.names == (served,)
 
 
 def test_the_server_is_ready_until_it_stops(client, fake) -> None:
     assert client.get("/health").json() == {"status": "ok"}
     assert client.get("/ready").json() == {"status": "ready"}
-    serving: ServerState = client.app.state.serving
-    serving.draining = True
+    server: ServerState = client.app.state.server
+    server.draining = True
     assert client.get("/ready").status_code == 503 and client.get("/health").is_success
 
 
@@ -54,7 +54,7 @@ def test_stopping_waits_for_answers_and_flushes(serve_fake, fake) -> None:
     client.__enter__()
 
 
-def test_the_page_is_served_with_care(client) -> None:
+def test_the_page_has_a_content_security_policy_and_no_other_files(client) -> None:
     page = client.get("/")
     assert page.headers["content-type"].startswith("text/html") and "KVBoost" in page.text
     assert page.headers["content-security-policy"].startswith("default-src 'self'")
@@ -66,13 +66,13 @@ def test_the_page_is_served_with_care(client) -> None:
     assert client.get("/static/nothing.js").json()["error"]["message"].startswith("there is no")
 
 
-def test_nothing_of_the_api_is_kept_by_browsers(client) -> None:
+def test_browsers_do_not_store_api_responses(client) -> None:
     for path in ("/v1/models", "/kvboost/live", "/metrics", "/nothing"):
         assert client.get(path).headers["cache-control"] == "no-store"
     assert client.get("/static/app.js").headers["cache-control"] == "no-cache"
 
 
-def test_every_answer_has_an_id(client) -> None:
+def test_every_response_has_a_request_id(client) -> None:
     first, second = (client.get("/health").headers["x-request-id"] for _ in "12")
     assert first.startswith("req-") and first != second
     named = client.get("/nothing", headers={"x-request-id": "mine-1.2_3"})

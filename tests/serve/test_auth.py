@@ -20,7 +20,7 @@ def bearer(key: str) -> dict[str, str]:
     "header",
     [None, "", "k-ann", "Bearer", "Bearer ", "Basic k-ann", "Bearer k-an", "Bearer k-ann2", "é"],
 )
-def test_without_a_key_nobody_comes_in(serve_fake, header) -> None:
+def test_requests_without_a_valid_key_are_refused(serve_fake, header) -> None:
     client = serve_fake(keys=KEYS)
     headers = {} if header is None else {"authorization": header.encode()}
     refused = client.post("/v1/completions", content=b"not even JSON", headers=headers)
@@ -29,13 +29,13 @@ def test_without_a_key_nobody_comes_in(serve_fake, header) -> None:
     assert refused.headers["www-authenticate"] == "Bearer"
 
 
-def test_a_key_opens(serve_fake) -> None:
+def test_a_valid_key_gives_access(serve_fake) -> None:
     client = serve_fake(keys=KEYS)
     assert client.post("/v1/completions", json=COMPLETION, headers=bearer("k-ann")).is_success
     assert client.get("/v1/models", headers={"authorization": "bearer  k-bob"}).is_success
 
 
-def test_administration_takes_an_administrators_key(serve_fake) -> None:
+def test_admin_routes_need_an_administrators_key(serve_fake) -> None:
     client = serve_fake(keys=KEYS)
     assert client.get("/kvboost/cache").status_code == 401
     refused = client.get("/kvboost/cache", headers=bearer("k-ann"))
@@ -43,7 +43,7 @@ def test_administration_takes_an_administrators_key(serve_fake) -> None:
     assert client.get("/kvboost/cache", headers=bearer("k-root")).is_success
 
 
-def test_any_key_administers_where_none_is_marked(serve_fake) -> None:
+def test_every_key_is_an_administrators_if_none_is_marked(serve_fake) -> None:
     client = serve_fake(keys=KEYS[:2])
     assert client.get("/kvboost/live", headers=bearer("k-bob")).is_success
 
@@ -54,12 +54,12 @@ def test_the_page_and_health_are_public(serve_fake) -> None:
         assert client.get(path).is_success
 
 
-def test_without_keys_everything_is_open(client) -> None:
+def test_without_keys_all_routes_are_open(client) -> None:
     assert client.get("/kvboost/cache").is_success
     assert client.get("/v1/models", headers=bearer("whatever")).is_success
 
 
-def test_every_key_has_salts_of_its_own(serve_fake, fake) -> None:
+def test_every_key_has_its_own_salts(serve_fake, fake) -> None:
     client = serve_fake(keys=KEYS)
     for key in ("k-ann", "k-bob", "k-ann"):
         for salt in ("", "x"):
@@ -70,14 +70,14 @@ def test_every_key_has_salts_of_its_own(serve_fake, fake) -> None:
     assert all(len(salt) >= 32 and "k-ann" not in salt for salt in salts)
 
 
-def test_a_shared_cache_has_the_requests_salts_alone(serve_fake, fake) -> None:
+def test_a_shared_cache_uses_only_the_requests_salts(serve_fake, fake) -> None:
     client = serve_fake(keys=KEYS, shared_cache=True)
     for key in ("k-ann", "k-bob"):
         client.post("/v1/completions", json={**COMPLETION, "cache_salt": "x"}, headers=bearer(key))
     assert [asked["cache_salt"] for asked in fake.asked] == ["x", "x"]
 
 
-def test_a_salt_cannot_reach_into_another_tenants() -> None:
+def test_no_salt_reaches_another_tenants_cache() -> None:
     keys = Keys(ServerSettings(keys=KEYS))
     ann, bob = keys.tenant("Bearer k-ann"), keys.tenant("Bearer k-bob")
     assert ann.salt("x") == keys.tenant("Bearer k-ann").salt("x")
@@ -91,5 +91,30 @@ def test_tenants_are_found_by_name() -> None:
         keys.named("eve")
 
 
-def test_a_key_does_not_show_in_what_is_printed() -> None:
+def test_printed_settings_do_not_show_keys() -> None:
     assert "k-ann" not in repr(ServerSettings(keys=KEYS))
+
+
+def test_the_engine_counts_requests_by_tenant(serve_fake, fake) -> None:
+    """Not by salt: a new salt for each request must not evade fairness."""
+    client = serve_fake(keys=KEYS)
+    for key, salt in (("k-ann", "1"), ("k-ann", "2"), ("k-bob", "1")):
+        body = {**COMPLETION, "cache_salt": salt}
+        assert client.post("/v1/completions", json=body, headers=bearer(key)).is_success
+    assert [asked["tenant"] for asked in fake.asked] == ["ann", "ann", "bob"]
+
+
+@pytest.mark.parametrize("keys", [(), KEYS[:1]])
+def test_a_single_tenant_may_use_the_whole_queue(serve_fake, fake, keys) -> None:
+    client = serve_fake(keys=keys)
+    assert client.post("/v1/completions", json=COMPLETION, headers=bearer("k-ann")).is_success
+    assert fake.asked[0]["tenant"] == ""
+
+
+def test_a_tenant_among_others_may_ask_for_its_share_of_the_queue(serve_fake) -> None:
+    """9 answers can run and 9 can wait, 5 of them for one tenant."""
+    client = serve_fake(keys=KEYS)
+    for prompts, status in ((14, 200), (15, 400)):
+        body = {**COMPLETION, "prompt": ["hi"] * prompts}
+        answer = client.post("/v1/completions", json=body, headers=bearer("k-ann"))
+        assert answer.status_code == status

@@ -1,4 +1,4 @@
-"""Chat completions, in the shapes OpenAI's clients read."""
+"""Chat completions, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def body(**more: Any) -> dict[str, Any]:
     return {"model": "fake", "messages": MESSAGES, **more}
 
 
-def test_an_answer_in_one_piece(client) -> None:
+def test_a_whole_answer(client) -> None:
     answer = client.post("/v1/chat/completions", json=body())
     assert answer.status_code == 200
     said = answer.json()
@@ -36,7 +36,7 @@ def test_an_answer_in_one_piece(client) -> None:
     assert float(answer.headers["x-kvboost-ttft-ms"]) > 0
 
 
-def test_a_stream_begins_with_the_role_and_ends_with_the_reason(client) -> None:
+def test_a_stream_begins_with_the_role_and_ends_with_the_finish_reason(client) -> None:
     answer = client.post("/v1/chat/completions", json=body(stream=True))
     assert answer.headers["content-type"].startswith("text/event-stream")
     chunks = events(answer.text)
@@ -51,7 +51,7 @@ def test_a_stream_begins_with_the_role_and_ends_with_the_reason(client) -> None:
     assert not any("usage" in chunk for chunk in chunks)
 
 
-def test_usage_comes_last_when_it_is_asked_for(client) -> None:
+def test_include_usage_adds_a_last_chunk(client) -> None:
     asked = body(stream=True, stream_options={"include_usage": True})
     *chunks, last = events(client.post("/v1/chat/completions", json=asked).text)
     assert all(chunk["usage"] is None and "kvboost" not in chunk for chunk in chunks)
@@ -59,7 +59,7 @@ def test_usage_comes_last_when_it_is_asked_for(client) -> None:
     assert last["kvboost"]["computed_tokens"] == 7
 
 
-def test_several_answers_have_seeds_of_their_own(client, fake) -> None:
+def test_each_of_several_answers_has_its_own_seed(client, fake) -> None:
     answer = client.post("/v1/chat/completions", json=body(n=3, seed=2**63 - 2)).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     assert [asked["seed"] for asked in fake.asked] == [2**63 - 2, 2**63 - 1, 0]
@@ -67,7 +67,7 @@ def test_several_answers_have_seeds_of_their_own(client, fake) -> None:
     assert all(choice["kvboost"]["computed_tokens"] == 7 for choice in answer["choices"])
 
 
-def test_several_streamed_answers_are_told_apart(client) -> None:
+def test_streamed_answers_have_their_index(client) -> None:
     chunks = events(client.post("/v1/chat/completions", json=body(n=2, stream=True)).text)
     for index in (0, 1):
         mine = [one["choices"][0] for one in chunks if one["choices"][0]["index"] == index]
@@ -84,10 +84,13 @@ def test_an_answer_may_be_empty(client, fake) -> None:
     assert len(chunks) == 2 and chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_what_was_asked_reaches_the_engine(client, fake) -> None:
+def test_all_options_reach_the_engine(client, fake) -> None:
     asked = body(
         temperature=0.5,
         top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        repetition_penalty=1.1,
         stop=["a", "b"],
         presence_penalty=1,
         frequency_penalty=-1,
@@ -107,9 +110,13 @@ def test_what_was_asked_reaches_the_engine(client, fake) -> None:
             "mode": "prefix_cache",
             "timeout": 600.0,
             "cache_salt": "s",
+            "tenant": "",
             "seed": None,
             "temperature": 0.5,
             "top_p": 0.9,
+            "top_k": 40,
+            "min_p": 0.05,
+            "repetition_penalty": 1.1,
             "stop": ["a", "b"],
             "presence_penalty": 1.0,
             "frequency_penalty": -1.0,
@@ -121,14 +128,14 @@ def test_what_was_asked_reaches_the_engine(client, fake) -> None:
     ]
 
 
-def test_defaults_are_openais(client, fake) -> None:
+def test_defaults_are_those_of_openai(client, fake) -> None:
     client.post("/v1/chat/completions", json=body())
     (asked,) = fake.asked
     assert asked["temperature"] == 1.0 and "top_p" not in asked and "logprobs" not in asked
-    assert asked["max"] == 93  # what a context of 100 still holds behind 7
+    assert asked["max"] == 93  # a context of 100, less the 7 tokens of the prompt
 
 
-def test_parts_and_developers_become_what_templates_know(client, fake) -> None:
+def test_parts_and_developers_are_rewritten_for_the_template(client, fake) -> None:
     messages = [
         {"role": "developer", "content": "be kind"},
         {"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]},
@@ -143,8 +150,15 @@ def test_parts_and_developers_become_what_templates_know(client, fake) -> None:
     [
         ("tools", [], "tools is not supported"),
         ("functions", [{}], "functions is not supported"),
-        ("modalities", ["text"], "modalities is not supported"),
-        ("service_tier", "flex", "service_tier is not supported"),
+        ("modalities", ["audio"], "modalities[0]: must be 'text'"),
+        ("service_tier", "flex", "must be 'auto' or 'default'"),
+        ("tool_choice", "required", "must be 'none' or 'auto'"),
+        ("reasoning_effort", "high", "must be 'none'"),
+        ("top_k", -2, "greater than or equal to -1"),
+        ("min_p", 1.5, "less than or equal to 1"),
+        ("repetition_penalty", 0, "greater than or equal to 0.01"),
+        ("metadata", {str(n): "x" for n in range(17)}, "17 entries; at most 16"),
+        ("metadata", {"a": 1}, "must be a valid string"),
         ("store", True, "true is not supported"),
         ("response_format", {"type": "json_object"}, "must be 'text'"),
         ("nonsense", 1, "nonsense is not a field"),
@@ -152,7 +166,7 @@ def test_parts_and_developers_become_what_templates_know(client, fake) -> None:
         ("n", True, "must be a valid integer"),
         ("temperature", "1", "must be a valid number"),
         ("temperature", 2.5, "less than or equal to 2"),
-        ("stop", ["a"] * 5, "up to 4"),
+        ("stop", ["a"] * 5, "at most 4 items"),
         ("max_tokens", 0, "greater than or equal to 1"),
         ("top_logprobs", 3, "goes with logprobs"),
         ("stream_options", {}, "goes with stream=true"),
@@ -161,30 +175,67 @@ def test_parts_and_developers_become_what_templates_know(client, fake) -> None:
         ("seed", "seven", "valid integer"),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(client, field, value, message) -> None:
+def test_an_unsupported_field_is_refused_by_name(client, field, value, message) -> None:
     refused = client.post("/v1/chat/completions", json=body(**{field: value}))
     assert refused.status_code == 400
     error = refused.json()["error"]
     assert error["type"] == "invalid_request_error"
-    assert error["param"].partition(".")[0] == field
+    assert error["param"].partition(".")[0].partition("[")[0] == field
     assert message in error["message"]
 
 
 @pytest.mark.parametrize(
-    ("message", "param"),
+    ("message", "param", "told"),
     [
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].role"),
-        ({"role": "user", "content": None}, "messages[0].content"),
-        ({"role": "user"}, "messages[0].content"),
-        ({"role": "user", "content": "x", "name": "me"}, "messages[0].name"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content"),
+        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "role", "must be 'system'"),
+        ({"role": "user", "content": None}, "content", "must be a string or a list of parts"),
+        ({"role": "user"}, "content", "is missing"),
+        ({"role": "user", "content": []}, "content", "at least 1 item"),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+            "tool_calls",
+            "tool_calls is not supported",
+        ),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "content[0].type",
+            "images are not supported",
+        ),
+        (
+            {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},
+            "content[0].type",
+            "audio is not supported",
+        ),
+        ({"role": "user", "content": [{"type": "text"}]}, "content[0].text", "is missing"),
+        ({"role": "user", "content": ["x"]}, "content[0]", "must be a valid dictionary"),
     ],
 )
-def test_a_wrong_message_is_named(client, message, param) -> None:
-    refused = client.post("/v1/chat/completions", json=body(messages=[message]))
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+def test_an_error_about_a_message_names_its_wrong_field(client, message, param, told) -> None:
+    messages = [*MESSAGES, message]
+    refused = client.post("/v1/chat/completions", json=body(messages=messages))
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == f"messages[1].{param}" and told in error["message"]
 
 
-def test_a_null_is_as_good_as_nothing(client) -> None:
-    asked = body(tools=None, n=None, stop=None, logprobs=None, response_format={"type": "text"})
-    assert client.post("/v1/chat/completions", json=asked).status_code == 200
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": None, "n": None, "stop": None, "logprobs": None, "reasoning_effort": None},
+        {"response_format": {"type": "text"}, "modalities": ["text"], "verbosity": "medium"},
+        {"tool_choice": "none", "parallel_tool_calls": True, "store": False},
+        {"tool_choice": "auto", "service_tier": "auto", "reasoning_effort": "none"},
+        {"service_tier": "default", "prompt_cache_key": "k", "safety_identifier": "u"},
+        {"metadata": {"a": "b"}, "user": "me"},
+        {"messages": [{"role": "user", "content": "hi", "name": "ann"}]},
+    ],
+)
+def test_fields_that_ask_for_nothing_change_nothing(client, fake, more) -> None:
+    for asked in (body(), body(**more)):
+        assert client.post("/v1/chat/completions", json=asked).status_code == 200
+    assert fake.asked[0] == fake.asked[1]
+
+
+def test_top_k_is_off_at_minus_one(client, fake) -> None:
+    client.post("/v1/chat/completions", json=body(top_k=-1))
+    assert fake.asked[0]["top_k"] == 0

@@ -1,4 +1,4 @@
-"""Completions, in the shapes OpenAI's clients read."""
+"""Completions, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def body(prompt: Any = "Say", **more: Any) -> dict[str, Any]:
     return {"model": "fake", "prompt": prompt, **more}
 
 
-def test_an_answer_in_one_piece(client, fake) -> None:
+def test_a_whole_answer(client, fake) -> None:
     said = client.post("/v1/completions", json=body()).json()
     assert said["object"] == "text_completion" and said["id"].startswith("cmpl-")
     (choice,) = said["choices"]
@@ -21,7 +21,7 @@ def test_an_answer_in_one_piece(client, fake) -> None:
     assert fake.asked[0]["max"] == 16
 
 
-def test_a_stream_is_pieces_and_a_reason(client) -> None:
+def test_a_stream_is_pieces_and_a_finish_reason(client) -> None:
     chunks = events(client.post("/v1/completions", json=body(stream=True)).text)
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [choice["text"] for choice in choices] == ["Hel", "lo", ""]
@@ -37,14 +37,14 @@ def test_a_stream_is_pieces_and_a_reason(client) -> None:
         ([[97], [98]], [b"a", b"b"]),
     ],
 )
-def test_prompts_are_text_or_ids_one_or_several(client, fake, prompt, read) -> None:
+def test_a_prompt_is_text_or_ids_or_a_list_of_them(client, fake, prompt, read) -> None:
     said = client.post("/v1/completions", json=body(prompt, n=2)).json()
     assert [bytes(asked["prompt"]) for asked in fake.asked] == [one for one in read for _ in "12"]
     assert [choice["index"] for choice in said["choices"]] == list(range(2 * len(read)))
     assert said["usage"]["prompt_tokens"] == sum(map(len, read))
 
 
-def test_seeds_begin_anew_with_every_prompt(client, fake) -> None:
+def test_every_prompt_starts_with_the_same_seed(client, fake) -> None:
     client.post("/v1/completions", json=body(["a", "b"], n=2, seed=5))
     assert [asked["seed"] for asked in fake.asked] == [5, 6, 5, 6]
 
@@ -58,7 +58,7 @@ def test_a_prompt_may_be_echoed(client) -> None:
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["Say", "Hel", "lo", ""]
 
 
-def test_log_probabilities_stand_beside_the_tokens(client) -> None:
+def test_log_probabilities_and_text_offsets(client) -> None:
     said = client.post("/v1/completions", json=body(logprobs=0)).json()
     found = said["choices"][0]["logprobs"]
     assert found["token_logprobs"] == [-0.5, -0.5] and found["text_offset"] == [0, 1]
@@ -67,22 +67,25 @@ def test_log_probabilities_stand_beside_the_tokens(client) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("best_of", 2, "best_of must be n"),
+        ("best_of", 2, "best_of must be equal to n"),
         ("suffix", "x", "suffix is not supported"),
         ("prompt", "", "none of them empty"),
         ("prompt", [], "none of them empty"),
-        ("prompt", [1, "a"], "a string, token ids"),
-        ("prompt", [-1], "a string, token ids"),
-        ("prompt", ["a"] * 33, "up to 32"),
+        ("prompt", [1, "a"], "prompt[1]: must be a valid integer"),
+        ("prompt", [-1], "prompt[0]: must be greater than or equal to 0"),
+        ("prompt", ["a"] * 33, "at most 32 items"),
+        ("prompt", 7, "up to 32 of either"),
+        ("prompt", ["a", ""], "prompt[1]: string should have at least 1 character"),
+        ("prompt", [[1], []], "prompt[1]: list should have at least 1 item"),
         ("logprobs", 21, "less than or equal to 20"),
         ("tools", [], "tools is not a field"),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(client, field, value, message) -> None:
+def test_an_unsupported_field_is_refused_by_name(client, field, value, message) -> None:
     refused = client.post("/v1/completions", json=body(**{field: value}))
     assert refused.status_code == 400
     error = refused.json()["error"]
-    assert error["param"] == field and message in error["message"]
+    assert error["param"].partition("[")[0] == field and message in error["message"]
 
 
 def test_echo_and_log_probabilities_do_not_go_together(client) -> None:
@@ -90,7 +93,7 @@ def test_echo_and_log_probabilities_do_not_go_together(client) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "echo"
 
 
-def test_more_answers_than_the_queue_ever_holds_are_refused(client) -> None:
+def test_more_answers_than_the_queue_holds_are_refused(client) -> None:
     refused = client.post("/v1/completions", json=body(["a"] * 10, n=2))
     assert refused.status_code == 400
-    assert "20 answers; this server takes 18" in refused.json()["error"]["message"]
+    assert "20 answers; this server allows 18" in refused.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, whatever goes wrong, and nothing of a prompt in the log."""
+"""Errors in OpenAI's format, and no text of a prompt in the log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JSON = {"content-type": "application/json"}
 @pytest.mark.parametrize(
     ("raised", "status", "code"),
     [
-        (ContextLengthError(300, 256), 413, "context_length_exceeded"),
+        (ContextLengthError(300, 256), 400, "context_length_exceeded"),
         (KVTooLargeError(50, 2048, 1024), 413, "kv_bytes_exceeded"),
         (QueueFullError(64, 3), 429, "queue_full"),
         (ShuttingDownError(), 503, "shutting_down"),
@@ -32,14 +32,16 @@ JSON = {"content-type": "application/json"}
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_engine_refuses(client, fake, raised, status, code, stream) -> None:
+def test_errors_of_the_engine_have_their_status_and_code(
+    client, fake, raised, status, code, stream
+) -> None:
     fake.refuse = raised
     answer = client.post("/v1/chat/completions", json={**CHAT, "stream": stream})
     assert answer.status_code == status
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["code"] == code
     assert "secret" not in answer.text
-    if status == 413:
+    if code.endswith("_exceeded"):
         assert any(number in error["message"] for number in ("300", "2,048"))
     if status == 429:
         assert answer.headers["retry-after"] == "3"
@@ -48,12 +50,12 @@ def test_what_the_engine_refuses(client, fake, raised, status, code, stream) -> 
 @pytest.mark.parametrize(
     ("reason", "status"), [("timeout", 504), ("cancelled", 503), ("error", 500)]
 )
-def test_an_answer_that_ends_badly_is_an_error(client, fake, reason, status) -> None:
+def test_an_answer_that_did_not_finish_is_an_error(client, fake, reason, status) -> None:
     fake.finish_reason = reason
     assert client.post("/v1/chat/completions", json=CHAT).status_code == status
 
 
-def test_a_stream_that_ends_badly_says_so_and_is_not_done(client, fake) -> None:
+def test_a_stream_that_did_not_finish_ends_with_an_error_event(client, fake) -> None:
     fake.finish_reason = "timeout"
     answer = client.post("/v1/chat/completions", json={**CHAT, "stream": True})
     assert answer.status_code == 200
@@ -62,7 +64,7 @@ def test_a_stream_that_ends_badly_says_so_and_is_not_done(client, fake) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failure_shows_nobody_its_message(client, fake, caplog, stream) -> None:
+def test_the_message_of_a_failure_is_neither_sent_nor_logged(client, fake, caplog, stream) -> None:
     caplog.set_level(logging.INFO)
     fake.pieces = ("Hel", RuntimeError("my secret plan failed"))
     answer = client.post("/v1/chat/completions", json={**CHAT, "stream": stream})
@@ -72,7 +74,7 @@ def test_a_failure_shows_nobody_its_message(client, fake, caplog, stream) -> Non
     assert answer.headers["x-request-id"] in caplog.text
 
 
-def test_prompts_are_logged_when_someone_wants_that(serve_fake, caplog) -> None:
+def test_prompts_are_logged_only_with_log_prompts(serve_fake, caplog) -> None:
     caplog.set_level(logging.INFO)
     serve_fake().post("/v1/chat/completions", json=CHAT)
     assert "secret" not in caplog.text
@@ -98,27 +100,31 @@ def test_prompts_are_logged_when_someone_wants_that(serve_fake, caplog) -> None:
         (b'{"model":"fake","prompt":"a","\\ud800":1}', "unicode"),
     ],
 )
-def test_a_body_that_is_none(client, content, message) -> None:
+def test_a_body_that_cannot_be_read_is_refused(client, content, message) -> None:
     refused = client.post("/v1/completions", content=content, headers=JSON)
     assert refused.status_code == 400
     assert message in refused.json()["error"]["message"]
 
 
-def test_null_bytes_are_characters_like_any(client, fake) -> None:
+def test_a_prompt_may_contain_null_bytes(client, fake) -> None:
     asked = {"model": "fake", "prompt": "a\0b"}
     assert client.post("/v1/completions", json=asked).status_code == 200
     assert fake.asked[0]["prompt"] == [97, 0, 98]
 
 
-def test_a_model_that_is_not_here(client) -> None:
+def test_an_unknown_model_is_refused(client) -> None:
     refused = client.post("/v1/chat/completions", json={**CHAT, "model": "gpt-7"})
     assert refused.status_code == 404
     error = refused.json()["error"]
     assert error["code"] == "model_not_found" and "there is fake" in error["message"]
 
 
-def test_paths_and_methods_that_are_not_here(client) -> None:
-    assert client.get("/nothing").json()["error"]["message"] == "there is no /nothing here"
+def test_unknown_paths_and_methods_are_refused(client) -> None:
+    unknown = client.post("/v1/embeddings", json={"input": "a"})
+    assert unknown.status_code == 404
+    message = unknown.json()["error"]["message"]
+    assert message.startswith("there is no /v1/embeddings here; the endpoints are ")
+    assert "POST /v1/chat/completions" in message and "GET /v1/models" in message
     wrong = client.get("/v1/chat/completions")
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
     assert "GET is not allowed" in wrong.json()["error"]["message"]

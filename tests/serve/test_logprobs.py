@@ -1,4 +1,4 @@
-"""Tokens and their text, wherever characters and stop strings are cut."""
+"""The text of tokens, where tokens cut characters and stop strings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read(*ids: int, **top: object) -> list[TokenLogprob]:
     return [TokenLogprob(one, -one / 10, **top) for one in ids]
 
 
-def test_tokens_come_as_their_text_is_shown() -> None:
+def test_tokens_are_taken_when_their_text_is_shown() -> None:
     reader = TokenReader(decode, last_prompt_id=1)
     (first,) = reader.take(read(1), shown=3)
     assert (first.text, first.offset, first.logprob) == ("Hel", 0, -0.1)
@@ -34,14 +34,14 @@ def test_a_character_of_two_tokens_belongs_to_both() -> None:
     assert b"".join(bytes(one["bytes"]) for one in content).decode() == "Helélo"
 
 
-def test_what_is_behind_the_answer_is_left_out() -> None:
+def test_tokens_after_the_answer_are_left_out() -> None:
     """A stop string, and the end of the sequence."""
     reader = TokenReader(decode, last_prompt_id=1)
     assert [token.token_id for token in reader.take(read(1, 6, 5), shown=3)] == [1]
     assert reader.take(read(1, 6, 5), shown=3) == []
 
 
-def test_a_blank_at_a_words_beginning_is_seen_behind_another_token() -> None:
+def test_the_blank_before_a_word_is_shown() -> None:
     def strips(ids) -> str:  # as tokenizers of the sentencepiece family do
         return "".join({1: " a", 2: " b"}[one] for one in ids).removeprefix(" ")
 
@@ -50,7 +50,7 @@ def test_a_blank_at_a_words_beginning_is_seen_behind_another_token() -> None:
     assert tokens[0].text == " b" and tokens[0].top == ((" a", 1, -2.0),)
 
 
-def test_tokens_of_the_same_text_go_by_their_id() -> None:
+def test_tokens_with_the_same_text_are_named_by_id() -> None:
     reader = TokenReader(decode, last_prompt_id=1)
     top = ((2, -0.1), (3, -0.2), (4, -0.3), (5, -0.4))
     shape = completion_logprobs(reader.take(read(2, top=top), shown=2))

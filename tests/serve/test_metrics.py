@@ -1,9 +1,12 @@
-"""What Prometheus reads, read back by its own parser."""
+"""Metrics, read with Prometheus' own parser."""
 
 from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvboost.serve.settings import ApiKey
+
+KEYS = (ApiKey("ann", "k-ann"), ApiKey("root", "k-root", is_admin=True))
 COMPLETION = {"model": "fake", "prompt": "hello"}
 
 
@@ -17,7 +20,7 @@ def scrape(client) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_answers_are_counted_by_how_they_ended_and_where_rows_came_from(client, fake) -> None:
+def test_answers_are_counted_by_finish_reason_and_source_of_rows(client, fake) -> None:
     client.post("/v1/completions", json=COMPLETION)
     client.post("/v1/completions", json={**COMPLETION, "n": 2, "stream": True})
     fake.finish_reason = "timeout"
@@ -35,7 +38,7 @@ def test_answers_are_counted_by_how_they_ended_and_where_rows_came_from(client, 
     assert seen["kvboost_responses_total", "504"] == 1
 
 
-def test_the_engines_own_counts_are_shown(client) -> None:
+def test_the_counts_of_the_engine_are_shown(client) -> None:
     seen = scrape(client)
     assert seen["kvboost_rejected_total",] == 5
     assert seen["kvboost_serving_max_running",] == 9
@@ -45,8 +48,24 @@ def test_the_engines_own_counts_are_shown(client) -> None:
     assert seen["kvboost_cache_evicted_total",] == 0
 
 
-def test_servers_in_one_process_count_apart(serve_fake) -> None:
+def test_servers_in_one_process_have_separate_metrics(serve_fake) -> None:
     one, other = serve_fake(), serve_fake()
     one.post("/v1/completions", json=COMPLETION)
     assert scrape(one)["kvboost_answers_total", "stop"] == 1
     assert scrape(other)["kvboost_answers_total", "stop"] == 0
+
+
+def test_metrics_can_need_an_administrators_key(serve_fake) -> None:
+    """They show when and how much other tenants read."""
+    client = serve_fake(keys=KEYS, metrics="key")
+    for key, status in ((None, 401), ("k-no", 401), ("k-ann", 403), ("k-root", 200)):
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        assert client.get("/metrics", headers=headers).status_code == status
+    operation = client.get("/openapi.json").json()["paths"]["/metrics"]["get"]
+    assert operation["security"] == [{"key": []}] and "401" in operation["responses"]
+
+
+def test_metrics_can_be_off(serve_fake) -> None:
+    client = serve_fake(metrics="off")
+    assert client.get("/metrics").status_code == 404
+    assert "/metrics" not in client.get("/openapi.json").json()["paths"]

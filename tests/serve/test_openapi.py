@@ -1,5 +1,5 @@
-"""The OpenAPI document is what the server does: schemathesis looks for a request, right or wrong,
-that is answered otherwise than it says."""
+"""The OpenAPI document is true: schemathesis looks for a valid or invalid request whose response is
+not documented."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ fuzzed = schemathesis.openapi.from_dict(DOCUMENT)
 
 @fuzzed.auth()
 class Auth:
-    """schemathesis also leaves the key out, and brings wrong ones."""
+    """schemathesis also sends requests without a key and with wrong keys."""
 
     def get(self, case, context) -> str:
         return KEY
@@ -37,7 +37,7 @@ class Auth:
 
 
 class Brief(KVBoost):
-    """Says four tokens at most, whatever it is asked: nobody waits for 2**31."""
+    """Generates at most four tokens, even if a request asks for 2**31."""
 
     def astream(self, prompt, max_new_tokens=64, *args, **options):
         return super().astream(prompt, min(max_new_tokens, 4), *args, **options)
@@ -55,7 +55,7 @@ def server() -> Iterator[LiveServer]:
 
 @fuzzed.parametrize()
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-def test_the_server_does_what_its_document_says(case, server) -> None:
+def test_responses_are_as_documented(case, server) -> None:
     case.validate_response(case.call(base_url=server.url))
 
 

@@ -23,7 +23,7 @@ from playwright.sync_api import expect
 from kvboost.serve.settings import ApiKey
 from live_server import live_server
 
-expect.set_options(timeout=15_000)  # a busy machine is no failure
+expect.set_options(timeout=15_000)  # for a busy machine
 KEY = "a-key-of-the-test"
 OpenPage = Callable[..., "Page"]
 
@@ -46,7 +46,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def fresh_address() -> Iterator[str]:
-    """Of a server whose cache holds nothing yet."""
+    """A server with an empty cache."""
     with serving() as url:
         yield url
 
@@ -118,7 +118,7 @@ def text_of(seed: str, length: int = 600) -> str:
     return " ".join(words)[:length].strip()
 
 
-def test_a_text_that_is_asked_about_twice_is_exact_the_second_time(open_page: OpenPage) -> None:
+def test_the_second_question_about_a_text_reuses_it_exactly(open_page: OpenPage) -> None:
     page = open_page()
     ask(page, text_of("a"), "First?")
     assert page.locator("#answer").inner_text()
@@ -152,7 +152,7 @@ def test_three_clicks_on_an_example_show_moved_text(open_page: OpenPage) -> None
     assert page.locator(".strip .recomputed").count() > 0
 
 
-def test_spans_are_walked_by_keyboard(open_page: OpenPage) -> None:
+def test_arrow_keys_move_between_spans(open_page: OpenPage) -> None:
     page = open_page()
     ask(page, text_of("k"))
     ask(page, text_of("k"))
@@ -202,8 +202,8 @@ def test_an_answer_can_be_stopped(open_page: OpenPage) -> None:
     expect(queue).to_have_attribute("aria-label", re.compile(r"^0 of \d+ running"))
 
 
-def test_what_the_server_refuses_is_said(open_page: OpenPage) -> None:
-    page = open_page(allowed="413")
+def test_an_error_of_the_server_is_shown(open_page: OpenPage) -> None:
+    page = open_page(allowed="400")
     page.get_by_label("Documents").fill("x" * 10_000)
     page.get_by_label("Question", exact=True).fill("Why?")
     page.get_by_role("button", name="Ask", exact=True).click()
@@ -231,7 +231,7 @@ def test_charts_follow_the_requests(open_page: OpenPage) -> None:
     expect(sources.locator(".note")).to_have_text(summary)
 
 
-def test_a_server_that_goes_away_is_missed_and_found_again(open_page: OpenPage) -> None:
+def test_the_page_notices_that_the_server_is_away_and_back(open_page: OpenPage) -> None:
     page = open_page(allowed="ERR_FAILED")
     state = page.locator("#connection")
     expect(state).to_have_text("live")
@@ -241,7 +241,7 @@ def test_a_server_that_goes_away_is_missed_and_found_again(open_page: OpenPage) 
     expect(state).to_have_text("live")
 
 
-def test_a_server_that_was_restarted_is_asked_from_the_start(open_page: OpenPage) -> None:
+def test_after_a_restart_the_page_starts_from_the_beginning(open_page: OpenPage) -> None:
     page = open_page()
     ask(page, "Something.")
     expect(page.locator("circle").first).to_be_visible()
@@ -257,7 +257,7 @@ def test_a_server_that_was_restarted_is_asked_from_the_start(open_page: OpenPage
     page.unroute_all(behavior="wait")
 
 
-def test_a_hidden_tab_asks_nothing(open_page: OpenPage) -> None:
+def test_a_hidden_tab_sends_no_requests(open_page: OpenPage) -> None:
     page = open_page()
     state = page.locator("#connection")
     expect(state).to_have_text("live")
@@ -292,7 +292,7 @@ def test_a_text_is_forgotten_only_when_that_is_confirmed(
     page.get_by_label("Forget a text").fill(text_of("f"))
     page.get_by_role("button", name="Forget", exact=True).click()
     dialog = page.get_by_role("dialog")
-    expect(dialog).to_contain_text("cannot be taken back")
+    expect(dialog).to_contain_text("cannot be undone")
     expect(dialog.get_by_role("button", name="Keep it")).to_be_focused()
     page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
@@ -323,14 +323,14 @@ def test_a_key_is_asked_for_and_kept_for_the_session(open_page: OpenPage) -> Non
         assert page.evaluate("JSON.stringify(localStorage)") == "{}"
         assert page.evaluate("document.cookie") == ""
         assert KEY in page.evaluate("JSON.stringify(sessionStorage)")
-        page.get_by_role("button", name="Let go of it").click()
+        page.get_by_role("button", name="Remove key").click()
         expect(page.locator("#connection")).to_have_text("needs a key")
         assert page.evaluate("JSON.stringify(sessionStorage)") == "{}"
         page.context.close()
 
 
 @pytest.mark.parametrize("width", [360, 1280])
-def test_it_fits_and_can_be_read_in_light_and_dark(open_page: OpenPage, width: int) -> None:
+def test_the_page_fits_and_is_readable_in_light_and_dark(open_page: OpenPage, width: int) -> None:
     page = open_page(viewport={"width": width, "height": 800})
     expect(page.locator("#connection")).to_have_text("live")
     assert faint_texts(page) == []
@@ -344,7 +344,7 @@ def test_it_fits_and_can_be_read_in_light_and_dark(open_page: OpenPage, width: i
         assert faint_texts(page) == []
 
 
-def test_the_way_by_keyboard_begins_with_a_skip_link(open_page: OpenPage) -> None:
+def test_the_first_key_stop_is_a_skip_link(open_page: OpenPage) -> None:
     page = open_page()
     page.keyboard.press("Tab")
     skip = page.get_by_role("link", name="Skip to the playground")

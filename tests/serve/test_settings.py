@@ -1,4 +1,4 @@
-"""Settings and key files, checked once."""
+"""Settings and key files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvboost.errors import ConfigError
 from kvboost.serve.settings import ApiKey, ServerSettings, is_loopback, parse_keys
 
 
-def test_keys_come_in_three_forms() -> None:
+def test_the_three_forms_of_keys() -> None:
     lines = ["# ours", "", "plain", " ann:secret ", "admin:root:word"]
     assert parse_keys(lines, "keys.txt") == (
         ApiKey("key-1", "plain"),
@@ -26,8 +26,8 @@ def test_keys_come_in_three_forms() -> None:
         ([":key"], "entry 1"),
         (["ann:two words"], "printable ASCII"),
         (["ann:schlüssel"], "printable ASCII"),
-        (["ann:x", "ann:y"], "a name stands twice"),
-        (["ann:x", "bob:x"], "a key stands twice"),
+        (["ann:x", "ann:y"], "a name occurs twice"),
+        (["ann:x", "bob:x"], "a key occurs twice"),
     ],
 )
 def test_a_wrong_key_file_is_refused_without_showing_keys(lines, message) -> None:
@@ -44,6 +44,11 @@ def test_a_wrong_key_file_is_refused_without_showing_keys(lines, message) -> Non
         ({"max_body_bytes": 10}, "max_body_bytes=10"),
         ({"default_max_tokens": 0}, "default_max_tokens=0"),
         ({"served_names": ("",)}, "served_names"),
+        ({"metrics": "secret"}, "metrics='secret'"),
+        ({"metrics": "key"}, "needs API keys"),
+        ({"max_connections": 0}, "max_connections=0"),
+        ({"max_anonymous_requests": 0}, "max_anonymous_requests=0"),
+        ({"head_seconds": -1}, "head_seconds=-1"),
         ({"drain_seconds": float("nan")}, "drain_seconds"),
     ],
 )
@@ -65,5 +70,5 @@ def test_wrong_settings_are_refused(settings, message) -> None:
         ("example.org", False),
     ],
 )
-def test_what_only_this_machine_reaches(host, is_local) -> None:
+def test_loopback_addresses(host, is_local) -> None:
     assert is_loopback(host) is is_local

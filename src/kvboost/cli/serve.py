@@ -84,6 +84,10 @@ def serve(
     shared_cache: Annotated[
         bool, typer.Option("--shared-cache", help="All keys share one cache.")
     ] = False,
+    metrics: Annotated[
+        str,
+        typer.Option(help="Who may read /metrics: open, key (an administrator's), or off."),
+    ] = "open",
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Write prompts to the log.")
     ] = False,
@@ -124,6 +128,7 @@ def serve(
             shared_cache=shared_cache,
             timeout=timeout or None,
             drain_seconds=drain_seconds,
+            metrics=metrics,
             log_prompts=log_prompts,
             # A web page can make a browser call 127.0.0.1 under the page's own host name.
             allowed_hosts=(*_LOCAL, *hosts)
@@ -206,7 +211,7 @@ def _description(engine: Any, name: str) -> str:
 
     config = engine.config
     dtype = str(engine.dtype).removeprefix("torch.")
-    kernels = examine(engine.model_name, engine.device, engine.dtype).facts["native kernels"]
+    kernels = examine(engine.model_name, engine.device, engine.dtype).facts["kernels"]
     cache = f"{format_bytes(config.max_cache_bytes)} in memory"
     if config.disk_cache_dir is not None:
         cache += f" and {format_bytes(config.disk_cache_bytes)} in {config.disk_cache_dir}"

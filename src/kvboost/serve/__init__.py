@@ -1,1 +1,1 @@
-"""Many users at once: the loop that serves them together, and the server in front of it."""
+"""The HTTP server: OpenAI's API, administration, and a page."""

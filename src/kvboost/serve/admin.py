@@ -1,4 +1,4 @@
-"""``/kvboost/...``: what an operator may look at and do."""
+"""``/kvboost/...``: what an operator can see and do."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from starlette.responses import JSONResponse, Response
 
 import kvboost
 from kvboost.serve.auth import Tenant
-from kvboost.serve.chat import chat_ask
-from kvboost.serve.completions import completion_ask
-from kvboost.serve.errors import from_engine
+from kvboost.serve.bodies import BodyRoute
+from kvboost.serve.chat import chat_call
+from kvboost.serve.completions import completion_call
+from kvboost.serve.errors import ApiError, from_engine
 from kvboost.serve.openapi import errors
+from kvboost.serve.prompts import encode, num_characters, refuse_long_text
 from kvboost.serve.request_models import (
     ChatPlan,
     ForgetRequest,
@@ -25,10 +27,10 @@ from kvboost.serve.request_models import (
 )
 from kvboost.serve.response_models import CacheReply, Forgotten, LiveReply, PlanReply
 from kvboost.serve.reuse_report import counts, spans
-from kvboost.serve.server import ServerState
+from kvboost.serve.server import Caller, Server, ServerState
 from kvboost.serve.streaming import LiveResponse, line, unless_gone
 
-router = APIRouter(prefix="/kvboost", tags=["admin"])
+router = APIRouter(prefix="/kvboost", tags=["admin"], route_class=BodyRoute)
 
 _QUEUE = ("waiting", "running", "max_waiting", "max_running", "kv_bytes", "max_kv_bytes")
 
@@ -38,20 +40,24 @@ _QUEUE = ("waiting", "running", "max_waiting", "max_running", "kv_bytes", "max_k
     response_class=Response,
     responses={
         200: {
-            "description": "One line per document: done, total, new_chunks; or error, and the end",
+            "description": "One line per document: done, total, new_chunks. An error ends it",
             "content": {"application/x-ndjson": {}},
         },
         **errors(404, 413, 429),
     },
 )
-async def warm(body: WarmRequest, request: Request) -> Response:
-    """Reads documents ahead, one after the other, beside whatever else runs. The first is read
-    before the answer begins, so what is wrong with all of them is an error."""
-    serving, salt = _serving(request), _salt(request, body.tenant, body.cache_salt)
-    engine, total = serving.engine, len(body.documents)
+async def warm(body: WarmRequest, request: Request, server: Server, caller: Caller) -> Response:
+    """Reads documents into the cache, one after the other, while other requests run. The response
+    begins after the first document, so a mistake that concerns all of them is an error."""
+    salt = _salt(server, caller, body.tenant, body.cache_salt)
+    engine, total = server.engine, len(body.documents)
 
     async def read(number: int) -> bytes:
-        new = await engine.awarm(body.documents[number], body.header, cache_salt=salt)
+        document = body.documents[number]
+        if (limit := engine.context_length) is not None:
+            texts = [body.header or "", document]
+            await server.workers.run(len(document), refuse_long_text, engine, texts, limit)
+        new = await engine.awarm(document, body.header, cache_salt=salt)
         return line({"done": number + 1, "total": total, "new_chunks": new})
 
     first = await unless_gone(request.receive, read(0))
@@ -61,36 +67,35 @@ async def warm(body: WarmRequest, request: Request) -> Response:
         for number in range(1, total):
             try:
                 yield await read(number)
-            except kvboost.KVBoostError as error:
+            except (ApiError, kvboost.KVBoostError) as error:
                 yield line({"done": number, "total": total, **from_engine(error).body()})
                 return
 
-    return LiveResponse(progress(), "application/x-ndjson", serving.settings.write_seconds)
+    return LiveResponse(progress(), "application/x-ndjson")
 
 
 @router.post("/plan", response_model=PlanReply, responses=errors(404, 413))
-async def plan(body: PlanRequest, request: Request) -> Response:
+async def plan(body: PlanRequest, server: Server, caller: Caller) -> Response:
     """How a chat or completion request would be served now. Runs nothing."""
-    serving, tenant = _serving(request), request.state.tenant
     if body.model is not None:
-        serving.check_model(body.model)
+        server.check_model(body.model)
     if isinstance(body, ChatPlan):
-        ask = chat_ask(serving, tenant, body)
+        call = chat_call(server, caller, body)
     else:
-        ask = completion_ask(serving, tenant, body)
-    engine = serving.engine
+        call = completion_call(server, caller, body)
+    engine, prompt = server.engine, call.prompts[0]
     options = {
-        name: ask.options[name]
+        name: call.options[name]
         for name in ("recompute_strategy", "recompute_ratio")
-        if name in ask.options
+        if name in call.options
     }
 
     def work() -> dict[str, Any]:
-        ids = engine.encode(ask.prompts[0])
-        found = engine.plan(ids, ask.mode, cache_salt=ask.salt, **options)
+        ids = encode(engine, prompt)
+        found = engine.plan(ids, call.mode, cache_salt=call.salt, **options)
         return {
-            "mode": ask.mode,
-            "strategy": serving.strategy(options.get("recompute_strategy")),
+            "mode": call.mode,
+            "strategy": server.strategy(options.get("recompute_strategy")),
             "prompt_tokens": len(ids),
             **counts(found),
             "estimated_ms_without_reuse": engine.estimate_ms(len(ids)),
@@ -98,16 +103,17 @@ async def plan(body: PlanRequest, request: Request) -> Response:
             "spans": spans(found, ids, engine.decode),
         }
 
-    return JSONResponse(await asyncio.to_thread(work))
+    return JSONResponse(await server.workers.run(num_characters(prompt), work))
 
 
 @router.get("/cache", response_model=CacheReply, responses=errors(400, has_body=False))
 async def cache(
-    request: Request,
-    limit: Annotated[int, Query(ge=1, le=1000, description="Chunks to list.")] = 20,
+    server: Server,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Number of chunks to list.")] = 20,
 ) -> Response:
-    """What the cache holds and has done, and its most valuable chunks with how they begin."""
-    engine = _serving(request).engine
+    """The statistics of the cache and the queue, and the most valuable chunks with the beginning of
+    their text."""
+    engine = server.engine
 
     def work() -> dict[str, Any]:
         return {
@@ -120,51 +126,44 @@ async def cache(
 
 
 @router.post("/forget", response_model=Forgotten, responses=errors(404))
-async def forget(body: ForgetRequest, request: Request) -> Response:
-    """Forgets a text, whoever read it, or everything under one salt; on every tier."""
-    engine = _serving(request).engine
+async def forget(body: ForgetRequest, server: Server, caller: Caller) -> Response:
+    """Forgets a text of any tenant, or everything under one salt; on every tier."""
+    engine = server.engine
     if isinstance(body, ForgetText):
-        gone = await asyncio.to_thread(engine.forget, body.text)
+        gone = await server.workers.run(len(body.text), engine.forget, body.text)
     else:
-        salt = _salt(request, body.tenant, body.cache_salt)
+        salt = _salt(server, caller, body.tenant, body.cache_salt)
         gone = await asyncio.to_thread(engine.forget_salt, salt)
     return JSONResponse({"forgotten": gone})
 
 
 @router.get("/live", response_model=LiveReply, responses=errors(400, has_body=False))
 async def live(
-    request: Request,
-    since: Annotated[int, Query(ge=0, lt=2**63, description="What was seen already.")] = 0,
+    server: Server,
+    since: Annotated[int, Query(ge=0, lt=2**63, description="The last seq that was seen.")] = 0,
 ) -> Response:
-    """What the page draws: the last answers in numbers, the tiers and the queue."""
-    serving = _serving(request)
-    engine = serving.engine
+    """The data of the page: the last answers in numbers, the tiers and the queue."""
+    engine = server.engine
     stats = await asyncio.to_thread(engine.cache_stats)
     queue = engine.serving_stats()
     now = time.time()
     return JSONResponse(
         {
-            "seq": serving.live.seq,
+            "seq": server.live.seq,
             "now": now,
-            "uptime_s": now - serving.started,
-            "model": serving.names[0],
+            "uptime_s": now - server.started,
+            "model": server.names[0],
             "context_length": engine.context_length,
-            "needs_key": serving.settings.needs_key,
+            "needs_key": server.settings.needs_key,
             "version": kvboost.__version__,
-            "requests": serving.live.since(since),
+            "requests": server.live.since(since),
             "tiers": stats["tiers"],
             "queue": {name: queue[name] for name in _QUEUE},
         }
     )
 
 
-def _serving(request: Request) -> ServerState:
-    serving: ServerState = request.app.state.serving
-    return serving
-
-
-def _salt(request: Request, tenant: str | None, cache_salt: str) -> str:
-    """The salt of the caller, or of the tenant an administrator names."""
-    caller: Tenant = request.state.tenant
-    whose = caller if tenant is None else _serving(request).keys.named(tenant)
-    return whose.salt(cache_salt)
+def _salt(server: ServerState, caller: Tenant, tenant: str | None, cache_salt: str) -> str:
+    """The salt of the caller, or of the tenant that an administrator names."""
+    owner = caller if tenant is None else server.keys.named(tenant)
+    return owner.salt(cache_salt)

@@ -1,4 +1,4 @@
-"""The answers to one request: prompts times ``n``, running side by side on the engine's loop."""
+"""The answers to one request: ``n`` for each prompt, running together on the engine's loop."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvboost.results import GenerationResult
 from kvboost.serve.errors import internal, shutting_down, timed_out
 from kvboost.serve.logprobs import ShownToken, TokenReader
-from kvboost.serve.request_models import MAX_SEED
+from kvboost.serve.prompts import Prompt, encode, num_characters
+from kvboost.serve.request_fields import MAX_SEED
 from kvboost.serve.reuse_report import counts, spans
 from kvboost.serve.server import ServerState
 
@@ -22,53 +22,53 @@ if TYPE_CHECKING:
 
     from kvboost import AsyncTextStream
 
-Prompt = str | list[int] | list[dict[str, str]]
-
 
 @dataclass(frozen=True)
 class EngineCall:
-    """What a request wants of the engine."""
+    """What a request asks of the engine."""
 
     prompts: Sequence[Prompt]
     n: int
     max_tokens: int | None
     mode: str
     salt: str
+    tenant: str
+    """The name that the scheduler counts the request under."""
     seed: int | None
     options: dict[str, Any] = field(default_factory=dict)
     explain: bool = False
 
 
 class Choice:
-    """One answer on its way."""
+    """One answer, while it runs and after."""
 
     def __init__(
         self,
         index: int,
         prompt_ids: list[int],
-        ask: EngineCall,
+        call: EngineCall,
         stream: AsyncTextStream,
         received: float,
     ) -> None:
         self.index = index
         self.prompt_ids = prompt_ids
-        self.ask = ask
+        self.call = call
         self._stream = stream
         self._received = received
-        self._asked = time.perf_counter()
+        self._submitted = time.perf_counter()
         self._tokens: TokenReader | None = None
         self._shown = 0
         self.ended: float | None = None
 
     @property
     def result(self) -> GenerationResult:
-        """What there is so far."""
+        """The result so far."""
         return self._stream.result
 
     @property
     def ttft_ms(self) -> float:
-        """From when the request's body was there to its first token."""
-        return (self._asked - self._received) * 1e3 + self.result.ttft_ms
+        """Milliseconds from the complete body of the request to the first token."""
+        return (self._submitted - self._received) * 1e3 + self.result.ttft_ms
 
     @property
     def total_ms(self) -> float:
@@ -78,33 +78,35 @@ class Choice:
         self._tokens = reader
 
     def tokens_of(self, piece: str) -> list[ShownToken] | None:
-        """The tokens that ``piece``, the next of the answer, shows; None if nobody asked."""
+        """The tokens of ``piece``, the next piece of the answer; None unless the request asked for
+        log probabilities."""
         if self._tokens is None:
             return None
         self._shown += len(piece)
         return self._tokens.take(self.result.logprobs or (), self._shown)
 
     def check(self, timeout: float | None) -> None:
-        """Raises ApiError if the answer ended otherwise than it should."""
+        """Raises ApiError unless the answer ended normally."""
         match self.result.finish_reason:
             case "stop" | "length":
                 return
             case "timeout":
                 raise timed_out(timeout)
-            case "cancelled":  # not by us: we do not look at what we have cancelled
+            case "cancelled":  # by the engine: we do not check answers that we cancel
                 raise shutting_down()
             case _:
                 raise internal()
 
 
 class Answers:
-    """An iterator of ``(choice, piece)`` as pieces come, whosever they are; ``(choice, None)``
-    when one is over. Leaving the ``async with`` block cancels whatever still runs, and frees it
-    within one step. Pieces that nobody takes wait here, so a slow client holds up nobody."""
+    """An iterator of ``(choice, piece)`` in the order in which pieces arrive, and of
+    ``(choice, None)`` when a choice ends. Leaving the ``async with`` block cancels the answers that
+    still run and frees their KV within one step. Pieces wait here until they are taken, so a slow
+    client does not slow down the engine."""
 
-    def __init__(self, serving: ServerState, tenant: str, choices: list[Choice]) -> None:
+    def __init__(self, server: ServerState, tenant: str, choices: list[Choice]) -> None:
         self.choices = choices
-        self._serving = serving
+        self._server = server
         self._tenant = tenant
         self._pieces: asyncio.Queue[tuple[Choice, str | None] | Exception] = asyncio.Queue()
         self._running = len(choices)
@@ -114,12 +116,7 @@ class Answers:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -131,19 +128,19 @@ class Answers:
                     self._note(choice)
 
     def start(self, streams: AsyncExitStack) -> None:
-        """Begins to read; takes over the open streams."""
+        """Starts to read the open streams, and closes them in the end."""
         self._stack = streams.pop_all()
         readers = [asyncio.ensure_future(self._read(choice)) for choice in self.choices]
         self._stack.push_async_callback(_stop, readers)
 
     async def begin(self) -> Choice:
-        """Waits for the first piece, or end, of any; returns whose it is."""
+        """Waits for the first piece or end; returns its choice."""
         if self._first is None:
             self._first = await self._take()
         return self._first[0]
 
     async def finish(self) -> None:
-        """Waits until all are over."""
+        """Waits until all choices have ended."""
         async for _ in self:
             pass
 
@@ -163,11 +160,11 @@ class Answers:
         if isinstance(taken, Exception):
             raise taken
         if taken[1] is None:
-            taken[0].check(self._serving.settings.timeout)
+            taken[0].check(self._server.settings.timeout)
         return taken
 
     async def _read(self, choice: Choice) -> None:
-        metrics = self._serving.metrics
+        metrics = self._server.metrics
         last, seen = time.perf_counter(), 0
         try:
             async for piece in choice._stream:
@@ -185,14 +182,14 @@ class Answers:
         self._pieces.put_nowait((choice, None))
 
     def _note(self, choice: Choice) -> None:
-        """Counts an answer that is over."""
+        """Counts an answer that has ended."""
         choice.ended = time.perf_counter()
         result = choice.result
         rows = counts(result.reuse)
-        self._serving.metrics.answer(result.finish_reason, rows, len(result.token_ids))
-        self._serving.live.add(
+        self._server.metrics.answer(result.finish_reason, rows, len(result.token_ids))
+        self._server.live.add(
             ttft_ms=choice.ttft_ms if result.token_ids else None,
-            estimated_ms=self._serving.engine.estimate_ms(len(choice.prompt_ids)),
+            estimated_ms=self._server.engine.estimate_ms(len(choice.prompt_ids)),
             prompt_tokens=len(choice.prompt_ids),
             **{name.removesuffix("_tokens"): count for name, count in rows.items()},
             completion_tokens=len(result.token_ids),
@@ -202,46 +199,51 @@ class Answers:
 
 
 async def open_answers(
-    serving: ServerState, tenant: str, ask: EngineCall, received: float
+    server: ServerState, tenant: str, call: EngineCall, received: float
 ) -> Answers:
-    """Reads the prompts and puts every answer in the queue, or none: raises what the engine says
-    to the first that cannot be. To be left with ``async with``."""
-    engine, settings = serving.engine, serving.settings
-    prompts = [await asyncio.to_thread(engine.encode, prompt) for prompt in ask.prompts]
-    wants_logprobs = ask.options.get("logprobs") is not None
+    """Tokenizes the prompts and queues all answers. If the engine refuses one, raises its error and
+    queues none. The caller must close the result, best with ``async with``."""
+    engine, settings = server.engine, server.settings
+    prompts = [await _encode(server, prompt) for prompt in call.prompts]
+    wants_logprobs = call.options.get("logprobs") is not None
     async with AsyncExitStack() as streams:
         choices: list[Choice] = []
         for prompt_ids in prompts:
-            limit = _answer_limit(ask.max_tokens, len(prompt_ids), serving)
-            for number in range(ask.n):
+            limit = _answer_limit(call.max_tokens, len(prompt_ids), server)
+            for number in range(call.n):
                 stream = engine.astream(
                     prompt_ids,
                     limit,
-                    ask.mode,
+                    call.mode,
                     timeout=settings.timeout,
-                    cache_salt=ask.salt,
-                    seed=None if ask.seed is None else (ask.seed + number) % (MAX_SEED + 1),
-                    **ask.options,
+                    cache_salt=call.salt,
+                    tenant=call.tenant,
+                    seed=None if call.seed is None else (call.seed + number) % (MAX_SEED + 1),
+                    **call.options,
                 )
                 await streams.enter_async_context(stream)
-                choice = Choice(len(choices), prompt_ids, ask, stream, received)
+                choice = Choice(len(choices), prompt_ids, call, stream, received)
                 if wants_logprobs:
                     choice.read_tokens(TokenReader(engine.decode, prompt_ids[-1]))
                 choices.append(choice)
-        answers = Answers(serving, tenant, choices)
+        answers = Answers(server, tenant, choices)
         answers.start(streams)
         return answers
 
 
-async def describe(serving: ServerState, choice: Choice) -> dict[str, Any]:
-    """The ``kvboost`` object of an answer that is over."""
-    result, engine = choice.result, serving.engine
+async def _encode(server: ServerState, prompt: Prompt) -> list[int]:
+    return await server.workers.run(num_characters(prompt), encode, server.engine, prompt)
+
+
+async def describe(server: ServerState, choice: Choice) -> dict[str, Any]:
+    """The ``kvboost`` object of an answer that has ended."""
+    result, engine = choice.result, server.engine
     explained = await asyncio.to_thread(
-        spans, result.reuse, choice.prompt_ids, engine.decode if choice.ask.explain else None
+        spans, result.reuse, choice.prompt_ids, engine.decode if choice.call.explain else None
     )
     return {
-        "mode": choice.ask.mode,
-        "strategy": serving.strategy(choice.ask.options.get("recompute_strategy")),
+        "mode": choice.call.mode,
+        "strategy": server.strategy(choice.call.options.get("recompute_strategy")),
         **counts(result.reuse),
         "charged_tokens": result.reuse.charged_tokens,
         "ttft_ms": round(choice.ttft_ms, 3),
@@ -254,7 +256,7 @@ async def describe(serving: ServerState, choice: Choice) -> dict[str, Any]:
 
 
 def headers(choice: Choice) -> dict[str, str]:
-    """How the first answer that spoke was served."""
+    """The headers that say how ``choice``, the first to give a piece, was served."""
     rows = counts(choice.result.reuse)
     shown = ("exact", "moved", "recomputed", "computed")
     return {
@@ -264,9 +266,9 @@ def headers(choice: Choice) -> dict[str, str]:
 
 
 def usage(answers: Answers) -> dict[str, Any]:
-    """A prompt counts once, however many answers it has; of those the first says what was
-    cached."""
-    firsts = [choice for choice in answers.choices if choice.index % choice.ask.n == 0]
+    """The ``usage`` object. A prompt counts once, whatever its number of answers, and its cached
+    tokens are those of the first answer."""
+    firsts = [choice for choice in answers.choices if choice.index % choice.call.n == 0]
     prompt = sum(len(choice.prompt_ids) for choice in firsts)
     completion = sum(len(choice.result.token_ids) for choice in answers.choices)
     return {
@@ -279,11 +281,11 @@ def usage(answers: Answers) -> dict[str, Any]:
     }
 
 
-def _answer_limit(max_tokens: int | None, prompt_tokens: int, serving: ServerState) -> int:
-    """As long as was asked, or what the context still holds; the engine refuses a prompt that
-    leaves nothing."""
-    limit = max_tokens or serving.settings.default_max_tokens
-    context = serving.engine.context_length
+def _answer_limit(max_tokens: int | None, prompt_tokens: int, server: ServerState) -> int:
+    """The requested length, or as much as the context still holds. The engine refuses a prompt that
+    leaves no room."""
+    limit = max_tokens or server.settings.default_max_tokens
+    context = server.engine.context_length
     return limit if context is None else max(1, min(limit, context - prompt_tokens))
 
 

@@ -1,4 +1,4 @@
-"""Keys, tenants, and the salts that keep what they have read apart."""
+"""Keys, tenants, and the salts that separate their cached text."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvboost.serve.errors import ApiError
 from kvboost.serve.settings import ApiKey, ServerSettings
 
-PRIVATE = ("/v1/", "/kvboost/")
-ADMIN = "/kvboost/"
-
 
 @dataclass(frozen=True)
 class Tenant:
-    """Who asks. Without keys everybody is the same one."""
+    """The user that a request belongs to. Without keys there is one for all requests."""
 
     name: str = "anyone"
     root: str = ""
-    """What all salts of this tenant are derived from; empty where the cache is shared."""
+    """The beginning of all salts of this tenant; empty if the cache is shared."""
     is_admin: bool = True
+    counts_as: str = ""
+    """The tenant's name for the scheduler. Empty without other tenants: the whole queue is its
+    own."""
 
     def salt(self, cache_salt: str = "") -> str:
-        """Under what the tenant's requests with ``cache_salt`` keep what they read. The root is
-        of fixed length, so no two pairs give the same."""
+        """The engine's salt for this tenant's requests with ``cache_salt``. All roots have the same
+        length, so no two pairs of root and salt give the same result."""
         return f"{self.root}{cache_salt}"
 
 
 class Keys:
-    """The keys there are."""
+    """The keys of the server and their tenants."""
 
     def __init__(self, settings: ServerSettings) -> None:
         marked = any(key.is_admin for key in settings.keys)
@@ -42,13 +42,14 @@ class Keys:
                     key.name,
                     "" if settings.shared_cache else tenant_root(key),
                     key.is_admin or not marked,
+                    key.name if len(settings.keys) > 1 else "",
                 ),
             )
             for key in settings.keys
         ]
 
     def tenant(self, authorization: str | None) -> Tenant:
-        """Who an ``Authorization`` header belongs to; raises ApiError 401 if to nobody."""
+        """The tenant of an ``Authorization`` header. Raises ApiError 401 if there is none."""
         if not self._tenants:
             return Tenant()
         scheme, _, given = (authorization or "").strip().partition(" ")
@@ -56,15 +57,15 @@ class Keys:
         if scheme.lower() != "bearer" or not given:
             raise _refused("this server needs an API key: send it as 'Authorization: Bearer KEY'")
         found = None
-        for secret, tenant in self._tenants:  # all of them, so that time tells nothing
+        for secret, tenant in self._tenants:  # all of them, so that the time reveals nothing
             if hmac.compare_digest(secret, given.encode("utf-8", "replace")):
                 found = tenant
         if found is None:
-            raise _refused("the API key is not known here")
+            raise _refused("the API key is not valid")
         return found
 
     def named(self, name: str) -> Tenant:
-        """The tenant an administrator means; raises ApiError 404 if there is none."""
+        """The tenant of that name. Raises ApiError 404 if there is none."""
         for _, tenant in self._tenants:
             if tenant.name == name:
                 return tenant
@@ -72,20 +73,22 @@ class Keys:
 
 
 class AuthMiddleware:
-    """Lets requests through that have a key where one is needed, before any of their body is
-    read; they then know their tenant (``request.state.tenant``)."""
+    """Refuses requests without the key that they need, before any of their body is read. Sets the
+    tenant of the others (``request.state.tenant``)."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, settings: ServerSettings) -> None:
         self._app = app
         self._keys = keys
+        self._private = settings.private_paths
+        self._admin = settings.admin_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(PRIVATE):
+        if scope["type"] == "http" and scope["path"].startswith(self._private):
             headers = dict(scope["headers"])
             try:
                 given = headers.get(b"authorization")
                 tenant = self._keys.tenant(None if given is None else given.decode("latin-1"))
-                if scope["path"].startswith(ADMIN) and not tenant.is_admin:
+                if scope["path"].startswith(self._admin) and not tenant.is_admin:
                     raise ApiError(
                         403,
                         f"the key of {tenant.name!r} is not an administrator's",
@@ -100,7 +103,7 @@ class AuthMiddleware:
 
 
 def tenant_root(key: ApiKey) -> str:
-    """Nobody can tell the key from it, and no other key gives the same."""
+    """A hash of the key. It does not reveal the key, and no other key has the same."""
     return blake2b(key.secret.encode(), digest_size=16, person=b"kvboost-tenant").hexdigest()
 
 

@@ -9,14 +9,15 @@ from starlette.responses import Response
 
 from kvboost.serve.answers import Choice, EngineCall
 from kvboost.serve.auth import Tenant
+from kvboost.serve.bodies import BodyRoute
 from kvboost.serve.logprobs import ShownToken, chat_logprobs
 from kvboost.serve.openapi import errors, streamed
 from kvboost.serve.request_models import ChatRequest
 from kvboost.serve.response_models import ChatCompletion
-from kvboost.serve.responses import delivery, make_ask, respond
-from kvboost.serve.server import ServerState
+from kvboost.serve.responses import engine_call, respond, response_options
+from kvboost.serve.server import Caller, Server, ServerState
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post(
@@ -25,18 +26,19 @@ router = APIRouter()
     responses={**streamed("text/event-stream"), **errors(404, 413, 429, 503, 504)},
     tags=["openai"],
 )
-async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-    """Answers a conversation in the model's own chat template, as OpenAI's API does."""
-    serving: ServerState = request.app.state.serving
-    ask = chat_ask(serving, request.state.tenant, body)
-    return await respond(request, ask, ChatShape(), delivery(body))
+async def create_chat_completion(
+    body: ChatRequest, request: Request, server: Server, caller: Caller
+) -> Response:
+    """Answers a conversation in the model's chat template, like OpenAI's API."""
+    call = chat_call(server, caller, body)
+    return await respond(request, server, call, ChatFormat(), response_options(body))
 
 
-def chat_ask(serving: ServerState, tenant: Tenant, body: ChatRequest) -> EngineCall:
+def chat_call(server: ServerState, caller: Tenant, body: ChatRequest) -> EngineCall:
     limits = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
-    return make_ask(
-        serving,
-        tenant,
+    return engine_call(
+        server,
+        caller,
         body,
         [[message.for_template() for message in body.messages]],
         min(limits, default=None),
@@ -44,7 +46,7 @@ def chat_ask(serving: ServerState, tenant: Tenant, body: ChatRequest) -> EngineC
     )
 
 
-class ChatShape:
+class ChatFormat:
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"

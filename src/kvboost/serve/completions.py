@@ -9,15 +9,16 @@ from starlette.responses import Response
 
 from kvboost.serve.answers import Choice, EngineCall
 from kvboost.serve.auth import Tenant
+from kvboost.serve.bodies import BodyRoute
 from kvboost.serve.logprobs import ShownToken, completion_logprobs
 from kvboost.serve.openapi import errors, streamed
 from kvboost.serve.request_models import CompletionRequest
 from kvboost.serve.response_models import Completion
-from kvboost.serve.responses import delivery, make_ask, respond
+from kvboost.serve.responses import engine_call, respond, response_options
 from kvboost.serve.reuse_report import Decode
-from kvboost.serve.server import ServerState
+from kvboost.serve.server import Caller, Server, ServerState
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -28,18 +29,19 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
     responses={**streamed("text/event-stream"), **errors(404, 413, 429, 503, 504)},
     tags=["openai"],
 )
-async def create_completion(body: CompletionRequest, request: Request) -> Response:
-    """Continues one or several prompts, text or token ids, as OpenAI's API does."""
-    serving: ServerState = request.app.state.serving
-    ask = completion_ask(serving, request.state.tenant, body)
-    shape = CompletionShape(serving.engine.decode if body.echo else None)
-    return await respond(request, ask, shape, delivery(body))
+async def create_completion(
+    body: CompletionRequest, request: Request, server: Server, caller: Caller
+) -> Response:
+    """Continues one or several prompts, text or token ids, like OpenAI's API."""
+    call = completion_call(server, caller, body)
+    response_format = CompletionFormat(server.engine.decode if body.echo else None)
+    return await respond(request, server, call, response_format, response_options(body))
 
 
-def completion_ask(serving: ServerState, tenant: Tenant, body: CompletionRequest) -> EngineCall:
-    return make_ask(
-        serving,
-        tenant,
+def completion_call(server: ServerState, caller: Tenant, body: CompletionRequest) -> EngineCall:
+    return engine_call(
+        server,
+        caller,
         body,
         body.prompts(),
         body.max_tokens or DEFAULT_MAX_TOKENS,
@@ -47,17 +49,17 @@ def completion_ask(serving: ServerState, tenant: Tenant, body: CompletionRequest
     )
 
 
-class CompletionShape:
+class CompletionFormat:
     id_prefix = "cmpl"
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
     def __init__(self, echo: Decode | None) -> None:
-        """With ``echo`` prompts stand before their answers."""
+        """With ``echo``, the text of an answer begins with its prompt."""
         self._echo = echo
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        return None if self._echo is None else _chunk(choice, self._before(choice))
+        return None if self._echo is None else _chunk(choice, self._prompt_text(choice))
 
     def piece(self, choice: Choice, text: str) -> dict[str, Any]:
         return _chunk(choice, text, choice.tokens_of(text))
@@ -68,13 +70,13 @@ class CompletionShape:
     def whole(self, choice: Choice) -> dict[str, Any]:
         result = choice.result
         tokens = choice.tokens_of(result.output_text)
-        whole = _chunk(choice, self._before(choice) + result.output_text, tokens)
+        whole = _chunk(choice, self._prompt_text(choice) + result.output_text, tokens)
         return {**whole, "finish_reason": result.finish_reason}
 
-    def _before(self, choice: Choice) -> str:
+    def _prompt_text(self, choice: Choice) -> str:
         if self._echo is None:
             return ""
-        prompt = choice.ask.prompts[choice.index // choice.ask.n]
+        prompt = choice.call.prompts[choice.index // choice.call.n]
         return prompt if isinstance(prompt, str) else self._echo(choice.prompt_ids)
 
 

@@ -1,14 +1,16 @@
-"""What goes wrong, as OpenAI's clients expect to be told."""
+"""Errors in the form that OpenAI's clients expect."""
 
 from __future__ import annotations
 
 import logging
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -29,7 +31,7 @@ INVALID = "invalid_request_error"
 
 
 class ApiError(Exception):
-    """An answer that is an error. ``message`` goes to the client, and nowhere else."""
+    """An error response. ``message`` goes to the client, and never to the log."""
 
     def __init__(
         self,
@@ -63,11 +65,11 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):
-    """The client hung up; whatever is answered, nobody hears it."""
+    """The client closed its connection; no response can reach it."""
 
 
 def from_engine(error: Exception) -> ApiError:
-    """What the engine raised, or anything else, as an answer; of a bug only that it is one."""
+    """The response to an error of the engine. Of a bug it says only that the server failed."""
     match error:
         case ApiError():
             return error
@@ -81,7 +83,7 @@ def from_engine(error: Exception) -> ApiError:
                 headers={"retry-after": str(wait)},
             )
         case ContextLengthError():
-            return ApiError(413, str(error), code="context_length_exceeded", param="prompt")
+            return context_exceeded(str(error))
         case KVTooLargeError():
             return ApiError(413, str(error), code="kv_bytes_exceeded", param="prompt")
         case ShuttingDownError():
@@ -102,6 +104,11 @@ def internal() -> ApiError:
     )
 
 
+def context_exceeded(message: str) -> ApiError:
+    """400, as OpenAI answers: clients recognise a prompt that is too long by this code."""
+    return ApiError(400, message, code="context_length_exceeded", param="prompt")
+
+
 def shutting_down() -> ApiError:
     return ApiError(
         503,
@@ -114,18 +121,21 @@ def shutting_down() -> ApiError:
 
 def timed_out(seconds: float | None) -> ApiError:
     limit = "" if seconds is None else f" of {seconds:g} s"
-    return ApiError(504, f"the request's time{limit} is over", kind="timeout_error", code="timeout")
+    return ApiError(
+        504, f"the request took longer than its limit{limit}", kind="timeout_error", code="timeout"
+    )
 
 
 def log_failure(error: BaseException, request_id: str, *, with_message: bool) -> None:
-    """Where it failed. The message may hold a prompt, so it stays out unless prompts are logged."""
+    """Logs where a request failed. The message may contain a prompt, so it is logged only with
+    ``log_prompts``."""
     where = "".join(traceback.format_tb(error.__traceback__))
     what = f": {error}" if with_message else ""
     logger.error("%s failed with %s%s\n%s", request_id, type(error).__name__, what, where)
 
 
 def answer_to(error: Exception, request_id: str, *, with_message: bool) -> ApiError:
-    """``error`` as an answer; what the client is not told goes to the log."""
+    """The response to ``error``. If it is a bug, the log says where."""
     answer = from_engine(error)
     if answer.code == "internal_error":
         log_failure(error, request_id, with_message=with_message)
@@ -133,38 +143,52 @@ def answer_to(error: Exception, request_id: str, *, with_message: bool) -> ApiEr
 
 
 async def on_engine_error(request: Request, error: Exception) -> Response:
-    with_message = request.app.state.serving.settings.log_prompts
+    with_message = request.app.state.server.settings.log_prompts
     return answer_to(error, request.state.request_id, with_message=with_message).response()
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths, methods, and what the framework itself refuses."""
+    """Unknown paths, wrong methods, and what the framework itself refuses."""
     assert isinstance(error, HTTPException)
-    said = {404: f"there is no {_short(request.url.path)} here", 400: "the body cannot be read"}
-    if error.status_code == 405:
-        said[405] = f"{request.method} is not allowed on {_short(request.url.path)}"
-    message = said.get(error.status_code, str(error.detail))
+    path = _short(request.url.path)
+    match error.status_code:
+        case 404:
+            message = f"there is no {path} here; {_listed(request.app.openapi())}"
+        case 405:
+            message = f"{request.method} is not allowed on {path}"
+        case _:
+            message = str(error.detail)
     return ApiError(error.status_code, message, headers=error.headers).response()
 
 
+def _listed(document: Mapping[str, Any]) -> str:
+    """The endpoints in the OpenAPI document."""
+    endpoints = [
+        f"{method.upper()} {path}"
+        for path, operations in document["paths"].items()
+        for method in operations
+    ]
+    return f"the endpoints are {', '.join(endpoints)}"
+
+
 async def on_invalid(request: Request, error: Exception) -> Response:
+    """A wrong parameter of a query. Bodies are checked by ``bodies.py``."""
     assert isinstance(error, RequestValidationError)
-    return invalid(error.errors(), error.body).response()
+    first = error.errors()[0]
+    param = str(first["loc"][-1])
+    message = f"{param}: {_sentence(first['msg'])}"
+    return ApiError(400, message, code="invalid_value", param=param).response()
 
 
-def invalid(problems: Sequence[Mapping[str, Any]], body: object) -> ApiError:
-    """The first field that is wrong, and everything that is wrong with it."""
+def invalid_body(error: ValidationError, body: object) -> ApiError:
+    """Names the first field of ``body`` that is wrong, and what is allowed there. Every list and
+    object in a body is refused at its first wrong item, so there are few problems to look at."""
+    problems = error.errors(include_url=False, include_input=False)
     first = problems[0]
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", "malformed")
-        return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
     param = _path(first, body)
-    same = [problem for problem in problems if _path(problem, body) == param]
     match first["type"]:
         case "goes_with":
             return ApiError(400, first["msg"], code="invalid_value", param=first["ctx"]["param"])
-        case "missing" if param is None:
-            return ApiError(400, "the request has no body; send JSON", code="invalid_json")
         case "missing":
             return ApiError(400, f"{param} is missing", code="missing", param=param)
         case "extra_forbidden":
@@ -173,18 +197,20 @@ def invalid(problems: Sequence[Mapping[str, Any]], body: object) -> ApiError:
         case "none_required":
             message = f"{param} is not supported by this server; leave it out"
             return ApiError(400, message, code="unsupported_field", param=param)
+        case "too_many_fields" | "too_many_items":
+            message = f"{param or 'the body'} {first['msg']}"
+            return ApiError(400, message, code="invalid_value", param=param)
+    same = (problem for problem in problems if _path(problem, body) == param)
     said = dict.fromkeys(_sentence(problem["msg"]) for problem in same)
     return ApiError(
         400, f"{param or 'the body'}: {'; or '.join(said)}", code="invalid_value", param=param
     )
 
 
-def _path(problem: Mapping[str, Any], body: object) -> str | None:
-    """Where in the body a problem is, as ``messages[0].content``. pydantic also names the
-    branches of unions it tried; whatever does not lead into the body is left out."""
-    source, *parts = problem["loc"]
-    if source != "body":
-        return ".".join(map(str, parts))
+def _path(problem: ErrorDetails, body: object) -> str | None:
+    """The place of a problem in the body, such as ``messages[0].content``. Pydantic also names the
+    branches of unions; a part that does not lead into the body is left out."""
+    parts = problem["loc"]
     path, place = "", body
     for number, part in enumerate(parts, start=1):
         if isinstance(place, dict) and part in place:
@@ -204,7 +230,8 @@ def _sentence(message: str) -> str:
 
 
 def _option(message: str) -> str | None:
-    """Our errors begin with ``option=value``, or ``option: which one=value``."""
+    """The option that one of our errors is about. Its message begins with ``option=value`` or
+    ``option: what exactly=value``."""
     found = re.match(r"([a-z_]+)(?:(?::| of) [^=]*)?=", message)
     return found[1] if found else None
 
@@ -214,5 +241,6 @@ def _short(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without the halves of surrogate pairs that JSON can smuggle in and UTF-8 cannot carry."""
+    """``text`` without halves of surrogate pairs: JSON can escape them, UTF-8 cannot encode
+    them."""
     return text.encode("utf-8", "replace").decode()

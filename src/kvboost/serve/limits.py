@@ -1,40 +1,30 @@
-"""What a request may weigh, before anything is made of it."""
+"""Limits that a request meets before its body is read."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from contextlib import suppress
+from collections import Counter
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvboost.serve.errors import ApiError, ClientGone
+from kvboost.serve.errors import ApiError
 from kvboost.serve.settings import ServerSettings
 
-_DISCARD_SECONDS = 2.0
-_DISCARD_BYTES = 64 * 1024**2
+ALWAYS_SERVED = ("/health", "/ready")
+"""Orchestrators restart a server that does not answer these. They take no time."""
 
 
-class RequestLimits:
-    """How many requests are open at once, how large their headers are, and what they call us."""
+class HeadLimits:
+    """Refuses large headers, and host names that are not the server's."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._settings = settings
-        self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        if (error := self._refusal(scope)) is not None:
+        if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
             await error.response()(scope, receive, send)
             return
-        self._open += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._open -= 1
+        await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         settings = self._settings
@@ -43,7 +33,8 @@ class RequestLimits:
         if size > settings.max_header_bytes:
             return ApiError(
                 431,
-                f"the headers have {size:,} bytes; at most {settings.max_header_bytes:,} are taken",
+                f"the headers have {size:,} bytes; at most {settings.max_header_bytes:,} are "
+                "allowed",
                 code="headers_too_large",
             )
         if settings.allowed_hosts:
@@ -51,115 +42,47 @@ class RequestLimits:
             if _host_name(host) not in settings.allowed_hosts:
                 return ApiError(
                     403,
-                    "this server is not called by that name; start it with --allow-host to add it",
+                    "this server does not answer to that host name; start it with --allow-host to "
+                    "add it",
                     kind="permission_error",
                     code="host_not_allowed",
                 )
-        if self._open >= settings.max_requests:
-            return ApiError(
+        return None
+
+
+class OpenRequests:
+    """Limits how many requests are open at once. Requests without a tenant (the page, metrics,
+    unknown paths) are counted separately, so that they cannot take the places of those with a
+    key."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._limits = {
+            True: settings.max_requests,
+            False: settings.max_anonymous_requests,
+        }
+        self._open: Counter[bool] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in ALWAYS_SERVED:
+            await self._app(scope, receive, send)
+            return
+        has_tenant = "tenant" in scope.get("state", {})
+        if self._open[has_tenant] >= self._limits[has_tenant]:
+            error = ApiError(
                 503,
-                f"{self._open} requests are open, and more are not taken",
+                f"{self._open[has_tenant]} requests are open, as many as this server allows",
                 kind="server_error",
                 code="too_many_requests_open",
                 headers={"retry-after": "1"},
             )
-        return None
-
-
-class BodyLimits:
-    """Reads a request's whole body before the application sees any of it: within its bytes,
-    however they are sent, within its time, and JSON. Notes when it was there
-    (``request.state.received``, of ``time.perf_counter``)."""
-
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        self._app = app
-        self._settings = settings
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await error.response()(scope, receive, send)
             return
+        self._open[has_tenant] += 1
         try:
-            body = await asyncio.wait_for(
-                self._read(scope, receive), self._settings.body_seconds or None
-            )
-        except ClientGone:
-            return
-        except asyncio.TimeoutError:
-            error = ApiError(
-                408,
-                f"the body did not come within {self._settings.body_seconds:g} s",
-                kind="timeout_error",
-                code="body_timeout",
-                headers={"connection": "close"},
-            )
-            await error.response()(scope, receive, send)
-            return
-        except ApiError as error:
-            await error.response()(scope, receive, send)
-            return
-        scope.setdefault("state", {})["received"] = time.perf_counter()
-        waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replay() -> Message:
-            return waiting.pop() if waiting else await receive()
-
-        await self._app(scope, replay, send)
-
-    async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        headers = dict(scope["headers"])
-        declared = headers.get(b"content-length", b"0")
-        if not declared.isdigit() or len(declared) > 18:
-            raise ApiError(400, "content-length is not a number")
-        if int(declared) > self._settings.max_body_bytes:
-            raise await self._too_large(int(declared), receive)
-        if not int(declared) and b"transfer-encoding" not in headers:
-            return b""
-        body = bytearray()
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > self._settings.max_body_bytes:
-                raise await self._too_large(None, receive if more else None)
-        if body and not _is_json(headers.get(b"content-type", b"").decode("latin-1")):
-            raise ApiError(
-                415, "the body must be JSON: send 'Content-Type: application/json'", code="not_json"
-            )
-        return bytes(body)
-
-    async def _too_large(self, size: int | None, receive: Receive | None) -> ApiError:
-        """What follows is thrown away for a moment: a client that is still sending would see
-        its connection break instead of the answer."""
-        if receive is not None:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(_discard(receive), _DISCARD_SECONDS)
-        has = "more" if size is None else f"{size:,} bytes"
-        return ApiError(
-            413,
-            f"the body has {has}; at most {self._settings.max_body_bytes:,} bytes are taken",
-            code="body_too_large",
-            headers={"connection": "close"},
-        )
-
-
-async def _discard(receive: Receive) -> None:
-    seen = 0
-    while seen < _DISCARD_BYTES:
-        message = await receive()
-        seen += len(message.get("body", b""))
-        if message["type"] == "http.disconnect" or not message.get("more_body", False):
-            return
-
-
-def _is_json(content_type: str) -> bool:
-    kind = content_type.partition(";")[0].strip().lower()
-    return kind == "application/json" or (
-        kind.startswith("application/") and kind.endswith("+json")
-    )
+            await self._app(scope, receive, send)
+        finally:
+            self._open[has_tenant] -= 1
 
 
 def _host_name(host: str) -> str:

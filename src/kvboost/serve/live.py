@@ -1,4 +1,4 @@
-"""The last answers, for the page: numbers, never text."""
+"""The last answers, for the page: numbers, no text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ _KEPT = 200
 
 
 class LiveLog:
+    """The last answers, numbered in the order in which they ended."""
+
     def __init__(self) -> None:
         self._answers: deque[dict[str, Any]] = deque(maxlen=_KEPT)
         self.seq = 0

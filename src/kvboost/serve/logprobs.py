@@ -1,4 +1,4 @@
-"""Log probabilities in the shapes of OpenAI's two APIs."""
+"""Log probabilities in the formats of OpenAI's two APIs."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ class ShownToken:
     logprob: float
     offset: int
     shown: str
-    """What it added to the answer; nothing while a character is unfinished."""
+    """The text it added to the answer; empty while a character is incomplete."""
     top: tuple[tuple[str, int, float], ...]
 
 
 class TokenReader:
-    """Puts text to an answer's tokens, in order. Special tokens have none."""
+    """Finds the text of an answer's tokens, in order. Special tokens have none."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], last_prompt_id: int) -> None:
         self._decode = decode
         self._before = last_prompt_id
         self._ids: list[int] = []
-        """Since the last whole character, behind one token of context."""
+        """The ids since the last complete character."""
         self._waiting: list[ShownToken] = []
         self._read = 0
         self._length = 0
 
     def take(self, logprobs: Sequence[TokenLogprob], shown: int) -> list[ShownToken]:
-        """Those of ``logprobs``, which grows from call to call, that were not taken yet and whose
-        text begins within the first ``shown`` characters of the answer. What lies behind is held
-        back for a stop string, or was one, or ends the sequence."""
+        """The tokens of ``logprobs`` that were not taken yet and whose text begins within the first
+        ``shown`` characters of the answer. ``logprobs`` grows from call to call. Later tokens are
+        held back because they may be part of a stop string, are one, or end the sequence."""
         for logprob in logprobs[self._read :]:
             self._waiting.append(self._next(logprob))
         self._read = len(logprobs)
@@ -47,16 +47,18 @@ class TokenReader:
 
     def _next(self, logprob: TokenLogprob) -> ShownToken:
         self._ids.append(logprob.token_id)
-        shown = self._behind(self._before, *self._ids)
+        shown = self._text_after(self._before, *self._ids)
         if shown.endswith("\ufffd"):
             shown = ""
         token = ShownToken(
-            self._behind(self._last, logprob.token_id),
+            self._text_after(self._last, logprob.token_id),
             logprob.token_id,
             logprob.logprob,
             self._length,
             shown,
-            tuple((self._behind(self._last, other), other, value) for other, value in logprob.top),
+            tuple(
+                (self._text_after(self._last, other), other, value) for other, value in logprob.top
+            ),
         )
         if shown:
             self._before, self._ids = logprob.token_id, []
@@ -68,9 +70,9 @@ class TokenReader:
         """The token before the newest."""
         return self._ids[-2] if len(self._ids) > 1 else self._before
 
-    def _behind(self, before: int, *ids: int) -> str:
-        """The text of ``ids`` as it stands behind ``before``: some tokenizers show a blank at a
-        word's beginning only there."""
+    def _text_after(self, before: int, *ids: int) -> str:
+        """The text of ``ids`` after the token ``before``: some tokenizers show the blank before a
+        word only after another token."""
         known, text = self._decode([before]), self._decode([before, *ids])
         return text[len(known) :] if text.startswith(known) else self._decode(list(ids))
 
@@ -103,7 +105,8 @@ def completion_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
 
 
 def _by_text(token: ShownToken) -> dict[str, float]:
-    """Two tokens may have the same text, or none: those go by their id."""
+    """Log probabilities by text. Tokens without text, or with the text of another, have their id as
+    the key."""
     found: dict[str, float] = {}
     for text, token_id, value in ((token.text, token.token_id, token.logprob), *token.top):
         if token_id == token.token_id and found:

@@ -1,4 +1,4 @@
-"""What Prometheus reads: our own clocks and counts, and what the engine counts already."""
+"""Metrics for Prometheus: those of the server, and those that the engine counts."""
 
 from __future__ import annotations
 
@@ -25,34 +25,32 @@ _BATCH = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class Metrics:
-    """A registry of its own, so that two servers in a process do not meet."""
+    """The metrics of one server. Each has its own registry, so a process may have several."""
 
     def __init__(self, engine: KVBoost) -> None:
         self._registry = registry = CollectorRegistry()
         self._ttft = Histogram(
             "kvboost_ttft_seconds",
-            "From when a request was there to its first token",
+            "Time from a complete request to its first token",
             registry=registry,
             buckets=_FIRST,
         )
         self._inter_token = Histogram(
             "kvboost_inter_token_seconds",
-            "Between two tokens of an answer",
+            "Time between two tokens of an answer",
             registry=registry,
             buckets=_NEXT,
         )
         self._prompt = Counter(
             "kvboost_prompt_tokens",
-            "Prompt rows by where they came from; moved: taken as they were, recomputed: moved "
-            "and computed again",
+            "Prompt rows by source; moved: reused as cached, recomputed: moved and then computed "
+            "again",
             ["source"],
             registry=registry,
         )
-        self._generated = Counter(
-            "kvboost_generated_tokens", "Tokens of all answers", registry=registry
-        )
+        self._generated = Counter("kvboost_generated_tokens", "Generated tokens", registry=registry)
         self._answers = Counter(
-            "kvboost_answers", "Answers by how they ended", ["finish_reason"], registry=registry
+            "kvboost_answers", "Answers by finish reason", ["finish_reason"], registry=registry
         )
         self._responses = Counter(
             "kvboost_responses", "HTTP responses by status", ["status"], registry=registry
@@ -67,7 +65,7 @@ class Metrics:
         self._ttft.observe(milliseconds / 1e3)
 
     def tokens(self, seconds: float, count: int) -> None:
-        """``count`` tokens came ``seconds`` after those before them."""
+        """Counts ``count`` tokens that arrived ``seconds`` after the token before them."""
         for _ in range(count):
             self._inter_token.observe(seconds / count)
 
@@ -82,60 +80,64 @@ class Metrics:
         self._prompt.labels("computed").inc(rows["computed_tokens"])
 
     def response(self, status: int) -> None:
-        """0: nobody was there to hear it."""
+        """Counts a response; 0 if the client had closed its connection."""
         self._responses.labels(str(status or "gone")).inc()
 
     def text(self) -> bytes:
-        """Asks the engine, whose remote tier may take its time: not for the event loop."""
+        """All metrics. For a thread: the engine may have to ask a remote tier."""
         return generate_latest(self._registry)
 
 
 class _EngineCollector(Collector):
-    """Asks the engine when Prometheus asks us."""
+    """Reads the engine's statistics whenever the metrics are read."""
 
     def __init__(self, engine: KVBoost) -> None:
         self._engine = engine
 
     def describe(self) -> Iterator[Metric]:
-        return iter(())  # names are known when asked for; an engine need not run for that
+        return iter(())  # the registry asks at once, and no statistics are needed then
 
     def collect(self) -> Iterator[Metric]:
         cache, serving = self._engine.cache_stats(), self._engine.serving_stats()
         yield from _tiers(cache["tiers"])
         for name, help_ in (
-            ("evicted", "Chunks that the cache let go for good"),
-            ("demoted", "Chunks that went a tier down"),
-            ("promoted", "Chunks that came up a tier"),
-            ("rejected", "Chunks that no tier had room for"),
+            ("evicted", "Chunks evicted from the last tier"),
+            ("demoted", "Chunks moved down a tier"),
+            ("promoted", "Chunks moved up a tier"),
+            ("rejected", "Chunks that fitted no tier"),
             ("failed", "Chunks that could not be stored"),
-            ("lost", "Chunks that could not be had when they were needed"),
+            ("lost", "Chunks that could not be loaded when they were needed"),
         ):
             yield CounterMetricFamily(f"kvboost_cache_{name}", help_, value=cache[name])
-        yield GaugeMetricFamily("kvboost_cache_chunks", "Chunks there are", value=cache["chunks"])
+        yield GaugeMetricFamily(
+            "kvboost_cache_chunks", "Chunks in the cache", value=cache["chunks"]
+        )
         for name, help_ in (
-            ("waiting", "Requests in the queue"),
-            ("running", "Requests that run"),
-            ("max_waiting", "Requests the queue holds"),
+            ("waiting", "Waiting requests"),
+            ("running", "Running requests"),
+            ("max_waiting", "Requests that may wait"),
             ("max_running", "Requests that may run at once"),
-            ("kv_bytes", "KV of running requests"),
-            ("max_kv_bytes", "KV that running requests may have"),
-            ("shared_kv_bytes", "KV of running requests that several of them share"),
+            ("kv_bytes", "Bytes of KV of running requests"),
+            ("max_kv_bytes", "Bytes of KV that running requests may have"),
+            ("shared_kv_bytes", "Bytes of KV that running requests share"),
         ):
             if serving.get(name) is not None:
                 yield GaugeMetricFamily(f"kvboost_serving_{name}", help_, value=serving[name])
         yield CounterMetricFamily(
-            "kvboost_rejected", "Requests for which the queue was full", value=serving["rejected"]
+            "kvboost_rejected",
+            "Requests refused because the queue was full",
+            value=serving["rejected"],
         )
         yield CounterMetricFamily(
-            "kvboost_steps", "Forwards of the serving loop", value=serving["steps"]
+            "kvboost_steps", "Forward passes of the serving loop", value=serving["steps"]
         )
         yield _batch_sizes(serving["batch_sizes"])
 
 
 def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
     for name, help_ in (
-        ("bytes", "What a tier holds"),
-        ("max_bytes", "What a tier may hold"),
+        ("bytes", "Bytes in a tier"),
+        ("max_bytes", "Bytes that a tier may hold"),
         ("chunks", "Chunks in a tier"),
     ):
         gauge = GaugeMetricFamily(f"kvboost_tier_{name}", help_, labels=["tier"])
@@ -143,9 +145,9 @@ def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
             if stats.get(name) is not None:
                 gauge.add_metric([tier], stats[name])
         yield gauge
-    hits = CounterMetricFamily("kvboost_tier_hits", "Chunks that a tier gave", labels=["tier"])
+    hits = CounterMetricFamily("kvboost_tier_hits", "Chunks loaded from a tier", labels=["tier"])
     faults = CounterMetricFamily(
-        "kvboost_tier_faults", "Times a tier failed; each was a miss", labels=["tier", "fault"]
+        "kvboost_tier_faults", "Failures of a tier; each counts as a miss", labels=["tier", "fault"]
     )
     for tier, stats in tiers.items():
         if "hits" in stats:
@@ -157,12 +159,12 @@ def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
 
 
 def _batch_sizes(steps: Mapping[int, int]) -> Metric:
-    """``steps`` of every size, as a histogram."""
+    """A histogram of the number of ``steps`` by batch size."""
     buckets = [
         (str(float(bound)), float(sum(n for size, n in steps.items() if size <= bound)))
         for bound in _BATCH
     ]
     buckets.append(("+Inf", float(sum(steps.values()))))
-    family = HistogramMetricFamily("kvboost_batch_size", "Requests in one forward")
+    family = HistogramMetricFamily("kvboost_batch_size", "Requests in one forward pass")
     family.add_metric([], buckets, sum_value=float(sum(size * n for size, n in steps.items())))
     return family

@@ -1,4 +1,4 @@
-"""The OpenAPI document: which errors a route may answer with, and what FastAPI cannot know."""
+"""The OpenAPI document: the errors of each route, and what FastAPI cannot know."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 import kvboost
-from kvboost.serve.request_models import BIASED_ID, TOKEN_ID
+from kvboost.serve.request_fields import BIASED_ID, TOKEN_ID
 from kvboost.serve.response_models import ErrorReply
 from kvboost.serve.server import ServerState
 
 _SAID = {
     400: "A field is wrong, unknown or not supported; `param` names it",
-    401: "No key, or one that is not known",
-    403: "The key, or the name the server was called by, does not allow this",
+    401: "No key, or an invalid one",
+    403: "The key or the host name does not allow this",
     404: "There is no such thing",
-    408: "The body did not come in time",
-    413: "The prompt, or the body, is too large; the message has the numbers",
+    408: "The body did not arrive in time",
+    413: "The body, or the KV of the prompt, is too large; the message has the numbers",
     415: "The body is not JSON",
-    429: "The queue is full; `Retry-After` says when to come again",
+    429: "The queue is full; `Retry-After` says when to try again",
     431: "The headers are too large",
     500: "The server failed",
     503: "The server is shutting down, or too many requests are open",
-    504: "The request's time is over",
+    504: "The request took too long",
 }
 _ALWAYS = (403, 431, 500, 503)
 _BODY = (400, 408, 413, 415)
@@ -34,14 +34,14 @@ _HEADERS = {
 _REUSE_HEADERS = {
     "x-kvboost-ttft-ms": ("number", "Milliseconds to the first token"),
     "x-kvboost-exact-tokens": ("integer", "Prompt rows from the cache, exact"),
-    "x-kvboost-moved-tokens": ("integer", "Prompt rows that were read at another place"),
-    "x-kvboost-recomputed-tokens": ("integer", "Of those, computed again"),
-    "x-kvboost-computed-tokens": ("integer", "Prompt rows that were computed"),
+    "x-kvboost-moved-tokens": ("integer", "Prompt rows reused from another position"),
+    "x-kvboost-recomputed-tokens": ("integer", "Moved prompt rows that were computed again"),
+    "x-kvboost-computed-tokens": ("integer", "Prompt rows that were not in the cache"),
 }
 
 
 def errors(*statuses: int, has_body: bool = True) -> dict[int | str, dict[str, Any]]:
-    """Documents ``statuses`` beside those every route has."""
+    """Documents ``statuses`` in addition to those that every route has."""
     all_of_them = {*statuses, *_ALWAYS, *(_BODY if has_body else ())}
     return {
         status: {"model": ErrorReply, "description": _SAID[status]}
@@ -50,7 +50,8 @@ def errors(*statuses: int, has_body: bool = True) -> dict[int | str, dict[str, A
 
 
 def streamed(media_type: str) -> dict[int | str, dict[str, Any]]:
-    """Documents that the answer may come as a stream of ``media_type``, and how it was served."""
+    """Documents that the response may be a stream of ``media_type``, and the headers about
+    reuse."""
     return {
         200: {
             "content": {media_type: {}},
@@ -62,38 +63,38 @@ def streamed(media_type: str) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def install(app: FastAPI, serving: ServerState) -> None:
-    """Makes ``app.openapi`` say what holds on this server: the names it knows, the keys it asks
-    for, and no 422, since we answer 400."""
+def install(app: FastAPI, server: ServerState) -> None:
+    """Makes ``app.openapi`` describe this server: the names of its model, the keys it needs, and no
+    422, because it answers 400."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _document(app, serving)
+            app.openapi_schema = _document(app, server)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _document(app: FastAPI, serving: ServerState) -> dict[str, Any]:
+def _document(app: FastAPI, server: ServerState) -> dict[str, Any]:
     document = get_openapi(
         title="KVBoost",
         version=kvboost.__version__,
-        description="A language model that does not read the same text twice, behind OpenAI's API.",
+        description="A language model that reuses the text it has read, with OpenAI's API.",
         routes=app.routes,
     )
     schemas = document["components"]["schemas"]
     for name in ("ChatRequest", "CompletionRequest"):
-        schemas[name]["properties"]["model"]["enum"] = list(serving.names)
-    _bound_ids(schemas, serving.engine.vocab_size)
+        schemas[name]["properties"]["model"]["enum"] = list(server.names)
+    _bound_ids(schemas, server.engine.vocab_size)
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
-    if serving.settings.needs_key:
+    if server.settings.needs_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in document["paths"].items():
-        private = path.startswith(("/v1/", "/kvboost/"))
+        private = path.startswith(server.settings.private_paths)
         for operation in operations.values():
             operation["responses"].pop("422", None)
-            if serving.settings.needs_key and private:
+            if server.settings.needs_key and private:
                 operation["security"] = [{"key": []}]
                 operation["responses"].setdefault("401", _error(401))
             for response in operation["responses"].values():
@@ -107,10 +108,10 @@ def _document(app: FastAPI, serving: ServerState) -> dict[str, Any]:
 
 
 def _bound_ids(schema: Any, vocab_size: int) -> None:
-    """Says, wherever ``schema`` means a token id, which ones this model has."""
+    """Adds the size of the vocabulary to all token ids in ``schema``."""
     if isinstance(schema, list):
-        for one in schema:
-            _bound_ids(one, vocab_size)
+        for part in schema:
+            _bound_ids(part, vocab_size)
     elif isinstance(schema, dict):
         if schema.get("title") == TOKEN_ID:
             schema["exclusiveMaximum"] = vocab_size

@@ -1,7 +1,8 @@
-"""The process around the application: sockets, signals, and an orderly end."""
+"""The process of a server: its socket, signals, and an orderly end."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import socket
@@ -16,22 +17,23 @@ from fastapi import FastAPI
 
 from kvboost.errors import ConfigError
 from kvboost.serve.app import create_app
+from kvboost.serve.connections import Connection
 from kvboost.serve.server import ServerState
 from kvboost.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
 
-_MAX_LINE = 64 * 1024  # of a request's head, before the application may judge it
+_MAX_HEAD = 64 * 1024  # bytes; the parser refuses more before the application sees them
 _KEEP_ALIVE = 15
 SWITCH_SECONDS = 5e-4
-"""Sending answers and computing them are two threads. The one that computes is quick between two
-operations and should not wait long for the other; Python's own interval is ten times this."""
+"""One thread computes answers and another sends them. The first needs Python only for a moment
+between two operations and should not wait long for it. Python's default is ten times this."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that has its port, so that one that is taken is known before a model is loaded.
-    Nobody can connect until the server listens. Port 0 takes any that is free."""
+    """A socket bound to its port, so that a port in use is noticed before a model is loaded. No
+    client can connect until the server listens. Port 0 means any free port."""
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -48,34 +50,35 @@ def serve(
     listening: socket.socket,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT: then nobody new is let in, running answers have
-    ``drain_seconds`` to end, and the cache is flushed. The engine stays the caller's to close."""
+    """Serves until SIGTERM or SIGINT. Then accepts no new requests, gives running answers
+    ``drain_seconds`` to finish and flushes the cache. The caller closes the engine."""
     _log_to_stderr()
     sys.setswitchinterval(SWITCH_SECONDS)
+    gc.freeze()  # the model stays; without this every full collection looks at all of it
     Server(create_app(engine, settings), on_ready).run(sockets=[listening])
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, but a signal only ends the serving: uvicorn raises it once more when it is
-    done, and the process would be gone before the engine is closed."""
+    """uvicorn's server, with our connections. A signal only ends the serving: uvicorn would raise
+    it again afterwards and end the process before the engine is closed."""
 
     def __init__(self, app: FastAPI, on_ready: Callable[[], None]) -> None:
-        self.serving: ServerState = app.state.serving
+        self.state: ServerState = app.state.server
         self._on_ready = on_ready
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="asyncio",
-                http="h11",
+                http=Connection,
                 ws="none",
                 lifespan="on",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                h11_max_incomplete_event_size=_MAX_LINE,
+                h11_max_incomplete_event_size=_MAX_HEAD,
                 timeout_keep_alive=_KEEP_ALIVE,
-                timeout_graceful_shutdown=max(1, round(self.serving.settings.drain_seconds)),
+                timeout_graceful_shutdown=max(1, round(self.state.settings.drain_seconds)),
             )
         )
 
@@ -84,7 +87,7 @@ class Server(uvicorn.Server):
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.serving.draining = True
+        self.state.draining = True
         await super().shutdown(sockets)
 
     @contextmanager
@@ -104,7 +107,7 @@ class Server(uvicorn.Server):
 
 
 def _log_to_stderr() -> None:
-    """Our own lines, and uvicorn's when something is wrong."""
+    """Logs our own messages, and uvicorn's warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for name, level in (("kvboost", logging.INFO), ("uvicorn", logging.WARNING)):

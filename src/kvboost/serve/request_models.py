@@ -1,4 +1,9 @@
-"""What clients may send. A field that is not here, or here as None alone, is refused by name."""
+"""What clients may send. An unknown field is refused by name, and so is a field whose only allowed
+value is None.
+
+Every list, object and string has a limit, and a list or object is refused at its first wrong item:
+checking a body costs no more than its size, whatever it holds.
+"""
 
 from __future__ import annotations
 
@@ -6,94 +11,52 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     Tag,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
-MAX_N = 8
-MAX_PROMPTS = 32
-MAX_DOCUMENTS = 256
-MAX_STOPS = 4
-MAX_SEED = 2**63 - 1
-"""Of a generator; what lies beyond begins again."""
-
-
-def _unicode(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"character {error.start} is half of a surrogate pair") from None
-    return text
-
-
-def either(said: str) -> WrapValidator:
-    """For unions: says what is allowed, instead of what each branch has against a value."""
-
-    def check(value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return inner(value)
-        except ValidationError as error:
-            problems = error.errors(include_url=False, include_context=False, include_input=False)
-            for problem in problems:
-                if problem["type"] in ("value_error", "extra_forbidden"):
-                    raise
-            raise PydanticCustomError("either", "must be {said}", {"said": said}) from None
-
-    return WrapValidator(check)
-
-
-def _whole(value: Any) -> Any:
-    """JSON knows one kind of number: 1.0 is a whole one."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-WHOLE = BeforeValidator(_whole)
-Text = Annotated[str, AfterValidator(_unicode)]
-SomeText = Annotated[str, Field(min_length=1), AfterValidator(_unicode)]
-Salt = Annotated[str, Field(max_length=512), AfterValidator(_unicode)]
-TOKEN_ID = "Token id"
-BIASED_ID = r"^[0-9]{1,9}$"
-TokenId = Annotated[int, Field(ge=0, lt=2**31, title=TOKEN_ID), WHOLE]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
-LogitBias = Annotated[
-    dict[
-        Annotated[str, Field(pattern=BIASED_ID)],
-        Annotated[float, Field(ge=-100.0, le=100.0)],
-    ],
-    Field(max_length=1024, json_schema_extra={"additionalProperties": False}),
-]
-MaxTokens = Annotated[int, Field(ge=1, lt=2**31), WHOLE]
-
-
-def _never(value: bool) -> bool:
-    if value:
-        raise PydanticCustomError("unsupported", "true is not supported by this server")
-    return value
-
-
-No = Annotated[bool, AfterValidator(_never), Field(json_schema_extra={"const": False})]
-"""A switch that may be named but not turned on."""
+from kvboost.serve.request_fields import (
+    MAX_DOCUMENTS,
+    MAX_FIELDS,
+    MAX_MESSAGES,
+    MAX_N,
+    MAX_PARTS,
+    MAX_PROMPTS,
+    MAX_STOPS,
+    WHOLE,
+    LogitBias,
+    MaxTokens,
+    Metadata,
+    No,
+    Penalty,
+    Share,
+    ShortText,
+    SomeText,
+    Text,
+    TokenIds,
+    one_of,
+    prompt_kind,
+    single_prompt_kind,
+    some,
+    stop_kind,
+    text_or_list,
+)
 
 
 def goes_with(param: str, message: str) -> PydanticCustomError:
-    """A field that is fine alone but not beside another."""
+    """A field that is right alone but not together with another."""
     return PydanticCustomError("goes_with", message, {"param": param})
 
 
 def _needs(field: str, kind: str, other: str) -> dict[str, Any]:
-    """JSON Schema for: ``field`` goes with ``other`` being true."""
+    """JSON Schema for: ``field`` needs ``other`` to be true."""
     return {
         "if": {"properties": {field: {"type": kind}}, "required": [field]},
         "then": {"properties": {other: {"const": True}}, "required": [other]},
@@ -101,19 +64,32 @@ def _needs(field: str, kind: str, other: str) -> dict[str, Any]:
 
 
 class Body(BaseModel):
-    """What we do not know we refuse, and nothing is taken for what it is not."""
+    """Unknown fields are refused, and no value is converted to another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_number_of_fields(cls, value: Any) -> Any:
+        """There would be one error for each unknown field."""
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            unknown = next(name for name in value if name not in cls.model_fields)
+            raise PydanticCustomError(
+                "too_many_fields",
+                "has {count} fields, and {unknown} is not a field that this server knows",
+                {"count": f"{len(value):,}", "unknown": repr(unknown[:80])},
+            )
+        return value
+
 
 class ReuseOptions(Body):
-    """How this request reuses what was read; by default as the server does."""
+    """How this request reuses cached text. Default: the server's settings."""
 
     mode: Literal["baseline", "prefix_cache", "chunk_kv_reuse"] | None = None
     strategy: Literal["auto", "query", "cacheblend", "selective", "none"] | None = None
-    ratio: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    ratio: Share | None = None
     explain: bool = False
-    """Whether the spans of the answer come with their text."""
+    """Whether the spans of the answer include their text."""
 
 
 class StreamOptions(Body):
@@ -122,26 +98,34 @@ class StreamOptions(Body):
 
 
 class Generation(Body):
-    """What chat and completions have in common."""
+    """The fields that chat and completions share."""
 
     model: Text
     n: Annotated[int, Field(ge=1, le=MAX_N), WHOLE] | None = None
     max_tokens: MaxTokens | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    # Any whole number: a limit of 64 bits is one that readers who hold it in a double go past.
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
+    """0 and -1 turn it off."""
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] | None = None
+    # Any whole number: readers that hold numbers in a double cannot keep a limit of 64 bits.
     seed: Annotated[int, WHOLE] | None = None
-    stop: Annotated[
-        SomeText | Annotated[list[SomeText], Field(max_length=MAX_STOPS)] | None,
-        either(f"a string that is not empty, or up to {MAX_STOPS}"),
-    ] = None
+    stop: (
+        Annotated[
+            Annotated[SomeText, Tag("as text")]
+            | Annotated[list[SomeText], some(MAX_STOPS, least=0), Tag("as list")],
+            one_of(stop_kind, f"a string that is not empty, or a list of up to {MAX_STOPS}"),
+        ]
+        | None
+    ) = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Text | None = None
-    cache_salt: Salt = ""
+    cache_salt: ShortText = ""
     kvboost: ReuseOptions = ReuseOptions()
 
     @model_validator(mode="after")
@@ -151,26 +135,54 @@ class Generation(Body):
         return self
 
 
+_OTHER_PARTS = {
+    "image_url": "images are",
+    "input_image": "images are",
+    "image": "images are",
+    "input_audio": "audio is",
+    "audio_url": "audio is",
+    "video_url": "videos are",
+    "file": "files are",
+    "input_file": "files are",
+}
+
+
+def _refuse_other_parts(kind: Any) -> Any:
+    if isinstance(kind, str) and kind in _OTHER_PARTS:
+        raise PydanticCustomError(
+            "unsupported",
+            "{what} not supported by this server; send parts of type 'text'",
+            {"what": _OTHER_PARTS[kind]},
+        )
+    return kind
+
+
 class TextPart(Body):
-    type: Literal["text"]
+    type: Annotated[Literal["text"], BeforeValidator(_refuse_other_parts)]
     text: Text
 
 
 class Message(Body):
+    """The fields that are not supported come first: the error about a message names the first wrong
+    field, and with ``tool_calls`` a missing ``content`` is not the mistake."""
+
+    tool_calls: None = None
+    function_call: None = None
+    audio: None = None
+    refusal: None = None
+    annotations: None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        Text | Annotated[list[TextPart], Field(min_length=1)],
-        either("a string or a list of parts such as {'type': 'text', 'text': ...}"),
+        Annotated[Text, Tag("as text")]
+        | Annotated[list[TextPart], some(MAX_PARTS), Tag("as list")],
+        one_of(text_or_list, "a string or a list of parts like {'type': 'text', 'text': ...}"),
     ]
-    name: None = None
-    refusal: None = None
-    audio: None = None
-    annotations: None = None
-    function_call: None = None
-    tool_calls: None = None
+    name: ShortText | None = None
+    """Accepted, but not part of the prompt: chat templates have no place for it."""
 
     def for_template(self) -> dict[str, str]:
-        """Templates know no developer, and text in one piece; parts become its lines."""
+        """The message as chat templates expect it: a developer is a system, and parts become the
+        lines of one text."""
         content = self.content
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
@@ -191,29 +203,31 @@ class ChatRequest(Generation):
         }
     )
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], some(MAX_MESSAGES)]
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+    # Fields that may say what happens anyway.
+    metadata: Metadata | None = None
+    modalities: Annotated[list[Literal["text"]], some(1)] | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: ShortText | None = None
+    reasoning_effort: Literal["none"] | None = None
     response_format: TextFormat | None = None
+    safety_identifier: ShortText | None = None
+    service_tier: Literal["auto", "default"] | None = None
     store: No | None = None
-    metadata: dict[Text, Text] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    verbosity: Literal["medium"] | None = None
+    # Fields that are not supported.
     audio: None = None
     function_call: None = None
     functions: None = None
-    modalities: None = None
     moderation: None = None
-    parallel_tool_calls: None = None
     prediction: None = None
-    prompt_cache_key: None = None
     prompt_cache_options: None = None
     prompt_cache_retention: None = None
-    reasoning_effort: None = None
-    safety_identifier: None = None
-    service_tier: None = None
-    tool_choice: None = None
     tools: None = None
-    verbosity: None = None
     web_search_options: None = None
 
     @model_validator(mode="after")
@@ -250,11 +264,14 @@ class CompletionRequest(Generation):
     )
 
     prompt: Annotated[
-        SomeText
-        | TokenIds
-        | Annotated[list[SomeText], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)],
-        either(f"a string, token ids, or up to {MAX_PROMPTS} of either; none of them empty"),
+        Annotated[SomeText, Tag("as text")]
+        | Annotated[list[SomeText], some(MAX_PROMPTS), Tag("as texts")]
+        | Annotated[TokenIds, Tag("as ids")]
+        | Annotated[list[TokenIds], some(MAX_PROMPTS), Tag("as lists of ids")],
+        one_of(
+            prompt_kind,
+            f"a string, token ids, or a list of up to {MAX_PROMPTS} of either; none of them empty",
+        ),
     ]
     logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     echo: bool | None = None
@@ -264,13 +281,15 @@ class CompletionRequest(Generation):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise goes_with("best_of", "best_of must be n: this server gives every answer it makes")
+            raise goes_with(
+                "best_of", "best_of must be equal to n: this server returns every answer"
+            )
         if self.echo and self.logprobs is not None:
-            raise goes_with("echo", "echo does not go with logprobs: of a prompt there are none")
+            raise goes_with("echo", "echo does not go with logprobs: the prompt has none")
         return self
 
     def prompts(self) -> Sequence[str | list[int]]:
-        """One or several, as several."""
+        """The prompts, even if there is only one."""
         match self.prompt:
             case str() | [int(), *_]:
                 return [self.prompt]  # type: ignore[list-item]
@@ -279,60 +298,63 @@ class CompletionRequest(Generation):
 
 
 class WarmRequest(Body):
-    """Documents to be read before anyone asks about them."""
+    """Documents to read before a request asks about them."""
 
-    documents: Annotated[list[SomeText], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+    documents: Annotated[list[SomeText], some(MAX_DOCUMENTS)]
     header: Text | None = None
-    """What stands before each; by default the beginning of a user's first message."""
-    cache_salt: Salt = ""
+    """The text before each document. Default: the beginning of a user's first message."""
+    cache_salt: ShortText = ""
     tenant: Text | None = None
-    """Whose they are: the name of a key. By default the caller's own."""
+    """The name of the key to read them for. Default: the caller's own."""
 
 
 class ChatPlan(ChatRequest):
-    """A chat request that is not to be answered."""
+    """A chat request to plan, not to answer."""
 
     model: Text | None = None  # type: ignore[assignment]
 
 
 class CompletionPlan(CompletionRequest):
-    """A completion request, or a prompt alone, that is not to be answered."""
+    """A completion request, or only a prompt, to plan, not to answer."""
 
     model: Text | None = None  # type: ignore[assignment]
-    prompt: Annotated[SomeText | TokenIds, either("one prompt: a string or token ids, not empty")]
+    prompt: Annotated[
+        Annotated[SomeText, Tag("as text")] | Annotated[TokenIds, Tag("as ids")],
+        one_of(single_prompt_kind, "one prompt: a string or token ids, not empty"),
+    ]
 
 
 def _plan_kind(body: object) -> str:
     has_messages = isinstance(body, ChatPlan) or (isinstance(body, dict) and "messages" in body)
-    return "chat" if has_messages else "completion"
+    return "a chat" if has_messages else "a completion"
 
 
 PlanRequest = Annotated[
-    Annotated[ChatPlan, Tag("chat")] | Annotated[CompletionPlan, Tag("completion")],
+    Annotated[ChatPlan, Tag("a chat")] | Annotated[CompletionPlan, Tag("a completion")],
     Discriminator(_plan_kind),
 ]
 
 
 class ForgetText(Body):
-    """A text, whoever read it and wherever it stood."""
+    """A text to forget, wherever it occurs and whichever tenant sent it."""
 
     text: SomeText
 
 
 class ForgetSalt(Body):
-    """Everything that was read under a salt."""
+    """A salt whose chunks are all to be forgotten."""
 
-    cache_salt: Salt
+    cache_salt: ShortText
     tenant: Text | None = None
-    """Whose salt: the name of a key. By default the caller's own."""
+    """The name of the key whose salt it is. Default: the caller's own."""
 
 
 def _forget_kind(body: object) -> str:
     has_salt = isinstance(body, ForgetSalt) or (isinstance(body, dict) and "cache_salt" in body)
-    return "salt" if has_salt else "text"
+    return "a salt" if has_salt else "a text"
 
 
 ForgetRequest = Annotated[
-    Annotated[ForgetText, Tag("text")] | Annotated[ForgetSalt, Tag("salt")],
+    Annotated[ForgetText, Tag("a text")] | Annotated[ForgetSalt, Tag("a salt")],
     Discriminator(_forget_kind),
 ]

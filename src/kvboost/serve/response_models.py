@@ -1,5 +1,5 @@
-"""What the server answers, for the OpenAPI document. Answers themselves are plain dicts: they are
-made once per token, and the tests hold them against this."""
+"""The responses in the OpenAPI document. Routes build plain dicts, because they need one per token;
+the tests compare them with these models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ErrorReply(Reply):
 
 
 class SpanReply(Reply):
-    """Rows ``[start, end)`` of the prompt and where they came from."""
+    """Rows ``[start, end)`` of the prompt and their source."""
 
     kind: Literal["exact", "approximate", "moved", "compute"]
     start: int
@@ -38,7 +38,7 @@ class SpanReply(Reply):
 
 
 class ReuseReply(Reply):
-    """Where every row of the prompt came from. ``moved_tokens`` holds ``recomputed_tokens``."""
+    """The source of every row of the prompt. ``moved_tokens`` includes ``recomputed_tokens``."""
 
     mode: str
     strategy: str
@@ -57,7 +57,7 @@ class ReuseReply(Reply):
 
 
 class PlanReply(Reply):
-    """Which moved rows would be recomputed is decided by the model, so none are counted."""
+    """A plan. The model decides which moved rows are recomputed, so none are counted here."""
 
     mode: str
     strategy: str
@@ -74,7 +74,7 @@ class PlanReply(Reply):
 
 class PromptDetails(Reply):
     cached_tokens: int
-    """Rows that were exactly what the model would have computed; no others."""
+    """Exact rows only: those that the model would have computed."""
 
 
 class Usage(Reply):
@@ -189,7 +189,7 @@ class CacheReply(Reply):
 
 
 class LiveRequest(Reply):
-    """One answer that is over; never any text."""
+    """One answer that has ended, without its text."""
 
     seq: int
     at: float

@@ -1,4 +1,4 @@
-"""From a request's answers to one response: whole, or streamed as server-sent events."""
+"""Responses made of answers: as one document, or streamed as server-sent events."""
 
 from __future__ import annotations
 
@@ -36,46 +36,47 @@ class ResponseFormat(Protocol):
     chunk_object: str
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        """Before the first piece."""
+        """The object before the first piece, if there is one."""
 
     def piece(self, choice: Choice, text: str) -> dict[str, Any]: ...
 
     def closing(self, choice: Choice) -> dict[str, Any]:
-        """Behind the last piece, with the finish reason."""
+        """The object after the last piece, with the finish reason."""
 
     def whole(self, choice: Choice) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
 class ResponseOptions:
-    """How a request wants its answers."""
+    """How a request wants its response."""
 
     model: str
     stream: bool
     include_usage: bool
 
 
-def delivery(body: Generation) -> ResponseOptions:
+def response_options(body: Generation) -> ResponseOptions:
     options = body.stream_options
     return ResponseOptions(body.model, bool(body.stream), bool(options and options.include_usage))
 
 
-def make_ask(
-    serving: ServerState,
-    tenant: Tenant,
+def engine_call(
+    server: ServerState,
+    caller: Tenant,
     body: Generation,
     prompts: Any,
     max_tokens: int | None,
     logprobs: int | None,
 ) -> EngineCall:
-    """What ``body`` wants of the engine. Raises ApiError 400 on more answers than the engine could
-    ever take."""
-    n, queue = body.n or 1, serving.engine.serving_stats()
-    limit = queue["max_waiting"] + queue["max_running"]
+    """What ``body`` asks of the engine. Raises ApiError 400 if it asks for more answers than the
+    engine could ever queue. A tenant among others may use half of the queue."""
+    n, queue = body.n or 1, server.engine.serving_stats()
+    share = (queue["max_waiting"] + 1) // 2 if caller.counts_as else queue["max_waiting"]
+    limit = share + queue["max_running"]
     if n * len(prompts) > limit:
         raise ApiError(
             400,
-            f"{len(prompts)} prompts and n={n} make {n * len(prompts)} answers; this server takes "
+            f"{len(prompts)} prompts and n={n} make {n * len(prompts)} answers; this server allows "
             f"{limit} at a time",
             code="too_many_answers",
             param="n" if n > 1 else "prompt",
@@ -84,6 +85,9 @@ def make_ask(
     given = {
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": body.top_p,
+        "top_k": None if body.top_k is None else max(0, body.top_k),
+        "min_p": body.min_p,
+        "repetition_penalty": body.repetition_penalty,
         "stop": body.stop,
         "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty,
@@ -96,8 +100,9 @@ def make_ask(
         prompts,
         n,
         max_tokens,
-        body.kvboost.mode or serving.settings.mode,
-        tenant.salt(body.cache_salt),
+        body.kvboost.mode or server.settings.mode,
+        caller.salt(body.cache_salt),
+        caller.counts_as,
         body.seed,
         {name: value for name, value in given.items() if value is not None},
         body.kvboost.explain,
@@ -105,43 +110,50 @@ def make_ask(
 
 
 async def respond(
-    request: Request, ask: EngineCall, shape: ResponseFormat, how: ResponseOptions
+    request: Request,
+    server: ServerState,
+    call: EngineCall,
+    response_format: ResponseFormat,
+    options: ResponseOptions,
 ) -> Response:
-    """Answers a request. Whoever hangs up is not answered: ClientGone, and nothing runs on."""
-    serving: ServerState = request.app.state.serving
-    serving.check_model(how.model)
-    if serving.settings.log_prompts:
-        logger.info("%s prompts %r", request.state.request_id, ask.prompts)
-    tenant: Tenant = request.state.tenant
-    opening = open_answers(serving, tenant.name, ask, request.state.received)
+    """Answers a request. If the client closes its connection, cancels the answers and raises
+    ClientGone."""
+    server.check_model(options.model)
+    if server.settings.log_prompts:
+        logger.info("%s prompts %r", request.state.request_id, call.prompts)
+    caller: Tenant = request.state.tenant
+    opening = open_answers(server, caller.name, call, request.state.received)
     answers = await unless_gone(request.receive, opening)
-    if not how.stream:
+    if not options.stream:
         async with answers:
-            return await unless_gone(request.receive, _whole(serving, answers, shape, how))
+            whole = _whole(server, answers, response_format, options)
+            return await unless_gone(request.receive, whole)
     try:
         first = await unless_gone(request.receive, answers.begin())
     except BaseException:
         await answers.aclose()
         raise
     return LiveResponse(
-        _events(serving, answers, shape, how, request.state.request_id),
+        _events(server, answers, response_format, options, request.state.request_id),
         "text/event-stream; charset=utf-8",
-        serving.settings.write_seconds,
         headers(first),
     )
 
 
 async def _whole(
-    serving: ServerState, answers: Answers, shape: ResponseFormat, how: ResponseOptions
+    server: ServerState,
+    answers: Answers,
+    response_format: ResponseFormat,
+    options: ResponseOptions,
 ) -> Response:
     first = await answers.begin()
     await answers.finish()
-    choices = [shape.whole(choice) for choice in answers.choices]
-    reports = [await describe(serving, choice) for choice in answers.choices]
+    choices = [response_format.whole(choice) for choice in answers.choices]
+    reports = [await describe(server, choice) for choice in answers.choices]
     if len(choices) > 1:
         choices = [{**one, "kvboost": report} for one, report in zip(choices, reports, strict=True)]
     body = {
-        **_head(shape.id_prefix, shape.whole_object, how.model),
+        **_head(response_format.id_prefix, response_format.whole_object, options.model),
         "choices": choices,
         "usage": usage(answers),
         "kvboost": reports[0],
@@ -150,14 +162,14 @@ async def _whole(
 
 
 async def _events(
-    serving: ServerState,
+    server: ServerState,
     answers: Answers,
-    shape: ResponseFormat,
-    how: ResponseOptions,
+    response_format: ResponseFormat,
+    options: ResponseOptions,
     request_id: str,
 ) -> AsyncGenerator[bytes, None]:
-    head = _head(shape.id_prefix, shape.chunk_object, how.model)
-    if how.include_usage:
+    head = _head(response_format.id_prefix, response_format.chunk_object, options.model)
+    if options.include_usage:
         head["usage"] = None  # in every chunk but the last
 
     def chunk(choice: dict[str, Any], **more: Any) -> bytes:
@@ -166,27 +178,27 @@ async def _events(
     async with answers:
         try:
             for choice in answers.choices:
-                if (opening := shape.opening(choice)) is not None:
+                if (opening := response_format.opening(choice)) is not None:
                     yield chunk(opening)
             running = len(answers.choices)
             async for choice, piece in answers:
                 if piece is not None:
-                    yield chunk(shape.piece(choice, piece))
+                    yield chunk(response_format.piece(choice, piece))
                     continue
                 running -= 1
-                closing = shape.closing(choice)
+                closing = response_format.closing(choice)
                 if len(answers.choices) > 1:
-                    closing["kvboost"] = await describe(serving, choice)
+                    closing["kvboost"] = await describe(server, choice)
                 more = {}
-                if not running and not how.include_usage:
-                    more["kvboost"] = await describe(serving, answers.choices[0])
+                if not running and not options.include_usage:
+                    more["kvboost"] = await describe(server, answers.choices[0])
                 yield chunk(closing, **more)
-            if how.include_usage:
-                report = await describe(serving, answers.choices[0])
+            if options.include_usage:
+                report = await describe(server, answers.choices[0])
                 yield event({**head, "choices": [], "usage": usage(answers), "kvboost": report})
             yield DONE
-        except Exception as error:  # the status is sent; clients look for "error" in the data
-            with_message = serving.settings.log_prompts
+        except Exception as error:  # the status has been sent; clients look for "error"
+            with_message = server.settings.log_prompts
             yield event(answer_to(error, request_id, with_message=with_message).body())
 
 

@@ -1,4 +1,4 @@
-"""The ``kvboost`` object of an answer: where every row of its prompt came from."""
+"""The ``kvboost`` object of an answer: the source of every row of its prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def counts(reuse: ReuseReport) -> dict[str, int]:
-    """Rows by source. ``moved_tokens`` holds those that were recomputed."""
+    """Rows by source. ``moved_tokens`` includes ``recomputed_tokens``."""
     return {
         "exact_tokens": reuse.count(SpanKind.EXACT),
         "approximate_tokens": reuse.count(SpanKind.APPROXIMATE),
@@ -25,7 +25,7 @@ def counts(reuse: ReuseReport) -> dict[str, int]:
 def spans(
     reuse: ReuseReport, prompt_ids: Sequence[int], decode: Decode | None
 ) -> list[dict[str, Any]]:
-    """With their text if ``decode`` is given."""
+    """The spans of a prompt, with their text if ``decode`` is given."""
     shown = []
     for span in reuse.spans:
         again = bisect_left(reuse.recomputed, span.end) - bisect_left(reuse.recomputed, span.start)

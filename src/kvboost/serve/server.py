@@ -1,19 +1,23 @@
-"""What all routes share."""
+"""The state that all routes share."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from kvboost.serve.auth import Keys
+from fastapi import Depends, Request
+
+from kvboost.serve.auth import Keys, Tenant
 from kvboost.serve.errors import ApiError
 from kvboost.serve.live import LiveLog
 from kvboost.serve.metrics import Metrics
 from kvboost.serve.settings import ServerSettings
+from kvboost.serve.workers import Workers
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
+    from kvboost.serve.connections import Connection
 
 
 class ServerState:
@@ -25,17 +29,19 @@ class ServerState:
         self.keys = Keys(settings)
         self.metrics = Metrics(engine)
         self.live = LiveLog()
+        self.workers = Workers()
+        self.waiting_connections: dict[Connection, None] = {}
+        """Connections without a request, the one that has waited longest first."""
         self.started = time.time()
         self.draining = False
         self.names = served_names(engine, settings)
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError 404 if ``name`` is not what the model is called here."""
+        """Raises ApiError 404 if the model is not served under ``name``."""
         if name not in self.names:
-            there = ", ".join(self.names)
             raise ApiError(
                 404,
-                f"there is no model {name[:80]!r} here; there is {there}",
+                f"there is no model {name[:80]!r} here; there is {', '.join(self.names)}",
                 code="model_not_found",
                 param="model",
             )
@@ -44,12 +50,28 @@ class ServerState:
         return chosen or self.engine.config.recompute_strategy
 
 
+async def _server(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state
+
+
+async def _caller(request: Request) -> Tenant:
+    tenant: Tenant = request.state.tenant
+    return tenant
+
+
+Server = Annotated[ServerState, Depends(_server)]
+"""A parameter of routes: the server's state."""
+Caller = Annotated[Tenant, Depends(_caller)]
+"""A parameter of routes: the tenant that the request's key belongs to."""
+
+
 def served_names(engine: KVBoost, settings: ServerSettings) -> tuple[str, ...]:
-    """What requests may call the model, the first being what we call it."""
+    """The names that requests may use for the model. Our own answers use the first."""
     return settings.served_names or (_plain_name(engine.model_name),)
 
 
 def _plain_name(name: str) -> str:
-    """Of a path its end: where a model lies is nobody's business."""
+    """The last part of a path: clients need not know where a model is stored."""
     is_path = name.startswith((".", "/", "~")) or "\\" in name or Path(name).exists()
     return Path(name).name.removesuffix(".gguf") or "model" if is_path else name

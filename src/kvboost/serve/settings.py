@@ -1,4 +1,4 @@
-"""What an operator may choose about the server."""
+"""The server's settings."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvboost.config import GenerationMode, at_least, choose, whole
+from kvboost.config import GenerationMode, at_least, choose, one_of, whole
 from kvboost.errors import ConfigError
+
+METRICS = ("open", "key", "off")
 
 
 @dataclass(frozen=True)
 class ApiKey:
-    """One key that opens the server, and whose it is."""
+    """A key that gives access to the server, and the name of its tenant."""
 
     name: str
     secret: str
@@ -23,9 +25,11 @@ class ApiKey:
 
 
 def parse_keys(lines: Iterable[str], source: str) -> tuple[ApiKey, ...]:
-    """Keys from lines of ``key``, ``name:key`` or ``admin:name:key``; ``#`` begins a comment line.
+    """Reads keys from lines of ``key``, ``name:key`` or ``admin:name:key``. A line that begins with
+    ``#`` is a comment.
 
-    A key without a name is called after its place, ``key-1`` and so on. Names and keys occur once.
+    A key without a name is named after its place: ``key-1`` and so on. No name and no key may occur
+    twice.
     """
     keys: list[ApiKey] = []
     for line in (line.strip() for line in lines):
@@ -40,53 +44,78 @@ def parse_keys(lines: Iterable[str], source: str) -> tuple[ApiKey, ...]:
                 "'admin:name:key'"
             )
         if not secret.isascii() or not secret.isprintable() or " " in secret:
-            raise ConfigError(f"the key of {name!r} in {source} must be printable ASCII, no blanks")
+            raise ConfigError(
+                f"the key of {name!r} in {source} must be printable ASCII without blanks"
+            )
         keys.append(ApiKey(name, secret, is_admin))
     for what in ("name", "secret"):
         if len({getattr(key, what) for key in keys}) < len(keys):
-            raise ConfigError(f"a {'key' if what == 'secret' else what} stands twice in {source}")
+            raise ConfigError(f"a {'key' if what == 'secret' else what} occurs twice in {source}")
     return tuple(keys)
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Validated on creation."""
+    """The settings of one server. Validated on creation."""
 
     served_names: tuple[str, ...] = ()
-    """What requests may call the model; by default its own name."""
+    """Names that requests may use for the model. Default: its own name."""
     mode: str = GenerationMode.CHUNK_KV_REUSE.value
-    """How much of the cache a request may use that does not say."""
+    """How much of the cache a request uses unless it says otherwise."""
     keys: tuple[ApiKey, ...] = ()
-    """Who may come in; without any everybody may."""
+    """Keys that give access. Without any, no key is needed."""
     shared_cache: bool = False
-    """Whether keys share what was read. By default each has a salt of its own."""
+    """Whether keys share cached text. By default each key has its own salt."""
     timeout: float | None = 600.0
-    """Seconds after which a request that is not answered is given up."""
+    """Seconds after which an unfinished request is cancelled."""
     default_max_tokens: int = 1024
-    """The longest chat answer of a request that does not say, if the context holds it."""
+    """The longest chat answer unless a request says otherwise, if it fits the context."""
     max_body_bytes: int = 8 * 1024**2
     max_header_bytes: int = 32 * 1024
     max_requests: int = 512
-    """Requests that may be open at once, of any kind."""
+    """Requests of tenants that may be open at once."""
+    max_anonymous_requests: int = 64
+    """Requests to open paths (the page, metrics) that may be open at once. ``/health`` and
+    ``/ready`` do not count."""
+    max_connections: int = 768
+    """Connections that may be open at once. The default leaves room for other files under the usual
+    limit of 1,024."""
+    head_seconds: float = 10.0
+    """Seconds from a new connection to the complete head of its request."""
     body_seconds: float = 30.0
-    """How long a client may take to send its request."""
+    """Seconds from the head of a request to the end of its body."""
     write_seconds: float = 60.0
-    """How long a client may take nothing of a stream before it is left alone."""
+    """Seconds for which a client may take no data before it is disconnected."""
     drain_seconds: float = 30.0
-    """How long running answers may take when the server stops."""
+    """Seconds for running answers to finish when the server stops."""
+    metrics: str = "open"
+    """Who may read ``/metrics``: anyone (``"open"``), an administrator's key (``"key"``), or nobody
+    (``"off"``)."""
     log_prompts: bool = False
     allowed_hosts: tuple[str, ...] = ()
-    """Names by which the server may be called (the ``Host`` header); empty allows any."""
+    """Host names that the server answers to (the ``Host`` header). Empty: any."""
 
     def __post_init__(self) -> None:
         choose(GenerationMode, self.mode, "mode")
         if not all(isinstance(name, str) and name for name in self.served_names):
-            raise ConfigError(f"served_names={self.served_names!r} must hold names")
-        for option in ("default_max_tokens", "max_requests"):
+            raise ConfigError(
+                f"served_names={self.served_names!r} must be names, none of them empty"
+            )
+        one_of(self.metrics, METRICS, "metrics")
+        if self.metrics == "key" and not self.keys:
+            raise ConfigError(
+                "metrics='key' needs API keys, but there are none; set some, or use 'open' or 'off'"
+            )
+        for option in (
+            "default_max_tokens",
+            "max_requests",
+            "max_anonymous_requests",
+            "max_connections",
+        ):
             whole(getattr(self, option), 1, option)
         whole(self.max_body_bytes, 1024, "max_body_bytes")
         whole(self.max_header_bytes, 1024, "max_header_bytes")
-        for option in ("body_seconds", "write_seconds", "drain_seconds"):
+        for option in ("head_seconds", "body_seconds", "write_seconds", "drain_seconds"):
             at_least(getattr(self, option), 0.0, option)
         if self.timeout is not None:
             at_least(self.timeout, 0.0, "timeout")
@@ -95,9 +124,19 @@ class ServerSettings:
     def needs_key(self) -> bool:
         return bool(self.keys)
 
+    @property
+    def private_paths(self) -> tuple[str, ...]:
+        """The beginnings of paths that need a key, if there are keys."""
+        return ("/v1/", *self.admin_paths)
+
+    @property
+    def admin_paths(self) -> tuple[str, ...]:
+        """The beginnings of paths that need an administrator's key, if there are keys."""
+        return ("/kvboost/", "/metrics") if self.metrics == "key" else ("/kvboost/",)
+
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that is bound to ``host``."""
+    """Whether only this machine can reach a server that listens on ``host``."""
     if host == "localhost":
         return True
     try:

@@ -1,10 +1,10 @@
-// Talking to the server: the key, errors in OpenAI's shape, server-sent events.
-// Addresses are relative, so that the page also works behind a proxy under a path of its own.
+// Requests to the server: the key, errors in OpenAI's format, server-sent events.
+// Addresses are relative, so that the page also works if a proxy serves it under another path.
 
 const KEY = "kvboost-key";
 const BROKEN = "The connection ended before the answer did.";
 
-/** Tells the page that a key is wanted: an event "key" with the server's words. */
+/** Dispatches an event "key" with the server's message when the server needs a key. */
 export const watch = new EventTarget();
 
 export class ServerError extends Error {
@@ -15,21 +15,21 @@ export class ServerError extends Error {
   }
 }
 
-/** Nobody answered, or whoever did fell silent. */
+/** There was no response, or it stopped before its end. */
 export class ConnectionError extends Error {}
 
 export function key() {
   return sessionStorage.getItem(KEY) ?? "";
 }
 
-/** Kept until the tab is closed, and nowhere else; "" lets go of it. */
+/** The key is kept in this tab only; "" removes it. */
 export function setKey(value) {
   if (value) sessionStorage.setItem(KEY, value);
   else sessionStorage.removeItem(KEY);
 }
 
-/** A response that is ok. Raises ServerError if it is not, ConnectionError if there is none; and
- * what ``signal`` says when it aborts. */
+/** A successful response. Raises ServerError for an error response, ConnectionError if there is
+ * none, and the reason of ``signal`` if it aborts. */
 export async function send(path, { body, signal } = {}) {
   const headers = {};
   if (key()) headers.authorization = `Bearer ${key()}`;
@@ -54,7 +54,7 @@ export async function sendForJson(path, options) {
   return (await send(path, options)).json();
 }
 
-/** fetch says no more of a broken connection than that it is a TypeError. */
+/** fetch reports a broken connection as a TypeError. */
 async function connected(message, work) {
   try {
     return await work();
@@ -70,7 +70,7 @@ async function errorText(response) {
     const message = error?.message ?? detail;
     if (typeof message === "string") return message;
   } catch {
-    // Not JSON: whatever stands between us and the server speaks for itself.
+    // Not JSON: the response is from a proxy.
   }
   return text.slice(0, 300) || `the server answered ${response.status}`;
 }
@@ -83,7 +83,7 @@ export async function* events(response) {
     while (true) {
       const { value, done } = await connected(BROKEN, () => reader.read());
       if (done) throw new ConnectionError(BROKEN);
-      // A "\r" at the end may be half of a line end: it waits for the next piece.
+      // A "\r" at the end may be half of a line end: keep it for the next piece.
       const lines = (rest + value).split(/\r\n|\n|\r(?!$)/);
       rest = lines.pop();
       for (const line of lines) {
@@ -106,12 +106,12 @@ export async function modelName() {
   return served;
 }
 
-/** Spares asking for it: the live view knows. */
+/** Sets the name when the live view has it already. */
 export function setModel(name) {
   served = name;
 }
 
-/** What to tell a person about an error of ``send`` or ``events``. */
+/** A message for the user about an error of ``send`` or ``events``. */
 export function explained(error) {
   if (error instanceof ServerError) {
     const wait = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
@@ -122,7 +122,7 @@ export function explained(error) {
   return error.message;
 }
 
-/** Servers' messages are written to stand in a log. */
+/** Servers' messages begin in lower case and have no full stop. */
 function sentence(message) {
   const ended = /[.!?]$/.test(message) ? message : `${message}.`;
   return ended[0].toUpperCase() + ended.slice(1);

@@ -1,4 +1,4 @@
-// What charts have in common: their size, lines across, and round numbers beside them.
+// Shared parts of charts: their size, grid lines, and round numbers beside them.
 
 import { svg } from "./dom.js";
 
@@ -9,7 +9,7 @@ export function plotHeight() {
   return HEIGHT - MARGIN.top - MARGIN.bottom;
 }
 
-/** A line across, and what it stands for. */
+/** A grid line and its value. */
 export function grid(width, y, text) {
   return [
     svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y, y2: y }),
@@ -40,7 +40,7 @@ export function linearTicks(most) {
   return ticks;
 }
 
-/** 1, 2 and 5 of every power between, or 1 alone where that is many. */
+/** 1, 2 and 5 times each power of ten in between, or only 1 if there are many. */
 export function logTicks(low, high) {
   const all = [];
   for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power += 1) {

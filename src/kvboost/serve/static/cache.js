@@ -1,9 +1,9 @@
-// What the cache holds, most valuable first, and forgetting.
+// The chunks in the cache, the most valuable first, and the form to forget a text.
 
 import { explained, sendForJson } from "./api.js";
 import { byId, bytes, count, element, percent, plural } from "./dom.js";
 
-/** Returns a function that asks for the list anew. */
+/** Returns a function that loads the list again. */
 export function startCache() {
   byId("cache-refresh").addEventListener("click", refresh);
   byId("forget-form").addEventListener("submit", (event) => {
@@ -58,7 +58,7 @@ function draw({ stats, chunks }) {
   byId("chunks").replaceChildren(...(rows.length ? rows : [nothing]));
 }
 
-/** ``unit`` stands behind the value where the column's title is not shown: on a phone. */
+/** ``unit`` follows the value where the column's title is hidden: on a phone. */
 function cell(kind, unit, value) {
   return element("td", { role: "cell", class: kind, "data-unit": unit }, value);
 }
@@ -79,7 +79,7 @@ async function forget() {
     });
     status.textContent = forgotten
       ? `${plural(forgotten, "chunk")} forgotten.`
-      : "No chunk holds this text.";
+      : "No chunk contains this text.";
     if (forgotten) byId("forget-text").value = "";
     await refresh();
   } catch (error) {

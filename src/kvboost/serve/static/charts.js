@@ -1,4 +1,4 @@
-// Charts of requests. They are drawn in pixels of the place they get, and again when that changes.
+// Charts of requests. They are drawn in pixels, and again when their width changes.
 
 import { HEIGHT, MARGIN, grid, label, linearTicks, logTicks, plotHeight, rect } from "./axes.js";
 import { count, element, median, milliseconds, percent, sooner, svg, timeOfDay } from "./dom.js";
@@ -42,7 +42,7 @@ export class Chart {
 class RequestChart extends Chart {
   constructor(place, title, legend, cursor) {
     super(place, title, legend);
-    this.requests = null; // nobody has told yet
+    this.requests = null; // not known yet
     this.shown = []; // the newest of them, as many as fit
     this.cursor = cursor;
     this.canvas = svg("svg", {
@@ -125,7 +125,7 @@ class RequestChart extends Chart {
   }
 }
 
-/** Which request the charts of requests point at, by its number; null for none. */
+/** The number of the request that all charts point at; null for none. */
 export class Cursor extends EventTarget {
   seq = null;
 

@@ -1,4 +1,4 @@
-// Elements and numbers. Whatever comes from a server or a person enters the page as text.
+// Elements and numbers. All that comes from a server or a user enters the page as text.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -24,7 +24,7 @@ export function byId(id) {
   return document.getElementById(id);
 }
 
-/** Says it unless it is said already, so that screen readers do not hear it each second. */
+/** Sets the text only if it changes, so that screen readers do not repeat it each second. */
 export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
@@ -56,7 +56,7 @@ export function bytes(value) {
   return `${value < 10 && unit > 0 ? value.toFixed(1) : count(value)} ${units[unit]}`;
 }
 
-/** Never "100 %" unless it is all, never "0 %" unless it is nothing. */
+/** "100 %" only for all of it, "0 %" only for nothing. */
 export function percent(part, of) {
   if (!of || !part) return "0 %";
   if (part >= of) return "100 %";
@@ -65,7 +65,7 @@ export function percent(part, of) {
   return value > 99 ? "> 99 %" : `${Math.round(value)} %`;
 }
 
-/** What ``estimate / measured`` means to somebody who waits: "13.0 × sooner". */
+/** ``estimate / measured`` in words: "13.0 × sooner". */
 export function sooner(times) {
   if (times > 0.95 && times < 1.05) return "as long as without";
   const size = times < 1 ? 1 / times : times;

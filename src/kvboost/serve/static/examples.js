@@ -1,5 +1,4 @@
-// Prompts to begin with. Each is a first question and what to ask next, so that the second one
-// shows what the first one left behind.
+// Example prompts. Each has a first question and a next one, which shows what was cached.
 
 const PASSAGES = [
   passage(
@@ -85,7 +84,7 @@ export const EXAMPLES = [
     next: { title: "Put the texts into another order and ask again", shuffle: true },
   },
   {
-    title: "Behind a new system prompt",
+    title: "After a new system prompt",
     first: {
       system: "You are a guide in the town of Vessby. Answer in one sentence.",
       documents: TOWN,

@@ -1,4 +1,4 @@
-// What the server holds and does right now: its tiers and its queue.
+// The state of the server: its tiers and its queue.
 
 import { HEIGHT, MARGIN, grid, label, linearTicks, plotHeight } from "./axes.js";
 import { Chart } from "./charts.js";
@@ -55,10 +55,10 @@ function tierLine({ name, bytes: held, max_bytes: most, chunks, state }) {
   );
 }
 
-/** Running and waiting requests, as often as the page has asked. */
+/** Running and waiting requests, one point per reply. */
 export class QueueChart extends Chart {
   static SECONDS = 300;
-  static GAP = 8; // no answer for so many seconds is not drawn as if it were known
+  static GAP = 8; // a pause of so many seconds is drawn as a gap
 
   constructor(place) {
     super(place, "Queue", [

@@ -1,4 +1,4 @@
-// Asks the server once a second what has happened, while somebody looks.
+// Asks the server for news once a second while the page is visible.
 
 import { ServerError, explained, sendForJson, setModel, watch } from "./api.js";
 import { Cursor, FirstTokenChart, SourcesChart } from "./charts.js";
@@ -6,13 +6,13 @@ import { byId, count, duration, say } from "./dom.js";
 import { QueueChart, TiersChart } from "./gauges.js";
 
 const PERIOD = 1000;
-const SLOWEST = 5000; // between attempts when nobody answers
-const CLOSED = 30_000; // between attempts when the server wants another key
-const PATIENCE = 10_000; // for one answer
+const SLOWEST = 5000; // between attempts without a reply
+const CLOSED = 30_000; // between attempts when the server needs another key
+const PATIENCE = 10_000; // for one reply
 const MOST_REQUESTS = 200;
 
-/** Returns a function that asks at once instead of soon. ``onStart`` is called when a server
- * answers for the first time, and again when it answers after having been away. */
+/** Returns a function that asks at once. ``onStart`` is called at the first reply of a server, and
+ * at the first reply after it was away. */
 export function startLive(onStart) {
   const place = byId("charts");
   const cursor = new Cursor();
@@ -23,10 +23,10 @@ export function startLive(onStart) {
 
   let requests = [];
   let since = 0;
-  let started = null; // when the server was; another moment means another server
+  let started = null; // when the server started; another time means another server
   let failures = 0;
   let connected = false;
-  let asked = false; // to be quick, while an answer was still awaited
+  let asked = false; // to ask again at once, while a reply was awaited
   let resume = null; // ends a pause
 
   document.addEventListener("visibilitychange", wake);
@@ -77,7 +77,7 @@ export function startLive(onStart) {
     asked = false;
   }
 
-  /** False if it has to be asked again, from the start: another server has taken over. */
+  /** False if the page must ask from the beginning, because the server was replaced. */
   function take(live) {
     const start = live.now - live.uptime_s;
     if (live.seq < since || (started !== null && Math.abs(start - started) > 5)) {

@@ -7,11 +7,11 @@ import { drawKey, drawReport } from "./report.js";
 
 const fields = ["system", "documents", "question"];
 
-/** ``onAnswer`` is called when a request has ended, however it did. */
+/** ``onAnswer`` is called when a request has ended, with or without success. */
 export function startPlayground(onAnswer) {
   const form = byId("ask-form");
   let running = null; // the AbortController of the request in flight
-  let next = null; // what the example at hand would ask next
+  let next = null; // the next question of the example
 
   byId("examples").append(
     ...EXAMPLES.map((example) => {
@@ -34,8 +34,8 @@ export function startPlayground(onAnswer) {
   byId("plan").addEventListener("click", () => form.reportValidity() && run(plan));
   byId("next").addEventListener("click", () => {
     fill(next.shuffle ? { documents: shuffled(byId("documents").value) } : next.change);
-    if (!next.shuffle) next = null; // orders are many, questions one
-    byId("ask").focus({ preventScroll: true }); // this button is about to go
+    if (!next.shuffle) next = null; // there are many orders, but one question
+    byId("ask").focus({ preventScroll: true }); // this button is about to disappear
     run(ask);
   });
   form.addEventListener("submit", (event) => {
@@ -57,7 +57,7 @@ export function startPlayground(onAnswer) {
     try {
       await task(body(), running.signal);
     } catch (error) {
-      byId("report").replaceChildren(); // what is there belongs to another prompt
+      byId("report").replaceChildren(); // it belongs to another prompt
       if (running.signal.aborted) byId("answer-meta").textContent = "Stopped.";
       else showError(explained(error));
     } finally {
@@ -70,7 +70,7 @@ export function startPlayground(onAnswer) {
   async function ask(body, signal) {
     const began = performance.now();
     const answer = byId("answer");
-    let seen = null; // this page's own clock: when the first piece was here
+    let seen = null; // when the first piece arrived, by the clock of this page
     let finish = null;
     let usage = null;
     let report = null;
@@ -152,7 +152,7 @@ function showShuffle() {
   byId("shuffle").disabled = paragraphs(byId("documents").value).length < 2;
 }
 
-/** What asking and planning have in common. */
+/** The fields that asking and planning share. */
 function body() {
   const [system, documents, question] = fields.map((name) => byId(name).value.trim());
   const content = documents ? `${documents}\n\n${question}` : question;

@@ -1,16 +1,16 @@
-// What a request says of its prompt: time to the first token, rows by source, and the prompt
-// itself with every span in the colour of its kind.
+// The report about a prompt: the time to the first token, rows by source, and the prompt with every
+// span in the colour of its kind.
 
 import { count, element, milliseconds, percent, plural, sooner } from "./dom.js";
 import { KINDS, kept, rowsByKind, total } from "./kinds.js";
 
-/** Draws a server's ``kvboost`` object. ``planned``: nothing was run, so there is no time. */
+/** Draws a ``kvboost`` object. ``planned``: nothing was run, so there is no time. */
 export function drawReport(place, report, planned = false) {
   const rows = rowsByKind({
     exact: report.exact_tokens,
     approximate: report.approximate_tokens,
     moved: report.moved_tokens,
-    recomputed: report.recomputed_tokens ?? 0, // a plan cannot know
+    recomputed: report.recomputed_tokens ?? 0, // not known in a plan
     computed: report.computed_tokens,
   });
   const parts = [firstToken(report, planned), sources(rows, planned)];
@@ -23,7 +23,7 @@ export function drawReport(place, report, planned = false) {
   place.replaceChildren(...parts);
 }
 
-/** What is there before the first answer: the words the page uses. */
+/** Shown before the first answer: an explanation of the words. */
 export function drawKey(place) {
   place.replaceChildren(
     element(
@@ -207,7 +207,7 @@ function promptMap(spans) {
   return block("Prompt in order", plural(spans.length, "span"), strip, detail, text);
 }
 
-/** The share of a moved span that was mended is striped, at its end: how much, not which rows. */
+/** The recomputed share of a moved span is striped, at its end: how much, not which rows. */
 function stripPart(span, all, index) {
   const node = part(span.kind, span.tokens / all);
   node.dataset.index = index;
@@ -238,7 +238,7 @@ function described(span) {
     span.donor && `donor ${span.donor.slice(0, 12)}`,
     span.tier && `from ${span.tier}`,
     span.kind === "moved" &&
-      `what stands before it resembles the donor's by ${percent(span.resemblance, 1)}`,
+      `the text before it resembles the donor's by ${percent(span.resemblance, 1)}`,
     span.recomputed && `${count(span.recomputed)} of ${plural(span.tokens, "row")} computed again`,
   ].filter(Boolean);
   return [

@@ -1,4 +1,4 @@
-"""What every answer carries, and the last resort when something fails."""
+"""The headers of every response, one line in the log, and the response to an unexpected error."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvboost.serve.settings import ServerSettings
 
 logger = logging.getLogger("kvboost.serve")
 
-ASKED_AGAIN = ("/kvboost/live", "/metrics", "/health", "/ready")
-"""By machines, every second or so: not worth a line each."""
+POLLED_PATHS = ("/kvboost/live", "/metrics", "/health", "/ready")
+"""Machines ask for these every second or so. They are logged as debug messages."""
 
 _GIVEN_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _PAGE = "/static/"
@@ -29,9 +29,9 @@ _POLICY = (
 
 
 class RequestMiddleware:
-    """Gives every request an id (its own, if it brings a sane one), every answer the headers a
-    browser needs to be careful with it, and one line to the log. What nobody has caught is
-    answered with 500; nothing of it but the place where it happened goes to the log."""
+    """Gives every request an id (its own, if it sends a valid one), every response the headers
+    that restrict browsers, and the log one line. An unexpected error is answered with 500; the log
+    has the place where it happened, not its message."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
         self._app = app
@@ -58,7 +58,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send_with_headers)
         except ClientGone:
             pass
-        except asyncio.CancelledError:  # the server stops and has waited for long enough
+        except asyncio.CancelledError:  # the server stops, and drain_seconds are over
             if not status:
                 await shutting_down().response()(scope, receive, send_with_headers)
         except Exception as error:
@@ -69,7 +69,7 @@ class RequestMiddleware:
             self._metrics.response(status)
             tenant = state.get("tenant")
             logger.log(
-                logging.DEBUG if scope["path"] in ASKED_AGAIN else logging.INFO,
+                logging.DEBUG if scope["path"] in POLLED_PATHS else logging.INFO,
                 "%s %s %r %s %.0f ms %s",
                 request_id,
                 scope["method"],

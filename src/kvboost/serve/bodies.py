@@ -1,0 +1,200 @@
+"""Request bodies: read within their limits, parsed and checked without holding up the event loop.
+
+A body is refused at the first thing that is wrong with it: its size while it is read, its number of
+JSON values before any of them is made, and then its first wrong field.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
+from typing import Any, get_type_hints
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
+from starlette.responses import Response
+from starlette.types import Receive
+
+from kvboost.serve.errors import ApiError, ClientGone, invalid_body
+from kvboost.serve.server import ServerState
+from kvboost.serve.settings import ServerSettings
+from kvboost.serve.workers import LARGE_BYTES
+
+MAX_VALUES = 256 * 1024
+"""JSON values in one body. ``json.loads`` does not release the interpreter's lock, so no other
+thread runs until it is done: about 50 ms for so many."""
+MAX_KEYS = 64 * 1024
+"""Keys of all JSON objects in one body. They take longer than other values."""
+
+_SLICE_BYTES = 256 * 1024
+_DISCARD_SECONDS = 2.0
+_DISCARD_BYTES = 64 * 1024**2
+
+
+class BodyRoute(APIRoute):
+    """A route whose body, the parameter ``body``, is read and checked here before FastAPI sees it.
+    A route without that parameter never waits for a body. Notes when the body was complete
+    (``request.state.received``, of ``time.perf_counter``)."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        hints = get_type_hints(self.endpoint, include_extras=True)
+        if "body" not in hints:
+            return handle
+        adapter: TypeAdapter[Any] = TypeAdapter(hints["body"])
+
+        async def read_and_handle(request: Request) -> Response:
+            server: ServerState = request.app.state.server
+            body = await read(request, server.settings)
+            request.state.received = time.perf_counter()
+            if len(body) < LARGE_BYTES:
+                checked = parse(adapter, body)
+            else:
+                checked = await server.workers.run(len(body), parse, adapter, body)
+            return await handle(_CheckedRequest(request, checked))
+
+        return read_and_handle
+
+
+class _CheckedRequest(Request):
+    """A request whose body has been checked. Pydantic takes an instance of a model as it is."""
+
+    def __init__(self, request: Request, checked: Any) -> None:
+        super().__init__(request.scope, request.receive)
+        self._checked = checked
+
+    async def body(self) -> bytes:
+        return b"{}"  # FastAPI only looks whether there is one
+
+    async def json(self) -> Any:
+        return self._checked
+
+
+async def read(request: Request, settings: ServerSettings) -> bytes:
+    """The whole body. Raises ApiError if it is too large, too slow, or not JSON by its headers."""
+    try:
+        return await asyncio.wait_for(_read(request, settings), settings.body_seconds or None)
+    except asyncio.TimeoutError:
+        raise ApiError(
+            408,
+            f"the body did not arrive within {settings.body_seconds:g} s",
+            kind="timeout_error",
+            code="body_timeout",
+            headers={"connection": "close"},
+        ) from None
+
+
+async def _read(request: Request, settings: ServerSettings) -> bytes:
+    declared = request.headers.get("content-length", "0")
+    if not (declared.isascii() and declared.isdigit()) or len(declared) > 18:
+        raise ApiError(400, "content-length is not a number")
+    if int(declared) > settings.max_body_bytes:
+        raise await _too_large(int(declared), settings, request.receive)
+    body = bytearray()
+    more = bool(int(declared)) or "transfer-encoding" in request.headers
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > settings.max_body_bytes:
+            raise await _too_large(None, settings, request.receive if more else None)
+    if not body:
+        raise ApiError(400, "the request has no body; send JSON", code="invalid_json")
+    if not _is_json(request.headers.get("content-type", "")):
+        raise ApiError(
+            415, "the body must be JSON: send 'Content-Type: application/json'", code="not_json"
+        )
+    return bytes(body)
+
+
+async def _too_large(
+    size: int | None, settings: ServerSettings, receive: Receive | None
+) -> ApiError:
+    """Reads on for a moment and discards it: a client that is still sending would see its
+    connection break instead of the answer."""
+    if receive is not None:
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(_discard(receive), _DISCARD_SECONDS)
+    has = "more" if size is None else f"{size:,} bytes"
+    return ApiError(
+        413,
+        f"the body has {has}; at most {settings.max_body_bytes:,} bytes are allowed",
+        code="body_too_large",
+        headers={"connection": "close"},
+    )
+
+
+async def _discard(receive: Receive) -> None:
+    seen = 0
+    while seen < _DISCARD_BYTES:
+        message = await receive()
+        seen += len(message.get("body", b""))
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (
+        kind.startswith("application/") and kind.endswith("+json")
+    )
+
+
+def parse(adapter: TypeAdapter[Any], body: bytes) -> Any:
+    """The checked model of a JSON body. Raises ApiError that names the first wrong field."""
+    for values, keys in count_values(body):
+        if values > MAX_VALUES:
+            raise _too_many("values", MAX_VALUES)
+        if keys > MAX_KEYS:
+            raise _too_many("keys", MAX_KEYS)
+    try:
+        value = json.loads(body.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise ApiError(
+            400, f"the body is not JSON: {error.msg} at character {error.pos}", code="invalid_json"
+        ) from None
+    except UnicodeDecodeError:
+        raise ApiError(
+            400, "the body cannot be read: it is not UTF-8", code="invalid_json"
+        ) from None
+    except (ValueError, RecursionError):  # a number of thousands of digits, or deep nesting
+        raise ApiError(
+            400,
+            "the body cannot be read: a number is too long or it is nested too deeply",
+            code="invalid_json",
+        ) from None
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        raise invalid_body(error, value) from None
+
+
+def _too_many(what: str, most: int) -> ApiError:
+    return ApiError(
+        400, f"the body has more than {most:,} JSON {what}; split it up", code="too_many_values"
+    )
+
+
+def count_values(body: bytes) -> Iterator[tuple[int, int]]:
+    """Counts the values and the keys of JSON text without parsing it; yields both after each slice
+    of the text. Every value but the outermost follows a comma or an opening bracket, and every key
+    precedes a colon, that is not inside a string."""
+    values = keys = start = inside = 0
+    while start < len(body):
+        piece = body[start : start + _SLICE_BYTES]
+        backslashes = len(piece) - len(piece.rstrip(b"\\"))
+        if backslashes % 2 and start + len(piece) < len(body):
+            piece = piece[:-1]  # do not cut an escape in two
+        start += len(piece)
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[inside::2])
+        inside = (inside + len(parts) - 1) % 2
+        values += sum(map(outside.count, (b",", b"[", b"{")))
+        keys += outside.count(b":")
+        yield values, keys

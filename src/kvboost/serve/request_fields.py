@@ -1,0 +1,137 @@
+"""The types of fields in request bodies, each with its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field
+from pydantic_core import PydanticCustomError
+
+MAX_FIELDS = 64
+"""Fields of one object, known or not."""
+MAX_MESSAGES = 8192
+MAX_PARTS = 4096
+"""Parts of one message."""
+MAX_TOKEN_IDS = 256 * 1024
+"""Token ids of one prompt."""
+MAX_N = 8
+MAX_PROMPTS = 32
+MAX_DOCUMENTS = 256
+MAX_STOPS = 4
+MAX_BIASES = 1024
+MAX_METADATA = 16
+MAX_SEED = 2**63 - 1
+"""Larger seeds start again at 0."""
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start} is half of a surrogate pair") from None
+    return text
+
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number, so 1.0 is a whole number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def some(most: int, least: int = 1) -> Any:
+    """A list or an object of ``least`` to ``most`` items, refused at the first wrong one."""
+    return Field(min_length=least, max_length=most, fail_fast=True)
+
+
+def at_most(most: int) -> BeforeValidator:
+    """Refuses a larger object before any of its items is checked."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise PydanticCustomError(
+                "too_many_items",
+                "has {count} entries; at most {most} are allowed",
+                {"count": f"{len(value):,}", "most": most},
+            )
+        return value
+
+    return BeforeValidator(check)
+
+
+def one_of(kind: Callable[[Any], str | None], said: str) -> Discriminator:
+    """For unions: ``kind`` names the branch of a value. If it names none, the error says what is
+    allowed."""
+    return Discriminator(
+        kind,
+        custom_error_type="one_of",
+        custom_error_message=f"must be {said}",
+    )
+
+
+WHOLE = BeforeValidator(_whole)
+Text = Annotated[str, AfterValidator(_unicode)]
+SomeText = Annotated[str, Field(min_length=1), AfterValidator(_unicode)]
+ShortText = Annotated[str, Field(max_length=512), AfterValidator(_unicode)]
+TOKEN_ID = "Token id"
+BIASED_ID = r"^[0-9]{1,9}$"
+TokenId = Annotated[int, Field(ge=0, lt=2**31, title=TOKEN_ID), WHOLE]
+TokenIds = Annotated[list[TokenId], some(MAX_TOKEN_IDS)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+LogitBias = Annotated[
+    dict[
+        Annotated[str, Field(pattern=BIASED_ID)],
+        Annotated[float, Field(ge=-100.0, le=100.0)],
+    ],
+    Field(max_length=MAX_BIASES, fail_fast=True, json_schema_extra={"additionalProperties": False}),
+    at_most(MAX_BIASES),
+]
+Metadata = Annotated[
+    dict[Annotated[Text, Field(max_length=64)], ShortText],
+    some(MAX_METADATA, least=0),
+    at_most(MAX_METADATA),
+]
+MaxTokens = Annotated[int, Field(ge=1, lt=2**31), WHOLE]
+
+
+def text_or_list(value: Any) -> str | None:
+    match value:
+        case str():
+            return "as text"
+        case list():
+            return "as list"
+        case _:
+            return None
+
+
+def stop_kind(value: Any) -> str | None:
+    return None if value == "" else text_or_list(value)
+
+
+def prompt_kind(value: Any) -> str | None:
+    match value:
+        case [str(), *_]:
+            return "as texts"
+        case [int() | float(), *_]:
+            return "as ids"
+        case [list(), *_]:
+            return "as lists of ids"
+        case str() if value:
+            return "as text"
+        case _:
+            return None
+
+
+def single_prompt_kind(value: Any) -> str | None:
+    kind = prompt_kind(value)
+    return kind if kind in ("as text", "as ids") else None
+
+
+def _never(value: bool) -> bool:
+    if value:
+        raise PydanticCustomError("unsupported", "true is not supported by this server")
+    return value
+
+
+No = Annotated[bool, AfterValidator(_never), Field(json_schema_extra={"const": False})]
+"""A switch that a request may name but not turn on."""
