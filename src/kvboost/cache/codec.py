@@ -163,7 +163,7 @@ def _is_possible(found: ChunkInfo) -> bool:
     exact = found.lineage is Lineage.EXACT
     return (
         found.num_tokens >= 1
-        and int(found.token_ids.min()) >= 0
+        and not (found.token_ids < 0).any()
         and found.bits in BITS
         and found.nbytes >= 1
         and math.isfinite(found.key_norm)

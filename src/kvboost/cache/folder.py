@@ -386,7 +386,10 @@ class CacheFolder:
         """A file's bytes, checked. None if it was removed, or if it is not whole and is in
         quarantine now. Does not count as use."""
         try:
-            with open(files.open_regular(self._file(key)), "rb") as file:
+            with (
+                files.open_regular(self._file(key)) as (descriptor, _),
+                open(descriptor, "rb", closefd=False) as file,
+            ):
                 data = file.read()
             if codec.decode(data, self._secret).key == key:
                 return data

@@ -236,7 +236,7 @@ class DiskTier:
     def info(self, key: ChunkKey) -> ChunkInfo | None:
         """What the header of ``key`` says now; None if it cannot be read."""
         try:
-            return self._read_info(self._path(key))
+            return self._read_info(key)[0]
         except (OSError, codec.BadChunk):
             return None
 
@@ -323,8 +323,7 @@ class DiskTier:
                     self._pass_over(key)
         for key in there - shard.sizes.keys() - self._passed_over:
             try:
-                path = self._path(key)
-                info, status = self._read_info(path), os.lstat(path)
+                info, status = self._read_info(key)
                 if info.key != key:
                     raise codec.BadChunk("it is another chunk")
                 self._note(key, status.st_size)
@@ -339,13 +338,13 @@ class DiskTier:
             self._note(key, None)
             gone.append(key)
 
-    def _read_info(self, path: Path) -> ChunkInfo:
-        with open(files.open_regular(path), "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            data = file.read(codec.HEADER_BYTES) or b""
+    def _read_info(self, key: ChunkKey) -> tuple[ChunkInfo, os.stat_result]:
+        """The header of a file and its status. A start reads thousands: no ``Path`` is made."""
+        with files.open_regular(f"{self.folder}/{key[:2]}/{key}{SUFFIX}") as (file, status):
+            data = os.read(file, codec.HEADER_BYTES)
             if (missing := codec.header_length(data) - len(data)) > 0:
-                data += file.read(min(missing, codec.LONGEST_HEADER)) or b""
-        return codec.info(codec.read_header(data), self._secret, size)
+                data += os.read(file, min(missing, codec.LONGEST_HEADER))
+        return codec.info(codec.read_header(data), self._secret, status.st_size), status
 
     def _write(self, key: ChunkKey, data: bytes) -> bool:
         temporary = self.folder / f"tmp-{os.getpid()}-{uuid4().hex}"

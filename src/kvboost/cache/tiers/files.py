@@ -30,14 +30,18 @@ def is_blocked(path: Path) -> bool:
         return True
 
 
-def open_regular(path: Path) -> int:
-    """A descriptor for reading a regular file. Never waits; raises ``OSError`` for anything else
-    than a file, a link included."""
+@contextmanager
+def open_regular(path: str | Path) -> Iterator[tuple[int, os.stat_result]]:
+    """A descriptor for reading a regular file, and its status. Never waits; raises ``OSError`` for
+    anything else than a file, a link included."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path} is not a regular file")
+        yield descriptor, status
+    finally:
         os.close(descriptor)
-        raise OSError(f"{path} is not a regular file")
-    return descriptor
 
 
 @contextmanager
