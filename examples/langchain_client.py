@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
         usage = answer.usage_metadata
         cached = usage["input_token_details"].get("cache_read", 0)
         print(f"{question}\n  {answer.content}")
-        print(f"  {cached} of {usage['input_tokens']} prompt tokens were reused")
+        print(f"  {cached} of {usage['input_tokens']} prompt tokens were not read again")
 
     print("Streamed:", end=" ")
     for piece in chat.stream([SystemMessage(NOTES), HumanMessage("Describe it in a sentence.")]):

@@ -33,15 +33,15 @@ def make_chunk(
         data = plain(torch.randn(2, 2, 1, len(tokens), 4, generator=draw))
     name = chain_key(parent, tokens) if key is None else ChunkKey(key)
     info = ChunkInfo(
-        name,
-        parent,
-        before or parent,
-        root,
-        tokens,
-        position,
-        lineage,
-        data.bits,
-        data.nbytes,
-        origin,
+        key=name,
+        parent=parent,
+        before=before or parent,
+        root=root,
+        token_ids=tokens,
+        base_position=position,
+        lineage=lineage,
+        bits=data.bits,
+        nbytes=data.nbytes,
+        origin=origin,
     )
     return KVChunk(info, data)

@@ -116,7 +116,7 @@ def test_a_growing_chat_in_four_bits_is_quantized_once(open_engine) -> None:
     for end in range(20, 129, 9):
         result = engine.generate(ids[:end], 1, PREFIX)
         (key,) = store._catalogue
-        tensors = store._places.ready(key).data.tensors
+        tensors = store._residency.ready(key).data.tensors
         for name, packed in before.items():
             assert torch.equal(tensors[name][:, :, : packed.shape[2]], packed)
         before = {name: tensors[name] for name in ("keys", "keys_range", "values", "values_range")}

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -21,6 +21,8 @@ DEFAULT_MODEL = "smollm2-135m"
 CHUNKING = ("fixed", "semantic", "document")
 STRATEGIES = ("auto", "query", "cacheblend", "selective", "none")
 KV_BITS = (16, 8, 4)
+LEAST_SECRET = 16
+"""Characters of a cache secret."""
 REUSE_MOVED = ("when_faster", "always")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -164,6 +166,9 @@ class EngineConfig:
     remote_cache_bytes: int | None = None
     """The budget of that store. Without it, the limit of a Redis or Valkey server applies; other
     stores need one."""
+    cache_secret: str | None = field(default=None, repr=False)
+    """Signs the chunks in the folder and the remote store, and keys their names: chunks that are
+    not signed with it are refused. At least 16 characters; by default ``KVBOOST_CACHE_SECRET``."""
     prefill_slice: int | None = None
     """Long prompts are prefilled this many tokens at a time, so that memory stays bounded; by
     default what suits the device."""
@@ -205,6 +210,13 @@ class EngineConfig:
         one_of(self.kv_cache_bits, KV_BITS, "kv_cache_bits")
         if not isinstance(self.key_norms, bool):
             raise ConfigError(f"key_norms={self.key_norms!r} must be True or False")
+        if self.cache_secret is None:
+            object.__setattr__(self, "cache_secret", chosen_cache_secret())
+        if self.cache_secret is not None and len(self.cache_secret) < LEAST_SECRET:
+            raise ConfigError(
+                f"cache_secret (or KVBOOST_CACHE_SECRET) has {len(self.cache_secret)} characters; "
+                f"at least {LEAST_SECRET} are needed: take `openssl rand -hex 32`"
+            )
         if self.disk_cache_dir is not None and not os.fspath(self.disk_cache_dir):
             raise ConfigError("disk_cache_dir='' must name a folder; None keeps nothing on disk")
         whole(self.max_running, 1, "max_running")
@@ -262,6 +274,7 @@ class EngineOptions(TypedDict, total=False):
     disk_cache_bytes: int | str
     remote_cache_url: str | None
     remote_cache_bytes: int | str | None
+    cache_secret: str | None
     prefill_slice: int | None
     document_markers: str | Sequence[str]
     reuse_moved: str
@@ -462,6 +475,11 @@ def chosen_cache_dir() -> Path | None:
 def cache_dir() -> Path:
     """The folder that ``kvboost cache`` opens: the chosen one, or ``kv`` beside the models."""
     return chosen_cache_dir() or home() / "kv"
+
+
+def chosen_cache_secret() -> str | None:
+    """The secret that stored chunks are signed with: ``KVBOOST_CACHE_SECRET``."""
+    return os.environ.get("KVBOOST_CACHE_SECRET") or None
 
 
 def api_keys() -> list[str]:

@@ -104,7 +104,7 @@ class KVBoost:
         - memory: ``max_cache_bytes="2GiB"``, ``max_chunks=None``, ``gpu_cache_bytes=None``,
           ``kv_cache_bits=16``, ``key_norms=False``
         - other tiers: ``disk_cache_dir=None``, ``disk_cache_bytes="20GiB"``,
-          ``remote_cache_url=None``, ``remote_cache_bytes=None``
+          ``remote_cache_url=None``, ``remote_cache_bytes=None``, ``cache_secret=None``
         - chunks: ``chunk_size=128``, ``chunking="fixed"``, ``document_markers="\\n\\n"``
         - moved text: ``recompute_strategy="auto"``, ``recompute_ratio=0.15``,
           ``recompute_overlap=16``, ``reuse_moved="when_faster"``, ``audit_fraction=0.0``

@@ -1,26 +1,47 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save
 
 from chunks import make_chunk
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk, Lineage
 from kvboost.cache.quantize import Quantizer, plain
+from kvboost.tokens.hashing import branch_key, root_key
+
+OTHER = root_key("another chunk", "")
 
 
 def chunks() -> list[KVChunk]:
     kv = torch.randn(2, 2, 1, 70, 8)
     return [
         make_chunk(range(70), data=plain(kv)),
-        make_chunk(range(70), data=plain(kv.bfloat16()), position=9, lineage=Lineage.APPROXIMATE),
+        make_chunk(
+            range(70),
+            data=plain(kv.bfloat16()),
+            parent=branch_key(OTHER, "a repair"),
+            before=OTHER,
+            position=9,
+            lineage=Lineage.APPROXIMATE,
+        ),
         make_chunk(range(70), data=Quantizer(8, None).pack(kv.bfloat16(), 0)),
-        make_chunk(range(3), data=Quantizer(4, None).pack(kv[:, :, :, :3].contiguous(), 7)),
+        make_chunk(
+            range(3),
+            data=Quantizer(4, None).pack(kv[:, :, :, :3].contiguous(), 2),
+            parent=OTHER,
+            position=2,
+        ),
     ]
+
+
+HEADER = codec.read_header(codec.encode(make_chunk(range(5))))
 
 
 def assert_same(left: KVChunk, right: KVChunk) -> None:
@@ -35,7 +56,7 @@ def assert_same(left: KVChunk, right: KVChunk) -> None:
 
 
 @pytest.mark.parametrize("chunk", chunks(), ids=["32", "16", "8", "4"])
-def test_a_chunk_comes_back_as_it_was_from_bytes_and_from_a_file(chunk, tmp_path: Path) -> None:
+def test_a_chunk_is_the_same_after_encoding_and_decoding(chunk, tmp_path: Path) -> None:
     data = codec.encode(chunk)
     assert_same(codec.decode(data), chunk)
     path = tmp_path / "chunk"
@@ -80,7 +101,7 @@ def test_truncated_bytes_are_noticed(keep, tmp_path: Path) -> None:
         codec.read_file(path)
 
 
-def test_what_is_no_chunk_is_refused(tmp_path: Path) -> None:
+def test_other_bytes_are_refused(tmp_path: Path) -> None:
     foreign = save({"kv": torch.zeros(3)}, {"format": "pt"})
     for data in (foreign, save({"kv": torch.zeros(3)}), b"\xff" * 400, b"{}" * 100):
         with pytest.raises(codec.BadChunk):
@@ -98,3 +119,21 @@ def test_a_header_that_contradicts_itself_is_refused() -> None:
     for name, value in (("key", "0" * 32), ("bits", "7"), ("position", "x"), ("lineage", "new")):
         with pytest.raises(codec.BadChunk):
             codec.info(header | {name: value})
+
+
+@given(st.dictionaries(st.sampled_from(sorted(HEADER)), st.text(max_size=40), min_size=1))
+def test_whatever_a_header_says_is_a_chunk_or_refused(fields) -> None:
+    """And what is accepted is within bounds, so that nothing after it can fail."""
+    try:
+        found = codec.info(HEADER | fields)
+    except codec.BadChunk:
+        return
+    assert found.num_tokens >= 1 and 0 <= found.base_position < codec.MOST_POSITIONS
+    assert 0 < found.nbytes < codec.MOST_BYTES and 0 <= found.key_norm < float("inf")
+    assert all(re.fullmatch("[0-9a-f]{32}", one) for one in (found.root, found.before))
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_chunk_or_refused(data) -> None:
+    with pytest.raises(codec.BadChunk):
+        codec.decode(data)

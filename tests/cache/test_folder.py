@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunks import make_chunk
+from chunks import ROOT, make_chunk
 from kvboost import CacheFolderError, ConfigError
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk, Lineage, Origin
@@ -25,7 +25,7 @@ from kvboost.cache.tiers.disk import DiskTier
 from kvboost.config import cache_dir, format_bytes, parse_bytes
 from kvboost.errors import ForgetError
 from kvboost.model.load import ModelTokenizer
-from kvboost.tokens.hashing import as_token_ids
+from kvboost.tokens.hashing import as_token_ids, branch_key
 from tiny import byte_tokenizer
 
 TOKENIZER = ModelTokenizer(byte_tokenizer())
@@ -36,7 +36,7 @@ ONE, TWO = Origin("f1", "one"), Origin("f2", "two")
 
 
 def line(*texts: str, origin: Origin = ONE) -> list[KVChunk]:
-    """Chunks that hold ``texts``, one behind the other."""
+    """Chunks that contain ``texts``, each following the last."""
     made: list[KVChunk] = []
     for text in texts:
         ids, options = TOKENIZER.encode_fragment(text), {}
@@ -102,7 +102,7 @@ def test_the_environment_names_the_folder(monkeypatch, tmp_path: Path) -> None:
     assert cache_dir() == Path.home() / "elsewhere"
 
 
-def test_what_is_no_cache_is_neither_opened_nor_touched(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_cache_is_neither_opened_nor_touched(tmp_path: Path) -> None:
     with pytest.raises(CacheFolderError, match="does not exist"):
         CacheFolder(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
@@ -113,7 +113,7 @@ def test_what_is_no_cache_is_neither_opened_nor_touched(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["tmp-mine"]
 
 
-def test_entries_tell_what_stands_behind_what_and_when_it_was_used(folder, chunks) -> None:
+def test_entries_give_the_depth_and_the_last_use_of_each_chunk(folder, chunks) -> None:
     first, second, other = chunks
     for moment, chunk in enumerate([other, first, second]):
         os.utime(file_of(folder, chunk), (moment, moment))
@@ -137,9 +137,7 @@ def test_the_summary_adds_up_by_model(folder, chunks) -> None:
     assert summary.nbytes == sum(path.stat().st_size for path in files)
 
 
-def test_verifying_finds_what_is_not_whole_and_leaves_the_rest_as_old_as_it_was(
-    folder, chunks
-) -> None:
+def test_verifying_finds_damaged_files_and_does_not_count_as_use(folder, chunks) -> None:
     damage(folder, chunks[0])
     file_of(folder, chunks[1]).write_bytes(b"nonsense")
     os.utime(file_of(folder, chunks[2]), (7, 7))
@@ -150,13 +148,13 @@ def test_verifying_finds_what_is_not_whole_and_leaves_the_rest_as_old_as_it_was(
     assert CacheFolder(folder).verify()
 
 
-def test_verifying_notices_a_chunk_under_the_name_of_another(folder, chunks) -> None:
+def test_verifying_finds_a_chunk_under_the_name_of_another(folder, chunks) -> None:
     opened = CacheFolder(folder)
     file_of(folder, chunks[0]).write_bytes(codec.encode(chunks[1]))
     assert opened.verify().bad == 1
 
 
-def test_verifying_counts_what_cannot_be_read(folder, chunks) -> None:
+def test_verifying_counts_unreadable_files(folder, chunks) -> None:
     file_of(folder, chunks[0]).unlink()
     file_of(folder, chunks[0]).mkdir()
     verdict = CacheFolder(folder).verify()
@@ -179,20 +177,22 @@ def test_clearing_leaves_no_chunk_and_no_quarantine(folder, chunks) -> None:
 
 
 @pytest.mark.parametrize("model", ["three", "f", ""])
-def test_a_model_that_is_not_one_of_those_here_is_refused(folder, chunks, model: str) -> None:
+def test_an_unknown_model_is_refused(folder, chunks, model: str) -> None:
     with pytest.raises(ConfigError, match=r"one \(f1\), two \(f2\)"):
         CacheFolder(folder).clear(model)
     assert keys(folder) == {chunk.key for chunk in chunks}
 
 
-def test_what_cannot_be_cleared_is_said(folder, chunks) -> None:
+def test_clearing_fails_if_a_file_cannot_be_removed(folder, chunks) -> None:
     file_of(folder, chunks[0]).unlink()
     file_of(folder, chunks[0]).mkdir()
     with pytest.raises(CacheFolderError, match="1 of 3 files"):
         CacheFolder(folder).clear()
 
 
-def test_a_folder_that_somebody_writes_to_is_not_cleared(folder, chunks, monkeypatch) -> None:
+def test_a_folder_that_another_process_writes_to_is_not_cleared(
+    folder, chunks, monkeypatch
+) -> None:
     monkeypatch.setattr("kvboost.cache.tiers.disk.LOCK_SECONDS", 0.01)
     opened = CacheFolder(folder)
     locked = pytest.raises(CacheFolderError, match="could not be locked")
@@ -201,7 +201,7 @@ def test_a_folder_that_somebody_writes_to_is_not_cleared(folder, chunks, monkeyp
     assert keys(folder) == {chunk.key for chunk in chunks}
 
 
-def test_what_is_exported_is_imported_bit_by_bit(folder, chunks, tmp_path: Path) -> None:
+def test_an_export_is_imported_bit_by_bit(folder, chunks, tmp_path: Path) -> None:
     done = CacheFolder(folder).export(tmp_path / "kv.tar")
     assert (done.chunks, done.bad) == (3, 0)
     assert done.nbytes == (tmp_path / "kv.tar").stat().st_size
@@ -214,7 +214,9 @@ def test_what_is_exported_is_imported_bit_by_bit(folder, chunks, tmp_path: Path)
         assert (copy.info.parent, copy.info.origin) == (chunk.info.parent, chunk.info.origin)
 
 
-def test_an_export_is_the_owners_alone_and_leaves_no_other_file(folder, tmp_path: Path) -> None:
+def test_only_the_owner_can_read_an_export_and_no_other_file_is_left(
+    folder, tmp_path: Path
+) -> None:
     CacheFolder(folder).export(tmp_path / "kv.tar")
     assert stat.S_IMODE((tmp_path / "kv.tar").stat().st_mode) == 0o600
     assert {path.name for path in tmp_path.iterdir()} == {"kv", "kv.tar"}
@@ -251,19 +253,19 @@ def test_one_model_or_one_text_is_exported(folder, chunks, tmp_path: Path) -> No
             exported(key=key)
 
 
-def test_what_is_not_whole_is_not_exported(folder, chunks, tmp_path: Path) -> None:
+def test_damaged_files_are_not_exported(folder, chunks, tmp_path: Path) -> None:
     opened = CacheFolder(folder)
     damage(folder, chunks[1])
     done = opened.export(tmp_path / "kv.tar")
     assert (done.chunks, done.bad) == (2, 1)
 
 
-def test_an_import_keeps_the_budget_and_begins_at_the_beginning(tmp_path: Path) -> None:
+def test_an_import_keeps_the_budget_and_installs_beginnings_first(tmp_path: Path) -> None:
     made = line("a long first part " * 3, "second " * 9, "third")
     fill(tmp_path / "kv", *made)
     CacheFolder(tmp_path / "kv").export(tmp_path / "kv.tar")
     sizes = [len(codec.encode(chunk)) for chunk in made]
-    budget = sizes[0] + sizes[2]  # the third would fit, but serves nobody without the second
+    budget = sizes[0] + sizes[2]  # the third would fit, but is useless without the second
     other = CacheFolder(tmp_path / "other", create=True, max_bytes=budget)
     done = other.install(tmp_path / "kv.tar")
     assert (done.installed, done.no_room) == (1, 2)
@@ -289,7 +291,7 @@ def proper_name(chunk: KVChunk) -> str:
     return f"{chunk.key[:2]}/{chunk.key}.safetensors"
 
 
-def test_an_import_refuses_whatever_is_not_a_chunk(tmp_path: Path) -> None:
+def test_an_import_refuses_members_that_are_not_chunks(tmp_path: Path) -> None:
     (chunk,) = line("the first part")
     name, data = proper_name(chunk), codec.encode(chunk)
     flipped = data[:-1] + bytes([data[-1] ^ 1])
@@ -330,7 +332,7 @@ def test_an_import_refuses_a_whole_file_of_other_tensors(tensors, tmp_path: Path
 
 
 @pytest.mark.parametrize("content", [None, b"", b"nonsense" * 200])
-def test_what_is_no_archive_is_said_to_be_none(content, tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_archive_is_refused(content, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "kv.tar").write_bytes(content)
     with pytest.raises(CacheFolderError, match=r"kv\.tar' cannot be read"):
@@ -338,7 +340,7 @@ def test_what_is_no_archive_is_said_to_be_none(content, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 100, 512, 522])
-def test_an_archive_that_is_cut_off_gives_what_came_before(length, folder, tmp_path: Path) -> None:
+def test_the_beginning_of_a_truncated_archive_is_installed(length, folder, tmp_path: Path) -> None:
     CacheFolder(folder).export(tmp_path / "kv.tar")
     with tarfile.open(tmp_path / "kv.tar") as archive:
         last = archive.getmembers()[-1]
@@ -348,7 +350,7 @@ def test_an_archive_that_is_cut_off_gives_what_came_before(length, folder, tmp_p
     assert len(keys(tmp_path / "other")) == 2
 
 
-def test_an_archive_damaged_on_the_way_says_so(folder, tmp_path: Path) -> None:
+def test_a_damaged_archive_is_an_error(folder, tmp_path: Path) -> None:
     CacheFolder(folder).export(tmp_path / "kv.tar")
     with tarfile.open(tmp_path / "kv.tar") as archive:
         last = archive.getmembers()[-1]
@@ -381,11 +383,11 @@ def test_a_damaged_archive_never_installs_anything_else(
     assert opened.verify()
 
 
-def test_forgetting_removes_what_holds_a_text_and_what_was_read_behind_it(tmp_path: Path) -> None:
-    before, holds, behind = line("An introduction. ", TEXT, " And so it went on.")
+def test_forgetting_removes_chunks_that_contain_a_text_and_those_after_them(tmp_path: Path) -> None:
+    before, holds, after = line("An introduction. ", TEXT, " And so it went on.")
     (elsewhere,) = line(f"Quoted: {TEXT}")
     (innocent,) = line("Nothing of the kind is said here, nor anywhere near here.")
-    fill(tmp_path / "kv", before, holds, behind, elsewhere, innocent)
+    fill(tmp_path / "kv", before, holds, after, elsewhere, innocent)
     assert CacheFolder(tmp_path / "kv").forget(TEXT, TOKENIZER) == 3
     assert keys(tmp_path / "kv") == {before.key, innocent.key}
 
@@ -404,14 +406,14 @@ def test_forgetting_empties_quarantine(folder, chunks) -> None:
     assert not list((folder / "quarantine").iterdir())
 
 
-def test_forgetting_sees_what_was_written_after_opening(tmp_path: Path) -> None:
+def test_forgetting_finds_chunks_that_were_written_after_opening(tmp_path: Path) -> None:
     fill(tmp_path / "kv")
     opened = CacheFolder(tmp_path / "kv")
     fill(tmp_path / "kv", *line(TEXT))
     assert opened.forget(TEXT, TOKENIZER) == 1
 
 
-def test_what_could_not_be_forgotten_is_said(tmp_path: Path, monkeypatch) -> None:
+def test_forgetting_fails_if_a_file_cannot_be_removed(tmp_path: Path, monkeypatch) -> None:
     fill(tmp_path / "kv", *line(TEXT))
     opened = CacheFolder(tmp_path / "kv")
     monkeypatch.setattr(DiskTier, "delete", lambda tier, key: None)
@@ -419,14 +421,16 @@ def test_what_could_not_be_forgotten_is_said(tmp_path: Path, monkeypatch) -> Non
         opened.forget(TEXT, TOKENIZER)
 
 
-def test_a_file_that_cannot_be_read_may_hold_what_was_to_be_forgotten(folder, chunks) -> None:
+def test_forgetting_fails_if_a_file_cannot_be_read(folder, chunks) -> None:
     file_of(folder, chunks[0]).unlink()
     file_of(folder, chunks[0]).mkdir()
-    with pytest.raises(ForgetError, match="1 could not be read"):
+    with pytest.raises(ForgetError, match="1 files could not be read"):
         CacheFolder(folder).forget(TEXT, TOKENIZER)
 
 
 def test_approximate_chunks_are_listed_as_such(tmp_path: Path) -> None:
-    chunk = make_chunk(as_token_ids(range(8)), lineage=Lineage.APPROXIMATE)
+    branch = branch_key(ROOT, "a repair")
+    ids = as_token_ids(range(8))
+    chunk = make_chunk(ids, parent=branch, before=ROOT, lineage=Lineage.APPROXIMATE)
     (entry,) = CacheFolder(fill(tmp_path / "kv", chunk)).entries()
     assert entry.info.lineage is Lineage.APPROXIMATE

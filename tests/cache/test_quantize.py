@@ -5,7 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.cache.quantize import FIRST_ROWS, GROUP, KVData, Quantizer, plain, usable_rows
+from kvboost.cache.quantize import (
+    FIRST_ROWS,
+    GROUP,
+    KVData,
+    KVFormat,
+    Quantizer,
+    plain,
+    usable_rows,
+)
 from kvboost.reuse.rope import Rotation
 
 LAYERS, HEADS, DIM = 2, 2, 8
@@ -13,7 +21,7 @@ ROTATION = Rotation(torch.tensor([[1.0, 0.1, 0.01], [0.5, 0.3, 0.0]]))
 
 
 def rows_at(position: int, num_tokens: int, seed: int = 0) -> torch.Tensor:
-    """Keys whose channels have offsets of their own, as real ones do, turned to their positions."""
+    """Keys whose channels have offsets, as real ones do, rotated to their positions."""
     draw = torch.Generator().manual_seed(seed)
     kv = torch.randn(2, LAYERS, HEADS, num_tokens, DIM, generator=draw)
     kv[0] += 10 * torch.randn(LAYERS, HEADS, 1, DIM, generator=draw)
@@ -56,14 +64,14 @@ def slow_reference(rows: torch.Tensor, position: int, bits: int) -> torch.Tensor
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(("position", "num_tokens"), [(0, 70), (2, 33), (100, 64), (7, 5), (0, 3)])
-def test_packing_is_what_the_slow_reference_gives(bits, position, num_tokens) -> None:
+def test_packing_equals_the_slow_reference(bits, position, num_tokens) -> None:
     rows = rows_at(position, num_tokens)
     packer = Quantizer(bits, ROTATION)
     data = packer.pack(rows, position)
     assert data.bits == bits and data.num_tokens == num_tokens
     back = unpacked(packer, data, position, 0, position, num_tokens)
     expected = slow_reference(rows, position, bits)
-    # A value that lies between two codes may go to either.
+    # A value between two codes may be rounded to either.
     step = 2 * (rows.amax() - rows.amin()) / (2**bits - 1)
     assert (back - expected).abs().max() < 0.6 * step
     assert ((back - expected).abs() > 1e-3).float().mean() < 0.01
@@ -86,7 +94,7 @@ def test_the_error_is_small_and_the_first_and_last_keys_are_kept_in_full(bits, m
 
 @settings(max_examples=50)
 @given(st.sampled_from([16, 8, 4]), st.integers(0, 9), st.integers(1, 80), st.data())
-def test_any_part_is_put_at_any_place(bits, base, num_tokens, data) -> None:
+def test_any_part_can_be_placed_at_any_position(bits, base, num_tokens, data) -> None:
     """A part of a packed chunk at another place is what all of it is there."""
     offset = data.draw(st.integers(0, num_tokens - 1))
     count = data.draw(st.integers(1, num_tokens - offset))
@@ -103,8 +111,8 @@ def test_any_part_is_put_at_any_place(bits, base, num_tokens, data) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_what_is_quantized_is_taken_over_and_not_quantized_again(bits) -> None:
-    """A chunk that goes on, row by row, is what it would be if it were packed at once."""
+def test_quantized_rows_are_copied_and_not_quantized_again(bits) -> None:
+    """A chunk that grows row by row equals one that is packed at once."""
     packer = Quantizer(bits, ROTATION)
     rows = rows_at(0, 100)
     data = packer.pack(rows[:, :, :, :3], 0)
@@ -120,7 +128,7 @@ def test_what_is_quantized_is_taken_over_and_not_quantized_again(bits) -> None:
         assert torch.allclose(data.tensors[name].float(), tensor.float(), atol=1e-3), name
 
 
-def test_a_packed_chunk_is_not_cut_inside_a_group() -> None:
+def test_a_quantized_chunk_is_not_cut_inside_a_group() -> None:
     assert usable_rows(16, 100, 37) == 37
     assert [usable_rows(8, 100, n) for n in (5, 32, 37, 95, 96, 97, 100)] == [
         0,
@@ -138,16 +146,49 @@ def test_numbers_that_half_precision_cannot_hold_are_kept_in_full() -> None:
     assert Quantizer(4, ROTATION).pack(rows, 0).bits == 16
 
 
-def test_models_without_rotation_pack_too() -> None:
+def test_models_without_rotation_can_be_quantized() -> None:
     rows = rows_at(0, 64)
     packer = Quantizer(8, None)
     back = unpacked(packer, packer.pack(rows, 0), 0, 0, 0, 64)
     assert (back - rows).norm() / rows.norm() < 0.01
 
 
-def test_plain_rows_are_their_own_memory() -> None:
+def test_plain_rows_are_copied() -> None:
     rows = rows_at(0, 8)
     data = Quantizer(16, ROTATION).pack(rows[:, :, :, 2:6], 2)
     rows.zero_()
     assert data.tensors["kv"].abs().sum() > 0
     assert data.nbytes == plain(rows[:, :, :, 2:6].contiguous()).nbytes
+
+
+@settings(max_examples=60)
+@given(st.sampled_from([16, 8, 4]), st.integers(0, 40), st.integers(1, 100), st.booleans())
+def test_every_packed_chunk_has_the_format_of_its_model(bits, position, num_tokens, half) -> None:
+    dtype = torch.bfloat16 if half else torch.float32
+    rows = rows_at(position, num_tokens).to(dtype)
+    data = Quantizer(bits, ROTATION).pack(rows, position)
+    model = KVFormat(LAYERS, HEADS, DIM, dtype, bits)
+    assert model.describes(data.bits, num_tokens, position, data.tensors)
+    assert KVFormat.of(data.bits, data.tensors) == model
+    # And of no other model, length or beginning.
+    others = [
+        KVFormat(LAYERS + 1, HEADS, DIM, dtype, bits),
+        KVFormat(LAYERS, HEADS + 1, DIM, dtype, bits),
+        KVFormat(LAYERS, HEADS, DIM + 2, dtype, bits),
+        KVFormat(LAYERS, HEADS, DIM, torch.float16, bits),
+    ]
+    for other in others:
+        assert not other.describes(data.bits, num_tokens, position, data.tensors)
+    assert not model.describes(data.bits, num_tokens + 1, position, data.tensors)
+    renamed = {f"{name}_": tensor for name, tensor in data.tensors.items()}
+    assert not model.describes(data.bits, num_tokens, position, renamed)
+    assert not model.describes(data.bits, num_tokens, position, {})
+
+
+def test_rows_that_cannot_be_quantized_have_the_format_of_their_model_too() -> None:
+    rows = rows_at(0, 40)
+    rows[0, 0, 0, 20, 0] = float("inf")
+    data = Quantizer(8, ROTATION).pack(rows, 0)
+    assert data.bits == 16
+    model = KVFormat(LAYERS, HEADS, DIM, torch.float32, 8)
+    assert model.describes(16, 40, 0, data.tensors)

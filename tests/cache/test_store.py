@@ -14,6 +14,7 @@ from kvboost.cache.quantize import KVData, plain
 from kvboost.cache.store import ChunkLost, ChunkStore
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
+from kvboost.cache.tiers.stats import TierStats
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import as_token_ids, root_key
 
@@ -38,8 +39,8 @@ def make_store(max_rows: int = 1000, max_chunks: int | None = None) -> ChunkStor
     )
 
 
-def ram(store: ChunkStore) -> dict:
-    return store.stats()["tiers"]["ram"]
+def ram(store: ChunkStore) -> TierStats:
+    return store.stats().tiers["ram"]
 
 
 def admit(store: ChunkStore, ids: list[int]) -> int:
@@ -58,14 +59,14 @@ def check_hit(store: ChunkStore, ids: list[int]) -> int:
         return sum(hit.num_tokens for hit in known.exact)
 
 
-def test_what_was_admitted_is_found_and_stored_once() -> None:
+def test_an_admitted_text_is_found_and_stored_once() -> None:
     store = make_store()
     assert admit(store, list(range(10))) == 3
     assert admit(store, list(range(10))) == 0
     assert check_hit(store, list(range(10))) == 10
     assert check_hit(store, [0, 1, 2, 3, 4, 9, 9]) == 5
     assert check_hit(store, [5]) == 0
-    assert ram(store)["bytes"] == 10 * ROW_BYTES
+    assert ram(store).nbytes == 10 * ROW_BYTES
 
 
 def test_a_chunk_holds_its_own_ids_and_not_the_prompt() -> None:
@@ -75,11 +76,11 @@ def test_a_chunk_holds_its_own_ids_and_not_the_prompt() -> None:
         assert all(hit.chunk.token_ids.base is None for hit in known.exact)
 
 
-def test_a_longer_chunk_takes_the_place_of_the_tail_it_continues() -> None:
+def test_a_longer_chunk_replaces_the_tail_that_it_continues() -> None:
     store = make_store()
     admit(store, [1, 2, 3, 4, 5])
     assert admit(store, [1, 2, 3, 4, 5, 6, 7]) == 1
-    assert store.stats()["chunks"] == 2
+    assert store.stats().chunks == 2
     assert admit(store, [1, 2, 3, 4, 5, 6]) == 0  # a part of what is known
     assert check_hit(store, [1, 2, 3, 4, 5, 6, 7, 8]) == 7
 
@@ -88,14 +89,14 @@ def test_the_beginning_of_a_text_that_does_not_fit_is_kept() -> None:
     store = make_store(max_rows=8)
     assert admit(store, list(range(20))) == 2
     assert check_hit(store, list(range(20))) == 8
-    assert store.stats()["rejected"] == 1
+    assert store.stats().moves.rejected == 1
     assert (
         make_store(max_rows=3).admit(ROOT, as_token_ids([1] * 4), rows_of([1] * 4), exact_rows=4)
         == 0
     )
 
 
-def test_the_least_recently_used_leaf_makes_room() -> None:
+def test_the_least_recently_used_leaf_is_evicted() -> None:
     store = make_store(max_chunks=3)
     admit(store, [1, 1, 1, 1, 2, 2, 2, 2])
     admit(store, [3, 3, 3, 3])
@@ -110,10 +111,10 @@ def test_pinned_chunks_stay() -> None:
     admit(store, [1, 1, 1, 1])
     with store.lookup(ROOT, as_token_ids([1, 1, 1, 1])) as known:
         assert admit(store, [2, 2, 2, 2]) == 0
-        assert store.stats()["in_use"] == 1
+        assert store.stats().in_use == 1
         store.clear()
-        assert len(known.exact) == 1 and store.stats()["chunks"] == 1
-    assert store.stats()["in_use"] == 0
+        assert len(known.exact) == 1 and store.stats().chunks == 1
+    assert store.stats().in_use == 0
     assert admit(store, [2, 2, 2, 2]) == 1
     assert check_hit(store, [1, 1, 1, 1]) == 0
 
@@ -123,31 +124,31 @@ def test_pins_are_released_when_the_request_fails() -> None:
     admit(store, [1, 1, 1, 1])
     with pytest.raises(RuntimeError), store.lookup(ROOT, as_token_ids([1, 1, 1, 1])):
         raise RuntimeError
-    assert store.stats()["in_use"] == 0
+    assert store.stats().in_use == 0
 
 
-def test_a_failed_copy_leaves_nothing_behind() -> None:
+def test_a_failed_copy_stores_nothing() -> None:
     store = make_store()
 
     def broken(*_: object) -> KVData:
         raise RuntimeError("out of memory")
 
     assert store.admit(ROOT, as_token_ids([1, 2, 3, 4]), broken, exact_rows=4) == 0
-    assert (store.stats()["in_use"], store.stats()["failed"]) == (0, 1)
+    assert (store.stats().in_use, store.stats().moves.failed) == (0, 1)
     assert admit(store, [1, 2, 3, 4]) == 1
 
 
-def test_looking_makes_nothing_younger() -> None:
+def test_a_lookup_without_pins_is_not_a_use() -> None:
     store = make_store(max_chunks=2)
     admit(store, [1, 1, 1, 1])
     admit(store, [2, 2, 2, 2])
     with store.lookup(ROOT, as_token_ids([1, 1, 1, 1]), pin=False) as known:
-        assert len(known.exact) == 1 and store.stats()["in_use"] == 0
+        assert len(known.exact) == 1 and store.stats().in_use == 0
     admit(store, [3, 3, 3, 3])
     assert check_hit(store, [1, 1, 1, 1]) == 0
 
 
-def test_a_rejected_chunk_does_not_cost_the_shorter_one_it_continues() -> None:
+def test_a_rejected_chunk_does_not_replace_the_shorter_one_it_continues() -> None:
     store = make_store(max_rows=3)
     admit(store, [1, 2])
     with store.lookup(ROOT, as_token_ids([1, 2])):
@@ -155,7 +156,7 @@ def test_a_rejected_chunk_does_not_cost_the_shorter_one_it_continues() -> None:
     assert check_hit(store, [1, 2]) == 2
 
 
-def test_a_chunk_the_tier_lost_is_a_miss_and_so_is_all_behind_it() -> None:
+def test_a_lost_chunk_and_all_chunks_after_it_are_misses() -> None:
     tier = RamTier(10_000)
     store = ChunkStore(Tiers(tier), cut=lambda ids, _: fixed(len(ids), CHUNK), origin=ORIGIN)
     ids = list(range(12))
@@ -165,9 +166,9 @@ def test_a_chunk_the_tier_lost_is_a_miss_and_so_is_all_behind_it() -> None:
         with pytest.raises(ChunkLost):
             list(store.fetch(known.exact))
     assert check_hit(store, ids) == 4
-    assert (store.stats()["lost"], store.stats()["in_use"]) == (1, 0)
+    assert (store.stats().moves.lost, store.stats().in_use) == (1, 0)
     assert store.check_integrity() == []
-    assert admit(store, ids) == 1  # what stands behind it was never lost
+    assert admit(store, ids) == 1  # the chunks after it were never lost
     assert check_hit(store, ids) == 12
 
 
@@ -178,9 +179,9 @@ def test_forgetting_one_root_leaves_the_others() -> None:
     store.admit(other, as_token_ids([1, 2, 3]), rows_of([1, 2, 3]), exact_rows=3)
     store.forget(ROOT)
     assert check_hit(store, [1, 2, 3]) == 0
-    assert store.stats()["chunks"] == 1
+    assert store.stats().chunks == 1
     store.close()
-    assert store.stats()["chunks"] == 0
+    assert store.stats().chunks == 0
 
 
 texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=20)
@@ -188,14 +189,16 @@ texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=
 
 @settings(max_examples=60)
 @given(texts, st.integers(0, 40), st.integers(1, 8))
-def test_budgets_hold_and_hits_are_right_whatever_comes(prompts, max_rows, max_chunks) -> None:
+def test_budgets_hold_and_hits_are_right_for_any_sequence_of_prompts(
+    prompts, max_rows, max_chunks
+) -> None:
     store = make_store(max_rows, max_chunks)
     for ids in prompts:
         check_hit(store, ids)
         admit(store, ids)
         stats = store.stats()
-        assert stats["tiers"]["ram"]["bytes"] <= max_rows * ROW_BYTES
-        assert stats["chunks"] <= max_chunks
+        assert stats.tiers["ram"].nbytes <= max_rows * ROW_BYTES
+        assert stats.chunks <= max_chunks
         assert store.check_integrity() == []
 
 
@@ -212,7 +215,7 @@ def test_many_threads_at_once() -> None:
                 ids = [rng.randrange(3) for _ in range(rng.randrange(1, 24))]
                 check_hit(store, ids)
                 admit(store, ids)
-                over_budget.append(ram(store)["bytes"] > 60 * ROW_BYTES)
+                over_budget.append(ram(store).nbytes > 60 * ROW_BYTES)
         except BaseException as error:
             failures.append(error)
 
@@ -223,7 +226,7 @@ def test_many_threads_at_once() -> None:
         thread.join()
     assert failures == []
     assert not any(over_budget)
-    assert store.stats()["in_use"] == 0
+    assert store.stats().in_use == 0
     assert store.check_integrity() == []
 
 
@@ -245,8 +248,8 @@ def test_identical_concurrent_admissions_store_once() -> None:
     assert sorted(new) == [0, 0, 0, 10]
 
 
-def test_an_approximate_branch_goes_on_from_whole_chunks_alone() -> None:
-    """A branch below a chunk of four tokens does not serve behind three of them."""
+def test_an_approximate_branch_continues_only_whole_chunks() -> None:
+    """A branch that follows a chunk of four tokens does not serve after three of them."""
     store = make_store()
     ids = [1, 2, 3, 4, 5, 6, 7, 8]
     store.admit(ROOT, as_token_ids(ids), rows_of(ids), exact_rows=4, repair="x")
@@ -269,12 +272,12 @@ def test_exactness_may_end_inside_a_chunk() -> None:
     with store.lookup(ROOT, as_token_ids(ids), moved_before=12) as known:
         assert [(hit.start, hit.end) for hit in known.approximate] == [(6, 8), (8, 12)]
         assert known.approximate[0].offset == 2 and known.approximate[0].distance == 0
-    assert store.stats()["in_use"] == 0 and store.check_integrity() == []
+    assert store.stats().in_use == 0 and store.check_integrity() == []
     store.forget(ROOT)
-    assert store.stats()["chunks"] == 0
+    assert store.stats().chunks == 0
 
 
-def test_only_moved_runs_that_serve_become_younger() -> None:
+def test_only_moved_runs_that_are_used_count_as_used() -> None:
     texts = [list(range(start, start + 8)) for start in (100, 200, 300)]
     for served in (False, True):
         store = make_store(max_chunks=6)
@@ -291,7 +294,7 @@ def test_only_moved_runs_that_serve_become_younger() -> None:
         assert check_hit(store, texts[1]) == (0 if served else 8)
 
 
-def test_a_chunk_never_stands_behind_one_that_ends_elsewhere() -> None:
+def test_a_chunk_never_follows_one_that_ends_elsewhere() -> None:
     """A longer chunk that begins alike must not become the parent of what follows a shorter."""
     ids = [1, 2, 3, 4, 1, 2, 3, 4, 5, 6]
     for boundaries in ((), (2,), (3, 5)):

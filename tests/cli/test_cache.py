@@ -125,11 +125,16 @@ def test_the_environment_names_the_folder(folder: str, monkeypatch) -> None:
 
 
 def test_verify_ends_with_1_when_a_file_is_bad(folder: str) -> None:
-    assert parsed("verify", "--dir", folder) == {"ok": 2, "bad": 0, "unreadable": 0}
+    assert parsed("verify", "--dir", folder) == {
+        "ok": 2,
+        "bad": 0,
+        "unreadable": 0,
+        "signed": 0,
+    }
     next(Path(folder).rglob("*.safetensors")).write_bytes(b"nonsense")
     done = run("verify", "--dir", folder)
     assert done.exit_code == 1
-    assert "1 chunks are whole" in done.stdout and "quarantine" in done.stdout
+    assert "1 whole chunk\n" in done.stdout and "quarantine" in done.stdout
     assert parsed("info", "--dir", folder)["quarantine"]["files"] == 1
 
 
@@ -152,7 +157,7 @@ def test_a_cache_goes_to_another_machine(folder: str, tmp_path: Path) -> None:
     done = parsed("export", archive, "--dir", folder)
     assert (done["chunks"], done["bytes"]) == (2, Path(archive).stat().st_size)
     assert parsed("import", archive, "--dir", there)["installed"] == 2
-    assert "2 were here already" in run("import", archive, "--dir", there).stdout
+    assert "2 already there" in run("import", archive, "--dir", there).stdout
     assert parsed("info", "--dir", there)["models"] == parsed("info", "--dir", folder)["models"]
 
 
@@ -160,7 +165,7 @@ def test_import_keeps_a_budget_people_write(folder: str, tmp_path: Path) -> None
     archive, there = str(tmp_path / "kv.tar"), str(tmp_path / "there")
     run("export", archive, "--dir", folder)
     done = run("import", archive, "--dir", there, "--max-size", "1KiB")
-    assert "2 have no room in 1KiB" in done.stdout
+    assert "2 left out: no room in 1KiB" in done.stdout
     wrong = run("import", archive, "--dir", there, "--max-size", "much")
     assert wrong.exit_code == 2 and "--max-size='much' is not a size" in wrong.stderr
 

@@ -9,8 +9,9 @@ import torch
 
 from kvboost import UnsupportedModelError
 from kvboost.model import attention
-from kvboost.model.attention import Segment, attend
+from kvboost.model.attention import attend
 from kvboost.model.kv import KVShape, RequestKV
+from kvboost.model.segment import Segment
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 SHAPE = KVShape(1, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
@@ -53,7 +54,7 @@ def written_out(query, keys, values, positions, window, softcap, scale):
 def test_attention_equals_the_written_out_one(
     monkeypatch, positions, window, softcap, dtype
 ) -> None:
-    monkeypatch.setattr(attention, "BLOCK_ROWS", 3)
+    monkeypatch.setattr("kvboost.model.segment.BLOCK_ROWS", 3)
     generator = torch.Generator().manual_seed(1)
     kv = RequestKV(replace(SHAPE, dtype=dtype), 20)
     kv.data.copy_(torch.randn(kv.data.shape, generator=generator))

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from kvboost.model import attention, shared_attention
-from kvboost.model.attention import Segment, attend
+from kvboost.model.attention import attend
 from kvboost.model.kv import KVPool, KVShape, RequestKV
+from kvboost.model.segment import Segment
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 SHAPE = KVShape(1, KV_HEADS, DIM, torch.float32, torch.device("cpu"))

@@ -124,7 +124,7 @@ class Shelf:
 
     @property
     def num_chunks(self) -> int:
-        return int(self.store.stats()["chunks"])
+        return int(self.store.stats().chunks)
 
     def document(self) -> TokenIds:
         return as_token_ids(self._draw.integers(0, VOCABULARY, DOCUMENT_CHUNKS * CHUNK))

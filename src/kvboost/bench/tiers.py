@@ -175,7 +175,7 @@ def measure_scan(num_chunks: int, advance: Callable[[int], None] = lambda _: Non
         start = time.perf_counter()
         store = _store(folder, Origin("scan"))
         seconds = time.perf_counter() - start
-        assert store.stats()["chunks"] == num_chunks
+        assert store.stats().chunks == num_chunks
         store.close()
         return seconds
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
 from kvboost.cache.quantize import KVData
 from kvboost.tokens.hashing import ChunkKey, TokenIds
 
@@ -13,15 +15,15 @@ class Lineage(str, Enum):
     """What a chunk's rows were computed on."""
 
     EXACT = "exact"
-    """Every row behind it was exact: it may serve exact hits."""
+    """Every row before it was exact: it may serve exact hits."""
     APPROXIMATE = "approximate"
-    """Something behind it was moved: it never serves an exact hit."""
+    """Some row before it was moved: it never serves an exact hit."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The model whose KV it is: a fingerprint of everything it depends on, and a name people
-    know it by."""
+    """The model that computed the KV: a fingerprint of everything the KV depends on, and a name
+    that people know the model by."""
 
     fingerprint: str
     name: str = ""
@@ -34,28 +36,49 @@ class ChunkInfo:
     key: ChunkKey
     parent: ChunkKey
     before: ChunkKey
-    """The chunk it was read behind: its parent, or the one its branch begins at."""
+    """The chunk directly before it: its parent, or the chunk that its branch starts from."""
     root: ChunkKey
-    """Where its tree begins: one model, one salt."""
+    """The root of its tree: one model, one salt."""
     token_ids: TokenIds
     base_position: int
     lineage: Lineage
     bits: int
     nbytes: int
-    """Of its data; a file holds a little more."""
+    """Size of its data; a file is a little larger. 0 if it is not known yet."""
     origin: Origin
     key_norm: float = 0.0
-    """The mean norm of its keys, if it was measured: a measure of how much they are attended to."""
+    """The mean norm of its keys, 0 if not measured. Keys of small norm are attended to more."""
+    signed: bool = False
+    """Whether it is signed with a secret. Without the secret it cannot be checked, nor used."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.base_position + len(self.token_ids)
+
+    def is_as_planned(self, planned: ChunkInfo) -> bool:
+        """Whether a chunk that was read is the one that a plan promised. Precision and size are
+        left to :class:`kvboost.cache.quantize.KVFormat`: a plan may not know them yet."""
+        return (
+            self.key == planned.key
+            and self.parent == planned.parent
+            and self.before == planned.before
+            and self.root == planned.root
+            and self.base_position == planned.base_position
+            and self.lineage is planned.lineage
+            and self.origin.fingerprint == planned.origin.fingerprint
+            and np.array_equal(self.token_ids, planned.token_ids)
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class KVChunk:
-    """Immutable. ``data`` are the keys and values of ``info.token_ids`` from
-    ``info.base_position`` on."""
+    """Immutable. ``data`` holds the keys and values of ``info.token_ids``, starting at
+    ``info.base_position``."""
 
     info: ChunkInfo
     data: KVData

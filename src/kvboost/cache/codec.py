@@ -1,15 +1,24 @@
-"""A chunk as bytes: a safetensors file that says what it is and proves that it is whole.
+"""A chunk as bytes: a safetensors file that describes itself and proves that it is whole.
 
-Everything but the tensors stands in the header, so a folder of chunks can be indexed without
-reading any. The checksum covers all of it, dtypes and shapes included.
+Everything except the tensors is in the header, so a folder of chunks can be indexed without
+reading any tensors. The checksum covers all of it, dtypes and shapes included. It proves that a
+chunk is whole, not where it is from. With a secret, a keyed MAC takes its place and the header is
+also signed on its own; then only an engine that has the secret can make chunks that are accepted.
+
+Others may write where chunks are kept, so nothing that a header says is believed: every field has
+bounds, and a chunk must be what was planned before a request uses it.
 """
 
 from __future__ import annotations
 
 import base64
+import hmac
 import json
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,51 +27,76 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
-from kvboost.cache.quantize import BITS, KVData
+from kvboost.cache.quantize import BITS, KVData, KVFormat
+from kvboost.cache.secret import Secret
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, chain_key
 
 FORMAT = "kvboost-chunk-1"
+SIGNED_FORMAT = "kvboost-chunk-1-signed"
 HEADER_BYTES = 8192
-"""Most headers are shorter: chunks of a few hundred tokens."""
+"""Most headers are shorter: those of chunks of a few hundred tokens."""
+LONGEST_HEADER = 1 << 24
+MOST_POSITIONS = 1 << 31
+MOST_BYTES = 1 << 40
+LONGEST_NAME = 4096
 
 Allocate = Callable[[torch.Tensor], torch.Tensor]
-"""An empty tensor of the same dtype and shape as the one given, where the copy shall be."""
+"""Returns an empty tensor with the dtype and shape of the given one, wherever the copy belongs."""
 
 _BLOCK = 1 << 18  # copied and then hashed while it is in the processor's cache
+_KEY = re.compile(r"[0-9a-f]{32}")
+_NUMBER = re.compile(r"\d{1,19}")
+_NOT_SIGNED = ("checksum", "signature")
 
 
 class BadChunk(ValueError):
-    """These bytes are not a whole chunk."""
+    """These bytes are not a whole chunk, or not the chunk that was expected."""
 
 
-def encode(chunk: KVChunk) -> bytes:
-    metadata = _metadata(chunk.info)
+@dataclass(frozen=True)
+class Expected:
+    """What a chunk must be before a request uses it."""
+
+    planned: ChunkInfo
+    format: KVFormat | None = None
+    """The model's; None compares the tensors with one another only."""
+
+
+def encode(chunk: KVChunk, secret: Secret | None = None) -> bytes:
+    metadata = _metadata(chunk.info, FORMAT if secret is None else SIGNED_FORMAT)
+    if secret is not None:
+        metadata["signature"] = secret.sign(metadata)
     tensors = {name: one.cpu() for name, one in chunk.data.tensors.items()}
-    digest = _Digest(metadata)
+    digest = _Digest(metadata, secret)
     for name in sorted(tensors):
         digest.begin(name, tensors[name])
         digest.add(_as_bytes(tensors[name]))
     return save(tensors, metadata | {"checksum": digest.hex()})
 
 
-def decode(data: bytes) -> KVChunk:
-    """The chunk that ``encode`` gave; raises ``BadChunk`` if these are not its bytes."""
-    header = read_header(data)
+def decode(data: bytes, secret: Secret | None = None, expected: Expected | None = None) -> KVChunk:
+    """The chunk that ``encode`` gave; raises ``BadChunk`` if these are not its bytes, or if it is
+    not what was ``expected``."""
+    metadata = read_header(data)
     try:
         tensors = load(data)
     except (SafetensorError, ValueError, KeyError) as error:
         raise BadChunk(f"not a safetensors file: {error}") from None
-    return _check(header, [(name, tensors[name]) for name in sorted(tensors)], None)
+    return _check(metadata, tensors, None, secret, expected)
 
 
-def read_file(path: str | os.PathLike[str], allocate: Allocate = torch.empty_like) -> KVChunk:
+def read_file(
+    path: str | os.PathLike[str],
+    allocate: Allocate = torch.empty_like,
+    secret: Secret | None = None,
+    expected: Expected | None = None,
+) -> KVChunk:
     """The chunk in a file, which is mapped, and copied and checked block by block. Raises
-    ``OSError`` if it cannot be read and ``BadChunk`` if it is not whole."""
+    ``OSError`` if the file cannot be read and ``BadChunk`` as :func:`decode` does."""
     try:
         with safe_open(path, framework="pt") as file:
-            names = sorted(file.keys())
-            mapped = ((name, file.get_tensor(name)) for name in names)
-            return _check(file.metadata() or {}, mapped, allocate)
+            mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return _check(file.metadata() or {}, mapped, allocate, secret, expected)
     except SafetensorError as error:
         raise BadChunk(f"not a safetensors file: {error}") from None
 
@@ -84,47 +118,108 @@ def header_length(data: bytes) -> int:
     return 8 + int.from_bytes(data[:8], "little")
 
 
-def info(metadata: Mapping[str, str]) -> ChunkInfo:
-    """What a header says; raises ``BadChunk`` if it cannot be that of a chunk. Its key is held
-    against its tokens, the rest against the checksum once the tensors are read."""
+def info(
+    metadata: Mapping[str, str], secret: Secret | None = None, size: int = MOST_BYTES
+) -> ChunkInfo:
+    """What the header of a file of ``size`` bytes says; raises ``BadChunk`` if a chunk of ours
+    cannot say that. The key is compared with the tokens here, everything else with the checksum
+    once the tensors are read.
+
+    Without the secret, a signed header is only looked at: its ``info`` says ``signed``.
+    """
     try:
-        if metadata["format"] != FORMAT:
-            raise BadChunk(f"format {metadata['format']!r}, not {FORMAT!r}")
+        signed = _is_signed(metadata, secret)
         tokens = np.frombuffer(base64.b64decode(metadata["tokens"], validate=True), dtype="<i4")
-        parent = ChunkKey(metadata["parent"])
         found = ChunkInfo(
-            key=ChunkKey(metadata["key"]),
-            parent=parent,
-            before=ChunkKey(metadata["before"]),
-            root=ChunkKey(metadata["root"]),
+            key=_key(metadata["key"]),
+            parent=_key(metadata["parent"]),
+            before=_key(metadata["before"]),
+            root=_key(metadata["root"]),
             token_ids=as_token_ids(tokens),
-            base_position=int(metadata["position"]),
+            base_position=_number(metadata["position"], MOST_POSITIONS - len(tokens)),
             lineage=Lineage(metadata["lineage"]),
-            bits=int(metadata["bits"]),
-            nbytes=int(metadata["nbytes"]),
-            origin=Origin(metadata["model"], metadata["model_name"]),
+            bits=_number(metadata["bits"], max(BITS) + 1),
+            nbytes=_number(metadata["nbytes"], size),
+            origin=Origin(_name(metadata["model"]), _name(metadata["model_name"])),
             key_norm=float(metadata["key_norm"]),
+            signed=signed,
         )
-        key = chain_key(parent, found.token_ids)
-        bytes.fromhex(found.root + found.before)
-        if found.bits not in BITS or found.base_position < 0 or key != found.key:
-            raise BadChunk("the header contradicts itself")
+        naming = b"" if secret is None else secret.naming
+        can_name = secret is not None or not signed
+        if can_name and chain_key(found.parent, found.token_ids, secret=naming) != found.key:
+            raise BadChunk("the key is not that of the tokens")
     except BadChunk:
         raise
     except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError):
         raise BadChunk("the header is not that of a chunk") from None
+    if not _is_possible(found):
+        raise BadChunk("the header contradicts itself")
     return found
 
 
-def _metadata(info: ChunkInfo) -> dict[str, str]:
+def _is_possible(found: ChunkInfo) -> bool:
+    """Whether the fields of a header go together."""
+    is_first = found.before == found.root
+    exact = found.lineage is Lineage.EXACT
+    return (
+        found.num_tokens >= 1
+        and int(found.token_ids.min()) >= 0
+        and found.bits in BITS
+        and found.nbytes >= 1
+        and math.isfinite(found.key_norm)
+        and found.key_norm >= 0
+        and found.key not in (found.parent, found.before, found.root)
+        and is_first == (found.base_position == 0)
+        and (found.parent == found.before if exact else found.parent != found.root)
+    )
+
+
+def _is_signed(metadata: Mapping[str, str], secret: Secret | None) -> bool:
+    """Whether a header is signed. Raises ``BadChunk`` if it is not in a format of ours, or if it
+    should be signed and is not, or not with this secret."""
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise BadChunk("the header is not that of a chunk")
+    name = metadata["format"]
+    if name not in (FORMAT, SIGNED_FORMAT):
+        raise BadChunk(f"format {name[:100]!r}, not {FORMAT!r} or {SIGNED_FORMAT!r}")
+    if secret is None:
+        return name == SIGNED_FORMAT
+    if name != SIGNED_FORMAT:
+        raise BadChunk("it is not signed")
+    content = {field: value for field, value in metadata.items() if field not in _NOT_SIGNED}
+    if not secret.signed(content, metadata["signature"]):
+        raise BadChunk("it is not signed with our secret")
+    return True
+
+
+def _key(text: str) -> ChunkKey:
+    if _KEY.fullmatch(text) is None:
+        raise BadChunk(f"{text[:64]!r} is not a key: 32 hexadecimal digits")
+    return ChunkKey(text)
+
+
+def _number(text: str, limit: int) -> int:
+    """A whole number from 0 up to, not including, ``limit``."""
+    if _NUMBER.fullmatch(text) is None or int(text) >= limit:
+        raise BadChunk(f"{text[:64]!r} is not a whole number below {limit}")
+    return int(text)
+
+
+def _name(text: str) -> str:
+    if len(text) > LONGEST_NAME:
+        raise BadChunk(f"a name of {len(text)} characters; {LONGEST_NAME} are allowed")
+    return text
+
+
+def _metadata(info: ChunkInfo, format: str) -> dict[str, str]:
     return {
-        "format": FORMAT,
+        "format": format,
         "key": info.key,
         "parent": info.parent,
         "before": info.before,
         "root": info.root,
         "model": info.origin.fingerprint,
-        "model_name": info.origin.name,
+        "model_name": info.origin.name[:LONGEST_NAME],
         "tokens": _tokens(info.token_ids),
         "position": str(info.base_position),
         "lineage": info.lineage.value,
@@ -140,15 +235,30 @@ def _tokens(token_ids: TokenIds) -> str:
 
 def _check(
     metadata: Mapping[str, str],
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    tensors: Mapping[str, torch.Tensor],
     allocate: Allocate | None,
+    secret: Secret | None,
+    expected: Expected | None,
 ) -> KVChunk:
-    """The chunk of these parts, copied if ``allocate`` is given; raises ``BadChunk``."""
-    described = info(metadata)
-    expected = {name: value for name, value in metadata.items() if name != "checksum"}
-    digest = _Digest(expected)
+    """The chunk of these parts, copied if ``allocate`` is given; raises ``BadChunk``. What it is
+    said to be comes first: nothing is copied for a chunk that would be refused."""
+    described = info(metadata, secret)
+    if described.signed and secret is None:
+        raise BadChunk("it is signed, and there is no secret to check it with")
+    if expected is not None and not described.is_as_planned(expected.planned):
+        raise BadChunk("it is not the chunk that was planned")
+    format = expected.format if expected is not None else None
+    format = format or KVFormat.of(described.bits, tensors)
+    position = described.base_position
+    if format is None or not format.describes(
+        described.bits, described.num_tokens, position, tensors
+    ):
+        raise BadChunk("its tensors do not have the names, shapes and dtypes of this model's KV")
+    content = {name: value for name, value in metadata.items() if name != "checksum"}
+    digest = _Digest(content, secret)
     kept: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors:
+    for name in sorted(tensors):
+        tensor = tensors[name]
         digest.begin(name, tensor)
         kept[name] = tensor if allocate is None else allocate(tensor)
         source, own = _as_bytes(tensor), _as_bytes(kept[name])
@@ -157,23 +267,21 @@ def _check(
             if allocate is not None:
                 block[:] = source[start : start + _BLOCK]
             digest.add(block)
-    if digest.hex() != metadata.get("checksum"):
+    if not _same(digest.hex(), metadata.get("checksum", "")):
         raise BadChunk("the checksum does not match")
     data = KVData(described.bits, kept)
-    try:
-        fits = (data.nbytes, data.num_tokens) == (described.nbytes, described.num_tokens)
-    except (KeyError, IndexError):  # nobody wrote this by accident
-        fits = False
-    if not fits:
+    if data.nbytes != described.nbytes:
         raise BadChunk("the header does not describe the data")
     return KVChunk(described, data)
 
 
 class _Digest:
-    """Of the metadata and of every tensor with its name, dtype and shape."""
+    """Of the metadata and of every tensor with its name, dtype and shape. A checksum, or a keyed
+    MAC if there is a secret."""
 
-    def __init__(self, metadata: Mapping[str, str]) -> None:
-        self._digest = xxhash.xxh3_128(json.dumps(metadata, sort_keys=True).encode())
+    def __init__(self, metadata: Mapping[str, str], secret: Secret | None) -> None:
+        self._digest = xxhash.xxh3_128() if secret is None else secret.mac()
+        self._digest.update(json.dumps(dict(metadata), sort_keys=True).encode())
 
     def begin(self, name: str, tensor: torch.Tensor) -> None:
         self._digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -183,6 +291,11 @@ class _Digest:
 
     def hex(self) -> str:
         return self._digest.hexdigest()
+
+
+def _same(left: str, right: str) -> bool:
+    """Compares without telling by its time where they differ."""
+    return hmac.compare_digest(left.encode(), right.encode(errors="replace"))
 
 
 def _as_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -1,11 +1,12 @@
-"""A cache folder seen from outside: what lies in it, whether it is whole, taking some of it away
-or elsewhere. No model is needed, and engines may be at work in it meanwhile."""
+"""A cache folder seen from outside: listing, verifying, removing, exporting and importing chunks.
+No model is needed, and engines may use the folder meanwhile."""
 
 from __future__ import annotations
 
 import io
 import os
 import re
+import stat
 import sys
 import tarfile
 from collections import Counter
@@ -18,8 +19,10 @@ from uuid import uuid4
 from kvboost.cache import codec
 from kvboost.cache.chunk import ChunkInfo, Origin
 from kvboost.cache.lookup.anchors import WINDOW
-from kvboost.cache.lookup.catalogue import Catalogue, holding
-from kvboost.cache.tiers.disk import LOCK_SECONDS, SUFFIX, DiskTier
+from kvboost.cache.lookup.catalogue import Catalogue, holding, preceding
+from kvboost.cache.secret import Secret
+from kvboost.cache.tiers import files
+from kvboost.cache.tiers.disk import LOCK_SECONDS, SUFFIX, DiskTier, is_cache_folder
 from kvboost.errors import CacheFolderError, ConfigError, ForgetError
 from kvboost.progress import Progress
 from kvboost.tokens.hashing import ChunkKey
@@ -35,11 +38,11 @@ class Entry:
 
     info: ChunkInfo
     nbytes: int
-    """Of its file."""
+    """Size of its file."""
     used: float
-    """When it was written or read last, in seconds since 1970."""
+    """When it was last written or read, in seconds since 1970."""
     depth: int
-    """How many chunks of the folder stand before it, one behind the other."""
+    """How many chunks of the folder precede it, each following the last."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Summary:
 
     @property
     def nbytes(self) -> int:
-        """Of all files, quarantine included."""
+        """Size of all files, quarantine included."""
         return sum(model.nbytes for model in self.models) + self.quarantined_bytes
 
 
@@ -80,41 +83,51 @@ class Verdict:
     """Files that are not whole chunks; they are in quarantine now."""
     unreadable: int
     """Files that the system does not let us read; they stay where they are."""
+    signed: int = 0
+    """Signed chunks that cannot be checked, because no secret was given."""
 
     def __bool__(self) -> bool:
-        return not self.bad and not self.unreadable
+        return not (self.bad or self.unreadable or self.signed)
 
 
 @dataclass(frozen=True)
 class Exported:
     chunks: int
     nbytes: int
-    """Of the archive."""
+    """Size of the archive."""
     bad: int
-    """Files that were left out because they cannot be read whole."""
+    """Files that were left out because they are damaged or cannot be read."""
 
 
 @dataclass(frozen=True)
 class Imported:
     installed: int
     present: int
-    """Those that were here already."""
+    """Chunks that the folder had already."""
     refused: int
-    """Members of the archive that are not whole chunks under their own name."""
+    """Members of the archive that are not whole chunks under their own name, or not signed with
+    our secret."""
     no_room: int
-    """Chunks that the budget had no room for."""
+    """Chunks that did not fit into the budget."""
 
 
 class CacheFolder:
-    """What was in a folder when it was opened. Files whose beginning is not that of a chunk go
-    into quarantine then, as they do when an engine starts.
+    """The chunks that were in a folder when it was opened. Opening moves files whose header is not
+    that of a chunk into quarantine, as the start of an engine does.
 
-    Raises ``CacheFolderError`` if there is no cache at ``path``; ``create`` makes one there, unless
-    something else is there already. ``max_bytes`` is the budget of what ``install`` adds.
+    Raises ``CacheFolderError`` if there is no cache at ``path``. ``create`` makes one there, unless
+    something else is there already. ``max_bytes`` is the budget for ``install``. ``secret`` is the
+    engines' ``cache_secret``: with it, every chunk must be signed with it; without it, signed
+    chunks can be listed and removed, but not checked or exported.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, create: bool = False, max_bytes: int = sys.maxsize
+        self,
+        path: str | os.PathLike[str],
+        *,
+        create: bool = False,
+        max_bytes: int = sys.maxsize,
+        secret: str | None = None,
     ) -> None:
         self.path = Path(path).expanduser()
         if not _may_open(self.path, create):
@@ -123,27 +136,28 @@ class CacheFolder:
                 f"{str(self.path)!r} {what} a cache folder; name the one that an engine was given "
                 "as disk_cache_dir, or `kvboost generate` as --cache-dir"
             )
-        self._tier = DiskTier(self.path, max_bytes)
+        self._secret = Secret(secret) if secret else None
+        self._tier = DiskTier(self.path, max_bytes, secret=self._secret)
         self._infos: dict[ChunkKey, ChunkInfo] = {}
         self._look()
 
     def entries(self, model: str | None = None) -> list[Entry]:
-        """The chunks, of all models or of one, what was used last coming first."""
+        """The chunks of all models or of one, the last used first."""
         depths: dict[ChunkKey, int] = {}
         for info in _front_to_end(self._infos.values()):
             depths[info.key] = depths.get(info.parent, -1) + 1
         found = []
         for info in self._of(model):
-            with suppress(OSError):  # gone meanwhile
-                stat = self._file(info.key).stat()
-                found.append(Entry(info, stat.st_size, stat.st_mtime, depths[info.key]))
+            with suppress(OSError):  # removed meanwhile
+                status = os.lstat(self._file(info.key))
+                found.append(Entry(info, status.st_size, status.st_mtime, depths[info.key]))
         return sorted(found, key=lambda entry: -entry.used)
 
     def summary(self, model: str | None = None) -> Summary:
         grouped: dict[Origin, list[Entry]] = {}
         for entry in self.entries(model):
             grouped.setdefault(entry.info.origin, []).append(entry)
-        quarantined = self._quarantined()
+        quarantined = self._tier.quarantined()
         return Summary(
             tuple(
                 ModelSummary(
@@ -161,8 +175,9 @@ class CacheFolder:
         )
 
     def verify(self) -> Verdict:
-        """Reads every file and holds it against its checksum. What is not a whole chunk is put
-        into quarantine; when chunks were used last stays as it was."""
+        """Reads every file and checks it against its checksum, or against its signature if there is
+        a secret. Files that are not whole chunks go into quarantine. This does not count as use of
+        the chunks."""
         counts: Counter[str] = Counter()
         keys = self._keys()
         with (
@@ -171,19 +186,23 @@ class CacheFolder:
         ):
             for key in keys:
                 try:
-                    counts["ok"] += self._read(key) is not None
+                    if self._is_beyond_us(key):
+                        counts["signed"] += 1
+                    else:
+                        counts["ok"] += self._read(key) is not None
                 except OSError:
                     counts["unreadable"] += 1
                 step.advance()
-        return Verdict(counts["ok"], self._tier.faults.get("corrupt", 0), counts["unreadable"])
+        bad = self._tier.faults.get("corrupt", 0)
+        return Verdict(counts["ok"], bad, counts["unreadable"], counts["signed"])
 
     def clear(self, model: str | None = None) -> int:
-        """Removes every chunk, or those of one model, and all that is in quarantine; returns how
+        """Removes every chunk, or those of one model, and everything in quarantine; returns how
         many files there were. Raises ``CacheFolderError`` if some could not be removed."""
         with self._alone():
             self._look()
             keys = self._keys() if model is None else [info.key for info in self._of(model)]
-            count = len(keys) + len(self._quarantined())
+            count = len(keys) + len(self._tier.quarantined())
             left = self._remove(keys)
         if left:
             raise CacheFolderError(
@@ -195,10 +214,15 @@ class CacheFolder:
     def export(
         self, target: str | os.PathLike[str], *, model: str | None = None, key: str | None = None
     ) -> Exported:
-        """Writes chunks into a ``.tar`` file: all, those of one model, or one chunk and those it
-        was read behind. They are checked on the way. ``target`` is there when it is complete."""
+        """Writes chunks into a ``.tar`` file: all, those of one model, or one chunk and those
+        before it. Each is checked first. ``target`` appears when it is complete."""
         target = Path(target).expanduser()
         infos = self._of(model) if key is None else self._path_to(key, self._of(model))
+        if beyond := sum(self._is_beyond_us(info.key) for info in infos):
+            raise ConfigError(
+                f"{beyond} of {len(infos)} chunks in {str(self.path)!r} are signed and cannot be "
+                "checked; set KVBOOST_CACHE_SECRET to the secret that they were signed with"
+            )
         temporary = target.with_name(f"{target.name}.{uuid4().hex}.tmp")
         written = 0
         try:
@@ -222,18 +246,21 @@ class CacheFolder:
                 temporary.unlink(missing_ok=True)
 
     def install(self, source: str | os.PathLike[str]) -> Imported:
-        """Takes the chunks of an exported file in. Every one is checked before it is written, and
-        nothing but chunks is: a member that is anything else is refused. What is here stays; what
-        the budget has no room for is left out.
+        """Installs the chunks of an exported file. Each is checked before it is written, and any
+        member that is not a chunk is refused. Existing chunks stay; chunks that do not fit into the
+        budget are left out.
 
-        A checksum says that a chunk is whole, not who made it: it should come from someone who
-        may say what a model has read.
+        A checksum proves that a chunk is whole, not where it is from: without a secret, the author
+        of the file chooses what the model will believe to have read.
         """
         source = Path(source).expanduser()
         counts: Counter[str] = Counter()
         left_out: set[ChunkKey] = set()
         try:
-            longest = source.stat().st_size
+            status = source.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise tarfile.ReadError("it is not a regular file")
+            longest = status.st_size
             with (
                 source.open("rb") as file,
                 tarfile.open(fileobj=file, mode="r:") as archive,
@@ -252,17 +279,18 @@ class CacheFolder:
             reason = getattr(error, "strerror", None) or error
             raise CacheFolderError(
                 f"{str(source)!r} cannot be read as an exported cache ({reason}); "
-                f"{counts['installed']} chunks were installed before; export it again"
+                f"{counts['installed']} chunks were installed before that; name a file that "
+                "`kvboost cache export` wrote, or export it again"
             ) from error
         self._look()
         names = ("installed", "present", "refused", "no_room")
         return Imported(**{name: counts[name] for name in names})
 
     def forget(self, text: str, tokenizer: Tokenizer) -> int:
-        """Removes every chunk that holds ``text`` (of a long one: 32 tokens in a row of it), every
-        chunk that was read behind one of those, and all that is in quarantine; returns how many
-        chunks there were. Raises ``ForgetError`` if some of it may still be here. Engines at work
-        keep what they hold in memory."""
+        """Removes every chunk that contains ``text`` (of a long text: 32 consecutive tokens), every
+        chunk that follows one of those, and everything in quarantine; returns how many chunks there
+        were. Raises ``ForgetError`` if some of it may be left. Running engines keep what they hold
+        in memory."""
         texts = PromptReader(tokenizer, vocab_size=0).inside(text)
         with self._alone():
             self._look()
@@ -274,9 +302,9 @@ class CacheFolder:
             left = self._remove(keys)
         if left or unknown:
             raise ForgetError(
-                f"of {len(keys)} chunks that hold this text, and of quarantine, {left} files could "
-                f"not be removed from {str(self.path)!r}, and {unknown} could not be read; see "
-                "that they can be read and written, and call again"
+                f"{len(keys)} chunks contain this text; of these and of quarantine, {left} files "
+                f"could not be removed from {str(self.path)!r}, and {unknown} files could not be "
+                "read; see that they can be read and written, and call again"
             )
         return len(keys)
 
@@ -285,7 +313,7 @@ class CacheFolder:
         return sorted({info.origin.name for info in self._infos.values()})
 
     def _look(self) -> None:
-        """Notices what became of the folder."""
+        """Notices how the folder has changed."""
         changes = self._tier.refresh(now=True)
         self._infos |= {info.key: info for info in changes.added}
         for key in changes.gone:
@@ -295,20 +323,18 @@ class CacheFolder:
         return self.path / _member_name(key)
 
     def _keys(self) -> list[ChunkKey]:
-        """Of every file that is called like a chunk."""
-        names = (path.relative_to(self.path).as_posix() for path in self.path.glob("??/*"))
+        """The keys of everything that is named like a chunk, in folders that are no links."""
+        shards = [path for path in self.path.glob("??") if path.is_dir() and not path.is_symlink()]
+        names = (f"{shard.name}/{path.name}" for shard in shards for path in shard.iterdir())
         return [ChunkKey(match[2]) for name in names if (match := _MEMBER.fullmatch(name))]
 
-    def _quarantined(self) -> dict[Path, int]:
-        """The files in quarantine and their sizes."""
-        found = {}
-        for path in (self.path / "quarantine").glob("*"):
-            with suppress(OSError):  # gone meanwhile
-                found[path] = path.stat().st_size
-        return found
+    def _is_beyond_us(self, key: ChunkKey) -> bool:
+        """Whether a chunk is signed and there is no secret to check it with."""
+        info = self._infos.get(key)
+        return info is not None and info.signed and self._secret is None
 
     def _of(self, model: str | None) -> list[ChunkInfo]:
-        """The chunks of a model, by its name or by the beginning of its fingerprint."""
+        """The chunks of a model, chosen by its name or by the beginning of its fingerprint."""
         if model is None:
             return list(self._infos.values())
         there = {info.origin for info in self._infos.values()}
@@ -332,13 +358,11 @@ class CacheFolder:
                 f"key={key!r} begins the keys of {len(found)} chunks in {str(self.path)!r}; give "
                 "one that `kvboost cache ls` shows"
             )
-        while (parent := self._infos.get(found[-1].parent)) is not None:
-            found.append(parent)
-        return found
+        return [*found, *preceding(self._infos, found[0], parents=True)]
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Nobody else writes meanwhile."""
+        """No other process or thread writes meanwhile."""
         with self._tier.exclusive() as locked:
             if not locked:
                 raise CacheFolderError(
@@ -348,7 +372,7 @@ class CacheFolder:
             yield
 
     def _remove(self, keys: Iterable[ChunkKey]) -> int:
-        """Removes chunks, and what is in quarantine; returns how many files are left of that."""
+        """Removes chunks and everything in quarantine; returns how many of these files are left."""
         keys = list(keys)
         for key in keys:
             self._tier.delete(key)
@@ -356,20 +380,21 @@ class CacheFolder:
         left = [key for key in keys if os.path.lexists(self._file(key))]
         for key in set(keys).difference(left):
             self._infos.pop(key, None)
-        return len(left) + len(self._quarantined())
+        return len(left) + len(self._tier.quarantined())
 
     def _read(self, key: ChunkKey) -> bytes | None:
-        """A file's bytes, checked; None if it is gone, or not whole and in quarantine now. Does
-        not count as use."""
+        """A file's bytes, checked. None if it was removed, or if it is not whole and is in
+        quarantine now. Does not count as use."""
         try:
-            data = self._file(key).read_bytes()
-            if codec.decode(data).key == key:
+            with open(files.open_regular(self._file(key)), "rb") as file:
+                data = file.read()
+            if codec.decode(data, self._secret).key == key:
                 return data
         except FileNotFoundError:
             return None
         except codec.BadChunk:
             pass
-        self._tier.get(key)  # sees the same, and puts it aside
+        self._tier.get(key)  # finds the same fault, and puts the file into quarantine
         return None
 
     def _add_to(self, archive: tarfile.TarFile, key: ChunkKey) -> bool:
@@ -391,9 +416,9 @@ class CacheFolder:
         longest: int,
         left_out: set[ChunkKey],
     ) -> str:
-        """Installs one member; returns what became of it. Its name is only held against the key:
-        where it is written follows from the key, which follows from its tokens. What has no room
-        is ``left_out``, and what was read behind it as well: a beginning serves without its end."""
+        """Installs one member; returns what was done with it. The member's name is only compared
+        with the key: the path follows from the key, which follows from the tokens. A chunk without
+        room is ``left_out``, and so are those after it: they would be of no use without it."""
         match = _MEMBER.fullmatch(member.name)
         if match is None or not member.isreg() or member.issparse() or member.size > longest:
             return "refused"
@@ -401,7 +426,7 @@ class CacheFolder:
         file = archive.extractfile(member)
         assert file is not None  # it is a regular file
         try:
-            chunk = codec.decode(file.read())
+            chunk = codec.decode(file.read(), self._secret)
         except (codec.BadChunk, LookupError):
             return "refused"
         if chunk.key != key:
@@ -422,24 +447,23 @@ class CacheFolder:
 
 
 def _may_open(path: Path, create: bool) -> bool:
-    """Whether a cache is at ``path``, or may be made there. Other folders are never touched: what
-    opens a cache tidies it up."""
-    try:
-        return "kvboost" in (path / "CACHEDIR.TAG").read_text()
-    except (OSError, ValueError):
-        return create and (not path.exists() or (path.is_dir() and not any(path.iterdir())))
+    """Whether a cache is at ``path``, or may be made there. Other folders are never touched,
+    because opening a cache removes leftover files."""
+    if is_cache_folder(path):
+        return True
+    return create and (not path.exists() or (path.is_dir() and not any(path.iterdir())))
 
 
 def _private(path: str, flags: int) -> int:
-    """Opens a file that is its owner's alone, as the folder is."""
+    """Opens a file that only its owner can read, as the folder."""
     return os.open(path, flags, 0o600)
 
 
 def _member_name(key: ChunkKey) -> str:
-    """What a chunk is called in an archive, and in the folder."""
+    """The name of a chunk in an archive and in the folder."""
     return f"{key[:2]}/{key}{SUFFIX}"
 
 
 def _front_to_end(infos: Iterable[ChunkInfo]) -> list[ChunkInfo]:
-    """Every chunk behind those it was read behind."""
+    """Every chunk after those that it follows."""
     return sorted(infos, key=lambda info: info.base_position)

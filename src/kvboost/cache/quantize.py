@@ -1,10 +1,11 @@
-"""Keys and values as they are kept: as attention produced them, or in 8 or 4 bits.
+"""Stored keys and values: as attention produced them, or in 8 or 4 bits.
 
 As in KIVI: keys are quantized per channel over groups of tokens, values per token, both from the
-least to the greatest value of their group. Keys are turned back to where position plays no part
-first, so that a channel's outliers stay in one channel; a packed chunk is therefore put at any
-place by one turn. Kept in full are the first rows of a sequence, on which all later ones dwell,
-and the keys behind the last whole group, so that a chunk which goes on later is quantized once.
+least to the greatest value of their group. Keys are first rotated back to position zero, so that a
+channel's outliers stay in one channel; a quantized chunk can then be placed at any position with
+one rotation. Two kinds of rows stay in full precision: the first rows of a sequence, to which all
+later ones attend, and the keys after the last whole group, so that a chunk that grows later is
+quantized only once.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _LEAST_STEP = 1e-6  # half precision has no much smaller ones
 @dataclass(frozen=True, eq=False)
 class KVData:
     """Immutable. With 16 bits one tensor ``kv``, ``[2, layers, kv_heads, tokens, head_dim]``,
-    keys first and rotated, in the model's own dtype, so that moving a chunk is one copy. Packed,
-    with ``groups`` of keys and ``rest`` keys behind them::
+    keys first and rotated, in the model's own dtype, so that moving a chunk is one copy. Quantized,
+    with ``groups`` of keys and ``rest`` keys after them::
 
         keys         [layers, kv_heads, groups, GROUP, head_dim], 4 bits: two in a byte
         keys_range   [layers, kv_heads, groups, 2, head_dim], least value and step
@@ -44,7 +45,7 @@ class KVData:
     bits: int
     tensors: Mapping[str, torch.Tensor]
     key_norm: float = 0.0
-    """The mean norm of the keys, if it was measured."""
+    """The mean norm of the keys; 0 if it was not measured."""
 
     @property
     def nbytes(self) -> int:
@@ -57,19 +58,70 @@ class KVData:
         return self.tensors["values"].shape[2]
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> KVData:
-        """The same with every tensor changed: moved to another device, say."""
+        """The same with every tensor changed, for example moved to another device."""
         return replace(self, tensors={name: change(one) for name, one in self.tensors.items()})
 
 
+@dataclass(frozen=True)
+class KVFormat:
+    """How the chunks of one engine are stored: the shape of its model's KV, and in how many bits.
+    What was read from elsewhere is compared with it before it is used."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    bits: int = 16
+    """Besides 16, which is used where KV cannot be quantized."""
+
+    @classmethod
+    def of(cls, bits: int, tensors: Mapping[str, torch.Tensor]) -> KVFormat | None:
+        """The format that these tensors seem to have, for when no model is at hand."""
+        full = tensors.get(PLAIN if bits == 16 else "first")
+        if full is None or full.dim() != 5 or not full.is_floating_point():
+            return None
+        return cls(full.shape[1], full.shape[2], full.shape[4], full.dtype, bits)
+
+    def describes(
+        self, bits: int, num_tokens: int, position: int, tensors: Mapping[str, torch.Tensor]
+    ) -> bool:
+        """Whether ``tensors`` are a chunk of ``num_tokens`` from ``position`` on in this format:
+        their names, dtypes and shapes, nothing missing and nothing more."""
+        if bits not in (16, self.bits) or self.head_dim < 1 or self.num_layers < 1:
+            return False
+        expected = self._tensors(bits, num_tokens, position)
+        found = {name: (one.dtype, tuple(one.shape)) for name, one in tensors.items()}
+        return found == expected
+
+    def _tensors(
+        self, bits: int, num_tokens: int, position: int
+    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """As :class:`KVData` draws them."""
+        heads, dim = (self.num_layers, self.num_kv_heads), self.head_dim
+        if bits == 16:
+            return {PLAIN: (self.dtype, (2, *heads, num_tokens, dim))}
+        groups, rest = divmod(num_tokens, GROUP)
+        first = min(num_tokens, max(0, FIRST_ROWS - position))
+        codes = dim if bits == 8 else dim // 2
+        return {
+            "keys": (torch.uint8, (*heads, groups, GROUP, codes)),
+            "keys_range": (torch.float16, (*heads, groups, 2, dim)),
+            "values": (torch.uint8, (*heads, num_tokens, codes)),
+            "values_range": (torch.float16, (*heads, num_tokens, 2)),
+            "first": (self.dtype, (2, *heads, first, dim)),
+            "rest_keys": (self.dtype, (*heads, rest, dim)),
+        }
+
+
 class Positions(Protocol):
-    """How a model's keys carry their positions."""
+    """How a model's keys depend on their positions."""
 
     def rotate_to(self, keys: torch.Tensor, position: int, *, back: bool = False) -> torch.Tensor:
-        """``keys`` in float32, ``[layers, kv_heads, tokens, dim]``, turned from nowhere to
-        ``position`` and those behind it, or ``back``."""
+        """``keys`` in float32, ``[layers, kv_heads, tokens, dim]``, rotated from position zero to
+        ``position`` and those after it, or ``back``."""
 
     def move(self, keys: torch.Tensor, distance: int, out: torch.Tensor) -> None:
-        """Writes ``keys``, turned by ``distance`` positions more, into ``out``."""
+        """Writes ``keys``, rotated by another ``distance`` positions, into ``out``."""
 
 
 def plain(kv: torch.Tensor) -> KVData:
@@ -78,17 +130,16 @@ def plain(kv: torch.Tensor) -> KVData:
 
 
 def usable_rows(bits: int, num_tokens: int, wanted: int) -> int:
-    """How many of the first ``wanted`` rows of a chunk may be used alone. A packed one is not cut
-    inside a group: its rows would be quantized once more when they are kept again in other
-    company."""
+    """How many of the first ``wanted`` rows of a chunk may be used alone. A quantized chunk is not
+    cut inside a group: its rows would be quantized again when they are stored in another group."""
     whole = num_tokens // GROUP * GROUP
     return wanted if bits == 16 or wanted >= whole else wanted // GROUP * GROUP
 
 
 class Quantizer:
-    """Packs rows for keeping, and puts kept ones in place. ``positions`` is None for models whose
-    keys do not turn. ``own`` says what a copy for keeping is; by default one on the same device.
-    With ``measures_keys`` the norm of keys is kept too."""
+    """Packs rows for storing, and writes stored rows into place. ``positions`` is None for models
+    whose keys do not rotate. ``own`` makes the copy to be stored; by default one on the same
+    device. With ``measures_keys`` the norm of the keys is stored too."""
 
     def __init__(
         self,
@@ -106,9 +157,9 @@ class Quantizer:
     def pack(
         self, rows: torch.Tensor, position: int, like: KVData | None = None, common: int = 0
     ) -> KVData:
-        """``rows``, ``[2, layers, kv_heads, tokens, head_dim]``, the first of which stands at
-        ``position``, in memory of their own. The first ``common`` of them are also those of
-        ``like``: what it has quantized is taken over."""
+        """``rows``, ``[2, layers, kv_heads, tokens, head_dim]``, which begin at ``position``, in
+        memory of their own. The first ``common`` of them are also those of ``like``: what is
+        quantized there is copied."""
         data = self._pack(rows, position, like, common)
         if self._measures_keys:
             data = replace(data, key_norm=float(rows[0].float().norm(dim=-1).mean()))
@@ -122,10 +173,10 @@ class Quantizer:
         first = rows[:, :, :, : max(0, FIRST_ROWS - position)]
         keys, values = rows
         begin = known["keys"].shape[2] * GROUP if known else 0
-        turned = self._turn(keys[:, :, begin:whole].float(), position + begin, back=True)
-        if whole and not begin:  # what is kept in full must not widen its group's ranges
-            turned[:, :, : first.shape[3]] = turned[:, :, first.shape[3], None]
-        groups = turned.view(*turned.shape[:2], -1, GROUP, turned.shape[3])
+        bare = self._rotate(keys[:, :, begin:whole].float(), position + begin, back=True)
+        if whole and not begin:  # rows stored in full must not widen the ranges of their group
+            bare[:, :, : first.shape[3]] = bare[:, :, first.shape[3], None]
+        groups = bare.view(*bare.shape[:2], -1, GROUP, bare.shape[3])
         begin = known["values"].shape[2] if known else 0
         packed = _quantize(groups, "keys", self.bits)
         packed |= _quantize(values[:, :, begin:].float(), "values", self.bits)
@@ -137,9 +188,9 @@ class Quantizer:
         return KVData(self.bits, packed).map(self._own)
 
     def place(self, data: KVData, base: int, offset: int, position: int, out: torch.Tensor) -> None:
-        """Writes rows of ``data``, whose chunk stands at ``base``, into ``out``, ``[2, layers,
-        kv_heads, rows, head_dim]``: those from ``offset`` on, as they are at ``position`` and
-        behind. What is packed is unpacked on the device of ``out``."""
+        """Writes rows of ``data``, a chunk from position ``base`` on, into ``out``, ``[2, layers,
+        kv_heads, rows, head_dim]``: the rows from ``offset`` on, rotated to ``position`` and after.
+        Quantized rows are restored on the device of ``out``."""
         if data.bits != 16:
             self._unpack(data, base, offset, position, out)
             return
@@ -165,7 +216,7 @@ class Quantizer:
         whole = data.num_tokens - rest.shape[2]
         if offset < whole:
             groups = _dequantize(tensors, "keys", data.bits).flatten(2, 3)[:, :, offset:end]
-            keys[:, :, : whole - offset].copy_(self._turn(groups, position))
+            keys[:, :, : whole - offset].copy_(self._rotate(groups, position))
         distance = position - (base + offset)
         if end > whole:
             start = max(offset, whole)
@@ -183,20 +234,20 @@ class Quantizer:
         else:
             out.copy_(keys)
 
-    def _turn(self, keys: torch.Tensor, position: int, *, back: bool = False) -> torch.Tensor:
-        """A copy of ``keys``, turned."""
+    def _rotate(self, keys: torch.Tensor, position: int, *, back: bool = False) -> torch.Tensor:
+        """A rotated copy of ``keys``."""
         if self._positions is None:
             return keys.clone()
         return self._positions.rotate_to(keys, position, back=back)
 
 
 def _copy(rows: torch.Tensor) -> torch.Tensor:
-    """``rows`` in contiguous memory that nobody else has."""
+    """``rows`` in contiguous memory of their own."""
     return rows.clone(memory_format=torch.contiguous_format)
 
 
 def _take_over(like: KVData, common: int) -> dict[str, torch.Tensor]:
-    """What is quantized of the first ``common`` rows: whole groups of keys, and values."""
+    """The quantized part of the first ``common`` rows: whole groups of keys, and values."""
     return {
         name: like.tensors[name][:, :, : common // GROUP if name.startswith("keys") else common]
         for name in ("keys", "keys_range", "values", "values_range")
@@ -204,8 +255,8 @@ def _take_over(like: KVData, common: int) -> dict[str, torch.Tensor]:
 
 
 def _quantize(rows: torch.Tensor, name: str, bits: int) -> dict[str, torch.Tensor]:
-    """``rows``, ``[..., n, dim]``, in codes, with least value and step: of every channel for
-    keys, of every row for values."""
+    """``rows``, ``[..., n, dim]``, as codes with their least value and step: per channel for keys,
+    per row for values."""
     over = _OVER[name]
     least = rows.amin(over, keepdim=True).half()
     step = (rows.amax(over, keepdim=True) - least) / (2**bits - 1)

@@ -1,4 +1,4 @@
-"""``kvboost cache``: what is in a cache folder, and what may be done with it."""
+"""``kvboost cache``: commands for a cache folder."""
 
 from __future__ import annotations
 
@@ -13,25 +13,33 @@ import typer
 from rich.table import Table
 
 from kvboost.cli.common import AsJson, errors, out, print_json
-from kvboost.config import DEFAULT_MODEL, cache_dir, format_bytes, parse_bytes
+from kvboost.config import (
+    DEFAULT_MODEL,
+    cache_dir,
+    chosen_cache_secret,
+    format_bytes,
+    parse_bytes,
+)
 from kvboost.errors import KVBoostError, ModelError
 
 if TYPE_CHECKING:
     from kvboost.cache.folder import CacheFolder, Entry
 
 app = typer.Typer(
-    help="Look into the folder where KV is kept, tidy it up, take it elsewhere.",
+    help="List, check, clean up, export and import the folder where KV is kept.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
 
 Dir = Annotated[
     Path | None,
-    typer.Option("--dir", help="The folder; KVBOOST_CACHE_DIR, or kv beside the models, if not."),
+    typer.Option(
+        "--dir", help="The folder; by default KVBOOST_CACHE_DIR, or kv beside the models."
+    ),
 ]
 OfModel = Annotated[
     str | None,
-    typer.Option("--model", "-m", help="Only of this model: its name, or how its id begins."),
+    typer.Option("--model", "-m", help="Only this model: its name, or the beginning of its id."),
 ]
 _PREVIEW = 48
 
@@ -40,11 +48,11 @@ _PREVIEW = 48
 def ls(
     folder: Dir = None,
     model: OfModel = None,
-    text: Annotated[bool, typer.Option("--text", help="Show how their text begins.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Show the beginning of their text.")] = False,
     limit: Annotated[int, typer.Option(min=0, help="Chunks to print; 0 prints all.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """List the chunks, what was used last first.
+    """List the chunks, the last used first.
 
     JSON lists all of them.
 
@@ -77,7 +85,7 @@ def ls(
 
 @app.command()
 def info(folder: Dir = None, as_json: AsJson = False) -> None:
-    """What is there of each model, and how much.
+    """Show how much there is of each model.
 
     Example: [bold]kvboost cache info --dir ./kv[/bold]
     """
@@ -129,9 +137,10 @@ def info(folder: Dir = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def verify(folder: Dir = None, as_json: AsJson = False) -> None:
-    """Read every file and hold it against its checksum.
+    """Read every file and check it.
 
-    What is not whole goes into quarantine, and the exit code is 1.
+    Checks the checksum, or the signature if KVBOOST_CACHE_SECRET is set. Damaged files go into
+    quarantine, and the exit code is 1.
 
     Example: [bold]kvboost cache verify --dir ./kv[/bold]
     """
@@ -140,11 +149,16 @@ def verify(folder: Dir = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json(vars(verdict))
     else:
-        _say(f"{verdict.ok:,} chunks are whole")
+        _say(f"{_count(verdict.ok, 'whole chunk')}")
         if verdict.bad:
-            _say(f"{verdict.bad:,} files were not; they are in quarantine", style="yellow")
+            _say(f"{_count(verdict.bad, 'damaged file')}, now in quarantine", style="yellow")
         if verdict.unreadable:
-            _say(f"{verdict.unreadable:,} files could not be read", style="yellow")
+            _say(f"{_count(verdict.unreadable, 'unreadable file')}", style="yellow")
+        if verdict.signed:
+            _say(
+                f"{_count(verdict.signed, 'signed chunk')} not checked: set KVBOOST_CACHE_SECRET",
+                style="yellow",
+            )
     if not verdict:
         raise typer.Exit(1)
 
@@ -156,16 +170,16 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove everything, or everything of one model.
+    """Remove all chunks, or those of one model.
 
-    What is in quarantine goes as well.
+    Files in quarantine are removed as well.
 
     Example: [bold]kvboost cache clear --dir ./kv --model smollm2-135m[/bold]
     """
     with errors():
         opened = _open(folder)
         found = opened.summary(model)
-        what = f"{found.chunks:,} chunks" + (f" of {_clean(model)}" if model else "")
+        what = _count(found.chunks, "chunk") + (f" of {_clean(model)}" if model else "")
         if not yes:
             question = f"Remove {what}, {format_bytes(found.nbytes)}, from {opened.path}?"
             typer.confirm(question, abort=True, err=True)
@@ -173,7 +187,7 @@ def clear(
     if as_json:
         print_json({"removed": removed})
     else:
-        _say(f"{removed:,} files removed")
+        _say(f"{_count(removed, 'file')} removed")
 
 
 @app.command()
@@ -181,14 +195,12 @@ def export(
     target: Annotated[Path, typer.Argument(help="The .tar file to write.")],
     folder: Dir = None,
     model: OfModel = None,
-    key: Annotated[
-        str | None, typer.Option(help="Only this chunk, and those it was read behind.")
-    ] = None,
+    key: Annotated[str | None, typer.Option(help="Only this chunk, and those before it.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write chunks into one file, for another machine.
 
-    Whoever has the file can read the text.
+    Anyone who has the file can read the text.
 
     Example: [bold]kvboost cache export kv.tar --dir ./kv --model smollm2-135m[/bold]
     """
@@ -197,21 +209,22 @@ def export(
     if as_json:
         print_json({"chunks": done.chunks, "bytes": done.nbytes, "bad": done.bad})
         return
-    _say(f"{done.chunks:,} chunks, {format_bytes(done.nbytes)}, are in {target}")
+    _say(f"{_count(done.chunks, 'chunk')}, {format_bytes(done.nbytes)}, written to {target}")
     if done.bad:
-        _say(f"{done.bad:,} could not be read whole and were left out", style="yellow")
+        _say(f"{_count(done.bad, 'damaged file')} left out", style="yellow")
 
 
 @app.command("import")
 def install(
     source: Annotated[Path, typer.Argument(help="A file that kvboost cache export wrote.")],
     folder: Dir = None,
-    max_size: Annotated[str, typer.Option(help="What the folder may hold at most.")] = "20GiB",
+    max_size: Annotated[str, typer.Option(help="The most that the folder may hold.")] = "20GiB",
     as_json: AsJson = False,
 ) -> None:
-    """Take chunks from an exported file in, each checked first.
+    """Install the chunks of an exported file, each checked first.
 
-    The model will believe it has read them: take only files from people you trust.
+    The model will believe that it has read them. Import only files from people you trust, or set
+    KVBOOST_CACHE_SECRET: then only chunks that are signed with it are accepted.
 
     Example: [bold]kvboost cache import kv.tar --dir ./kv --max-size 2GiB[/bold]
     """
@@ -221,11 +234,12 @@ def install(
     if as_json:
         print_json(vars(done))
         return
-    _say(f"{done.installed:,} chunks installed; {done.present:,} were here already")
+    _say(f"{_count(done.installed, 'chunk')} installed; {done.present:,} already there")
     if done.refused:
-        _say(f"{done.refused:,} members are not whole chunks: refused", style="yellow")
+        signed = ", or not signed with KVBOOST_CACHE_SECRET" if chosen_cache_secret() else ""
+        _say(f"{done.refused:,} refused: not whole chunks{signed}", style="yellow")
     if done.no_room:
-        _say(f"{done.no_room:,} have no room in {max_size}: left out", style="yellow")
+        _say(f"{done.no_room:,} left out: no room in {max_size}", style="yellow")
 
 
 @app.command()
@@ -234,13 +248,13 @@ def forget(
     folder: Dir = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="Whose tokens the text is looked for in."),
+        typer.Option("--model", "-m", help="The model whose tokenizer splits the text."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what holds a text, and what was read behind it.
+    """Remove every chunk that contains a text, and the chunks after it.
 
-    Programs that are running keep what they hold in memory: close them first.
+    Running programs keep what they hold in memory: close them first.
 
     Example: [bold]kvboost cache forget "the secret" --dir ./kv[/bold]
     """
@@ -253,25 +267,25 @@ def forget(
         try:
             tokenizer = load_tokenizer(chosen, local_only=model is None)
         except ModelError as error:
-            raise ModelError(f"{error}; --model names the one whose tokenizer it is") from None
+            raise ModelError(f"{error}; --model names the model whose tokenizer to use") from None
         forgotten = opened.forget(sys.stdin.read() if text == "-" else text, tokenizer)
     others = [name for name in names if name != chosen]
     if as_json:
         print_json({"forgotten": forgotten, "model": chosen, "other_models": others})
         return
     _say(
-        f"{forgotten:,} chunks removed: what held this text, in the tokens of {_clean(chosen)}, "
-        "and what was read behind it"
+        f"{_count(forgotten, 'chunk')} removed: those that contain this text, in the tokens of "
+        f"{_clean(chosen)}, and those after them"
     )
     if others:
         listing = ", ".join(map(_clean, others))
-        _say(f"other tokens than those were not looked for: try --model {listing}", style="yellow")
+        _say(f"not searched in the tokens of other models: try --model {listing}", style="yellow")
 
 
 def _open(folder: Path | None, **options: Any) -> CacheFolder:
     from kvboost.cache.folder import CacheFolder
 
-    return CacheFolder(folder or cache_dir(), **options)
+    return CacheFolder(folder or cache_dir(), secret=chosen_cache_secret(), **options)
 
 
 def _entry(entry: Entry, previews: dict[str, str] | None) -> dict[str, Any]:
@@ -293,7 +307,7 @@ def _entry(entry: Entry, previews: dict[str, str] | None) -> dict[str, Any]:
 
 
 def _previews(entries: list[Entry]) -> dict[str, str]:
-    """How the text of each chunk begins; ``?`` where its model's tokenizer is not here."""
+    """The beginning of each chunk's text; ``?`` if its model's tokenizer is not on this machine."""
     from kvboost.model.load import load_tokenizer
 
     @remember
@@ -310,13 +324,18 @@ def _previews(entries: list[Entry]) -> dict[str, str]:
 
 
 def _clean(text: str, width: int = 200) -> str:
-    """What a file says, fit for a terminal: one line, not too long, no control characters."""
+    """Text from a file, made safe for a terminal: one short line without control characters."""
     line = "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
 def _table(*headings: str) -> Table:
     return Table(*headings, box=None, padding=(0, 1, 0, 0))
+
+
+def _count(number: int, noun: str) -> str:
+    """``1 chunk``, ``2 chunks``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def _ago(moment: float) -> str:

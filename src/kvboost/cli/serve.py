@@ -39,9 +39,16 @@ def serve(
     max_cache_bytes: Annotated[
         str, typer.Option(help="Memory for the cache, such as 500MB or 2GiB.")
     ] = format_bytes(EngineConfig.max_cache_bytes),
+    disk_cache_bytes: Annotated[
+        str, typer.Option(help="Disk space for the cache in --cache-dir.")
+    ] = format_bytes(EngineConfig.disk_cache_bytes),
     remote_cache: Annotated[
         str | None,
         typer.Option(help="A store that machines share, such as redis://host:6379."),
+    ] = None,
+    remote_cache_bytes: Annotated[
+        str | None,
+        typer.Option(help="Space for the cache in --remote-cache; only a Redis needs no limit."),
     ] = None,
     kv_bits: KVBits = EngineConfig.kv_cache_bits,
     max_running: Annotated[
@@ -138,7 +145,9 @@ def serve(
                 dtype=dtype,
                 disk_cache_dir=folder,
                 max_cache_bytes=max_cache_bytes,
+                disk_cache_bytes=disk_cache_bytes,
                 remote_cache_url=remote_cache,
+                remote_cache_bytes=remote_cache_bytes,
                 kv_cache_bits=kv_bits,
                 max_running=max_running,
                 max_waiting=max_waiting,

@@ -64,8 +64,7 @@ class Batch:
     def show(
         self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
     ) -> None:
-        """Shows queries ``[1, heads, total, dim]`` to the hooks. Ends the forward after its last
-        layer."""
+        """Shows ``[1, heads, total, dim]`` to the hooks; raises StopForward after ``until``."""
         if not self.has_hooks:
             return
         for segment, q in zip(self.segments, split(query, self.segments), strict=True):

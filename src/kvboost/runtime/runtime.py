@@ -9,7 +9,7 @@ from typing import Any
 from kvboost.cache.chunk import Origin
 from kvboost.cache.eviction.learned import LearnedPolicy
 from kvboost.cache.lookup.anchors import anchor_window
-from kvboost.cache.quantize import Quantizer
+from kvboost.cache.quantize import KVFormat, Quantizer
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.open import open_tiers
 from kvboost.config import EngineConfig
@@ -51,11 +51,13 @@ class Runtime:
                 config.document_markers,
             ),
             origin=Origin(model.fingerprint, model.name),
+            format=_kv_format(model, config),
             window=anchor_window(config.chunk_size),
             max_chunks=config.max_chunks,
             policy=partial(LearnedPolicy, use_importance=config.key_norms),
             attention_share=model.attention_share,
         )
+        self._naming = b"" if tiers.secret is None else tiers.secret.naming
         self.cost = CostModel(model.attention_share, costs)
         self.rotation = _rotation(model)
         self.planner = Planner(
@@ -79,7 +81,7 @@ class Runtime:
         and ``salt``."""
         bits = self._config.kv_cache_bits
         identity = f"{self.model.fingerprint} {self.model.active_adapters} {bits}"
-        return root_key(identity, salt)
+        return root_key(identity, salt, secret=self._naming)
 
     def answer_limit(self, request: Request) -> int:
         """How many tokens may be generated: ``max_new_tokens``, or what the context still holds."""
@@ -115,13 +117,13 @@ class Runtime:
     def stats(self) -> dict[str, Any]:
         """What the cache holds, and the totals of all requests so far."""
         store = self.store.stats()
-        memory = store["tiers"]["ram"]
+        memory = store.tiers["ram"]
         return {
-            "hot_chunks": memory["chunks"],
-            "hot_memory_mb": memory["bytes"] / 1e6,
+            "hot_chunks": memory.chunks,
+            "hot_memory_mb": memory.nbytes / 1e6,
             **self.totals.stats().as_dict(),
             "idle_kv_bytes": self.pool.idle_bytes,
-            **store,
+            **store.as_dict(),
         }
 
     def close(self) -> None:
@@ -130,6 +132,14 @@ class Runtime:
         self.store.close()
         self.pool.clear()
         self.model.forward.release()
+
+
+def _kv_format(model: LoadedModel, config: EngineConfig) -> KVFormat:
+    """What stored chunks of this engine look like."""
+    shape = model.forward.shape
+    return KVFormat(
+        shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype, config.kv_cache_bits
+    )
 
 
 def _rotation(model: LoadedModel) -> Rotation | None:

@@ -29,9 +29,12 @@ def as_token_ids(ids: object) -> TokenIds:
     return array
 
 
-def root_key(fingerprint: str, salt: str, lineage: str = "exact") -> ChunkKey:
-    """The parent of every first chunk. Fields are length-prefixed: none can imitate another."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+def root_key(
+    fingerprint: str, salt: str, lineage: str = "exact", *, secret: bytes = b""
+) -> ChunkKey:
+    """The parent of every first chunk. Fields are length-prefixed: none can imitate another.
+    With a ``secret`` the hash is keyed, so the name cannot be computed without it."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=secret)
     for field in (fingerprint, salt, lineage):
         data = field.encode()
         digest.update(len(data).to_bytes(8, "little"))
@@ -39,9 +42,9 @@ def root_key(fingerprint: str, salt: str, lineage: str = "exact") -> ChunkKey:
     return ChunkKey(digest.hexdigest())
 
 
-def chain_key(parent: ChunkKey, token_ids: TokenIds) -> ChunkKey:
-    """The key of the chunk that holds ``token_ids`` after ``parent``."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+def chain_key(parent: ChunkKey, token_ids: TokenIds, *, secret: bytes = b"") -> ChunkKey:
+    """The key of the chunk that holds ``token_ids`` after ``parent``; keyed with a ``secret``."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=secret)
     digest.update(bytes.fromhex(parent))
     digest.update(np.ascontiguousarray(token_ids, dtype="<i4").tobytes())
     return ChunkKey(digest.hexdigest())

@@ -50,19 +50,19 @@ class Cache:
         return hits
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_lru_evicts_the_least_recently_used_first() -> None:
     policy = filled(LRU, "ab", "cd", "e")
     policy.touch([key("a"), key("b")])
     assert list(policy) == list("dceba")
 
 
-def test_the_first_in_goes_first_whatever_is_used() -> None:
+def test_fifo_evicts_the_oldest_first_regardless_of_use() -> None:
     policy = filled(FIFO, "ab", "cd", "e")
     policy.touch([key("a"), key("b")])
     assert list(policy) == list("badce")
 
 
-def test_the_least_frequently_used_goes_first_and_among_equals_the_older() -> None:
+def test_lfu_evicts_the_least_used_first_and_among_equals_the_older() -> None:
     policy = filled(LFU, "ab", "cd", "e")
     for path in ("ab", "ab", "e"):
         policy.touch([key(name) for name in path])
@@ -70,7 +70,7 @@ def test_the_least_frequently_used_goes_first_and_among_equals_the_older() -> No
 
 
 @every_policy
-def test_a_parent_comes_after_the_last_of_its_children(make: type) -> None:
+def test_a_parent_is_evicted_after_its_last_child(make: type) -> None:
     policy = filled(make, "ab")
     policy.add(chain("c", parent="a"))
     assert sorted(list(policy)[:2]) == ["b", "c"] and list(policy)[2:] == ["a"]
@@ -79,7 +79,7 @@ def test_a_parent_comes_after_the_last_of_its_children(make: type) -> None:
 
 
 @every_policy
-def test_unknown_keys_are_passed_over_and_removed_ones_are_gone(make: type) -> None:
+def test_unknown_keys_are_ignored_and_removed_keys_are_gone(make: type) -> None:
     policy = filled(make, "ab")
     policy.touch([key("a"), key("gone")])
     policy.touch([key("gone")])
@@ -91,7 +91,7 @@ def test_unknown_keys_are_passed_over_and_removed_ones_are_gone(make: type) -> N
 
 
 @every_policy
-def test_a_parent_that_left_before_its_child_may_come_again(make: type) -> None:
+def test_a_parent_that_was_removed_before_its_child_can_be_added_again(make: type) -> None:
     policy = filled(make, "abc")
     policy.remove(key("a"))  # forgotten, with others below it still there
     assert list(policy) == ["c", "b"]
@@ -110,7 +110,7 @@ requests = st.lists(
 @every_policy
 @given(requests=requests)
 @settings(max_examples=40, deadline=None)
-def test_all_that_is_here_comes_by_once_and_no_parent_before_its_child(
+def test_every_chunk_is_listed_once_and_no_parent_before_its_child(
     make: type, requests: list[tuple[list[int], int]]
 ) -> None:
     policy = make()
@@ -134,7 +134,7 @@ def test_all_that_is_here_comes_by_once_and_no_parent_before_its_child(
         assert all(place[one] < place[up] for one, up in parents.items() if up in place)
 
 
-def test_without_evidence_the_order_is_that_of_the_least_recently_used() -> None:
+def test_without_evidence_the_learned_order_is_that_of_lru() -> None:
     ours, lru = LearnedPolicy(), LRU()
     for policy in (ours, lru):
         cache = Cache(policy, 60)
@@ -146,7 +146,7 @@ def test_without_evidence_the_order_is_that_of_the_least_recently_used() -> None
     assert list(ours) == list(lru)
 
 
-def test_what_is_dear_or_small_stays_longer() -> None:
+def test_expensive_or_small_chunks_stay_longer() -> None:
     policy = LearnedPolicy()
     large = [f"large {number}" for number in range(40)]
     for name in large[:20]:
@@ -170,7 +170,7 @@ def serve(cache: Cache) -> None:
         cache.request(*(f"once {number}.{block}" for block in range(6)))
 
 
-def test_a_scan_only_passes_through() -> None:
+def test_a_scan_evicts_little_else() -> None:
     kept = {}
     for make in (LRU, LearnedPolicy):
         cache = Cache(make(), 80)
@@ -199,15 +199,15 @@ def test_importance_counts_only_if_asked_for() -> None:
         assert list(policy) == order
 
 
-def test_what_is_remembered_is_bounded_by_what_is_here() -> None:
+def test_the_history_of_evicted_chunks_is_bounded() -> None:
     policy = LearnedPolicy()
     cache = Cache(policy, 20)
     for number in range(600):
         cache.request(*(f"{number}.{block}" for block in range(5)))
     bound = policy.HISTORY * 20 + policy.MIN_HISTORY
-    assert policy.num_remembered <= bound
+    assert len(policy._left) <= bound
     assert len(policy._memories) <= bound + 20
-    assert len(policy._line) <= 2 * 20 + 64
+    assert len(policy._heap) <= 2 * 20 + 64
 
 
 def test_the_same_requests_give_the_same_order() -> None:

@@ -69,10 +69,10 @@ class OrderedTier:
             assert piece.num_tokens > 0
             stored = tree.tokens(piece.key)[piece.offset : piece.offset + piece.num_tokens]
             assert stored.tolist() == rows_of(piece, prompt).tolist()
-        for piece, behind in zip(run.pieces, run.pieces[1:], strict=False):
-            assert tree.parent(behind.key) == piece.key
+        for piece, following in zip(run.pieces, run.pieces[1:], strict=False):
+            assert tree.parent(following.key) == piece.key
             assert piece.offset + piece.num_tokens == len(tree.tokens(piece.key))
-            assert (behind.start, behind.offset) == (piece.start + piece.num_tokens, 0)
+            assert (following.start, following.offset) == (piece.start + piece.num_tokens, 0)
         if run.start > start:
             parent = tree.parent(first.key)
             if first.offset:
@@ -96,7 +96,7 @@ def rows(runs: list[Run]) -> set[int]:
 
 
 def text(*parts: tuple[int, int, int, int]) -> TokenIds:
-    """Parts of passages, each behind so many tokens of a header."""
+    """Parts of passages, each after a header of some tokens."""
     return as_token_ids(
         np.concatenate(
             [np.r_[HEADER[:header], PASSAGES[which, a:b]] for header, which, a, b in parts]
@@ -126,7 +126,7 @@ texts = st.lists(parts, min_size=1, max_size=MAX_DONORS // 2)
     st.sampled_from([32, 45, 64, 100, 128]),
     st.integers(0, 100),
 )
-def test_all_that_a_slow_search_finds_is_found(stored, asked, chunk_size, start) -> None:
+def test_everything_that_a_slow_search_finds_is_found(stored, asked, chunk_size, start) -> None:
     shelf = OrderedTier(chunk_size)
     for passages in stored:
         shelf.store(text(*passages))
@@ -145,7 +145,7 @@ def test_all_that_a_slow_search_finds_is_found(stored, asked, chunk_size, start)
 
 
 @given(st.lists(texts, min_size=1, max_size=3), st.data())
-def test_what_is_removed_is_gone_and_the_rest_stays(stored, data) -> None:
+def test_removed_chunks_are_gone_and_the_others_stay(stored, data) -> None:
     shelf = OrderedTier()
     for passages in stored:
         shelf.store(text(*passages))
@@ -164,7 +164,7 @@ def test_what_is_removed_is_gone_and_the_rest_stays(stored, data) -> None:
     st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(20, 90)), max_size=5), min_size=2),
     st.sampled_from([32, 40, 64, 100]),
 )
-def test_what_is_found_in_tangled_text_is_true(tangles, chunk_size) -> None:
+def test_runs_found_in_repetitive_text_are_correct(tangles, chunk_size) -> None:
     units = [[0], [0, 1], PASSAGES[0][:50]]
     shelf = OrderedTier(chunk_size)
     *stored, asked = [
@@ -187,7 +187,7 @@ def test_text_that_repeats_itself_is_covered_by_few_runs(unit, num_stored, num_b
 
 
 @pytest.mark.parametrize("header", [0, 1, 31, 32, 33, 128, 1000])
-def test_a_document_is_found_behind_any_header(header) -> None:
+def test_a_document_is_found_after_any_header(header) -> None:
     shelf = OrderedTier()
     document = np.concatenate(PASSAGES)
     path = shelf.store(np.r_[HEADER[:17], document])
@@ -238,7 +238,7 @@ def test_a_run_reaches_back_into_the_parents() -> None:
     )
 
 
-def test_a_run_goes_on_through_the_child_that_continues_best() -> None:
+def test_a_run_continues_through_the_best_matching_child() -> None:
     shelf = OrderedTier(chunk_size=64)
     common, left, right = PASSAGES[0][:64], PASSAGES[1][:20], PASSAGES[2][:20]
     shelf.store(np.r_[common, left])
@@ -277,7 +277,7 @@ def test_a_hash_is_not_trusted(monkeypatch) -> None:
     assert shelf.find(PASSAGES[0], space=root_key("model", "salt", "space")) == []
 
 
-def test_the_newest_donors_are_asked_and_any_can_go() -> None:
+def test_the_newest_donors_are_used_and_any_can_be_removed() -> None:
     shelf = OrderedTier()
     paths = [shelf.store(np.r_[np.full(128, 70_000 + n), PASSAGES[0]]) for n in range(20)]
 
@@ -293,7 +293,7 @@ def test_the_newest_donors_are_asked_and_any_can_go() -> None:
 
 
 @pytest.mark.parametrize("num_stored", [32, 100, 128, 1000, 8192])
-def test_one_token_again_and_again_stays_bounded(num_stored) -> None:
+def test_one_repeated_token_gives_few_runs(num_stored) -> None:
     shelf = OrderedTier()
     shelf.store(np.full(num_stored, 7))
     runs = shelf.find(np.full(8192, 7))
@@ -301,7 +301,7 @@ def test_one_token_again_and_again_stays_bounded(num_stored) -> None:
     assert sum(len(run.pieces) for run in runs) < 1000
 
 
-def test_integrity_says_what_is_wrong() -> None:
+def test_integrity_names_what_is_wrong() -> None:
     shelf = OrderedTier()
     (key, _) = shelf.store(PASSAGES[0])
     del shelf.anchors._chunks[key]

@@ -36,7 +36,7 @@ def common(left: list[int], right: list[int]) -> int:
 
 
 @given(sequences, st.lists(st.integers(0, 2), min_size=1, max_size=14))
-def test_a_match_is_the_longest_beginning_ever_stored(stored, prompt) -> None:
+def test_a_match_is_the_longest_stored_prefix(stored, prompt) -> None:
     index = PrefixTree()
     for ids in stored:
         insert_all(index, ids)
@@ -45,7 +45,7 @@ def test_a_match_is_the_longest_beginning_ever_stored(stored, prompt) -> None:
 
 
 @given(sequences)
-def test_siblings_never_begin_with_one_another(stored) -> None:
+def test_no_sibling_is_a_prefix_of_another(stored) -> None:
     index = PrefixTree()
     for ids in stored:
         insert_all(index, ids)
@@ -56,7 +56,7 @@ def test_siblings_never_begin_with_one_another(stored) -> None:
 
 
 @given(sequences, st.data())
-def test_what_is_removed_is_gone_and_the_rest_stays(stored, data) -> None:
+def test_removed_chunks_are_gone_and_the_others_stay(stored, data) -> None:
     index = PrefixTree()
     for ids in stored:
         insert_all(index, ids)

@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from chunks import make_chunk
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk
+from kvboost.cache.tiers import files
 from kvboost.cache.tiers.disk import MOST_QUARANTINED, REFRESH_SECONDS, DiskTier
 from kvboost.errors import CacheFolderError
 
@@ -32,7 +34,7 @@ def seen(tier: DiskTier) -> set[str]:
     return {info.key for info in tier.refresh().added}
 
 
-def test_what_is_put_is_there_for_the_next_process(tmp_path: Path) -> None:
+def test_the_next_process_finds_what_was_put(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "kv", 10**6)
     chunk = numbered(1)
     assert tier.put(chunk) and tier.put(chunk)
@@ -49,7 +51,7 @@ def test_what_is_put_is_there_for_the_next_process(tmp_path: Path) -> None:
     assert tier.get(chunk.key) is None and tier.faults == {"vanished": 1}
 
 
-def test_the_folder_is_the_users_alone(tmp_path: Path) -> None:
+def test_only_the_user_can_read_the_folder(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "kv", 10**6)
     tier.put(numbered(1))
     for folder in (tier.folder, file_of(tier, numbered(1)).parent):
@@ -65,14 +67,14 @@ def test_the_budget_holds_quarantine_included(tmp_path: Path) -> None:
     assert not file_of(tier, numbered(3)).exists()
     file_of(tier, numbered(2)).write_bytes(b"x" * size)
     assert tier.get(numbered(2).key) is None
-    assert tier.nbytes == 2 * size  # it lies in quarantine
+    assert tier.nbytes == 2 * size  # it is in quarantine
     assert tier.put(numbered(3))  # which makes room first
     assert not list((tmp_path / "quarantine").iterdir())
     assert tier.nbytes <= tier.max_bytes
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "foreign", "swapped"])
-def test_a_file_that_is_not_whole_is_a_miss_counted_and_put_aside(damage, tmp_path: Path) -> None:
+def test_a_damaged_file_is_a_counted_miss_and_goes_into_quarantine(damage, tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, 10**6)
     chunk = numbered(1)
     tier.put(chunk)
@@ -112,7 +114,153 @@ def test_quarantine_holds_the_last_few(tmp_path: Path) -> None:
     assert not list((tmp_path / "quarantine").iterdir()) and tier.nbytes == 0
 
 
-def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:
+def started(folder: Path) -> DiskTier:
+    """A tier over ``folder``, opened and refreshed in time: nothing there may stop it."""
+    found: list[DiskTier] = []
+
+    def start() -> None:
+        tier = DiskTier(folder, 10**7)
+        tier.refresh(now=True)
+        found.append(tier)
+
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found, "the start hangs or failed"
+    return found[0]
+
+
+def test_a_link_named_quarantine_is_not_followed(tmp_path: Path) -> None:
+    """Files there are neither counted nor removed, even if they have names of ours."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    others = [elsewhere / f"{number:032x}.safetensors" for number in range(40)]
+    for path in others:
+        path.write_text("mine")
+    folder = tmp_path / "kv"
+    DiskTier(folder, 10**7).put(numbered(1))
+    (folder / "quarantine").symlink_to(elsewhere)
+    tier = started(folder)
+    file_of(tier, numbered(1)).write_bytes(b"damaged")
+    for _ in range(2):
+        assert tier.get(numbered(1).key) is None
+    tier.empty_quarantine(10**7)
+    tier.clear_quarantine()
+    assert tier.quarantined() == {}
+    assert sorted(elsewhere.iterdir()) == others
+    assert all(path.read_text() == "mine" for path in others)
+    assert tier.faults["foreign"] == 1
+    assert seen(tier) == set()  # what could not be put aside is passed over
+
+
+def test_only_regular_files_with_our_names_are_removed_from_quarantine(tmp_path: Path) -> None:
+    aside = tmp_path / "quarantine"
+    aside.mkdir()
+    (aside / "notes.txt").write_text("mine")
+    (aside / f"{1:032x}.safetensors").symlink_to(tmp_path / "nowhere")
+    (aside / f"{2:032x}.safetensors").write_text("old")
+    tier = started(tmp_path)
+    assert list(tier.quarantined()) == [f"{2:032x}.safetensors"]
+    tier.clear_quarantine()
+    assert sorted(path.name for path in aside.iterdir()) == [f"{1:032x}.safetensors", "notes.txt"]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "dangling link", "folder"])
+def test_anything_but_a_file_under_the_name_of_a_chunk_is_passed_over(kind, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    tier = DiskTier(folder, 10**7)
+    tier.put(numbered(1))
+    place, target = file_of(tier, numbered(2)), tmp_path / "target"
+    data = codec.encode(numbered(2))
+    target.write_bytes(data)
+    place.parent.mkdir(exist_ok=True)
+    if kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place.symlink_to(target if kind == "link" else tmp_path / "nowhere")
+    again = started(folder)
+    assert again.keys() == [numbered(1).key]
+    assert again.get(numbered(2).key) is None
+    assert again.is_blocked(numbered(2).key) and not again.put(numbered(2))
+    again.delete(numbered(2).key)
+    assert os.path.lexists(place) and target.read_bytes() == data
+    assert again.faults == {"foreign": 1, "unwritable": 1}
+
+
+def test_a_link_to_a_folder_of_chunks_is_passed_over(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "kv", tmp_path / "elsewhere"
+    tier = DiskTier(folder, 10**7)
+    tier.put(numbered(1))
+    shard = file_of(tier, numbered(1)).parent
+    shard.rename(elsewhere)
+    shard.symlink_to(elsewhere)
+    again = started(folder)
+    assert again.keys() == [] and again.faults == {"foreign": 1}
+    assert again.get(numbered(1).key) is None
+    again.delete(numbered(1).key)
+    assert not again.put(numbered(1))
+    assert [path.name for path in elsewhere.iterdir()] == [file_of(tier, numbered(1)).name]
+
+
+@pytest.mark.parametrize("kind", ["dangling link", "fifo"])
+def test_a_tag_that_is_not_a_file_is_refused(kind, tmp_path: Path) -> None:
+    folder, target = tmp_path / "kv", tmp_path / "target"
+    folder.mkdir()
+    if kind == "fifo":
+        os.mkfifo(folder / "CACHEDIR.TAG")
+    else:
+        (folder / "CACHEDIR.TAG").symlink_to(target)
+    with pytest.raises(CacheFolderError, match=r"CACHEDIR\.TAG"):
+        DiskTier(folder, 10**6)
+    assert not target.exists()
+
+
+def test_a_cache_folder_may_be_reached_through_a_link(tmp_path: Path) -> None:
+    """The user chose that path."""
+    (tmp_path / "really").mkdir()
+    (tmp_path / "kv").symlink_to(tmp_path / "really")
+    tier = DiskTier(tmp_path / "kv", 10**6)
+    assert tier.put(numbered(1)) and tier.get(numbered(1).key) is not None
+    assert started(tmp_path / "kv").keys() == [numbered(1).key]
+
+
+def test_a_file_that_this_process_removes_while_it_is_read_is_no_fault(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """A thread makes room while another one reads: a miss, and nothing went wrong."""
+    tier = DiskTier(tmp_path, 10**6)
+    tier.put(numbered(1))
+    read = codec.read_file
+
+    def read_late(*args: object) -> KVChunk:
+        tier.delete(numbered(1).key)
+        return read(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "read_file", read_late)
+        assert tier.get(numbered(1).key) is None
+    assert tier.faults == {}
+
+
+def test_a_file_that_is_just_being_removed_is_no_fault(tmp_path: Path, monkeypatch) -> None:
+    """The file is gone, and the tier has not noted it yet."""
+    tier = DiskTier(tmp_path, 10**6)
+    tier.put(numbered(1))
+    remove = files.remove
+
+    def remove_and_read(name: str, folder: int) -> None:
+        remove(name, folder)
+        assert tier.contains(numbered(1).key) and tier.get(numbered(1).key) is None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "remove", remove_and_read)
+        tier.delete(numbered(1).key)
+    assert tier.faults == {} and not tier.contains(numbered(1).key)
+
+
+def test_files_with_other_names_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "ab").mkdir()
     for name in ("ab/model.safetensors", "ab/x.txt"):
         (tmp_path / name).write_text("mine")
@@ -122,7 +270,7 @@ def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tmp-thesis.txt", "notes.txt", "CACHEDIR.TAG"])
-def test_a_folder_of_other_files_is_refused_and_left_as_it_is(name, tmp_path: Path) -> None:
+def test_a_folder_of_other_files_is_refused_and_not_changed(name, tmp_path: Path) -> None:
     (tmp_path / name).write_text("mine")
     tmp_path.chmod(0o755)
     with pytest.raises(CacheFolderError, match=f"such as '{name}'; choose a new folder"):
@@ -131,7 +279,7 @@ def test_a_folder_of_other_files_is_refused_and_left_as_it_is(name, tmp_path: Pa
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 
-def test_a_file_that_cannot_be_read_for_a_moment_is_not_given_up(tmp_path: Path, monkeypatch):
+def test_a_file_that_cannot_be_read_for_a_moment_is_tried_again(tmp_path: Path, monkeypatch):
     tier = DiskTier(tmp_path, 10**6)
     tier.put(numbered(1))
 
@@ -158,7 +306,9 @@ def test_processes_see_each_others_chunks(tmp_path: Path) -> None:
     assert sorted(one.keys()) == sorted({*two.keys(), numbered(99).key})
 
 
-def test_a_file_written_within_the_same_tick_is_seen_at_the_next_look(tmp_path: Path) -> None:
+def test_a_file_written_within_the_same_clock_tick_is_found_at_the_next_refresh(
+    tmp_path: Path,
+) -> None:
     one, two = DiskTier(tmp_path, 10**6), DiskTier(tmp_path, 10**6)
     first, second = numbered(1), numbered(2)
     one.put(first)
@@ -181,7 +331,7 @@ def test_leftovers_of_a_dead_process_are_removed(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("tmp-*")) and tier.faults == {"leftover": 1}
 
 
-def test_a_full_disk_is_a_counter(tmp_path: Path, monkeypatch) -> None:
+def test_a_full_disk_is_a_counted_fault(tmp_path: Path, monkeypatch) -> None:
     tier = DiskTier(tmp_path, 10**6)
 
     def full(_: int) -> None:
@@ -195,7 +345,7 @@ def test_a_full_disk_is_a_counter(tmp_path: Path, monkeypatch) -> None:
     assert tier.put(numbered(1))
 
 
-def test_a_path_that_is_no_folder_is_an_error_at_once(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder_is_an_error_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(CacheFolderError, match="choose another one"):
         DiskTier(tmp_path / "file", 10**6)
@@ -203,7 +353,7 @@ def test_a_path_that_is_no_folder_is_an_error_at_once(tmp_path: Path) -> None:
         DiskTier(tmp_path / "file" / "below", 10**6)
 
 
-AS_NOBODY = """
+WITHOUT_RIGHTS = """
 import os, sys
 from pathlib import Path
 from kvboost.cache.tiers.disk import DiskTier
@@ -221,7 +371,7 @@ print(sorted(tier.faults))
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="needs root")
-def test_a_folder_that_may_only_be_read_is_read(tmp_path: Path) -> None:
+def test_a_read_only_folder_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     DiskTier(folder, 10**6).put(numbered(1))
     for path in [folder, *folder.rglob("*")]:
@@ -229,7 +379,7 @@ def test_a_folder_that_may_only_be_read_is_read(tmp_path: Path) -> None:
     for parent in (tmp_path, *tmp_path.parents[:-1]):
         parent.chmod(parent.stat().st_mode | 0o055)
     done = subprocess.run(
-        [sys.executable, "-c", AS_NOBODY, str(folder)],
+        [sys.executable, "-c", WITHOUT_RIGHTS, str(folder)],
         capture_output=True,
         text=True,
         check=False,

@@ -13,7 +13,7 @@ from kvboost.cache.tiers import writer as module
 from kvboost.cache.tiers.writer import Writer
 
 
-class AnswerListener:
+class FakeTier:
     """Where chunks are written to; waits or refuses when told to."""
 
     def __init__(self) -> None:
@@ -32,23 +32,23 @@ class AnswerListener:
 
 
 @pytest.fixture
-def sink() -> AnswerListener:
-    return AnswerListener()
+def tier() -> FakeTier:
+    return FakeTier()
 
 
 @pytest.fixture
-def make(sink: AnswerListener) -> Callable[..., Writer]:
+def make(tier: FakeTier) -> Callable[..., Writer]:
     made: list[Writer] = []
 
-    def make(max_waiting: int = 10**6, max_owed: int = 10**6) -> Writer:
+    def make(max_waiting: int = 10**6, max_pending: int = 10**6) -> Writer:
         made.append(
-            Writer(sink.write, lambda key: None, max_waiting=max_waiting, max_owed=max_owed)
+            Writer(tier.write, lambda key: None, max_waiting=max_waiting, max_pending=max_pending)
         )
         return made[-1]
 
     yield make
-    sink.may_go_on.set()
-    sink.refuses = False
+    tier.may_go_on.set()
+    tier.refuses = False
     for one in made:
         one.close()
 
@@ -60,100 +60,100 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def test_a_chunk_is_written_when_it_is_cold_and_not_before(make, sink, monkeypatch) -> None:
+def test_a_chunk_is_written_when_it_is_cold_and_not_before(make, tier, monkeypatch) -> None:
     monkeypatch.setattr(module, "COLD_SECONDS", 0.2)
     writer = make()
     chunk = make_chunk([1])
-    writer.owe(chunk)
+    writer.enqueue(chunk)
     for _ in range(20):
         writer.touch([chunk.key])
         time.sleep(0.02)
-    assert sink.written == [] and writer.get(chunk.key) is chunk
-    until(lambda: sink.written == [chunk.key])
-    until(lambda: not writer.owes(chunk.key))
+    assert tier.written == [] and writer.get(chunk.key) is chunk
+    until(lambda: tier.written == [chunk.key])
+    until(lambda: not writer.is_pending(chunk.key))
 
 
-def test_much_that_is_owed_is_not_left_to_get_cold(make, sink) -> None:
+def test_chunks_are_written_at_once_when_much_is_pending(make, tier) -> None:
     chunks = [make_chunk([number]) for number in range(4)]
-    writer = make(max_owed=2 * chunks[0].nbytes)
+    writer = make(max_pending=2 * chunks[0].nbytes)
     for chunk in chunks:
-        writer.owe(chunk)
-    until(lambda: sink.written == [chunk.key for chunk in chunks[:2]])
-    assert writer.stats()["owed"] == 2
+        writer.enqueue(chunk)
+    until(lambda: tier.written == [chunk.key for chunk in chunks[:2]])
+    assert writer.stats().pending == 2
 
 
-def test_parents_are_written_first(make, sink) -> None:
+def test_parents_are_written_first(make, tier) -> None:
     writer = make()
     parent = make_chunk([1])
     child = make_chunk([2], parent=parent.key, position=1)
-    writer.owe(parent)
-    writer.owe(child)
+    writer.enqueue(parent)
+    writer.enqueue(child)
     writer.touch([parent.key])  # now the child is the colder one
     writer.flush()
-    assert sink.written == [parent.key, child.key]
+    assert tier.written == [parent.key, child.key]
 
 
-def test_what_memory_lets_go_is_held_within_bounds_until_it_is_written(make, sink) -> None:
+def test_evicted_chunks_are_held_until_written_within_a_limit(make, tier) -> None:
     first, second = make_chunk([1]), make_chunk([2])
     writer = make(max_waiting=first.nbytes)
-    sink.may_go_on.clear()
-    writer.owe(first)
-    writer.owe(second)
-    assert writer.let_go(first.key)
-    assert writer.stats()["waiting_bytes"] == first.nbytes
-    assert not writer.let_go(second.key)  # too much
-    assert not writer.owes(second.key) and not writer.let_go("unknown")
-    writer.taken_back(first.key)
-    assert writer.stats()["waiting_bytes"] == 0
-    assert writer.let_go(first.key)
-    sink.may_go_on.set()
-    until(lambda: sink.written == [first.key] and writer.stats()["waiting_bytes"] == 0)
+    tier.may_go_on.clear()
+    writer.enqueue(first)
+    writer.enqueue(second)
+    assert writer.evicted(first.key)
+    assert writer.stats().waiting_bytes == first.nbytes
+    assert not writer.evicted(second.key)  # too much
+    assert not writer.is_pending(second.key) and not writer.evicted("unknown")
+    writer.back_in_ram(first.key)
+    assert writer.stats().waiting_bytes == 0
+    assert writer.evicted(first.key)
+    tier.may_go_on.set()
+    until(lambda: tier.written == [first.key] and writer.stats().waiting_bytes == 0)
 
 
-def test_what_fails_is_owed_and_tried_again(make, sink, monkeypatch) -> None:
+def test_a_failed_write_stays_pending_and_is_tried_again(make, tier, monkeypatch) -> None:
     writer = make()
-    sink.refuses = True
+    tier.refuses = True
     chunk = make_chunk([1])
-    writer.owe(chunk)
+    writer.enqueue(chunk)
     writer.flush()  # returns all the same
-    assert writer.owes(chunk.key) and sink.tried >= 1
-    sink.refuses = False
+    assert writer.is_pending(chunk.key) and tier.tried >= 1
+    tier.refuses = False
     writer.flush()
-    assert sink.written == [chunk.key] and not writer.owes(chunk.key)
+    assert tier.written == [chunk.key] and not writer.is_pending(chunk.key)
 
 
-def test_one_that_cannot_be_written_does_not_keep_the_others_from_it(make, sink) -> None:
+def test_a_chunk_that_cannot_be_written_does_not_block_the_others(make, tier) -> None:
     writer = make()
     chunks = [make_chunk([number]) for number in range(6)]
-    write = sink.write
-    sink.write = lambda chunk: chunk is not chunks[0] and write(chunk)
-    writer._write = sink.write
+    write = tier.write
+    tier.write = lambda chunk: chunk is not chunks[0] and write(chunk)
+    writer._write = tier.write
     for chunk in chunks:
-        writer.owe(chunk)
+        writer.enqueue(chunk)
     writer.close()
-    assert sink.written == [chunk.key for chunk in chunks[1:]]
+    assert tier.written == [chunk.key for chunk in chunks[1:]]
 
 
-def test_whatever_is_raised_the_thread_goes_on(make, sink) -> None:
+def test_the_thread_survives_any_exception(make, tier) -> None:
     writer = make()
 
     def broken(chunk: KVChunk) -> bool:
         raise MemoryError
 
     writer._write = broken
-    writer.owe(make_chunk([1]))
+    writer.enqueue(make_chunk([1]))
     writer.flush()
     writer.await_writing()
-    writer._write = sink.write
+    writer._write = tier.write
     writer.flush()
-    assert sink.written == [make_chunk([1]).key]
+    assert tier.written == [make_chunk([1]).key]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_ends_without_waiting_for_a_thread_it_has_not(make, sink) -> None:
+def test_a_forked_process_does_not_wait_for_the_thread(make, tier) -> None:
     writer = make()
-    sink.may_go_on.clear()
-    writer.owe(make_chunk([1]))
+    tier.may_go_on.clear()
+    writer.enqueue(make_chunk([1]))
     pid = os.fork()
     if not pid:
         writer.close()
@@ -161,34 +161,32 @@ def test_a_fork_ends_without_waiting_for_a_thread_it_has_not(make, sink) -> None
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_what_is_cancelled_is_not_written_and_what_is_being_written_is_waited_for(
-    make, sink
-) -> None:
+def test_cancelled_chunks_are_not_written_and_current_writes_are_awaited(make, tier) -> None:
     writer = make()
     first, second = make_chunk([1]), make_chunk([2])
-    sink.may_go_on.clear()
-    writer.owe(first)
-    assert writer.let_go(first.key)
-    until(lambda: sink.tried == 1)
-    writer.owe(second)
+    tier.may_go_on.clear()
+    writer.enqueue(first)
+    assert writer.evicted(first.key)
+    until(lambda: tier.tried == 1)
+    writer.enqueue(second)
     writer.cancel(second.key)
     writer.cancel(first.key)
     waiting = threading.Thread(target=writer.await_writing)
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
-    sink.may_go_on.set()
+    tier.may_go_on.set()
     waiting.join(10)
-    assert not waiting.is_alive() and sink.written == [first.key]
+    assert not waiting.is_alive() and tier.written == [first.key]
     writer.await_writing()  # nothing is
 
 
-def test_closing_writes_everything_and_takes_nothing_more(make, sink) -> None:
+def test_closing_writes_everything_and_accepts_nothing_more(make, tier) -> None:
     writer = make()
     chunks = [make_chunk([number]) for number in range(5)]
     for chunk in chunks:
-        writer.owe(chunk)
+        writer.enqueue(chunk)
     writer.close()
-    assert sink.written == [chunk.key for chunk in chunks]
-    writer.owe(make_chunk([9]))
-    assert writer.keys() == []
+    assert tier.written == [chunk.key for chunk in chunks]
+    writer.enqueue(make_chunk([9]))
+    assert writer.stats().pending == 0

@@ -1,4 +1,4 @@
-"""Compiling the kernels, and doing without."""
+"""Compiling the kernels, and working without them."""
 
 from __future__ import annotations
 
@@ -9,73 +9,98 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvboost.model.native import build
 
+FLOAT32 = torch.float32
+
 
 @pytest.fixture(autouse=True)
-def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing is built yet."""
-    monkeypatch.setattr(build, "load_library", build.load_library.__wrapped__)
+def nothing_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "_load", build._load.__wrapped__)
     monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    monkeypatch.setenv("KVBOOST_NATIVE", "1")
 
 
-def needs_tiles() -> None:
-    if not build._processor() >= build.NEEDED:
-        pytest.skip("this CPU has no matrix tiles")
+def needs_compiler() -> None:
+    if not shutil.which("cc"):
+        pytest.skip("there is no C compiler")
 
 
-def test_they_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_environment_turns_them_off(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVBOOST_NATIVE", "0")
-    assert build.load_library() == "turned off by KVBOOST_NATIVE=0"
+    assert build.why_not(dtype) == "turned off by KVBOOST_NATIVE=0"
+    assert not build.is_available(dtype)
 
 
-def test_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_needs_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_processor", frozenset)
-    assert "AMX" in str(build.load_library())
+    assert "AMX" in str(build.why_not(torch.bfloat16))
+
+
+def test_other_dtypes_have_no_kernels() -> None:
+    assert build.describe(torch.float16) == "no: only for bfloat16 and float32"
+    with pytest.raises(RuntimeError, match=r"no kernels for torch\.float16"):
+        build.library(torch.float16)
+
+
+def test_another_system_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    assert build.why_not(FLOAT32) == "they are built on Linux only"
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_tiles()
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "no C compiler" in str(build.load_library())
+    assert "no C compiler" in str(build.why_not(FLOAT32))
 
 
-def test_a_compiler_that_fails_is_said_and_torch_serves(
+def test_a_failing_compiler_is_logged_and_torch_serves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    needs_tiles()
-    broken = tmp_path / "bin" / "cc"
+    broken = tmp_path / "bin" / "gcc"
     broken.parent.mkdir()
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no such flag >&2\nexit 1\n')
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{broken.parent}:{os.environ['PATH']}")
-    assert build.load_library() == "they could not be built"
+    assert build.why_not(FLOAT32) == "they could not be built"
     assert "no such flag" in caplog.text
     assert [path.name for path in (tmp_path / "native").iterdir()] == []
 
 
-def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    needs_tiles()
-    if not shutil.which("cc"):
-        pytest.skip("there is no C compiler")
-    monkeypatch.setenv("KVBOOST_NATIVE", "1")
-    assert not isinstance(library := build.load_library(), str), library
+def test_float32_needs_no_particular_processor_and_is_compiled_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    needs_compiler()
+    monkeypatch.setattr(build, "_processor", frozenset)
+    assert build.why_not(FLOAT32) is None
     (made,) = (tmp_path / "native").iterdir()
     before = made.stat().st_mtime_ns
-    assert not isinstance(build.load_library(), str)
+    assert build.is_available(FLOAT32)
     assert made.stat().st_mtime_ns == before
+    assert build.describe(FLOAT32).startswith("float32 portable (")
+
+
+def test_the_c_compiles_for_the_oldest_processor_without_warnings(tmp_path: Path) -> None:
+    """Without wide vectors, as on a machine whose compiler knows no better."""
+    needs_compiler()
+    sources = [*build.FOLDER.glob("*.c"), *(build.FOLDER / "float32").glob("*.c")]
+    flags = [flag for flag in build.FLAGS if flag != "-O3"]  # faster to compile
+    command = ["cc", *flags, "-O1", "-DKVBOOST_FLOAT32", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run([*command, *map(str, sources), "-o", str(tmp_path / "any.so")], check=True)
 
 
 def test_a_model_answers_without_them() -> None:
-    """In a process of its own, as what is loaded stays."""
+    """In a process of its own, because a loaded library stays loaded."""
     code = (
-        "import torch\n"
         "from tiny import make_engine, tiny_model\n"
-        "model = tiny_model('llama', hidden_size=128, head_dim=32).to(torch.bfloat16)\n"
+        "model = tiny_model('llama', hidden_size=128, head_dim=32)\n"
         "with make_engine(model) as engine:\n"
         "    answer = engine.generate(list(range(5, 60)), 4, ignore_eos=True)\n"
-        "    print(engine._model.forward._kernels is not None, len(answer.token_ids))\n"
+        "    print(engine._model.forward.has_kernels, len(answer.token_ids))\n"
     )
     env = {**os.environ, "KVBOOST_NATIVE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

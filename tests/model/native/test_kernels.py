@@ -5,21 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernel_forms import CPU, close, each_dtype
 from kvboost.model import attention
-from kvboost.model.attention import Batch, Segment, attend
+from kvboost.model.attention import Batch, attend
 from kvboost.model.kv import KVShape, RequestKV
-from kvboost.model.native.build import load_library
 from kvboost.model.native.kernels import Kernels
+from kvboost.model.segment import Segment
 
-pytestmark = pytest.mark.skipif(
-    isinstance(load_library(), str), reason=f"no native kernels: {load_library()}"
-)
 LAYERS, KV_HEADS = 2, 2
-CPU = torch.device("cpu")
 
 
-def shape_of(dim: int) -> KVShape:
-    return KVShape(LAYERS, KV_HEADS, dim, torch.bfloat16, CPU)
+def shape_of(dim: int, dtype: torch.dtype) -> KVShape:
+    return KVShape(LAYERS, KV_HEADS, dim, dtype, CPU)
 
 
 def filled(shape: KVShape, num_tokens: int, seed: int) -> RequestKV:
@@ -38,12 +35,15 @@ def segment(kv: RequestKV, positions: range | list[int], absent: range | None = 
 
 
 def run(segments: list[Segment], kernels: Kernels | None, groups: int) -> torch.Tensor:
-    """Fresh rows written in layer 1, and its attention."""
+    """Writes fresh rows in layer 1; returns its attention."""
     torch.manual_seed(1)
-    total, dim = sum(map(len, segments)), segments[0].kv.shape.head_dim
-    # As a model has them: values are a view of rows in which the heads stand side by side.
-    query, keys = (torch.randn(1, h, total, dim).bfloat16() for h in (KV_HEADS * groups, KV_HEADS))
-    values = torch.randn(1, total, KV_HEADS, dim).bfloat16().transpose(1, 2)
+    total, shape = sum(map(len, segments)), segments[0].kv.shape
+    dim, dtype = shape.head_dim, shape.dtype
+    # As in a model: values are a view of rows that hold one head after the other.
+    query, keys = (
+        torch.randn(1, heads, total, dim).to(dtype) for heads in (KV_HEADS * groups, KV_HEADS)
+    )
+    values = torch.randn(1, total, KV_HEADS, dim).to(dtype).transpose(1, 2)
     batch = Batch(segments, kernels)
     batch.write(1, keys, values)
     setattr(keys, attention.BATCH, batch)
@@ -53,7 +53,7 @@ def run(segments: list[Segment], kernels: Kernels | None, groups: int) -> torch.
 
 
 def batch_of(name: str, shape: KVShape) -> list[Segment]:
-    """The same every time it is asked for."""
+    """The same batch on every call."""
     if name == "shared":
         first = filled(shape, 300, 1)
         base = first.share(192)
@@ -62,7 +62,7 @@ def batch_of(name: str, shape: KVShape) -> list[Segment]:
             other.attach_prefix(base)
         rows = [range(250, 251), range(192, 230), range(260, 261)]
         return [segment(kv, at) for kv, at in zip([first, *others], rows, strict=True)]
-    if name == "stands alone on a base":
+    if name == "one on shared rows":
         kv = filled(shape, 80, 2)
         kv.attach_prefix(filled(shape, 300, 1).share(128))
         return [segment(kv, range(150, 153))]
@@ -81,26 +81,31 @@ def batch_of(name: str, shape: KVShape) -> list[Segment]:
 
 NAMES = [
     *("decode", "one long", "whole", "gaps", "many rows", "absent"),
-    *("shared", "stands alone on a base"),
+    *("shared", "one on shared rows"),
 ]
 
 
+@each_dtype
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("dim", "groups"), [(32, 1), (64, 3), (128, 4), (96, 2)])
-def test_attends_and_writes_as_torch_does(name: str, dim: int, groups: int) -> None:
-    kernels = Kernels.for_shape(shape_of(dim))
+def test_attends_and_writes_as_torch_does(
+    dtype: torch.dtype, name: str, dim: int, groups: int
+) -> None:
+    shape = shape_of(dim, dtype)
+    kernels = Kernels.for_shape(shape)
     assert kernels is not None
-    ours, theirs = batch_of(name, shape_of(dim)), batch_of(name, shape_of(dim))
+    ours, theirs = batch_of(name, shape), batch_of(name, shape)
     given, expected = run(ours, kernels, groups), run(theirs, None, groups)
     assert given.shape == expected.shape
-    assert torch.allclose(given, expected, rtol=2**-6, atol=2**-6)
+    assert close(given, expected, 6)
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one.kv.data, other.kv.data)
 
 
-def test_scores_of_any_size() -> None:
-    """Rows whose highest score comes late, by far, and rows that see keys alike."""
-    shape = shape_of(64)
+@each_dtype
+def test_scores_of_any_size(dtype: torch.dtype) -> None:
+    """Rows whose by far highest score comes late, and rows whose scores are equal."""
+    shape = shape_of(64, dtype)
     kv = filled(shape, 600, 1)
     kv.data[0, 1] *= torch.linspace(0, 40, kv.data.shape[3])[:, None]
     other = RequestKV(shape, 600)
@@ -109,12 +114,13 @@ def test_scores_of_any_size() -> None:
     given = run([segment(kv, range(300, 560))], kernels, 3)
     expected = run([segment(other, range(300, 560))], None, 3)
     assert torch.isfinite(given).all()
-    assert torch.allclose(given, expected, rtol=2**-5, atol=2**-5)
+    assert close(given, expected, 5)
 
 
-def test_whatever_torchs_default_is() -> None:
-    """Loading another model sets it for the whole process for a while."""
-    shape = shape_of(64)
+@each_dtype
+def test_torchs_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
+    """Loading another model changes it for the whole process for a while."""
+    shape = shape_of(64, dtype)
     expected = run(batch_of("shared", shape), Kernels.for_shape(shape), 3)
     batch = batch_of("shared", shape)
     torch.set_default_dtype(torch.float64)
@@ -122,12 +128,13 @@ def test_whatever_torchs_default_is() -> None:
         given = run(batch, Kernels.for_shape(shape), 3)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert given.dtype == torch.bfloat16
+    assert given.dtype == dtype
     assert torch.isfinite(given).all() and given.shape == expected.shape
 
 
-def test_rows_that_are_not_the_requests_own_are_refused() -> None:
-    shape = shape_of(64)
+@each_dtype
+def test_rows_that_are_not_the_requests_own_are_refused(dtype: torch.dtype) -> None:
+    shape = shape_of(64, dtype)
     kv = filled(shape, 100, 1)
     with pytest.raises(RuntimeError, match="rows \\[200, 900\\) are not this request's own"):
         run([segment(kv, range(200, 900))], Kernels.for_shape(shape), 3)
@@ -136,10 +143,11 @@ def test_rows_that_are_not_the_requests_own_are_refused() -> None:
         run([segment(kv, range(60, 70))], Kernels.for_shape(shape), 3)
 
 
+@each_dtype
 @pytest.mark.parametrize(("kv_heads", "groups"), [(1, 32), (2, 7)])
-def test_unusual_groups_of_heads(kv_heads: int, groups: int) -> None:
-    shape = KVShape(LAYERS, kv_heads, 256, torch.bfloat16, CPU)
-    query = torch.randn(1, kv_heads * groups, 3, 256).bfloat16()
+def test_unusual_groups_of_heads(dtype: torch.dtype, kv_heads: int, groups: int) -> None:
+    shape = KVShape(LAYERS, kv_heads, 256, dtype, CPU)
+    query = torch.randn(1, kv_heads * groups, 3, 256).to(dtype)
     kv = filled(shape, 256, 1)
     one = segment(kv, range(150, 153))
     kernels = Kernels.for_shape(shape)
@@ -149,25 +157,41 @@ def test_unusual_groups_of_heads(kv_heads: int, groups: int) -> None:
     scores = query[0].float() @ keys.transpose(1, 2) * 0.1
     scores = scores.masked_fill(torch.arange(153) > torch.arange(150, 153)[:, None], -torch.inf)
     expected = (scores.softmax(-1) @ values).transpose(0, 1)[None]
-    assert torch.allclose(given.float(), expected, rtol=2**-6, atol=2**-6)
+    assert close(given, expected, 6)
 
 
-def test_what_was_never_written_is_never_read() -> None:
-    shape = shape_of(64)
+@each_dtype
+def test_rows_that_were_never_written_are_never_read(dtype: torch.dtype) -> None:
+    shape = shape_of(64, dtype)
     kv = filled(shape, 256, 1)
     kv.data[:, :, :, 101:] = float("nan")
     given = run([segment(kv, range(80, 101))], Kernels.for_shape(shape), 3)
     assert torch.isfinite(given).all()
 
 
+@each_dtype
+def test_many_threads_give_what_one_gives(dtype: torch.dtype) -> None:
+    shape = shape_of(64, dtype)
+    expected = run(batch_of("shared", shape), Kernels.for_shape(shape), 3)
+    torch.set_num_threads(3)
+    try:
+        given = run(batch_of("shared", shape), Kernels.for_shape(shape), 3)
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(given, expected)
+
+
 @pytest.mark.parametrize(
     "other",
     [
-        KVShape(1, 2, 64, torch.float32, CPU),
-        KVShape(1, 2, 80, torch.bfloat16, CPU),
-        KVShape(1, 2, 512, torch.bfloat16, CPU),
-        KVShape(1, 2, 64, torch.bfloat16, torch.device("meta")),
+        KVShape(1, 2, 64, torch.float16, CPU),
+        *(
+            KVShape(1, 2, dim, dtype, torch.device(device))
+            for dtype in (torch.float32, torch.bfloat16)
+            for dim, device in ((80, "cpu"), (512, "cpu"), (64, "meta"))
+        ),
     ],
+    ids=str,
 )
-def test_other_shapes_are_torchs(other: KVShape) -> None:
+def test_torch_serves_other_shapes(other: KVShape) -> None:
     assert Kernels.for_shape(other) is None

@@ -1,3 +1,5 @@
+"""Our products and norms against torch's."""
+
 from __future__ import annotations
 
 import pytest
@@ -5,65 +7,101 @@ import torch
 from torch import nn
 from torch.nn.functional import linear, silu
 
-from kvboost.model.native.build import load_library
-from kvboost.model.native.layers import Product, can_multiply, can_norm, rms_norm
+from kernel_forms import close, each_dtype
+from kvboost.model.native.layers import Product, can_halve, can_multiply, can_norm, rms_norm
 
-pytestmark = pytest.mark.skipif(
-    isinstance(load_library(), str), reason=f"no native kernels: {load_library()}"
-)
+FLOAT32 = torch.float32
 
 
-def random(*size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).bfloat16()
+def random(*size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 33, 100])
+@each_dtype
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 12, 13, 16, 17, 32, 33, 100])
 @pytest.mark.parametrize(("n", "k"), [(32, 32), (96, 64), (576, 1536), (3072, 96)])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_a_product_is_what_torch_gives(rows: int, n: int, k: int, with_bias: bool) -> None:
-    x, weight, bias = random(1, rows, k), random(n, k, seed=1), random(n, seed=2)
-    given = Product(weight, bias if with_bias else None)(x)
-    expected = linear(x.float(), weight.float(), bias.float() if with_bias else None)
-    assert given.shape == expected.shape and given.dtype == torch.bfloat16
-    assert torch.allclose(given.float(), expected, rtol=2**-7, atol=2**-6)
+def test_a_product_equals_torchs(
+    dtype: torch.dtype, rows: int, n: int, k: int, with_bias: bool
+) -> None:
+    x, weight = random(1, rows, k, dtype=dtype), random(n, k, dtype=dtype, seed=1)
+    bias = random(n, dtype=dtype, seed=2) if with_bias else None
+    product = Product(weight, bias)
+    assert not product.is_halved
+    given = product(x)
+    expected = linear(x.float(), weight.float(), None if bias is None else bias.float())
+    assert given.shape == expected.shape and given.dtype == dtype
+    assert close(given, expected, 6)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 12, 40])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_halved_weights_lose_nothing(rows: int, with_bias: bool) -> None:
+    """float32 weights that are bfloat16 numbers: the products are the same to the bit."""
+    if not can_multiply(torch.zeros(32, 32)):
+        pytest.skip("no float32 kernels")
+    x, weight = (
+        random(rows, 96, dtype=FLOAT32),
+        random(64, 96, dtype=torch.bfloat16, seed=1).float(),
+    )
+    bias = random(64, dtype=FLOAT32, seed=2) if with_bias else None
+    halved = Product(weight, bias)
+    assert halved.is_halved
+    assert close(halved(x), linear(x, weight, bias), 6)
+    other = weight.clone()
+    other[63, 95] += 2**-20  # one number that bfloat16 does not have
+    whole = Product(other, bias)
+    assert not whole.is_halved
+    assert torch.equal(whole(x)[:, :63], halved(x)[:, :63])
+
+
+@each_dtype
 @pytest.mark.parametrize("rows", [1, 8, 40])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_a_gate_lets_through_what_it_does_in_torch(rows: int, with_bias: bool) -> None:
-    x, gate, up = random(rows, 64), random(96, 64, seed=1), random(96, 64, seed=2)
-    biases = (random(96, seed=3), random(96, seed=4)) if with_bias else ()
+def test_a_gated_product_equals_torchs(dtype: torch.dtype, rows: int, with_bias: bool) -> None:
+    x, gate, up = (random(n, 64, dtype=dtype, seed=n) for n in (rows, 96, 96))
+    up = up.flip(0)
+    biases = tuple(random(96, dtype=dtype, seed=seed) for seed in (3, 4)) if with_bias else ()
     given = Product.gated(gate, up, biases)(x)
     first, second = (
         linear(x, weight, bias)
         for weight, bias in zip((gate, up), biases or (None, None), strict=True)
     )
-    assert torch.allclose(given, silu(first) * second, rtol=2**-5, atol=2**-4)
+    expected = silu(first) * second
+    assert torch.allclose(given, expected, rtol=2**-5, atol=2**-4)
+    assert dtype != FLOAT32 or close(given, expected, 6)
 
 
-def test_a_gate_far_open_and_far_shut() -> None:
-    weight = torch.eye(32).bfloat16()
-    x = torch.linspace(-300, 300, 32).bfloat16()[None]
+@each_dtype
+def test_gates_that_are_far_open_and_far_shut(dtype: torch.dtype) -> None:
+    weight = torch.eye(32).to(dtype)
+    x = torch.linspace(-300, 300, 32).to(dtype)[None]
     given = Product.gated(weight, weight)(x)
-    assert torch.allclose(given, silu(x) * x, rtol=2**-6)
+    assert close(given, silu(x) * x, 6)
 
 
+@each_dtype
 @pytest.mark.parametrize("rows", [1, 8, 40])
-def test_a_norm_is_what_transformers_gives(rows: int) -> None:
-    x, weight = random(1, rows, 96) * 5, random(96, seed=1)
+def test_a_norm_equals_transformers(dtype: torch.dtype, rows: int) -> None:
+    x, weight = random(1, rows, 96, dtype=dtype) * 5, random(96, dtype=dtype, seed=1)
     wide = x.float()
-    scaled = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).bfloat16()
-    assert torch.allclose(rms_norm(x, weight, 1e-5), weight * scaled, rtol=2**-7)
+    scaled = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(dtype)
+    assert close(rms_norm(x, weight, 1e-5), weight * scaled, 7)
 
 
-def test_rows_that_do_not_lie_in_one_piece() -> None:
-    weight, x = random(64, 32, seed=1), random(32, 40).t()
+@each_dtype
+def test_rows_that_are_not_contiguous(dtype: torch.dtype) -> None:
+    weight, x = random(64, 32, dtype=dtype, seed=1), random(32, 40, dtype=dtype).t()
     assert torch.equal(Product(weight)(x), Product(weight)(x.contiguous()))
     assert torch.equal(rms_norm(x, weight[0], 1e-6), rms_norm(x.contiguous(), weight[0], 1e-6))
 
 
-def test_weights_for_which_there_is_no_kernel() -> None:
-    assert can_multiply(random(64, 32))
-    assert not can_multiply(random(64, 40)) and not can_multiply(random(40, 32))
-    assert not can_multiply(random(64, 32).float())
-    assert can_norm(random(64)) and not can_norm(random(40)) and not can_norm(nn.Linear(4, 64).bias)
+@each_dtype
+def test_weights_without_a_kernel(dtype: torch.dtype) -> None:
+    assert can_multiply(random(64, 32, dtype=dtype))
+    assert not can_multiply(random(64, 40, dtype=dtype))
+    assert not can_multiply(random(40, 32, dtype=dtype))
+    assert can_norm(random(64, dtype=dtype)) and not can_norm(random(40, dtype=dtype))
+    half = random(64, 32, dtype=torch.float16)
+    assert not can_multiply(half) and not can_norm(half[:, 0])
+    assert not can_halve(half) and not can_halve(nn.Linear(4, 64).weight)

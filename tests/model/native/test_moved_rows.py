@@ -1,19 +1,20 @@
-"""Moved text on our kernels: what torch does with it is the reference."""
+"""Moved text on our kernels, against torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from kernel_forms import CPU, close, each_dtype
 from kvboost.model.kv import KVShape, RequestKV
-from kvboost.model.native.build import load_library
-from kvboost.model.native.moved_rows import move_keys
+from kvboost.model.native import moved_rows
+from kvboost.model.native.moved_rows import RecomputedRows, move_keys
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.rope import Rotation
 
-pytestmark = pytest.mark.skipif(
-    isinstance(load_library(), str), reason=f"no kernels: {load_library()}"
-)
+
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moved_rows, "serves", lambda _: False)
 
 
 def mass_of(kv: RequestKV, query: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
@@ -24,41 +25,88 @@ def mass_of(kv: RequestKV, query: torch.Tensor, absent: torch.Tensor) -> torch.T
     return mass.mass
 
 
+@each_dtype
 @pytest.mark.parametrize(("start", "rows"), [(1, 1), (5, 3), (64, 64), (515, 37), (1000, 130)])
 @pytest.mark.parametrize(("dim", "heads"), [(64, 9), (128, 3), (32, 24)])
-def test_mass_is_what_torch_gives(
-    start: int, rows: int, dim: int, heads: int, monkeypatch: pytest.MonkeyPatch
+def test_the_mass_equals_torchs(
+    dtype: torch.dtype,
+    start: int,
+    rows: int,
+    dim: int,
+    heads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(start)
-    kv = RequestKV(KVShape(3, 3, dim, torch.bfloat16, torch.device("cpu")), start + rows)
+    kv = RequestKV(KVShape(3, 3, dim, dtype, CPU), start + rows)
     kv.data.copy_(torch.randn(kv.data.shape))
-    query = torch.randn(1, rows, heads, dim).bfloat16().transpose(1, 2)  # as a layer has it
+    query = torch.randn(1, rows, heads, dim).to(dtype).transpose(1, 2)  # as in a layer
     absent = torch.rand(start) < 0.2
-    kv.data[:, :, :, :start][:, :, :, absent] = float("nan")  # nothing is there
+    kv.data[:, :, :, :start][:, :, :, absent] = float("nan")  # not written
     given = mass_of(kv, query, absent)
     assert torch.isfinite(given).all() and (given[absent] == 0).all()
-    kv.data.nan_to_num_()  # which torch would multiply
-    monkeypatch.setattr("kvboost.model.kv.has_kernels", lambda _: False)
+    kv.data.nan_to_num_()  # torch would multiply it by zero
+    without_kernels(monkeypatch)
     expected = mass_of(kv, query, absent)
+    if dtype == torch.float32:
+        assert torch.allclose(given, expected, atol=1e-6, rtol=1e-4)
     assert torch.allclose(given, expected, atol=2e-3, rtol=0.03)
     assert float(given.sum()) == pytest.approx(float(expected.sum()), rel=0.005)
 
 
-def test_the_same_mass_every_time() -> None:
-    """What is recomputed depends on it."""
-    kv = RequestKV(KVShape(3, 3, 64, torch.bfloat16, torch.device("cpu")), 1100)
+@each_dtype
+def test_the_mass_is_the_same_on_every_call(dtype: torch.dtype) -> None:
+    """The rows to recompute are chosen by it."""
+    kv = RequestKV(KVShape(3, 3, 64, dtype, CPU), 1100)
     kv.data.copy_(torch.randn(kv.data.shape))
-    query, absent = torch.randn(1, 9, 64, 64).bfloat16(), torch.zeros(1000, dtype=torch.bool)
+    query, absent = torch.randn(1, 9, 64, 64).to(dtype), torch.zeros(1000, dtype=torch.bool)
     once = mass_of(kv, query, absent)
     assert all(torch.equal(mass_of(kv, query, absent), once) for _ in range(20))
 
 
+@each_dtype
+def test_the_shift_equals_torchs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, dim, rows, spans = 3, 64, 200, 4
+    torch.manual_seed(2)
+    ours = RequestKV(KVShape(2, heads, dim, dtype, CPU), rows)
+    ours.data.copy_(torch.randn(ours.data.shape))
+    theirs = RequestKV(ours.shape, rows)
+    theirs.data.copy_(ours.data)
+    before = ours.data.clone()
+    # Fresh rows of a segment, of which some belong to moved spans.
+    fresh = torch.randn(2, 1, 50, heads, dim).to(dtype).transpose(2, 3)
+    index = torch.tensor([1, 4, 5, 30, 49])
+    which = torch.tensor([0, 0, 2, 3, 3])
+    weights = torch.rand(len(index))
+    mean = torch.zeros(spans + 1, len(index))
+    mean[which, torch.arange(len(index))] = weights
+    cos, sin = torch.rand(2, len(index), dim)
+    recomputed = RecomputedRows(index, 3 * index + 2, which, mean, weights, cos, sin)
+    offset_of = torch.randint(0, spans + 1, (150,))
+    rotation = tuple(torch.randn(2, 150, dim).to(dtype))
+
+    def run(kv: RequestKV) -> tuple[torch.Tensor, ...]:
+        by_cos, by_sin, of_values = moved_rows.errors(kv, 1, *fresh, recomputed)
+        moved_rows.shift(kv, 1, 20, offset_of, (by_cos, by_sin), rotation, of_values)
+        return by_cos, by_sin, of_values
+
+    given = run(ours)
+    without_kernels(monkeypatch)
+    for mine, reference in zip(given, run(theirs), strict=True):
+        assert torch.allclose(mine, reference, atol=1e-5)
+    assert close(ours.data, theirs.data, 5)
+    changed = (ours.data != before).any(dim=(0, 2, 4))  # [layers, rows]
+    expected = torch.zeros_like(changed)
+    expected[1, 20:170] = torch.isin(offset_of, which)  # the others' offset is zero
+    assert torch.equal(changed, expected)
+
+
+@each_dtype
 @pytest.mark.parametrize(("dim", "pairs"), [(64, 32), (128, 64), (64, 16)])
-def test_keys_are_moved_as_torch_moves_them(dim: int, pairs: int) -> None:
+def test_keys_are_moved_as_torch_moves_them(dtype: torch.dtype, dim: int, pairs: int) -> None:
     frequencies = torch.rand(4, pairs)
-    keys = torch.randn(4, 3, 70, dim).bfloat16()[:, :, 9:50]
-    wide = torch.full((4, 3, 100, dim), 7.0, dtype=torch.bfloat16)
-    out, expected = wide[:, :, 20:61], torch.empty(4, 3, 41, dim, dtype=torch.bfloat16)
+    keys = torch.randn(4, 3, 70, dim).to(dtype)[:, :, 9:50]
+    wide = torch.full((4, 3, 100, dim), 7.0, dtype=dtype)
+    out, expected = wide[:, :, 20:61], torch.empty(4, 3, 41, dim, dtype=dtype)
     calls = []
 
     def kernel(*arguments: torch.Tensor) -> bool:
@@ -68,21 +116,23 @@ def test_keys_are_moved_as_torch_moves_them(dim: int, pairs: int) -> None:
     Rotation(frequencies, kernel=kernel).move(keys, -1234, out)
     Rotation(frequencies).move(keys, -1234, expected)
     assert calls == [True]
-    assert torch.allclose(out, expected, rtol=2**-7, atol=2**-9)
+    limits = {"rtol": 2**-7, "atol": 2**-9} if dtype == torch.bfloat16 else {"atol": 1e-5}
+    assert torch.allclose(out, expected, **limits)
     assert torch.equal(out[..., 2 * pairs :], keys[..., 2 * pairs :])
     assert (wide[:, :, :20] == 7).all() and (wide[:, :, 61:] == 7).all()
 
 
-def test_other_layouts_are_torchs() -> None:
+@each_dtype
+def test_torch_moves_other_layouts(dtype: torch.dtype) -> None:
     frequencies = torch.rand(2, 16)
-    keys = torch.randn(2, 3, 5, 64)
+    keys = torch.randn(2, 3, 5, 64).to(dtype)
     out = torch.empty_like(keys)
-    assert not move_keys(keys, (frequencies, frequencies), out)  # float32
-    half = keys.bfloat16()
-    assert not move_keys(half, (frequencies[:, :8], frequencies[:, :8]), half.clone())
-    assert not move_keys(half[..., :32], (frequencies, frequencies), half[..., 32:].clone())
-    tall = torch.randn(3, 3, 5, 64).bfloat16()
-    assert not move_keys(tall, (frequencies, frequencies), tall.clone())  # turns of two layers
-    called = Rotation(frequencies, interleaved=True, kernel=lambda *_: pytest.fail("asked"))
+    assert not move_keys(keys.half(), (frequencies, frequencies), out.half())
+    assert not move_keys(keys.half(), (frequencies, frequencies), out)
+    assert not move_keys(keys, (frequencies[:, :8], frequencies[:, :8]), keys.clone())
+    assert not move_keys(keys[..., :32], (frequencies, frequencies), keys[..., 32:].clone())
+    tall = torch.randn(3, 3, 5, 64).to(dtype)
+    assert not move_keys(tall, (frequencies, frequencies), tall.clone())  # angles of two layers
+    called = Rotation(frequencies, interleaved=True, kernel=lambda *_: pytest.fail("called"))
     called.move(keys, 5, out)
     assert not torch.equal(out, keys)

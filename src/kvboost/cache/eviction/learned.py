@@ -1,4 +1,4 @@
-"""The eviction policy that learns which chunks come back, and how soon."""
+"""An eviction policy that learns which chunks are used again, and how soon."""
 
 from __future__ import annotations
 
@@ -15,70 +15,68 @@ from kvboost.tokens.hashing import ChunkKey
 
 @dataclass(eq=False, slots=True)
 class _Visit:
-    """One request's way along a path, as far as it is known."""
+    """One request's use of a path."""
 
     time: int
     length: int = 0
     fresh: int = 0
     """Chunks never seen before."""
     turn: int = 0
-    """Requests before it that it goes on from, each by more than half of the one before."""
+    """How many requests it continues, each of which shares more than half of the one before."""
     fork_uses: int = 0
-    """How often the last chunk it has in common with earlier ones was used."""
+    """How often the last chunk that it shares with earlier requests was used."""
     unshared: int | None = None
-    """How much of the request that used that chunk before it left out."""
+    """How many chunks of the last request that used this chunk it does not share."""
     pause: int | None = None
-    """Time since the request it goes on from, as a logarithm."""
+    """Time since the request that it continues, as a logarithm."""
     quickness: float = 0.0
-    """By the kinds that all of its chunks are of."""
+    """From the kinds that all of its chunks have in common."""
     fitted: int = -1
-    """The fit of the model that ``quickness`` is from; -1: none since the visit changed."""
+    """The fit of the model that ``quickness`` is from; -1 if the visit has changed since."""
 
 
 @dataclass(eq=False, slots=True)
 class _Memory:
-    """What is remembered of a chunk, also when it has left."""
+    """What is remembered of a chunk, even after it has left."""
 
     visit: _Visit
     depth: int
     uses: int = 1
     usual_gap: float | None = None
-    """Between its uses, as a logarithm; the later ones weigh more. A new chunk takes over its
+    """Time between its uses, as a logarithm; later ones weigh more. A new chunk starts with its
     parent's."""
     density: float = 0.0
-    """What a use of it saves, per byte."""
+    """The cost that a use of it saves, per byte."""
     credit: float = 0.0
-    """Its density, on top of the credit of what had left by its last use: so what is worth more
-    stays longer, but not for ever (GreedyDual)."""
+    """Its density plus the credit of what had been evicted by its last use: valuable chunks stay
+    longer, but not for ever (GreedyDual)."""
     probe: int = -1
     worth: float = 0.0
     fitted: int = -1
-    """The fit of the model that ``worth`` is from; -1: none since the last use."""
+    """The fit of the model that ``worth`` is from; -1 if it was used since."""
     holds_until: float = 0.0
 
 
 class LearnedPolicy(LeafQueuePolicy):
-    """Keeps what is likeliest to come back soon, for its bytes and for what it would cost.
+    """Keeps the chunks that are most likely to be used again soon, weighed by size and cost.
 
-    How soon chunks come back is learned while serving, by :class:`ReturnModel`, from a few chunks
-    of every request (*probes*): the curve over the time since the last use, and how much faster
-    chunks of each kind are. Kinds are how often and how regularly a chunk was used, where in its
-    request it stands, how long that request was, how much of it was new, and how and how soon it
-    went on from earlier ones. What has left is remembered too, for a while, so that a return too
-    late counts.
+    :class:`ReturnModel` learns while serving how soon chunks are used again, from a few chunks of
+    every request (*probes*): the rate over the time since the last use, and a factor for each kind
+    of chunk. Kinds are how often and how regularly a chunk was used, where in its request it is,
+    how long that request was, how much of it was new, and how and how soon it continued earlier
+    ones. Evicted chunks are remembered for a while, so that a return that comes too late counts.
 
-    Until the model has shown that it foresees returns better than recency does, and whenever it
-    no longer does, the order is that of the least recently used, with chunks that cost more or
-    take less room staying longer. So traffic without any pattern is served as LRU serves it, and
-    a scan over new text only passes through.
+    Until the model has predicted returns better than recency, and whenever it no longer does,
+    chunks are evicted least recently used first, with expensive and small chunks staying longer. So
+    traffic without any pattern is served as by LRU, and a scan over new text evicts little else.
 
-    ``use_importance`` multiplies what a chunk is worth with its :attr:`Entry.importance`.
+    ``use_importance`` multiplies the value of a chunk by its :attr:`Entry.importance`.
     """
 
     PROBES = 4
-    """Of every request: its last chunk and others at random."""
+    """How many per request: its last chunk and others at random."""
     HISTORY = 16
-    """Chunks that left are remembered, up to so many for each that is here."""
+    """How many evicted chunks are remembered for each chunk in the tier."""
     MIN_HISTORY = 256
 
     def __init__(self, *, use_importance: bool = False) -> None:
@@ -95,18 +93,13 @@ class LearnedPolicy(LeafQueuePolicy):
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the order is the model's and not that of the least recently used."""
+        """Whether the model decides the order, and not recency."""
         return self._model.is_trusted
-
-    @property
-    def num_remembered(self) -> int:
-        """Chunks that left and are remembered."""
-        return len(self._left)
 
     def add(self, entries: Sequence[Entry]) -> None:
         if not entries:
             return
-        visit = self._visit_behind(entries[0].parent)
+        visit = self._visit_after(entries[0].parent)
         visit.time = self._now + len(entries)
         visit.length += len(entries)
         visit.fitted = -1
@@ -160,7 +153,7 @@ class LearnedPolicy(LeafQueuePolicy):
             self._model.lost(self._memories.pop(forgotten).probe, self._now)
 
     def _begin(self, time: int) -> _Visit:
-        """A new request. The one before is complete: some of its chunks become probes."""
+        """Begins a new request. The one before is complete: some of its chunks become probes."""
         visit, keys = self._request
         for number in range(min(self.PROBES, len(keys))):
             key = keys[-1] if number == 0 else keys[self._random.randrange(len(keys))]
@@ -171,11 +164,11 @@ class LearnedPolicy(LeafQueuePolicy):
         self._request = (_Visit(time), [])
         return self._request[0]
 
-    def _visit_behind(self, parent: ChunkKey) -> _Visit:
+    def _visit_after(self, parent: ChunkKey) -> _Visit:
         """The request whose new chunks follow ``parent``: the one that just ended there."""
         before = self._memories.get(parent) if parent in self._nodes else None
         if before is not None and before.visit is self._request[0]:
-            before.fitted = -1  # it is the last of its request no longer
+            before.fitted = -1  # it is no longer the last chunk of its request
             return before.visit
         visit = self._begin(self._now)
         if before is not None:
@@ -183,7 +176,7 @@ class LearnedPolicy(LeafQueuePolicy):
         return visit
 
     def _use(self, memory: _Memory, visit: _Visit, depth: int) -> None:
-        """A chunk is used again, by ``visit``; called for all of its chunks, first one first."""
+        """``visit`` uses a chunk again; called for all chunks of the visit, the first one first."""
         earlier = memory.visit
         gap = math.log2(1 + max(0, visit.time - earlier.time))
         memory.usual_gap = gap if memory.usual_gap is None else (memory.usual_gap + gap) / 2
@@ -219,17 +212,17 @@ class LearnedPolicy(LeafQueuePolicy):
         return memory.worth, node.used
 
     def _keep_in_order(self) -> None:
-        """Ranks change with time. They are taken anew when a quarter as many chunks were used as
-        stand in line, so that each use pays for four, and when the model has learned. Few of them
-        did change, so that is cheap."""
-        is_due = 4 * (self._now - self._queued_at) >= len(self._line)
+        """Ranks change with time. They are computed again when a quarter as many chunks were used
+        as are queued, so each use pays for four, and when the model has learned. Few of them have
+        changed, so this is cheap."""
+        is_due = 4 * (self._now - self._queued_at) >= len(self._heap)
         if is_due or self._queued_fit != self._model.fits:
             self._queued_at, self._queued_fit = self._now, self._model.fits
             self._queue_again()
 
 
 def _visit_cells(visit: _Visit) -> Cells:
-    """The kinds that all chunks of a visit are of."""
+    """The kinds that all chunks of a visit have in common."""
     fresh = min(31, log_bin(visit.fresh, 1.5))
     return (
         fresh,
@@ -246,7 +239,7 @@ NUM_VISIT_CELLS = 7
 
 
 def _own_cells(memory: _Memory) -> Cells:
-    """The kinds that a chunk is of beside those of its visit."""
+    """The kinds of a chunk in addition to those of its visit."""
     return (
         log_bin(memory.uses - 1, 2),
         log_bin(memory.visit.length - memory.depth - 1, 1),

@@ -1,10 +1,9 @@
-"""Who goes first when room is needed.
+"""Which chunk is evicted first when room is needed.
 
-Chunks hang below one another, and one whose parent is gone can never be reached again. So every
-policy here lines up only the chunks without children; a parent joins the line when its last child
-has left. What differs is the order of the line. The one to use is
-:class:`kvboost.cache.eviction.learned.LearnedPolicy`; those in this file are small, and serve to
-compare with it.
+A chunk whose parent is gone can never be reached again. So every policy here queues only the chunks
+without children; a parent joins the queue when its last child has left. Policies differ in the
+order of the queue. Use :class:`kvboost.cache.eviction.learned.LearnedPolicy`; the small ones in
+this file are there for comparison.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ class Entry:
     """Key of the chunk before it, or a root that no policy knows."""
     nbytes: int
     cost: float
-    """What computing it again would take, in any unit that is the same for all."""
+    """The cost of computing it again, in any unit that is the same for all."""
     importance: float = 1.0
-    """How much more than an ordinary chunk it matters; heeded only by policies told to."""
+    """Its importance relative to an ordinary chunk; used only by policies that are told to."""
 
 
 class EvictionPolicy(Protocol):
-    """Orders chunks by how little they will be missed. Not thread-safe.
+    """Orders chunks, the least valuable first. Not thread-safe.
 
     For each request ``touch`` is called with the path that hit, then chunks may be removed, then
     ``add`` is called with the new ones.
@@ -43,22 +42,22 @@ class EvictionPolicy(Protocol):
         """One request's new chunks, parents first: their first use."""
 
     def restore(self, entries: Sequence[Entry]) -> None:
-        """Chunks that were found, such as at a start, those used longest ago first: when they
-        were used is not known."""
+        """Chunks that were found, for example at a start, those used longest ago first. The times
+        of their last uses are not known."""
 
     def touch(self, path: Sequence[ChunkKey]) -> None:
-        """A request used this path again, first chunk first. Unknown keys are passed over: a
-        chunk may have been lost meanwhile."""
+        """A request used this path again, first chunk first. Unknown keys are ignored: a chunk may
+        have been lost meanwhile."""
 
     def remove(self, key: ChunkKey) -> None:
-        """It left: evicted, lost or forgotten. Raises ``KeyError`` if it is not here."""
+        """A chunk was evicted, lost or forgotten. Raises ``KeyError`` if it is unknown."""
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        """Chunks, the one to go first coming first, children before their parents. The first few
-        are cheap. Nothing may be changed between two steps."""
+        """The chunks in the order of eviction, children before their parents. The first few are
+        cheap. Nothing may be changed between two steps."""
 
     def uses(self, key: ChunkKey) -> int:
-        """How often it was used since it came, its coming included."""
+        """How often a chunk was used since it was added; being added counts."""
 
     def __len__(self) -> int: ...
 
@@ -66,39 +65,38 @@ class EvictionPolicy(Protocol):
 
 
 def recompute_cost(position: int, num_tokens: int, attention_share: float) -> float:
-    """What computing ``num_tokens`` from ``position`` on again would take, in tokens at the very
-    beginning: each attends to all before it, which adds ``attention_share`` of a token for every
-    one of them."""
+    """The cost of computing ``num_tokens`` from ``position`` on again, in units of a first token:
+    each token attends to all before it, which adds ``attention_share`` for each of them."""
     return num_tokens * (1.0 + attention_share * (position + (num_tokens - 1) / 2))
 
 
 Rank = tuple[float, float]
-"""The smaller goes first."""
+"""The smallest is evicted first."""
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A chunk that is here."""
+    """A chunk in the tier."""
 
     entry: Entry
     added: int
     used: int
     uses: int = 1
-    ticket: int = -1
-    """Of its valid place in line; none while it has children."""
+    version: int = -1
+    """Of its valid entry in the heap; -1 while it has children."""
 
 
 class LeafQueuePolicy(ABC):
-    """A line of the chunks that have no children, by their ranks: a heap in which places that are
-    no longer valid stay until they come up. Who lost the last child joins when the line is looked
-    at, as most leave before. Time is counted in chunks used."""
+    """A queue of the chunks that have no children, by rank: a heap in which outdated entries stay
+    until they reach the top. A chunk that lost its last child joins when the queue is next read,
+    because most leave before that. Time is counted in chunks used."""
 
     def __init__(self) -> None:
         self._nodes: dict[ChunkKey, Node] = {}
         self._children: dict[ChunkKey, int] = {}
-        self._line: list[tuple[Rank, int, Node]] = []
+        self._heap: list[tuple[Rank, int, Node]] = []
         self._joining: dict[ChunkKey, None] = {}
-        self._tickets = 0
+        self._versions = 0
         self._now = 0
 
     def uses(self, key: ChunkKey) -> int:
@@ -111,20 +109,20 @@ class LeafQueuePolicy(ABC):
         return key in self._nodes
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        """Walks the heap from its top, so that it stays as it is: after a place come its two
-        successors in the heap, and the parent whose children have all been passed."""
+        """Walks the heap from its top without changing it: after an entry come its two successors
+        in the heap, and its parent once all children of that have been passed."""
         for key in self._joining:
             self._queue(self._nodes[key])
         self._joining.clear()
-        line = self._line
-        while line and line[0][1] != line[0][2].ticket:
-            heappop(line)
-        ahead = [(*line[0], 0)] if line else []
+        heap = self._heap
+        while heap and heap[0][1] != heap[0][2].version:
+            heappop(heap)
+        ahead = [(*heap[0], 0)] if heap else []
         passed: dict[ChunkKey, int] = {}
         orphaned = 0
         while ahead:
-            _, ticket, node, place = heappop(ahead)
-            if place < 0 or ticket == node.ticket:
+            _, version, node, place = heappop(ahead)
+            if place < 0 or version == node.version:
                 yield node.entry.key
                 above = node.entry.parent
                 parent = self._nodes.get(above)
@@ -135,18 +133,18 @@ class LeafQueuePolicy(ABC):
                         heappush(ahead, (self._rank(parent), -orphaned, parent, -1))
             if place >= 0:
                 for successor in (2 * place + 1, 2 * place + 2):
-                    if successor < len(line):
-                        heappush(ahead, (*line[successor], successor))
+                    if successor < len(heap):
+                        heappush(ahead, (*heap[successor], successor))
 
     def add(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            assert entry.key not in self._nodes, f"{entry.key} is here already"
+            assert entry.key not in self._nodes, f"{entry.key} was added before"
             self._now += 1
             self._nodes[entry.key] = Node(entry, self._now, self._now)
             self._children[entry.parent] = self._children.get(entry.parent, 0) + 1
             parent = self._nodes.get(entry.parent)
             if parent is not None:
-                parent.ticket = -1
+                parent.version = -1
                 self._joining.pop(entry.parent, None)
         for entry in entries:
             if entry.key not in self._children:
@@ -167,7 +165,7 @@ class LeafQueuePolicy(ABC):
 
     def remove(self, key: ChunkKey) -> None:
         node = self._nodes.pop(key)
-        node.ticket = -1
+        node.version = -1
         self._joining.pop(key, None)
         parent = node.entry.parent
         self._children[parent] -= 1
@@ -178,22 +176,22 @@ class LeafQueuePolicy(ABC):
 
     @abstractmethod
     def _rank(self, node: Node) -> Rank:
-        """Where it stands in line, were it to join now."""
+        """Its rank if it joined the queue now."""
 
     def _queue(self, node: Node) -> None:
-        """A chunk without children takes the place that its rank gives it now."""
-        self._tickets += 1
-        node.ticket = self._tickets
-        heappush(self._line, (self._rank(node), node.ticket, node))
-        if len(self._line) > 2 * len(self._nodes) + 64:
-            self._line = [place for place in self._line if place[1] == place[2].ticket]
-            heapify(self._line)
+        """Puts a chunk without children where its current rank belongs."""
+        self._versions += 1
+        node.version = self._versions
+        heappush(self._heap, (self._rank(node), node.version, node))
+        if len(self._heap) > 2 * len(self._nodes) + 64:
+            self._heap = [place for place in self._heap if place[1] == place[2].version]
+            heapify(self._heap)
 
     def _queue_again(self) -> None:
-        """Everyone in line takes the place that its rank gives it now."""
-        leaves = [node for _, ticket, node in self._line if ticket == node.ticket]
-        self._line = [(self._rank(node), node.ticket, node) for node in leaves]
-        heapify(self._line)
+        """Puts every queued chunk where its current rank belongs."""
+        leaves = [node for _, version, node in self._heap if version == node.version]
+        self._heap = [(self._rank(node), node.version, node) for node in leaves]
+        heapify(self._heap)
 
 
 class LRU(LeafQueuePolicy):
@@ -211,7 +209,7 @@ class FIFO(LeafQueuePolicy):
 
 
 class LFU(LeafQueuePolicy):
-    """Least frequently used since it came in; among equals the least recently used."""
+    """Least frequently used since it was added; among equals the least recently used."""
 
     def _rank(self, node: Node) -> Rank:
         return node.uses, node.used

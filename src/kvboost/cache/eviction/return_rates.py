@@ -1,9 +1,9 @@
-"""How soon chunks come back: a model of return rates, learned while serving.
+"""How soon chunks are used again: a model of return rates, learned while serving.
 
-A chunk's rate is a product: what is usual at its age (the time since its last use), times a factor
-for each kind it is of. That is Cox's proportional hazards model over bins. It is fitted to probes,
-chunks whose way was followed: for each bin and kind, returns seen over returns expected. Those
-that did not return yet count with the time they were watched, so nothing has to be waited for.
+A chunk's rate is a product: the usual rate at its age (the time since its last use), times a factor
+for each of its kinds. That is Cox's proportional hazards model over bins. It is fitted to probes,
+chunks that were watched: for each bin and kind, returns seen over returns expected. A probe that
+has not returned yet counts with the time it was watched, so the fit waits for nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 Cells = tuple[int | None, ...]
-"""The kind that a chunk is of in each respect; None where that is unknown."""
+"""The kind of a chunk in each respect; None if it is unknown."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[Any]
@@ -36,32 +36,32 @@ LEVELS_PER_DOUBLING = 4
 MAX_LEVEL = 12 * LEVELS_PER_DOUBLING
 
 WINDOW = 16_384
-"""Probes that are learned from: the newest."""
+"""The model learns from this many of the newest probes."""
 FIRST_FIT = 64
 FIT_SHARE = 1 / 16
-"""A fit comes when so many of the probes are new."""
+"""The model is fitted again when this share of the probes is new."""
 SWEEPS = 5
 PRIOR = 4.0
-"""Returns that must have been seen before a kind's own rate counts as much as the usual one."""
+"""Returns that must be seen before a kind's own rate counts as much as the usual one."""
 
 TRUST, DOUBT = 3.0, 1.0
 """Standard errors by which the model must be better than recency to be trusted, and to stay so."""
 FADE = 0.97
-"""What a judgement is worth one fit later."""
+"""The weight of a judgement one fit later."""
 RIVALS = 512
 
 
 @lru_cache(maxsize=4096)
 def log_bin(count: int, per_doubling: float) -> int:
-    """0 for 0, then so many bins for each doubling of ``count + 1``."""
+    """0 for 0, then ``per_doubling`` bins for each doubling of ``count + 1``."""
     return min(UNKNOWN - 1, int(per_doubling * math.log2(count + 1)))
 
 
 class ReturnModel:
-    """Watches probes, learns from them now and then, and says what chunks are worth.
+    """Watches probes, learns from them from time to time, and estimates the value of chunks.
 
-    Probes of one request (``probes_together``) mostly return together, so that they count as one
-    where it must be decided whether an advantage is chance.
+    The probes of one request (``probes_together``) mostly return together, so they count as one
+    observation in the test of whether an advantage is chance.
     """
 
     def __init__(self, probes_together: int) -> None:
@@ -84,8 +84,8 @@ class ReturnModel:
         self._variance = 0.0
 
     def watch(self, cells: Cells, start: int, now: int) -> int:
-        """Follows a chunk of these kinds, last used at ``start``; returns the probe's number.
-        May fit the model, to what is known ``now``."""
+        """Watches a chunk of these kinds, last used at ``start``; returns the probe's number. May
+        fit the model to what is known ``now``."""
         if not len(self._cells):
             self._cells = np.zeros((len(cells), WINDOW), dtype=np.int16)
             self._factors = np.ones((len(cells), NUM_CELLS))
@@ -102,25 +102,25 @@ class ReturnModel:
         return self._watched - 1
 
     def used(self, probe: int, now: int) -> None:
-        """The chunk came back."""
+        """The chunk was used again."""
         self._close(probe, now, returned=True)
 
     def lost(self, probe: int, now: int) -> None:
-        """The chunk is followed no longer. Negative numbers are no probes."""
+        """The chunk is no longer watched. Negative numbers are not probes and are ignored."""
         if probe >= 0:
             self._close(probe, now, returned=False)
 
     def quickness(self, cells: Cells, first: int = 0) -> float:
-        """How much faster than usual chunks of these kinds return, as a logarithm. It may be
-        taken for the first respects and for those from number ``first`` on, and added up."""
+        """How much faster than usual chunks of these kinds return, as a logarithm. The values of
+        the first respects and of those from number ``first`` on add up."""
         quickness = 0.0 if first else -self._usual
         for row, cell in zip(self._log_factors[first:], cells, strict=False):
             quickness += row[UNKNOWN if cell is None else cell]
         return quickness
 
     def worth(self, quickness: float, age: int) -> tuple[float, float]:
-        """Returns to be expected per unit of time that a chunk is kept, if it is kept for as long
-        as serves it best; and the age until which that holds. There must have been a fit."""
+        """The returns to expect per unit of time that a chunk is kept, if it is kept for the best
+        time; and the age until which this value holds. The model must have been fitted."""
         level = max(-MAX_LEVEL, min(MAX_LEVEL, round(quickness)))
         age_bin = bisect_right(BIN_ENDS, age)
         return self._worth[level + MAX_LEVEL][age_bin], BIN_ENDS[age_bin]
@@ -175,8 +175,8 @@ class ReturnModel:
         return factor
 
     def _judge(self) -> None:
-        """Of the probes that were open at the last fit some returned since. Did the model rank
-        them above the others where recency did not, or the other way round?"""
+        """Some of the probes that were open at the last fit have returned since. Did the model rank
+        them above the others where recency did not, or the reverse?"""
         numbers, worth = self._foreseen
         is_here = numbers >= self._watched - WINDOW
         numbers, worth = numbers[is_here], worth[is_here]
@@ -201,8 +201,8 @@ def _sums(cells: Ints, weights: Floats, num_cells: int) -> Floats:
 
 
 def _usual_rates(returns: Ints, exposure: Floats) -> Floats:
-    """Returns per unit of time at every age. Where little was seen, the rate of the bin before
-    goes on, falling as one over the age: by that alone the order is that of the last use."""
+    """Returns per unit of time at every age. With little data, the rate of the previous bin
+    continues, falling as one over the age, which alone gives the order of the last use."""
     rates = np.empty(NUM_BINS)
     expected = 1.0 / WIDTHS[0]
     for age_bin in range(NUM_BINS):
@@ -213,7 +213,7 @@ def _usual_rates(returns: Ints, exposure: Floats) -> Floats:
 
 
 def _factors(seen: Ints, expected: Floats) -> Floats:
-    """Returns seen over expected, of every cell. Where little was seen, as in the cells beside."""
+    """Returns seen over returns expected, per cell. With little data, as in the cells beside."""
     beside_seen, beside_expected = np.zeros(NUM_CELLS), np.zeros(NUM_CELLS)
     for beside, values in ((beside_seen, seen[:UNKNOWN]), (beside_expected, expected[:UNKNOWN])):
         beside[1:UNKNOWN] += values[:-1]
@@ -223,11 +223,11 @@ def _factors(seen: Ints, expected: Floats) -> Floats:
 
 
 def _worth_table(rates: Floats) -> Floats:
-    """``[2 * MAX_LEVEL + 1, NUM_BINS]``: what chunks of each level are worth at each age.
+    """``[2 * MAX_LEVEL + 1, NUM_BINS]``: the value of chunks of each level at each age.
 
     If kept until the end of some later bin, a chunk returns with some probability and stays for
-    some time; the best ratio of the two over all ends counts (Gittins' index). So a chunk whose
-    time is yet to come is not judged by the present alone.
+    some time; the best ratio of the two over all ends counts (Gittins' index). So a chunk that is
+    expected back later is not judged by the present alone.
     """
     levels = np.arange(-MAX_LEVEL, MAX_LEVEL + 1) / LEVELS_PER_DOUBLING
     rates = rates * 2.0 ** levels[:, None]

@@ -1,18 +1,18 @@
-"""Which stored chunks stand in a prompt, at whatever place: windows of their tokens, by hash.
+"""Finds stored chunks in a prompt at any position, by hashes of windows of their tokens.
 
 A chunk is anchored by windows of its tokens, one every ``WINDOW`` tokens and one at its end. A
 search hashes all windows of the prompt at once, looks up those that may be anchors, and follows
-each hit: inside the chunk, back through its parents, on through its children. ``2 * WINDOW - 1``
-tokens of a chunk always hold one of its anchors. Hashes only find candidates: tokens are compared
-before one is trusted.
+each hit: inside the chunk, back through its parents, forward through its children. Any
+``2 * WINDOW - 1`` tokens of a chunk contain one of its anchors. Hashes only find candidates: tokens
+are compared before one is trusted.
 
-What is stored or asked again and again must not cost more than it is worth:
+Text that is stored or requested many times must not make a search slow:
 
-- of the chunks that hold one window, the ``MAX_DONORS`` newest are asked;
-- a window whose last token lies in ``MAX_DONORS`` runs already is not followed, so every
-  ``WINDOW`` tokens of prompt give fewer than ``2 * MAX_DONORS`` runs;
-- nor is a window that overlaps a copy of itself that was. Of one token a thousand times every
-  window is every anchor, on every diagonal; it takes few of them to cover it.
+- of the chunks that contain a window, only the ``MAX_DONORS`` newest are followed;
+- a window whose last token is already in ``MAX_DONORS`` runs is not followed, so every ``WINDOW``
+  tokens of prompt give fewer than ``2 * MAX_DONORS`` runs;
+- nor is a window that overlaps a followed copy of itself. If one token is repeated a thousand
+  times, every window is every anchor on every diagonal; a few of them cover it.
 
 Not thread-safe: the store holds its lock around every call.
 """
@@ -46,7 +46,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Run:
-    """Rows ``[start, end)`` of the prompt, as they stand in chunks that follow one another."""
+    """Rows ``[start, end)`` of the prompt, found in chunks that follow one another."""
 
     start: int
     end: int
@@ -72,9 +72,6 @@ class AnchorIndex:
 
     def __len__(self) -> int:
         return len(self._chunks)
-
-    def keys(self, space: ChunkKey) -> list[ChunkKey]:
-        return [key for key, anchors in self._chunks.items() if anchors.space == space]
 
     def insert(self, space: ChunkKey, key: ChunkKey, token_ids: TokenIds) -> None:
         """Makes ``key`` known to searches in ``space``, and to no others.
@@ -110,8 +107,8 @@ class AnchorIndex:
         maybe = np.flatnonzero(self._filter[(hashes % _SLOTS).astype(np.intp)])[::-1]
         search = _Search(tree, token_ids, start, self._window)
         followed: dict[int, int] = {}  # by hash, at which row
-        # From the last row to the first: the newest donors of a text that repeats itself stand at
-        # its end, and what they hold lies before them.
+        # From the last row to the first: the newest donors of a text that repeats itself are at
+        # its end, and what they contain comes before them.
         for row, value in zip((maybe + start).tolist(), hashes[maybe].tolist(), strict=True):
             end = row + self._window
             if search.depth[end - 1] >= MAX_DONORS or followed.get(value, end) < end:
@@ -141,10 +138,10 @@ class AnchorIndex:
 
 
 class _Search:
-    """One prompt held against the tree. Hits come from its last row to its first.
+    """One prompt compared with the tree. Hits come from its last row to its first.
 
-    A chunk lies along the prompt on a diagonal, named by the row its first token has there:
-    ``base``. The chunk may stick out of the prompt at either end.
+    A chunk matches the prompt along a diagonal, named by the row of the chunk's first token:
+    ``base``. The chunk may extend beyond the prompt at either end.
     """
 
     def __init__(self, tree: PrefixTree, token_ids: TokenIds, start: int, window: int) -> None:
@@ -187,7 +184,7 @@ class _Search:
             yield Piece(key, begin, begin - base, end - begin)
 
     def _forward(self, key: ChunkKey, end: int) -> Iterator[Piece]:
-        """What the chunks behind ``key`` add to a run that ends with it, at ``end``."""
+        """What the chunks after ``key`` add to a run that ends with it, at ``end``."""
         for match in self._tree.match(key, self._token_ids[end:]):
             yield Piece(match.key, end, 0, match.num_tokens)
             end += match.num_tokens
@@ -195,7 +192,7 @@ class _Search:
     def _agreement(self, key: ChunkKey, base: int, row: int) -> tuple[int, int]:
         """The longest ``[begin, end)`` around ``row`` where chunk and prompt agree.
 
-        When they differ at ``row`` itself, ``begin`` lies behind it.
+        If they differ at ``row`` itself, ``begin`` is after it.
         """
         tokens = self._tree.tokens(key)
         first, last = max(base, self._start), min(base + len(tokens), len(self._token_ids))

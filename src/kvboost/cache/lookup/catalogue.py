@@ -1,4 +1,4 @@
-"""The catalogue: every chunk there is, wherever it lies, and what of them stands in a prompt.
+"""The catalogue: every chunk there is, in whatever tier, and which of them a prompt contains.
 
 Not thread-safe: the store holds its lock around every call.
 """
@@ -6,6 +6,7 @@ Not thread-safe: the store holds its lock around every call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from kvboost.cache.quantize import usable_rows
 from kvboost.tokens.hashing import ChunkKey, TokenIds, branch_key
 
 Where = Callable[[ChunkKey], "str | None"]
-"""The fastest tier a chunk lies in; None if it is lost."""
+"""The fastest tier that holds a chunk; None if it is lost."""
 
 
 class Catalogue:
@@ -51,22 +52,20 @@ class Catalogue:
         self._anchors.insert(space, info.key, info.token_ids)
 
     def remove(self, key: ChunkKey) -> None:
-        """Forgets one chunk. Those behind it stay: they serve again once it is back, and other
-        places meanwhile."""
+        """Forgets one chunk. Those after it stay: they serve again once it is back, and at other
+        positions meanwhile."""
         del self._infos[key]
         self._tree.remove(key)
         self._anchors.remove(key)
 
     def describe(self, info: ChunkInfo) -> None:
-        """More is known of a chunk than when it was added."""
+        """Replaces what is known of a chunk by what was read from it."""
         if info.key in self._infos:
             self._infos[info.key] = info
 
-    def of_root(self, root: ChunkKey) -> list[ChunkKey]:
-        return [key for key, info in self._infos.items() if info.root == root]
-
     def leaf_extended_by(self, parent: ChunkKey, token_ids: TokenIds) -> ChunkKey | None:
-        """A childless sibling whose tokens ``token_ids`` begin with: of no use beside them."""
+        """A childless chunk below ``parent`` whose tokens are a prefix of ``token_ids``: a chunk of
+        ``token_ids`` makes it useless."""
         return self._tree.leaf_extended_by(parent, token_ids)
 
     def sibling(self, parent: ChunkKey, token_ids: TokenIds) -> tuple[ChunkKey, int] | None:
@@ -76,18 +75,22 @@ class Catalogue:
         return (best.key, best.num_tokens) if best else None
 
     def path(self, root: ChunkKey, token_ids: TokenIds) -> list[ChunkKey]:
-        """The chunks that begin with ``token_ids``, exactly, the last perhaps in part."""
+        """The chunks that cover the known prefix of ``token_ids``, the last perhaps in part."""
         return [match.key for match in self._tree.match(root, token_ids)]
 
     def infos(self) -> dict[ChunkKey, ChunkInfo]:
-        """A copy of what is known, to be searched without holding anyone up."""
+        """A copy of what is known, which can be searched without the lock."""
         return dict(self._infos)
 
     def match(
         self, root: ChunkKey, token_ids: TokenIds, moved_before: int, repair: str, where: Where
     ) -> KnownRows:
-        """What is known of ``token_ids``: see ``ChunkStore.lookup``. Nothing that is lost."""
-        exact = self._walk(root, token_ids, 0, where)
+        """What is known of ``token_ids``: see ``ChunkStore.lookup``. Leaves out what is lost.
+
+        A hit says what its chunk must be: its position follows from the chunks before it, its
+        lineage from the branch. A chunk that says otherwise of itself is refused when it is read.
+        """
+        exact = self._walk(root, root, Lineage.EXACT, token_ids, 0, where)
         if not moved_before:
             return KnownRows(exact)
         approximate = self._continue(root, exact, token_ids, repair, where)
@@ -108,22 +111,30 @@ class Catalogue:
                 f"{len(self._infos)} chunks, {len(self._tree)} in the tree, "
                 f"{len(self._anchors)} anchored"
             )
-        before = ((info, self._infos.get(info.before)) for info in self._infos.values())
-        for info, one in before:
-            if one is not None and one.base_position + one.num_tokens != info.base_position:
-                problems.append(f"{info.key} does not begin where {one.key} ends")
+        for info in self._infos.values():
+            before = self._infos.get(info.before)
+            if before is not None and before.end != info.base_position:
+                problems.append(f"{info.key} does not begin where {before.key} ends")
         return problems
 
     def _walk(
-        self, parent: ChunkKey, token_ids: TokenIds, start: int, where: Where
+        self,
+        root: ChunkKey,
+        parent: ChunkKey,
+        lineage: Lineage,
+        token_ids: TokenIds,
+        start: int,
+        where: Where,
     ) -> tuple[Hit, ...]:
-        """Chunks below ``parent`` that serve ``token_ids`` from ``start`` on."""
+        """The chunks below ``parent`` that serve ``token_ids`` from ``start`` on."""
         hits: list[Hit] = []
         for match in self._tree.match(parent, token_ids[start:]):
             info, tier = self._infos[match.key], where(match.key)
             num_tokens = usable_rows(info.bits, info.num_tokens, match.num_tokens)
-            if tier is None or num_tokens == 0 or info.base_position != start:
+            if tier is None or num_tokens == 0:
                 break
+            if (info.root, info.lineage, info.base_position) != (root, lineage, start):
+                info = replace(info, root=root, lineage=lineage, base_position=start)
             hits.append(Hit(info, start, num_tokens, tier=tier))
             start += num_tokens
         return tuple(hits)
@@ -136,14 +147,15 @@ class Catalogue:
         repair: str,
         where: Where,
     ) -> tuple[Hit, ...]:
-        """The approximate branch of the exact path that reaches furthest beyond it. A branch
-        begins where a whole chunk ends."""
+        """The approximate branch of the exact path that reaches furthest beyond it. A branch starts
+        at the end of a whole chunk."""
         end = exact[-1].end if exact else 0
         best: tuple[Hit, ...] = ()
         whole = (hit for hit in exact if hit.num_tokens == hit.chunk.num_tokens)
         forks = [(root, 0), *((hit.chunk.key, hit.end) for hit in whole)]
         for key, row in reversed(forks):
-            hits = self._walk(branch_key(key, repair), token_ids, row, where)
+            branch = branch_key(key, repair)
+            hits = self._walk(root, branch, Lineage.APPROXIMATE, token_ids, row, where)
             if hits and hits[-1].end > max(end, best[-1].end if best else 0):
                 best = tuple(hit.clip(end, hit.end) for hit in hits if hit.end > end)
         return best
@@ -152,45 +164,70 @@ class Catalogue:
         self, in_place: Sequence[Hit], runs: Sequence[Run], where: Where
     ) -> tuple[MovedRun, ...]:
         """``runs``, by their starts, each cut off where a chunk is lost."""
-        stands = [(hit.end, hit.chunk.key, hit.num_tokens) for hit in in_place]
+        ends = [(hit.end, hit.chunk.key, hit.num_tokens) for hit in in_place]
         for run in runs:
-            stands += [(one.start + one.num_tokens, one.key, one.num_tokens) for one in run.pieces]
-        stands.sort(reverse=True)
+            ends += [(one.start + one.num_tokens, one.key, one.num_tokens) for one in run.pieces]
+        ends.sort(reverse=True)
         before: dict[ChunkKey, int] = {}  # chunks that end where a run begins or earlier
         moved = []
         for run in runs:
-            while stands and stands[-1][0] <= run.start:
-                _, key, num_tokens = stands.pop()
+            while ends and ends[-1][0] <= run.start:
+                _, key, num_tokens = ends.pop()
                 before[key] = num_tokens
             hits: list[Hit] = []
             for piece in run.pieces:
                 if (tier := where(piece.key)) is None:
                     break
-                info = self._infos[piece.key]
+                info = self._at_its_position(self._infos[piece.key])
                 hits.append(Hit(info, piece.start, piece.num_tokens, piece.offset, tier))
             if hits:
                 moved.append(MovedRun(tuple(hits), self._resemblance(hits[0], before)))
         return tuple(moved)
 
+    def _at_its_position(self, info: ChunkInfo) -> ChunkInfo:
+        """``info`` with the position that follows from the chunk before it, if that is known and
+        does not contradict the one before it in turn."""
+        before = self._infos.get(info.before)
+        if before is None or before.end == info.base_position:
+            return info
+        earlier = self._infos.get(before.before)
+        if earlier is not None and earlier.end != before.base_position:
+            return info
+        return replace(info, base_position=before.end)
+
     def _resemblance(self, hit: Hit, before: dict[ChunkKey, int]) -> float:
-        """How much of what stands ``before`` a hit here stood before its donor too."""
-        shared, key = 0, hit.chunk.parent
-        while before and key in self._infos:
-            shared += before.get(key, 0)
-            key = self._infos[key].parent
+        """How much of the text ``before`` a hit in this prompt also preceded its donor."""
+        shared = 0
+        if before:
+            for info in preceding(self._infos, hit.chunk, parents=True):
+                shared += before.get(info.key, 0)
         return min(1.0, shared / max(1, hit.start, hit.start - hit.distance))
 
 
+def preceding(
+    infos: Mapping[ChunkKey, ChunkInfo], info: ChunkInfo, *, parents: bool = False
+) -> Iterator[ChunkInfo]:
+    """The chunks before ``info``, the nearest first, as far as they are known; with ``parents``
+    only those of its own branch. Each must have an earlier position than the last, so this ends
+    whatever the files say: no hash covers ``before``."""
+    while True:
+        earlier = infos.get(info.parent if parents else info.before)
+        if earlier is None or earlier.base_position >= info.base_position:
+            return
+        yield earlier
+        info = earlier
+
+
 def holding(infos: Mapping[ChunkKey, ChunkInfo], texts: Sequence[TokenIds]) -> list[ChunkKey]:
-    """Every chunk of ``infos`` that holds a piece of one of ``texts`` (all of it, or ``WINDOW``
-    tokens in a row), in whatever tree, and every chunk that was read behind one. So is every chunk
-    whose beginning is lost: nobody can say what it was read behind."""
+    """Every chunk of ``infos`` that contains a piece of one of ``texts`` (all of it, or ``WINDOW``
+    consecutive tokens), in whatever tree, and every chunk that follows such a chunk. Also every
+    chunk whose beginning is lost, since it may have followed one."""
     pieces = {piece.tobytes() for ids in texts for piece in _windows(ids, min(WINDOW, len(ids)))}
     lengths = sorted({min(WINDOW, len(ids)) for ids in texts})
     found: dict[ChunkKey, None] = {}
-    behind: dict[ChunkKey, list[ChunkKey]] = {}
+    following: dict[ChunkKey, list[ChunkKey]] = {}
     for info in infos.values():
-        behind.setdefault(info.before, []).append(info.key)
+        following.setdefault(info.before, []).append(info.key)
         if info.base_position and info.before not in infos:
             found[info.key] = None
         before = _before(infos, info, lengths[-1] - 1)
@@ -202,42 +239,45 @@ def holding(infos: Mapping[ChunkKey, ChunkInfo], texts: Sequence[TokenIds]) -> l
                     break
     left = list(found)
     while left:
-        new = [key for key in behind.get(left.pop(), ()) if key not in found]
+        new = [key for key in following.get(left.pop(), ()) if key not in found]
         found |= dict.fromkeys(new)
         left += new
     return list(found)
 
 
 def _back_to(infos: Mapping[ChunkKey, ChunkInfo], info: ChunkInfo, row: int) -> Iterator[ChunkKey]:
-    """A chunk, and those before it back to the one that holds ``row``, counted from its first;
-    rows before it are negative."""
+    """A chunk, and those before it back to the one that holds ``row``, counted from the chunk's
+    first row; rows before it are negative."""
     yield info.key
-    while row < 0:
-        info = infos[info.before]
-        row += info.num_tokens
-        yield info.key
+    for earlier in preceding(infos, info):
+        if row >= 0:
+            return
+        row += earlier.num_tokens
+        yield earlier.key
 
 
 def _before(infos: Mapping[ChunkKey, ChunkInfo], info: ChunkInfo, num_tokens: int) -> TokenIds:
     """The ``num_tokens`` before a chunk, as far as they are known."""
     pieces: list[TokenIds] = []
     missing = num_tokens
-    while missing > 0 and (before := infos.get(info.before)) is not None:
-        pieces.insert(0, before.token_ids[-missing:])
+    for earlier in preceding(infos, info):
+        if missing <= 0:
+            break
+        pieces.insert(0, earlier.token_ids[-missing:])
         missing -= len(pieces[0])
-        info = before
     return np.concatenate([*pieces, np.empty(0, np.int32)])
 
 
 def _windows(token_ids: TokenIds, length: int) -> npt.NDArray[np.int32]:
-    """All ``length`` tokens in a row of ``token_ids``: ``[windows, length]``."""
+    """All runs of ``length`` consecutive ``token_ids``: ``[windows, length]``."""
     if len(token_ids) < length:
         return np.empty((0, length), np.int32)
     return np.lib.stride_tricks.sliding_window_view(token_ids, length)
 
 
 def _approximate(root: ChunkKey) -> ChunkKey:
-    """Where approximate chunks of ``root`` are anchored: they are asked after the exact ones."""
+    """The space in which approximate chunks of ``root`` are anchored. It is searched after the
+    exact ones."""
     return branch_key(root, "anchors")
 
 

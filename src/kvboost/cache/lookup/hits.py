@@ -12,7 +12,7 @@ from kvboost.tokens.hashing import ChunkKey
 @dataclass(frozen=True)
 class Hit:
     """``num_tokens`` rows of ``chunk`` from ``offset`` on serve rows from ``start`` of a prompt.
-    It lies in ``tier``."""
+    ``chunk`` says what the chunk must be; ``tier`` is where it is."""
 
     chunk: ChunkInfo
     start: int
@@ -30,7 +30,7 @@ class Hit:
         return self.start - (self.chunk.base_position + self.offset)
 
     def clip(self, start: int, end: int) -> Hit:
-        """The part of it that serves rows ``[start, end)``."""
+        """The part that serves rows ``[start, end)``."""
         start, end = max(start, self.start), min(end, self.end)
         offset = self.offset + start - self.start
         return replace(self, start=start, num_tokens=end - start, offset=offset)
@@ -38,8 +38,8 @@ class Hit:
 
 @dataclass(frozen=True)
 class MovedRun:
-    """Rows of a prompt that stand together somewhere else. ``resemblance`` is how alike what
-    stands before them here and there is: what both have in common over the longer of the two."""
+    """Consecutive rows of a prompt that are cached at another position. ``resemblance`` compares
+    the text before them here and there: what both share, divided by the longer of the two."""
 
     hits: tuple[Hit, ...]
     resemblance: float
@@ -63,8 +63,8 @@ class MovedRun:
 
 @dataclass(frozen=True)
 class KnownRows:
-    """What is known of a prompt. ``exact`` serves its beginning; ``approximate`` goes on from
-    there, in place; ``moved`` runs stand behind both and may overlap one another."""
+    """What is known of a prompt. ``exact`` serves its beginning; ``approximate`` continues it in
+    place; ``moved`` runs follow both and may overlap one another."""
 
     exact: tuple[Hit, ...] = ()
     approximate: tuple[Hit, ...] = ()
@@ -75,8 +75,8 @@ class KnownRows:
         return (*self.exact, *self.approximate)
 
     def after(self, row: int) -> KnownRows:
-        """What of it serves rows from ``row`` on. Where exact rows end before it, the approximate
-        ones that go on from there do not count: ``row`` itself stands behind exact ones."""
+        """The part that serves rows from ``row`` on, which follow exact rows. If the known exact
+        rows end before ``row``, the approximate rows that continue them are left out."""
         if not row:
             return self
         exact = tuple(hit.clip(row, hit.end) for hit in self.exact if hit.end > row)

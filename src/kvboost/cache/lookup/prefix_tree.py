@@ -1,9 +1,9 @@
-"""Which stored chunks a prompt begins with: a prefix tree with token-level tails.
+"""Finds the stored chunks that a prompt begins with: a prefix tree with token-level tails.
 
-A node is a chunk; its children are the chunks that were seen right behind it. Siblings are kept
-sorted by their tokens, so the sibling that shares most with a prompt stands beside the place
-where the prompt itself would be filed: one binary search finds it, however many there are. The
-last chunk of a match may be used in part.
+A node is a chunk; its children are the chunks that were seen directly after it. Siblings are sorted
+by their tokens, so the sibling that shares most with a prompt is next to where the prompt itself
+would be inserted: one binary search finds it, however many there are. The last chunk of a match may
+be used in part.
 
 Not thread-safe: the store holds its lock around every call.
 """
@@ -18,7 +18,7 @@ from kvboost.tokens.hashing import ChunkKey, TokenIds, common_prefix
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """The first ``num_tokens`` of chunk ``key`` stand next in the prompt."""
+    """The first ``num_tokens`` of chunk ``key`` are the next ones of the prompt."""
 
     key: ChunkKey
     num_tokens: int
@@ -90,10 +90,11 @@ class PrefixTree:
         return best
 
     def leaf_extended_by(self, parent: ChunkKey, token_ids: TokenIds) -> ChunkKey | None:
-        """A childless sibling whose tokens ``token_ids`` begin with: of no use beside them.
+        """A childless child of ``parent`` whose tokens are a prefix of ``token_ids``: a chunk of
+        ``token_ids`` makes it useless.
 
-        The store drops it, so siblings do not begin with one another unless one was in use, and
-        it can only stand directly before them.
+        The store drops it, so no sibling is a prefix of another unless it was in use, and it can
+        only be directly before ``token_ids`` in the sort order.
         """
         siblings = self._children.get(parent)
         at = bisect_left(siblings.order, _sortable(token_ids)) if siblings else 0

@@ -10,8 +10,8 @@ from kvboost.tokens.hashing import ChunkKey
 
 
 class Tier(Protocol):
-    """Keeps chunks. Synchronous, without threads of its own. Where it fails, chunks are ``None``,
-    ``put`` is false and a counter in ``faults`` moves; nothing is raised.
+    """Keeps chunks. Synchronous, without threads of its own. A failure raises nothing: a chunk is
+    ``None``, ``put`` is false, and a counter in ``faults`` goes up.
 
     Tiers in memory are called with the store's lock held. The others are slow: they are safe to
     call from several threads, and no lock is held around them.
@@ -35,17 +35,17 @@ class Tier(Protocol):
     def get(self, key: ChunkKey) -> KVChunk | None: ...
 
     def put(self, chunk: KVChunk) -> bool:
-        """Keeps ``chunk``; false, and nothing changed, if it cannot or if that would break the
-        budget. True if it is here already."""
+        """Keeps ``chunk``; true if it is there already. False, and nothing changed, if it cannot
+        or if that would exceed the budget."""
 
     def delete(self, key: ChunkKey) -> None:
-        """Forgets ``key`` if it is here."""
+        """Removes ``key`` if it is there."""
 
     def contains(self, key: ChunkKey) -> bool: ...
 
     def keys(self) -> list[ChunkKey]: ...
 
     def infos(self) -> Iterator[ChunkInfo]:
-        """What is here, without the data. May take long where it is far away."""
+        """What is there, without the data. May take long for a remote tier."""
 
     def close(self) -> None: ...

@@ -1,14 +1,17 @@
 """Chunks in a folder that any number of processes share.
 
 One file per chunk, named after its key, in one of 256 folders; there is no other index. A file is
-written under a temporary name, flushed and renamed, by one process at a time (a lock file says
-who), so a temporary file that is there while nobody holds the lock is a dead process's and goes.
-Reading takes no lock. What is not a whole chunk is a miss and is put into quarantine::
+written under a temporary name, flushed and renamed, by one process at a time (the one that holds
+the lock file). So a temporary file that exists while no process holds the lock belongs to a dead
+process and is removed. Reading takes no lock. A file that is not a whole chunk counts as a miss and
+goes into quarantine::
 
     ab/ab12….safetensors     a chunk
-    quarantine/              files that were not what they said, the last few
+    quarantine/              the last few files that were not what they said
     tmp-…                    a file that is being written
     .lock  CACHEDIR.TAG
+
+Only regular files with these names are touched. Links, pipes and the like are passed over.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 import threading
 import time
 from collections import Counter
@@ -30,6 +34,8 @@ from filelock import FileLock, Timeout
 
 from kvboost.cache import codec
 from kvboost.cache.chunk import ChunkInfo, KVChunk
+from kvboost.cache.secret import Secret
+from kvboost.cache.tiers import files
 from kvboost.errors import CacheFolderError
 from kvboost.tokens.hashing import ChunkKey
 
@@ -38,7 +44,7 @@ MOST_QUARANTINED = 16
 LOCK_SECONDS = 10.0
 """How long a write waits for other processes that write."""
 REFRESH_SECONDS = 0.05
-"""Other processes' chunks are noticed this late. Longer than a tick of a file system's clock."""
+"""How often we look for other processes' chunks. Longer than a tick of a file system's clock."""
 
 _OURS = re.compile(r"[0-9a-f]{2}|quarantine|tmp-\d+-[0-9a-f]{32}|\.lock|CACHEDIR\.TAG")
 _NAME = re.compile(rf"[0-9a-f]{{32}}{re.escape(SUFFIX)}")
@@ -49,8 +55,8 @@ _TAG = (
 
 @dataclass(frozen=True)
 class Changes:
-    """What became of the folder since the last look. ``added`` begins with what was used longest
-    ago."""
+    """How the folder changed since the last look. ``added`` begins with the chunk that was used
+    longest ago."""
 
     added: tuple[ChunkInfo, ...] = ()
     gone: tuple[ChunkKey, ...] = ()
@@ -58,18 +64,19 @@ class Changes:
 
 @dataclass
 class _Shard:
-    """One of the folders: when it had changed at the last look, and what was there."""
+    """One of the folders: when it had changed at the last look, and what it held."""
 
     changed: int = 0
     settled: bool = False
-    """Whether it has been looked at again since: a file may be added within one tick of the clock
-    by which a change is seen."""
+    """Whether a second look has found no change: a file may be added within the same tick of the
+    clock that shows changes."""
     sizes: dict[ChunkKey, int] = field(default_factory=dict)
 
 
 class DiskTier:
     """Thread-safe. Raises ``CacheFolderError`` when the folder can be neither made nor read, and
-    nothing afterwards. ``allocate`` says where what is read shall lie."""
+    nothing afterwards. ``allocate`` decides in which memory chunks are read. With a ``secret``,
+    chunks are signed, and a file that is not signed with it counts as damaged."""
 
     name = "disk"
 
@@ -79,13 +86,17 @@ class DiskTier:
         max_bytes: int,
         *,
         allocate: codec.Allocate = torch.empty_like,
+        secret: Secret | None = None,
     ) -> None:
         self.folder = Path(folder).expanduser()
         self.max_bytes = max_bytes
         self._allocate = allocate
+        self._secret = secret
         self._shards = {f"{number:02x}": _Shard() for number in range(256)}
         self._nbytes = 0
-        self._quarantined: dict[str, int] = {}
+        self._quarantined: dict[str, int] = {}  # by name, the oldest first
+        self._passed_over: set[str] = set()  # names that we leave alone from now on
+        self._deleting: Counter[ChunkKey] = Counter()
         self._root = _Shard()
         self._refreshed = float("-inf")
         self._faults: Counter[str] = Counter()
@@ -117,24 +128,36 @@ class DiskTier:
                     return Changes()
                 with os.scandir(self.folder) as entries:
                     for entry in entries:
-                        if entry.name in self._shards and entry.is_dir():
+                        if entry.name not in self._shards:
+                            continue
+                        if entry.is_dir(follow_symlinks=False):
                             self._refresh_shard(entry, added, gone)
+                        else:
+                            self._pass_over(entry.name)
                 self._root.settled &= all(
                     shard.settled for shard in self._shards.values() if shard.changed
                 )
             except OSError:
                 self._faults["unreadable"] += 1
-        added.sort(key=lambda one: one[0])
+        added.sort(key=lambda found: found[0])
         return Changes(tuple(info for _, info in added), tuple(gone))
 
-    def get(self, key: ChunkKey) -> KVChunk | None:
+    def get(self, key: ChunkKey, expected: codec.Expected | None = None) -> KVChunk | None:
+        """The chunk, if it is whole and what was ``expected``. Otherwise its file goes into
+        quarantine. A file that this process has removed meanwhile is a miss and no fault."""
         path = self._path(key)
         try:
-            chunk = codec.read_file(path, self._allocate)
+            if not files.is_regular(path):
+                self._note(key, None)
+                self._pass_over(key)
+                return None
+            chunk = codec.read_file(path, self._allocate, self._secret, expected)
             if chunk.key != key:
                 raise codec.BadChunk("it is another chunk")
         except FileNotFoundError:
-            self._miss(key, "vanished")
+            with self._guard:
+                if self.contains(key) and key not in self._deleting:
+                    self._miss(key, "vanished")
             return None
         except codec.BadChunk:
             self._quarantine(key)
@@ -142,12 +165,12 @@ class DiskTier:
         except Exception:  # such as no memory, no file handles: the file may be fine
             self._miss(key, "unreadable")
             return None
-        with suppress(OSError):  # the next start takes this for when it was used last
-            os.utime(path)
+        with suppress(OSError):  # the next start takes this for the time of its last use
+            os.utime(path, follow_symlinks=False)
         return chunk
 
     def put(self, chunk: KVChunk) -> bool:
-        data = codec.encode(chunk)
+        data = codec.encode(chunk, self._secret)
         with self.exclusive() as locked:
             if not locked:
                 return False
@@ -162,10 +185,14 @@ class DiskTier:
         """How many bytes a chunk takes here, at most."""
         return chunk.nbytes + 8 * chunk.info.num_tokens + codec.HEADER_BYTES
 
+    def is_blocked(self, key: ChunkKey) -> bool:
+        """Whether ``key`` cannot be written because something that is not ours has its name."""
+        return files.is_blocked(self._path(key))
+
     @contextmanager
     def exclusive(self) -> Iterator[bool]:
-        """No other process or thread writes meanwhile; false if that cannot be had. May be
-        entered again by the thread that is in it."""
+        """No other process or thread writes meanwhile; false if the lock cannot be acquired. A
+        thread that holds it may enter again."""
         try:
             self._lock.acquire()
         except (OSError, Timeout, NotImplementedError) as error:  # the last: no locks there
@@ -178,12 +205,20 @@ class DiskTier:
             self._lock.release()
 
     def delete(self, key: ChunkKey) -> None:
+        with self._guard:
+            self._deleting[key] += 1
         try:
-            self._path(key).unlink(missing_ok=True)
+            with files.real_folder(self._path(key).parent) as shard:
+                files.remove(f"{key}{SUFFIX}", shard)
+        except FileNotFoundError:
+            self._note(key, None)
         except OSError:
             self._fault("undeleted")
-            return
-        self._note(key, None)
+        else:
+            self._note(key, None)
+        finally:
+            with self._guard:
+                self._deleting -= Counter([key])
 
     def contains(self, key: ChunkKey) -> bool:
         with self._guard:
@@ -195,21 +230,31 @@ class DiskTier:
 
     def infos(self) -> Iterator[ChunkInfo]:
         for key in self.keys():
-            try:
-                yield self._read_info(self._path(key))
-            except (OSError, codec.BadChunk):
-                continue
+            if (info := self.info(key)) is not None:
+                yield info
+
+    def info(self, key: ChunkKey) -> ChunkInfo | None:
+        """What the header of ``key`` says now; None if it cannot be read."""
+        try:
+            return self._read_info(self._path(key))
+        except (OSError, codec.BadChunk):
+            return None
+
+    def quarantined(self) -> dict[str, int]:
+        """The names and sizes of the files in quarantine, other processes' included."""
+        with suppress(OSError), files.real_folder(self.folder / "quarantine") as aside:
+            return {n: size for n, size in files.sizes(aside).items() if _NAME.fullmatch(n)}
+        return {}
 
     def clear_quarantine(self) -> None:
-        """Removes the files that were not what they said, other processes' too."""
+        """Removes the files in quarantine, other processes' included."""
         with self._guard:
-            for path in (self.folder / "quarantine").glob("*"):
-                with suppress(OSError):
-                    path.unlink(missing_ok=True)
+            for name in self.quarantined():
+                self._drop_quarantined(name)
             self._quarantined.clear()
 
     def close(self) -> None:
-        """What is on disk stays."""
+        """Files stay."""
 
     def _prepare(self) -> None:
         tag = self.folder / "CACHEDIR.TAG"
@@ -218,7 +263,7 @@ class DiskTier:
             foreign = [
                 path.name for path in self.folder.iterdir() if not _OURS.fullmatch(path.name)
             ]
-            if foreign or (tag.exists() and "kvboost" not in tag.read_text()):
+            if foreign or not _is_our_tag(tag, missing=True):
                 raise CacheFolderError(
                     f"disk_cache_dir={str(self.folder)!r} holds other files, such as "
                     f"{min(foreign, default=tag.name)!r}; choose a new folder or an empty one"
@@ -234,19 +279,24 @@ class DiskTier:
             ) from error
         with self.exclusive() as locked:
             if locked:
-                for left in self.folder.glob("tmp-*"):  # nobody writes now
+                self._remove_leftovers()
+                with suppress(OSError), tag.open("x") as file:  # "x" follows no link
+                    file.write(_TAG)
+        if os.path.islink(self.folder / "quarantine"):
+            self._pass_over("quarantine")
+        self._quarantined = self.quarantined()
+
+    def _remove_leftovers(self) -> None:
+        """No process writes now: temporary files are those of dead ones."""
+        with suppress(OSError), files.real_folder(self.folder.resolve()) as folder:
+            for name in files.sizes(folder):
+                if name.startswith("tmp-"):
                     with suppress(OSError):
-                        left.unlink()
+                        files.remove(name, folder)
                         self._faults["leftover"] += 1
-                if not tag.exists():
-                    with suppress(OSError):
-                        tag.write_text(_TAG)
-        with suppress(OSError):
-            for entry in os.scandir(self.folder / "quarantine"):
-                self._quarantined[entry.name] = entry.stat().st_size
 
     def _is_as_before(self, seen: _Shard, changed: int) -> bool:
-        """Whether a folder that has ``changed`` then need not be looked at again; notes it."""
+        """Whether a folder that changed at ``changed`` need not be looked at again; notes it."""
         if seen.changed == changed and seen.settled:
             return True
         seen.changed, seen.settled = changed, seen.changed == changed
@@ -259,89 +309,114 @@ class DiskTier:
         gone: list[ChunkKey],
     ) -> None:
         shard = self._shards[entry.name]
-        if self._is_as_before(shard, entry.stat().st_mtime_ns):
+        if self._is_as_before(shard, entry.stat(follow_symlinks=False).st_mtime_ns):
             return
-        with os.scandir(entry.path) as files:
-            there = {
-                ChunkKey(file.name.removesuffix(SUFFIX)): file
-                for file in files
-                if _NAME.fullmatch(file.name) and file.name.startswith(entry.name)
-            }
-        for key in there.keys() - shard.sizes.keys():
+        there: set[ChunkKey] = set()
+        with os.scandir(entry.path) as found:
+            for file in found:
+                if not _NAME.fullmatch(file.name) or not file.name.startswith(entry.name):
+                    continue
+                key = ChunkKey(file.name.removesuffix(SUFFIX))
+                if file.is_file(follow_symlinks=False):
+                    there.add(key)
+                else:
+                    self._pass_over(key)
+        for key in there - shard.sizes.keys() - self._passed_over:
             try:
-                info, stat = self._read_info(Path(there[key].path)), there[key].stat()
+                path = self._path(key)
+                info, status = self._read_info(path), os.lstat(path)
                 if info.key != key:
                     raise codec.BadChunk("it is another chunk")
-                self._note(key, stat.st_size)
-                added.append((stat.st_mtime_ns, info))
-            except codec.BadChunk:
-                self._quarantine(key)
+                self._note(key, status.st_size)
+                added.append((status.st_mtime_ns, info))
             except FileNotFoundError:
                 continue
             except OSError:
                 self._fault("unreadable")
-        for key in shard.sizes.keys() - there.keys():
+            except Exception:  # whatever a file says, it is one fault and no more
+                self._quarantine(key)
+        for key in shard.sizes.keys() - there:
             self._note(key, None)
             gone.append(key)
 
     def _read_info(self, path: Path) -> ChunkInfo:
-        with path.open("rb", buffering=0) as file:
+        with open(files.open_regular(path), "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
             data = file.read(codec.HEADER_BYTES) or b""
             if (missing := codec.header_length(data) - len(data)) > 0:
-                data += file.read(min(missing, 1 << 24)) or b""
-        return codec.info(codec.read_header(data))
+                data += file.read(min(missing, codec.LONGEST_HEADER)) or b""
+        return codec.info(codec.read_header(data), self._secret, size)
 
     def _write(self, key: ChunkKey, data: bytes) -> bool:
         temporary = self.folder / f"tmp-{os.getpid()}-{uuid4().hex}"
         path = self._path(key)
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            with open(temporary, "xb", buffering=0) as file:
-                view = memoryview(data)
-                while view:
-                    view = view[file.write(view) :]
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            with files.real_folder(path.parent, create=True) as shard:
+                if files.is_blocked(path):
+                    raise FileExistsError(f"{path} is not a regular file")
+                with open(temporary, "xb", buffering=0) as file:
+                    view = memoryview(data)
+                    while view:
+                        view = view[file.write(view) :]
+                    os.fsync(file.fileno())
+                os.rename(temporary, path.name, dst_dir_fd=shard)
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             self._fault(_kind(error))
             return False
-        self._note(key, len(data))
+        with self._guard:
+            self._passed_over.discard(key)
+            self._note(key, len(data))
         return True
 
     def _quarantine(self, key: ChunkKey) -> None:
-        """Puts a file that is not a whole chunk aside; where that cannot be done it is passed
-        over from now on."""
+        """Moves a file that is not a whole chunk aside. Where that is not possible, the file is
+        passed over from now on."""
         with self._guard:
             self._miss(key, "corrupt")
-            path = self._path(key)
-            aside = self.folder / "quarantine" / path.name
-            with suppress(OSError):
-                aside.parent.mkdir(mode=0o700, exist_ok=True)
-                os.replace(path, aside)
-                self._quarantined.pop(aside.name, None)
-                self._quarantined[aside.name] = aside.stat().st_size
+            name = f"{key}{SUFFIX}"
+            try:
+                with (
+                    files.real_folder(self._path(key).parent) as shard,
+                    files.real_folder(self.folder / "quarantine", create=True) as aside,
+                ):
+                    os.rename(name, name, src_dir_fd=shard, dst_dir_fd=aside)
+                    size = os.stat(name, dir_fd=aside, follow_symlinks=False).st_size
+            except FileNotFoundError:  # another process was faster
+                return
+            except OSError:
+                self._passed_over.add(key)
+                return
+            self._quarantined.pop(name, None)
+            self._quarantined[name] = size
             while len(self._quarantined) > MOST_QUARANTINED:
                 self._drop_quarantined(next(iter(self._quarantined)))
 
     def empty_quarantine(self, nbytes: int) -> None:
-        """Lets quarantined files go, the oldest first, while ``nbytes`` do not fit."""
+        """Removes quarantined files, the oldest first, while ``nbytes`` do not fit."""
         with self._guard:
             while self._quarantined and self.nbytes + nbytes > self.max_bytes:
                 self._drop_quarantined(next(iter(self._quarantined)))
 
     def _drop_quarantined(self, name: str) -> None:
-        with suppress(OSError):
-            (self.folder / "quarantine" / name).unlink(missing_ok=True)
-        del self._quarantined[name]
+        with suppress(OSError), files.real_folder(self.folder / "quarantine") as aside:
+            files.remove(name, aside)
+        self._quarantined.pop(name, None)
+
+    def _pass_over(self, name: str) -> None:
+        """``name``, a key or the name of a folder, is not a file or folder of ours."""
+        with self._guard:
+            if name not in self._passed_over:
+                self._passed_over.add(name)
+                self._fault("foreign")
 
     def _miss(self, key: ChunkKey, fault: str) -> None:
         self._note(key, None)
         self._fault(fault)
 
     def _note(self, key: ChunkKey, size: int | None) -> None:
-        """``key`` takes ``size`` bytes, or is not there."""
+        """``key`` takes ``size`` bytes, or does not exist."""
         with self._guard:
             sizes = self._shards[key[:2]].sizes
             self._nbytes -= sizes.pop(key, 0)
@@ -355,6 +430,22 @@ class DiskTier:
 
     def _path(self, key: ChunkKey) -> Path:
         return self.folder / key[:2] / f"{key}{SUFFIX}"
+
+
+def is_cache_folder(folder: Path) -> bool:
+    """Whether ``folder`` is tagged as a cache of ours."""
+    try:
+        return _is_our_tag(folder / "CACHEDIR.TAG", missing=False)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _is_our_tag(tag: Path, *, missing: bool) -> bool:
+    """Whether a folder's tag is ours; ``missing`` if there is none."""
+    try:
+        return stat.S_ISREG(os.lstat(tag).st_mode) and "kvboost" in tag.read_text()
+    except FileNotFoundError:
+        return missing
 
 
 def _kind(error: OSError) -> str:

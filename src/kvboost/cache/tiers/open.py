@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvboost.cache.secret import Secret
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.gpu import GpuTier
 from kvboost.cache.tiers.ram import RamTier
@@ -15,17 +16,20 @@ from kvboost.config import EngineConfig
 
 @dataclass(frozen=True)
 class Tiers:
-    """Where chunks may lie. ``ram`` is always there."""
+    """Where chunks are kept. There is always ``ram``."""
 
     ram: RamTier
     gpu: GpuTier | None = None
     disk: DiskTier | None = None
     remote: RemoteTier | None = None
+    secret: Secret | None = None
+    """What slow tiers sign chunks with, and all names are made with."""
 
 
 def open_tiers(config: EngineConfig, device: torch.device) -> Tiers:
     """Where an engine on ``device`` keeps its chunks."""
     on_gpu = device.type == "cuda"
+    secret = Secret(config.cache_secret) if config.cache_secret else None
     ram = RamTier(config.max_cache_bytes, pinned=on_gpu)
     gpu = disk = remote = None
     if on_gpu:
@@ -34,7 +38,9 @@ def open_tiers(config: EngineConfig, device: torch.device) -> Tiers:
             share = min(config.max_cache_bytes, torch.cuda.mem_get_info(device)[0] // 4)
         gpu = GpuTier(share, device) if share else None
     if config.disk_cache_dir is not None:
-        disk = DiskTier(config.disk_cache_dir, config.disk_cache_bytes, allocate=ram.allocate)
+        disk = DiskTier(
+            config.disk_cache_dir, config.disk_cache_bytes, allocate=ram.allocate, secret=secret
+        )
     if config.remote_cache_url is not None:
-        remote = open_remote(config.remote_cache_url, config.remote_cache_bytes)
-    return Tiers(ram, gpu, disk, remote)
+        remote = open_remote(config.remote_cache_url, config.remote_cache_bytes, secret=secret)
+    return Tiers(ram, gpu, disk, remote, secret)

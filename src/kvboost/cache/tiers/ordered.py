@@ -1,4 +1,4 @@
-"""A tier with an order: who leaves it first when room is needed."""
+"""A tier with an eviction order."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from kvboost.tokens.hashing import ChunkKey
 
 
 class OrderedTier:
-    """What the store knows of one tier. A chunk stays for as long as one that was read behind it
-    is there too. Not thread-safe: the store holds its lock around every call."""
+    """The chunks of one tier, in the order in which they would be evicted. A chunk stays as long as
+    a chunk that follows it is in the same tier. Not thread-safe: the store holds its lock around
+    every call."""
 
     def __init__(self, tier: Tier, policy: EvictionPolicy, max_chunks: int | None = None) -> None:
         self.tier = tier
@@ -32,13 +33,14 @@ class OrderedTier:
         return list(self._parents)
 
     def add(self, entry: Entry) -> None:
-        """It is in the tier now. Those that come with one request are ordered together, by
-        ``settle``, parents first; until then nobody asks them to go."""
+        """A chunk was put into the tier. Chunks of the same request are ordered together by
+        ``order_new``, parents first; until then none of them can be evicted."""
         self._parents[entry.key] = entry.parent
         self._children[entry.parent] += 1
         self._new.append(entry)
 
-    def settle(self) -> None:
+    def order_new(self) -> None:
+        """Orders the chunks that were added since the last call."""
         if self._new:
             self._policy.add(self._new)
             self._new = []
@@ -54,8 +56,8 @@ class OrderedTier:
         self._policy.touch(path)
 
     def remove(self, key: ChunkKey) -> None:
-        """It is in the tier no more."""
-        self.settle()
+        """A chunk has left the tier. Unknown keys are ignored."""
+        self.order_new()
         parent = self._parents.pop(key, None)
         if parent is not None:
             self._children[parent] -= 1
@@ -74,23 +76,24 @@ class OrderedTier:
         return room and self.tier.nbytes + nbytes <= self.tier.max_bytes
 
     def next_to_go(self, is_held: Callable[[ChunkKey], bool]) -> ChunkKey | None:
-        """Who makes room next; None if nobody can."""
+        """The chunk to evict next; None if there is none that may be evicted."""
         for key in self._policy:
             if key not in self._children and not is_held(key):
                 return key
         return None
 
     def last_to_go(self, limit: int) -> list[tuple[ChunkKey, int]]:
-        """Those who leave last, the very last first, and how often each was used."""
-        self.settle()
+        """The chunks that would be evicted last, the very last first, and how often each was
+        used."""
+        self.order_new()
         return [(key, self._policy.uses(key)) for key in reversed(list(self._policy)[-limit:])]
 
     def check_integrity(self) -> list[str]:
-        self.settle()
+        self.order_new()
         here, held, ordered = set(self._parents), set(self.tier.keys()), set(self._policy)
         if here == held == ordered:
             return []
         return [
-            f"{self.tier.name}: {len(here)} on the shelf, {len(held)} in the tier and "
-            f"{len(ordered)} in order differ"
+            f"{self.tier.name}: {len(here)} known, {len(held)} in the tier and "
+            f"{len(ordered)} in the eviction order differ"
         ]

@@ -32,15 +32,15 @@ class RamTier:
         return self._nbytes
 
     def adopt(self, chunk: KVChunk) -> KVChunk:
-        """``chunk`` with its data where this tier keeps it: itself if it is there already. Changes
-        nothing here and needs no lock."""
+        """``chunk`` with its data in this tier's memory; itself if it is there already. Does not
+        change the tier and needs no lock."""
         return replace(chunk, data=chunk.data.map(self._bring))
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Room where this tier keeps things, for a tensor such as ``like``.
+        """An empty tensor in this tier's memory, with the dtype and shape of ``like``.
 
-        Large ones are mapped and go back to the system when their chunk goes. From the heap they
-        would lie for long between short-lived tensors of a forward, and it would grow and grow.
+        Large tensors are mapped, and go back to the system when their chunk is evicted. On the heap
+        they would be scattered among the short-lived tensors of forwards, and it would only grow.
         """
         if not self._pinned and like.nbytes >= _LEAST_MAPPED:
             with suppress(OSError):  # a process may have only so many maps
@@ -49,7 +49,7 @@ class RamTier:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._pinned)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy where this tier keeps things."""
+        """A copy in this tier's memory."""
         return self.allocate(tensor).copy_(tensor)
 
     def _bring(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Write-behind: chunks reach slower tiers when nobody waits for them.
+"""Delayed writing: chunks are written to slower tiers while no request waits for them.
 
-A chunk is owed from its admission until it is written. It is written when it has become cold (a
-conversation's last chunk is replaced by a longer one every few seconds, and need not be written
-each time), when much is owed, when memory lets it go, or at the end.
+A chunk is pending from its admission until it is written. It is written when it has become cold (a
+conversation's last chunk is replaced by a longer one every few seconds and need not be written each
+time), when much is pending, when RAM evicts it, or at the end.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvboost.cache.chunk import KVChunk
+from kvboost.cache.tiers.stats import WriterStats
 from kvboost.tokens.hashing import ChunkKey
 
 COLD_SECONDS = 1.0
@@ -24,20 +25,21 @@ MOST_FAILURES = 3
 
 
 @dataclass
-class _Owed:
+class _Pending:
     chunk: KVChunk
     used: float
     tried: int = 0
-    """The flush that tried it last."""
-    leaving: bool = False
-    """Memory has let it go: it is held here alone."""
+    """The last flush that tried to write it."""
+    evicted: bool = False
+    """RAM has evicted it: the writer holds the only copy."""
 
 
 class Writer:
-    """Thread-safe. ``write`` is called by a thread of its own, which starts with the first chunk,
-    and says whether a chunk is done with; one that is not is tried again later. ``written`` is
-    called when a chunk is owed no more. At most ``max_waiting`` bytes are held that memory has let
-    go, and no more than ``max_owed`` are owed for the sake of getting cold."""
+    """Thread-safe. A thread of the writer, started with the first chunk, calls ``write``, which
+    returns whether the chunk is finished; if not, it is tried again later. ``written`` is called
+    when a chunk is no longer pending. The writer holds at most ``max_waiting`` bytes that RAM has
+    evicted, and waits for chunks to become cold only while no more than ``max_pending`` bytes are
+    pending."""
 
     def __init__(
         self,
@@ -45,13 +47,13 @@ class Writer:
         written: Callable[[ChunkKey], None],
         *,
         max_waiting: int,
-        max_owed: int,
+        max_pending: int,
     ) -> None:
         self._write = write
         self._written = written
         self._max_waiting = max_waiting
-        self._max_owed = max_owed
-        self._owed: OrderedDict[ChunkKey, _Owed] = OrderedDict()  # the coldest first
+        self._max_pending = max_pending
+        self._pending: OrderedDict[ChunkKey, _Pending] = OrderedDict()  # the coldest first
         self._nbytes = 0
         self._waiting_bytes = 0
         self._busy: ChunkKey | None = None
@@ -65,86 +67,79 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> WriterStats:
         with self._changed:
-            return {
-                "owed": len(self._owed),
-                "waiting_bytes": self._waiting_bytes,
-                "max_waiting_bytes": self._max_waiting,
-            }
+            return WriterStats(len(self._pending), self._waiting_bytes, self._max_waiting)
 
-    def owe(self, chunk: KVChunk, *, leaving: bool = False) -> bool:
-        """``chunk`` is to be written; if it is ``leaving`` memory as well, at once. False if that
-        would be too much to hold."""
+    def enqueue(self, chunk: KVChunk, *, evicted: bool = False) -> bool:
+        """``chunk`` is to be written; at once if RAM has ``evicted`` it or has no room for it.
+        False if that would be too much to hold."""
         with self._changed:
             if self._closed:
-                return not leaving
-            if chunk.key not in self._owed:
-                self._owed[chunk.key] = _Owed(chunk, time.monotonic())
+                return not evicted
+            if chunk.key not in self._pending:
+                self._pending[chunk.key] = _Pending(chunk, time.monotonic())
                 self._nbytes += chunk.nbytes
                 self._start()
                 self._changed.notify_all()
-            return not leaving or self.let_go(chunk.key)
+            return not evicted or self.evicted(chunk.key)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         """These were used: they are not cold."""
         with self._changed:
             for key in keys:
-                if (owed := self._owed.get(key)) is not None:
-                    owed.used = time.monotonic()
-                    self._owed.move_to_end(key)
+                if (pending := self._pending.get(key)) is not None:
+                    pending.used = time.monotonic()
+                    self._pending.move_to_end(key)
 
-    def let_go(self, key: ChunkKey) -> bool:
-        """Memory lets go of ``key``: true if it is held here until it is written. False if it is
-        not owed, or if that would be too much: then it is owed no more."""
+    def evicted(self, key: ChunkKey) -> bool:
+        """RAM evicts ``key``: true if the writer holds it until it is written. False if it is not
+        pending, or if it is too much to hold: then it is no longer pending."""
         with self._changed:
-            owed = self._owed.get(key)
-            if owed is None or owed.leaving:
-                return owed is not None
-            if self._waiting_bytes + owed.chunk.nbytes > self._max_waiting:
-                self._settle(key)
+            pending = self._pending.get(key)
+            if pending is None or pending.evicted:
+                return pending is not None
+            if self._waiting_bytes + pending.chunk.nbytes > self._max_waiting:
+                self._discard(key)
                 return False
-            owed.leaving = True
-            self._waiting_bytes += owed.chunk.nbytes
-            self._owed.move_to_end(key, last=False)
+            pending.evicted = True
+            self._waiting_bytes += pending.chunk.nbytes
+            self._pending.move_to_end(key, last=False)
             self._changed.notify_all()
             return True
 
-    def taken_back(self, key: ChunkKey) -> None:
-        """``key`` is in memory again."""
+    def back_in_ram(self, key: ChunkKey) -> None:
+        """``key`` is in RAM again."""
         with self._changed:
-            owed = self._owed.get(key)
-            if owed is not None and owed.leaving:
-                owed.leaving = False
-                self._waiting_bytes -= owed.chunk.nbytes
+            pending = self._pending.get(key)
+            if pending is not None and pending.evicted:
+                pending.evicted = False
+                self._waiting_bytes -= pending.chunk.nbytes
 
     def get(self, key: ChunkKey) -> KVChunk | None:
         with self._changed:
-            owed = self._owed.get(key)
-            return owed.chunk if owed else None
+            pending = self._pending.get(key)
+            return pending.chunk if pending else None
 
-    def owes(self, key: ChunkKey) -> bool:
+    def is_pending(self, key: ChunkKey) -> bool:
         with self._changed:
-            return key in self._owed
-
-    def keys(self) -> list[ChunkKey]:
-        with self._changed:
-            return list(self._owed)
+            return key in self._pending
 
     def cancel(self, key: ChunkKey) -> None:
-        """``key`` is owed no more. It may just be written: see ``await_writing``."""
+        """``key`` is no longer pending. A write may be under way: see ``await_writing``."""
         with self._changed:
-            self._settle(key)
+            self._discard(key)
 
     def await_writing(self) -> None:
-        """Returns when what is being written now is written. ``write`` must be able to go on."""
+        """Returns when the current write is over. The caller must not hold a lock that ``write``
+        needs."""
         with self._changed:
             busy = self._busy
             self._changed.wait_for(lambda: busy is None or self._busy != busy)
 
     def flush(self) -> None:
-        """Returns when everything owed now was written, or tried. After ``MOST_FAILURES`` in a row
-        the rest is not."""
+        """Returns when everything pending now was written, or tried. After ``MOST_FAILURES`` in a
+        row it gives up on the rest."""
         if self._is_forked():
             return
         with self._changed:
@@ -153,11 +148,11 @@ class Writer:
             self._failures = 0
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self._closed or not (self._owed or self._busy) or self._flushed >= number
+                lambda: self._closed or not (self._pending or self._busy) or self._flushed >= number
             )
 
     def close(self) -> None:
-        """Writes what is owed, as far as that can be done, and ends."""
+        """Writes what is pending, as far as possible, and ends."""
         if self._is_forked():
             return
         self.flush()
@@ -168,11 +163,11 @@ class Writer:
         if self._thread is not None:
             self._thread.join()
         with self._changed:
-            for key in list(self._owed):
-                self._settle(key)
+            for key in list(self._pending):
+                self._discard(key)
 
     def _is_forked(self) -> bool:
-        """In a fork the thread is not, and the lock may be held for ever."""
+        """A forked process has no such thread, and the lock may be held there for ever."""
         return self._process != os.getpid()
 
     def _start(self) -> None:
@@ -189,23 +184,23 @@ class Writer:
                 done = False
             with self._changed:
                 if done:
-                    self._settle(chunk.key)
+                    self._discard(chunk.key)
                     self._failures, self._pause = 0, 0.0
                 else:
-                    self._put_off(chunk.key)
+                    self._postpone(chunk.key)
             if done:
                 self._written(chunk.key)
             with self._changed:
                 self._busy = None
                 self._changed.notify_all()
 
-    def _put_off(self, key: ChunkKey) -> None:
-        """A chunk could not be written: it comes last, after a while."""
+    def _postpone(self, key: ChunkKey) -> None:
+        """A chunk could not be written: it goes to the end, and the next write waits a while."""
         self._failures += 1
         self._pause = min(max(1.0, 2 * self._pause), LONGEST_PAUSE)
         self._not_before = time.monotonic() + self._pause
-        if key in self._owed:
-            self._owed.move_to_end(key)
+        if key in self._pending:
+            self._pending.move_to_end(key)
 
     def _next(self) -> KVChunk | None:
         """The next chunk to write, once there is one; None when it is time to end."""
@@ -213,42 +208,45 @@ class Writer:
             while not self._closed:
                 if (key := self._to_flush()) is not None:
                     self._busy = key
-                    self._owed[key].tried = self._flush
-                    return self._owed[key].chunk
-                rest = self._due() - time.monotonic() if self._owed else None
+                    self._pending[key].tried = self._flush
+                    return self._pending[key].chunk
+                rest = self._due() - time.monotonic() if self._pending else None
                 if rest is not None and rest <= 0:
-                    self._busy = self._ancestor(next(iter(self._owed)))
-                    return self._owed[self._busy].chunk
+                    self._busy = self._ancestor(next(iter(self._pending)))
+                    return self._pending[self._busy].chunk
                 self._changed.wait(rest)
             return None
 
     def _to_flush(self) -> ChunkKey | None:
-        """What a flush has not tried yet; None, and the flush is over, if there is no more."""
+        """A chunk that the current flush has not tried yet; None ends the flush."""
         if self._flushed < self._flush:
             if self._failures < MOST_FAILURES:
-                for key, owed in self._owed.items():
-                    if owed.tried < self._flush:
+                for key, pending in self._pending.items():
+                    if pending.tried < self._flush:
                         ancestor = self._ancestor(key)
-                        return ancestor if self._owed[ancestor].tried < self._flush else key
+                        return ancestor if self._pending[ancestor].tried < self._flush else key
             self._flushed = self._flush
             self._changed.notify_all()
         return None
 
     def _due(self) -> float:
         """When the next chunk is to be written."""
-        coldest = next(iter(self._owed.values()))
-        if coldest.leaving or self._nbytes > self._max_owed:
+        coldest = next(iter(self._pending.values()))
+        if coldest.evicted or self._nbytes > self._max_pending:
             return self._not_before
         return max(self._not_before, coldest.used + COLD_SECONDS)
 
     def _ancestor(self, key: ChunkKey) -> ChunkKey:
-        """What must be there before ``key``, if that is owed too; otherwise ``key``."""
-        while (parent := self._owed[key].chunk.info.parent) in self._owed:
-            key = parent
-        return key
+        """The first pending chunk before ``key``, which is to be written first; or ``key``."""
+        info = self._pending[key].chunk.info
+        while (parent := self._pending.get(info.parent)) is not None:
+            if parent.chunk.info.base_position >= info.base_position:  # never in a circle
+                break
+            info = parent.chunk.info
+        return info.key
 
-    def _settle(self, key: ChunkKey) -> None:
-        owed = self._owed.pop(key, None)
-        if owed is not None:
-            self._nbytes -= owed.chunk.nbytes
-            self._waiting_bytes -= owed.chunk.nbytes if owed.leaving else 0
+    def _discard(self, key: ChunkKey) -> None:
+        pending = self._pending.pop(key, None)
+        if pending is not None:
+            self._nbytes -= pending.chunk.nbytes
+            self._waiting_bytes -= pending.chunk.nbytes if pending.evicted else 0

@@ -33,7 +33,7 @@ def files_in(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def test_files_lie_where_their_key_says(tmp_path: Path) -> None:
+def test_files_are_named_after_their_keys(tmp_path: Path) -> None:
     chunk = packed_chunk()
     with opened(f"file://{tmp_path}") as tier:
         assert tier.put(chunk)
@@ -41,7 +41,7 @@ def test_files_lie_where_their_key_says(tmp_path: Path) -> None:
     assert_same(codec.read_file(file_of(tmp_path, chunk)), chunk)
 
 
-def test_what_lies_there_counts_and_goes_by_age(tmp_path: Path) -> None:
+def test_existing_files_count_and_the_oldest_are_evicted(tmp_path: Path) -> None:
     chunks = [big_chunk(number) for number in range(4)]
     with opened(str(tmp_path)) as tier:
         assert all(tier.put(chunk) for chunk in chunks[:3])
@@ -85,7 +85,7 @@ def test_threads_together_keep_the_budget_at_every_moment(tmp_path: Path) -> Non
         assert on_disk() >= 8 * size_of(chunks[0])
 
 
-def test_another_writers_files_are_seen_in_time(tmp_path: Path) -> None:
+def test_another_writers_files_are_counted_in_time(tmp_path: Path) -> None:
     chunks = [big_chunk(number) for number in range(40)]
     budget = 16 * size_of(chunks[0])
     with opened(str(tmp_path), budget) as first, opened(str(tmp_path), budget) as second:
@@ -121,7 +121,7 @@ def test_damaged_files_are_counted_and_removed(
         assert_same(tier.get(chunk.key), chunk)
 
 
-def test_a_file_under_anothers_name_is_no_hit(tmp_path: Path) -> None:
+def test_a_file_under_the_name_of_another_is_a_miss(tmp_path: Path) -> None:
     chunk, other = big_chunk(1), big_chunk(2)
     path = file_of(tmp_path, chunk)
     path.parent.mkdir()
@@ -140,7 +140,7 @@ def failing(error: Exception) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("name", ["pipe_file", "mv"])
-def test_a_full_disk_leaves_nothing_behind(
+def test_a_full_disk_leaves_no_partial_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     chunks = [big_chunk(1), big_chunk(2)]
@@ -156,7 +156,7 @@ def test_a_full_disk_leaves_nothing_behind(
         assert tier.put(chunks[1])
 
 
-def test_what_cannot_be_deleted_stays_counted(
+def test_a_file_that_cannot_be_deleted_stays_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = [big_chunk(1), big_chunk(2)]
@@ -168,7 +168,7 @@ def test_what_cannot_be_deleted_stays_counted(
         assert tier.nbytes == size_of(chunks[0])
 
 
-def test_a_folder_that_is_none_opens_the_breaker(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder_opens_the_breaker(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a file")
     with opened(str(tmp_path / "file" / "folder")) as tier:
         assert [tier.get(make_chunk([1]).key) for _ in range(9)] == [None] * 9
@@ -177,7 +177,7 @@ def test_a_folder_that_is_none_opens_the_breaker(tmp_path: Path) -> None:
         assert tier.nbytes == 0
 
 
-def test_a_stalled_store_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_store_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = big_chunk(1)
     with opened(f"asyncfolder://{tmp_path}", socket_timeout=0.04) as tier:
         assert tier.put(chunk)
@@ -207,7 +207,7 @@ def test_a_file_deleted_while_it_is_written_does_not_stay(
         assert (tier.keys(), tier.nbytes, tier.faults) == ([], 0, {})
 
 
-def test_an_eviction_does_not_take_what_is_being_written(
+def test_a_file_that_is_being_written_is_not_evicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = [big_chunk(1), big_chunk(2)]

@@ -13,8 +13,10 @@ import pytest
 from chunks import ROOT, make_chunk
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk
+from kvboost.cache.tiers.remote.breaker import Breaker
 from kvboost.cache.tiers.remote.redis import PIECE_BYTES, RedisBackend
-from kvboost.cache.tiers.remote.tier import Breaker, RemoteTier
+from kvboost.cache.tiers.remote.tier import RemoteTier
+from kvboost.tokens.hashing import ChunkKey
 from redis_server import RedisServer
 from remote_stores import PLENTY, assert_same, big_chunk, opened, size_of, while_writing
 
@@ -57,7 +59,44 @@ def leave_memory(server: RedisServer, num_bytes: int) -> None:
     server.client.config_set("maxmemory", used["used_memory"] + num_bytes)
 
 
-def test_values_lie_there_in_pieces(server: RedisServer) -> None:
+@pytest.mark.parametrize("kind", ["string", "list", "set"])
+def test_a_key_of_another_type_is_a_fault_and_removed(kind: str, server: RedisServer) -> None:
+    chunk = make_chunk([1, 2, 3])
+    plant = {"string": server.client.set, "list": server.client.rpush, "set": server.client.sadd}
+    plant[kind](name_of(chunk), "not a chunk")
+    with opened(server.url) as tier:
+        assert tier.contains(chunk.key)  # there is something to be looked at
+        assert tier.get(chunk.key) is None
+        assert tier.faults == {"corrupt": 1}
+        assert not server.client.exists(name_of(chunk))
+        assert tier.put(chunk)
+        assert_same(tier.get(chunk.key), chunk)
+        assert tier.faults == {"corrupt": 1} and counted_bytes(server) == size_of(chunk)
+
+
+def test_a_value_that_cannot_be_deleted_is_not_asked_for_again(server: RedisServer) -> None:
+    chunk = make_chunk([1, 2, 3])
+
+    class ReadOnly(RedisBackend):
+        asked = 0
+
+        def get(self, key: ChunkKey) -> bytes | None:
+            ReadOnly.asked += 1
+            return super().get(key)
+
+        def delete(self, key: ChunkKey) -> None:
+            raise OSError("read only")
+
+    backend = ReadOnly(server.url, PLENTY, connect_timeout=0.25, socket_timeout=1.0)
+    with contextlib.closing(RemoteTier(backend)) as tier:
+        assert tier.put(chunk)
+        server.client.hset(name_of(chunk), "0", b"damaged")
+        for _ in range(3):
+            assert tier.get(chunk.key) is None and not tier.contains(chunk.key)
+        assert ReadOnly.asked == 1 and tier.faults["corrupt"] == 1
+
+
+def test_values_are_stored_in_pieces(server: RedisServer) -> None:
     chunk = big_chunk(1, 10 * PIECE_BYTES)  # more than one transaction
     with opened(server.url) as tier:
         assert tier.put(chunk)
@@ -83,7 +122,7 @@ def test_many_keys_are_one_round_trip(server: RedisServer) -> None:
         assert calls["cmdstat_evalsha"]["calls"] == 1
 
 
-def test_what_is_read_stays(server: RedisServer) -> None:
+def test_chunks_that_are_read_are_evicted_later(server: RedisServer) -> None:
     chunks = [big_chunk(number) for number in range(4)]
     with opened(server.url, max_bytes=3 * size_of(chunks[0])) as tier:
         assert all(tier.put(chunk) for chunk in chunks[:3])
@@ -117,22 +156,22 @@ def test_clients_together_keep_the_budget_at_every_moment(server: RedisServer) -
         assert len(found) == 10 and all(found)
 
 
-def test_others_values_are_neither_counted_nor_evicted(server: RedisServer) -> None:
+def test_other_applications_values_are_neither_counted_nor_evicted(server: RedisServer) -> None:
     chunks = [big_chunk(number) for number in range(4)]
-    server.client.set("somebody:else", b"x" * 200_000)
+    server.client.set("another:application", b"x" * 200_000)
     with opened(server.url, max_bytes=size_of(chunks[0])) as tier:
         assert all(tier.put(chunk) for chunk in chunks)
         assert tier.keys() == [chunks[-1].key]
-        assert server.client.strlen("somebody:else") == 200_000
+        assert server.client.strlen("another:application") == 200_000
 
 
-def test_without_a_budget_the_servers_own_holds(server: RedisServer) -> None:
+def test_without_a_budget_the_servers_own_limit_applies(server: RedisServer) -> None:
     with opened(server.url, max_bytes=None) as tier:
         assert tier.max_bytes == sys.maxsize
         assert tier.put(make_chunk([1]))
 
 
-def test_a_stopped_server_is_missed_and_found_again(own_server: RedisServer) -> None:
+def test_a_server_that_is_stopped_and_restarted_is_used_again(own_server: RedisServer) -> None:
     now = 0.0
     chunk = big_chunk(1)
     with redis_tier(own_server, Breaker(clock=lambda: now)) as tier:
@@ -161,7 +200,7 @@ def test_a_restart_between_two_calls_costs_nothing(own_server: RedisServer) -> N
         assert tier.faults == {}
 
 
-def test_a_stalled_server_holds_up_few_calls_and_not_for_long(own_server: RedisServer) -> None:
+def test_a_stalled_server_delays_few_calls_and_not_for_long(own_server: RedisServer) -> None:
     now = 0.0
     chunk = big_chunk(1, 3 << 20)
     with redis_tier(own_server, Breaker(clock=lambda: now), timeout=0.2) as tier:
@@ -200,7 +239,7 @@ def test_nothing_is_tried_twice() -> None:
     assert accepted == 2
 
 
-def test_a_chunk_that_goes_while_it_is_read_is_a_miss(
+def test_a_chunk_that_is_evicted_while_it_is_read_is_a_miss(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunk = big_chunk(1)
@@ -210,12 +249,12 @@ def test_a_chunk_that_goes_while_it_is_read_is_a_miss(
         assert tier.put(chunk)
         run = backend._run
 
-        def evict_behind(*args: Any) -> Any:
+        def evict_meanwhile(*args: Any) -> Any:
             answer = run(*args)
             server.client.delete(name_of(chunk))
             return answer
 
-        monkeypatch.setattr(backend, "_run", evict_behind)
+        monkeypatch.setattr(backend, "_run", evict_meanwhile)
         assert tier.get(chunk.key) is None
         assert tier.faults == {}
 
@@ -238,7 +277,7 @@ def test_a_full_server_keeps_serving(server: RedisServer) -> None:
         assert tier.put(chunks[1])
 
 
-def test_chunks_that_the_server_evicts_are_dropped_when_they_are_met(server: RedisServer) -> None:
+def test_accounts_of_chunks_that_the_server_evicted_are_dropped(server: RedisServer) -> None:
     chunks = [big_chunk(number) for number in range(4)]
     size = size_of(chunks[0])
     with opened(server.url, max_bytes=4 * size) as tier:
@@ -254,7 +293,7 @@ def test_chunks_that_the_server_evicts_are_dropped_when_they_are_met(server: Red
 
 
 @pytest.mark.parametrize("lost", ["accounts", "used", "accounts used"])
-def test_lost_accounts_are_made_anew(server: RedisServer, lost: str) -> None:
+def test_lost_accounts_are_restored(server: RedisServer, lost: str) -> None:
     chunks = [big_chunk(number) for number in range(4)]
     size = size_of(chunks[0])
     with opened(server.url, max_bytes=3 * size) as tier:
@@ -266,7 +305,7 @@ def test_lost_accounts_are_made_anew(server: RedisServer, lost: str) -> None:
         assert tier.faults == {}
 
 
-def test_a_server_that_evicts_by_itself_is_no_fault(server: RedisServer) -> None:
+def test_a_server_that_evicts_by_itself_is_not_a_fault(server: RedisServer) -> None:
     chunks = [big_chunk(number, 1 << 19) for number in range(40)]
     leave_memory(server, 6 << 20)
     server.client.config_set("maxmemory-policy", "allkeys-lru")
@@ -282,7 +321,7 @@ def test_a_server_that_evicts_by_itself_is_no_fault(server: RedisServer) -> None
         assert tier.state == "closed"
 
 
-def test_an_announced_chunk_is_a_miss_and_given_to_the_next_writer(server: RedisServer) -> None:
+def test_an_announced_chunk_is_a_miss_and_the_next_writer_replaces_it(server: RedisServer) -> None:
     chunk = big_chunk(1)
     value = codec.encode(chunk)
     with redis_tier(server) as tier:
@@ -360,7 +399,7 @@ def test_damaged_values_are_counted_and_removed(
         assert_same(tier.get(chunk.key), chunk)
 
 
-def test_foreign_values_are_passed_over(server: RedisServer) -> None:
+def test_foreign_values_are_ignored(server: RedisServer) -> None:
     chunk, other = big_chunk(1), big_chunk(2)
     server.client.set(name_of(chunk), "not a chunk at all")
     server.client.hset("kvboost:1:chunk:nonsense", mapping={"whole": 3, "header": "abc"})

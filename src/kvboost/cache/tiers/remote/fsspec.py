@@ -1,10 +1,10 @@
-"""Chunks as files in any place fsspec knows: an object store, a shared folder.
+"""Chunks as files in any storage that fsspec knows: an object store, a shared folder.
 
-``<url>/ab/<key>.safetensors``, where ``ab`` begins the key. Where a filesystem can move, a file
-is written under another name first; where it cannot, as in object stores, writing one is atomic.
-Nobody keeps accounts for all, so the budget goes by what a listing has shown and what was written
-since; each writer lists again after it has written an eighth of the budget. With one writer the
-budget holds at every moment; each other may exceed it by that eighth.
+``<url>/ab/<key>.safetensors``, where ``ab`` begins the key. If a filesystem can rename, a file is
+written under another name first; if it cannot, as in object stores, writing a file is atomic. There
+are no shared accounts, so each writer counts what its last listing showed plus what it has written
+since, and lists again after an eighth of the budget. With one writer the budget holds at every
+moment; each further writer may exceed it by that eighth.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
 from kvboost.cache import codec
-from kvboost.cache.tiers.remote.tier import Fault
+from kvboost.cache.tiers.remote.backend import Fault
 from kvboost.tokens.hashing import ChunkKey
 
 _SUFFIX = ".safetensors"
@@ -41,7 +41,7 @@ _LISTING = 30
 
 class FsspecBackend:
     """``timeout`` bounds a small operation where the filesystem is asynchronous, as those of
-    object stores are; others know no timeouts. Raises ``ValueError`` or ``ImportError`` if fsspec
+    object stores are; others have no timeouts. Raises ``ValueError`` or ``ImportError`` if fsspec
     cannot serve ``url`` and ``TypeError`` or ``ValueError`` for options it does not know."""
 
     def __init__(

@@ -2,24 +2,24 @@
 
 Everything has a name under ``kvboost:1:``::
 
-    chunk:<key>    hash: writer   who wrote it, a random token
+    chunk:<key>    hash: writer   a random token of its writer
                          header   the value up to its tensors
-                         0, 1, …  the rest, in pieces that do not hold up the server
+                         0, 1, …  the rest, in pieces that do not block the server for long
                          whole    the value's size; without it the chunk is only announced
     part:<writer>  the same while it is being written; becomes the chunk
     accounts       hash: <key> → size of every chunk that is there or announced,
                          total, clock, ready
     used           sorted set: <key> by last use, in ticks of the clock
 
-A script, which the server runs in one go, announces a chunk before its first byte is sent, and
-lets the least recently used ones go until it fits. Pieces are written in transactions that end
-with a look at the announcement: once it is gone, so are they. So the sum of all sizes is never
-above the budget, whoever writes. What a writer leaves unfinished expires. The server may evict any
-of these keys on its own: a chunk without accounts is counted when it is met, accounts without a
-chunk are dropped when they are met, and where the accounts themselves are lost they are made anew
-from a scan.
+A script, which the server runs atomically, announces a chunk before its first byte is sent, and
+evicts the least recently used ones until it fits. Pieces are written in transactions that check the
+announcement at the end: if it is gone, they are removed. So the sum of all sizes never exceeds the
+budget, however many writers there are. What a writer leaves unfinished expires. The server may
+evict any of these keys on its own: a chunk without accounts is counted when it is met, accounts
+without a chunk are dropped when they are met, and if the accounts themselves are lost, a scan
+restores them.
 
-The script names keys that it was not given, so this is for one server, not for a cluster.
+The script uses keys that were not declared to it, so this works on one server, not on a cluster.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from kvboost.cache import codec
-from kvboost.cache.tiers.remote.tier import Fault
+from kvboost.cache.tiers.remote.backend import Fault
 from kvboost.tokens.hashing import ChunkKey
 
 NAMESPACE = "kvboost:1:"
@@ -62,6 +62,11 @@ end
 local function size_of(key)  -- false if it is not whole
   local size = field(key, 'whole')
   return size and size:match('^%d+$') and size
+end
+
+local function is_foreign(key)  -- something else than a hash has the name of a chunk
+  local kind = call('TYPE', chunks .. key).ok
+  return kind ~= 'hash' and kind ~= 'none'
 end
 
 local function is_lost()
@@ -101,13 +106,14 @@ local act = {}
 function act.contains()
   local found = {}
   for i = 2, #ARGV do
-    found[i - 1] = size_of(ARGV[i]) and 1 or 0
+    found[i - 1] = (size_of(ARGV[i]) or is_foreign(ARGV[i])) and 1 or 0
     if is_gone(ARGV[i]) then forget(ARGV[i]) end
   end
   return found
 end
 
 function act.open(key)
+  if is_foreign(key) then return 'foreign' end
   local size = size_of(key)
   if not size then
     if is_gone(key) then forget(key) end
@@ -198,9 +204,9 @@ _NAMES = (_ACCOUNTS, _USED, _CHUNK, _PART)
 
 
 class RedisBackend:
-    """Connections come from the client's pool, which is made for threads and forks. It never
-    tries anything twice: that is the breaker's business. Raises ``ValueError`` or ``TypeError``
-    if ``url`` says what the client does not know."""
+    """Connections come from the client's pool, which supports threads and forks. Nothing is tried
+    twice: that is the breaker's decision. Raises ``ValueError`` or ``TypeError`` if the client does
+    not understand ``url``."""
 
     def __init__(
         self, url: str, max_bytes: int, *, connect_timeout: float, socket_timeout: float
@@ -233,6 +239,8 @@ class RedisBackend:
         found = self._run("open", key)
         if not found:
             return None
+        if found == b"foreign":
+            return b""  # which is not a chunk
         writer, num_fields = found
         pieces: list[bytes | None] = []
         names = ["header", *map(str, range(num_fields - 3))]
@@ -265,7 +273,7 @@ class RedisBackend:
             raise
 
     def _write(self, key: ChunkKey, value: bytes, writer: str) -> bool:
-        """Once it is announced. False if the announcement went away meanwhile."""
+        """Writes an announced chunk. False if its announcement was removed meanwhile."""
         part = _PART + writer
         pieces = list(_pieces(value))
         for start in range(0, len(pieces), _PIECES_AT_ONCE):
@@ -319,14 +327,14 @@ class RedisBackend:
             return self._client.evalsha(_SHA, len(_NAMES), *_NAMES, *args)
 
     def _recount(self) -> None:
-        """Makes the accounts anew from what is there. Several clients may do so at once."""
+        """Restores the accounts from what is there. Several clients may do so at once."""
         self._run("recount")
         for keys in self._scan():
             self._run("adopt", *keys)
         self._run("ready")
 
     def _scan(self) -> Iterator[list[ChunkKey]]:
-        """The keys of all chunks, whole or not, some at a time. One may come twice."""
+        """The keys of all chunks, whole or not, some at a time. A key may appear twice."""
         cursor = 0
         while True:
             cursor, names = cast(

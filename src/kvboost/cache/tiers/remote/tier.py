@@ -1,30 +1,30 @@
-"""Chunks that machines share: in a Redis or Valkey server, in an object store, in a folder.
+"""Chunks that several machines share: in a Redis or Valkey server, an object store or a folder.
 
-Whatever happens there changes speed and nothing else. A chunk that comes back is checked from
-its first byte to its last; an error is counted and is a miss; and where errors follow one
-another, nobody waits for the next: a breaker keeps requests away until a trial succeeds.
+A fault there changes speed and nothing else. A chunk that comes back is checked from its first
+byte to its last. An error counts as a miss. After several errors in a row a breaker stops all calls
+until a trial succeeds, so no request waits for a store that is down.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from kvboost.cache import codec
 from kvboost.cache.chunk import ChunkInfo, KVChunk
+from kvboost.cache.secret import Secret
+from kvboost.cache.tiers.remote.backend import Backend, Fault
+from kvboost.cache.tiers.remote.breaker import Breaker, State
+from kvboost.cache.tiers.stats import RemoteStats
 from kvboost.errors import ConfigError
 from kvboost.tokens.hashing import ChunkKey
 
 CONNECT_TIMEOUT = 0.25
 SOCKET_TIMEOUT = 1.0
-"""Seconds. Longer than a healthy server on the same network needs, by far."""
-
-Fault = Literal["timeout", "unreachable", "full", "corrupt", "error"]
-State = Literal["closed", "open", "half-open"]
+"""Seconds. Far more than a healthy server on the same network needs."""
 
 _HARMLESS: frozenset[Fault] = frozenset(("full", "corrupt"))  # it answered
 _HEADERS_AT_ONCE = 64
@@ -39,118 +39,19 @@ _REDIS_SCHEMES = {
 Answer = TypeVar("Answer")
 
 
-class Backend(Protocol):
-    """Keeps values by key, far away, within a budget. Safe to call from several threads. What
-    fails raises anything at all; ``fault`` says what it was."""
-
-    @property
-    def max_bytes(self) -> int: ...
-
-    def fault(self, error: Exception) -> Fault: ...
-
-    def get(self, key: ChunkKey) -> bytes | None:
-        """The value as it came, checked by nobody; None if there is none."""
-
-    def put(self, key: ChunkKey, value: bytes) -> bool:
-        """Keeps ``value``, a whole chunk as ``codec.encode`` writes it, and lets older ones go
-        first where the budget asks for it. False if it does not fit or somebody else was
-        quicker; a value is there whole or not at all. True if there is one already."""
-
-    def delete(self, key: ChunkKey) -> None: ...
-
-    def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """In one round trip."""
-
-    def keys(self) -> list[ChunkKey]: ...
-
-    def headers(self, keys: Sequence[ChunkKey]) -> list[bytes | None]:
-        """The beginnings of these values, long enough for ``codec.read_header``."""
-
-    def nbytes(self) -> int: ...
-
-    def close(self) -> None: ...
-
-
-class Ticket(NamedTuple):
-    """Leave to make one call, in the breaker's state of then."""
-
-    epoch: int
-
-
-class Breaker:
-    """Closed: calls pass. After ``num_failures`` in a row open: none does, for ``first_pause``
-    seconds. Then half-open: one does, as a trial. Success closes it, failure opens it for twice
-    as long, up to ``longest_pause``. Calls that were on their way when the state changed say
-    nothing about the new one."""
-
-    def __init__(
-        self,
-        *,
-        num_failures: int = 3,
-        first_pause: float = 1.0,
-        longest_pause: float = 30.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._num_failures = num_failures
-        self._first_pause = first_pause
-        self._longest_pause = longest_pause
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._failures = 0
-        self._pause = first_pause
-        self._open_until: float | None = None  # None: closed
-        self._on_trial = False
-        self._epoch = 0
-
-    @property
-    def state(self) -> State:
-        with self._lock:
-            if self._open_until is None:
-                return "closed"
-            return "half-open" if self._on_trial or self._clock() >= self._open_until else "open"
-
-    def enter(self) -> Ticket | None:
-        """Leave to make a call, to be handed to :meth:`leave` however it ends; or None."""
-        with self._lock:
-            if self._open_until is not None:
-                if self._on_trial or self._clock() < self._open_until:
-                    return None
-                self._on_trial = True
-                self._epoch += 1
-            return Ticket(self._epoch)
-
-    def leave(self, ticket: Ticket, succeeded: bool) -> None:
-        with self._lock:
-            if ticket.epoch != self._epoch:
-                return
-            if succeeded:
-                self._failures = 0
-                self._pause = self._first_pause
-                if self._on_trial:
-                    self._change(None)
-            elif self._on_trial:
-                self._pause = min(2 * self._pause, self._longest_pause)
-                self._change(self._clock() + self._pause)
-            else:
-                self._failures += 1
-                if self._failures >= self._num_failures:
-                    self._change(self._clock() + self._pause)
-
-    def _change(self, open_until: float | None) -> None:
-        self._open_until = open_until
-        self._on_trial = False
-        self._failures = 0
-        self._epoch += 1
-
-
 class RemoteTier:
-    """Safe to call from several threads. Everything asks the breaker first."""
+    """Safe to call from several threads. Every call asks the breaker first. With a ``secret``,
+    chunks are signed, and a value that is not signed with it counts as damaged."""
 
     name = "remote"
 
-    def __init__(self, backend: Backend, breaker: Breaker | None = None) -> None:
+    def __init__(
+        self, backend: Backend, breaker: Breaker | None = None, *, secret: Secret | None = None
+    ) -> None:
         self._backend = backend
         self._breaker = breaker or Breaker()
+        self._secret = secret
+        self._refused: set[ChunkKey] = set()  # bad values that could not be deleted
         self._lock = threading.Lock()  # guards the counters
         self._faults: dict[str, int] = {}
         self._hits = self._misses = self._puts = 0
@@ -162,7 +63,7 @@ class RemoteTier:
 
     @property
     def nbytes(self) -> int:
-        """Asks; 0 if nobody answers."""
+        """Asks the store; 0 if it does not answer."""
         return self._ask(self._backend.nbytes, 0)
 
     @property
@@ -172,24 +73,25 @@ class RemoteTier:
 
     @property
     def state(self) -> State:
-        """Of the breaker."""
+        """The breaker's state."""
         return self._breaker.state
 
-    def stats(self) -> dict[str, Any]:
-        held = self.nbytes
+    def stats(self) -> RemoteStats:
+        nbytes = self.nbytes
         with self._lock:
-            return {
-                "state": self._breaker.state,
-                "hits": self._hits,
-                "misses": self._misses,
-                "puts": self._puts,
-                "faults": dict(self._faults),
-                "bytes": held,
-            }
+            return RemoteStats(
+                state=self._breaker.state,
+                hits=self._hits,
+                misses=self._misses,
+                puts=self._puts,
+                faults=dict(self._faults),
+                nbytes=nbytes,
+            )
 
-    def get(self, key: ChunkKey) -> KVChunk | None:
-        value = self._ask(lambda: self._backend.get(key), None)
-        chunk = None if value is None else self._decode(key, value)
+    def get(self, key: ChunkKey, expected: codec.Expected | None = None) -> KVChunk | None:
+        """The chunk, if it is whole and what was ``expected``. Otherwise it is deleted there."""
+        value = None if key in self._refused else self._ask(lambda: self._backend.get(key), None)
+        chunk = None if value is None else self._decode(key, value, expected)
         with self._lock:
             if chunk is None:
                 self._misses += 1
@@ -211,16 +113,17 @@ class RemoteTier:
         return self.contains_many([key])[0]
 
     def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which of ``keys`` are here, in one round trip."""
+        """Which of ``keys`` are there, in one round trip. Values that were refused do not count."""
         if not keys:
             return []
-        return self._ask(lambda: self._backend.contains_many(keys), [False] * len(keys))
+        found = self._ask(lambda: self._backend.contains_many(keys), [False] * len(keys))
+        return [has and key not in self._refused for key, has in zip(keys, found, strict=True)]
 
     def keys(self) -> list[ChunkKey]:
         return self._ask(self._backend.keys, [])
 
     def infos(self) -> Iterator[ChunkInfo]:
-        """What is here, a few headers at a time. What cannot be read is left out."""
+        """What is there, a few headers at a time. Headers that cannot be read are left out."""
         keys = self.keys()
         for start in range(0, len(keys), _HEADERS_AT_ONCE):
             some = keys[start : start + _HEADERS_AT_ONCE]
@@ -230,7 +133,7 @@ class RemoteTier:
                     yield info
 
     def close(self) -> None:
-        """Lets go of connections; every later call is a miss."""
+        """Closes connections; every later call is a miss."""
         self._closed = True
         self._backend.close()
 
@@ -253,29 +156,37 @@ class RemoteTier:
             self._breaker.leave(ticket, answered)
 
     def _put(self, chunk: KVChunk) -> bool:
-        # To ask costs less than to encode what is there already.
+        # Asking costs less than encoding a chunk that is already there.
         if self._backend.contains_many([chunk.key])[0]:
             return True
-        return self._backend.put(chunk.key, codec.encode(chunk))
+        return self._backend.put(chunk.key, codec.encode(chunk, self._secret))
 
-    def _decode(self, key: ChunkKey, value: bytes) -> KVChunk | None:
-        """The chunk, or None: then these bytes are gone from there too."""
+    def _decode(
+        self, key: ChunkKey, value: bytes, expected: codec.Expected | None
+    ) -> KVChunk | None:
+        """The chunk, or None after its value was deleted. A value that cannot be deleted is not
+        asked for again."""
         try:
-            chunk = codec.decode(value)
+            chunk = codec.decode(value, self._secret, expected)
             if chunk.key == key:
                 return chunk
         except Exception:  # noqa: S110 - others write there too: no bytes may stop a request
             pass
         self._count("corrupt")
-        self.delete(key)
+        if not self._ask(lambda: self._delete(key), False):
+            self._refused.add(key)
         return None
+
+    def _delete(self, key: ChunkKey) -> bool:
+        self._backend.delete(key)
+        return True
 
     def _headers(self, keys: Sequence[ChunkKey]) -> Sequence[bytes | None]:
         return self._ask(lambda: self._backend.headers(keys), [None] * len(keys))
 
     def _read_header(self, key: ChunkKey, header: bytes) -> ChunkInfo | None:
         try:
-            info = codec.info(codec.read_header(header))
+            info = codec.info(codec.read_header(header), self._secret)
         except codec.BadChunk:
             info = None
         if info is not None and info.key == key:
@@ -295,11 +206,12 @@ def open_remote(
     connect_timeout: float = CONNECT_TIMEOUT,
     socket_timeout: float = SOCKET_TIMEOUT,
     storage_options: Mapping[str, Any] | None = None,
+    secret: Secret | None = None,
 ) -> RemoteTier:
-    """The tier behind ``url``: ``redis://``, ``rediss://``, ``valkey://``, ``valkeys://`` or
-    ``unix://`` for a server, anything fsspec knows, or a path. Connects nowhere yet.
+    """The tier at ``url``: ``redis://``, ``rediss://``, ``valkey://``, ``valkeys://`` or
+    ``unix://`` for a server, any URL that fsspec knows, or a path. Does not connect yet.
 
-    ``max_bytes`` may be None for a server, which then has its own limit only.
+    ``max_bytes`` may be None for a server; then only the server's own limit applies.
     ``storage_options`` go to fsspec's filesystem. Raises ``ConfigError``.
     """
     scheme, separator, rest = url.partition("://")
@@ -318,11 +230,11 @@ def open_remote(
     elif max_bytes is None:
         raise ConfigError(
             f"the remote store {_shown(url)!r} needs a budget in bytes; only a Redis or Valkey "
-            "server may do without, because it has a limit of its own"
+            "server may do without one, because it has its own limit"
         )
     else:
         backend = _fsspec(url, max_bytes, socket_timeout, storage_options or {})
-    return RemoteTier(backend)
+    return RemoteTier(backend, secret=secret)
 
 
 def _redis(url: str, max_bytes: int, connect_timeout: float, socket_timeout: float) -> Backend:
@@ -370,7 +282,7 @@ def _missing(url: str, error: ModuleNotFoundError) -> ConfigError:
 
 
 def _shown(url: str) -> str:
-    """``url`` without what should not be read in a log."""
+    """``url`` without its password, for messages and logs."""
     try:
         parts = urlsplit(url)
     except ValueError:

@@ -65,34 +65,36 @@ INLINE void multiply_rows(
     }
 }
 
-// Calls multiply_rows with a constant count.
+// Multiplies `count` rows in steps whose size is a constant.
 #define CASE(n, halved, adds)                                                                   \
-    case n:                                                                                     \
-        if (n <= ROWS)                                                                          \
-            multiply_rows(n <= ROWS ? n : 1, halved, adds, rows, row_stride, matrix,            \
-                          matrix_stride, k, out, out_stride);                                   \
-        break;
-#define FOR_EVERY_COUNT(halved, adds)                                                           \
-    switch (count) {                                                                            \
-        CASE(1, halved, adds) CASE(2, halved, adds) CASE(3, halved, adds)                       \
-        CASE(4, halved, adds) CASE(5, halved, adds) CASE(6, halved, adds)                       \
-        CASE(7, halved, adds) CASE(8, halved, adds) CASE(9, halved, adds)                       \
-        CASE(10, halved, adds) CASE(11, halved, adds) CASE(12, halved, adds)                    \
+    if (n <= ROWS && count - row >= n) {                                                        \
+        multiply_rows(n <= ROWS ? n : 1, halved, adds, rows + row * row_stride, row_stride,     \
+                      matrix, matrix_stride, k, out + row * out_stride, out_stride);            \
+        row += n;                                                                               \
+        continue;                                                                               \
     }
-_Static_assert(ROWS >= 1 && ROWS <= 12, "there is a case for 1 to 12 rows");
+#define FOR_ALL_ROWS(halved, adds)                                                              \
+    for (int row = 0; row < count;) {                                                           \
+        CASE(12, halved, adds)                                                                  \
+        CASE(6, halved, adds)                                                                   \
+        CASE(3, halved, adds)                                                                   \
+        CASE(2, halved, adds)                                                                   \
+        CASE(1, halved, adds)                                                                   \
+    }
+_Static_assert(ROWS == 12 || ROWS == 6 || ROWS == 3 || ROWS == 1, "there is a case for ROWS");
 
 void multiply(
     int count, int k, const float *rows, int64_t row_stride, const float *matrix,
     int64_t matrix_stride, float *out, int64_t out_stride
 ) {
-    FOR_EVERY_COUNT(0, 0)
+    FOR_ALL_ROWS(0, 0)
 }
 
 void multiply_add(
     int count, int k, const float *rows, int64_t row_stride, const float *matrix,
     int64_t matrix_stride, float *out, int64_t out_stride
 ) {
-    FOR_EVERY_COUNT(0, 1)
+    FOR_ALL_ROWS(0, 1)
 }
 
 void multiply_halved(
@@ -100,5 +102,5 @@ void multiply_halved(
     int64_t out_stride
 ) {
     const int64_t matrix_stride = HALF;
-    FOR_EVERY_COUNT(1, 0)
+    FOR_ALL_ROWS(1, 0)
 }

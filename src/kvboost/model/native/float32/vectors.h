@@ -30,14 +30,14 @@
 #define COLUMNS 32 // of one small product
 #define HALF (COLUMNS / 2)
 #define VECTORS (COLUMNS / LANES)
-// Rows of one small product: their sums fill three quarters of the registers.
+// Rows that are multiplied at once: their sums fill three quarters of the registers.
 #define ROWS (3 * REGISTERS / 4 / VECTORS)
 #define LOG2_E 1.44269504f
 
 #define INLINE static inline __attribute__((always_inline))
 
-// out[count, 32] = rows[count, k] matrix[k, 32], for up to ROWS rows; `add` adds it to what out holds.
-// In `halved`, each row of the matrix is 16 pairs of bf16: columns i and 16 + i.
+// out[count, 32] = rows[count, k] matrix[k, 32]. multiply_add adds the product to out instead. In
+// multiply_halved, each row of the matrix is 16 pairs of bf16: columns i and 16 + i.
 void multiply(
     int count, int k, const float *rows, int64_t row_stride, const float *matrix,
     int64_t matrix_stride, float *out, int64_t out_stride

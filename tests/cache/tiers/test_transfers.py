@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -25,8 +25,9 @@ from kvboost.cache.tiers.gpu import GpuTier
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
+from kvboost.cache.tiers.stats import RemoteStats
 from kvboost.tokens.chunking import fixed
-from kvboost.tokens.hashing import as_token_ids, root_key
+from kvboost.tokens.hashing import ChunkKey, as_token_ids, root_key
 
 CHUNK = 4
 DIM = 64
@@ -110,7 +111,7 @@ def text(seed: int, num_tokens: int = 12) -> list[int]:
     return random.Random(seed).choices(range(1000), k=num_tokens)
 
 
-def test_what_one_store_read_the_next_one_has_from_disk(open_store) -> None:
+def test_the_next_store_reads_from_disk_what_the_last_one_wrote(open_store) -> None:
     store = open_store()
     admit(store, text(1))
     assert hits(store, text(1)) == ["ram"] * 3
@@ -119,7 +120,7 @@ def test_what_one_store_read_the_next_one_has_from_disk(open_store) -> None:
     assert hits(again, text(1)) == ["disk"] * 3
     assert hits(again, text(1)) == ["ram"] * 3  # a hit promotes
     stats = again.stats()
-    assert stats["promoted"] == 3 and stats["tiers"]["disk"]["hits"] == 3
+    assert stats.moves.promoted == 3 and stats.tiers["disk"].hits == 3
     assert again.check_integrity() == []
 
 
@@ -129,22 +130,22 @@ def test_pressure_demotes_to_disk_and_loses_nothing(open_store, tmp_path) -> Non
         admit(store, text(seed))
     store.flush()
     stats = store.stats()
-    assert stats["tiers"]["ram"]["chunks"] <= 4 and stats["chunks"] == 30
-    assert stats["demoted"] >= 26 and stats["evicted"] == 0
+    assert stats.tiers["ram"].chunks <= 4 and stats.chunks == 30
+    assert stats.moves.demoted >= 26 and stats.moves.evicted == 0
     assert len(files(tmp_path / "kv")) == 30
     for seed in range(10):
         assert len(hits(store, text(seed))) == 3
     assert store.check_integrity() == []
 
 
-def test_a_full_disk_budget_lets_the_least_useful_go_children_first(open_store, tmp_path) -> None:
+def test_a_full_disk_budget_evicts_children_before_parents(open_store, tmp_path) -> None:
     store = open_store(ram=3, disk=6)
     for seed in range(6):
         admit(store, text(seed))
         store.flush()
-        assert store.stats()["tiers"]["disk"]["bytes"] <= 6 * 4 * CHUNK_BYTES
+        assert store.stats().tiers["disk"].nbytes <= 6 * 4 * CHUNK_BYTES
     stats = store.stats()
-    assert stats["evicted"] > 0
+    assert stats.moves.evicted > 0
     assert store.check_integrity() == []
     infos = {info.key: info for info in DiskTier(tmp_path / "kv", 10**6).infos()}
     again = DiskTier(tmp_path / "kv", 10**6)
@@ -153,13 +154,13 @@ def test_a_full_disk_budget_lets_the_least_useful_go_children_first(open_store, 
     assert infos == {} and keys and parents <= keys  # no child without its parent
 
 
-def test_a_smaller_budget_is_kept_from_the_start(open_store) -> None:
+def test_a_smaller_budget_holds_from_the_start(open_store) -> None:
     store = open_store()
     for seed in range(8):
         admit(store, text(seed))
     store.close()
     again = open_store(disk=5)
-    assert 0 < again.stats()["tiers"]["disk"]["bytes"] <= 5 * 4 * CHUNK_BYTES
+    assert 0 < again.stats().tiers["disk"].nbytes <= 5 * 4 * CHUNK_BYTES
     assert again.check_integrity() == []
 
 
@@ -174,7 +175,7 @@ def test_the_gpu_serves_first_and_falls_back(open_store) -> None:
     assert store.check_integrity() == []
 
 
-def test_a_damaged_file_is_a_miss_and_what_stands_behind_it_comes_back(open_store, tmp_path):
+def test_a_damaged_file_is_a_miss_and_the_chunks_after_it_serve_again(open_store, tmp_path):
     store = open_store()
     admit(store, text(1))
     store.close()
@@ -187,10 +188,10 @@ def test_a_damaged_file_is_a_miss_and_what_stands_behind_it_comes_back(open_stor
             list(again.fetch(known.exact))
     assert len(hits(again, text(1))) == 1
     stats = again.stats()
-    assert (stats["lost"], stats["tiers"]["disk"]["faults"]) == (1, {"corrupt": 1})
+    assert (stats.moves.lost, stats.tiers["disk"].faults) == (1, {"corrupt": 1})
     assert admit(again, text(1)) == 1
     assert len(hits(again, text(1))) == 3
-    assert again.stats()["in_use"] == 0 and again.check_integrity() == []
+    assert again.stats().in_use == 0 and again.check_integrity() == []
 
 
 def test_stores_share_a_folder_while_they_run(open_store) -> None:
@@ -212,11 +213,11 @@ def test_models_share_a_folder_and_a_budget_but_no_chunks(open_store) -> None:
     other = Origin("another model")
     two = open_store(disk=4, origin=other)
     assert hits(two, text(1)) == []
-    assert two.stats()["tiers"]["disk"]["chunks"] == 3
+    assert two.stats().tiers["disk"].chunks == 3
     for seed in range(4):
         admit(two, text(seed), root_key("another model", ""))
         two.flush()
-        assert two.stats()["tiers"]["disk"]["bytes"] <= 4 * 4 * CHUNK_BYTES
+        assert two.stats().tiers["disk"].nbytes <= 4 * 4 * CHUNK_BYTES
     assert two.check_integrity() == []
 
 
@@ -238,7 +239,7 @@ def test_a_pinned_text_stays_on_every_tier(open_store) -> None:
         admit(store, text(seed))
         store.flush()
     assert hits(store, text(0)) == ["ram"] * 3
-    assert store.stats()["pinned"] == 3
+    assert store.stats().pinned == 3
     assert store.unpin(ROOT, as_token_ids(text(0))) == 3
     assert store.unpin(ROOT, as_token_ids(text(0))) == 0
     for seed in range(8, 12):
@@ -247,9 +248,7 @@ def test_a_pinned_text_stays_on_every_tier(open_store) -> None:
     assert hits(store, text(0)) == []
 
 
-def test_a_forgotten_text_is_nowhere_and_what_was_read_behind_it_neither(
-    open_store, tmp_path
-) -> None:
+def test_a_forgotten_text_and_all_chunks_after_it_are_nowhere(open_store, tmp_path) -> None:
     secret = text(7, 40)
     store = open_store(remote=open_remote(f"file://{tmp_path}/far", 10**9))
     admit(store, [*text(1), *secret, *text(2)])
@@ -261,7 +260,7 @@ def test_a_forgotten_text_is_nowhere_and_what_was_read_behind_it_neither(
     for folder in ("kv", "far"):
         left = list(tmp_path.glob(f"{folder}/**/*.safetensors"))
         assert left and not any(holds(path, secret) for path in left)
-    assert len(hits(store, [*text(1), *secret])) == 3  # what stood before it is not concerned
+    assert len(hits(store, [*text(1), *secret])) == 3  # the text before it stays
     assert len(hits(store, text(5))) == 3
     assert store.check_integrity() == []
 
@@ -272,7 +271,7 @@ def holds(path: Path, secret: list[int]) -> bool:
     return any(ids[i : i + 3] == secret[j : j + 3] for i in range(2) for j in range(34))
 
 
-def test_another_machine_reads_it_from_the_remote_store(open_store, tmp_path) -> None:
+def test_another_machine_reads_from_the_remote_store(open_store, tmp_path) -> None:
     url = f"file://{tmp_path}/far"
     here = open_store(remote=open_remote(url, 10**9), folder="here")
     admit(here, text(1))
@@ -287,7 +286,7 @@ def test_another_machine_reads_it_from_the_remote_store(open_store, tmp_path) ->
     assert there.check_integrity() == []
 
 
-def test_looking_at_a_remote_store_leaves_nothing_behind(open_store, tmp_path) -> None:
+def test_looking_at_a_remote_store_enters_nothing(open_store, tmp_path) -> None:
     url = f"file://{tmp_path}/far"
     here = open_store(remote=open_remote(url, 10**9), folder="here")
     admit(here, text(1))
@@ -295,9 +294,9 @@ def test_looking_at_a_remote_store_leaves_nothing_behind(open_store, tmp_path) -
     there = open_store(disk=None, ram=0, remote=open_remote(url, 10**9))
     with there.lookup(ROOT, as_token_ids(text(1)), pin=False) as known:
         assert [hit.tier for hit in known.exact] == ["remote"] * 3
-    assert there.stats()["chunks"] == 0
+    assert there.stats().chunks == 0
     assert hits(there, text(1)) == ["remote"] * 3  # without room it serves all the same
-    assert there.stats()["chunks"] == 0 and there.check_integrity() == []
+    assert there.stats().chunks == 0 and there.check_integrity() == []
 
 
 texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=15)
@@ -305,7 +304,7 @@ texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=
 
 @settings(max_examples=25)
 @given(texts, st.integers(0, 6), st.integers(0, 6), st.integers(0, 4))
-def test_budgets_hold_and_hits_are_right_whatever_comes(
+def test_budgets_hold_and_hits_are_right_for_any_sequence_of_prompts(
     tmp_path_factory, prompts, ram, disk, gpu
 ) -> None:
     folder = tmp_path_factory.mktemp("kv")
@@ -326,9 +325,9 @@ def test_budgets_hold_and_hits_are_right_whatever_comes(
             admit(store, ids)
             if number % 3 == 0:
                 store.flush()
-            tiers = store.stats()["tiers"]
-            assert tiers["ram"]["bytes"] <= ram * CHUNK_BYTES
-            assert tiers["gpu"]["bytes"] <= gpu * CHUNK_BYTES
+            tiers = store.stats().tiers
+            assert tiers["ram"].nbytes <= ram * CHUNK_BYTES
+            assert tiers["gpu"].nbytes <= gpu * CHUNK_BYTES
             assert bytes_in(folder) <= disk_bytes
         store.flush()
         assert store.check_integrity() == []
@@ -358,8 +357,8 @@ def test_many_threads_over_all_tiers(open_store, tmp_path, monkeypatch) -> None:
 
     def watch() -> None:
         while not done.is_set():
-            for name, tier in store.stats()["tiers"].items():
-                if name != "writing" and tier["bytes"] > tier["max_bytes"]:
+            for name, tier in store.stats().tiers.items():
+                if tier.nbytes > tier.max_bytes:
                     over.append(name)
             if bytes_in(tmp_path / "kv") > 12 * 4 * CHUNK_BYTES:
                 over.append("disk really")
@@ -375,29 +374,95 @@ def test_many_threads_over_all_tiers(open_store, tmp_path, monkeypatch) -> None:
     assert failures == [] and over == []
     store.flush()
     stats = store.stats()
-    assert stats["in_use"] == 0 and stats["promoted"] > 0 and stats["demoted"] > 0
+    assert stats.in_use == 0 and stats.moves.promoted > 0 and stats.moves.demoted > 0
     assert store.check_integrity() == []
 
 
-def test_forgetting_crosses_into_approximate_branches_and_takes_what_lost_its_beginning(
+def test_forgetting_includes_approximate_branches_and_chunks_whose_beginning_is_lost(
     open_store, tmp_path
 ) -> None:
     secret = text(7, 40)
     store = open_store()
     ids = [*secret, *text(8, 24)]
-    # Exact up to the middle of the secret, approximate from there on and behind.
+    # Exact up to the middle of the secret, approximate after it.
     store.admit(ROOT, as_token_ids(ids), rows_of(ids), exact_rows=20, repair="x")
     admit(store, text(9))
     store.flush()
-    assert store.forget_text([as_token_ids(secret)]) == store.stats()["admitted"] - 3
-    assert store.stats()["chunks"] == 3
-    # A chunk in the middle is lost: what was read behind it may have been read behind anything.
+    assert store.forget_text([as_token_ids(secret)]) == store.stats().admitted - 3
+    assert store.stats().chunks == 3
+    # A chunk in the middle is lost: the chunks after it may have followed any text.
     long = text(10, 60)
     admit(store, long)
     with store.lookup(ROOT, as_token_ids(long)) as known, store._lock:
-        store._places.lose(known.exact[5].chunk.key)
+        store._residency.mark_lost(known.exact[5].chunk.key)
     assert store.forget_text([as_token_ids(text(11))]) == 9
     assert len(hits(store, long)) == 5 and store.check_integrity() == []
+
+
+def test_no_lookup_plans_a_chunk_whose_file_is_about_to_be_removed(open_store, monkeypatch) -> None:
+    """The budget picks a chunk; before its file is gone a request looks for the same text, and
+    reads it afterwards."""
+    store = open_store(ram=1, disk=4)
+    delete, removed, lost = DiskTier.delete, [], []
+
+    def delete_late(tier: DiskTier, key: ChunkKey) -> None:
+        removed.append(key)
+        with ExitStack() as lookups:
+            known = [
+                lookups.enter_context(store.lookup(ROOT, as_token_ids(text(seed))))
+                for seed in range(6)
+            ]
+            assert key not in {hit.chunk.key for rows in known for hit in rows.exact}
+            delete(tier, key)
+            for rows in known:
+                try:
+                    list(store.fetch(rows.exact))
+                except ChunkLost as error:
+                    lost.append(error)
+
+    monkeypatch.setattr(DiskTier, "delete", delete_late)
+    for seed in range(6):
+        admit(store, text(seed))
+        store.flush()
+    assert removed and lost == []
+    assert store.stats().tiers["disk"].faults == {} and store.stats().moves.lost == 0
+    monkeypatch.undo()
+    assert store.check_integrity() == []
+
+
+def test_a_file_that_cannot_be_removed_stays_in_the_books(open_store, monkeypatch) -> None:
+    store = open_store(disk=4)
+    admit(store, text(1))
+    store.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "delete", lambda tier, key: None)
+        for seed in range(2, 6):
+            admit(store, text(seed))
+        store.flush()
+    assert store.stats().tiers["disk"].nbytes <= 4 * 4 * CHUNK_BYTES
+    assert store.check_integrity() == []
+
+
+def test_the_names_of_the_statistics_have_not_changed(open_store, tmp_path) -> None:
+    """``cache_stats()``, the metrics and the server read them."""
+    store = open_store(gpu=2, remote=open_remote(f"file://{tmp_path}/far", 10**9))
+    admit(store, text(1))
+    store.flush()
+    stats = store.stats().as_dict()
+    tier = ["chunks", "bytes", "max_bytes", "hits", "faults"]
+    assert list(stats) == [
+        *("chunks", "in_use", "pinned", "admitted", "tiers"),
+        *("evicted", "demoted", "promoted", "unwritten", "rejected", "failed", "lost"),
+    ]
+    assert {name: list(value) for name, value in stats["tiers"].items()} == {
+        "gpu": tier,
+        "ram": tier,
+        "disk": tier,
+        "remote": ["state", "hits", "misses", "puts", "faults", "bytes"],
+        "writing": ["owed", "waiting_bytes", "max_waiting_bytes"],
+    }
+    assert stats["tiers"]["disk"]["chunks"] == 3 and stats["tiers"]["remote"]["puts"] == 3
+    assert stats["tiers"]["ram"]["bytes"] == 3 * CHUNK_BYTES and stats["admitted"] == 3
 
 
 class Liar:
@@ -413,7 +478,7 @@ class Liar:
         self.asked += 1
         return [True] * len(keys)
 
-    def get(self, key):
+    def get(self, key, expected):
         return None
 
     def put(self, chunk) -> bool:
@@ -424,13 +489,13 @@ class Liar:
     def infos(self):
         return iter(())
 
-    def stats(self):
-        return {}
+    def stats(self) -> RemoteStats:
+        return RemoteStats("closed", 0, 0, 0, {}, 0)
 
     def close(self) -> None: ...
 
 
-def test_a_remote_store_that_promises_and_does_not_give_is_not_asked_again(open_store) -> None:
+def test_a_remote_store_that_does_not_deliver_is_not_asked_again(open_store) -> None:
     liar = Liar()
     store = open_store(disk=None, remote=liar)
     ids = as_token_ids(text(1))
@@ -440,10 +505,10 @@ def test_a_remote_store_that_promises_and_does_not_give_is_not_asked_again(open_
             list(store.fetch(known.exact))
     with store.lookup(ROOT, ids, ask_remote=False) as known:
         assert known.exact == ()
-    assert liar.asked == 1 and store.stats()["chunks"] == 0
+    assert liar.asked == 1 and store.stats().chunks == 0
 
 
-def test_what_comes_from_afar_says_in_what_precision(open_store, tmp_path) -> None:
+def test_the_size_of_a_remote_chunk_is_known_once_it_is_read(open_store, tmp_path) -> None:
     url = f"file://{tmp_path}/far"
     here = open_store(remote=open_remote(url, 10**9), folder="here")
     admit(here, text(1))
@@ -454,7 +519,7 @@ def test_what_comes_from_afar_says_in_what_precision(open_store, tmp_path) -> No
     assert sizes == {CHUNK_BYTES}
 
 
-def test_what_is_being_computed_while_a_text_is_forgotten_is_not_kept(open_store) -> None:
+def test_text_that_is_computed_while_it_is_forgotten_is_not_kept(open_store) -> None:
     store = open_store()
     epoch = store.epoch
     store.forget_text([as_token_ids(text(1))])
@@ -463,15 +528,13 @@ def test_what_is_being_computed_while_a_text_is_forgotten_is_not_kept(open_store
     assert admit(store, ids) == 3
 
 
-def test_forgetting_sees_what_other_processes_wrote_and_their_quarantine(
-    open_store, tmp_path
-) -> None:
+def test_forgetting_includes_other_processes_chunks_and_quarantine(open_store, tmp_path) -> None:
     one, two = open_store(), open_store()
     admit(one, text(1))
     one.flush()
     aside = tmp_path / "kv" / "quarantine"
     aside.mkdir()
-    (aside / "other.safetensors").write_bytes(b"some of it")
+    (aside / f"{'a' * 32}.safetensors").write_bytes(b"some of it")
     assert two.forget_text([as_token_ids(text(1))]) == 3
     assert files(tmp_path / "kv") == [] and not list(aside.iterdir())
 
@@ -486,32 +549,32 @@ def test_forgetting_a_salt_reaches_the_remote_store(open_store, tmp_path) -> Non
     assert hits(store, text(1), root) == [] and len(hits(store, text(2))) == 3
 
 
-def test_pins_end_with_what_they_hold(open_store) -> None:
+def test_pins_end_when_their_chunks_are_forgotten(open_store) -> None:
     store = open_store()
     admit(store, text(1))
     store.pin(ROOT, as_token_ids(text(1)))
     store.forget_text([as_token_ids(text(1))])
-    assert store.stats()["pinned"] == 0
+    assert store.stats().pinned == 0
 
 
-def test_the_gpu_holds_nothing_that_memory_has_no_room_for(open_store) -> None:
+def test_the_gpu_keeps_nothing_that_ram_has_no_room_for(open_store) -> None:
     store = open_store(disk=None, ram=2, gpu=10)
     with store.lookup(ROOT, as_token_ids([1])):
         admit(store, text(1, 20))
-    assert store.stats()["chunks"] == 2 and store.stats()["tiers"]["gpu"]["chunks"] == 2
+    assert store.stats().chunks == 2 and store.stats().tiers["gpu"].chunks == 2
     assert store.check_integrity() == []
 
 
-def test_a_host_copy_that_waits_to_be_written_counts_though_the_gpu_has_it_too(open_store) -> None:
+def test_a_host_copy_that_waits_to_be_written_counts_even_if_the_gpu_has_one(open_store) -> None:
     store = open_store(ram=2, gpu=100)
     writing = threading.Event()
-    write = store._places._writer._write
-    store._places._writer._write = lambda chunk: writing.wait() and write(chunk)
+    write = store._transfers._writer._write
+    store._transfers._writer._write = lambda chunk: writing.wait() and write(chunk)
     for seed in range(4):
         admit(store, text(seed))
-    tiers = store.stats()["tiers"]
-    assert tiers["gpu"]["chunks"] == 12 and tiers["ram"]["chunks"] == 2
-    assert tiers["writing"]["waiting_bytes"] == 10 * CHUNK_BYTES
+    tiers = store.stats().tiers
+    assert tiers["gpu"].chunks == 12 and tiers["ram"].chunks == 2
+    assert store.stats().writing.waiting_bytes == 10 * CHUNK_BYTES
     writing.set()
     store.flush()
     assert store.check_integrity() == []

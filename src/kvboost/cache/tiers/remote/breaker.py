@@ -1,0 +1,82 @@
+"""A circuit breaker: keeps calls away from a store that keeps failing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+State = Literal["closed", "open", "half-open"]
+
+
+class Ticket(NamedTuple):
+    """Permission to make one call. ``epoch`` counts the breaker's changes of state so far."""
+
+    epoch: int
+
+
+class Breaker:
+    """Thread-safe. Closed: calls pass. After ``num_failures`` in a row it opens: no call passes for
+    ``first_pause`` seconds. Then it is half-open: one call passes as a trial. Success closes the
+    breaker, failure opens it for twice as long, up to ``longest_pause``. The result of a call that
+    began before the last change of state is ignored."""
+
+    def __init__(
+        self,
+        *,
+        num_failures: int = 3,
+        first_pause: float = 1.0,
+        longest_pause: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._num_failures = num_failures
+        self._first_pause = first_pause
+        self._longest_pause = longest_pause
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._pause = first_pause
+        self._open_until: float | None = None  # None: closed
+        self._on_trial = False
+        self._epoch = 0
+
+    @property
+    def state(self) -> State:
+        with self._lock:
+            if self._open_until is None:
+                return "closed"
+            return "half-open" if self._on_trial or self._clock() >= self._open_until else "open"
+
+    def enter(self) -> Ticket | None:
+        """Permission to make a call, or None. Hand it to :meth:`leave` however the call ends."""
+        with self._lock:
+            if self._open_until is not None:
+                if self._on_trial or self._clock() < self._open_until:
+                    return None
+                self._on_trial = True
+                self._epoch += 1
+            return Ticket(self._epoch)
+
+    def leave(self, ticket: Ticket, succeeded: bool) -> None:
+        with self._lock:
+            if ticket.epoch != self._epoch:
+                return
+            if succeeded:
+                self._failures = 0
+                self._pause = self._first_pause
+                if self._on_trial:
+                    self._change(None)
+            elif self._on_trial:
+                self._pause = min(2 * self._pause, self._longest_pause)
+                self._change(self._clock() + self._pause)
+            else:
+                self._failures += 1
+                if self._failures >= self._num_failures:
+                    self._change(self._clock() + self._pause)
+
+    def _change(self, open_until: float | None) -> None:
+        self._open_until = open_until
+        self._on_trial = False
+        self._failures = 0
+        self._epoch += 1

@@ -1,0 +1,308 @@
+"""In which tiers each chunk is, and which chunk each tier evicts next.
+
+New chunks go into RAM. A hit brings a chunk up; a full tier evicts one. Room is made before
+anything is put in, so every budget holds at every moment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from kvboost.cache.chunk import ChunkInfo, KVChunk
+from kvboost.cache.eviction.policy import Entry, EvictionPolicy, recompute_cost
+from kvboost.cache.tiers.open import Tiers
+from kvboost.cache.tiers.ordered import OrderedTier
+from kvboost.cache.tiers.stats import MoveStats, TierStats
+from kvboost.cache.tiers.writer import Writer
+from kvboost.tokens.hashing import ChunkKey
+
+
+class Owner(Protocol):
+    """The store, which knows the chunks. Called with the lock held."""
+
+    def is_held(self, key: ChunkKey) -> bool:
+        """Whether it must stay where it is."""
+
+    def is_wanted(self, key: ChunkKey) -> bool:
+        """Whether it is known, and was not forgotten meanwhile."""
+
+    def on_found(self, info: ChunkInfo) -> None:
+        """A chunk was found in the folder: at the start, or written by another process."""
+
+    def on_described(self, info: ChunkInfo) -> None:
+        """A chunk was read: its size and precision are known now."""
+
+    def on_gone(self, key: ChunkKey) -> None:
+        """A chunk has left its last tier."""
+
+
+class Residency:
+    """Call every method with the store's lock held. No method reads, writes or removes a file or
+    waits for a network: that is the work of :class:`kvboost.cache.tiers.transfers.Transfers`."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        owner: Owner,
+        *,
+        policy: Callable[[], EvictionPolicy],
+        max_chunks: int | None = None,
+        attention_share: float = 0.0,
+    ) -> None:
+        self.owner = owner
+        self.writer: Writer | None = None
+        """Attached by the transfers if there is a slow tier."""
+        self.counts: Counter[str] = Counter()
+        self.hits: Counter[str] = Counter()
+        self._attention_share = attention_share
+        self._usual_norm = 0.0
+        self._ram, self._gpu = tiers.ram, tiers.gpu
+        self._in_ram = OrderedTier(tiers.ram, policy(), max_chunks)
+        self._on_gpu = OrderedTier(tiers.gpu, policy()) if tiers.gpu else None
+        self._on_disk = OrderedTier(tiers.disk, policy()) if tiers.disk else None
+        self._in_remote: set[ChunkKey] = set()
+
+    def where(self, key: ChunkKey) -> str | None:
+        """The fastest tier that holds ``key``; None if no tier does."""
+        if self._on_gpu is not None and key in self._on_gpu:
+            return "gpu"
+        if key in self._in_ram or (self.writer is not None and self.writer.is_pending(key)):
+            return "ram"
+        if self._on_disk is not None and key in self._on_disk:
+            return "disk"
+        return "remote" if key in self._in_remote else None
+
+    def ready(self, key: ChunkKey) -> KVChunk | None:
+        """``key`` if it is in memory."""
+        chunk = self._gpu.get(key) if self._gpu is not None else None
+        chunk = chunk or self._ram.get(key)
+        if chunk is None and self.writer is not None:
+            chunk = self.writer.get(key)
+        return chunk
+
+    def put(self, chunk: KVChunk, on_device: KVChunk) -> bool:
+        """Takes a new chunk in: its copy in host memory, and the one where it was computed. False
+        if there is no room. If RAM is full of chunks in use, it goes to the slow tiers at once."""
+        in_ram = self.put_in_ram(chunk)
+        if self.writer is None and not in_ram:
+            return False
+        if self.writer is not None and not self.writer.enqueue(chunk, evicted=not in_ram):
+            return False
+        if self._gpu is not None:
+            self.put_on_gpu(on_device)
+        return True
+
+    def put_in_ram(self, chunk: KVChunk) -> bool:
+        """False if there is no room."""
+        if chunk.key in self._in_ram:
+            return True
+        if not self._make_room(self._in_ram, chunk.nbytes) or not self._ram.put(chunk):
+            return False
+        self._in_ram.add(self._entry(chunk.info))
+        if self.writer is not None:
+            self.writer.back_in_ram(chunk.key)
+        return True
+
+    def put_on_gpu(self, chunk: KVChunk) -> KVChunk:
+        """``chunk`` on the GPU, kept there if there is room. Without a GPU tier, ``chunk``."""
+        if self._gpu is None or self._on_gpu is None or chunk.key in self._on_gpu:
+            return chunk
+        if not self._make_room(self._on_gpu, chunk.nbytes):
+            return chunk
+        try:
+            on_gpu = self._gpu.adopt(chunk)
+        except RuntimeError:  # its memory is full of other things
+            self._gpu.faults["full"] = self._gpu.faults.get("full", 0) + 1
+            return chunk
+        if self._gpu.put(on_gpu):
+            self._on_gpu.add(self._entry(chunk.info))
+        return on_gpu
+
+    def promote(self, chunk: KVChunk, tier: str) -> bool:
+        """A chunk was read from ``tier`` and serves a request; it is put into RAM if there is
+        room. False if it was forgotten meanwhile: then it must not serve."""
+        if not self.owner.is_wanted(chunk.key):
+            return False
+        self.hits[tier] += 1
+        self.owner.on_described(chunk.info)
+        if self.put_in_ram(chunk):
+            self._in_remote.discard(chunk.key)
+            self.counts["promoted"] += 1
+            if tier == "remote" and self.writer is not None and self._on_disk is not None:
+                self.writer.enqueue(chunk)
+        return True
+
+    def order_new(self) -> None:
+        """All chunks of a request are in: they get their places in the eviction order."""
+        for tier in self._tiers():
+            tier.order_new()
+
+    def touch(self, path: Sequence[ChunkKey]) -> None:
+        """A request uses this path."""
+        for tier in self._tiers():
+            tier.touch(path)
+        if self.writer is not None:
+            self.writer.touch(path)
+
+    def add_remote(self, keys: Iterable[ChunkKey]) -> None:
+        """The remote store has these."""
+        self._in_remote.update(keys)
+
+    def drop_unfetched(self, keys: Iterable[ChunkKey]) -> None:
+        """Forgets chunks that were found in the remote store and not fetched."""
+        for key in self._in_remote.intersection(keys):
+            if not self.owner.is_held(key):
+                self._in_remote.discard(key)
+                self.forget_if_nowhere(key)
+
+    def drop(self, keys: Sequence[ChunkKey]) -> None:
+        """Takes chunks out of every tier in memory and out of the books. Their files are left to
+        ``Transfers.remove_files``. A chunk that is being written now may still arrive on disk: see
+        ``Transfers.await_writing``."""
+        for key in keys:
+            if self.writer is not None:
+                self.writer.cancel(key)
+            self._in_remote.discard(key)
+            for tier in self._tiers():
+                if key in tier:
+                    tier.remove(key)
+                    if tier is not self._on_disk:
+                        tier.tier.delete(key)
+
+    def mark_lost(self, key: ChunkKey) -> None:
+        """``key`` was found, but no tier can provide it now. If its file exists and is whole, it
+        stays and is found again later."""
+        if self.owner.is_wanted(key):
+            self.drop([key])
+            self.owner.on_gone(key)
+            self.counts["lost"] += 1
+
+    def forget_if_nowhere(self, key: ChunkKey) -> None:
+        if self.where(key) is None:
+            self.owner.on_gone(key)
+
+    def add_found(self, infos: Iterable[ChunkInfo]) -> None:
+        """These chunks are in the folder, those used longest ago first."""
+        if self._on_disk is None:
+            return
+        found = [info for info in infos if info.key not in self._on_disk]
+        self._on_disk.restore([self._entry(info) for info in found])
+        for info in found:
+            self.owner.on_found(info)
+
+    def add_written(self, info: ChunkInfo) -> bool:
+        """A chunk was written to the folder. False if it was forgotten meanwhile: then its file
+        must be removed again."""
+        if self._on_disk is None or not self.owner.is_wanted(info.key):
+            return False
+        if info.key not in self._on_disk:
+            self._on_disk.add(self._entry(info))
+            self._on_disk.order_new()
+        return True
+
+    def remove_gone(self, keys: Iterable[ChunkKey]) -> None:
+        """These chunks are not in the folder any more."""
+        if self._on_disk is not None:
+            for key in keys:
+                self._on_disk.remove(key)
+                self._left(key)
+
+    def fits_on_disk(self, nbytes: int) -> bool:
+        return self._on_disk is not None and self._on_disk.fits(nbytes)
+
+    def evict_from_disk(self) -> ChunkKey | None:
+        """The chunk that makes room in the folder next, taken out of the books before its file is
+        removed: no lookup can plan it any more. None if there is none that may be evicted."""
+        if self._on_disk is None:
+            return None
+        key = self._on_disk.next_to_go(self.owner.is_held)
+        if key is not None:
+            self._on_disk.remove(key)
+            self._left(key)
+        return key
+
+    def clear(self) -> None:
+        for tier in self._tiers():
+            tier.clear()
+
+    def in_memory(self) -> set[ChunkKey]:
+        """What is on the GPU or in RAM."""
+        return {*self._ram.keys(), *(self._gpu.keys() if self._gpu is not None else ())}
+
+    def last_to_go(self, limit: int) -> list[tuple[ChunkKey, int]]:
+        """The chunks in RAM that would be evicted last, the very last first, and how often each
+        was used."""
+        return self._in_ram.last_to_go(limit)
+
+    def tier_stats(self) -> dict[str, TierStats]:
+        return {
+            tier.tier.name: TierStats(
+                chunks=len(tier),
+                nbytes=tier.tier.nbytes,
+                max_bytes=tier.tier.max_bytes,
+                hits=self.hits[tier.tier.name],
+                faults=dict(tier.tier.faults),
+            )
+            for tier in self._tiers()
+        }
+
+    def move_stats(self) -> MoveStats:
+        return MoveStats(**self.counts)
+
+    def check_integrity(self) -> list[str]:
+        """No process may write to the folder meanwhile: see ``Transfers.quiet``."""
+        problems = [problem for tier in self._tiers() for problem in tier.check_integrity()]
+        for tier in (self._ram, self._gpu):
+            if tier is None:
+                continue
+            chunks = [tier.get(info.key) for info in tier.infos()]
+            nbytes = sum(chunk.data.nbytes for chunk in chunks if chunk is not None)
+            if nbytes != tier.nbytes or nbytes > tier.max_bytes:
+                problems.append(f"{tier.name} says {tier.nbytes} bytes but holds {nbytes}")
+        if self._on_disk is not None and not self._on_disk.fits(0):
+            disk = self._on_disk.tier
+            problems.append(f"disk holds {disk.nbytes} bytes of {disk.max_bytes}")
+        return problems
+
+    def _tiers(self) -> Iterator[OrderedTier]:
+        for tier in (self._on_gpu, self._in_ram, self._on_disk):
+            if tier is not None:
+                yield tier
+
+    def _make_room(self, tier: OrderedTier, nbytes: int) -> bool:
+        """For a tier in memory."""
+        if nbytes > tier.tier.max_bytes:
+            return False
+        while not tier.fits(nbytes):
+            key = tier.next_to_go(self.owner.is_held)
+            if key is None:
+                return False
+            tier.tier.delete(key)
+            tier.remove(key)
+            self._left(key)
+        return True
+
+    def _left(self, key: ChunkKey) -> None:
+        """``key`` has left a tier."""
+        if self.writer is not None and key not in self._in_ram:
+            pending = self.writer.is_pending(key)
+            self.counts["unwritten"] += pending and not self.writer.evicted(key)
+        if self.where(key) is None:
+            self.counts["evicted"] += 1
+            self.owner.on_gone(key)
+        else:
+            self.counts["demoted"] += 1
+
+    def _entry(self, info: ChunkInfo) -> Entry:
+        cost = recompute_cost(info.base_position, info.num_tokens, self._attention_share)
+        # Keys of small norm are attended to more (Devoto et al. 2024): half the usual norm, twice
+        # as important.
+        importance = 1.0
+        if info.key_norm:
+            self._usual_norm += (
+                0.05 * (info.key_norm - self._usual_norm) if self._usual_norm else info.key_norm
+            )
+            importance = self._usual_norm / info.key_norm
+        return Entry(info.key, info.parent, info.nbytes, cost, importance)

@@ -1,0 +1,266 @@
+"""Moving chunks between memory and the slow tiers: the folder and the remote store.
+
+Chunks are written in the background (``writer.py``) and read ahead of the request that needs them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import islice
+
+from kvboost.cache.chunk import ChunkInfo, KVChunk
+from kvboost.cache.codec import Expected
+from kvboost.cache.quantize import KVFormat
+from kvboost.cache.tiers.disk import DiskTier
+from kvboost.cache.tiers.open import Tiers
+from kvboost.cache.tiers.residency import Residency
+from kvboost.cache.tiers.stats import RemoteStats
+from kvboost.cache.tiers.writer import Writer
+from kvboost.tokens.hashing import ChunkKey
+
+FETCHED_AHEAD = 4
+"""Chunks that are read from slow tiers while earlier ones are copied into place."""
+LEAST_WAITING = 64 * 1024**2
+"""Bytes that may wait to be written after RAM has evicted them, at least."""
+
+Coming = Future["KVChunk | None"]
+
+
+class Transfers:
+    """Call no method with ``lock``, the store's, held: files are read, written and removed and the
+    network is waited for without it. The lock is taken for what ``residency`` must be told.
+
+    A chunk from a slow tier is used only if it is what the plan said and has the model's
+    ``format``; None leaves the format unchecked.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        residency: Residency,
+        lock: threading.RLock,
+        format: KVFormat | None = None,
+    ) -> None:
+        self._residency = residency
+        self._lock = lock
+        self._format = format
+        self._tiers = tiers
+        self._disk, self._remote = tiers.disk, tiers.remote
+        self._ram = tiers.ram
+        self._writer: Writer | None = None
+        self._fetcher: ThreadPoolExecutor | None = None
+        if tiers.disk or tiers.remote:
+            self._writer = residency.writer = Writer(
+                self._write,
+                self._written,
+                max_waiting=max(LEAST_WAITING, tiers.ram.max_bytes // 4),
+                max_pending=tiers.ram.max_bytes // 2,
+            )
+            self._fetcher = ThreadPoolExecutor(FETCHED_AHEAD, "kvboost-fetch")
+
+    def open(self) -> None:
+        """Finds what is on disk, and evicts some of it if it exceeds the budget."""
+        if self._disk is not None:
+            self.refresh(now=True)
+            with self._disk.exclusive() as locked:
+                if locked:
+                    self._make_room_on_disk(0, self._disk)
+
+    def adopt(self, chunk: KVChunk) -> KVChunk:
+        """A copy of a new chunk in host memory; itself if it is there."""
+        return self._ram.adopt(chunk)
+
+    def fetch(self, planned: Sequence[ChunkInfo]) -> Iterator[KVChunk | None]:
+        """The planned chunks, in order; None for one that is lost or is not what was planned.
+        Slow tiers are read ahead while the caller works on earlier chunks. The chunks must be
+        held."""
+        rest = iter(planned)
+        coming = deque((info, self._begin(info)) for info in islice(rest, FETCHED_AHEAD))
+        while coming:
+            info, first = coming.popleft()
+            chunk = first.result() if isinstance(first, Future) else first
+            coming.extend((info, self._begin(info)) for info in islice(rest, 1))
+            with self._lock:
+                if chunk is None:
+                    self._residency.mark_lost(info.key)
+                else:
+                    chunk = self._residency.put_on_gpu(chunk)
+            yield chunk
+        with self._lock:
+            self._residency.order_new()
+
+    def refresh(self, *, now: bool = False) -> None:
+        """Notices what other processes have written or removed."""
+        if self._disk is None:
+            return
+        changes = self._disk.refresh(now=now)
+        if changes.added or changes.gone:
+            with self._lock:
+                self._residency.add_found(changes.added)
+                self._residency.remove_gone(changes.gone)
+
+    @property
+    def has_remote(self) -> bool:
+        return self._remote is not None
+
+    def remote_has(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which of ``keys`` the remote store has."""
+        return self._remote.contains_many(keys) if self._remote is not None and keys else []
+
+    def remote_infos(self) -> Iterator[ChunkInfo]:
+        """Everything the remote store has. Slow."""
+        return self._remote.infos() if self._remote is not None else iter(())
+
+    def remote_stats(self) -> RemoteStats | None:
+        return self._remote.stats() if self._remote is not None else None
+
+    def remove_files(self, keys: Sequence[ChunkKey]) -> None:
+        """Removes the files of chunks that were dropped."""
+        if self._disk is not None:
+            for key in keys:
+                self._disk.delete(key)
+
+    def purge(self, keys: Sequence[ChunkKey]) -> dict[str, int]:
+        """Removes ``keys`` from every slow tier, and everything in quarantine; returns how many
+        are left, by tier."""
+        left: Counter[str] = Counter()
+        if self._disk is not None:
+            self._disk.clear_quarantine()
+            self.remove_files(keys)
+            left["disk"] = sum(self._disk.contains(key) for key in keys)
+        if self._remote is not None:
+            before = sum(self._remote.faults.values())
+            for key in keys:
+                self._remote.delete(key)
+            there = self._remote.contains_many(keys)
+            asked = self._remote.state == "closed" and sum(self._remote.faults.values()) == before
+            left["remote"] = sum(there) if asked else len(keys)  # unknown counts as left
+        return dict(+left)
+
+    def await_writing(self) -> None:
+        """Returns when the current write has ended; if its chunk was forgotten meanwhile, the file
+        is removed again by then."""
+        if self._writer is not None:
+            self._writer.await_writing()
+
+    def flush(self) -> None:
+        """Writes what is pending."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Writes what is pending and releases everything."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._fetcher is not None:
+            self._fetcher.shutdown()
+        with self._lock:
+            self._residency.clear()
+        for tier in (self._tiers.gpu, self._ram, self._disk, self._remote):
+            if tier is not None:
+                tier.close()
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """No process writes to the folder meanwhile."""
+        with self._disk.exclusive() if self._disk is not None else nullcontext():
+            yield
+
+    # Reading.
+
+    def _begin(self, planned: ChunkInfo) -> Coming | KVChunk | None:
+        """The chunk if it is in memory, otherwise a future that will provide it."""
+        with self._lock:
+            tier = self._residency.where(planned.key)
+            chunk = self._residency.ready(planned.key)
+            if chunk is not None and chunk.info.is_as_planned(planned):
+                self._residency.hits[tier or "ram"] += 1
+                return chunk
+        if self._fetcher is None:
+            return None
+        try:
+            return self._fetcher.submit(self._load, planned)
+        except RuntimeError:  # closed meanwhile
+            return None
+
+    def _load(self, planned: ChunkInfo) -> KVChunk | None:
+        """Reads a chunk from a slow tier and promotes it to RAM; None if that fails."""
+        try:
+            chunk, tier = self._read(planned)
+            with self._lock:
+                if chunk is None:
+                    self._residency.mark_lost(planned.key)
+                elif self._residency.promote(chunk, tier):
+                    return chunk
+        except Exception:  # no error in here may reach a request
+            with self._lock:
+                self._residency.counts["failed"] += 1
+        return None
+
+    def _read(self, planned: ChunkInfo) -> tuple[KVChunk | None, str]:
+        """The chunk and the tier it came from."""
+        key, expected = planned.key, Expected(planned, self._format)
+        if self._disk is not None and self._disk.contains(key):
+            chunk = self._disk.get(key, expected)
+            if chunk is not None:
+                return chunk, "disk"
+        if self._remote is not None:
+            chunk = self._remote.get(key, expected)
+            if chunk is not None:
+                return replace(chunk, data=chunk.data.map(self._ram.own)), "remote"
+        return None, ""
+
+    # Writing.
+
+    def _write(self, chunk: KVChunk) -> bool:
+        """Called by the writer's thread; returns whether ``chunk`` is finished."""
+        done = self._disk is None or self._write_to_disk(chunk, self._disk)
+        if self._remote is not None:
+            self._remote.put(chunk)
+        return done
+
+    def _written(self, key: ChunkKey) -> None:
+        """Called by the writer's thread: ``key`` is no longer pending."""
+        with self._lock:
+            self._residency.forget_if_nowhere(key)
+
+    def _write_to_disk(self, chunk: KVChunk, disk: DiskTier) -> bool:
+        with disk.exclusive() as locked:
+            if not locked:
+                return False
+            self.refresh(now=True)
+            room = disk.room_for(chunk)
+            if disk.is_blocked(chunk.key) or not self._make_room_on_disk(room, disk):
+                with self._lock:
+                    self._residency.counts["rejected"] += 1
+                return True
+            if not disk.put(chunk):
+                return False
+            with self._lock:
+                is_wanted = self._residency.add_written(chunk.info)
+            if not is_wanted:
+                disk.delete(chunk.key)
+        return True
+
+    def _make_room_on_disk(self, nbytes: int, disk: DiskTier) -> bool:
+        """No other process may write meanwhile."""
+        disk.empty_quarantine(nbytes)
+        while nbytes <= disk.max_bytes:
+            with self._lock:
+                if self._residency.fits_on_disk(nbytes):
+                    return True
+                key = self._residency.evict_from_disk()
+            if key is None:
+                return False
+            disk.delete(key)
+            if disk.contains(key):  # it cannot be removed, so it is still there
+                if (info := disk.info(key)) is not None:
+                    with self._lock:
+                        self._residency.add_found([info])
+                return False
+        return False

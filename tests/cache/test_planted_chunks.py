@@ -1,0 +1,215 @@
+"""Chunks that others wrote into the folder, the remote store or an archive: whole, and wrong. An
+engine refuses them, counts them, and answers as if they were not there."""
+
+from __future__ import annotations
+
+import tarfile
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvboost import GenerationMode, KVBoost
+from kvboost.cache import codec
+from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
+from kvboost.cache.folder import CacheFolder
+from kvboost.cache.lookup.catalogue import holding, preceding
+from kvboost.cache.quantize import Quantizer
+from kvboost.tokens.hashing import ChunkKey, as_token_ids
+from planting import BAD_HEADERS, WRONG, chunk_files, plant, rewrite
+
+PREFIX = GenerationMode.PREFIX_CACHE
+PROMPT = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep. " * 2
+
+
+@pytest.fixture
+def expected(open_engine: Callable[..., KVBoost], tmp_path: Path) -> list[int]:
+    """The plain answer; the folder and the remote store hold the prompt afterwards."""
+    with open_engine(**remote(tmp_path)) as engine:
+        answer = engine.generate(PROMPT, 12, GenerationMode.BASELINE).token_ids
+        engine.generate(PROMPT, 12, PREFIX)
+    return answer
+
+
+def remote(tmp_path: Path) -> dict[str, object]:
+    return {"remote_cache_url": f"file://{tmp_path}/far", "remote_cache_bytes": 10**9}
+
+
+def in_the_middle(folder: Path) -> Path:
+    """The file of a chunk that neither begins nor ends the prompt."""
+    entries = CacheFolder(folder).entries()
+    (key,) = {entry.info.key for entry in entries if entry.info.base_position == 64}
+    return folder / key[:2] / f"{key}.safetensors"
+
+
+def ends(work: Callable[[], object]) -> bool:
+    """Whether ``work`` returns in time."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_chunk_on_disk_is_put_into_quarantine(wrong, open_engine, expected, tmp_path):
+    folder = tmp_path / "kv"
+    path = in_the_middle(folder)
+    rewrite(path, WRONG[wrong])
+    engine = open_engine()
+    for _ in range(2):
+        assert engine.generate(PROMPT, 12, PREFIX).token_ids == expected
+    assert engine.cache_stats()["tiers"]["disk"]["faults"] == {"corrupt": 1}
+    assert (folder / "quarantine" / path.name).exists()
+    assert engine._runtime.store.check_integrity() == []
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_chunk_in_a_remote_store_is_deleted_there(wrong, open_engine, expected, tmp_path):
+    path = tmp_path / "far" / in_the_middle(tmp_path / "kv").relative_to(tmp_path / "kv")
+    rewrite(path, WRONG[wrong])
+    engine = open_engine(disk_cache_dir=None, **remote(tmp_path))
+    before = path.read_bytes()
+    for _ in range(2):
+        assert engine.generate(PROMPT, 12, PREFIX).token_ids == expected
+    assert engine.cache_stats()["tiers"]["remote"]["faults"] == {"corrupt": 1}
+    assert not path.exists() or path.read_bytes() != before  # or written again by then
+    assert engine._runtime.store.check_integrity() == []
+
+
+@pytest.mark.parametrize("wrong", ["a layer missing", "broadcastable", "another position"])
+def test_a_wrong_chunk_does_not_serve_moved_text(wrong, open_engine, expected, tmp_path) -> None:
+    options = {"reuse_moved": "always", "recompute_strategy": "none"}
+    prompt = "Something else entirely. " + PROMPT + " What now?"
+    honest = open_engine(**options).generate(prompt, 4)
+    rewrite(in_the_middle(tmp_path / "kv"), WRONG[wrong])
+    engine = open_engine(**options)
+    result = engine.generate(prompt, 4)
+    assert 0 < result.moved_tokens < honest.moved_tokens
+    assert engine.cache_stats()["tiers"]["disk"]["faults"] == {"corrupt": 1}
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_quantized_chunk_must_have_all_of_its_tensors(bits, open_engine, tmp_path) -> None:
+    options = {"kv_cache_bits": bits, "chunk_size": 64}
+    with open_engine(**options) as engine:
+        expected = engine.generate(PROMPT, 12, GenerationMode.BASELINE).token_ids
+        engine.generate(PROMPT, 12, PREFIX)
+        first = engine.generate(PROMPT, 12, PREFIX).token_ids
+    files = {
+        codec.read_file(path).info.base_position: path for path in chunk_files(tmp_path / "kv")
+    }
+    path = files[0]
+    rewrite(path, WRONG["tensors missing"])
+    engine = open_engine(**options)
+    assert engine.generate(PROMPT, 12, PREFIX).token_ids in (expected, first)
+    assert engine.cache_stats()["tiers"]["disk"]["faults"] == {"corrupt": 1}
+
+
+def test_a_chunk_of_another_precision_is_refused(open_engine, expected, tmp_path) -> None:
+    """Quantized rows are close, and would be served as exact ones."""
+
+    def quantize(chunk: KVChunk) -> KVChunk:
+        rows = chunk.data.tensors["kv"]
+        data = Quantizer(8, None).pack(rows, chunk.info.base_position)
+        return KVChunk(replace(chunk.info, bits=8, nbytes=data.nbytes), data)
+
+    rewrite(in_the_middle(tmp_path / "kv"), quantize)
+    engine = open_engine()
+    assert engine.generate(PROMPT, 12, PREFIX).token_ids == expected
+    assert engine.cache_stats()["tiers"]["disk"]["faults"] == {"corrupt": 1}
+
+
+@pytest.mark.parametrize("header", BAD_HEADERS)
+def test_a_bad_header_is_one_fault_and_stops_no_start(header, open_engine, expected, tmp_path):
+    folder = tmp_path / "kv"
+    place = plant(in_the_middle(folder), **BAD_HEADERS[header])
+    assert CacheFolder(folder).verify().bad == 1
+    assert not place.exists() and (folder / "quarantine" / place.name).exists()
+    place.write_bytes((folder / "quarantine" / place.name).read_bytes())
+    engine = open_engine()
+    assert engine.generate(PROMPT, 12, PREFIX).token_ids == expected
+    assert engine.cache_stats()["tiers"]["disk"]["faults"] == {"corrupt": 1}
+    assert engine._runtime.store.check_integrity() == []
+
+
+@pytest.mark.parametrize("header", BAD_HEADERS)
+def test_an_archive_does_not_carry_a_bad_header_in(header, open_engine, expected, tmp_path):
+    folder = tmp_path / "kv"
+    place = plant(in_the_middle(folder), **BAD_HEADERS[header])
+    with tarfile.open(tmp_path / "evil.tar", "w") as archive:
+        archive.add(place, place.relative_to(folder).as_posix())
+    done = CacheFolder(tmp_path / "other", create=True).install(tmp_path / "evil.tar")
+    assert (done.installed, done.refused) == (0, 1)
+    assert chunk_files(tmp_path / "other") == []
+
+
+@pytest.mark.parametrize("wrong", ["tensors missing", "four dimensions", "whole numbers"])
+def test_an_archive_does_not_carry_impossible_tensors_in(wrong, open_engine, expected, tmp_path):
+    folder = tmp_path / "kv"
+    path = in_the_middle(folder)
+    rewrite(path, WRONG[wrong])
+    with tarfile.open(tmp_path / "evil.tar", "w") as archive:
+        archive.add(path, path.relative_to(folder).as_posix())
+    done = CacheFolder(tmp_path / "other", create=True).install(tmp_path / "evil.tar")
+    assert (done.installed, done.refused) == (0, 1)
+    assert CacheFolder(folder).verify().bad == 1
+
+
+def test_forgetting_ends_although_a_chunk_without_tokens_precedes_itself(
+    open_engine, expected, tmp_path
+) -> None:
+    plant(in_the_middle(tmp_path / "kv"), **BAD_HEADERS["no tokens, and itself before"])
+    engine = open_engine()
+    assert ends(lambda: engine.forget("the lazy dog"))
+    assert engine.generate(PROMPT, 12, PREFIX).token_ids == expected
+
+
+def test_every_walk_along_before_and_parent_ends() -> None:
+    names = [ChunkKey(f"{number:032x}") for number in range(4)]
+    # Two chunks before one another, and one before itself.
+    links = {0: 1, 1: 0, 2: 2, 3: 2}
+    infos = {
+        names[number]: ChunkInfo(
+            key=names[number],
+            parent=names[link],
+            before=names[link],
+            root=ChunkKey("f" * 32),
+            token_ids=as_token_ids([number]),
+            base_position=5 if number < 3 else 9,
+            lineage=Lineage.EXACT,
+            bits=16,
+            nbytes=1,
+            origin=Origin("model"),
+        )
+        for number, link in links.items()
+    }
+    found: list[list[ChunkKey]] = []
+    for parents in (False, True):
+        assert ends(
+            lambda parents=parents: found.extend(
+                [info.key for info in preceding(infos, infos[name], parents=parents)]
+                for name in names
+            )
+        )
+    assert found == [[], [], [], [names[2]]] * 2
+    assert ends(lambda: holding(infos, [as_token_ids(range(3))]))
+
+
+def test_a_position_that_contradicts_the_chunk_before_is_refused(open_engine, expected, tmp_path):
+    """Nothing in the header itself shows it: the chunk before ends elsewhere."""
+    path = in_the_middle(tmp_path / "kv")
+    rewrite(path, WRONG["another position"])
+    assert CacheFolder(tmp_path / "kv").verify().bad == 0
+    engine = open_engine()
+    result = engine.generate(PROMPT, 12, PREFIX)
+    assert result.token_ids == expected and result.exact_tokens == 64
+
+
+def test_what_is_planted_without_a_change_is_accepted(open_engine, expected, tmp_path) -> None:
+    """So the other tests fail for what the header says, and not for how it was planted."""
+    folder = tmp_path / "kv"
+    path = in_the_middle(folder)
+    assert plant(path) == path
+    assert CacheFolder(folder).verify()
