@@ -72,7 +72,7 @@ def bodies(model: str) -> dict[str, tuple[str, Callable[[], bytes]]]:
         "nested lists": (CHAT, lambda: b"[" * SIZE),
         "nested objects": (CHAT, lambda: b'{"a":' * (SIZE // 5)),
         "250,000 ids": (COMPLETION, lambda: numbered(head + '"prompt": [', "%d", "]}", 250_000)),
-        "250,000 empty lists": (CHAT, lambda: repeated(chat, "[]", "]}", 750_000)),
+        "120,000 empty lists": (CHAT, lambda: repeated(chat, "[]", "]}", 360_000)),
         "8,000 messages": (
             CHAT,
             lambda: numbered(chat, '{"role": "user", "content": "%d"}', "]}", 8_000),

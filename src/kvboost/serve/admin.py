@@ -56,7 +56,7 @@ async def warm(body: WarmRequest, request: Request, server: Server, caller: Call
         document = body.documents[number]
         if (limit := engine.context_length) is not None:
             texts = [body.header or "", document]
-            await server.workers.run(len(document), refuse_long_text, engine, texts, limit)
+            await server.workers.tokenize(len(document), refuse_long_text, engine, texts, limit)
         new = await engine.awarm(document, body.header, cache_salt=salt)
         return line({"done": number + 1, "total": total, "new_chunks": new})
 
@@ -103,7 +103,7 @@ async def plan(body: PlanRequest, server: Server, caller: Caller) -> Response:
             "spans": spans(found, ids, engine.decode),
         }
 
-    return JSONResponse(await server.workers.run(num_characters(prompt), work))
+    return JSONResponse(await server.workers.tokenize(num_characters(prompt), work))
 
 
 @router.get("/cache", response_model=CacheReply, responses=errors(400, has_body=False))
@@ -130,7 +130,7 @@ async def forget(body: ForgetRequest, server: Server, caller: Caller) -> Respons
     """Forgets a text of any tenant, or everything under one salt; on every tier."""
     engine = server.engine
     if isinstance(body, ForgetText):
-        gone = await server.workers.run(len(body.text), engine.forget, body.text)
+        gone = await server.workers.tokenize(len(body.text), engine.forget, body.text)
     else:
         salt = _salt(server, caller, body.tenant, body.cache_salt)
         gone = await asyncio.to_thread(engine.forget_salt, salt)

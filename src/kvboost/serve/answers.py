@@ -232,7 +232,7 @@ async def open_answers(
 
 
 async def _encode(server: ServerState, prompt: Prompt) -> list[int]:
-    return await server.workers.run(num_characters(prompt), encode, server.engine, prompt)
+    return await server.workers.tokenize(num_characters(prompt), encode, server.engine, prompt)
 
 
 async def describe(server: ServerState, choice: Choice) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from starlette.types import Receive
 from kvboost.serve.errors import ApiError, ClientGone, invalid_body
 from kvboost.serve.server import ServerState
 from kvboost.serve.settings import ServerSettings
-from kvboost.serve.workers import LARGE_BYTES
 
 MAX_VALUES = 256 * 1024
 """JSON values in one body. ``json.loads`` does not release the interpreter's lock, so no other
@@ -51,10 +50,7 @@ class BodyRoute(APIRoute):
             server: ServerState = request.app.state.server
             body = await read(request, server.settings)
             request.state.received = time.perf_counter()
-            if len(body) < LARGE_BYTES:
-                checked = parse(adapter, body)
-            else:
-                checked = await server.workers.run(len(body), parse, adapter, body)
+            checked = await server.workers.parse(len(body), parse, adapter, body)
             return await handle(_CheckedRequest(request, checked))
 
         return read_and_handle

@@ -87,8 +87,8 @@ class Connection(H11Protocol):
 
     def _expect_head(self) -> None:
         """Limits the time to the next complete head. More of a head does not extend it."""
-        if self._head_timer is None:
-            seconds = self._state.settings.head_seconds
+        seconds = self._state.settings.head_seconds
+        if self._head_timer is None and seconds:
             self._head_timer = self.loop.call_later(seconds, self.transport.abort)
 
     def _cancel_head_timer(self) -> None:
@@ -99,6 +99,6 @@ class Connection(H11Protocol):
     def _limit_writing(self) -> None:
         """Limits the time for what is still to be sent. Closing a transport alone would wait for
         a client that reads nothing."""
-        if self._write_timer is None:
-            seconds = self._state.settings.write_seconds
+        seconds = self._state.settings.write_seconds
+        if self._write_timer is None and seconds:
             self._write_timer = self.loop.call_later(seconds, self.transport.abort)

@@ -39,7 +39,7 @@ def _whole(value: Any) -> Any:
 
 
 def some(most: int, least: int = 1) -> Any:
-    """A list or an object of ``least`` to ``most`` items, refused at the first wrong one."""
+    """A list of ``least`` to ``most`` items, refused at the first wrong one."""
     return Field(min_length=least, max_length=most, fail_fast=True)
 
 
@@ -83,12 +83,12 @@ LogitBias = Annotated[
         Annotated[str, Field(pattern=BIASED_ID)],
         Annotated[float, Field(ge=-100.0, le=100.0)],
     ],
-    Field(max_length=MAX_BIASES, fail_fast=True, json_schema_extra={"additionalProperties": False}),
+    Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False}),
     at_most(MAX_BIASES),
 ]
 Metadata = Annotated[
     dict[Annotated[Text, Field(max_length=64)], ShortText],
-    some(MAX_METADATA, least=0),
+    Field(max_length=MAX_METADATA),
     at_most(MAX_METADATA),
 ]
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31), WHOLE]

@@ -1,8 +1,8 @@
 """What clients may send. An unknown field is refused by name, and so is a field whose only allowed
 value is None.
 
-Every list, object and string has a limit, and a list or object is refused at its first wrong item:
-checking a body costs no more than its size, whatever it holds.
+Every list and object has a limit, and a list is refused at its first wrong item. So checking a body
+never takes longer than parsing it.
 """
 
 from __future__ import annotations

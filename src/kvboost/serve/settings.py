@@ -81,16 +81,16 @@ class ServerSettings:
     """Connections that may be open at once. The default leaves room for other files under the usual
     limit of 1,024."""
     head_seconds: float = 10.0
-    """Seconds from a new connection to the complete head of its request."""
+    """Seconds from a new connection to the complete head of its request; 0 sets no limit."""
     body_seconds: float = 30.0
-    """Seconds from the head of a request to the end of its body."""
+    """Seconds from the head of a request to the end of its body; 0 sets no limit."""
     write_seconds: float = 60.0
-    """Seconds for which a client may take no data before it is disconnected."""
+    """Seconds for which a client may take no data before it is disconnected; 0 sets no limit."""
     drain_seconds: float = 30.0
     """Seconds for running answers to finish when the server stops."""
     metrics: str = "open"
-    """Who may read ``/metrics``: anyone (``"open"``), an administrator's key (``"key"``), or nobody
-    (``"off"``)."""
+    """Who may read ``/metrics``: anyone (``"open"``), an administrator's key (``"key"``), or no
+    one (``"off"``)."""
     log_prompts: bool = False
     allowed_hosts: tuple[str, ...] = ()
     """Host names that the server answers to (the ``Host`` header). Empty: any."""

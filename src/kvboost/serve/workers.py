@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LARGE_BYTES = 64 * 1024
-"""Work on less takes a few milliseconds."""
-_LARGE_AT_ONCE = 2
+"""Smaller inputs take a few milliseconds."""
 
 
 class Workers:
@@ -19,11 +18,19 @@ class Workers:
     inputs wait for each other, and small inputs never wait for large ones."""
 
     def __init__(self) -> None:
-        self._large = ThreadPoolExecutor(_LARGE_AT_ONCE, thread_name_prefix="kvboost-large")
+        # Parsing holds the interpreter's lock: with one thread, the event loop gets it in between.
+        self._parser = ThreadPoolExecutor(1, thread_name_prefix="kvboost-parser")
+        # Tokenizers release the lock.
+        self._tokenizers = ThreadPoolExecutor(2, thread_name_prefix="kvboost-tokenizer")
 
-    async def run(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
-        """The result of ``work``, whose input has ``size`` bytes."""
+    async def parse(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of ``work``, which parses a body of ``size`` bytes."""
+        if size < LARGE_BYTES:
+            return work(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._parser, work, *arguments)
+
+    async def tokenize(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of ``work``, which tokenizes ``size`` characters."""
         if size < LARGE_BYTES:
             return await asyncio.to_thread(work, *arguments)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._large, work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizers, work, *arguments)
