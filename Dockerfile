@@ -1,12 +1,12 @@
-# The server. TORCH_INDEX is a package index with the build of torch you want, such as one for CPUs
-# alone; without it pip takes what its own index has.
+# The server. TORCH_INDEX is a package index with the build of torch that you want, such as one for
+# CPUs only; without it pip installs torch from its default index.
 FROM python:3.11-slim
 
 ARG TORCH_INDEX=
 
 ENV PYTHONUNBUFFERED=1 KVBOOST_HOME=/data/home KVBOOST_CACHE_DIR=/data/kv
 
-# For the kernels, which are compiled on first use; without it torch's own serve, slower.
+# The kernels are compiled on first use. Without a compiler torch's own are used, which are slower.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 
@@ -21,7 +21,7 @@ USER kvboost
 VOLUME /data
 EXPOSE 8000
 
-# Running answers have 30 s to end: give `docker stop` a little more.
+# Running answers get 30 s to end: give `docker stop` a little more, such as --time 45.
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=3s --start-period=120s CMD \
     ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/ready')"]

@@ -1,11 +1,11 @@
 """Chatbot: one long system prompt, many users with one question each.
 
-Every request begins with the same instructions, and only the question at the end is new. The
-instructions are read once; each user after that waits for their own question only.
+Every request begins with the same instructions, and only the question at the end is new. The model
+reads the instructions once; after that, each user waits for their own question only.
 
-What makes it work: nothing that changes may stand before or inside the instructions. A user's
-name or today's date in the first line would make every prompt different from its first tokens
-on. Put such things into the user's message.
+What makes it work: nothing before or inside the instructions changes. A user's name or today's date
+in the first line would make every prompt different from its first tokens on. Put such things into
+the user's message.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ QUESTIONS = (
 
 
 def messages(question: str) -> Messages:
-    """The prompt of one user: what is always the same comes first."""
+    """The prompt of one user: the part that never changes comes first."""
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
 
 
@@ -74,8 +74,8 @@ def ask_all(ask: Callable[[str, Messages], str]) -> None:
 
 
 def main() -> None:
-    """The same without the runner. ``warm`` reads the instructions when the service starts, so
-    that the first user does not wait for them either."""
+    """The same without the runner. ``warm`` reads the instructions when the service starts, so that
+    the first user does not have to wait for them either."""
     with KVBoost.from_pretrained("smollm2-135m") as engine:
         engine.warm([{"role": "system", "content": SYSTEM}])
         for question in QUESTIONS:

@@ -1,11 +1,11 @@
 """Code: one source file, asked about several times.
 
-An editor's assistant gets the open file with every question. The file is long, the questions are
-short; the file is read once, and each question after the first costs its own tokens.
+An editor's assistant gets the open file with every question. The file is long and the questions are
+short. The model reads the file once; each question after the first costs only its own tokens.
 
 What makes it work: the file comes before the question. After an edit the lines above it are still
-known, and what stands below it is read again: cheap at the end of the file, as in the last prompt
-here, and nearly the whole file when it is in the first line.
+cached, and the lines below it are computed again. That is cheap for an edit at the end of the file,
+as in the last prompt here; for an edit in the first line it is nearly the whole file.
 
 The file is not called ``code.py`` because the standard library has a module of that name, which
 ``pdb`` imports.
@@ -32,13 +32,13 @@ QUESTIONS = (
 
 
 def messages(question: str, source: str = SOURCE) -> Messages:
-    """The prompt for one question: the file first, the question behind it."""
+    """The prompt for one question: first the file, then the question."""
     content = f"Here is a Python file.\n\n{source}\nAnswer in one sentence. {question}"
     return [{"role": "user", "content": content}]
 
 
 def edited() -> str:
-    """The file after an edit at its end, as an assistant sees it a minute later."""
+    """The file after an edit at its end, as the assistant sees it a minute later."""
     return f"{SOURCE}\n\ndef contains(a, x):\n    return a[bisect_left(a, x)] == x\n"
 
 
@@ -51,8 +51,8 @@ def ask_all(ask: Callable[[str, Messages], str]) -> None:
 
 
 def main() -> None:
-    """The same without the runner. The spans of a result say which rows of the prompt were
-    reused and which were computed."""
+    """The same without the runner. The spans of a result say which tokens of the prompt were reused
+    and which were computed."""
     with KVBoost.from_pretrained("smollm2-135m") as engine:
         for question in QUESTIONS:
             result = engine.chat(messages(question), 24, GenerationMode.PREFIX_CACHE)

@@ -1,10 +1,10 @@
 """Few-shot: many worked examples, and the new case at the end.
 
-The examples teach the model the task, and they are the same for every case. They are read once;
-each case after that costs its own line.
+The examples teach the model the task, and they are the same for every case. The model reads them
+once; after that, each case costs only its own line.
 
-What makes it work: the examples are fixed and come in a fixed order. Picking the examples that
-resemble the case changes the prompt near its beginning, and then most of it is read again.
+What makes it work: the examples and their order are fixed. If you pick the examples that resemble
+the case, the prompt changes near its beginning, and most of it is computed again.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ CASES = (
 
 
 def prompt(case: str) -> str:
-    """Plain text rather than chat: the model continues the list. It ends without a space, since
-    the token of a word usually begins with one."""
+    """Plain text rather than chat: the model continues the list. The prompt ends without a space,
+    because the token of a word usually begins with one."""
     examples = "\n\n".join(f"Message: {message}\nTopic: {topic}" for message, topic in EXAMPLES)
     return f"{TASK}\n\n{examples}\n\nMessage: {case}\nTopic:"
 
@@ -71,8 +71,8 @@ def ask_all(ask: Callable[[str, str], str]) -> None:
 
 
 def main() -> None:
-    """The same without the runner. ``stop`` ends the answer with its line; otherwise the model
-    would go on and write a message of its own."""
+    """The same without the runner. ``stop`` ends the answer at the end of its line; otherwise the
+    model would continue with another message."""
     with KVBoost.from_pretrained("smollm2-135m") as engine:
         for case in CASES:
             result = engine.generate(prompt(case), 24, GenerationMode.PREFIX_CACHE, stop="\n")

@@ -1,12 +1,12 @@
-"""LangChain in front of a KVBoost server.
+"""LangChain as a client of a KVBoost server.
 
-The server speaks OpenAI's API, so LangChain's own OpenAI class is all it takes. Start a server
-first, in another terminal:
+The server has OpenAI's API, so LangChain's own OpenAI class is enough. First start a server in
+another terminal:
 
     kvboost serve
 
-The two questions are asked over the same notes; the second does not wait for them to be read.
-What makes it work: the notes come first and stay as they are, the question comes last.
+Both questions are about the same notes; the second does not wait until the model has read them.
+What makes it work: the notes come first and do not change, and the question comes last.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--key", default="none", help="if the server was started with --api-keys")
+    parser.add_argument(
+        "--key", default="none", help="needed if the server was started with --api-keys"
+    )
     chosen = parser.parse_args(arguments)
     try:
         from langchain_core.messages import HumanMessage, SystemMessage
@@ -52,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
         usage = answer.usage_metadata
         cached = usage["input_token_details"].get("cache_read", 0)
         print(f"{question}\n  {answer.content}")
-        print(f"  {cached} of {usage['input_tokens']} prompt tokens were not read again")
+        print(f"  {cached} of {usage['input_tokens']} prompt tokens were reused")
 
     print("Streamed:", end=" ")
     for piece in chat.stream([SystemMessage(NOTES), HumanMessage("Describe it in a sentence.")]):

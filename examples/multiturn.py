@@ -1,11 +1,11 @@
-"""Multi-turn: a conversation that grows, sent again as a whole with every turn.
+"""Multi-turn: a growing conversation, sent as a whole with every turn.
 
-A chat model keeps no memory between calls, so each turn sends everything said so far. Without
-reuse a turn costs the whole conversation. With reuse it costs the new message only: the earlier
-turns were read before, and the model's own answers are kept while they are written.
+A chat model keeps no memory between calls, so each turn sends everything that was said before.
+Without reuse a turn costs the whole conversation. With reuse it costs only the new message: the
+earlier turns are cached, and so are the model's own answers, from the moment they are written.
 
-What makes it work: append, never rewrite. Dropping old turns, or summing them up, changes the
-beginning, and what follows the change is read again.
+What makes it work: append, never rewrite. Dropping or summarizing old turns changes the beginning,
+and everything after the change is computed again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TURNS = (
 
 
 def ask_all(ask: Callable[[str, Messages], str]) -> None:
-    """Holds the conversation: ``ask(title, prompt)`` returns the answer, which goes into the
+    """Holds the conversation. ``ask(title, prompt)`` returns the answer, which becomes part of the
     next prompt word for word."""
     messages = [{"role": "system", "content": SYSTEM}]
     for number, turn in enumerate(TURNS, start=1):
@@ -62,7 +62,7 @@ def ask_all(ask: Callable[[str, Messages], str]) -> None:
 
 
 def main() -> None:
-    """The same without the runner. ``stream`` shows the answer while it is written."""
+    """The same without the runner. ``stream`` shows the answer while the model writes it."""
     with KVBoost.from_pretrained("smollm2-135m") as engine:
 
         def ask(title: str, messages: Messages) -> str:

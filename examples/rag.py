@@ -1,13 +1,13 @@
-"""RAG: passages and a question. In a fixed order they are reused exactly, in any other moved.
+"""RAG: passages and a question. In a fixed order passages are reused exactly, in any other moved.
 
-Passages that stand at the front in the same order are exact hits: the answer is that of a full
-prefill. The runner measures this (mode prefix_cache); its last prompt asks with the passages
-reversed, so that the table shows what exact reuse alone cannot do.
+Passages at the beginning of the prompt, in the same order as before, are exact hits: the answer is
+that of a full prefill. The runner measures this (mode prefix_cache). Its last prompt reverses the
+passages, so that the table also shows what exact reuse alone cannot do.
 
-A retriever returns other passages, or the same ones in another order, for each question. For that
-read them ahead with ``warm`` and ask in the default mode: they are moved to where they stand and
-repaired a little. ``main`` shows it. Where the order does not matter to you, ``engine.arrange``
-finds the one with the longest exact hit.
+A retriever returns other passages for each question, or the same ones in another order. For that,
+read them in advance with ``warm`` and ask in the default mode: KVBoost moves them to their new
+places and repairs them a little. ``main`` shows it. If the order does not matter to you,
+``engine.arrange`` finds the order with the longest exact hit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Messages = list[dict[str, str]]
 
 PASSAGES = (heapq, sched, copy, fnmatch)
 """Modules whose documentation the questions are about. The order is part of the prompt: sort
-passages by something that does not depend on the question, such as their name or their age."""
+passages by something that does not depend on the question, such as their name or age."""
 
 QUESTIONS = (
     "Which element of a heap is always the smallest?",
@@ -44,15 +44,15 @@ def messages(question: str, passages: Sequence[ModuleType] = PASSAGES) -> Messag
 
 
 def ask_all(ask: Callable[[str, Messages], str]) -> None:
-    """Puts every question to ``ask(title, prompt)``, and the last one once more with the
-    passages in another order."""
+    """Puts every question to ``ask(title, prompt)``, and the last one again with the passages in
+    another order."""
     for question in QUESTIONS:
         ask(question, messages(question))
     ask("the same, passages reversed", messages(QUESTIONS[-1], PASSAGES[::-1]))
 
 
 def main() -> None:
-    """The same without the runner, the passages in another order for every question."""
+    """The same without the runner, with the passages in another order for every question."""
     with KVBoost.from_pretrained("smollm2-135m") as engine:
         engine.warm([inspect.getdoc(module) or "" for module in PASSAGES])
         for number, question in enumerate(QUESTIONS):

@@ -1,4 +1,4 @@
-"""Runs the examples without and with reuse and compares times and answers."""
+"""Runs the examples without and with reuse, and compares times and answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class Pattern:
     title: str
     module: str
-    """Imported when it is run: it imports torch, for which --help should not wait."""
+    """Imported only when it runs: it imports torch, which takes seconds, and --help should not
+    wait."""
 
 
 PATTERNS = {
@@ -38,16 +39,16 @@ PATTERNS = {
 
 HELP = "\n\n".join(
     (
-        "Asks the prompts of a pattern twice, without reuse (mode baseline) and with exact reuse "
-        "(mode prefix_cache), and shows the time to first token of both.",
+        "Asks each prompt of a pattern twice, without reuse (mode baseline) and with exact reuse "
+        "(mode prefix_cache), and shows the time to the first token in both.",
         "The patterns:",
         "\n".join(f"- {name}: {pattern.title}" for name, pattern in PATTERNS.items()),
-        "The first prompt of a pattern finds an empty cache and fills it. Those after it read "
-        "only what is new.",
+        "The first prompt of a pattern finds an empty cache and fills it. The prompts after it "
+        "compute only what is new.",
         "The answers are compared token by token. In float32 they should be the same: reuse "
-        "leaves out work, it does not change the result. bfloat16 and float16 round so "
-        "coarsely that two nearly equal tokens may change places, and a different answer there "
-        "proves nothing.",
+        "saves work and does not change the result. bfloat16 and float16 round so coarsely that "
+        "two almost equally likely tokens may change places, so a different answer there proves "
+        "nothing.",
         "Try: python examples/run.py chatbot",
     )
 )
@@ -70,8 +71,8 @@ class Asked:
 
 
 def measure(engine: KVBoost, name: str, max_new_tokens: int) -> list[Asked]:
-    """Asks everything a pattern asks, in both modes. The salt gives it a cache of its own, which
-    is empty at first and forgotten at the end."""
+    """Asks all prompts of a pattern in both modes. The salt gives the pattern its own cache, which
+    is empty at first and is forgotten at the end."""
     salt = f"example {name}"
     everything: list[Asked] = []
     ask_all: Callable[[Ask], None] = import_module(PATTERNS[name].module).ask_all
@@ -122,17 +123,17 @@ def verdict(everything: list[Asked], dtype: str) -> str:
         return text
     if dtype == "float32":
         return (
-            f"{text} In float32 only an almost perfect tie between two tokens can excuse a "
-            "difference; anything more is a mistake in the cache. Please report it."
+            f"{text} In float32 only an almost perfect tie between two tokens can explain a "
+            "difference; anything else is a bug in the cache. Please report it."
         )
     return (
-        f"{text} In {dtype} two nearly equal tokens may change places, because sums are rounded "
-        "in another order; --dtype float32 tells this from a mistake in the cache."
+        f"{text} In {dtype} two almost equally likely tokens may change places, because sums are "
+        "rounded in another order; --dtype float32 distinguishes this from a bug in the cache."
     )
 
 
 def chosen(pattern: str) -> list[str]:
-    """The names that ``pattern`` stands for; raises BadParameter with those there are."""
+    """The patterns to run; raises BadParameter, with the known names, if ``pattern`` is unknown."""
     if pattern == "all":
         return list(PATTERNS)
     if pattern not in PATTERNS:
@@ -149,7 +150,7 @@ def main(
     ],
     model: Annotated[
         str,
-        typer.Option("--model", "-m", help="A bundled name, a folder, a .gguf file or a hub id."),
+        typer.Option("--model", "-m", help="A model's name, a folder, a .gguf file or a hub id."),
     ] = "smollm2-135m",
     dtype: Annotated[
         str, typer.Option(help="float32, so that answers can be compared; bfloat16 or float16.")
@@ -165,9 +166,9 @@ def main(
 
             engine = KVBoost.from_pretrained(model, dtype=dtype)
         with engine:
-            # The first call of a process is slow for reasons that have nothing to do with reuse.
+            # The first call of a process is slow for reasons that are unrelated to reuse.
             engine.generate("Warm up.", 2, GenerationMode.BASELINE)
-            out.print(f"{engine.model_name}, {dtype}, {engine.device}: time to first token")
+            out.print(f"{engine.model_name}, {dtype}, {engine.device}: time to the first token")
             for name in names:
                 show(name, measure(engine, name, max_new_tokens), dtype)
     except KVBoostError as error:

@@ -41,7 +41,7 @@ def test_a_second_request_reuses_what_the_first_read_and_generated(engine) -> No
     assert (second.moved_tokens, second.recomputed_tokens) == (0, 0)
 
 
-def test_a_prompt_that_is_known_whole_still_computes_its_last_token(engine) -> None:
+def test_a_fully_cached_prompt_still_computes_its_last_token(engine) -> None:
     engine.warm(TEXT, header="")
     result = engine.generate(TEXT, 3, EXACT)
     assert result.exact_tokens == len(TEXT) - 1
@@ -59,9 +59,7 @@ def test_baseline_neither_reads_nor_writes_the_cache(engine) -> None:
     assert after["cache_hits"] == before["cache_hits"]
 
 
-def test_only_without_reuse_is_a_prompt_read_as_stock_transformers_reads_it(
-    engine, monkeypatch
-) -> None:
+def test_only_baseline_makes_stock_transformers_calls(engine, monkeypatch) -> None:
     forward, seen = engine._model.forward, []
     run = forward._run_packed
 
@@ -101,7 +99,7 @@ def test_two_models_dtypes_or_adapters_never_share() -> None:
     assert len({base, *others}) == 5
 
 
-def test_plan_tells_without_doing(engine) -> None:
+def test_plan_reports_without_running_anything(engine) -> None:
     assert engine.plan(TEXT).cached_tokens == 0
     engine.warm(TEXT, header="")
     before = engine.cache_stats()
@@ -112,7 +110,7 @@ def test_plan_tells_without_doing(engine) -> None:
     assert engine.plan(TEXT, "baseline").cached_tokens == 0
 
 
-def test_warm_counts_new_chunks_and_reads_behind_a_header(engine) -> None:
+def test_warm_counts_new_chunks_and_reads_after_a_header(engine) -> None:
     assert engine.warm("x" * 40, header="") == 3
     assert engine.warm("x" * 40, header="") == 0
     assert engine.warm(TEXT, header="header: ") > 0
@@ -148,7 +146,7 @@ def test_a_callers_boundaries_are_kept(engine) -> None:
     with pytest.raises(ConfigError, match="boundaries=1000"):
         engine.generate(TEXT, 1, boundaries=[1000])
     with make_engine(tiny_model("llama"), chunking="document") as by_document:
-        by_document.warm("x" * 40)  # behind the two tokens of the chat template's header
+        by_document.warm("x" * 40)  # after the two tokens of the chat template's header
         report = by_document.plan([{"role": "user", "content": "x" * 40}], EXACT)
         assert [span.end for span in report.spans[:2]] == [2, 18]
 
@@ -192,7 +190,7 @@ def test_a_stream_gives_the_text_in_pieces_and_the_result_after(engine) -> None:
     assert engine.decode(whole.token_ids) == whole.output_text
 
 
-def test_a_stream_that_is_left_early_keeps_what_was_read_and_frees_its_kv(engine) -> None:
+def test_a_stream_closed_early_keeps_what_was_read_and_frees_its_kv(engine) -> None:
     with engine.stream(TEXT, 100, EXACT, ignore_eos=True) as stream:
         next(stream)
     assert stream.result.finish_reason == "cancelled"
@@ -229,7 +227,7 @@ def test_finish_reasons_are_true(engine) -> None:
     assert len(stopped.token_ids) < 40
 
 
-def test_an_answer_longer_than_the_room_set_aside_grows(engine, monkeypatch) -> None:
+def test_a_long_answer_makes_its_kv_grow(engine, monkeypatch) -> None:
     expected = engine.generate([1] * 250, 5, GenerationMode.BASELINE, ignore_eos=True).token_ids
     monkeypatch.setattr("kvboost.runtime.runtime.INITIAL_ANSWER_ROWS", 1)
     monkeypatch.setattr("kvboost.model.kv._ROUND", 1)
@@ -273,7 +271,7 @@ def test_a_prompt_longer_than_the_context_names_both_numbers(engine) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["", [], None, 7, 1.5, ["a"], [1.5], {"a": 1}])
-def test_what_is_no_prompt_is_refused(engine, prompt) -> None:
+def test_a_bad_prompt_is_refused(engine, prompt) -> None:
     with pytest.raises(PromptError, match=r"empty|a prompt is a string"):
         engine.generate(prompt)
 
@@ -310,7 +308,7 @@ def test_a_model_without_chat_template_says_so(engine, monkeypatch) -> None:
         ({"top_p": 2.0}, "top_p=2.0"),
     ],
 )
-def test_options_that_cannot_be_are_refused_at_the_call(engine, options, message) -> None:
+def test_bad_options_are_refused_at_the_call(engine, options, message) -> None:
     with pytest.raises(ConfigError, match=message):
         engine.stream(TEXT, **options)
 
@@ -346,7 +344,7 @@ def test_an_answer_that_crosses_the_switch_is_what_a_full_prefill_gives_and_not_
 
 
 @pytest.mark.parametrize("make_model", [dynamic_model, longrope_model])
-def test_where_rotation_depends_on_length_only_short_prompts_are_reused(make_model) -> None:
+def test_if_rotation_depends_on_length_only_short_prompts_are_reused(make_model) -> None:
     engine = make_engine(make_model(), prefill_slice=16)
     short, long = [number * 5 % 256 for number in range(40)], list(range(100))
     engine.warm(short)
@@ -409,7 +407,7 @@ def test_a_hit_too_short_to_use_is_no_hit(engine) -> None:
     assert engine.cache_stats()["cache_hits"] == 0
 
 
-def test_a_stream_that_nobody_closes_takes_no_lock_when_it_is_collected(engine) -> None:
+def test_an_unclosed_stream_takes_no_lock_when_it_is_collected(engine) -> None:
     """The collector may run in a thread that holds our locks; here this very thread does."""
     stream = engine.stream(TEXT, 50, EXACT, ignore_eos=True)
     next(stream)
@@ -432,7 +430,7 @@ def test_logprobs_come_with_every_token(engine) -> None:
     assert engine.generate(TEXT, 2).logprobs is None
 
 
-def test_a_closed_engine_says_so_and_gives_the_model_back() -> None:
+def test_a_closed_engine_raises_and_restores_the_model() -> None:
     model = tiny_model("llama")
     own = model.config._attn_implementation
     with make_engine(model) as first, make_engine(model) as second:
@@ -502,7 +500,7 @@ def test_a_small_cache_changes_speed_and_nothing_else() -> None:
     assert nothing.cache_stats()["hot_chunks"] == 0
 
 
-def test_an_engine_is_a_context_and_lets_go_of_its_cache() -> None:
+def test_an_engine_is_a_context_manager_and_closes_its_cache() -> None:
     with make_engine(tiny_model("llama")) as engine:
         engine.warm(TEXT, header="")
     assert engine.cache_stats()["hot_chunks"] == 0
@@ -522,7 +520,7 @@ def test_a_model_that_keeps_no_plain_kv_is_refused() -> None:
         make_engine(transformers.MambaForCausalLM(config), strict=False)
 
 
-def test_a_closed_engine_says_so_whatever_is_asked() -> None:
+def test_a_closed_engine_raises_on_every_call() -> None:
     engine = make_engine(tiny_model("llama"))
     engine.close()
     for ask in (engine.clear, lambda: engine.forget("x"), lambda: engine.forget_salt("x")):

@@ -55,7 +55,7 @@ def test_recomputing_everything_is_a_full_prefill_in_any_order(name, tiny_engine
 
 
 @pytest.mark.parametrize("strategy", ["auto", "query", "cacheblend", "selective", "none"])
-def test_every_strategy_serves_moved_passages_and_says_what_it_cost(engine, strategy) -> None:
+def test_every_strategy_serves_moved_passages_and_reports_its_cost(engine, strategy) -> None:
     engine.warm(prompt_of([0, 1, 2, 3]))
     prompt = prompt_of([3, 1, 0, 2])
     result = engine.generate(prompt, 4, recompute_strategy=strategy, recompute_ratio=0.25)
@@ -118,7 +118,7 @@ def test_cacheblend_recomputes_the_rows_that_deviate_most(engine) -> None:
     assert set(result.reuse.recomputed) == set(expected.tolist())
 
 
-def test_query_ranks_rows_whatever_the_ratio(engine) -> None:
+def test_query_ranks_rows_alike_for_any_ratio(engine) -> None:
     engine.warm([*HEADER, *PASSAGES[0]])
     prompt = [*HEADER[:4], *PASSAGES[0], *QUESTION]
     chosen = [
@@ -133,8 +133,8 @@ def test_query_ranks_rows_whatever_the_ratio(engine) -> None:
 
 
 def full_kv(engine: KVBoost, ids: list[int]) -> torch.Tensor:
-    from kvboost.model.attention import Segment
     from kvboost.model.kv import RequestKV
+    from kvboost.model.segment import Segment
 
     kv = RequestKV(engine._model.forward.shape, len(ids))
     engine._model.forward([Segment(kv, torch.tensor(ids), range(len(ids)))])
@@ -171,7 +171,7 @@ def test_new_text_between_moved_passages_is_computed_and_not_probed(engine) -> N
     prompt = [*HEADER, *PASSAGES[1], *words(50, 30), *PASSAGES[0], *QUESTION]
     options = {"recompute_strategy": "query", "recompute_ratio": 0.5, "keep": False}
     result = engine.generate(prompt, 1, **options)
-    # The first passage behind the same header is exact; the second one moved.
+    # The first passage after the same header is exact; the second one moved.
     assert result.exact_tokens == len(HEADER) + len(PASSAGES[1])
     assert result.moved_tokens == len(PASSAGES[0])
     full = engine.score(prompt, [1, 2], BASELINE).logits
@@ -230,7 +230,7 @@ def test_nothing_on_top_of_moved_rows_serves_an_exact_hit(engine) -> None:
 
 @settings(max_examples=12)
 @given(st.data())
-def test_exact_answers_stay_exact_whatever_was_moved_before(data) -> None:
+def test_exact_answers_stay_exact_after_any_moved_reuse(data) -> None:
     """An adversarial sequence of calls: every exact answer equals the baseline's."""
     with make_engine(tiny_model("llama")) as engine:
         talk = prompt_of(data.draw(st.permutations(range(3))))
@@ -250,7 +250,7 @@ def test_exact_answers_stay_exact_whatever_was_moved_before(data) -> None:
         assert engine._runtime.store.check_integrity() == []
 
 
-def test_a_conversation_goes_on_over_its_own_approximate_rows(engine) -> None:
+def test_a_conversation_continues_over_its_own_approximate_rows(engine) -> None:
     engine.warm(prompt_of([0, 1]))
     talk = prompt_of([1, 0])
     first = engine.generate(talk, 4, MOVED, **SLOPPY)
@@ -274,7 +274,7 @@ def test_the_exact_version_wins_once_there_is_one(engine) -> None:
     assert report.count(SpanKind.EXACT) == len(prompt) - 1
 
 
-def test_a_request_does_not_go_on_from_rows_that_were_repaired_otherwise(engine) -> None:
+def test_a_request_does_not_continue_from_rows_with_another_repair(engine) -> None:
     engine.warm(prompt_of([0, 1]))
     prompt = prompt_of([1, 0])
     engine.generate(prompt, 1, **SLOPPY)
@@ -283,7 +283,7 @@ def test_a_request_does_not_go_on_from_rows_that_were_repaired_otherwise(engine)
     assert torch.allclose(careful.logits, engine.score(prompt, [1, 2], BASELINE).logits, atol=1e-3)
 
 
-def test_originals_are_asked_before_copies_however_many_copies_there_are(engine) -> None:
+def test_originals_are_preferred_to_copies(engine) -> None:
     engine.warm([*HEADER, *PASSAGES[0]])
     for number in range(12):  # each leaves an approximate copy of the passage
         engine.generate([*words(400 + number, 20), *PASSAGES[0], *QUESTION], 1, **SLOPPY)
@@ -303,7 +303,7 @@ def test_a_few_approximate_rows_do_not_make_a_new_prompt_approximate(engine) -> 
     assert engine.plan(other, EXACT).count(SpanKind.EXACT) == len(other) - 1
 
 
-def test_rows_that_hold_nothing_yet_do_not_reach_the_probe(engine) -> None:
+def test_uninitialised_rows_do_not_reach_the_probe(engine) -> None:
     for passage in PASSAGES[:2]:
         engine.warm([*HEADER, *passage])
     prompt = [*words(700, 30), *PASSAGES[1], *words(701, 30), *PASSAGES[0], *QUESTION]
@@ -351,7 +351,7 @@ def test_length_dependent_rope_refuses_moved_reuse_past_its_switch(rope_type) ->
         assert any("depends on the prompt's length" in note for note in long.reuse.notes)
 
 
-def test_auto_computes_what_would_not_pay(engine) -> None:
+def test_auto_computes_moved_text_if_reuse_does_not_pay(engine) -> None:
     engine.warm([*HEADER, *PASSAGES[0]])
     prompt = [*words(3, 5), *PASSAGES[0], *QUESTION]  # 40 moved rows: a probe costs more
     assert engine.generate(prompt, 1, keep=False, **SLOPPY).moved_tokens == 40

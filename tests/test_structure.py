@@ -14,10 +14,11 @@ SRC = Path(kvboost.__file__).parent
 BASE = {"config", "errors", "results", "progress"}
 MAY_IMPORT = {  # the architecture: a room imports the rooms that it names here, and no others
     "config": {"errors"},
+    "progress": {"config"},
     "tokens": BASE,
     "cache": BASE | {"tokens"},
     "model": BASE,
-    "reuse": BASE | {"tokens", "cache"},
+    "reuse": BASE | {"tokens", "cache", "model"},
     "runtime": BASE | {"tokens", "cache", "model", "reuse"},
     "checks": BASE | {"tokens", "model", "runtime"},
     "engine": BASE | {"tokens", "model", "reuse", "runtime", "checks"},

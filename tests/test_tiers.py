@@ -35,7 +35,7 @@ def test_the_next_engine_reads_from_disk_and_says_so(open_engine) -> None:
     assert second.cache_stats()["tiers"]["disk"]["hits"] > 0
 
 
-def test_a_plan_says_where_chunks_lie(open_engine) -> None:
+def test_a_plan_names_the_tier_of_each_chunk(open_engine) -> None:
     open_engine().generate(TEXT, 1)
     first = open_engine()
     assert {span.tier for span in first.plan(TEXT).spans} == {None}  # not written yet
@@ -67,7 +67,7 @@ def test_memory_smaller_than_the_text_still_serves_it_from_disk(open_engine) -> 
     assert engine.generate(TEXT, 8, PREFIX).exact_tokens > 140
 
 
-def test_salts_hit_and_do_not_hit_on_disk(open_engine) -> None:
+def test_salts_are_kept_apart_on_disk(open_engine) -> None:
     first = open_engine()
     first.generate(TEXT, 1, cache_salt="ours")
     first.close()
@@ -97,7 +97,7 @@ def test_eight_bits_are_close_for_every_architecture(name) -> None:
         assert 0 < (scored.logits - full).abs().mean() < 0.05 * full.std()
 
 
-def test_fewer_bits_take_less_room(open_engine) -> None:
+def test_fewer_bits_take_less_memory(open_engine) -> None:
     sizes = {}
     for bits in (16, 8, 4):
         with make_engine(tiny_model("llama"), chunk_size=32, kv_cache_bits=bits) as engine:

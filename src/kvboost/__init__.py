@@ -31,12 +31,12 @@ from kvboost.results import (
     TokenLogprob,
     VerificationReport,
 )
-from kvboost.runtime.streams import AsyncTextStream, TextStream
 
 if TYPE_CHECKING:
     from kvboost.engine import KVBoost
     from kvboost.model.reference import StockModel
     from kvboost.model.weights import ModelInfo, list_models, pull_model
+    from kvboost.runtime.streams import AsyncTextStream, TextStream
 
 __version__ = "1.0.0.dev0"
 
@@ -75,17 +75,20 @@ __all__ = [
     "pull_model",
 ]
 
-# These import torch and transformers, which takes seconds; `kvboost --help` should not.
-_HEAVY = {
+# Imported on first use. KVBoost and StockModel import torch and transformers, which takes seconds,
+# and commands such as `kvboost --help` and `kvboost models` should not wait for them.
+_LAZY = {
+    "AsyncTextStream": "kvboost.runtime.streams",
     "KVBoost": "kvboost.engine",
     "ModelInfo": "kvboost.model.weights",
     "StockModel": "kvboost.model.reference",
+    "TextStream": "kvboost.runtime.streams",
     "list_models": "kvboost.model.weights",
     "pull_model": "kvboost.model.weights",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HEAVY:
+    if name not in _LAZY:
         raise AttributeError(f"module 'kvboost' has no attribute {name!r}")
-    return getattr(import_module(_HEAVY[name]), name)
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,16 +1,18 @@
-"""What users may choose: frozen, validated once. The environment is read here and nowhere else."""
+"""The options that users choose and their defaults: frozen, validated once. Only this module reads
+environment variables."""
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from kvboost.errors import ConfigError
 
@@ -29,17 +31,19 @@ class GenerationMode(str, Enum):
     """How much of the cache a request may use."""
 
     BASELINE = "baseline"
-    """No reuse: nothing is read from the cache and nothing is kept. A prompt by itself is read as
-    stock transformers reads it; the other modes take our kernels where there are any."""
+    """No reuse: the request reads nothing from the cache and adds nothing to it. A single prompt
+    is computed exactly as stock transformers computes it; the other modes use KVBoost's own
+    kernels where there are any."""
     PREFIX_CACHE = "prefix_cache"
-    """Exact hits only: the answer is the one the model gives without a cache."""
+    """Exact hits only: the answer is the one that the model gives without a cache."""
     CHUNK_KV_REUSE = "chunk_kv_reuse"
-    """Exact hits, and text that was read at another place, moved and repaired: faster, and close
-    to the answer without a cache; every result says how much of it was moved."""
+    """Exact hits, and text that was cached at another place, which is moved and repaired. This is
+    faster, and the answer is close to the one without a cache. Every result says how many rows
+    were moved."""
 
 
 def choose(kind: type[EnumT], value: EnumT | str, option: str) -> EnumT:
-    """``value`` as a member of ``kind``; raises ConfigError that lists the members."""
+    """Returns ``value`` as a member of ``kind``; raises a ConfigError that lists the members."""
     try:
         return kind(value)
     except ValueError:
@@ -48,6 +52,7 @@ def choose(kind: type[EnumT], value: EnumT | str, option: str) -> EnumT:
 
 
 def one_of(value: str | int, allowed: Sequence[str | int], option: str) -> None:
+    """Raises ConfigError unless ``value`` is among ``allowed``."""
     if value not in allowed:
         listing = ", ".join(repr(name) for name in allowed)
         raise ConfigError(f"{option}={value!r} is not available; choose one of {listing}")
@@ -58,18 +63,35 @@ def _is_number(value: object) -> bool:
 
 
 def at_least(value: float, least: float, option: str) -> None:
+    """Raises ConfigError unless ``value`` is a number, and not below ``least``."""
     if not _is_number(value) or value < least:
         raise ConfigError(f"{option}={value!r} must be a number of at least {least}")
 
 
 def within(value: float, low: float, high: float, option: str) -> None:
+    """Raises ConfigError unless ``value`` is a number from ``low`` to ``high``."""
     if not _is_number(value) or not low <= value <= high:
         raise ConfigError(f"{option}={value!r} must be a number between {low} and {high}")
 
 
 def whole(value: int, least: int, option: str) -> None:
+    """Raises ConfigError unless ``value`` is an int, and not below ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{option}={value!r} must be a whole number of at least {least}")
+
+
+def closest(name: str, known: Collection[str]) -> str | None:
+    """The entry of ``known`` that ``name`` is probably a misspelling of; None if none is close."""
+    folded = {one.casefold(): one for one in known}
+    found = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.7)
+    return folded[found[0]] if found else None
+
+
+def unknown_option(name: str, known: Collection[str]) -> ConfigError:
+    """The error for an option that does not exist: a guess at what was meant, and the list."""
+    guess = closest(name, known)
+    hint = f"did you mean {guess!r}? The options are" if guess else "the options are"
+    return ConfigError(f"unknown option {name!r}; {hint} {', '.join(sorted(known))}")
 
 
 UNITS = {"": 1, "b": 1}
@@ -78,7 +100,7 @@ UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", star
 
 
 def parse_bytes(size: int | str, option: str = "size") -> int:
-    """Bytes from what people write: ``2147483648``, ``"2GiB"``, ``"500 MB"``."""
+    """Parses a size as people write it: ``2147483648``, ``"2GiB"``, ``"500 MB"``."""
     if isinstance(size, int) and not isinstance(size, bool):
         whole(size, 0, option)
         return size
@@ -93,8 +115,8 @@ def parse_bytes(size: int | str, option: str = "size") -> int:
 
 
 def format_bytes(size: int) -> str:
-    """Bytes as people write them: ``"512B"``, ``"1.5MiB"``. ``parse_bytes`` reads it back, to
-    the tenth shown."""
+    """A size as people write it: ``"512B"``, ``"1.5MiB"``. ``parse_bytes`` reads it back, rounded
+    to the tenth shown."""
     power = next((power for power in range(4) if round(size / 1024**power, 1) < 1024), 4)
     unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
     return f"{size / 1024**power:.1f}".removesuffix(".0") + unit
@@ -102,48 +124,69 @@ def format_bytes(size: int) -> str:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine keeps and reuses KV. Validated on creation."""
+    """How an engine keeps and reuses KV: every option, its default and its check.
+
+    Sizes may be written as ``"2GiB"`` and are kept in bytes; ``document_markers`` may be a single
+    string and is kept as a tuple.
+    """
 
     chunk_size: int = 128
+    """Tokens in a chunk, the unit in which KV is kept, found and evicted."""
     max_chunks: int | None = None
+    """The most chunks in memory; by default only bytes limit them."""
     max_cache_bytes: int = 2 * 1024**3
+    """The cache's budget in memory."""
     chunking: str = "fixed"
+    """Where chunks end: ``"fixed"`` every ``chunk_size`` tokens, ``"semantic"`` at places that the
+    text itself determines, ``"document"`` at ``document_markers``."""
     recompute_strategy: str = "auto"
+    """How moved text is repaired: ``"auto"``, ``"query"``, ``"cacheblend"``, ``"selective"`` or
+    ``"none"``."""
     recompute_ratio: float = 0.15
+    """The share of moved rows that is computed again."""
     recompute_overlap: int = 16
+    """With ``"selective"``: how many rows are computed again at each end of a moved passage."""
     kv_cache_bits: int = 16
-    """As what KV is kept: 16 is what the model computed (of 32-bit models 32); 8 and 4 are close
-    to it."""
+    """The precision in which KV is kept. 16 keeps what the model computed (32 bits if the model
+    runs in 32); 8 and 4 need less space and are close to it."""
     key_norms: bool = False
-    """Whether eviction also weighs the norm of a chunk's keys: small ones are attended to more."""
+    """Whether eviction also considers the norms of a chunk's keys: keys with small norms receive
+    more attention."""
     gpu_cache_bytes: int | None = None
-    """The budget in the GPU's own memory; by default a quarter of what is free."""
+    """The cache's budget in the GPU's own memory; by default a quarter of what is free."""
     disk_cache_dir: str | os.PathLike[str] | None = None
+    """A folder in which the cache outlives the process; None keeps nothing on disk."""
     disk_cache_bytes: int = 20 * 1024**3
+    """The budget of that folder."""
     remote_cache_url: str | None = None
-    """A store shared by machines: ``redis://host``, or what fsspec knows, such as ``s3://bucket``
-    or a shared folder."""
+    """A store that several machines share: ``redis://host``, or what fsspec knows, such as
+    ``s3://bucket`` or a shared folder."""
     remote_cache_bytes: int | None = None
-    """The budget there; without one the store's own limits hold."""
+    """The budget of that store. Without it, the limit of a Redis or Valkey server applies; other
+    stores need one."""
     prefill_slice: int | None = None
     """Long prompts are prefilled this many tokens at a time, so that memory stays bounded; by
     default what suits the device."""
     document_markers: tuple[str, ...] = ("\n\n",)
-    """Where documents end, with ``chunking="document"``."""
+    """The strings that end a document, with ``chunking="document"``."""
     reuse_moved: str = "when_faster"
+    """``"when_faster"`` computes moved text where reusing it would not save time; ``"always"``
+    reuses it all the same."""
     audit_fraction: float = 0.0
     """This share of the answers over moved text is compared with a full prefill when idle."""
     max_running: int = 16
-    """Of a batch: so many requests run at once, the others wait."""
+    """How many requests of a batch or server run at once; the others wait."""
     max_waiting: int = 256
+    """How many requests may wait; more are refused with QueueFullError."""
     max_kv_bytes: int | None = None
-    """The KV of running requests together; by default a quarter of the memory."""
+    """The budget for the KV of all running requests; by default a quarter of the memory."""
     sharing_wait: float = 2.0
-    """A request that shares unread text with one that is being read waits for it, so many seconds
-    at most; what they share is then read once. 0: nobody waits, everybody reads."""
+    """If a running request is reading text that a new request shares, the new one waits up to this
+    many seconds, and the text is read once. 0 disables the waiting."""
     step_rows: int | None = None
-    """While some requests are answering, so many tokens of other prompts are read between two
-    tokens of theirs: fewer keep the pace, more read faster. By default what suits the device."""
+    """While some requests are answering, at most this many tokens of other prompts are read per
+    step. Fewer keep the answers' pace, more read prompts faster; by default what suits the
+    device."""
 
     @property
     def repair(self) -> RepairParams:
@@ -152,20 +195,16 @@ class EngineConfig:
         )
 
     def __post_init__(self) -> None:
+        self._normalise()
         whole(self.chunk_size, 8, "chunk_size")
         if self.max_chunks is not None:
             whole(self.max_chunks, 1, "max_chunks")
-        whole(self.max_cache_bytes, 0, "max_cache_bytes")
         one_of(self.chunking, CHUNKING, "chunking")
         _ = self.repair  # validates its part
         within(self.audit_fraction, 0.0, 1.0, "audit_fraction")
         one_of(self.kv_cache_bits, KV_BITS, "kv_cache_bits")
         if not isinstance(self.key_norms, bool):
             raise ConfigError(f"key_norms={self.key_norms!r} must be True or False")
-        whole(self.disk_cache_bytes, 0, "disk_cache_bytes")
-        for option in ("gpu_cache_bytes", "remote_cache_bytes", "max_kv_bytes"):
-            if (size := getattr(self, option)) is not None:
-                whole(size, 0, option)
         if self.disk_cache_dir is not None and not os.fspath(self.disk_cache_dir):
             raise ConfigError("disk_cache_dir='' must name a folder; None keeps nothing on disk")
         whole(self.max_running, 1, "max_running")
@@ -181,19 +220,126 @@ class EngineConfig:
                 f"document_markers={self.document_markers!r} must hold strings that are not blank"
             )
 
+    def _normalise(self) -> None:
+        """Sizes become bytes and markers a tuple, whichever way they were written."""
+        for option in SIZES:
+            size = getattr(self, option)
+            if size is not None or getattr(EngineConfig, option) is not None:
+                object.__setattr__(self, option, parse_bytes(size, option))
+        markers: object = self.document_markers
+        if isinstance(markers, str):
+            markers = (markers,)
+        if not isinstance(markers, Sequence):
+            raise ConfigError(f"document_markers={markers!r} must be a string or several strings")
+        object.__setattr__(self, "document_markers", tuple(markers))
+
+
+SIZES = (
+    "max_cache_bytes",
+    "gpu_cache_bytes",
+    "disk_cache_bytes",
+    "remote_cache_bytes",
+    "max_kv_bytes",
+)
+"""The options of EngineConfig that are sizes."""
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of EngineConfig as keyword arguments, for type checkers and editors. A test keeps
+    the two alike."""
+
+    chunk_size: int
+    max_chunks: int | None
+    max_cache_bytes: int | str
+    chunking: str
+    recompute_strategy: str
+    recompute_ratio: float
+    recompute_overlap: int
+    kv_cache_bits: int
+    key_norms: bool
+    gpu_cache_bytes: int | str | None
+    disk_cache_dir: str | os.PathLike[str] | None
+    disk_cache_bytes: int | str
+    remote_cache_url: str | None
+    remote_cache_bytes: int | str | None
+    prefill_slice: int | None
+    document_markers: str | Sequence[str]
+    reuse_moved: str
+    audit_fraction: float
+    max_running: int
+    max_waiting: int
+    max_kv_bytes: int | str | None
+    sharing_wait: float
+    step_rows: int | None
+
+
+class HubOptions(TypedDict, total=False):
+    """The options of transformers' ``from_pretrained`` that ours takes by name and passes on.
+    Others go into ``model_kwargs``."""
+
+    revision: str
+    token: str | bool | None
+    cache_dir: str | os.PathLike[str] | None
+    local_files_only: bool
+    trust_remote_code: bool
+    subfolder: str
+    force_download: bool
+    proxies: Mapping[str, str] | None
+    code_revision: str
+    gguf_file: str
+    variant: str
+    use_safetensors: bool
+    quantization_config: Any
+    attn_implementation: str
+    device_map: Any
+    max_memory: Any
+    offload_folder: str | os.PathLike[str]
+    torch_dtype: Any
+
+
+class LoadOptions(EngineOptions, HubOptions, total=False):
+    """Everything that ``KVBoost.from_pretrained`` takes by name."""
+
+
+REMOVED = {
+    "chunk_boundary_window": "use chunking='semantic', which ends chunks at places in the text",
+    "overlap_k": "leave it out: moved text is repaired when it is used; recompute_ratio says how "
+    "much of it",
+    "sink_tokens": "leave it out: the first tokens of a prompt stay where they are",
+    "recency_window_chunks": "leave it out: eviction learns which chunks come back; engine.pin() "
+    "keeps a text for good",
+    "prefill_chunk_size": "use prefill_slice",
+    "speculative_config": "leave it out: KVBoost has no speculative decoding",
+    "tree_speculative_config": "leave it out: KVBoost has no speculative decoding",
+    "streaming_config": "leave it out: KVBoost does not stream weights from disk",
+}
+"""Options of version 0.9 that are gone, and what to do instead."""
+
+
+def refuse_unknown_options(options: Collection[str], *kinds: type) -> None:
+    """Raises ConfigError for the first of ``options`` that no TypedDict of ``kinds`` declares. The
+    error names what replaced an option of 0.9, or guesses what was meant."""
+    known = {name for kind in kinds for name in kind.__annotations__}
+    for name in options:
+        if name in known:
+            continue
+        if name in REMOVED:
+            raise ConfigError(f"{name} was removed in 1.0; {REMOVED[name]}")
+        raise unknown_option(name, known)
+
 
 @dataclass(frozen=True)
 class RepairParams:
-    """How one request repairs what it reuses from another place."""
+    """How one request repairs the text that it reuses at another place."""
 
     strategy: str = "auto"
     ratio: float = 0.15
     """The share of moved rows that is computed again."""
     overlap: int = 16
-    """``selective``: how many rows at each end of a moved run."""
+    """With ``selective``: how many rows at each end of a moved passage."""
     reuse_moved: str = "when_faster"
-    """Strategy ``auto`` computes moved text where reusing it would not be faster; ``"always"``
-    spares the computation all the same, and gives the same answer on every machine."""
+    """Strategy ``auto`` computes moved text where reusing it would not be faster. ``"always"``
+    reuses it anyway, so every machine gives the same answer."""
 
     def __post_init__(self) -> None:
         one_of(self.strategy, STRATEGIES, "recompute_strategy")
@@ -204,10 +350,10 @@ class RepairParams:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request picks its tokens. ``None`` means: as the model's generation config says.
+    """How one request picks its tokens. ``None`` takes the value of the model's generation config.
 
-    Without any of temperature, top_k, top_p and min_p a request is greedy; giving one of them
-    samples, unless ``do_sample=False`` or ``temperature=0`` says otherwise.
+    A request is greedy unless temperature, top_k, top_p or min_p is given; then it samples, unless
+    ``do_sample=False`` or ``temperature=0`` says otherwise.
     """
 
     max_new_tokens: int = 64
@@ -218,9 +364,9 @@ class SamplingParams:
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
-    """Taken from the logits of every token that was generated before."""
+    """Subtracted from the logits of every token that was already generated."""
     frequency_penalty: float | None = None
-    """The same, as often as it was generated."""
+    """The same, multiplied by how often the token was generated."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these tokens."""
     seed: int | None = None
@@ -260,7 +406,7 @@ class SamplingParams:
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn; otherwise the likeliest one is taken."""
+        """Whether tokens are drawn at random; otherwise the likeliest one is taken."""
         if self.do_sample is False or self.temperature == 0:
             return False
         given = (self.temperature, self.top_k, self.top_p, self.min_p)
@@ -279,20 +425,25 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def bound_kernel_caches() -> None:
-    """Has torch keep the code of 128 matrix products rather than of thousands: it makes new code
-    for every number of rows, and a long-running process meets them all. For processes of our own,
-    before torch is loaded; what the environment says already stays."""
+    """Limits torch to the compiled code of 128 matrix products. Without this it compiles and keeps
+    code for every number of rows that a long-running process meets, thousands of them. Call it in
+    our own processes only, before torch is imported. Values already in the environment stay."""
     for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(name, "128")
 
 
 def native_kernels_allowed() -> bool:
-    """Whether kernels of ours may be compiled and used: not with ``KVBOOST_NATIVE=0``."""
+    """Whether KVBoost may compile and use its own kernels; ``KVBOOST_NATIVE=0`` forbids it."""
     return os.environ.get("KVBOOST_NATIVE", "1") != "0"
 
 
+def progress_allowed() -> bool:
+    """Whether long work may show its progress; ``KVBOOST_PROGRESS=0`` forbids it."""
+    return os.environ.get("KVBOOST_PROGRESS", "1") != "0"
+
+
 def home() -> Path:
-    """Where models are kept: ``KVBOOST_HOME``, or ``kvboost`` in the user's cache folder."""
+    """The folder for models: ``KVBOOST_HOME``, or ``kvboost`` in the user's cache folder."""
     if chosen := os.environ.get("KVBOOST_HOME"):
         return Path(chosen).expanduser()
     if sys.platform == "darwin":
@@ -303,16 +454,16 @@ def home() -> Path:
 
 
 def chosen_cache_dir() -> Path | None:
-    """The folder in which commands keep KV unless told another: ``KVBOOST_CACHE_DIR``."""
+    """The folder in which commands keep KV if none is given: ``KVBOOST_CACHE_DIR``."""
     chosen = os.environ.get("KVBOOST_CACHE_DIR")
     return Path(chosen).expanduser() if chosen else None
 
 
 def cache_dir() -> Path:
-    """The folder ``kvboost cache`` looks into: the chosen one, or ``kv`` beside the models."""
+    """The folder that ``kvboost cache`` opens: the chosen one, or ``kv`` beside the models."""
     return chosen_cache_dir() or home() / "kv"
 
 
 def api_keys() -> list[str]:
-    """The server's keys: ``KVBOOST_API_KEYS``, separated by commas, as ``--api-keys`` has them."""
+    """The server's keys in ``KVBOOST_API_KEYS``, separated by commas, each as in a keys file."""
     return os.environ.get("KVBOOST_API_KEYS", "").split(",")

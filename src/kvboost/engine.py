@@ -1,4 +1,4 @@
-"""KVBoost, the public face: checks what is asked and hands it to the pipeline."""
+"""KVBoost, the public face: checks requests and hands them to the runtime."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from kvboost.checks.verify import verify
 from kvboost.config import (
     DEFAULT_MODEL,
     EngineConfig,
+    EngineOptions,
     GenerationMode,
+    HubOptions,
+    LoadOptions,
     SamplingParams,
     at_least,
+    format_bytes,
     home,
-    parse_bytes,
+    refuse_unknown_options,
     whole,
     within,
 )
@@ -63,19 +67,19 @@ PREVIEW_TOKENS = 48
 
 
 class KVBoost:
-    """A model that does not read the same text twice. Safe to call from several threads."""
+    """A model that does not read the same text twice. Thread-safe."""
 
     def __init__(
         self, model: LoadedModel, config: EngineConfig | None = None, costs: Path | None = None
     ) -> None:
         """Most callers want :meth:`from_pretrained` or :meth:`from_model`. ``costs`` is a file
-        for what forwards were found to cost."""
+        that keeps the learned cost of forwards."""
         self.config = config or EngineConfig()
         self._model = model
         self._prompts = PromptReader(model.tokenizer, model.vocab_size)
         self._runtime = Runtime(model, self.config, costs)
         self._auditor = Auditor(self, self.config.audit_fraction)
-        self._loop = Loop(self._runtime, model.forward, self.config, self._auditor.watch)
+        self._loop = Loop(self._runtime, self.config, self._auditor.watch)
         self._closed = False
 
     @classmethod
@@ -84,78 +88,62 @@ class KVBoost:
         model_name: str | os.PathLike[str] = DEFAULT_MODEL,
         *,
         strict: bool = True,
-        chunk_size: int = 128,
-        max_chunks: int | None = None,
-        max_cache_bytes: int | str = "2GiB",
-        chunking: str = "fixed",
-        recompute_strategy: str = "auto",
-        recompute_ratio: float = 0.15,
-        recompute_overlap: int = 16,
-        kv_cache_bits: int = 16,
-        key_norms: bool = False,
-        gpu_cache_bytes: int | str | None = None,
-        disk_cache_dir: str | os.PathLike[str] | None = None,
-        disk_cache_bytes: int | str = "20GiB",
-        remote_cache_url: str | None = None,
-        remote_cache_bytes: int | str | None = None,
-        prefill_slice: int | None = None,
-        document_markers: str | Sequence[str] = "\n\n",
-        reuse_moved: str = "when_faster",
-        audit_fraction: float = 0.0,
-        max_running: int = 16,
-        max_waiting: int = 256,
-        max_kv_bytes: int | str | None = None,
-        sharing_wait: float = 2.0,
-        step_rows: int | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
-        **hf_kwargs: Any,
+        model_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[LoadOptions],
     ) -> Self:
         """Loads a model: a bundled name, a folder, a ``.gguf`` file or a hub id.
 
         ``strict`` refuses architectures whose text can never be moved; ``strict=False`` serves
-        them with exact prefix reuse. ``device`` and ``dtype`` default to what the machine does
-        well. ``hf_kwargs`` go to transformers' ``from_pretrained``.
+        them with exact prefix reuse. ``device`` and ``dtype`` default to what suits the machine.
+
+        Options of the engine, with their defaults; :class:`EngineConfig` explains each. Sizes are
+        bytes or strings such as ``"2GiB"``.
+
+        - memory: ``max_cache_bytes="2GiB"``, ``max_chunks=None``, ``gpu_cache_bytes=None``,
+          ``kv_cache_bits=16``, ``key_norms=False``
+        - other tiers: ``disk_cache_dir=None``, ``disk_cache_bytes="20GiB"``,
+          ``remote_cache_url=None``, ``remote_cache_bytes=None``
+        - chunks: ``chunk_size=128``, ``chunking="fixed"``, ``document_markers="\\n\\n"``
+        - moved text: ``recompute_strategy="auto"``, ``recompute_ratio=0.15``,
+          ``recompute_overlap=16``, ``reuse_moved="when_faster"``, ``audit_fraction=0.0``
+        - requests: ``max_running=16``, ``max_waiting=256``, ``max_kv_bytes=None``,
+          ``sharing_wait=2.0``, ``step_rows=None``, ``prefill_slice=None``
+
+        Options of transformers' ``from_pretrained`` that have a name here (``HubOptions``, such as
+        ``revision``, ``token`` or ``trust_remote_code``) are passed on; any others go into
+        ``model_kwargs``. An unknown option raises ConfigError before anything is loaded.
         """
-        config = EngineConfig(
-            chunk_size=chunk_size,
-            max_chunks=max_chunks,
-            max_cache_bytes=parse_bytes(max_cache_bytes, "max_cache_bytes"),
-            chunking=chunking,
-            recompute_strategy=recompute_strategy,
-            recompute_ratio=recompute_ratio,
-            recompute_overlap=recompute_overlap,
-            kv_cache_bits=kv_cache_bits,
-            key_norms=key_norms,
-            gpu_cache_bytes=_optional_bytes(gpu_cache_bytes, "gpu_cache_bytes"),
-            disk_cache_dir=disk_cache_dir,
-            disk_cache_bytes=parse_bytes(disk_cache_bytes, "disk_cache_bytes"),
-            remote_cache_url=remote_cache_url,
-            remote_cache_bytes=_optional_bytes(remote_cache_bytes, "remote_cache_bytes"),
-            prefill_slice=prefill_slice,
-            document_markers=(
-                (document_markers,)
-                if isinstance(document_markers, str)
-                else tuple(document_markers)
-            ),
-            reuse_moved=reuse_moved,
-            audit_fraction=audit_fraction,
-            max_running=max_running,
-            max_waiting=max_waiting,
-            max_kv_bytes=_optional_bytes(max_kv_bytes, "max_kv_bytes"),
-            sharing_wait=sharing_wait,
-            step_rows=step_rows,
+        refuse_unknown_options(options, LoadOptions)
+        hub: dict[str, Any] = {
+            name: value for name, value in options.items() if name in HubOptions.__annotations__
+        }
+        engine: Any = {name: value for name, value in options.items() if name not in hub}
+        config = EngineConfig(**engine)
+        model = load(
+            model_name, strict=strict, device=device, dtype=dtype, **hub, **(model_kwargs or {})
         )
-        model = load(model_name, strict=strict, device=device, dtype=dtype, **hf_kwargs)
         return cls(model, config, home() / "costs" / f"{machine_key(model)}.json")
 
     @classmethod
     def from_model(
-        cls, model: Any, tokenizer: Any, *, strict: bool = True, config: EngineConfig | None = None
+        cls,
+        model: Any,
+        tokenizer: Any,
+        *,
+        strict: bool = True,
+        config: EngineConfig | None = None,
+        **options: Unpack[EngineOptions],
     ) -> Self:
-        """Takes a transformers model and tokenizer that are already in memory. Until ``close`` the
-        model's attention is ours, and its weights must stay as they are; switching between named
-        adapters is fine."""
+        """Takes a transformers model and tokenizer that are already in memory. ``options`` are
+        those of the engine, see :meth:`from_pretrained`; they override those of ``config``.
+
+        Until :meth:`close`, KVBoost replaces the model's attention, and its weights must not
+        change; switching between named adapters is fine."""
+        refuse_unknown_options(options, EngineOptions)
+        chosen: Any = options
+        config = replace(config or EngineConfig(), **chosen)
         return cls(wrap(model, tokenizer, strict=strict), config)
 
     @property
@@ -180,7 +168,7 @@ class KVBoost:
         return self._model.vocab_size
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids a prompt stands for."""
+        """The token ids of a prompt."""
         ids: list[int] = self._prompts.read(prompt).tolist()
         return ids
 
@@ -194,7 +182,7 @@ class KVBoost:
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
         **options: Unpack[RequestOptions],
     ) -> GenerationResult:
-        """Answers a prompt. What of it was read before is not read again.
+        """Answers a prompt. Text that was read before is not read again.
 
         Greedy unless ``temperature``, ``top_k``, ``top_p`` or ``min_p`` is given. ``seed`` makes
         sampling repeatable; ``stop`` is a string or several; ``logprobs=k`` adds the k likeliest
@@ -227,10 +215,8 @@ class KVBoost:
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
         **options: Unpack[RequestOptions],
     ) -> TextStream:
-        """Like :meth:`generate`, as an iterator of text pieces; ``.result`` follows the last one.
-
-        Leaving early is fine: close the stream (or leave its ``with`` block) and what was read
-        until then is kept.
+        """Like :meth:`generate`, as an iterator of text pieces; ``.result`` is complete after the
+        last one. Closing the stream early, or leaving its ``with`` block, keeps what was read.
         """
         state = self._begin(prompt, max_new_tokens, mode, options)
         steps = self._auditor.watch(state, Generation(self._runtime, state).steps())
@@ -245,10 +231,10 @@ class KVBoost:
         each: Sequence[BatchOptions] | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[GenerationResult]:
-        """Answers several prompts at once, each as :meth:`generate` would, in less time: every
-        step computes the next tokens of all that are running, and what prompts share is read
-        once. ``each`` has options for one prompt each, ``max_new_tokens`` and ``mode`` among
-        them, which go before those for all. The first failure is raised once all have ended."""
+        """Answers several prompts at once, each as :meth:`generate` would, in less time: one step
+        computes the next token of every running prompt, and shared text is read once. ``each``
+        holds options for single prompts, ``max_new_tokens`` and ``mode`` among them; they override
+        the options for all. The first failure is raised once all have ended."""
         if isinstance(prompts, str):
             raise PromptError("generate_batch() takes several prompts; give one to generate()")
         if each is not None and len(each) != len(prompts):
@@ -269,15 +255,15 @@ class KVBoost:
         timeout: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncTextStream:
-        """Like :meth:`stream`, for a coroutine, beside any number of others. The request is queued
-        at once; ``QueueFullError`` says when to come again. After ``timeout`` seconds it ends with
-        ``finish_reason="timeout"``."""
+        """Like :meth:`stream`, for coroutines; any number of requests run at once. The request is
+        queued immediately; ``QueueFullError`` says when to retry. After ``timeout`` seconds it ends
+        with ``finish_reason="timeout"``."""
         if timeout is not None:
             at_least(timeout, 0.0, "timeout")
         return self._submit(self._begin(prompt, max_new_tokens, mode, options), timeout)
 
     async def awarm(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
-        """Like :meth:`warm` of one text, beside requests that are running."""
+        """Like :meth:`warm` of one text, for coroutines."""
         clock = Clock()
         ids, boundaries = self._read_one(text, header)
         mode = GenerationMode.PREFIX_CACHE
@@ -289,21 +275,22 @@ class KVBoost:
         return stream.new_chunks
 
     async def adrain(self, timeout: float | None = None) -> bool:
-        """Takes no new requests any more and waits for those that run or wait; False if they took
-        longer than ``timeout`` seconds."""
+        """Takes no new requests and waits for the others to end; False if that took longer than
+        ``timeout`` seconds."""
         return await asyncio.to_thread(self._loop.drain, timeout)
 
     def serving_stats(self) -> dict[str, Any]:
-        """How the requests of batches, coroutines and the server are doing."""
-        return self._loop.stats()
+        """The requests of batches, coroutines and the server: how many wait and run, their KV, and
+        totals."""
+        return self._loop.stats().as_dict()
 
     def estimate_ms(self, num_tokens: int) -> float | None:
-        """How long reading so many tokens would take without any reuse; None as long as nothing
-        has been measured."""
+        """How long reading ``num_tokens`` would take without reuse; None until forwards have been
+        measured."""
         return self._runtime.estimate_ms(num_tokens)
 
     def chunks(self, limit: int = 20) -> list[dict[str, Any]]:
-        """The chunks in memory that are worth most, the last to be evicted first."""
+        """The most valuable chunks in memory: those that would be evicted last come first."""
         whole(limit, 1, "limit")
         found = self._runtime.store.most_valuable(limit)
         for chunk in found:
@@ -316,8 +303,8 @@ class KVBoost:
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
         **options: Unpack[ReuseOptions],
     ) -> ReuseReport:
-        """How a prompt would be served now. Runs nothing, counts nothing. Which moved rows would
-        be recomputed is decided by the model, so none are named here."""
+        """How a prompt would be served now. Runs nothing and counts nothing. The model decides
+        which moved rows to recompute, so the plan does not name them."""
         refuse_unknown(options, set(ReuseOptions.__annotations__))
         return self._runtime.plan(self._request(self._prompts.read(prompt), mode, **options))
 
@@ -328,23 +315,30 @@ class KVBoost:
         header: str | None = None,
         *,
         cache_salt: str = "",
+        progress: bool = True,
     ) -> int:
-        """Reads a document, or several, and keeps it; returns the new chunks.
+        """Reads one document or several and keeps them; returns the number of new chunks.
 
-        A text is read behind ``header``, or without one as the beginning of a user's first
-        message in the model's chat template (``header=""`` reads it alone). It then serves
-        wherever it stands in a prompt, exactly where everything before it is the same too. Token
-        ids and messages are read as they are.
+        A text is read after ``header``. Without a header it is read as the beginning of a user's
+        first message in the model's chat template; ``header=""`` reads it alone. It then serves
+        anywhere in a prompt, and exactly if everything before it is the same too. Token ids and
+        messages are read as they are.
+
+        Reading several documents shows a progress bar if standard error is a terminal;
+        ``progress=False`` hides it.
         """
         if position_offset != 0:
             raise ConfigError(
                 f"position_offset={position_offset!r} is not needed: what is read serves at any "
-                "position; to read it behind something, give that as header"
+                "position; to read it after other text, give that text as header"
             )
         if not _is_documents(text):
             ids, boundaries = self._read_one(cast(Prompt, text), header)
             return self._warm(ids, cache_salt, boundaries)
-        with Progress("reading documents") as progress, progress.step("read", len(text)) as step:
+        with (
+            Progress("reading documents", only_on_terminal=True, show=progress) as shown,
+            shown.step("read", len(text)) as step,
+        ):
             new = 0
             for document in text:
                 ids, boundaries = self._read_one(document, header)
@@ -360,16 +354,16 @@ class KVBoost:
         *,
         cache_salt: str = "",
     ) -> Arrangement:
-        """The prompt of ``documents``, in whatever order, whose exact hit is longest, and what it
-        is expected to save. ``header`` and ``question`` stand before and behind them; with
-        ``header=None`` both are put into the model's chat template."""
+        """Puts ``documents`` into the order with the longest exact hit, and says what that is
+        expected to save. The prompt is ``header``, documents, ``question``; with ``header=None``
+        it follows the model's chat template."""
         if isinstance(documents, str) or not documents:
             raise PromptError(f"documents={documents!r} must be several strings")
-        before, behind = self._prompts.frame(header, question)
+        before, after = self._prompts.frame(header, question)
         return arrange(
             before,
             [self._prompts.join(text) for text in documents],
-            behind,
+            after,
             lambda ids: self._runtime.known_exactly(ids, cache_salt),
         )
 
@@ -380,8 +374,8 @@ class KVBoost:
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
         **options: Unpack[ReuseOptions],
     ) -> Score:
-        """Logits ``[len(continuation), vocab]`` with which the model meets each token of
-        ``continuation`` behind ``prompt``. Keeps nothing."""
+        """The logits ``[len(continuation), vocab]`` from which each token of ``continuation`` would
+        be chosen after ``prompt``. Keeps nothing."""
         clock = Clock()
         refuse_unknown(options, set(ReuseOptions.__annotations__))
         if isinstance(continuation, str):
@@ -397,9 +391,9 @@ class KVBoost:
     def calibrate(
         self, samples: Sequence[Prompt], max_kl: float, *, cache_salt: str = ""
     ) -> Calibration:
-        """Finds the smallest share of moved rows to recompute with which the answers to
-        ``samples`` stay within ``max_kl`` of a full prefill, and uses it from now on. What the
-        samples reuse must have been read before, as in the traffic they stand for."""
+        """Finds the smallest share of moved rows to recompute so that the answers to ``samples``
+        stay within ``max_kl`` of a full prefill, and uses it from now on. Read the documents of the
+        samples first, with :meth:`warm` or in other requests."""
         if self.config.recompute_strategy in ("selective", "none"):
             raise ConfigError(
                 f"recompute_strategy={self.config.recompute_strategy!r} has no ratio to calibrate; "
@@ -410,38 +404,38 @@ class KVBoost:
         return found
 
     def audit(self) -> None:
-        """Compares the answers that wait for it (``audit_fraction``) with a full prefill now."""
+        """Compares the sampled answers (``audit_fraction``) with a full prefill now."""
         self._auditor.drain()
 
     def verify_correctness(self, max_new_tokens: int = 32) -> VerificationReport:
-        """Answers built-in prompts with and without reuse and compares. The report is truthy only
-        if most of the prompt tokens were reused and the answers agreed."""
+        """Answers built-in prompts with and without reuse and compares the answers. The report is
+        truthy only if most prompt tokens were reused and the answers agree."""
         return verify(self, max_new_tokens)
 
     def cache_stats(self) -> dict[str, Any]:
-        """What the cache holds and what it has done. ``cache_hits`` are chunks that served rows,
-        wholly or in part; ``cache_misses`` are the chunks that computed rows would fill."""
+        """What the cache holds, and totals. ``cache_hits`` are chunks that served rows, wholly or
+        in part; ``cache_misses`` are the chunks that the computed rows would fill."""
         return {**self._runtime.stats(), "audit": self._auditor.stats()}
 
     def pin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
-        """Reads a text as :meth:`warm` does, unless it is known, and keeps it from being evicted
-        until :meth:`unpin` or :meth:`close`; returns the chunks that stay."""
+        """Reads a text as :meth:`warm` does, unless it is cached, and protects it from eviction
+        until :meth:`unpin` or :meth:`close`; returns the number of pinned chunks."""
         ids, boundaries = self._read_one(text, header)
         self._warm(ids, cache_salt, boundaries)
         return self._runtime.store.pin(self._runtime.root(cache_salt), ids)
 
     def unpin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
-        """Takes a :meth:`pin` of the same text back; returns the chunks it concerned."""
+        """Undoes :meth:`pin` of the same text; returns the number of chunks unpinned."""
         self._check_open()
         ids, _ = self._read_one(text, header)
         return self._runtime.store.unpin(self._runtime.root(cache_salt), ids)
 
     def forget(self, text: Prompt) -> int:
-        """Forgets a text that this model has read, on every tier, whatever stood before it and
-        under whatever salt: every chunk that holds it (of a long one: 32 tokens in a row of it),
-        and every chunk that was read behind one of those. Requests that run meanwhile are not
-        kept. Returns how many chunks there were. Raises ``ForgetError`` if some could not be
-        removed. Other processes keep what they hold in memory."""
+        """Forgets a text on every tier, after any prefix and under any salt: every chunk that holds
+        it (of a long text: 32 consecutive tokens of it), and every chunk that was computed after
+        one of those. Requests that run at the same time are not kept. Returns the number of
+        chunks. Raises ``ForgetError`` if some could not be removed. Other processes keep what they
+        hold in memory."""
         self._check_open()
         ids = (
             [self._prompts.read(text)] if not isinstance(text, str) else self._prompts.inside(text)
@@ -449,29 +443,31 @@ class KVBoost:
         return self._runtime.store.forget_text(ids)
 
     def clear(self) -> None:
-        """Forgets everything that was read, in memory and on disk. What a remote store shares
-        with other machines stays."""
+        """Forgets everything in memory and on disk. The remote store, which other machines share,
+        keeps its chunks."""
         self._check_open()
         self._runtime.store.clear()
 
+    def reset_cache(self) -> None:
+        """The name of :meth:`clear` in version 0.9."""
+        self.clear()
+
     def check_integrity(self) -> list[str]:
-        """What does not add up in the cache's own books, across all tiers; empty when all is
-        well."""
+        """Inconsistencies in the cache's own records, across all tiers; empty if there are none."""
         return self._runtime.store.check_integrity()
 
     def flush(self) -> None:
-        """Writes what is in memory alone to disk and remote store, now rather than soon."""
+        """Writes chunks that are only in memory to disk and to the remote store now."""
         self._runtime.store.flush()
 
     def forget_salt(self, cache_salt: str) -> int:
-        """Forgets everything that was read under ``cache_salt``, on every tier; returns how many
-        chunks there were."""
+        """Forgets everything that was read under ``cache_salt``, on every tier; returns the number
+        of chunks."""
         self._check_open()
         return self._runtime.store.forget(self._runtime.root(cache_salt))
 
     def close(self) -> None:
-        """Ends what is running, lets go of the cache and gives the model its own attention
-        back."""
+        """Cancels running requests, closes the cache and restores the model's own attention."""
         self._loop.close()
         self._auditor.close()
         self._closed = True
@@ -482,6 +478,18 @@ class KVBoost:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self._closed:
+            return f"KVBoost({self.model_name!r}, {self.device}, {dtype}, closed)"
+        tiers = [f"{format_bytes(self.config.max_cache_bytes)} in memory"]
+        if self.config.disk_cache_dir is not None:
+            size = format_bytes(self.config.disk_cache_bytes)
+            tiers.append(f"{size} in {os.fspath(self.config.disk_cache_dir)!r}")
+        if self.config.remote_cache_url is not None:
+            tiers.append("a remote store")  # its address may hold a password
+        return f"KVBoost({self.model_name!r}, {self.device}, {dtype}, cache: {', '.join(tiers)})"
 
     def _check_open(self) -> None:
         if self._closed:
@@ -505,6 +513,7 @@ class KVBoost:
             params,
             options.get("keep", True),
             options.get("boundaries", ()),
+            options.get("tenant", ""),
             **reuse,
         )
         clock.lap("tokenize")
@@ -512,12 +521,12 @@ class KVBoost:
 
     def _submit(self, state: RequestState, timeout: float | None) -> AsyncTextStream:
         stream = AsyncTextStream(state)
-        ticket = self._loop.submit(state, stream, timeout=timeout)
-        stream.on_close(lambda: self._loop.cancel(ticket))
+        job = self._loop.submit(state, stream, timeout=timeout)
+        stream.on_close(lambda: self._loop.cancel(job))
         return stream
 
     def _read_one(self, text: Prompt, header: str | None) -> tuple[TokenIds, Sequence[int]]:
-        """The ids of one text to be warmed, and where it begins in them if that matters."""
+        """The ids of one text to warm, and its boundary if documents are cut on their own."""
         if isinstance(text, str):
             ids, start = self._prompts.read_document(text, header)
             return ids, (start,) if self.config.chunking == "document" else ()
@@ -537,6 +546,7 @@ class KVBoost:
         params: SamplingParams | None = None,
         keep: bool = True,
         boundaries: Sequence[int] = (),
+        tenant: str = "",
         **reuse: Unpack[ReuseOptions],
     ) -> Request:
         self._check_open()
@@ -544,11 +554,7 @@ class KVBoost:
             raise ContextLengthError(len(token_ids), self.context_length)
         params = params or SamplingParams(max_new_tokens=1)
         repair = self.config.repair
-        return make_request(token_ids, mode, params, repair, keep, boundaries, **reuse)
-
-
-def _optional_bytes(size: int | str | None, option: str) -> int | None:
-    return None if size is None else parse_bytes(size, option)
+        return make_request(token_ids, mode, params, repair, keep, boundaries, tenant, **reuse)
 
 
 def _is_documents(text: object) -> TypeGuard[Sequence[str]]:

@@ -1,29 +1,29 @@
-"""Everything KVBoost raises on purpose.
+"""All exceptions that KVBoost raises on purpose.
 
     KVBoostError
-    ├── ConfigError (ValueError)             an option's value is not allowed
-    ├── PromptError (ValueError)             a prompt that cannot be served
-    │   ├── ContextLengthError               longer than the model's context
-    │   └── KVTooLargeError                  its KV would not fit, even alone
-    ├── QueueFullError                       as many requests are waiting as may
-    ├── ShuttingDownError                    no new requests are taken
-    ├── ModelError
+    ├── ConfigError (ValueError)             an unknown option, or a value that is not allowed
+    ├── PromptError (ValueError)             the prompt cannot be served
+    │   ├── ContextLengthError               it is longer than the model's context
+    │   └── KVTooLargeError                  its KV would not fit, even if it ran alone
+    ├── QueueFullError                       too many requests are waiting
+    ├── ShuttingDownError                    the engine takes no new requests
+    ├── ModelError                           the model cannot be loaded or used
     │   ├── ModelNotFoundError (FileNotFoundError)
-    │   ├── UnsupportedModelError (ValueError)   the architecture stands in the way
-    │   └── ChecksumError                    downloaded weights are not the ones we know
+    │   ├── UnsupportedModelError (ValueError)   its architecture does not allow what was asked
+    │   └── ChecksumError                    downloaded weights have another checksum
     ├── CacheFolderError (OSError)           the cache folder cannot be used
-    └── ForgetError                          what was to be forgotten is still somewhere
+    └── ForgetError                          a text could not be removed everywhere
 
-A mistake of the caller names the value, what is allowed and what to do.
+An error about the caller's mistake names the value, what is allowed, and what to do.
 """
 
 
 class KVBoostError(Exception):
-    """Base of every error raised by this package."""
+    """The base of all errors that this package raises."""
 
 
 class ConfigError(KVBoostError, ValueError):
-    """An option's value is not allowed."""
+    """An option is unknown, or its value is not allowed."""
 
 
 class PromptError(KVBoostError, ValueError):
@@ -44,7 +44,7 @@ class ContextLengthError(PromptError):
 
 
 class KVTooLargeError(PromptError):
-    """The keys and values of this request would not fit, even if it ran alone."""
+    """The KV of this request would not fit, even if it ran alone."""
 
     def __init__(self, num_tokens: int, needed: int, budget: int) -> None:
         super().__init__(
@@ -58,19 +58,23 @@ class KVTooLargeError(PromptError):
 
 
 class QueueFullError(KVBoostError):
-    """As many requests are waiting as may."""
+    """No more requests may wait, or no more of this tenant."""
 
-    def __init__(self, waiting: int, retry_after: int) -> None:
-        super().__init__(
-            f"{waiting:,} requests are waiting, as many as max_waiting allows; try again in "
-            f"about {retry_after} s"
+    def __init__(self, waiting: int, retry_after: int, tenant: str = "") -> None:
+        """``tenant``: whose share of the queue is used up; empty if the whole queue is full."""
+        full = (
+            f"{waiting:,} requests of tenant {tenant!r} are waiting; the rest of the queue is "
+            "reserved for other tenants"
+            if tenant
+            else f"{waiting:,} requests are waiting, as many as max_waiting allows"
         )
+        super().__init__(f"{full}; try again in about {retry_after} s")
         self.waiting = waiting
         self.retry_after = retry_after
 
 
 class ShuttingDownError(KVBoostError):
-    """No new requests are taken."""
+    """The engine takes no new requests."""
 
 
 class ModelError(KVBoostError):
@@ -78,7 +82,7 @@ class ModelError(KVBoostError):
 
 
 class ModelNotFoundError(ModelError, FileNotFoundError):
-    """No such model: neither a folder, a file, a bundled name nor a reachable hub id."""
+    """There is no such model: no folder, file or known name, and no hub id that can be reached."""
 
 
 class UnsupportedModelError(ModelError, ValueError):
@@ -86,11 +90,11 @@ class UnsupportedModelError(ModelError, ValueError):
 
 
 class ChecksumError(ModelError):
-    """Downloaded weights are not the ones we know."""
+    """Downloaded weights do not have the checksum that KVBoost knows."""
 
 
 class ForgetError(KVBoostError):
-    """What was to be forgotten could not be removed everywhere."""
+    """A text that was to be forgotten could not be removed everywhere."""
 
 
 class CacheFolderError(KVBoostError, OSError):

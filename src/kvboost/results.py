@@ -1,4 +1,4 @@
-"""What a request gives back: text, tokens, true times, and where every prompt row came from."""
+"""The result of a request: text, tokens, times, and the source of every prompt row."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PHASES = (
 class Clock:
     """Splits one request's time into phases that add up to the total.
 
-    Starts when it is made, which is at call entry. ``lap`` charges everything since the last
-    lap to a phase, so no moment is counted twice and none is lost.
+    The clock starts when it is created, at call entry. ``lap`` charges the time since the last lap
+    to a phase, so no time is counted twice and none is lost.
     """
 
     def __init__(self) -> None:
@@ -43,14 +43,14 @@ class Clock:
         return seconds
 
     def leave_out(self, seconds: float) -> None:
-        """Takes time out that was not ours: the caller's, between two pieces of a stream."""
+        """Leaves out time that the caller spent between two pieces of a stream."""
         self._start += seconds
         self._last += seconds
         if self._first_token is not None:
             self._first_token += seconds
 
     def first_token(self) -> None:
-        """To be called when the first token is on the host."""
+        """Marks the moment when the first token is on the host."""
         if self._first_token is None:
             self._first_token = time.perf_counter()
 
@@ -65,14 +65,14 @@ class Clock:
 
 @dataclass(frozen=True)
 class Timings:
-    """Milliseconds. The phases add up to ``total_ms``; ``ttft_ms`` runs from call entry until
-    the first token was on the host."""
+    """Milliseconds. The phases add up to ``total_ms``. ``ttft_ms`` is the time from call entry
+    until the first token is on the host."""
 
     ttft_ms: float
     total_ms: float
     tokenize_ms: float
     queue_ms: float
-    """Waiting for others, in a batch."""
+    """Waiting for other requests, in a batch."""
     plan_ms: float
     fetch_ms: float
     assemble_ms: float
@@ -85,15 +85,15 @@ class Timings:
 
 class SpanKind(str, Enum):
     EXACT = "exact"
-    """Same tokens behind the same everything: the KV is what the model would compute."""
+    """The same tokens after the same prefix: the KV is what the model would compute."""
     APPROXIMATE = "approximate"
-    """Same tokens behind the same everything, but computed on top of moved rows: this
-    conversation's own past, used as it is."""
+    """The same tokens after the same prefix, but computed on top of moved rows: the past of this
+    conversation, reused as it is."""
     MOVED = "moved"
-    """Same tokens at another place or behind other text: keys turned to their new positions, some
-    rows recomputed."""
+    """The same tokens at another position or after other text. Their keys are rotated to the new
+    positions, and some rows are recomputed."""
     COMPUTE = "compute"
-    """Not known: computed for this request."""
+    """Not in the cache: computed for this request."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ class Span:
     donor: str | None = None
     """The key of the chunk that serves these rows."""
     offset: int = 0
-    """Which of the donor's rows is the first."""
+    """The donor's row that serves the first row of the span."""
     resemblance: float = 0.0
-    """Of a moved span: how alike what stands before it and what stood before its donor are."""
+    """Of a moved span: how much the text before it resembles the text before its donor, 0 to 1."""
     tier: str | None = None
-    """Where the donor lay: ``"gpu"``, ``"ram"``, ``"disk"`` or ``"remote"``; ``"shared"``: the rows
-    are those of a request that was running."""
+    """The tier that held the donor: ``"gpu"``, ``"ram"``, ``"disk"`` or ``"remote"``. ``"shared"``:
+    the rows belong to another running request."""
 
     @property
     def num_tokens(self) -> int:
@@ -120,17 +120,17 @@ class Span:
 
 @dataclass(frozen=True)
 class ReuseReport:
-    """How a prompt is served: spans cover it from first to last token without gaps."""
+    """How a prompt is served. The spans cover it from the first to the last token, without gaps."""
 
     spans: tuple[Span, ...]
     notes: tuple[str, ...] = ()
     strategy: str | None = None
-    """What repaired the moved rows; None when none were."""
+    """The strategy that repaired the moved rows; None if there were none."""
     recomputed: tuple[int, ...] = ()
-    """Moved rows that were computed again, in order."""
+    """The moved rows that were recomputed, in order."""
     charged_tokens: float = 0.0
-    """What repair cost, in rows through all layers: recomputed rows, and the part of the layers
-    that probes ran."""
+    """The cost of repair, in rows through all layers: the recomputed rows, plus the layers that
+    probes ran."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -141,7 +141,7 @@ class ReuseReport:
 
     @property
     def cached_tokens(self) -> int:
-        """Rows that are really not computed."""
+        """Rows that were not computed."""
         return self.prompt_tokens - self.count(SpanKind.COMPUTE) - len(self.recomputed)
 
     @property
@@ -164,14 +164,18 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+_SHOWN_CHARACTERS = 60
+
+
 @dataclass(frozen=True)
 class GenerationResult:
+    """The answer to one request, how long it took, and where its prompt's rows came from."""
+
     output_text: str
     token_ids: list[int]
     finish_reason: str
-    """``"stop"`` (end of sequence or a stop string), ``"length"`` (the limit was reached) or
-    ``"cancelled"`` (the stream was left early), ``"timeout"`` (its time was over); ``"error"`` if
-    the request failed."""
+    """``"stop"`` (end of sequence or a stop string), ``"length"`` (the limit was reached),
+    ``"cancelled"`` (the stream was closed early), ``"timeout"`` or ``"error"``."""
     timings: Timings
     reuse: ReuseReport
     logprobs: list[TokenLogprob] | None = None
@@ -194,13 +198,13 @@ class GenerationResult:
 
     @property
     def approximate_tokens(self) -> int:
-        """Rows of this conversation's own past that stand on moved ones."""
+        """Rows of this conversation's past that were computed on top of moved rows."""
         return self.reuse.count(SpanKind.APPROXIMATE)
 
     @property
     def moved_tokens(self) -> int:
-        """Rows whose text was read at another place; ``recomputed_tokens`` of them were computed
-        again."""
+        """Rows whose text was read at another position; ``recomputed_tokens`` of them were
+        recomputed."""
         return self.reuse.count(SpanKind.MOVED)
 
     @property
@@ -220,9 +224,24 @@ class GenerationResult:
         return self.timings.total_ms
 
     @property
+    def generated_tokens(self) -> int:
+        """How many tokens the answer has."""
+        return len(self.token_ids)
+
+    @property
     def tokens_per_sec(self) -> float:
         """Generated tokens over the whole time of the call."""
-        return len(self.token_ids) / (self.total_ms / 1e3) if self.total_ms else 0.0
+        return self.generated_tokens / (self.total_ms / 1e3) if self.total_ms else 0.0
+
+    def __repr__(self) -> str:
+        text = self.output_text
+        shown = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+        return (
+            f"GenerationResult({shown!r}, {self.generated_tokens:,} tokens, "
+            f"{self.finish_reason!r}; prompt of {self.prompt_tokens:,} tokens, "
+            f"{self.kv_reuse_ratio:.0%} reused; first token after {self.ttft_ms:,.0f} ms, "
+            f"all after {self.total_ms:,.0f} ms)"
+        )
 
 
 def kl_divergence(expected: Any, actual: Any) -> Any:
@@ -233,7 +252,7 @@ def kl_divergence(expected: Any, actual: Any) -> Any:
 
 @dataclass(frozen=True)
 class Score:
-    """What ``score`` gives back. ``logits`` is a tensor ``[continuation, vocab]``."""
+    """The result of ``score``. ``logits`` is a tensor ``[continuation, vocab]``."""
 
     logits: Any
     timings: Timings
@@ -242,26 +261,26 @@ class Score:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """What ``arrange`` gives back."""
+    """The result of ``arrange``."""
 
     prompt: list[int]
     """Token ids for ``generate``."""
     order: tuple[int, ...]
-    """Which of the documents stands where: the first is ``documents[order[0]]``."""
+    """The order of the documents: the first is ``documents[order[0]]``."""
     exact_tokens: int
-    """How many tokens of the prompt are expected not to be read again."""
+    """How many tokens of the prompt an exact hit is expected to cover."""
     exact_tokens_as_given: int
-    """The same for the documents in the order they were given in."""
+    """The same for the documents in the order given."""
 
     @property
     def saved_tokens(self) -> int:
-        """What arranging saves."""
+        """How many more tokens the exact hit covers than in the order given."""
         return self.exact_tokens - self.exact_tokens_as_given
 
 
 @dataclass(frozen=True)
 class CalibrationStep:
-    """Of one ratio: mean KL to a full prefill, and what repair cost per moved row."""
+    """One ratio that was tried: mean KL to a full prefill, and repair cost per moved row."""
 
     ratio: float
     mean_kl: float
@@ -270,7 +289,7 @@ class CalibrationStep:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What ``calibrate`` found: ``ratio`` is the smallest tried that holds ``max_kl``."""
+    """The result of ``calibrate``. ``ratio`` is the smallest one tried that holds ``max_kl``."""
 
     ratio: float
     max_kl: float
@@ -278,14 +297,13 @@ class Calibration:
 
     @property
     def holds(self) -> bool:
-        """False if not even recomputing everything stays within ``max_kl``, which 16-bit rounding
-        may exceed."""
+        """False if even recomputing everything exceeds ``max_kl``. 16-bit rounding can do that."""
         return self.steps[-1].mean_kl <= self.max_kl
 
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """What ``verify_correctness`` saw. Truthy only if the cache was really used and agreed."""
+    """The result of ``verify_correctness``. Truthy only if hits happened and answers agreed."""
 
     prompts: int
     reused_share: float

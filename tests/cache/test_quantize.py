@@ -17,7 +17,7 @@ def rows_at(position: int, num_tokens: int, seed: int = 0) -> torch.Tensor:
     draw = torch.Generator().manual_seed(seed)
     kv = torch.randn(2, LAYERS, HEADS, num_tokens, DIM, generator=draw)
     kv[0] += 10 * torch.randn(LAYERS, HEADS, 1, DIM, generator=draw)
-    kv[0] = ROTATION.turn_to(kv[0], position)
+    kv[0] = ROTATION.rotate_to(kv[0], position)
     return kv
 
 
@@ -33,7 +33,7 @@ def slow_reference(rows: torch.Tensor, position: int, bits: int) -> torch.Tensor
     """What 8 or 4 bits leave of ``rows``, group by group and row by row."""
     levels = 2**bits - 1
     num_tokens = rows.shape[3]
-    bare = ROTATION.turn_to(rows[0], position, back=True)
+    bare = ROTATION.rotate_to(rows[0], position, back=True)
     values = rows[1].clone()
     first = max(0, FIRST_ROWS - position)
 
@@ -51,7 +51,7 @@ def slow_reference(rows: torch.Tensor, position: int, bits: int) -> torch.Tensor
                     bare[layer, head, begin : start + GROUP, channel] = rounded(group)
             for row in range(first, num_tokens):
                 values[layer, head, row] = rounded(values[layer, head, row])
-    return torch.stack([ROTATION.turn_to(bare, position), values])
+    return torch.stack([ROTATION.rotate_to(bare, position), values])
 
 
 @pytest.mark.parametrize("bits", [8, 4])

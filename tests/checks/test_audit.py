@@ -52,7 +52,7 @@ def test_only_the_given_fraction_is_audited() -> None:
         assert 1 <= engine.cache_stats()["audit"]["audited"] <= 14
 
 
-def test_an_engine_closes_with_audits_waiting() -> None:
+def test_an_engine_closes_while_audits_wait() -> None:
     engine = audited(1.0, recompute_strategy="none")
     engine.generate(prompt_of([3, 1]), 2, keep=False)
     engine.close()

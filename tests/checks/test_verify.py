@@ -27,7 +27,7 @@ def test_verification_sees_hits_and_agreement_and_leaves_no_trace(engine) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_damaged_tensor_turns_it_false(monkeypatch, dtype) -> None:
+def test_a_damaged_tensor_fails_verification(monkeypatch, dtype) -> None:
     engine = make_engine(tiny_model("llama").to(dtype))
     assert engine.verify_correctness(max_new_tokens=8)
     put = RamTier.put

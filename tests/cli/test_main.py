@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
+import kvboost
 from kvboost.cli import app
 from tiny import byte_tokenizer, tiny_model
 
@@ -30,7 +33,7 @@ def run(*arguments: str, **options: object):
     return runner.invoke(app, list(arguments), **options)
 
 
-def test_help_teaches_every_command() -> None:
+def test_every_command_has_help() -> None:
     shown = run("--help").output
     for command in (
         "demo",
@@ -47,6 +50,32 @@ def test_help_teaches_every_command() -> None:
         assert run(command, "--help").exit_code == 0
 
 
+def test_version_is_one_line() -> None:
+    done = run("--version")
+    assert done.exit_code == 0
+    assert done.output == f"kvboost {kvboost.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "not_imported"),
+    [
+        ("--help", {"torch", "transformers", "numpy"}),
+        ("models", {"torch", "transformers", "numpy"}),
+        ("doctor", {"transformers"}),
+    ],
+)
+def test_a_command_imports_only_what_it_needs(command, not_imported) -> None:
+    """torch and transformers take seconds to import."""
+    program = (
+        "import sys; from kvboost.cli import app\n"
+        f"app([{command!r}], standalone_mode=False)\n"
+        "print(*sys.modules, sep=',')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not set(done.stdout.splitlines()[-1].split(",")) & not_imported
+
+
 def test_generate_prints_text_or_json(model) -> None:
     plain = run("generate", "hello", "-m", model, "--max-new-tokens", "4")
     assert plain.exit_code == 0
@@ -59,7 +88,7 @@ def test_generate_prints_text_or_json(model) -> None:
     assert parsed["timings"]["ttft_ms"] > 0
 
 
-def test_chat_shows_reuse_per_turn(model) -> None:
+def test_chat_shows_how_much_each_turn_reused(model) -> None:
     shown = run("chat", "-m", model, "--max-new-tokens", "4", input="hello there friend\nmore\n\n")
     assert shown.exit_code == 0
     turns = [line for line in shown.output.splitlines() if "not read again" in line]
@@ -67,7 +96,7 @@ def test_chat_shows_reuse_per_turn(model) -> None:
     assert "0% not read again" in turns[0] and " 0% not read again" not in turns[1]
 
 
-def test_the_next_run_does_not_read_again_what_is_kept(model, tmp_path) -> None:
+def test_the_next_run_reuses_the_cache_folder(model, tmp_path) -> None:
     text = "The lamp burned paraffin until the cable came. " * 5
     kept = ("-m", model, "--max-new-tokens", "4", "--cache-dir", str(tmp_path / "kv"))
     first = json.loads(run("generate", f"{text} Why?", *kept, "--json").stdout)
@@ -79,37 +108,38 @@ def test_the_next_run_does_not_read_again_what_is_kept(model, tmp_path) -> None:
     assert "from disk)" in " ".join(shown.split())
 
 
-def test_chat_goes_on_in_the_next_run(model, tmp_path) -> None:
+def test_chat_reuses_the_conversation_of_the_last_run(model, tmp_path) -> None:
     said = "hello there friend, it has been a long time\n\n"
     kept = ("-m", model, "--max-new-tokens", "4", "--cache-dir", str(tmp_path / "kv"))
     assert "0% not read again;" in run("chat", *kept, input=said).output
     assert "from disk)" in run("chat", *kept, input=said).output
 
 
-def test_kv_is_kept_in_fewer_bits_when_asked(model, tmp_path) -> None:
+def test_kv_bits_sets_the_precision_of_the_cache(model, tmp_path) -> None:
     kept = ("--cache-dir", str(tmp_path / "kv"), "--kv-bits", "4")
     run("generate", "hello " * 40, "-m", model, "--max-new-tokens", "4", *kept)
     listed = json.loads(run("cache", "ls", "--dir", str(tmp_path / "kv"), "--json").stdout)
     assert listed and {entry["bits"] for entry in listed} == {4}
 
 
-def test_models_lists_and_refuses_unknown_names() -> None:
+def test_models_lists_names_and_refuses_unknown_ones() -> None:
     listed = json.loads(run("models", "--json").stdout)
     assert [info["name"] for info in listed] == ["smollm2-135m"]
     assert "smollm2-135m" in run("models").output
     refused = run("models", "pull", "gpt-7")
     assert refused.exit_code == 2
     assert "bundled: smollm2-135m" in refused.stderr
+    assert "did you mean 'smollm2-135m'" in run("models", "pull", "smollm2").stderr
 
 
-def test_doctor_tells_facts_and_advice() -> None:
+def test_doctor_shows_facts_and_advice() -> None:
     findings = json.loads(run("doctor", "--json").stdout)
     assert {"torch", "device", "dtype", "cache folder"} <= set(findings["facts"])
     assert any("on first use" in advice for advice in findings["advice"])
     assert "torch" in run("doctor").output
 
 
-def test_doctor_sees_a_folder_that_cannot_be_used(monkeypatch, tmp_path) -> None:
+def test_doctor_reports_a_folder_that_cannot_be_used(monkeypatch, tmp_path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KVBOOST_HOME", str(tmp_path / "file"))
     findings = json.loads(run("doctor", "--json").stdout)
@@ -201,7 +231,7 @@ def test_quality_measures_draws_saves_and_loads(model, tmp_path) -> None:
         (("--load", "nowhere.jsonl"), "nowhere.jsonl"),
     ],
 )
-def test_quality_refuses_nonsense_before_it_loads_a_model(arguments, message) -> None:
+def test_quality_refuses_bad_options_before_it_loads_a_model(arguments, message) -> None:
     done = run("quality", "-m", "no-such-model", *arguments)
     assert done.exit_code == 2
     assert message in done.stderr and "Traceback" not in done.output

@@ -1,19 +1,28 @@
-"""``kvboost serve``: what it refuses before it loads anything, and what it hands on."""
+"""``kvboost serve``: what it passes on, what it says, and what it refuses before loading."""
 
 from __future__ import annotations
 
 import socket
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import kvboost
 from fake_engine import FakeEngine
 from kvboost.cli import app
+from kvboost.config import EngineOptions
 from kvboost.serve import process as running
 
 
 class Loaded(FakeEngine):
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def __init__(self, config: kvboost.EngineConfig) -> None:
+        super().__init__()
+        self.config = config
+
     def __enter__(self):
         return self
 
@@ -23,11 +32,12 @@ class Loaded(FakeEngine):
 
 @pytest.fixture
 def started(monkeypatch):
-    """What the command would have served: the settings, and the engine's options."""
+    """The server's settings and the engine's options, without a server or a model."""
     seen = {}
 
     def load(model, **options):
-        seen.update(options=options, model=model, engine=Loaded())
+        config = {name: options[name] for name in EngineOptions.__annotations__ if name in options}
+        seen.update(options=options, model=model, engine=Loaded(kvboost.EngineConfig(**config)))
         return seen["engine"]
 
     def serve(engine, settings, listening, on_ready):
@@ -62,25 +72,41 @@ def test_options_reach_the_engine_and_the_server(started) -> None:
     assert started["engine"].closed
 
 
-def test_it_says_where_it_is_and_how_to_try_it(started) -> None:
+def test_it_prints_its_address_once_and_how_to_try_it(started) -> None:
     done = serve()
     assert done.stdout.startswith("http://127.0.0.1:") and done.stdout.strip().endswith("/v1")
-    assert "a page to watch it at" in done.stderr and "curl http" in done.stderr
+    assert done.stdout.count("http") == 1
+    assert "A page at / " in done.stderr and "curl http" in done.stderr
+    assert done.stderr.count("http:") == 1  # the curl line alone
     assert "warning" not in done.stderr and "Bearer" not in done.stderr
 
 
-def test_an_open_address_without_keys_is_warned_about(started, tmp_path) -> None:
-    assert "no key is asked for" in serve("--host", "0.0.0.0").stderr
+def test_it_says_what_it_serves_and_with_what(started) -> None:
+    (line,) = [line for line in serve().stderr.splitlines() if line.startswith("serving")]
+    assert line.startswith("serving fake on cpu in float32; cache: 2GiB in memory; own kernels: ")
+    secret = "redis://:secret-word@host"
+    shown = serve("--cache-dir", "kv", "--max-cache-bytes", "1GiB", "--remote-cache", secret).stderr
+    assert "cache: 1GiB in memory and 20GiB in kv and a remote store" in shown
+    assert "secret-word" not in shown
+
+
+def test_defaults_are_those_of_the_engine(started) -> None:
+    serve()
+    assert started["engine"].config == kvboost.EngineConfig()
+
+
+def test_it_warns_about_a_public_address_without_keys(started, tmp_path) -> None:
+    assert "the server asks for no key" in serve("--host", "0.0.0.0").stderr
     keys = tmp_path / "keys.txt"
     keys.write_text("admin:root:secret-word\n")
     done = serve("--host", "0.0.0.0", "--api-keys", str(keys))
-    assert "no key is asked for" not in done.stderr and "secret-word" not in done.output
+    assert "asks for no key" not in done.stderr and "secret-word" not in done.output
     assert "Bearer KEY" in done.stderr
 
 
 def test_keys_come_from_a_file_and_from_the_environment(started, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("KVBOOST_API_KEYS", "bob:k-bob,k-other")
-    assert "every key may look into the cache" in serve().stderr
+    assert "every key may inspect the cache" in serve().stderr
     assert [key.name for key in started["settings"].keys] == ["bob", "key-2"]
     keys = tmp_path / "keys.txt"
     keys.write_text("# ours\nann:k-ann\n")
@@ -88,7 +114,7 @@ def test_keys_come_from_a_file_and_from_the_environment(started, tmp_path, monke
     assert [key.name for key in started["settings"].keys] == ["ann", "bob", "key-3"]
 
 
-def test_a_local_server_without_keys_answers_to_local_names_alone(started, monkeypatch) -> None:
+def test_a_local_server_without_keys_answers_to_local_names_only(started, monkeypatch) -> None:
     serve("--allow-host", "box.lan")
     assert started["settings"].allowed_hosts == ("localhost", "127.0.0.1", "::1", "box.lan")
     for open_to_all in (("--allow-host", "*"), ("--host", "0.0.0.0")):

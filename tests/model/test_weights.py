@@ -1,4 +1,4 @@
-"""Models by name, on packages we make: no registry is asked."""
+"""Models by name, with packages made by the test: no registry is asked."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ def test_parts_are_joined_verified_converted_and_kept(home) -> None:
     assert "made-up" in [info.name for info in list_models() if info.installed]
 
 
-def test_what_is_here_is_not_fetched_again() -> None:
+def test_an_installed_model_is_not_downloaded_again() -> None:
     install(PACKAGE, fetch)
 
     def forbidden(*_: object) -> None:
-        raise AssertionError("fetched again")
+        raise AssertionError("downloaded again")
 
     install(PACKAGE, forbidden)
 
 
-def test_other_weights_than_the_ones_we_know_are_refused_and_nothing_stays(home) -> None:
+def test_weights_with_another_checksum_are_refused_and_nothing_is_installed(home) -> None:
     with pytest.raises(ChecksumError, match=r"sha256 .* instead of 0000") as error:
         install(replace(PACKAGE, sha256="0000"), fetch)
     assert PACKAGE.sha256 in str(error.value)
@@ -98,8 +98,11 @@ def test_a_record_that_cannot_be_read_still_names_its_model(home) -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ModelNotFoundError, match="bundled: smollm2-135m"):
+    with pytest.raises(ModelNotFoundError, match="bundled: smollm2-135m") as error:
         pull_model("gpt-7")
+    assert "did you mean" not in str(error.value)
+    with pytest.raises(ModelNotFoundError, match=r"did you mean 'smollm2-135m'\?"):
+        pull_model("smollm-135m")
 
 
 def test_a_file_is_taken_out_of_a_wheel(monkeypatch) -> None:
@@ -117,7 +120,7 @@ def test_a_file_is_taken_out_of_a_wheel(monkeypatch) -> None:
 
 
 def test_a_registry_that_does_not_answer_is_explained() -> None:
-    with pytest.raises(ModelNotFoundError, match="pip could not fetch"):
+    with pytest.raises(ModelNotFoundError, match="pip could not download"):
         fetch_wheel("./no-such-wheel-anywhere.whl", "*", io.BytesIO())
 
 

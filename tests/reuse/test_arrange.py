@@ -29,7 +29,7 @@ def prompt_of(order) -> list[int]:
 
 
 @given(st.lists(st.permutations(range(4)).map(lambda order: order[:3]), max_size=5), st.data())
-def test_no_other_order_begins_with_more_of_what_is_known(read, data) -> None:
+def test_no_other_order_has_a_longer_exact_hit(read, data) -> None:
     known = known_among([prompt_of(order) for order in read])
     given_order = data.draw(st.permutations(range(4)))
     documents = [DOCUMENTS[number] for number in given_order]
@@ -45,6 +45,6 @@ def test_no_other_order_begins_with_more_of_what_is_known(read, data) -> None:
     assert found.saved_tokens >= 0
 
 
-def test_with_nothing_known_the_order_stays_as_given() -> None:
+def test_without_cached_text_the_order_stays_as_given() -> None:
     found = arrange(HEADER, DOCUMENTS, QUESTION, known_among([]))
     assert found.order == (0, 1, 2, 3) and found.exact_tokens == 0

@@ -19,7 +19,7 @@ def learned(path=None) -> CostModel:
     return cost
 
 
-def test_before_anything_ran_rows_count() -> None:
+def test_until_measured_rows_are_the_cost() -> None:
     cost = CostModel(3e-4)
     assert not cost.is_measured
     assert cost.forward(1000, 500) > 5 * cost.forward(100, 500)
@@ -27,7 +27,7 @@ def test_before_anything_ran_rows_count() -> None:
     assert cost.place(100) == 0
 
 
-def test_what_forwards_cost_is_learned() -> None:
+def test_costs_of_forwards_are_learned() -> None:
     cost = learned()
     for rows, keys in ((1, 1000), (64, 2000), (300, 2000), (1500, 750), (4000, 2000)):
         assert cost.forward(rows, keys) == pytest.approx(seconds(rows, keys), rel=0.1)
@@ -42,7 +42,7 @@ def test_decode_steps_alone_are_no_measure_of_a_prefill() -> None:
     assert not cost.is_measured
 
 
-def test_what_was_learned_outlives_the_process_and_damage_is_no_harm(tmp_path) -> None:
+def test_learned_costs_survive_the_process_and_damage_is_ignored(tmp_path) -> None:
     path = tmp_path / "costs" / "model.json"
     learned(path).save()
     again = CostModel(3e-4, path)

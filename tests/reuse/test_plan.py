@@ -70,7 +70,7 @@ def test_chosen_runs_do_not_overlap_and_leave_no_long_known_run_to_compute(place
         )
 
 
-def test_a_donor_with_the_same_context_goes_first_and_an_exact_one_before_an_approximate() -> None:
+def test_a_donor_with_the_same_context_wins_and_exact_wins_over_approximate() -> None:
     near, far = run(0, 64, 0.9), run(0, 64, 0.1)
     assert choose([far, near]) == (near,)
     exact, approximate = run(0, 64), run(0, 64, lineage=Lineage.APPROXIMATE)
@@ -103,7 +103,7 @@ def counted(base: int, length: int, dim: int = 1) -> KVData:
     return plain(kv.expand(2, 2, 1, length, dim).contiguous())
 
 
-def test_rows_in_place_are_put_where_they_belong() -> None:
+def test_exact_rows_are_copied_to_their_positions() -> None:
     kv = Rows(40)
     for hit in make_plan(30, KnownRows(hits_of([16, 7]))).hits:
         place(hit, counted(hit.start, hit.num_tokens), kv, Quantizer(16, None))
@@ -111,7 +111,7 @@ def test_rows_in_place_are_put_where_they_belong() -> None:
     assert torch.equal(kv.data, expected.view(1, 1, 1, 40, 1).expand_as(kv.data))
 
 
-def test_moved_values_are_copied_and_keys_turned() -> None:
+def test_moved_values_are_copied_and_keys_rotated() -> None:
     kv = Rows(80, dim=2)
     packer = Quantizer(16, Rotation(torch.full((2, 1), 0.5)))
     place(Hit(chunk("a", 3, 45), 20, 40, 2), counted(3, 45, dim=2), kv, packer)

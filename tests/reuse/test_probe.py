@@ -3,30 +3,25 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvboost.model.kv import KVShape, RequestKV
 from kvboost.reuse import probe
 from kvboost.reuse.probe import AttentionMass, Deviation
 
 HEADS, KV_HEADS, ROWS, START, DIM = 4, 2, 5, 20, 8
 
 
-class KV:
-    """One layer of random keys and values."""
-
-    def __init__(self) -> None:
-        self.keys, self.values = torch.randn(2, 1, KV_HEADS, START + ROWS, DIM)
-
-    def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.keys[:, :, start:end], self.values[:, :, start:end]
-
-    def mass(self, *_: object) -> None:
-        """There is no kernel."""
+def filled_kv() -> RequestKV:
+    """The same random keys and values in every layer; no kernel serves heads this small."""
+    kv = RequestKV(KVShape(5, KV_HEADS, DIM, torch.float32, torch.device("cpu")), START + ROWS)
+    kv.data.copy_(torch.randn(kv.data[:, :1].shape).expand_as(kv.data))
+    return kv
 
 
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("at_once", [1 << 24, 1])  # all heads together, or one after the other
-def test_mass_is_what_attention_gives_each_row(window, at_once, monkeypatch) -> None:
+def test_attention_mass_is_the_weight_each_row_receives(window, at_once, monkeypatch) -> None:
     monkeypatch.setattr(probe, "_SCORES", at_once)
-    kv, query = KV(), torch.randn(1, HEADS, ROWS, DIM)
+    kv, query = filled_kv(), torch.randn(1, HEADS, ROWS, DIM)
     absent = torch.zeros(START, dtype=torch.bool)
     absent[3:6] = True
     mass = AttentionMass(range(2, 4), START, absent)
@@ -35,7 +30,7 @@ def test_mass_is_what_attention_gives_each_row(window, at_once, monkeypatch) -> 
     expected = torch.zeros(START)
     for head in range(HEADS):
         for row in range(ROWS):
-            keys = kv.keys[0, head // 2]
+            keys = kv.rows(0, START + ROWS)[0, 0, head // 2]
             scores = keys @ query[0, head, row] * 0.3
             for position in range(START + ROWS):
                 seen = position <= START + row and not (position < START and absent[position])
@@ -47,12 +42,13 @@ def test_mass_is_what_attention_gives_each_row(window, at_once, monkeypatch) -> 
 
 
 def test_deviation_is_the_distance_of_fresh_and_known_rows_in_one_layer() -> None:
-    kv = KV()
+    kv = filled_kv()
     positions = torch.tensor([2, 9])
     fresh = torch.randn(2, 1, KV_HEADS, 2, DIM)
     deviation = Deviation(1, positions)
     deviation.on_fresh(0, kv, torch.zeros(1), torch.zeros(1))  # another layer
     deviation.on_fresh(1, kv, *fresh)
-    expected = (fresh[0] - kv.keys[:, :, positions]).square().sum((0, 1, 3))
-    expected += (fresh[1] - kv.values[:, :, positions]).square().sum((0, 1, 3))
+    keys, values = kv.data[:, :1, :, positions]
+    expected = (fresh[0] - keys).square().sum((0, 1, 3))
+    expected += (fresh[1] - values).square().sum((0, 1, 3))
     assert torch.allclose(deviation.squared, expected)

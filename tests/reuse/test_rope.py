@@ -23,7 +23,7 @@ SCALED = {
 
 def moved_and_direct(engine, distance: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Layer-0 keys of the same tokens, computed at 0 and moved, and computed at ``distance``."""
-    from kvboost.model.attention import Segment
+    from kvboost.model.segment import Segment
 
     pipeline, forward = engine._runtime, engine._model.forward
     ids = torch.arange(40, 64)
@@ -39,7 +39,7 @@ def moved_and_direct(engine, distance: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.mark.parametrize("name", ROPE_MODELS)
-def test_moved_keys_of_layer_0_are_those_computed_there(name, tiny_engine) -> None:
+def test_moved_keys_of_layer_0_equal_computed_keys(name, tiny_engine) -> None:
     moved, direct = moved_and_direct(tiny_engine(name), 171)
     assert torch.allclose(moved, direct, atol=1e-4)
     assert not torch.allclose(moved, moved_and_direct(tiny_engine(name), 0)[1], atol=1e-2)
@@ -75,14 +75,14 @@ def test_a_layer_without_positions_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_turning_back_undoes_a_turn_and_leaves_other_channels(interleaved) -> None:
+def test_rotating_back_undoes_a_rotation_and_leaves_other_channels(interleaved) -> None:
     rotation = Rotation(torch.rand(1, 3), interleaved=interleaved)
     keys = torch.randn(2, 5, 8)
-    turns = rotation.turns(0, torch.tensor([0, 1, 7, 100, 5000]))
-    turned = rotation.turn(keys, turns)
+    turns = rotation.cos_sin(0, torch.tensor([0, 1, 7, 100, 5000]))
+    turned = rotation.rotate(keys, turns)
     assert torch.equal(turned[..., 6:], keys[..., 6:])
     assert torch.equal(turned[:, 0], keys[:, 0])
-    assert torch.allclose(rotation.turn(turned, turns, back=True), keys, atol=1e-5)
+    assert torch.allclose(rotation.rotate(turned, turns, back=True), keys, atol=1e-5)
 
 
 def test_two_moves_are_one(tiny_engine) -> None:

@@ -11,28 +11,23 @@ SPAN_OF = torch.tensor([-1, -1, 0, 0, 0, 0, 1, 1, 1, -1])
 SPANS = Spans(SPAN_OF, torch.tensor([0.5, 0.0]))
 
 
-class KV:
-    shape = KVShape(2, 3, 4, torch.float32, torch.device("cpu"))
-    shift, errors = RequestKV.shift, RequestKV.errors
-    capacity = len(SPAN_OF)
-
-    def __init__(self) -> None:
-        self.data = torch.randn(2, 1, 3, len(SPAN_OF), 4)
-
-    def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.data[0, :, :, start:end], self.data[1, :, :, start:end]
+def filled_kv() -> RequestKV:
+    kv = RequestKV(KVShape(2, 3, 4, torch.float32, torch.device("cpu")), len(SPAN_OF))
+    kv.data.copy_(torch.randn(kv.data.shape))
+    return kv
 
 
 def fresh_rows(
-    kv: KV, positions: torch.Tensor, offset: torch.Tensor
+    kv: RequestKV, positions: torch.Tensor, offset: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows that lie off the known ones by one offset, of keys where position plays no part."""
-    turned = ROTATION.turn(offset.expand(3, len(positions), 4), ROTATION.turns(1, positions))
-    return kv.data[0, :, :, positions] + turned, kv.data[1, :, :, positions] + offset
+    turned = ROTATION.rotate(offset.expand(3, len(positions), 4), ROTATION.cos_sin(1, positions))
+    keys, values = kv.data[:, 1:, :, positions]
+    return keys + turned, values + offset
 
 
 def test_a_shared_offset_is_carried_to_the_other_rows_of_its_span() -> None:
-    kv, offset = KV(), torch.tensor([1.0, -2.0, 0.5, 3.0])
+    kv, offset = filled_kv(), torch.tensor([1.0, -2.0, 0.5, 3.0])
     before = kv.data.clone()
     positions = torch.tensor([1, 2, 4, 5, 9])  # three rows of span 0, none of span 1
     shift = Shift(ROTATION, positions, SPANS)
@@ -40,16 +35,16 @@ def test_a_shared_offset_is_carried_to_the_other_rows_of_its_span() -> None:
     shift.on_fresh(1, kv, *fresh_rows(kv, positions, offset))
     moved = kv.data - before
     weight = SHIFT_STRENGTH * (1 - 0.5) * 3 / (3 + PRIOR_ROWS)
-    at_3 = ROTATION.turn(weight * offset.expand(3, 1, 4), ROTATION.turns(1, torch.tensor([3])))
-    assert torch.allclose(moved[0, 0, :, 3:4], at_3, atol=1e-5)
-    assert torch.allclose(moved[1, 0, :, 3], (weight * offset).expand(3, 4), atol=1e-5)
+    at_3 = ROTATION.rotate(weight * offset.expand(3, 1, 4), ROTATION.cos_sin(1, torch.tensor([3])))
+    assert torch.allclose(moved[0, 1, :, 3:4], at_3, atol=1e-5)
+    assert torch.allclose(moved[1, 1, :, 3], (weight * offset).expand(3, 4), atol=1e-5)
     # Fresh rows (2, 4, 5) are written over right after; nothing else moves.
-    others = [row for row in range(len(SPAN_OF)) if row not in (2, 3, 4, 5)]
+    others = [row for row in range(kv.capacity) if row not in (2, 3, 4, 5)]
     assert (moved[:, :, :, others] == 0).all()
 
 
 def test_layer_0_and_single_rows_shift_nothing() -> None:
-    kv = KV()
+    kv = filled_kv()
     before = kv.data.clone()
     positions = torch.tensor([2, 3, 9])
     offset = torch.ones(4)
@@ -60,6 +55,6 @@ def test_layer_0_and_single_rows_shift_nothing() -> None:
     assert not Shift(ROTATION, everything, SPANS).useful
 
 
-def test_rows_outside_a_slice_are_left_to_the_others() -> None:
+def test_a_slice_shifts_only_its_own_rows() -> None:
     part = SPANS.between(4, 7)
     assert part.span_of.tolist() == [-1, -1, -1, -1, 0, 0, 1, -1, -1, -1]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvboost import (
     ConfigError,
     GenerationMode,
+    GenerationResult,
     KVBoost,
     KVTooLargeError,
     PromptError,
@@ -23,7 +24,7 @@ from kvboost import (
     ShuttingDownError,
     SpanKind,
 )
-from kvboost.model.attention import Segment
+from kvboost.model.segment import Segment
 from kvboost.runtime import sharing
 from tiny import CONTEXT, dynamic_model, longrope_model, make_engine, tiny_model
 
@@ -56,6 +57,17 @@ def alone(engine: KVBoost, prompt: list[int], *rest: Any, **options: Any) -> lis
     return engine.generate(prompt, *rest, mode=GenerationMode.BASELINE, **options).token_ids
 
 
+def assert_equal_unless_tied(result: GenerationResult, expected: GenerationResult) -> None:
+    """Greedy answers are equal up to the first token whose two best candidates are equally likely
+    to the last bits: there rounding decides, and a batch rounds differently."""
+    pairs = zip(result.token_ids, expected.token_ids, strict=True)
+    different = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+    if different is not None:
+        assert expected.logprobs is not None
+        (_, best), (_, second) = expected.logprobs[different].top
+        assert best - second < 1e-5, f"token {different} differs"
+
+
 def slow_down(engine: KVBoost, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.005) -> None:
     run = engine._model.forward._run
 
@@ -76,7 +88,7 @@ def slow_down(engine: KVBoost, monkeypatch: pytest.MonkeyPatch, seconds: float =
     st.integers(1, 40),
     st.integers(1, 6),
 )
-def test_a_batch_gives_what_each_gets_alone(
+def test_a_batch_gives_the_answers_of_single_requests(
     drawn: list[tuple[int, int, int, int]], step_rows: int, max_running: int
 ) -> None:
     """Ragged lengths, shared beginnings, and as many joins and leaves as there are answers of
@@ -88,15 +100,15 @@ def test_a_batch_gives_what_each_gets_alone(
     limits = [tokens for *_, tokens in drawn]
     with make_engine(tiny_model("llama"), step_rows=step_rows, max_running=max_running) as engine:
         expected = [
-            alone(engine, prompt, most) for prompt, most in zip(prompts, limits, strict=True)
+            engine.generate(prompt, most, GenerationMode.BASELINE, logprobs=2)
+            for prompt, most in zip(prompts, limits, strict=True)
         ]
         each = [{"max_new_tokens": most} for most in limits]
-        results = engine.generate_batch(prompts, mode=EXACT, each=each)
-        assert [result.token_ids for result in results] == expected
-        for result, prompt in zip(results, prompts, strict=True):
-            assert result.prompt_tokens == len(prompt) and result.spans[-1].end == len(prompt)
-        again = engine.generate_batch(prompts, mode=EXACT, each=each)
-        assert [result.token_ids for result in again] == expected
+        for _ in range(2):  # what the first batch keeps serves the second
+            results = engine.generate_batch(prompts, mode=EXACT, each=each)
+            for result, alone_result, prompt in zip(results, expected, prompts, strict=True):
+                assert_equal_unless_tied(result, alone_result)
+                assert result.prompt_tokens == len(prompt) == result.spans[-1].end
         assert engine.serving_stats()["kv_bytes"] == 0
         assert engine.check_integrity() == []
 
@@ -112,7 +124,7 @@ def test_every_kind_of_attention_goes_in_a_batch(name: str, make: Callable[..., 
 
 
 @pytest.mark.parametrize("name", ["bloom", "gpt2"])
-def test_models_that_attend_by_themselves_do_too(name: str) -> None:
+def test_models_with_their_own_attention_run_in_a_batch_too(name: str) -> None:
     with make_engine(tiny_model(name), strict=False) as engine:
         prompts = [TEXT[i * 10 : i * 10 + 30] for i in range(3)]
         expected = [alone(engine, prompt, 6) for prompt in prompts]
@@ -144,7 +156,7 @@ def test_requests_keep_their_own_options(make: Callable[..., KVBoost]) -> None:
     assert got[2].exact_tokens == 0 and got[3].exact_tokens == 0
 
 
-def test_what_prompts_share_is_read_and_held_once(
+def test_shared_text_is_read_and_held_once(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(sharing_wait=60.0)
@@ -167,10 +179,10 @@ def test_what_prompts_share_is_read_and_held_once(
     assert [one.exact_tokens for one in results] == [0] + [160] * 5 + [169]
     assert {span.tier for one in results[1:] for span in one.spans[:1]} == {"shared"}
     buffer = engine._runtime.pool.bytes_for(1)
-    assert max(held) <= 7 * buffer  # each has a buffer of 256 rows; nobody has 170 of them alone
+    assert max(held) <= 7 * buffer  # a buffer of 256 rows each, 170 of them shared
 
 
-def test_without_waiting_everyone_reads(make: Callable[..., KVBoost]) -> None:
+def test_without_sharing_wait_every_request_reads(make: Callable[..., KVBoost]) -> None:
     engine = make(sharing_wait=0.0)
     prompts = [TEXT[:160] + TEXT[1000 + i : 1010 + i] for i in range(3)]
     results = engine.generate_batch(prompts, 1, EXACT)
@@ -196,7 +208,7 @@ def test_moved_text_is_reused_in_a_batch(make: Callable[..., KVBoost]) -> None:
     assert any(span.kind is SpanKind.MOVED for span in results[0].spans)
 
 
-def test_recomputing_everything_equals_full_prefill_beside_others(
+def test_recomputing_everything_equals_full_prefill_in_a_batch(
     make: Callable[..., KVBoost],
 ) -> None:
     engine = make(reuse_moved="always", recompute_strategy="query", recompute_ratio=1.0)
@@ -248,7 +260,7 @@ def test_many_streams_join_and_leave(make: Callable[..., KVBoost]) -> None:
     assert max(stats["batch_sizes"]) <= 5
 
 
-def test_leaving_frees_everything_and_keeps_what_was_read(
+def test_cancelling_frees_the_kv_and_keeps_what_was_read(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make()
@@ -271,7 +283,7 @@ def test_leaving_frees_everything_and_keeps_what_was_read(
     assert engine.generate(TEXT[:100], 1, EXACT).exact_tokens >= 96
 
 
-def test_a_request_that_waits_can_leave_too(
+def test_a_waiting_request_can_be_cancelled(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(max_running=1)
@@ -289,7 +301,7 @@ def test_a_request_that_waits_can_leave_too(
     asyncio.run(leave())
 
 
-def test_time_runs_out_for_those_who_run_and_those_who_wait(
+def test_running_and_waiting_requests_time_out(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(max_running=1)
@@ -312,7 +324,7 @@ def test_time_runs_out_for_those_who_run_and_those_who_wait(
     asyncio.run(wait())
 
 
-def test_a_full_queue_says_so_and_a_batch_waits(
+def test_a_full_queue_is_an_error_but_a_batch_waits(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(max_running=1, max_waiting=2)
@@ -342,7 +354,7 @@ def test_a_request_that_can_never_fit_is_refused(make: Callable[..., KVBoost]) -
     assert len(engine.generate_batch([TEXT[:40]] * 3, 20)) == 3
 
 
-def test_running_requests_stay_within_their_bytes(
+def test_running_requests_stay_within_max_kv_bytes(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = make()._model.forward.shape.row_bytes
@@ -363,7 +375,7 @@ def test_running_requests_stay_within_their_bytes(
     assert max(engine.serving_stats()["batch_sizes"]) == 3
 
 
-def test_one_that_fails_takes_nobody_along(
+def test_a_failing_request_does_not_affect_others(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make()
@@ -399,7 +411,7 @@ def test_one_that_fails_takes_nobody_along(
     assert engine.serving_stats()["finished"]["error"] == 2
 
 
-def test_one_that_is_being_repaired_begins_again(
+def test_a_request_under_repair_restarts_when_its_batch_fails(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(reuse_moved="always", sharing_wait=0.0)
@@ -424,7 +436,7 @@ def test_one_that_is_being_repaired_begins_again(
     assert got[1].recomputed_tokens == expected.recomputed_tokens
 
 
-def test_a_long_prompt_does_not_hold_up_those_who_answer(make: Callable[..., KVBoost]) -> None:
+def test_a_long_prompt_does_not_delay_requests_that_answer(make: Callable[..., KVBoost]) -> None:
     engine = make(step_rows=10, sharing_wait=0.0)
     seen: list[tuple[int, int]] = []
     run = engine._model.forward._run
@@ -449,7 +461,9 @@ def test_a_long_prompt_does_not_hold_up_those_who_answer(make: Callable[..., KVB
 
 
 @pytest.mark.parametrize("model", [longrope_model, dynamic_model])
-def test_a_long_neighbour_does_not_turn_the_short_ones(model: Callable[[], Any]) -> None:
+def test_a_long_neighbour_does_not_change_how_short_prompts_rotate(
+    model: Callable[[], Any],
+) -> None:
     """Where rotation depends on the length of what is computed."""
     with make_engine(model(), sharing_wait=0.0) as engine:
         limit = engine._model.support.reuse_limit
@@ -462,7 +476,7 @@ def test_a_long_neighbour_does_not_turn_the_short_ones(model: Callable[[], Any])
 
 
 @pytest.mark.parametrize("batched", [True, False])
-def test_whoever_leaves_keeps_nothing_that_was_not_computed(
+def test_a_cancelled_request_keeps_only_computed_rows(
     make: Callable[..., KVBoost], batched: bool
 ) -> None:
     engine = make()
@@ -489,7 +503,7 @@ def test_whoever_leaves_keeps_nothing_that_was_not_computed(
     assert torch.allclose(full.logits, ours.logits, atol=1e-4)
 
 
-def test_a_mistake_of_ours_leaves_nobody_waiting(
+def test_a_defect_in_the_loop_leaves_no_caller_waiting(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make()
@@ -505,7 +519,7 @@ def test_a_mistake_of_ours_leaves_nobody_waiting(
     assert engine.serving_stats()["kv_bytes"] == 0
 
 
-def test_draining_lets_everyone_finish_and_takes_nobody_new(
+def test_draining_finishes_requests_and_takes_no_new_ones(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make()
@@ -540,7 +554,7 @@ def test_closing_cancels(make: Callable[..., KVBoost], monkeypatch: pytest.Monke
     asyncio.run(close())
 
 
-def test_documents_are_read_beside_others(make: Callable[..., KVBoost]) -> None:
+def test_documents_are_warmed_while_requests_run(make: Callable[..., KVBoost]) -> None:
     engine = make()
 
     async def warm() -> tuple[int, int]:
@@ -559,7 +573,7 @@ def test_answers_of_a_batch_are_audited_too(make: Callable[..., KVBoost]) -> Non
     assert engine.cache_stats()["audit"]["audited"] == 2
 
 
-def test_what_is_no_batch_is_refused(make: Callable[..., KVBoost]) -> None:
+def test_a_bad_batch_is_refused(make: Callable[..., KVBoost]) -> None:
     engine = make()
     with pytest.raises(PromptError, match="several prompts"):
         engine.generate_batch("one")  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from kvboost import KVBoost
 from kvboost.runtime import memory
 
 
-def test_memory_is_given_back_after_every_few_requests(
+def test_memory_is_returned_after_every_few_requests(
     engine: KVBoost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[int] = []
@@ -18,7 +18,7 @@ def test_memory_is_given_back_after_every_few_requests(
         assert len(given) == count // memory.EVERY
 
 
-def test_where_there_is_nothing_to_call_nothing_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_malloc_trim_nothing_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory.sys, "platform", "darwin")
     trimmer = memory.Trimmer()
     assert trimmer._trim is None
@@ -26,7 +26,7 @@ def test_where_there_is_nothing_to_call_nothing_is_called(monkeypatch: pytest.Mo
         trimmer.after_request()
 
 
-def test_the_real_one_can_be_called() -> None:
+def test_malloc_trim_itself_can_be_called() -> None:
     trimmer = memory.Trimmer()
     for _ in range(memory.EVERY):
         trimmer.after_request()

@@ -7,20 +7,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvboost.config import EngineConfig, GenerationMode
+from kvboost.config import EngineConfig, GenerationMode, RepairParams, SamplingParams
 from kvboost.errors import QueueFullError
-from kvboost.runtime.scheduler import PATIENCE_SECONDS, Job, Scheduler, num_shared
-from kvboost.tokens.hashing import as_token_ids, root_key
+from kvboost.results import ReuseReport, Span, SpanKind
+from kvboost.runtime.job import Job
+from kvboost.runtime.options import make_request
+from kvboost.runtime.request import RequestState
+from kvboost.runtime.scheduler import PATIENCE_SECONDS, Scheduler, num_shared
+from kvboost.tokens.hashing import ChunkKey, as_token_ids, root_key
 
-ROOT, OTHER = root_key("model", ""), root_key("model", "tenant")
+ROOT, OTHER = root_key("model", ""), root_key("model", "salt")
 TEXT = np.random.default_rng(0).integers(0, 1000, 4000)
+CHUNK_REUSE = GenerationMode.CHUNK_KV_REUSE
 
 
-def job(tokens: object = (1, 2, 3), root: str = ROOT, **rest: object) -> Job:
-    return Job(as_token_ids(tokens), root, **rest)  # type: ignore[arg-type]
+class NoListener:
+    def push(self, pieces: list[str]) -> None: ...
+    def end(self, error: BaseException | None) -> None: ...
 
 
-def scheduler(**config: object) -> Scheduler[Job]:
+def job(
+    tokens: object = (1, 2, 3),
+    root: str = ROOT,
+    *,
+    mode: GenerationMode = CHUNK_REUSE,
+    tenant: str = "",
+    deadline: float | None = None,
+) -> Job:
+    ids = as_token_ids(tokens)
+    request = make_request(ids, mode, SamplingParams(), RepairParams(), True, (), tenant)
+    return Job(RequestState(request), ChunkKey(root), NoListener(), deadline=deadline)
+
+
+def scheduler(**config: object) -> Scheduler:
     return Scheduler(EngineConfig(**config), step_rows=100)  # type: ignore[arg-type]
 
 
@@ -28,16 +47,34 @@ def fits(_: Job) -> bool:
     return True
 
 
-def reading(scheduled: Scheduler[Job], tokens: object, **rest: object) -> Job:
-    """A job that has started and has all of its prompt to read."""
-    one = job(tokens, **rest)
-    scheduled.add(one)
-    assert scheduled.start(0.0, fits) is one
-    one.to_read = (range(len(one.token_ids)),)
-    return one
+def plan(planned: Job, computed: range | None = None) -> None:
+    """Plans a job: the rows of ``computed`` must be computed (by default all), the others hit."""
+    total = len(planned.token_ids)
+    rows = computed or range(total)
+    ends = (
+        (0, rows.start, "exact"),
+        (rows.start, rows.stop, "compute"),
+        (rows.stop, total, "exact"),
+    )
+    spans = (Span(SpanKind(kind), start, end) for start, end, kind in ends if start < end)
+    planned.state.reuse = ReuseReport(tuple(spans))
 
 
-def test_the_queue_is_bounded_and_says_when_to_come_again() -> None:
+def answer(answering: Job) -> None:
+    """Gives a job the first token of its answer."""
+    answering.state.token_ids.append(1)
+
+
+def reading(scheduled: Scheduler, tokens: object, **rest: object) -> Job:
+    """A job that has started and has its whole prompt to read."""
+    started = job(tokens, **rest)  # type: ignore[arg-type]
+    scheduled.add(started)
+    assert scheduled.start(0.0, fits) is started
+    plan(started)
+    return started
+
+
+def test_a_full_queue_says_when_to_retry() -> None:
     full = scheduler(max_waiting=2, max_running=1)
     reading(full, TEXT[:5])
     full.add(job())
@@ -49,7 +86,7 @@ def test_the_queue_is_bounded_and_says_when_to_come_again() -> None:
     assert len(full.waiting) == 3
 
 
-def test_it_takes_longer_where_requests_finish_slowly() -> None:
+def test_retry_takes_longer_if_requests_finish_slowly() -> None:
     slow = scheduler(max_waiting=1000)
     for second in range(0, 100, 5):
         reading(slow, TEXT[:8])
@@ -59,7 +96,7 @@ def test_it_takes_longer_where_requests_finish_slowly() -> None:
     assert 20 < slow.retry_after() <= 60
 
 
-def test_they_start_in_order_of_arrival_up_to_a_number() -> None:
+def test_requests_start_in_order_of_arrival_up_to_max_running() -> None:
     scheduled = scheduler(max_running=2)
     jobs = [job() for _ in range(3)]
     for one in jobs:
@@ -70,10 +107,10 @@ def test_they_start_in_order_of_arrival_up_to_a_number() -> None:
     assert scheduled.start(1.0, fits) is jobs[2]
 
 
-def test_whoever_has_least_running_goes_first() -> None:
+def test_the_tenant_with_the_fewest_running_requests_goes_first() -> None:
     scheduled = scheduler()
-    flood = [job() for _ in range(5)]
-    late = job(root=OTHER)
+    flood = [job(tenant="alice") for _ in range(5)]
+    late = job(tenant="bob")
     for one in (*flood, late):
         scheduled.add(one)
     assert scheduled.start(0.0, fits) is flood[0]
@@ -81,7 +118,45 @@ def test_whoever_has_least_running_goes_first() -> None:
     assert scheduled.start(0.0, fits) is flood[1]
 
 
-def test_one_that_does_not_fit_is_not_overtaken() -> None:
+def test_a_fresh_cache_salt_per_request_gains_a_tenant_nothing() -> None:
+    scheduled = scheduler(max_running=2)
+    for number in range(50):
+        scheduled.add(job(root=root_key("model", str(number)), tenant="alice"))
+    late = job(tenant="bob")
+    scheduled.add(late)
+    first, second = scheduled.start(0.0, fits), scheduled.start(0.0, fits)
+    assert (first in scheduled.running, second) == (True, late)
+
+
+def test_no_tenant_can_fill_the_queue() -> None:
+    scheduled = scheduler(max_running=1, max_waiting=8)
+    reading(scheduled, TEXT[:5], tenant="alice")
+    with pytest.raises(QueueFullError, match=r"4 requests of tenant 'alice'.*other tenants"):
+        for _ in range(20):
+            scheduled.add(job(tenant="alice"))
+    with pytest.raises(QueueFullError, match="2 requests of tenant 'bob'"):
+        for _ in range(20):
+            scheduled.add(job(tenant="bob"))
+    scheduled.add(job(tenant="carol"))
+    assert len(scheduled.waiting) == 7
+
+
+def test_a_server_without_tenants_uses_its_whole_queue() -> None:
+    scheduled = scheduler(max_running=1, max_waiting=8)
+    with pytest.raises(QueueFullError, match="9 requests are waiting, as many as max_waiting"):
+        for _ in range(20):
+            scheduled.add(job())
+
+
+def test_requests_that_can_start_at_once_do_not_count_against_a_tenant() -> None:
+    scheduled = scheduler(max_running=16, max_waiting=1)
+    for _ in range(17):
+        scheduled.add(job(tenant="alice"))
+    with pytest.raises(QueueFullError):
+        scheduled.add(job(tenant="alice"))
+
+
+def test_a_request_that_does_not_fit_is_not_overtaken() -> None:
     scheduled = scheduler()
     large, small = job(TEXT[:100]), job(TEXT[100:110])
     scheduled.add(large)
@@ -90,21 +165,21 @@ def test_one_that_does_not_fit_is_not_overtaken() -> None:
     assert scheduled.waiting == [large, small]
 
 
-def test_a_prompt_waits_for_the_one_that_reads_its_beginning() -> None:
+def test_a_prompt_waits_for_the_request_that_reads_its_prefix() -> None:
     scheduled = scheduler(sharing_wait=3.0)
     first = reading(scheduled, TEXT[:1000])
     second, unrelated = job(np.r_[TEXT[:800], 1, 2, 3]), job(TEXT[2000:2600])
     scheduled.add(second)
     scheduled.add(unrelated)
-    assert scheduled.start(0.0, fits) is unrelated  # it goes past
+    assert scheduled.start(0.0, fits) is unrelated  # it overtakes the second
     assert scheduled.start(0.0, fits) is None
-    first.rows_done = 500
+    first.state.rows = 500
     assert scheduled.start(1.0, fits) is None
-    first.rows_done = 800  # what they share is in place
+    first.state.rows = 800  # what they share is in place
     assert scheduled.start(1.0, fits) is second
 
 
-def test_a_prompt_waits_for_the_one_that_reads_its_document() -> None:
+def test_a_prompt_waits_for_the_request_that_reads_its_document() -> None:
     scheduled = scheduler()
     first = reading(scheduled, TEXT[:1000])
     moved = np.r_[TEXT[3000:3100], TEXT[200:900]]
@@ -116,13 +191,13 @@ def test_a_prompt_waits_for_the_one_that_reads_its_document() -> None:
     assert scheduled.start(0.0, fits) is exact_only
     assert scheduled.start(0.0, fits) is without
     assert scheduled.start(0.0, fits) is None
-    first.is_reading = False
+    answer(first)
     assert scheduled.start(0.0, fits) is None, "another has begun to read it"
-    exact_only.is_reading = False
+    answer(exact_only)
     assert scheduled.start(0.0, fits) is with_moved
 
 
-def test_nobody_waits_longer_than_told() -> None:
+def test_a_request_waits_no_longer_than_sharing_wait() -> None:
     scheduled = scheduler(sharing_wait=2.0)
     reading(scheduled, TEXT[:1000])
     held = job(TEXT[:900])
@@ -135,14 +210,14 @@ def test_nobody_waits_longer_than_told() -> None:
 @pytest.mark.parametrize(
     "why", ["never", "another root", "known already", "too little", "not reading", "baseline"]
 )
-def test_nobody_waits_for_nothing(why: str) -> None:
+def test_a_request_does_not_wait_if_that_saves_nothing(why: str) -> None:
     scheduled = scheduler(sharing_wait=0.0 if why == "never" else 9.0)
     mode = GenerationMode.BASELINE if why == "baseline" else GenerationMode.CHUNK_KV_REUSE
     first = reading(scheduled, TEXT[:1000], mode=mode)
     if why == "known already":
-        first.to_read = (range(950, 1000),)
+        plan(first, range(950, 1000))
     if why == "not reading":
-        first.is_reading = False
+        answer(first)
     root = OTHER if why == "another root" else ROOT
     tokens = np.r_[TEXT[:60], TEXT[3000:3500]] if why == "too little" else TEXT[:900]
     second = job(tokens, root)
@@ -151,21 +226,22 @@ def test_nobody_waits_for_nothing(why: str) -> None:
 
 
 @given(st.integers(0, 600), st.integers(0, 600), st.integers(0, 600), st.lists(st.integers(0, 999)))
-def test_what_two_share_is_about_right(
+def test_the_estimate_of_shared_tokens_is_about_right(
     start: int, length: int, done: int, header: list[int]
 ) -> None:
-    other = job(TEXT[:1000], to_read=(range(1000),), rows_done=done)
+    other = job(TEXT[:1000])
+    other.state.rows = done
     piece = TEXT[start : start + length]
     counted = num_shared(job(np.r_[header, piece].astype(int)), other)
     left = max(0, start + length - max(start, done))
     assert counted <= left + 150 and (left < 400 or counted >= left // 3)
 
 
-def test_a_step_takes_everyone_who_answers_and_the_shortest_prompts() -> None:
+def test_a_step_takes_all_answering_requests_and_the_shortest_prompts() -> None:
     scheduled = scheduler()
     answering = [reading(scheduled, TEXT[i * 300 : i * 300 + 200]) for i in range(2)]
     for one in answering:
-        one.is_reading = False
+        answer(one)
     long, short, middle = (
         reading(scheduled, TEXT[start:stop])
         for start, stop in ((700, 1500), (1500, 1530), (1600, 1660))
@@ -182,7 +258,7 @@ def test_a_step_takes_everyone_who_answers_and_the_shortest_prompts() -> None:
     assert scheduled.pick(rows, late) == [*answering, long], "it has been patient"
 
 
-def test_deadlines() -> None:
+def test_requests_expire_at_their_deadline() -> None:
     scheduled = scheduler(max_running=1)
     running = reading(scheduled, TEXT[:10], deadline=5.0)
     waiting, patient = job(deadline=3.0), job()
@@ -194,11 +270,15 @@ def test_deadlines() -> None:
 
 
 @given(st.integers(0, 10**6))
-def test_everyone_is_served_whatever_comes(seed: int) -> None:
+def test_every_request_is_served_in_any_traffic(seed: int) -> None:
     rng = random.Random(seed)
     scheduled = scheduler(max_running=3, sharing_wait=rng.choice([0.0, 2.0]))
     coming = [
-        job(TEXT[(a := rng.randrange(3000)) : a + rng.randrange(1, 900)], rng.choice([ROOT, OTHER]))
+        job(
+            TEXT[(a := rng.randrange(3000)) : a + rng.randrange(1, 900)],
+            rng.choice([ROOT, OTHER]),
+            tenant=rng.choice(["", "alice"]),
+        )
         for _ in range(rng.randrange(1, 15))
     ]
     done: list[Job] = []
@@ -206,7 +286,7 @@ def test_everyone_is_served_whatever_comes(seed: int) -> None:
         if coming and rng.random() < 0.5:
             scheduled.add(coming.pop())
         while (one := scheduled.start(float(now), lambda job: rng.random() < 0.9)) is not None:
-            one.to_read = (range(rng.randrange(len(one.token_ids)), len(one.token_ids)),)
+            plan(one, range(rng.randrange(len(one.token_ids)), len(one.token_ids)))
         assert len(scheduled.running) <= 3
         needs = {one: min(one.rows_left, 100) if one.is_reading else 1 for one in scheduled.running}
         picked = scheduled.pick(needs, float(now))
@@ -215,29 +295,30 @@ def test_everyone_is_served_whatever_comes(seed: int) -> None:
             if not one.is_reading and rng.random() < 0.3:
                 scheduled.remove(one, float(now))
                 done.append(one)
-            one.rows_done = len(one.token_ids) - max(0, one.rows_left - 100)
-            one.is_reading = one.rows_left > 0
+            one.state.rows = len(one.token_ids) - max(0, one.rows_left - 100)
+            if one.rows_left == 0:
+                answer(one)
         if not (coming or scheduled.waiting or scheduled.running):
             break
     assert not (coming or scheduled.waiting or scheduled.running)
     assert len(set(done)) == len(done)
 
 
-def test_nobody_is_put_in_place_while_others_fill_the_step() -> None:
+def test_no_request_starts_while_others_fill_the_next_step() -> None:
     scheduled = scheduler(sharing_wait=0.0)
     first = reading(scheduled, TEXT[:600])
     longer, shorter = job(TEXT[1000:1700]), job(TEXT[2000:2050])
     scheduled.add(longer)
-    assert scheduled.start(1.0, fits, {}) is None, "the first is still being put in place"
+    assert scheduled.start(1.0, fits, {}) is None, "the first is still being assembled"
     assert scheduled.start(1.0, fits, {first: 400}) is None
     scheduled.add(shorter)
     assert scheduled.start(1.0, fits, {first: 400}) is shorter, "it has less to read"
-    shorter.to_read = (range(50),)
+    plan(shorter)
     assert scheduled.start(1.0, fits, {first: 390, shorter: 50}) is None
     assert scheduled.start(1.0, fits, {first: 10, shorter: 50}) is longer, "there is room"
 
 
-def test_nobody_is_kept_from_starting_for_long() -> None:
+def test_a_full_step_delays_a_start_only_briefly() -> None:
     scheduled = scheduler(sharing_wait=0.0)
     first, late = reading(scheduled, TEXT[:100]), job(TEXT[1000:1700])
     scheduled.add(late)

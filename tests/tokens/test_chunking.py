@@ -85,7 +85,7 @@ class Reader:
 
 
 @given(st.sampled_from(STRATEGIES), sizes, st.sampled_from(MARKERS), tokens)
-def test_cuts_are_those_of_a_reader_who_sees_token_after_token(strategy, size, markers, ids):
+def test_cuts_equal_those_of_a_token_by_token_reader(strategy, size, markers, ids):
     cutter = Cutter(strategy, size, pieces, len(PIECES), markers)
     expected = Reader(strategy, size, markers).cut(ids)
     assert cutter(as_token_ids(ids)) == expected
@@ -107,7 +107,7 @@ def test_chunks_cover_everything_once_and_none_is_too_long(strategy, size, marke
 
 
 @given(sizes, st.sampled_from(["\n", "-"]), tokens, tokens)
-def test_a_document_is_cut_alike_wherever_it_stands(size, character, ids, document):
+def test_a_document_is_cut_alike_at_any_position(size, character, ids, document):
     cutter = Cutter("document", size, pieces, len(PIECES), [character * 2])
     other = ids + [PIECES.index("a")] * SHORTEST_DOCUMENT + [PIECES.index(character)] * 2
     moved = [
@@ -149,7 +149,7 @@ def test_text_without_any_end_is_cut_on_the_grid(strategy: str):
     assert by_character(strategy, 128)(ids) == fixed(len(ids), 128)
 
 
-def test_documents_end_behind_their_marker():
+def test_documents_end_after_their_marker():
     cutter = by_character("document", 20)
     assert cut(cutter, "document 1\n\ndocument 2\n\ndoc") == [
         "document 1\n\n",
@@ -230,7 +230,7 @@ def test_wrong_options_are_refused(options: dict[str, object], message: str):
 
 
 @given(st.sampled_from(STRATEGIES), tokens, st.lists(st.integers(-3, 80), max_size=4), sizes)
-def test_what_lies_between_boundaries_is_cut_on_its_own(strategy, ids, boundaries, size) -> None:
+def test_text_between_boundaries_is_cut_on_its_own(strategy, ids, boundaries, size) -> None:
     cutter = Cutter(strategy, size, pieces, len(PIECES))
     inside = sorted({place for place in boundaries if 0 < place < len(ids)})
     expected = []

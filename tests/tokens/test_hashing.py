@@ -8,7 +8,7 @@ from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import as_token_ids, chain_key, root_key
 
 
-def test_everything_a_key_names_makes_another_key() -> None:
+def test_every_input_of_a_key_changes_it() -> None:
     roots = [
         root_key("model", "", "exact"),
         root_key("model", "tenant", "exact"),
@@ -24,7 +24,7 @@ def test_everything_a_key_names_makes_another_key() -> None:
     assert chain_key(roots[0], first) == chain_key(root_key("model", "", "exact"), first)
 
 
-def test_token_ids_are_their_own_and_read_only() -> None:
+def test_token_ids_are_copied_and_read_only() -> None:
     source = [1, 2]
     ids = as_token_ids(source)
     with pytest.raises(ValueError, match="read-only"):

@@ -56,7 +56,7 @@ def test_a_stop_across_pieces_is_held_back_and_cut_off() -> None:
     assert matcher.finish() == ""
 
 
-def test_what_only_looked_like_a_stop_comes_out() -> None:
+def test_text_that_only_resembled_a_stop_is_released() -> None:
     matcher = StopMatcher(["END"])
     assert matcher.push("EN") == ""
     assert matcher.push("d") == "ENd"

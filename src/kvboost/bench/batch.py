@@ -14,9 +14,9 @@ from kvboost.bench.machine import describe
 from kvboost.bench.timing import Contender, Sample, interleave
 from kvboost.bench.workloads import PATTERNS, fragments, question
 from kvboost.config import EngineConfig
-from kvboost.model.attention import Segment
 from kvboost.model.kv import RequestKV
 from kvboost.model.load import LoadedModel, load
+from kvboost.model.segment import Segment
 from kvboost.progress import Progress
 
 EXACT = GenerationMode.PREFIX_CACHE

@@ -64,7 +64,7 @@ class KVData:
 class Positions(Protocol):
     """How a model's keys carry their positions."""
 
-    def turn_to(self, keys: torch.Tensor, position: int, *, back: bool = False) -> torch.Tensor:
+    def rotate_to(self, keys: torch.Tensor, position: int, *, back: bool = False) -> torch.Tensor:
         """``keys`` in float32, ``[layers, kv_heads, tokens, dim]``, turned from nowhere to
         ``position`` and those behind it, or ``back``."""
 
@@ -187,7 +187,7 @@ class Quantizer:
         """A copy of ``keys``, turned."""
         if self._positions is None:
             return keys.clone()
-        return self._positions.turn_to(keys, position, back=back)
+        return self._positions.rotate_to(keys, position, back=back)
 
 
 def _copy(rows: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Auditing: a share of the answers over moved text, compared with a full prefill when idle."""
+"""Auditing: compares a share of the answers over moved text with a full prefill, when idle."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class _Sample:
 
 
 class Auditor:
-    """Watches requests, picks ``fraction`` of those that reused moved text, and compares their
-    first tokens' distributions with those of a full prefill once no request has run for a while.
-    A thread of its own does that; it starts with the first sample."""
+    """Samples ``fraction`` of the requests that reused moved text and compares the distributions of
+    their first tokens with a full prefill. A separate thread does so once no request has run for
+    ``IDLE_SECONDS``; it starts with the first sample."""
 
     def __init__(self, engine: Engine, fraction: float) -> None:
         self._engine = engine
@@ -63,7 +63,7 @@ class Auditor:
     def watch(
         self, state: RequestState, steps: Generator[Given, Sent, None]
     ) -> Generator[Given, Sent, None]:
-        """``steps``, with the request counted as active meanwhile."""
+        """Wraps ``steps``: the request counts as active while they run."""
         if not self._fraction:
             return steps
         return self._watch(state, steps)
@@ -90,7 +90,7 @@ class Auditor:
                 self._changed.notify_all()
 
     def drain(self) -> None:
-        """Compares everything that waits, now; what is being compared is waited for."""
+        """Compares all waiting samples now, and waits for one that is being compared."""
         while self._compare_next():
             pass
 
@@ -125,18 +125,18 @@ class Auditor:
             self._compare_next()
 
     def _await_idle(self) -> bool:
-        """Waits until a sample is there and no request has run for a while; false once closed."""
+        """Waits until there is a sample and no request has run for a while; False once closed."""
         with self._changed:
             while not self._closed:
                 rest = self._quiet_since + IDLE_SECONDS - time.monotonic()
                 if self._waiting and not self._active and rest <= 0:
                     return True
-                # Woken by every request that begins or ends, or when this one's rest is over.
+                # Every request that begins or ends wakes it; so does the end of the quiet time.
                 self._changed.wait(rest if self._waiting and not self._active else None)
             return False
 
     def _compare_next(self) -> bool:
-        """Compares one sample; false if none waits."""
+        """Compares one sample; False if none is waiting."""
         with self._comparing:
             with self._changed:
                 sample = self._waiting.popleft() if self._waiting else None
@@ -147,7 +147,7 @@ class Auditor:
     def _compare(self, sample: _Sample) -> None:
         try:
             full = self._engine.score(sample.prompt, sample.answer, GenerationMode.BASELINE)
-        except Exception:  # out of memory, or closed meanwhile: no reason to stop serving
+        except Exception:  # out of memory, or closed in the meantime: serving goes on
             with self._changed:
                 self._failed += 1
             return

@@ -1,4 +1,4 @@
-"""How much repair the user's own text needs."""
+"""How much repair the user's own prompts need."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Engine(Protocol):
 def calibrate(
     engine: Engine, samples: Sequence[Prompt], max_kl: float, salt: str = ""
 ) -> Calibration:
-    """Goes up the ratios until the mean deviation of the samples' answers is within ``max_kl``."""
+    """Tries rising ratios until the mean KL of the samples' answers is within ``max_kl``."""
     at_least(max_kl, 0.0, "max_kl")
     if isinstance(samples, str) or not samples:
         raise PromptError("calibrate() takes several sample prompts, as they will be sent")
@@ -55,7 +55,7 @@ def calibrate(
         )
 
     steps: list[CalibrationStep] = []
-    with Progress("calibrating") as progress:
+    with Progress("calibrating", only_on_terminal=True) as progress:
         answers, expected = [], []
         with progress.step("answering in full", len(samples)) as step:
             for sample in samples:

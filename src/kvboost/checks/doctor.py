@@ -10,10 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from kvboost.config import home
-from kvboost.model import weights
-from kvboost.model.fast_layers import can_pack, memory_bytes
-from kvboost.model.load import cpu_has_bf16, pick_device, pick_dtype
-from kvboost.model.native.build import load_library
+from kvboost.model import native, weights
+from kvboost.model.device import cpu_has_bf16, pick_device, pick_dtype
+from kvboost.model.fast_layers import can_pack
+from kvboost.model.machine import memory_bytes
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,10 @@ def examine(model: str, device: str | None = None, dtype: str | None = None) -> 
     if model in weights.BUNDLED and model not in weights.installed():
         advice.append(f"{model} is fetched and converted on first use: about a minute")
     packs = can_pack(chosen_device, chosen_dtype)
-    library = load_library() if packs else "only for bfloat16 on a CPU that has it"
-    kernels = f"no: {library}" if isinstance(library, str) else "yes"
-    if packs and isinstance(library, str) and "compiler" in library:
+    kernels = "no: only on CPUs"
+    if chosen_device.type == "cpu":
+        kernels = native.describe(chosen_dtype)
+    if "compiler" in kernels:
         advice.append(
             "with gcc or clang installed, attention and decoding take our own kernels: answers "
             "come in about half the time"
@@ -72,7 +73,7 @@ def examine(model: str, device: str | None = None, dtype: str | None = None) -> 
         "dtype": str(chosen_dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "packed weights": packs,
-        "native kernels": kernels,
+        "kernels": kernels,
         "memory": f"{memory / 1024**3:.1f} GiB" if memory else "unknown",
         "cache folder": str(home()),
         "cache folder is": folder_state,

@@ -1,4 +1,4 @@
-"""Does reuse change the answer? Asked of the engine itself, on prompts of our own."""
+"""Does reuse change the answer? Checks an engine on built-in prompts."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Engine(Protocol):
 
 def verify(engine: Engine, max_new_tokens: int) -> VerificationReport:
     """Reads a passage once, then asks three questions about it with and without reuse, under a
-    salt of its own. In 16-bit arithmetic the same rows computed in another batch differ by
-    rounding, so there the distributions are compared; in 32-bit also every token."""
+    salt of its own. In 16-bit arithmetic, rounding differs between batches, so only distributions
+    are compared. In 32-bit arithmetic the tokens must be equal too."""
     salt = f"verify-{uuid.uuid4()}"
     prompts = _prompts(engine, max_new_tokens)
     reused = total = 0
@@ -146,7 +146,7 @@ def _judge(
 
 
 def _prompts(engine: Engine, max_new_tokens: int) -> list[tuple[list[int], list[int]]]:
-    """(passage, passage and question) per question, cut to what the model's context holds."""
+    """(passage, passage and question) for each question, cut to fit the model's context."""
     room = engine.context_length
     prompts = []
     for question in QUESTIONS:
@@ -158,5 +158,5 @@ def _prompts(engine: Engine, max_new_tokens: int) -> list[tuple[list[int], list[
 
 
 def _worst(values: Sequence[float]) -> float:
-    """The largest, where NaN is worse than anything."""
+    """The largest value; NaN counts as the worst."""
     return max(values, key=lambda value: float("inf") if value != value else value)

@@ -1,4 +1,4 @@
-"""Options that commands share, and how they print."""
+"""The options that several commands take, and how commands print."""
 
 from __future__ import annotations
 
@@ -12,46 +12,59 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvboost.config import chosen_cache_dir
+from kvboost.config import EngineConfig, chosen_cache_dir
 from kvboost.errors import KVBoostError
 from kvboost.results import GenerationResult
 
 Model = Annotated[
     str,
-    typer.Option("--model", "-m", help="A bundled name, a folder, a .gguf file or a hub id."),
+    typer.Option(
+        "--model",
+        "-m",
+        help="A model's name, a folder, a .gguf file or a hub id; see kvboost models.",
+    ),
 ]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps; found by itself if not given.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda or mps; by default the best one there is.")
+]
 Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16; what the device does well.")
+    str | None,
+    typer.Option(help="float32, bfloat16 or float16; by default what suits the device."),
 ]
 Mode = Annotated[
-    str, typer.Option(help="baseline (no reuse), prefix_cache (exact) or chunk_kv_reuse.")
+    str,
+    typer.Option(
+        help="baseline (no reuse), prefix_cache (exact reuse only) or chunk_kv_reuse (all reuse)."
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Temperature = Annotated[
-    float, typer.Option(min=0.0, help="0 takes the likeliest token; above, tokens are drawn.")
+    float,
+    typer.Option(min=0.0, help="0 always takes the likeliest token; more makes answers vary."),
 ]
+Seed = Annotated[int | None, typer.Option(help="Gives the same random choices every time.")]
 MaxNewTokens = Annotated[int, typer.Option(help="The longest answer, in tokens.")]
 
 Dataset = Annotated[
     list[Path] | None,
     typer.Option(
-        help="JSON lines with question, answers and passages; made-up questions if not given."
+        help="A file of JSON lines with question, answers and passages; by default made-up ones."
     ),
 ]
 Donor = Annotated[
     list[str] | None,
-    typer.Option(help="How passages were read before: alone, header, other, reordered."),
+    typer.Option(help="How passages were cached: alone, header, other, reordered."),
 ]
 CacheDir = Annotated[
     Path | None,
     typer.Option(
-        help="Keep KV in this folder, or in that of KVBOOST_CACHE_DIR: the next run does not read "
-        "the same text again."
+        help="Keep the cache in this folder for the next run; by default the folder that "
+        "KVBOOST_CACHE_DIR names, if any."
     ),
 ]
 KVBits = Annotated[
-    int, typer.Option("--kv-bits", help="As what KV is kept: 16, or smaller, 8 or 4.")
+    int,
+    typer.Option("--kv-bits", help="Precision of the cache: 16 bits, or 8 or 4 to save space."),
 ]
 
 out = Console()
@@ -59,7 +72,8 @@ out = Console()
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """Our errors as one line and exit code 2; anything else is a bug and keeps its traceback."""
+    """Prints our errors as one line and exits with code 2. Any other exception is a bug and keeps
+    its traceback."""
     try:
         yield
     except KVBoostError as error:
@@ -72,14 +86,14 @@ def load_engine(
     device: str | None,
     dtype: str | None,
     cache_dir: Path | None = None,
-    kv_bits: int = 16,
+    kv_bits: int = EngineConfig.kv_cache_bits,
 ) -> Any:
-    """An engine, with a word about what takes time: first torch, then the weights."""
+    """Loads an engine and meanwhile says so: importing torch takes seconds, and so do weights."""
     with Console(stderr=True).status(f"loading {model}") as status:
         import kvboost
 
         if any(info.name == model and not info.installed for info in kvboost.list_models()):
-            status.stop()  # its own progress follows
+            status.stop()  # the installation shows its own progress
         return kvboost.KVBoost.from_pretrained(
             model,
             device=device,
@@ -90,7 +104,7 @@ def load_engine(
 
 
 def summary(result: GenerationResult) -> str:
-    """One line about a request; says what had to be fetched from afar."""
+    """One line about a request: what it reused, also from slower tiers, and how long it took."""
     rows: Counter[str] = Counter()
     for span in result.spans:
         rows[span.tier or ""] += span.num_tokens
@@ -105,7 +119,7 @@ def summary(result: GenerationResult) -> str:
 
 
 def describe(result: GenerationResult) -> dict[str, Any]:
-    """A result for JSON."""
+    """A result as a JSON object."""
     return {
         "output_text": result.output_text,
         "token_ids": result.token_ids,

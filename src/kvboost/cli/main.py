@@ -1,4 +1,4 @@
-"""The commands that stand on their own, and where the groups are hung up."""
+"""The ``kvboost`` command: its own commands, and the groups ``models``, ``cache`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import kvboost
 from kvboost.cli import bench, cache, serve
+from kvboost.cli.chat import Conversation, ask_in_terminal, edit_lines
 from kvboost.cli.common import (
     AsJson,
     CacheDir,
@@ -23,6 +25,7 @@ from kvboost.cli.common import (
     MaxNewTokens,
     Mode,
     Model,
+    Seed,
     Temperature,
     describe,
     errors,
@@ -31,20 +34,35 @@ from kvboost.cli.common import (
     print_json,
     summary,
 )
-from kvboost.config import DEFAULT_MODEL, home
+from kvboost.config import DEFAULT_MODEL, EngineConfig, home
 
 app = typer.Typer(
     name="kvboost",
-    help="A language model should never read the same text twice.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
 )
-models_app = typer.Typer(help="Models that load by name.", invoke_without_command=True)
+models_app = typer.Typer(help="List and install models.", invoke_without_command=True)
 app.add_typer(models_app, name="models")
 app.add_typer(cache.app, name="cache")
 app.add_typer(bench.app, name="bench")
 app.command()(serve.serve)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"kvboost {kvboost.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """A language model should never read the same text twice."""
 
 
 @app.command()
@@ -54,10 +72,11 @@ def demo(
     dtype: Dtype = "float32",
     as_json: AsJson = False,
 ) -> None:
-    """A growing chat, a code file asked about three times, and documents in three orders: each
-    prompt without and with reuse.
+    """Compare answers and times without and with reuse.
 
-    In float32, so that the answers can be compared token by token; --dtype bfloat16 is faster.
+    Asks a growing chat, three questions about a code file, and questions over documents in three
+    orders. It runs in float32, so that answers can be compared token by token; --dtype bfloat16
+    is faster.
     """
     with errors(), load_engine(model, device, dtype) as engine:
         from kvboost.bench import demo as demonstration
@@ -80,23 +99,29 @@ def demo(
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The question; - reads standard input.")
+    ],
     model: Model = DEFAULT_MODEL,
     max_new_tokens: MaxNewTokens = 64,
     temperature: Temperature = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes drawing repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text.")] = None,
-    chat: Annotated[bool, typer.Option(help="Put the prompt into the chat template.")] = True,
+    seed: Seed = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option(help="Ask in the model's chat template; --no-chat continues the text.")
+    ] = True,
     mode: Mode = "chunk_kv_reuse",
     cache_dir: CacheDir = None,
-    kv_bits: KVBits = 16,
+    kv_bits: KVBits = EngineConfig.kv_cache_bits,
     device: Device = None,
     dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer one prompt, streaming.
+    """Answer one prompt.
 
-    Every run begins with an empty cache, unless --cache-dir keeps it in a folder.
+    Every run begins with an empty cache, unless --cache-dir names a folder that keeps it.
 
     Example: [bold]kvboost generate - --cache-dir ./kv < report.txt[/bold]
     """
@@ -123,66 +148,56 @@ def generate(
 @app.command()
 def chat(
     model: Model = DEFAULT_MODEL,
-    system: Annotated[str | None, typer.Option(help="What the assistant should be.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes drawing repeatable.")] = None,
+    seed: Seed = None,
     mode: Mode = "chunk_kv_reuse",
     cache_dir: CacheDir = None,
-    kv_bits: KVBits = 16,
+    kv_bits: KVBits = EngineConfig.kv_cache_bits,
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
-    """Talk to a model. Every turn shows how much of the conversation was not read again.
+    """Talk to a model; every answer shows how much of the conversation was reused.
 
-    With --cache-dir what was read and said is kept for the next run.
+    /help lists what can be typed besides questions. Ctrl-C stops an answer. With --cache-dir the
+    next run reuses this conversation.
 
     Example: [bold]kvboost chat --cache-dir ./kv[/bold]
     """
     with errors(), load_engine(model, device, dtype, cache_dir, kv_bits) as engine:
-        messages = [{"role": "system", "content": system}] if system else []
-        out.print("An empty line or Ctrl-D ends the conversation.", style="dim")
-        while line := _ask():
-            messages.append({"role": "user", "content": line})
-            stream = engine.stream(
-                messages, max_new_tokens, mode, temperature=temperature, seed=seed
-            )
-            for piece in stream:
-                print(piece, end="", flush=True)
-            print()
-            out.print(summary(stream.result), style="dim")
-            messages.append({"role": "assistant", "content": stream.result.output_text})
+        edit_lines()
+        sampling = {"temperature": temperature, "seed": seed}
+        Conversation(engine, out, system, max_new_tokens, mode, sampling).run(ask_in_terminal)
 
 
 @models_app.callback()
 def models(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the models that load by name."""
+    """List the models that load by name, or install one of them."""
     if context.invoked_subcommand is not None:
         return
     with errors():
-        from kvboost import list_models
-
-        known = list_models()
+        known = kvboost.list_models()
     if as_json:
         print_json([vars(info) for info in known])
         return
     table = Table(title="models that load by name")
-    for heading in ("name", "here", "what", "license"):
+    for heading in ("name", "installed", "description", "license"):
         table.add_column(heading)
     for info in known:
-        here = "yes" if info.installed else f"kvboost models pull {info.name}"
-        table.add_row(info.name, here, info.description, info.license)
+        state = "yes" if info.installed else "on first use"
+        table.add_row(info.name, state, info.description, info.license)
     out.print(table)
-    out.print(f"They are kept in {home() / 'models'}.", style="dim", highlight=False)
+    out.print(f"Installed models are in {home() / 'models'}.", style="dim", highlight=False)
 
 
 @models_app.command()
-def pull(name: Annotated[str, typer.Argument(help="A bundled name.")]) -> None:
-    """Fetch a bundled model, verify it and convert it."""
+def pull(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name from kvboost models.")],
+) -> None:
+    """Install a model now rather than on first use."""
     with errors():
-        from kvboost import pull_model
-
-        out.print(f"{name} is in {pull_model(name)}", highlight=False)
+        out.print(f"{name} is in {kvboost.pull_model(name)}", highlight=False)
 
 
 @app.command()
@@ -192,7 +207,10 @@ def doctor(
     dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Versions, device, dtype, cache folder, and what would be slow and why. Loads nothing."""
+    """Show what this machine has and what would be slow on it.
+
+    Versions, device, dtype, kernels and folders. Loads no model and downloads nothing.
+    """
     with errors():
         from kvboost.checks.doctor import examine
 
@@ -207,7 +225,7 @@ def doctor(
     for advice in findings.advice:
         out.print(f"! {advice}", style="yellow", highlight=False)
     if not findings.advice:
-        out.print("Nothing here should be slow.", style="green")
+        out.print("Nothing here makes KVBoost slow.", style="green")
 
 
 @bench.app.command()
@@ -217,36 +235,42 @@ def quality(
     model: Model = DEFAULT_MODEL,
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help="auto, query, cacheblend, selective, none; all but query if not given."),
+        typer.Option(help="auto, query, cacheblend, selective, none; by default all but query."),
     ] = None,
     ratio: Annotated[
         list[float] | None,
-        typer.Option(help="Share of moved rows to recompute; 0.15 if not given."),
+        typer.Option(help="Share of moved rows to recompute; by default 0.15."),
     ] = None,
     donor: Donor = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Questions of every file.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Questions from each file.")] = None,
     passages: Annotated[int, typer.Option(min=2, help="Passages in a prompt.")] = 8,
-    passage_tokens: Annotated[int, typer.Option(min=64, help="The most tokens of one.")] = 256,
+    passage_tokens: Annotated[
+        int, typer.Option(min=64, help="The most tokens of a passage.")
+    ] = 256,
     answer_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 16,
     floor: Annotated[
-        bool, typer.Option(help="Also the deviation of the same model in another dtype.")
+        bool, typer.Option(help="Also measure the same model in another dtype.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw KL against charged share: a .png or .svg file.")
+        Path | None, typer.Option(help="Draw KL against charged share into a .png or .svg file.")
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="Keep every row, as JSON lines.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write every row to a file of JSON lines.")
+    ] = None,
     load: Annotated[
-        list[Path] | None, typer.Option(help="Show rows that were saved instead of measuring.")
+        list[Path] | None, typer.Option(help="Show rows of saved files instead of measuring.")
     ] = None,
-    part: Annotated[str, typer.Option(help="2/3: every third question, from the second.")] = "1/1",
+    part: Annotated[
+        str, typer.Option(help="Such as 2/3: every third question, from the second.")
+    ] = "1/1",
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
-    """What moved reuse gives up, against full prefill; JSON on the last line.
+    """Measure how far answers over moved text are from those of a full prefill.
 
-    Every question's passages are read before in several ways (donor kinds), then served in a new
-    prompt by each strategy. KL is over the full model's own answer, token by token; charged is
-    what repair cost per moved token, probes included.
+    Caches the passages of each question in several ways (--donor), then answers a new prompt over
+    them with each strategy. KL is measured token by token over the answer of the full prefill.
+    Charged is what repair cost per moved token, probes included. The last line is JSON.
     """
     with errors():
         from kvboost.bench.quality import DONORS, Setting
@@ -270,11 +294,3 @@ def quality(
             dtype=dtype,
         )
     print(json.dumps(report))
-
-
-def _ask() -> str:
-    try:
-        return out.input("[bold]you:[/bold] ").strip()
-    except (EOFError, KeyboardInterrupt):
-        print()
-        return ""

@@ -1,4 +1,4 @@
-"""``kvboost serve``: the model behind OpenAI's API."""
+"""``kvboost serve``: a model as a server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import typer
 from rich.console import Console
 
 from kvboost.cli.common import CacheDir, Device, Dtype, KVBits, Mode, Model, errors
-from kvboost.config import DEFAULT_MODEL, api_keys, bound_kernel_caches, chosen_cache_dir
+from kvboost.config import (
+    DEFAULT_MODEL,
+    EngineConfig,
+    api_keys,
+    bound_kernel_caches,
+    chosen_cache_dir,
+    format_bytes,
+)
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,59 +31,68 @@ _LOCAL = ("localhost", "127.0.0.1", "::1")
 def serve(
     model: Model = DEFAULT_MODEL,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")
+    ] = 8000,
     mode: Mode = "chunk_kv_reuse",
     cache_dir: CacheDir = None,
-    max_cache_bytes: Annotated[str, typer.Option(help="Of memory, for what was read.")] = "2GiB",
+    max_cache_bytes: Annotated[
+        str, typer.Option(help="Memory for the cache, such as 500MB or 2GiB.")
+    ] = format_bytes(EngineConfig.max_cache_bytes),
     remote_cache: Annotated[
-        str | None, typer.Option(help="A store shared by machines, such as redis://host:6379.")
+        str | None,
+        typer.Option(help="A store that machines share, such as redis://host:6379."),
     ] = None,
-    kv_bits: KVBits = 16,
-    max_running: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 16,
+    kv_bits: KVBits = EngineConfig.kv_cache_bits,
+    max_running: Annotated[
+        int, typer.Option(min=1, help="Requests that run at once.")
+    ] = EngineConfig.max_running,
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Requests that may wait; more are answered 429.")
-    ] = 256,
+    ] = EngineConfig.max_waiting,
     max_kv_bytes: Annotated[
         str | None,
-        typer.Option(help="Of memory, for running requests; a quarter of it if not given."),
+        typer.Option(help="Memory for running requests; by default a quarter of all memory."),
     ] = None,
     sharing_wait: Annotated[
         float,
-        typer.Option(min=0.0, help="Seconds a request may wait for one that reads the same."),
-    ] = 2.0,
+        typer.Option(
+            min=0.0, help="Seconds a request may wait for another that is reading the same text."
+        ),
+    ] = EngineConfig.sharing_wait,
     timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds a request may take; 0 sets no limit.")
     ] = 600.0,
     drain_seconds: Annotated[
-        float, typer.Option(min=0.0, help="Seconds for running answers when the server stops.")
+        float, typer.Option(min=0.0, help="Seconds that running answers get when the server stops.")
     ] = 30.0,
     keys_file: Annotated[
         Path | None,
         typer.Option(
             "--api-keys",
-            help="A file of keys, one per line: key, name:key or admin:name:key. "
-            "KVBOOST_API_KEYS holds them too, with commas.",
+            help="A file of keys, one per line: key, name:key or admin:name:key. Keys in "
+            "KVBOOST_API_KEYS, separated by commas, are added.",
         ),
     ] = None,
     shared_cache: Annotated[
-        bool, typer.Option("--shared-cache", help="Keys share what was read.")
+        bool, typer.Option("--shared-cache", help="All keys share one cache.")
     ] = False,
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Write prompts to the log.")
     ] = False,
     served_name: Annotated[
-        list[str] | None, typer.Option(help="What requests call the model; may be repeated.")
+        list[str] | None, typer.Option(help="The model's name in requests; may be repeated.")
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(help="Another name this server is called by; * allows any."),
+        typer.Option(help="Another host name of this server; may be repeated; * allows any."),
     ] = None,
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
-    """Serve a model over OpenAI's API, with a page to watch it at /.
+    """Serve a model over OpenAI's API, with a page at / that shows what it does.
 
-    Ends on Ctrl-C or SIGTERM: running answers are finished and the cache is written.
+    Ctrl-C or SIGTERM stops it: running answers end and the cache is written.
 
     Example: [bold]kvboost serve --cache-dir ./kv --api-keys keys.txt[/bold]
     """
@@ -88,7 +104,8 @@ def serve(
             from kvboost.serve.settings import ServerSettings, is_loopback
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"kvboost serve needs {error.name}; install it with: pip install 'kvboost[serve]'"
+                f"kvboost serve needs {error.name}; install the packages of a server with: "
+                "pip install fastapi uvicorn prometheus-client"
             ) from None
 
         keys = _keys(keys_file)
@@ -101,7 +118,7 @@ def serve(
             timeout=timeout or None,
             drain_seconds=drain_seconds,
             log_prompts=log_prompts,
-            # A page on the web can make a browser call 127.0.0.1 by a name of its own.
+            # A web page can make a browser call 127.0.0.1 under the page's own host name.
             allowed_hosts=(*_LOCAL, *hosts)
             if is_loopback(host) and not keys and "*" not in hosts
             else (),
@@ -126,7 +143,7 @@ def serve(
         ):
             port = listening.getsockname()[1]
             run(engine, settings, listening, lambda: _announce(engine, settings, host, port))
-    kept = f"; what was read is in {folder}" if folder else ""
+    kept = f"; the cache is in {folder}" if folder else ""
     say.print(f"stopped{kept}", markup=False)
 
 
@@ -138,38 +155,55 @@ def _load(model: str, **options: Any) -> Any:
 
 
 def _announce(engine: Any, settings: ServerSettings, host: str, port: int) -> None:
-    """Where the server is, and how to try it. Standard output has the address alone, for
-    scripts."""
+    """Says what is served, where, and how to try it. Only the address goes to standard output,
+    for scripts."""
     from kvboost.serve.server import served_names
     from kvboost.serve.settings import is_loopback
 
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     address = f"http://{shown}:{port}"
+    name = served_names(engine, settings)[0]
     body = {
-        "model": served_names(engine, settings)[0],
+        "model": name,
         "messages": [{"role": "user", "content": "What is a lighthouse for?"}],
     }
     key = " -H 'Authorization: Bearer KEY'" if settings.needs_key else ""
+    say.print(f"serving {_description(engine, name)}", markup=False)
     print(f"{address}/v1", flush=True)
     for line in (
-        f"serving {body['model']} at {address}/v1, a page to watch it at {address}/",
+        "A page at / shows where each prompt's rows come from. To try it:",
         f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} "
         f"-d '{json.dumps(body)}'",
     ):
         say.print(line, markup=False)
     if not settings.needs_key and not is_loopback(host):
         say.print(
-            f"warning: {host} can be reached by other machines, and no key is asked for; anyone "
-            "there may use the model and read what others have sent. Set --api-keys.",
+            f"warning: other machines can reach {host}, and the server asks for no key: anyone "
+            "there can use the model and see what others have sent. Set --api-keys.",
             style="yellow",
             markup=False,
         )
     if settings.needs_key and not any(key.is_admin for key in settings.keys):
         say.print(
-            "note: no key is marked admin:NAME:KEY, so every key may look into the cache",
+            "note: no key is marked admin:NAME:KEY, so every key may inspect the cache",
             style="yellow",
             markup=False,
         )
+
+
+def _description(engine: Any, name: str) -> str:
+    """The model and what it runs with: device, dtype, cache budgets, kernels."""
+    from kvboost.checks.doctor import examine
+
+    config = engine.config
+    dtype = str(engine.dtype).removeprefix("torch.")
+    kernels = examine(engine.model_name, engine.device, engine.dtype).facts["native kernels"]
+    cache = f"{format_bytes(config.max_cache_bytes)} in memory"
+    if config.disk_cache_dir is not None:
+        cache += f" and {format_bytes(config.disk_cache_bytes)} in {config.disk_cache_dir}"
+    if config.remote_cache_url is not None:
+        cache += " and a remote store"
+    return f"{name} on {engine.device} in {dtype}; cache: {cache}; own kernels: {kernels}"
 
 
 def _keys(path: Path | None) -> tuple[ApiKey, ...]:

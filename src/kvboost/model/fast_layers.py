@@ -1,57 +1,77 @@
-"""Layers that serve few rows faster than stock transformers does: its layers are made for many.
+"""Layers that run few rows faster than stock transformers does.
 
-With a plain weight, oneDNN rearranges it on every call. For few rows (a decode step, the tail
-after a hit, what is repaired of moved text) that costs as much as the product itself, so those
-rows meet a copy that was rearranged once; with kernels of our own, gates and norms take one call
-instead of many. Many rows, unless whole layers take them in one call (native/decoder.py), make the
-very calls stock transformers makes.
+Few rows are a decode step, the tail after a hit, or the repaired rows of moved text. In bfloat16,
+oneDNN rearranges a plain weight on every call, which costs as much as the product itself: few rows
+are multiplied with a copy that was rearranged once. Our kernels also do a gate or a norm in one
+call, and a whole decoder layer (native/decoder.py). In float32 only whole layers are replaced, and
+they hold copies of half the size where the weights are bfloat16 numbers.
+
+Many rows make the very calls that stock transformers makes, unless a whole layer takes them.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.activations import SiLUActivation
 
+from kvboost.model import native
+from kvboost.model.machine import memory_bytes
 from kvboost.model.native.decoder import KINDS, DecoderLayer
-from kvboost.model.native.layers import Product, can_multiply, can_norm, rms_norm
+from kvboost.model.native.layers import (
+    BLOCK,
+    Product,
+    can_halve,
+    can_multiply,
+    can_norm,
+    rms_norm,
+)
 
 Serve = Callable[[torch.Tensor], torch.Tensor]
+Names = tuple[str, ...]
 
 FEW_ROWS = 384
 MEMORY_SHARE = 0.25
 """The copies may take this share of the machine's memory; if they would take more, none is made."""
 ROUNDING = 2**-6
-"""How far a layer of ours may be from the one it stands in for, in bf16."""
+"""How far the output of one of our layers may be from the original's, in bf16."""
 
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of layers that read the same rows one after the other: one larger product is faster than
-several small ones."""
+QKV = ("q_proj", "k_proj", "v_proj")
+GATED = ("gate_proj", "up_proj")
+TOGETHER = (QKV, GATED)
+"""Names of layers that read the same rows: one larger product is faster than several small ones."""
+
+
+@dataclass
+class FastLayers:
+    """What was packed of a model, and for which modules."""
+
+    num_linears: int = 0
+    products: dict[tuple[nn.Module, Names], Product] = field(default_factory=dict)
+    """Our products, by parent module and the names of the linear layers they replace."""
+    norms: set[nn.Module] = field(default_factory=set)
+    """Norms that equal ours."""
 
 
 class PackedGroup:
-    """The rearranged weights of linear layers that read the same rows, as one product. What the
-    first of them asks for is kept until the last has it; one that brings other rows is computed
-    anew. Rearranged weights have no ordinary strides, so they are neither moved nor saved with
-    the model."""
+    """The rearranged weights of linear layers that read the same rows, as one product. The outputs
+    for the first of them are kept until the last has asked; other rows are computed anew.
+    Rearranged weights have no ordinary strides, so they are neither moved nor saved with the
+    model."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        weight = torch.cat([linear.weight.detach() for linear in linears])
-        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        bias = torch.cat(biases) if biases else None
+        weight, bias = _joined(linears)
         self.product = Product(weight, bias) if can_multiply(weight) else _onednn(weight, bias)
         self._sizes = [linear.out_features for linear in linears]
         self._rows: torch.Tensor | None = None
         self._outputs: Sequence[torch.Tensor] = ()
 
     def output(self, rows: torch.Tensor, index: int) -> torch.Tensor:
-        """What the layer at ``index`` gives."""
+        """The output of the layer at ``index``."""
         if self._rows is not rows:
             out = self.product(rows)
             if len(self._sizes) == 1:
@@ -64,8 +84,8 @@ class PackedGroup:
 
 
 class FrozenLinear(nn.Module):
-    """An ``nn.Linear`` for inference, of whose weights there is a copy elsewhere. It is no linear
-    layer any more, so that nobody puts an adapter on it that the copy would not know."""
+    """An ``nn.Linear`` for inference whose weights were copied elsewhere. It is not an
+    ``nn.Linear`` any more, so that no adapter is put on it: the copy would not have it."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -77,7 +97,7 @@ class FrozenLinear(nn.Module):
 
 
 class PackedLinear(FrozenLinear):
-    """The one at ``index`` of its ``group``."""
+    """The layer at ``index`` of its ``group``."""
 
     def __init__(self, linear: nn.Linear, group: PackedGroup | None = None, index: int = 0) -> None:
         super().__init__(linear)
@@ -91,32 +111,35 @@ class PackedLinear(FrozenLinear):
 
 
 def are_few(rows: torch.Tensor) -> bool:
-    """Whether these go by packed weights, which are for bfloat16 on a CPU."""
+    """Whether these rows are multiplied with packed weights: few rows in bfloat16 on a CPU."""
     few = rows.numel() <= FEW_ROWS * rows.shape[-1]
     return few and rows.dtype == torch.bfloat16 and rows.device.type == "cpu"
 
 
 def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Serve:
-    """The product with ``weight`` as oneDNN would have it."""
+    """The product with ``weight``, rearranged once by oneDNN."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     product = torch.ops.mkldnn._linear_pointwise
     return lambda rows: product(rows, packed, bias, "none", [], "")
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether packing does anything on this machine."""
+    """Whether packing makes anything faster on this machine."""
+    if device.type != "cpu":
+        return False
+    if dtype == torch.float32:
+        return native.is_available(dtype)
     return (
-        device.type == "cpu"
-        and dtype == torch.bfloat16
+        dtype == torch.bfloat16
         and torch.backends.mkldnn.is_available()
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 
 
-def pack_layers(model: nn.Module) -> int:
-    """Replaces the linear layers of ``model``, and what gated layers and norms do with few rows;
-    returns how many linear layers. A weight that is used elsewhere too (an output head tied to the
-    embedding) stays as it is."""
+def pack_layers(model: nn.Module) -> FastLayers:
+    """Packs the linear layers of ``model``, and in bfloat16 replaces what gated layers and norms do
+    with few rows. A weight that is used elsewhere too (an output head tied to the embedding) stays
+    as it is."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for weight in module.parameters(recurse=False):
@@ -127,30 +150,79 @@ def pack_layers(model: nn.Module) -> int:
         for name, child in parent.named_children()
         if type(child) is nn.Linear and owners[id(child.weight)] == 1
     ]
-    copies = sum(child.weight.nbytes for _, _, child in found)
-    if copies > MEMORY_SHARE * memory_bytes():
-        return 0
+    if sum(_copy_bytes(child.weight) for _, _, child in found) > MEMORY_SHARE * memory_bytes():
+        return FastLayers()
     allowed = {id(child) for _, _, child in found}
+    if any(child.weight.dtype == torch.float32 for _, _, child in found):
+        return _pack_whole_layers(model, allowed)
+    packed = FastLayers(num_linears=len(found))
     gated = set()
     for module in model.modules():
-        if _gates(module, allowed) and _serve_few(module, Gated(module)):
-            gated |= {id(module.gate_proj), id(module.up_proj)}
-            for name in ("gate_proj", "up_proj"):
-                setattr(module, name, FrozenLinear(getattr(module, name)))
-        elif _is_rms_norm(module):
-            _serve_few(module, _norm(module))
+        if _is_gated(module, allowed):
+            ours = Gated(module)
+            if _install_if_equal(module, ours):
+                packed.products[module, GATED] = ours.product
+                gated |= {id(module.gate_proj), id(module.up_proj)}
+                _freeze(module, GATED)
+        elif _is_rms_norm(module) and _install_if_equal(module, _norm(module)):
+            packed.norms.add(module)
     for parent, name, child in found:
-        # Not those of a gate, nor one that an earlier one has taken along.
+        # Leaves out the layers of a gate, and those that an earlier one was packed with.
         if id(child) not in gated and type(getattr(parent, name)) is nn.Linear:
-            _pack_in(parent, name, allowed, child)
-    return len(found)
+            _pack_in(parent, name, allowed, child, packed)
+    return packed
 
 
-def _gates(module: Any, allowed: set[int]) -> bool:
+def _copy_bytes(weight: torch.Tensor) -> int:
+    """How much memory the packed copy takes, judged by its first rows."""
+    return weight.nbytes // 2 if can_halve(weight[:BLOCK]) else weight.nbytes
+
+
+def _pack_whole_layers(model: nn.Module, allowed: set[int]) -> FastLayers:
+    """Makes the products of decoder layers that our kernels can run whole. The model's own layers
+    stay as they are, except that no adapter can be added."""
+    packed = FastLayers()
+    for layer in _decoders(model):
+        parts = _parts_of(layer)
+        norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        fits = all(_fit_together(parent, names, allowed) for parent, names in parts)
+        if not (fits and _is_gated(layer.mlp, allowed) and all(map(_is_rms_norm, norms))):
+            continue
+        for parent, names in parts:
+            linears = [getattr(parent, name) for name in names]
+            product = Gated(parent).product if names == GATED else Product(*_joined(linears))
+            packed.products[parent, names] = product
+            packed.num_linears += len(names)
+            _freeze(parent, names)
+        packed.norms.update(norms)
+    return packed
+
+
+def _parts_of(layer: Any) -> list[tuple[nn.Module, Names]]:
+    """The products of a decoder layer, in order."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [(attention, QKV), (attention, ("o_proj",)), (mlp, GATED), (mlp, ("down_proj",))]
+
+
+def _freeze(parent: nn.Module, names: Names) -> None:
+    for name in names:
+        setattr(parent, name, FrozenLinear(getattr(parent, name)))
+
+
+def _joined(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weights and biases of layers that read the same rows."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    return weight, torch.cat(biases) if biases else None
+
+
+def _is_gated(module: Any, allowed: set[int]) -> bool:
     """Whether this is ``down_proj(silu(gate_proj(x)) * up_proj(x))``, by its parts."""
     names = {name for name, _ in module.named_children()}
     if not {"gate_proj", "up_proj", "down_proj"} <= names:
         return False
+    from transformers.activations import SiLUActivation  # here: `doctor` does not need it
+
     gate, up = module.gate_proj, module.up_proj
     return (
         isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation)
@@ -162,7 +234,7 @@ def _gates(module: Any, allowed: set[int]) -> bool:
 
 
 class Gated:
-    """What a gated layer does."""
+    """A gated layer on our product."""
 
     def __init__(self, mlp: Any) -> None:
         gate, up = mlp.gate_proj, mlp.up_proj
@@ -189,8 +261,8 @@ def _norm(norm: Any) -> Serve:
     return lambda rows: rms_norm(rows, norm.weight, norm.variance_epsilon)
 
 
-def _serve_few(module: nn.Module, serve: Serve) -> bool:
-    """Has ``serve`` take few rows, if it gives what the layer itself gives. Many find the layer
+def _install_if_equal(module: nn.Module, serve: Serve) -> bool:
+    """Makes ``serve`` run few rows if its output equals the layer's own. Many rows reach the layer
     as it was."""
     stock = module.forward
     width = next(weight.shape[-1] for weight in module.parameters())
@@ -202,7 +274,7 @@ def _serve_few(module: nn.Module, serve: Serve) -> bool:
     try:
         with torch.inference_mode():
             expected, given = stock(rows).float(), serve(rows).float()
-    except Exception:  # it wants something else
+    except Exception:  # it takes other arguments
         return False
     if not torch.allclose(
         given, expected, rtol=ROUNDING, atol=ROUNDING * float(expected.abs().max())
@@ -224,57 +296,54 @@ class FewOrMany:
         return self.few(rows) if are_few(rows) else self.many(rows)
 
 
-def decoder_layers(model: nn.Module) -> dict[nn.Module, DecoderLayer]:
-    """The decoder layers that can go through in one call, by products that are there."""
+def decoder_layers(model: nn.Module, packed: FastLayers) -> dict[nn.Module, DecoderLayer]:
+    """The decoder layers that our kernels can run whole, on products that were packed."""
     found = {}
-    for module in model.modules():
-        if type(module).__name__ in KINDS and (products := _products_of(module)):
-            found[module] = DecoderLayer(module, *products)
+    for layer in _decoders(model):
+        products = [packed.products.get(part) for part in _parts_of(layer)]
+        norms = {layer.input_layernorm, layer.post_attention_layernorm}
+        if None not in products and norms <= packed.norms:
+            found[layer] = DecoderLayer(layer, *products)  # type: ignore[arg-type]
     return found
 
 
-def _products_of(layer: Any) -> list[Product]:
-    """Those of a layer in order, if it has them all."""
-    attention, mlp = layer.self_attn, layer.mlp
-    window = getattr(attention.config, "sliding_window", None)
-    if getattr(attention, "sliding_window", window) is not None:  # Mistral's only asks the config
-        return []
-    gated = getattr(mlp.forward, "few", None)
-    holders = [
-        getattr(one, "group", None) for one in (attention.q_proj, attention.o_proj, mlp.down_proj)
-    ]
-    holders.insert(2, gated)
-    products = [getattr(holder, "product", None) for holder in holders]
-    if not all(isinstance(one, Product) for one in products):
-        return []
-    others = (getattr(one, "group", None) for one in (attention.k_proj, attention.v_proj))
-    one_group = all(group is holders[0] for group in others)
-    norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    plain = all(isinstance(norm.forward, FewOrMany) for norm in norms)
-    return products if one_group and plain else []  # type: ignore[return-value]
+def _decoders(model: nn.Module) -> Iterator[Any]:
+    """The decoder layers of the kinds we know, except those with a window."""
+    for module in model.modules():
+        if type(module).__name__ in KINDS:
+            layer: Any = module
+            window = getattr(layer.self_attn.config, "sliding_window", None)
+            if getattr(layer.self_attn, "sliding_window", window) is None:  # or in its config
+                yield layer
 
 
-def _pack_in(parent: nn.Module, name: str, allowed: set[int], child: nn.Linear) -> None:
-    """Replaces a layer of ``parent``, together with those that read the same rows."""
-    names = next((group for group in TOGETHER if name in group), (name,))
-    linears = [getattr(parent, one, None) for one in names]
-    fitting = all(
-        type(one) is nn.Linear
-        and id(one) in allowed
-        and one.in_features == child.in_features
-        and (one.bias is None) == (child.bias is None)
-        for one in linears
+def _fit_together(parent: nn.Module, names: Names, allowed: set[int]) -> bool:
+    """Whether these linear layers can be one product of our kernels."""
+    linears = [getattr(parent, name, None) for name in names]
+    return _are_alike(linears, allowed) and all(can_multiply(one.weight) for one in linears)  # type: ignore[union-attr]
+
+
+def _are_alike(linears: Sequence[Any], allowed: set[int]) -> bool:
+    """Whether these are linear layers of the same kind that may be packed."""
+    return all(
+        type(linear) is nn.Linear
+        and id(linear) in allowed
+        and linear.in_features == linears[0].in_features
+        and (linear.bias is None) == (linears[0].bias is None)
+        for linear in linears
     )
-    if not fitting:
+
+
+def _pack_in(
+    parent: nn.Module, name: str, allowed: set[int], child: nn.Linear, packed: FastLayers
+) -> None:
+    """Replaces a layer of ``parent``, together with those that read the same rows."""
+    names: Names = next((group for group in TOGETHER if name in group), (name,))
+    linears = [getattr(parent, other, None) for other in names]
+    if not _are_alike(linears, allowed):
         names, linears = (name,), [child]
     group = PackedGroup(linears)  # type: ignore[arg-type]
-    for index, (one, linear) in enumerate(zip(names, linears, strict=True)):
-        setattr(parent, one, PackedLinear(linear, group, index))  # type: ignore[arg-type]
-
-
-def memory_bytes() -> int:
-    """The memory of this machine; nothing, where the system does not tell."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return 0
+    if isinstance(group.product, Product):
+        packed.products[parent, names] = group.product
+    for index, (other, linear) in enumerate(zip(names, linears, strict=True)):
+        setattr(parent, other, PackedLinear(linear, group, index))  # type: ignore[arg-type]

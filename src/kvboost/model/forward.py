@@ -1,4 +1,4 @@
-"""The one primitive: segments of any requests, packed into one row, through the model once.
+"""The one primitive: runs segments of any requests, packed into one row, through the model.
 
 Prefill, the live tail after a hit, sparse repair, probes, decode and batches are all this call.
 """
@@ -16,18 +16,19 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.model import attention
-from kvboost.model.attention import Batch, Segment
-from kvboost.model.fast_layers import decoder_layers
+from kvboost.model.attention import Batch
+from kvboost.model.fast_layers import FastLayers, decoder_layers
 from kvboost.model.kv import KVShape, RequestKV
-from kvboost.model.native.decoder import give_back, serve_layer
+from kvboost.model.native.decoder import replace_forward, restore_forward
 from kvboost.model.native.kernels import Kernels
+from kvboost.model.segment import Segment
 
 log = logging.getLogger("kvboost")
 
 PROBED = 8
-"""Rows that show whether layers of ours do what the model's do."""
-LAYER_ROUNDING = 2**-4
-"""How far their logits may be apart, after all layers in bf16."""
+"""Rows that show whether our layers do what the model's do."""
+LAYER_ROUNDING = {torch.bfloat16: 2**-4, torch.float32: 1e-3}
+"""How far the logits may be apart after all layers, relative to the largest."""
 
 AttentionInterface.register(attention.NAME, attention.attend)
 
@@ -35,15 +36,20 @@ AttentionInterface.register(attention.NAME, attention.attend)
 class Forward:
     """Runs segments through a model. Safe to call from several threads: one runs at a time.
 
-    ``packed`` models attend through our function, all segments at once. Others keep their own
-    attention and take the segments one by one, each continuing its own sequence.
+    ``packed`` models use our attention function, for all segments at once. Other models keep their
+    own attention and run the segments one by one, each continuing its own sequence.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, packed: bool, alone_beyond: int | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        packed: bool,
+        alone_beyond: int | None = None,
+        fast_layers: FastLayers | None = None,
     ) -> None:
-        """``alone_beyond``: segments that reach further go by themselves, as the model then turns
-        all positions of a call by other factors."""
+        """``alone_beyond``: segments that reach further run alone, because the model then rotates
+        all positions of a call by other factors. ``fast_layers``: what was packed of the model."""
         self.model = model
         self.packed = packed
         self._alone_beyond = alone_beyond
@@ -54,60 +60,60 @@ class Forward:
         self.shape = _probe(model)
         self._kernels = Kernels.for_shape(self.shape) if packed else None
         if self._kernels is not None:
-            self._take_layers()
+            self._install_layers(fast_layers or FastLayers())
 
-    def _take_layers(self) -> None:
-        """Has whole layers take their rows in one call, if that gives what they give."""
-        layers = decoder_layers(self.model)
+    def _install_layers(self, packed: FastLayers) -> None:
+        """Makes whole layers run in one call, if the logits equal those of the model's own."""
+        layers = decoder_layers(self.model, packed)
         if not layers:
             return
         kv = RequestKV(self.shape, 2 * PROBED)
         rows = torch.arange(1, PROBED, device=self.shape.device)
         probe = [Segment(kv, rows, range(PROBED, 2 * PROBED - 1), PROBED - 1)]
         expected = self(probe)
-        for layer, native in layers.items():
-            serve_layer(layer, native)
+        for layer, ours in layers.items():
+            replace_forward(layer, ours)
         given = self(probe)
         self.release()
         far = float((given - expected).abs().max() / expected.abs().max())
-        if not far < LAYER_ROUNDING:
-            log.warning("whole layers in one call are off by %.3f; they are left alone", far)
+        if not far < LAYER_ROUNDING[self.shape.dtype]:
+            log.warning("our whole layers are off by %.3f; the model's own are left alone", far)
             for layer in layers:
-                give_back(layer)
+                restore_forward(layer)
 
     @property
     def has_kernels(self) -> bool:
-        """Whether kernels of ours run it."""
+        """Whether our kernels run this model."""
         return self._kernels is not None
 
     def bind(self) -> None:
-        """Makes the model attend through us."""
+        """Makes the model use our attention."""
         if self.packed and self.model.config._attn_implementation != attention.NAME:
             self._own_attention = self.model.config._attn_implementation
             self.model.set_attn_implementation(attention.NAME)
 
     def release(self) -> None:
-        """Gives the model its own attention back."""
+        """Restores the model's own attention."""
         with self._lock:
             if self.model.config._attn_implementation == attention.NAME:
                 self.model.set_attn_implementation(self._own_attention)
 
     def __call__(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Logits ``[wanted rows, vocab]`` of all segments, in order. Writes the fresh rows of
-        every segment into its KV, which must have the room. Segments that end in a layer
-        (``until``) go alone and give none."""
+        every segment into its KV, which must be large enough. A segment that ends in a layer
+        (``until``) must be alone; it has no logits."""
         with self._lock, torch.inference_mode():
             self.bind()
             if not self.packed:
-                return torch.cat([self._run([one], _SequenceCache(one)) for one in segments])
+                return torch.cat([self._run([each], _SequenceCache(each)) for each in segments])
             try:
-                if self._goes_apart(segments):
-                    return torch.cat([self._run_packed([one]) for one in segments])
+                if self._must_run_apart(segments):
+                    return torch.cat([self._run_packed([each]) for each in segments])
                 return self._run_packed(segments)
             except attention.StopForward:
                 return torch.empty(0)
 
-    def _goes_apart(self, segments: Sequence[Segment]) -> bool:
+    def _must_run_apart(self, segments: Sequence[Segment]) -> bool:
         limit = self._alone_beyond
         return limit is not None and len(segments) > 1 and any(s.end > limit for s in segments)
 
@@ -145,7 +151,7 @@ def _wanted_rows(segments: Sequence[Segment], device: torch.device) -> torch.Ten
 
 
 class _PackedCache:
-    """What transformers sees as ``past_key_values``: scatters fresh rows, hands them back."""
+    """What transformers sees as ``past_key_values``: writes fresh rows and returns them."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -168,8 +174,8 @@ class _PackedCache:
 
 
 class _SequenceCache:
-    """``past_key_values`` of one sequence for a model that attends by itself: ``update`` gives
-    back everything up to now, as transformers' own cache does, without concatenating."""
+    """``past_key_values`` of one sequence for a model with its own attention: ``update`` returns
+    all rows so far, as transformers' own cache does, without concatenating."""
 
     is_compileable = False
 
@@ -197,7 +203,7 @@ class _SequenceCache:
 
 
 class _ShapeProbe(_PackedCache):
-    """Notes the KV of every layer instead of keeping it."""
+    """Records the shape of every layer's KV instead of keeping it."""
 
     def __init__(self) -> None:
         super().__init__(Batch(()))
@@ -216,7 +222,7 @@ class _ShapeProbe(_PackedCache):
 
 
 def _probe(model: PreTrainedModel) -> KVShape:
-    """The shape of a model's KV, seen by running one token through it as it came."""
+    """The shape of a model's KV, found by running one token through the unchanged model."""
     probe = _ShapeProbe()
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     try:

@@ -6,21 +6,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from kvboost.model.native.build import load_library
-from kvboost.model.native.moved_rows import attention_mass
-
-MOST_DIM = 256  # of a head, for kernels of ours
 _ROUND = 256  # capacities are multiples of this, so that a buffer fits many requests
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one token's KV looks like in a model."""
+    """The shape of one token's KV in a model."""
 
     num_layers: int
     num_kv_heads: int
@@ -33,37 +28,18 @@ class KVShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def allocate(self, num_tokens: int) -> torch.Tensor:
-        """Room for ``num_tokens``, of numbers: what a mask hides may be anything but not NaN."""
+        """Memory for ``num_tokens`` rows of finite numbers: a mask does not hide NaN."""
         size = (2, self.num_layers, self.num_kv_heads, num_tokens, self.head_dim)
         if self.device.type != "cpu":
             return torch.zeros(size, dtype=self.dtype, device=self.device)
-        # The system gives zeros a page at a time, once it is touched; torch would touch it all.
+        # The system provides zeros page by page, on first touch; torch would touch every page now.
         return torch.from_numpy(
             np.zeros((*size[:-1], size[-1] * self.dtype.itemsize), np.uint8)
         ).view(self.dtype)
 
 
-class RecomputedRows(Protocol):
-    """Rows of a segment and what they count for; :class:`kvboost.reuse.shift.Sampled`."""
-
-    @property
-    def index(self) -> torch.Tensor: ...
-    @property
-    def positions(self) -> torch.Tensor: ...
-    @property
-    def which(self) -> torch.Tensor: ...
-    @property
-    def mean(self) -> torch.Tensor: ...
-    @property
-    def weights(self) -> torch.Tensor: ...
-    @property
-    def cos(self) -> torch.Tensor: ...
-    @property
-    def sin(self) -> torch.Tensor: ...
-
-
 class SharedRows:
-    """The first ``count`` rows of a buffer: written, and read by several requests from now on.
+    """The first ``count`` rows of a buffer. They are written, and several requests read them.
     ``keys`` and ``values`` are views per layer, ``[1, kv_heads, count, head_dim]``."""
 
     def __init__(self, data: torch.Tensor, count: int, shorter: SharedRows | None = None) -> None:
@@ -76,7 +52,7 @@ class SharedRows:
         self.keys, self.values = (half.unsqueeze(1).unbind(0) for half in rows.unbind(0))
 
     def first(self, count: int) -> SharedRows:
-        """The first ``count`` of them; the same object for all who ask."""
+        """The first ``count`` of them; every call returns the same object."""
         if count >= self.count:
             return self
         return self._shorter.setdefault(count, SharedRows(self.data, count))
@@ -85,11 +61,11 @@ class SharedRows:
 class RequestKV:
     """Row ``p`` holds the token at position ``p``. ``data`` is ``[2, layers, kv_heads, capacity,
     head_dim]``, keys first, and holds the rows from ``start`` on; rows that were never written
-    hold any numbers. With ``base``, its rows are read there and never written::
+    hold arbitrary finite numbers. The rows of ``base`` are read from there and never written::
 
         base   |=====================|
         data                         |------------|      start = base.count
-        data   |---------------------------------|       start = 0: base is its own beginning
+        data   |---------------------------------|       start = 0: base is a prefix of data
     """
 
     def __init__(self, shape: KVShape, num_tokens: int) -> None:
@@ -105,7 +81,7 @@ class RequestKV:
 
     @property
     def capacity(self) -> int:
-        """One past the last position there is room for."""
+        """One past the last position that fits."""
         return self.start + self.data.shape[3]
 
     @property
@@ -114,20 +90,20 @@ class RequestKV:
         return 0 if self.base is None else self.base.count
 
     def attach_prefix(self, base: SharedRows | None) -> None:
-        """Begins a new request behind ``base``; what was written is void."""
+        """Begins a new request after ``base``; earlier rows are discarded."""
         self.base = base
         self.start = self.own_start
 
     def share(self, count: int) -> SharedRows:
-        """At most the first ``count`` rows, which must be written, for another request to stand
-        on. They stay as they are from now on."""
+        """At most the first ``count`` rows, which must be written, for another request to read.
+        They must not change from now on."""
         if self.start == 0 and (self.base is None or count > self.base.count):
             self.base = SharedRows(self.data, count, self.base)
         assert self.base is not None
         return self.base.first(count)
 
     def detach_prefix(self) -> None:
-        """Takes the rows of ``base`` over into a buffer of its own."""
+        """Copies the rows of ``base`` into a buffer of its own."""
         if self.base is not None:
             whole = self.shape.allocate(self.capacity)
             whole[:, :, :, : self.base.count] = self.base.data[:, :, :, : self.base.count]
@@ -135,10 +111,10 @@ class RequestKV:
             self._hold(whole)
 
     def reserve(self, num_tokens: int) -> None:
-        """Makes room for ``num_tokens`` rows; grows by doubling and keeps what is written."""
+        """Grows to hold ``num_tokens`` rows, at least doubling; keeps the written rows."""
         if num_tokens <= self.capacity:
             return
-        kept = self.own_start - self.start  # what others read stays where it is
+        kept = self.own_start - self.start  # other requests read these: they stay in the old buffer
         rows = max(num_tokens - self.own_start, 2 * self.data.shape[3] - kept)
         grown = self.shape.allocate(-(-rows // _ROUND) * _ROUND)
         grown[:, :, :, : self.data.shape[3] - kept] = self.data[:, :, :, kept:]
@@ -146,7 +122,7 @@ class RequestKV:
         self._hold(grown)
 
     def rows(self, start: int, end: int) -> torch.Tensor:
-        """Rows ``[start, end)``: a view, unless they stand partly in ``base``."""
+        """Rows ``[start, end)``: a view, unless some of them are in ``base``."""
         if start >= self.start:
             return self.data[:, :, :, start - self.start : end - self.start]
         assert self.base is not None
@@ -154,14 +130,6 @@ class RequestKV:
         if end <= self.start:
             return shared
         return torch.cat([shared, self.data[:, :, :, : end - self.start]], dim=3)
-
-    def copy_rows(self, start: int, end: int) -> torch.Tensor:
-        """Rows ``[start, end)`` as a contiguous tensor of their own in host memory, pinned when
-        they come from a GPU."""
-        view = self.rows(start, end)
-        on_gpu = view.device.type == "cuda"
-        copy = torch.empty(view.shape, dtype=view.dtype, device="cpu", pin_memory=on_gpu)
-        return copy.copy_(view)
 
     def write(
         self, layer: int, positions: range | torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -179,7 +147,7 @@ class RequestKV:
 
     def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One layer's keys and values in rows ``[start, end)``, ``[1, kv_heads, rows, head_dim]``:
-        views, unless they stand partly in ``base``."""
+        views, unless some of them are in ``base``."""
         if start >= self.start:
             first, length = start - self.start, end - start
             return (
@@ -199,89 +167,10 @@ class RequestKV:
             )
         )
 
-    def mass(
-        self, layer: int, query: torch.Tensor, scale: float, absent: torch.Tensor
-    ) -> torch.Tensor | None:
-        """How much the rows of ``query``, ``[1, heads, rows, dim]``, attend to each row before
-        them, ``[start]``, but for those ``absent``; None where no kernel of ours can tell."""
-        if not has_kernels(self.shape):
-            return None
-        keys, _ = self.layer(layer, 0, len(absent) + query.shape[2])
-        return attention_mass(query[0], keys[0], scale, absent)
-
-    def errors(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: RecomputedRows
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What fresh ``keys`` and ``values``, ``[1, kv_heads, segment, dim]``, differ from those
-        that are known in some ``rows``, added up by what each has of a mean: of keys times cos and
-        times sin of their rows, and of values; float32 ``[kv_heads, means, dim]``."""
-        known_keys, known_values = (part[0] for part in self.layer(layer, 0, self.capacity))
-        if has_kernels(self.shape):
-            heads, dim, means = known_keys.shape[0], keys.shape[3], len(rows.mean)
-            keys, values = (
-                part if part.stride(3) == 1 else part.contiguous() for part in (keys, values)
-            )
-            sums = torch.zeros(3, heads, means, dim, dtype=torch.float32, device=keys.device)
-            indices = [part.contiguous() for part in (rows.index, rows.positions, rows.which)]
-            factors = [part.float().contiguous() for part in (rows.weights, rows.cos, rows.sin)]
-            load_library().kvboost_errors(  # type: ignore[union-attr]
-                *(keys.data_ptr(), keys.stride(1), keys.stride(2)),
-                *(values.data_ptr(), values.stride(1), values.stride(2)),
-                *(known_keys.data_ptr(), known_values.data_ptr(), known_keys.stride(0)),
-                *(heads, dim, means, len(rows.index)),
-                *(part.data_ptr() for part in (*indices, *factors)),
-                sums.data_ptr(),
-                torch.get_num_threads(),
-            )
-            return sums[0], sums[1], sums[2]
-        of_keys, of_values = (
-            fresh[0].index_select(1, rows.index).float()
-            - known.index_select(1, rows.positions).float()
-            for fresh, known in ((keys, known_keys), (values, known_values))
-        )
-        by_cos, by_sin = (rows.mean @ (of_keys * part) for part in (rows.cos, rows.sin))
-        return by_cos, by_sin, rows.mean @ of_values
-
-    def shift(
-        self,
-        layer: int,
-        start: int,
-        which: torch.Tensor,
-        keys: tuple[torch.Tensor, torch.Tensor],
-        turns: tuple[torch.Tensor, torch.Tensor],
-        values: torch.Tensor,
-    ) -> None:
-        """Adds to the rows from ``start`` on, which are its own, one of several offsets each:
-        ``which``, ``[rows]``, the last standing for none. Offsets are float32 ``[kv_heads, offsets,
-        dim]``, those of keys along and across ``turns``, ``[rows, dim]``."""
-        rows = len(which)
-        own_keys, own_values = (part[0] for part in self.layer(layer, start, start + rows))
-        if has_kernels(self.shape):
-            heads, offsets, dim = values.shape
-            offsets_of = [part.float().contiguous() for part in (*keys, values)]
-            read = [*offsets_of, *(part.to(torch.bfloat16).contiguous() for part in turns)]
-            load_library().kvboost_shift(  # type: ignore[union-attr]
-                *(own_keys.data_ptr(), own_values.data_ptr(), own_keys.stride(0)),
-                *(heads, dim, rows, which.data_ptr(), offsets),
-                *(part.data_ptr() for part in read),
-                torch.get_num_threads(),
-            )
-            return
-        along, across = (part.to(own_keys.dtype).index_select(1, which) for part in keys)
-        own_keys.add_(along.mul_(turns[0]).addcmul_(across, turns[1]))
-        own_values.add_(values.to(own_values.dtype).index_select(1, which))
-
-
-def has_kernels(shape: KVShape) -> bool:
-    """Whether kernels of ours serve such rows on this machine."""
-    fits = shape.dtype == torch.bfloat16 and shape.device.type == "cpu"
-    fits = fits and shape.head_dim % 32 == 0 and shape.head_dim <= MOST_DIM
-    return fits and not isinstance(load_library(), str)
-
 
 class KVPool:
-    """Hands out request KV and takes it back. Fresh memory costs a page fault every 4 KiB, five
-    times the copy of a hit, so the last few buffers are kept for the next requests."""
+    """Lends KV buffers to requests. Fresh memory costs a page fault every 4 KiB, five times the
+    cost of copying a hit, so the last few buffers are kept for the next requests."""
 
     def __init__(self, shape: KVShape, max_idle: int = 2, max_idle_bytes: int = 1024**3) -> None:
         self.shape = shape
@@ -292,18 +181,18 @@ class KVPool:
 
     @contextmanager
     def lend(self, num_tokens: int, base: SharedRows | None = None) -> Iterator[RequestKV]:
-        """A buffer for at least ``num_tokens`` rows, those of ``base`` among them, until the
-        context is left."""
+        """A buffer for at least ``num_tokens`` rows, including those of ``base``, until the context
+        is left."""
         kv = self._take(num_tokens - (base.count if base else 0))
         kv.attach_prefix(base)
-        del base  # it goes when the last who stands on it does
+        del base  # it is freed with the last request that reads it
         try:
             yield kv
         finally:
             self._give(kv)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """What ``lend`` would take for so many rows of their own, now."""
+        """How much memory ``lend`` would use now for so many rows of a request's own."""
         with self._lock:
             idle = self._fitting(num_tokens)
         rows = idle.capacity if idle is not None else -(-num_tokens // _ROUND) * _ROUND
@@ -323,7 +212,7 @@ class KVPool:
 
     def _give(self, kv: RequestKV) -> None:
         if kv.base is not None and kv.base.data is kv.data:
-            return  # others may stand on it: it goes when the last of them does
+            return  # others may read it: it is freed with the last of them
         kv.attach_prefix(None)
         # Never waits: the garbage collector may run this in a thread that holds the lock.
         if not self._lock.acquire(blocking=False):
@@ -339,7 +228,7 @@ class KVPool:
         return sum(kv.data.nbytes for kv in self._idle)
 
     def clear(self) -> None:
-        """Lets go of the buffers that nobody uses."""
+        """Frees the buffers that no request uses."""
         with self._lock:
             self._idle.clear()
 

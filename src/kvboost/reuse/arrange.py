@@ -1,4 +1,4 @@
-"""Order as a free choice: documents arranged so that most of the prompt was read before."""
+"""Arranging documents, where their order is free, so that the exact hit is longest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvboost.results import Arrangement
 from kvboost.tokens.hashing import TokenIds
 
 _MOST_LOOKUPS = 512
-"""A walk that would take more looks at the tree goes on with the best order found so far."""
+"""After this many lookups the walk ends with the best order found so far."""
 
 
 def arrange(
@@ -19,10 +19,10 @@ def arrange(
     question: TokenIds,
     known: Callable[[TokenIds], int],
 ) -> Arrangement:
-    """The order of ``documents`` behind ``header`` whose beginning is known furthest: a walk down
-    the prefix tree over the set of documents, one step for each that is known whole, then the one
-    that is known in part, then the rest in the order given. ``known(ids)`` is how many tokens of
-    ``ids`` the exact hit covers."""
+    """The order of ``documents`` after ``header`` with the longest exact hit. It walks down the
+    prefix tree: documents that are cached whole come first, then one that is cached in part, then
+    the rest in the order given. ``known(ids)`` is how many tokens of ``ids`` an exact hit
+    covers."""
     lookups = 0
     best: tuple[int, list[int]] = (0, [])
 

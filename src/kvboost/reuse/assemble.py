@@ -1,4 +1,4 @@
-"""Known KV into the request's own: in place as it is, moved text with its keys turned."""
+"""Copies cached KV into a request's own buffer, rotating the keys of moved text."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ class KVRows(Protocol):
 
 
 def place(hit: Hit, data: KVData, kv: KVRows, packer: Quantizer) -> None:
-    """Copies the rows of a hit, whose chunk's ``data`` this is, into ``kv``."""
+    """Copies the rows of a hit from its chunk's ``data`` into ``kv``."""
     rows = kv.rows(hit.start, hit.end)
     packer.place(data, hit.chunk.base_position, hit.offset, hit.start, rows)

@@ -1,8 +1,8 @@
-"""What a forward costs: learned from the ones that run, so that reuse is used where it pays.
+"""What a forward costs, learned from the forwards that run. Reuse is chosen where it pays.
 
 A forward of ``rows`` rows over ``keys`` keys takes about ``fixed + rows * (row + key * keys)``.
-What the three are depends on model, machine and device: on a GPU launches make up most of a short
-forward, on a CPU rows do. Before anything has run, the arithmetic of the model stands in.
+The three coefficients depend on model, machine and device: on a GPU, launches take most of a short
+forward; on a CPU, rows do. Until forwards have been measured, the model's arithmetic is used.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from pathlib import Path
 import numpy as np
 
 FIXED_ROWS = 24
-"""What a forward costs beyond its rows, in rows, before it has been measured."""
+"""The assumed fixed cost of a forward, in rows, until it has been measured."""
 _LEAST_SPREAD = 8
-"""Rows of the largest forward seen per row of the smallest: fewer say too little of either."""
+"""The largest forward seen must have this many times the rows of the smallest, or the fixed cost
+cannot be told from the cost per row."""
 _MEMORY = 64.0
-"""Older forwards fade: as many as these count."""
+"""Older forwards fade: about this many count."""
 
 
 class CostModel:
-    """Thread-safe. ``attention_share`` is the arithmetic of one key over that of one row's
-    weights; ``path``, if given, is where what was learned is kept between processes."""
+    """Thread-safe. ``attention_share`` is the arithmetic of attending to one key, relative to one
+    row through the weights. ``path``, if given, is a file that keeps the costs between
+    processes."""
 
     def __init__(self, attention_share: float, path: Path | None = None) -> None:
         self._prior = np.array([FIXED_ROWS, 1.0, attention_share])
@@ -38,7 +40,7 @@ class CostModel:
         self._load()
 
     def observe(self, rows: int, keys: int, seconds: float) -> None:
-        """A forward took this long. Errors count relative to its length."""
+        """Learns that a forward took ``seconds``. Errors count relative to its duration."""
         if rows < 1 or seconds <= 0:
             return
         features = _features(rows, keys) / seconds
@@ -49,7 +51,7 @@ class CostModel:
             self._rows = [min(self._rows[0], rows), max(self._rows[1], rows)]
 
     def observe_place(self, rows: int, seconds: float) -> None:
-        """Putting ``rows`` known rows in place took this long."""
+        """Learns that copying ``rows`` cached rows into place took ``seconds``."""
         with self._lock:
             self._place = [self._place[0] * 0.9 + rows, self._place[1] * 0.9 + seconds]
 
@@ -58,7 +60,7 @@ class CostModel:
         return self._rows[1] >= _LEAST_SPREAD * self._rows[0]
 
     def forward(self, rows: int, keys: int) -> float:
-        """What a forward would cost: seconds once measured, until then rows."""
+        """The expected cost of a forward: in seconds once measured, until then in rows."""
         with self._lock:
             coefficients = self._coefficients()
         return float(_features(rows, keys) @ coefficients)
@@ -69,8 +71,8 @@ class CostModel:
             return rows * seconds / seen if seen and self.is_measured else 0.0
 
     def save(self) -> None:
-        """Writes what was learned, if there is anything; a folder that cannot be written is no
-        loss."""
+        """Writes the learned costs, if there are any. A folder that cannot be written is ignored:
+        the costs are learned again."""
         if self._path is None or not self.is_measured:
             return
         learned = {
@@ -99,10 +101,10 @@ class CostModel:
                     self._gram, self._target = gram, target
                     self._rows, self._place = list(rows), list(place)
         except (OSError, ValueError, TypeError, KeyError):
-            return  # written by another version, or not by us: learned anew
+            return  # damaged, or written by another version: the costs are learned again
 
     def _coefficients(self) -> np.ndarray:
-        """Relative least squares, drawn a little towards the prior; never negative."""
+        """Relative least squares with a weak pull towards the prior; never negative."""
         if not self.is_measured:
             return self._prior
         scale = self._target[1] / max(self._gram[1] @ self._prior, 1e-30)

@@ -12,30 +12,30 @@ from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
 from kvboost.results import Span, SpanKind
 
 LEAST_TOKENS = 16
-"""A shorter beginning is read again: its rows ride along for nothing."""
+"""A shorter exact prefix is recomputed: it would cost the fastest kernel and save nothing."""
 LEAST_MOVED = 32
-"""A shorter moved run is read again: it would be repaired for a good part, and hardly saves."""
+"""A shorter moved run is recomputed: repair would recompute much of it anyway."""
 LIVE_TOKENS = 16
-"""The last rows of a prompt are always computed: they are what the answer hangs on, and they say
-which moved rows matter."""
+"""The last rows of a prompt are always computed: the answer depends on them most, and their
+attention shows which moved rows matter."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``spans`` cover the prompt. ``in_place`` serve where they stand, ``moved`` runs do not
-    overlap; both are in order."""
+    """``spans`` cover the prompt. ``in_place`` hits serve at their own positions; ``moved`` runs do
+    not overlap. Both are in order."""
 
     spans: tuple[Span, ...]
     in_place: tuple[Hit, ...] = ()
     moved: tuple[MovedRun, ...] = ()
 
     num_shared: int = 0
-    """So many of the first rows are in place already, shared with a request that is running."""
+    """How many of the first rows are shared with a running request, and so in place already."""
 
     @property
     def exact_rows(self) -> int:
-        """Rows before the first that is approximate or moved: they are exact, and without one
-        everything that follows the prompt is."""
+        """Rows before the first approximate or moved row. If there is none, the answer is exact
+        too, and this is ``sys.maxsize``."""
         inexact = (SpanKind.APPROXIMATE, SpanKind.MOVED)
         return next((span.start for span in self.spans if span.kind in inexact), sys.maxsize)
 
@@ -45,7 +45,7 @@ class Plan:
 
     @property
     def num_known(self) -> int:
-        """Rows to be put in place, moved ones included."""
+        """Rows to copy into place, moved ones included."""
         return sum(hit.num_tokens for hit in self.in_place) + self.num_moved
 
     @property
@@ -59,41 +59,40 @@ class Plan:
 
     @property
     def hits(self) -> tuple[Hit, ...]:
-        """Everything that is put in place, in order."""
+        """All hits to copy into place, in order."""
         return (*self.in_place, *(hit for run in self.moved for hit in run.hits))
 
     def without_moved(self) -> Plan:
-        """The same prompt with its moved runs computed."""
+        """The same plan, with the moved runs computed instead."""
         return _cover(self.num_tokens, self.in_place, (), self.num_shared)
 
 
 def make_plan(num_tokens: int, known: KnownRows, num_shared: int = 0) -> Plan:
-    """How ``known`` serves a prompt of ``num_tokens``, whose first ``num_shared`` are in place.
-    What would save less than it costs is left out. ::
+    """How ``known`` serves a prompt of ``num_tokens``, whose first ``num_shared`` rows are in place
+    already. Hits that would save less than they cost are left out. ::
 
     0                                                             num_tokens
     |--exact--|--exact--|--compute--|--moved--|--moved--|--compute--|
     """
-    known = known.behind(num_shared)
-    # A few approximate rows would make everything behind them approximate too.
-    goes_on = sum(hit.num_tokens for hit in known.approximate) >= LEAST_MOVED
-    in_place = (*known.exact, *(known.approximate if goes_on else ()))
+    known = known.after(num_shared)
+    # A few approximate rows would make every row after them approximate too.
+    continues = sum(hit.num_tokens for hit in known.approximate) >= LEAST_MOVED
+    in_place = (*known.exact, *(known.approximate if continues else ()))
     if in_place and in_place[-1].end < LEAST_TOKENS:
         in_place = ()
     return _cover(num_tokens, in_place, choose(known.moved), num_shared)
 
 
 def choose(runs: Sequence[MovedRun]) -> tuple[MovedRun, ...]:
-    """Of overlapping ``runs`` those that leave as few rows to compute as possible: the longest
-    first, of the others what it leaves free. Between runs of about the same length, a donor that
-    was read behind more of the same text goes first, and one that is approximate itself last; a
-    run that holds a whole passage is worth more than parts of two."""
+    """Chooses among overlapping ``runs`` so that few rows are left to compute: the longest run
+    first, then what it leaves free of the others. Between runs of about the same length, a donor
+    that was read after more of the same text goes first and an approximate donor last."""
 
     def worth(run: MovedRun) -> float:
         return (run.end - run.start) * (1 + 0.1 * run.resemblance) * (1.0 if run.is_exact else 0.9)
 
     chosen: list[MovedRun] = []
-    taken: list[tuple[int, int]] = []  # what they hold, in order
+    taken: list[tuple[int, int]] = []  # the intervals of the chosen runs, in order
     for run in sorted(runs, key=worth, reverse=True):
         for start, end in list(_free(run, taken)):
             chosen.append(run.clip(start, end))
@@ -102,7 +101,7 @@ def choose(runs: Sequence[MovedRun]) -> tuple[MovedRun, ...]:
 
 
 def _free(run: MovedRun, taken: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The parts of ``run`` that nobody has ``taken`` and that are long enough to be worth it."""
+    """The parts of ``run`` that are not ``taken`` and are long enough to be worth moving."""
     start, last = run.start, run.end
     first = max(0, bisect_right(taken, (start, last)) - 1)
     for begin, end in [*takewhile(lambda one: one[0] < last, taken[first:]), (last, last)]:

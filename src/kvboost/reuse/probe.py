@@ -2,44 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 import torch
 
+from kvboost.model.kv import RequestKV
+from kvboost.model.native.moved_rows import attention_mass
+
 _SCORES = 1 << 24  # attention weights held at a time
-
-
-class LayerRows(Protocol):
-    """A request's KV, layer by layer."""
-
-    def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of keys and values in rows ``[start, end)``: ``[1, kv_heads, rows, dim]``."""
-
-    def mass(
-        self, layer: int, query: torch.Tensor, scale: float, absent: torch.Tensor
-    ) -> torch.Tensor | None:
-        """What :class:`AttentionMass` adds in one layer without a window, if it can be had at
-        once."""
-
-    def errors(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What fresh ``keys`` and ``values``, ``[1, kv_heads, segment, dim]``, differ from those
-        that are known in some ``rows`` (:class:`Sampled`), added up span by span: of keys times
-        cos and times sin of their rows, and of values; ``[kv_heads, spans + 1, dim]``."""
-
-    def shift(
-        self,
-        layer: int,
-        start: int,
-        which: torch.Tensor,
-        keys: tuple[torch.Tensor, torch.Tensor],
-        turns: tuple[torch.Tensor, torch.Tensor],
-        values: torch.Tensor,
-    ) -> None:
-        """Adds to each row from ``start`` on the offset it is given: the one at ``which``,
-        ``[rows]``, of ``[kv_heads, offsets, dim]``; the last is none. Those of keys come along
-        and across ``turns``, ``[rows, dim]``."""
 
 
 class AttentionMass:
@@ -54,15 +22,15 @@ class AttentionMass:
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def on_fresh(
-        self, layer: int, kv: LayerRows, keys: torch.Tensor, values: torch.Tensor
+        self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor
     ) -> None: ...
 
     def on_query(
-        self, layer: int, kv: LayerRows, query: torch.Tensor, scale: float, window: int | None
+        self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
     ) -> None:
         if layer not in self._layers:
             return
-        at_once = kv.mass(layer, query, scale, self._absent) if window is None else None
+        at_once = attention_mass(kv, layer, query, scale, self._absent) if window is None else None
         if at_once is not None:
             self.mass += at_once
             return
@@ -104,7 +72,7 @@ class Deviation:
         self._positions = positions
         self.squared = torch.zeros(len(positions), device=positions.device)
 
-    def on_fresh(self, layer: int, kv: LayerRows, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def on_fresh(self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer != self._layer:
             return
         known = kv.layer(layer, 0, int(self._positions[-1]) + 1)
@@ -113,5 +81,5 @@ class Deviation:
             self.squared += distance.square().sum((0, 1, 3))
 
     def on_query(
-        self, layer: int, kv: LayerRows, query: torch.Tensor, scale: float, window: int | None
+        self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
     ) -> None: ...

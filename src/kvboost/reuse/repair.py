@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 
 from kvboost.cache.lookup.hits import MovedRun
 from kvboost.config import RepairParams
+from kvboost.model.segment import Hook
 from kvboost.reuse.plan import Plan
-from kvboost.reuse.probe import AttentionMass, Deviation, LayerRows
+from kvboost.reuse.probe import AttentionMass, Deviation
 from kvboost.reuse.shift import Spans
 
 PROBE_ROWS = 64
@@ -30,18 +30,6 @@ CLOSE_RESEMBLANCE = 0.9
 """Donors of more resemblance than this need half the repair."""
 SHIFT_TOKENS = 256
 """Rows that share one shift; a longer run is several such spans."""
-
-
-class Hook(Protocol):
-    """What a forward shows of a segment; see ``kvboost.model.attention.Hook``."""
-
-    def on_fresh(
-        self, layer: int, kv: LayerRows, keys: torch.Tensor, values: torch.Tensor
-    ) -> None: ...
-
-    def on_query(
-        self, layer: int, kv: LayerRows, query: torch.Tensor, scale: float, window: int | None
-    ) -> None: ...
 
 
 AttentionProbe = Callable[[torch.Tensor, Hook, int, "torch.Tensor | None"], None]

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kvboost.reuse.probe import LayerRows
-from kvboost.reuse.rope import Rotation, Turns
+from kvboost.model.kv import RequestKV
+from kvboost.model.native import moved_rows
+from kvboost.model.native.moved_rows import RecomputedRows
+from kvboost.reuse.rope import CosSin, Rotation
 
 SHIFT_STRENGTH = 0.6
 """How much of a mean error is carried over, where donor and prompt have nothing in common."""
@@ -34,24 +36,6 @@ class Spans:
         span_of = self.span_of.clone()
         span_of[:start] = span_of[end:] = -1
         return Spans(span_of, self.resemblance)
-
-
-@dataclass(frozen=True)
-class RecomputedRows:
-    """The recomputed rows of moved spans in one layer."""
-
-    index: torch.Tensor
-    """Where they stand in the segment."""
-    positions: torch.Tensor
-    which: torch.Tensor
-    """Their spans."""
-    mean: torch.Tensor
-    """``[spans + 1, rows]``: what each adds to the mean of its span; the last has none."""
-    weights: torch.Tensor
-    """The same, by row."""
-    cos: torch.Tensor
-    sin: torch.Tensor
-    """``[rows, dim]``."""
 
 
 class Shift:
@@ -87,32 +71,32 @@ class Shift:
         )
         mean = of_span * (strength * trust / count.clamp(min=1))
         self._rows = (self._index, self._fresh, which, mean, mean.sum(0))
-        self._turns: dict[int, tuple[Turns, Turns]] = {}
+        self._turns: dict[int, tuple[CosSin, CosSin]] = {}
 
-    def on_fresh(self, layer: int, kv: LayerRows, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def on_fresh(self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer == 0:  # its keys and values depend on the token alone: nothing is stale
             return
         here, there = self._turns_of(layer, keys)
-        by_cos, by_sin, of_values = kv.errors(
-            layer, keys, values, RecomputedRows(*self._rows, *here)
+        by_cos, by_sin, of_values = moved_rows.errors(
+            kv, layer, keys, values, RecomputedRows(*self._rows, *here)
         )
         # Turned back to where position plays no part, which commutes with adding up.
-        along = by_cos - self._rotation.quarter(by_sin)
-        across = self._rotation.quarter(along)
-        kv.shift(layer, self._start, self._offset_of, (along, across), there, of_values)
+        along = by_cos - self._rotation.quarter_turn(by_sin)
+        across = self._rotation.quarter_turn(along)
+        moved_rows.shift(kv, layer, self._start, self._offset_of, (along, across), there, of_values)
 
     def on_query(
-        self, layer: int, kv: LayerRows, query: torch.Tensor, scale: float, window: int | None
+        self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
     ) -> None: ...
 
-    def _turns_of(self, layer: int, keys: torch.Tensor) -> tuple[Turns, Turns]:
-        """Turns of the fresh rows, and of all touched ones, over all channels; made once per kind
+    def _turns_of(self, layer: int, keys: torch.Tensor) -> tuple[CosSin, CosSin]:
+        """CosSin of the fresh rows, and of all touched ones, over all channels; made once per kind
         of layer."""
         kind = self._rotation.kinds[layer]
         if kind not in self._turns:
             touched = torch.arange(self._start, self._end, device=keys.device)
             here, there = (
-                self._rotation.spread(self._rotation.turns(layer, rows), keys.shape[-1])
+                self._rotation.spread(self._rotation.cos_sin(layer, rows), keys.shape[-1])
                 for rows in (self._fresh, touched)
             )
             cos, sin = (part.to(keys.dtype) for part in there)

@@ -1,1 +1,1 @@
-"""Requests on their way: planned, put together, batched, run and answered."""
+"""Requests from the queue to the answer: schedule, plan, assemble, repair, decode, admit."""

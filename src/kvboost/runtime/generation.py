@@ -20,14 +20,14 @@ from kvboost.cache.chunk import Lineage
 from kvboost.cache.quantize import KVData
 from kvboost.cache.store import ChunkLost
 from kvboost.config import GenerationMode
-from kvboost.model.attention import Segment
 from kvboost.model.forward import Forward
 from kvboost.model.kv import RequestKV
 from kvboost.model.sampling import Sampler
+from kvboost.model.segment import Hook, Segment
 from kvboost.results import ReuseReport, SpanKind
 from kvboost.reuse.assemble import place
 from kvboost.reuse.plan import Plan
-from kvboost.reuse.repair import STRATEGIES, Hook, MovedRows
+from kvboost.reuse.repair import STRATEGIES, MovedRows
 from kvboost.reuse.shift import Shift
 from kvboost.runtime.planner import repair_name
 from kvboost.runtime.request import RequestState

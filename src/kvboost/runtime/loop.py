@@ -1,7 +1,7 @@
 """Many requests through one model: every step packs the rows they need into one forward.
 
-One thread runs it, from the first request on. A turn reads aloud: let go of who has left, start
-whom there is room for, pick rows, run them, hand everyone their logits.
+One thread runs the loop, from the first request on. A step removes the requests that have left,
+resumes those that paused, starts waiting ones, picks rows, runs them and hands out the logits.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import KVBoostError, KVTooLargeError, ShuttingDownError
-from kvboost.model.attention import Segment
-from kvboost.model.fast_layers import memory_bytes
-from kvboost.model.forward import Forward
-from kvboost.results import GenerationResult, SpanKind
+from kvboost.model.machine import memory_bytes
+from kvboost.results import GenerationResult
 from kvboost.runtime.generation import Generation, Steps
+from kvboost.runtime.job import Job
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
-from kvboost.runtime.scheduler import Job, Scheduler
-from kvboost.runtime.streams import FutureAnswer
+from kvboost.runtime.scheduler import Scheduler
+from kvboost.runtime.streams import AnswerListener, FutureAnswer
 
 STEP_ROWS_ON_CPU = 256
 STEP_ROWS_ON_GPU = 2048
@@ -35,46 +34,42 @@ MEMORY_SHARE = 0.25
 Watch = Callable[[RequestState, Steps], Steps]
 
 
-class AnswerListener(Protocol):
-    """Who waits for an answer. Called by the loop's thread, and must not keep it waiting."""
+@dataclass(frozen=True)
+class LoopStats:
+    """The loop at one moment, and its totals."""
 
-    def push(self, pieces: list[str]) -> None:
-        """More text is there."""
+    waiting: int
+    running: int
+    max_waiting: int
+    max_running: int
+    kv_bytes: int
+    max_kv_bytes: int
+    shared_kv_bytes: int
+    """What the running requests would need in addition if they shared no rows."""
+    steps: int
+    rows: int
+    batch_sizes: dict[int, int]
+    finished: dict[str, int]
+    rejected: int
 
-    def end(self, error: BaseException | None) -> None:
-        """Nothing more comes."""
-
-
-@dataclass(eq=False)
-class Ticket(Job):
-    """A request in the loop."""
-
-    state: RequestState = field(kw_only=True)
-    sink: AnswerListener = field(kw_only=True)
-    steps: Steps | None = None
-    need: Segment | None = None
-    """The rows it needs next; None if it only has to be asked again."""
-    shown: int = 0
-    cancelled: bool = False
-    runs_alone: bool = False
-    """It was in a batch that failed and could not simply be run again."""
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 class Loop:
-    """Safe to call from several threads."""
+    """Thread-safe."""
 
-    def __init__(
-        self, runtime: Runtime, forward: Forward, config: EngineConfig, watch: Watch
-    ) -> None:
-        """``watch`` sees every request's steps on their way."""
+    def __init__(self, runtime: Runtime, config: EngineConfig, watch: Watch) -> None:
+        """``watch`` wraps the steps of every request."""
         self._runtime = runtime
-        self._forward = forward
+        self._forward = runtime.model.forward
         self._watch = watch
-        on_cpu = forward.shape.device.type == "cpu"
-        rows = config.step_rows or (STEP_ROWS_ON_CPU if on_cpu else STEP_ROWS_ON_GPU)
-        self._scheduler: Scheduler[Ticket] = Scheduler(config, rows)
         self._config = config
-        self.max_kv_bytes = _kv_budget(config, forward.shape.device)
+        device = self._forward.shape.device
+        on_cpu = device.type == "cpu"
+        rows = config.step_rows or (STEP_ROWS_ON_CPU if on_cpu else STEP_ROWS_ON_GPU)
+        self._scheduler = Scheduler(config, rows)
+        self.max_kv_bytes = _kv_budget(config, device)
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._draining = False
@@ -86,34 +81,31 @@ class Loop:
     def submit(
         self,
         state: RequestState,
-        sink: AnswerListener,
+        listener: AnswerListener,
         *,
         timeout: float | None = None,
         bounded: bool = True,
-    ) -> Ticket:
+    ) -> Job:
         """Queues a request. Raises ``KVTooLargeError`` if it could never run, ``QueueFullError``
         if the queue is ``bounded`` and full, ``ShuttingDownError`` while draining."""
         state.batched = True
-        request = state.request
-        rows = self._runtime.rows_for(request, batched=True)
+        rows = self._runtime.rows_for(state.request, batched=True)
         needed = rows * self._forward.shape.row_bytes
         if needed > self.max_kv_bytes:
             raise KVTooLargeError(rows, needed, self.max_kv_bytes)
         now = time.monotonic()
-        ticket = Ticket(
-            request.token_ids,
-            self._runtime.root(request.salt),
-            request.mode,
+        job = Job(
+            state,
+            self._runtime.root(state.request.salt),
+            listener,
             arrived=now,
             deadline=None if timeout is None else now + timeout,
-            state=state,
-            sink=sink,
         )
         with self._changed:
             if self._draining or self._closed:
                 raise ShuttingDownError("no new requests are taken: the engine is being closed")
             try:
-                self._scheduler.add(ticket, bounded=bounded)
+                self._scheduler.add(job, bounded=bounded)
             except KVBoostError:
                 self._counts["rejected"] += 1
                 raise
@@ -121,46 +113,47 @@ class Loop:
                 self._thread = threading.Thread(target=self._work, name="kvboost-loop", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-        return ticket
+        return job
 
     def answer_all(self, states: Sequence[RequestState]) -> list[GenerationResult]:
-        """The answers to several requests, however long the queue is. The first failure is raised
-        once all have ended; whoever interrupts it ends them."""
-        waiting = [FutureAnswer(state) for state in states]
-        tickets: list[Ticket] = []
+        """The answers to several requests, however long the queue is. Raises the first failure
+        once all have ended. An interrupt cancels them all."""
+        answers = [FutureAnswer(state) for state in states]
+        jobs: list[Job] = []
         try:
-            for state, one in zip(states, waiting, strict=True):
-                tickets.append(self.submit(state, one, bounded=False))
-            wait([one.done for one in waiting])
+            with self._changed:  # the loop sees all of them at once, so the schedule is the same
+                for state, answer in zip(states, answers, strict=True):
+                    jobs.append(self.submit(state, answer, bounded=False))
+            wait([answer.done for answer in answers])
         except BaseException:
-            for ticket in tickets:
-                self.cancel(ticket)
+            for job in jobs:
+                self.cancel(job)
             raise
-        return [one.done.result() for one in waiting]
+        return [answer.done.result() for answer in answers]
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, job: Job) -> None:
         """Ends a request within one step; what it has read is kept."""
         with self._changed:
-            ticket.cancelled = True
+            job.cancelled = True
             self._changed.notify_all()
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> LoopStats:
         held, spared = self._runtime.running.nbytes()
         with self._changed:
-            return {
-                "waiting": len(self._scheduler.waiting),
-                "running": len(self._scheduler.running),
-                "max_waiting": self._config.max_waiting,
-                "max_running": self._config.max_running,
-                "kv_bytes": held,
-                "max_kv_bytes": self.max_kv_bytes,
-                "shared_kv_bytes": spared,
-                "steps": self._counts["steps"],
-                "rows": self._counts["rows"],
-                "batch_sizes": dict(self._batch_sizes),
-                "finished": dict(self._finished),
-                "rejected": self._counts["rejected"],
-            }
+            return LoopStats(
+                waiting=len(self._scheduler.waiting),
+                running=len(self._scheduler.running),
+                max_waiting=self._config.max_waiting,
+                max_running=self._config.max_running,
+                kv_bytes=held,
+                max_kv_bytes=self.max_kv_bytes,
+                shared_kv_bytes=spared,
+                steps=self._counts["steps"],
+                rows=self._counts["rows"],
+                batch_sizes=dict(self._batch_sizes),
+                finished=dict(self._finished),
+                rejected=self._counts["rejected"],
+            )
 
     def drain(self, timeout: float | None = None) -> bool:
         """Takes no new requests and waits until all are answered; False if time ran out first."""
@@ -169,15 +162,12 @@ class Loop:
             return self._changed.wait_for(self._is_idle, timeout)
 
     def close(self) -> None:
-        """Cancels what is running and ends the thread."""
+        """Cancels all requests and ends the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-
-    def _is_idle(self) -> bool:
-        return not self._scheduler.waiting and not self._scheduler.running
 
     def _work(self) -> None:
         while True:
@@ -186,46 +176,37 @@ class Loop:
                 if self._closed:
                     break
             try:
-                self._turn()
-            except BaseException as error:  # ours to mend; nobody shall wait for ever meanwhile
-                for job in self._everyone():
-                    self._end(job, error)
-        for job in self._everyone():
-            self._leave(job, "cancelled")
+                self._step()
+            except BaseException as error:  # a defect of ours; no caller may wait for ever
+                for job in self._jobs():
+                    self._finish(job, error)
+        for job in self._jobs():
+            self._cancel(job, "cancelled")
 
-    def _turn(self) -> None:
-        self._let_go()
-        for job in self._running():
-            if job.need is None:  # it has taken a breath, perhaps to keep what others wait for
-                self._advance(job, None)
-        self._start()
-        now = time.monotonic()
-        with self._changed:
-            needs = self._needs()
-            batch = self._scheduler.pick(needs, now)
-        if len(needs) > 1:
-            for job in needs:
-                job.state.accompanied = True
-        together = [job for job in batch if not job.runs_alone]
-        for some in (together, *([job] for job in batch if job.runs_alone)):
-            if some:
-                self._run(some)
+    def _step(self) -> None:
+        self._remove_departed()
+        self._resume_paused()
+        self._start_waiting()
+        for batch in self._pick_batches():
+            self._run(batch)
 
-    def _needs(self) -> dict[Ticket, int]:
-        return {job: len(job.need) for job in self._running() if job.need is not None}
-
-    def _let_go(self) -> None:
-        """Ends requests whose callers have left or whose time is over."""
+    def _remove_departed(self) -> None:
+        """Ends the requests that were cancelled or whose deadline has passed."""
         now = time.monotonic()
         with self._changed:
             late = set(self._scheduler.expired(now))
-            leaving = [job for job in self._everyone() if job.cancelled or job in late]
-        for job in leaving:
-            self._leave(job, "cancelled" if job.cancelled else "timeout")
+            departed = [job for job in self._jobs() if job.cancelled or job in late]
+        for job in departed:
+            self._cancel(job, "cancelled" if job.cancelled else "timeout")
 
-    def _start(self) -> None:
-        """Starts whom there is room for, until there is enough to read: who comes next would only
-        keep the first waiting."""
+    def _resume_paused(self) -> None:
+        """Asks the requests that paused, perhaps to admit rows, what they need next."""
+        for job in self._running():
+            if job.need is None:
+                self._advance(job, None)
+
+    def _start_waiting(self) -> None:
+        """Starts waiting requests that fit, until the next step is full."""
         while True:
             with self._changed:
                 job = self._scheduler.start(time.monotonic(), self._fits, self._needs())
@@ -235,21 +216,20 @@ class Loop:
             job.steps = self._steps(job)
             self._advance(job, None)
 
-    def _steps(self, job: Ticket) -> Steps:
-        return self._watch(job.state, Generation(self._runtime, job.state).steps())
+    def _pick_batches(self) -> list[list[Job]]:
+        """The requests of this step: one batch, and one more for each that must run alone."""
+        with self._changed:
+            needs = self._needs()
+            picked = self._scheduler.pick(needs, time.monotonic())
+        if len(needs) > 1:
+            for job in needs:
+                job.state.accompanied = True
+        together = [job for job in picked if not job.runs_alone]
+        alone = [[job] for job in picked if job.runs_alone]
+        return [together, *alone] if together else alone
 
-    def _fits(self, job: Ticket) -> bool:
-        if len(self._running()) == 0:
-            return True
-        live, pool = self._runtime.running, self._runtime.pool
-        rows = self._runtime.rows_for(job.state.request, batched=True)
-        shared = 0
-        if job.mode is GenerationMode.PREFIX_CACHE:  # others may turn out to reuse moved text
-            shared = live.num_shared(job.state.request, job.root)
-        return live.nbytes()[0] + pool.bytes_for(rows - shared) <= self.max_kv_bytes
-
-    def _run(self, batch: list[Ticket]) -> None:
-        """One forward for everyone in ``batch``; if it fails, one for each."""
+    def _run(self, batch: list[Job]) -> None:
+        """Makes one forward for the whole ``batch``; if it fails, one for each request."""
         segments = [job.need for job in batch if job.need is not None]
         self._counts["steps"] += 1
         self._counts["rows"] += sum(map(len, segments))
@@ -267,9 +247,9 @@ class Loop:
         for job, part in zip(batch, parts, strict=True):
             self._advance(job, part)
 
-    def _run_alone(self, job: Ticket) -> None:
-        """Runs the rows of one whose batch failed. A hook may have changed other rows on the way,
-        which cannot be done twice: such a request, which is still being read, begins again."""
+    def _run_alone(self, job: Job) -> None:
+        """Runs the rows of one request whose batch failed. If it has a hook, that may have changed
+        other rows before the failure, which must not happen twice: the request starts again."""
         assert job.need is not None and job.steps is not None
         if job.need.hook is not None:
             job.steps.close()
@@ -282,7 +262,7 @@ class Loop:
             return
         self._advance(job, logits)
 
-    def _advance(self, job: Ticket, logits: torch.Tensor | None) -> None:
+    def _advance(self, job: Job, logits: torch.Tensor | None) -> None:
         """Sends a request its logits and asks what it needs next."""
         assert job.steps is not None
         someone_answers = any(not other.is_reading for other in self._running())
@@ -290,28 +270,22 @@ class Loop:
         try:
             job.need = job.steps.send(logits)
         except StopIteration:
-            self._end(job, None)
-            return
+            self._finish(job, None)
         except BaseException as error:
-            self._end(job, error)
-            return
-        job.is_reading = not job.state.token_ids
-        job.rows_done = job.state.rows
-        if not job.to_read and job.state.reuse.spans:
-            computed = (span for span in job.state.reuse.spans if span.kind is SpanKind.COMPUTE)
-            job.to_read = tuple(range(span.start, span.end) for span in computed)
-        self._show(job)
+            self._finish(job, error)
+        else:
+            self._show(job)
 
-    def _throw(self, job: Ticket, error: BaseException) -> None:
+    def _throw(self, job: Job, error: BaseException) -> None:
         """Tells a request that its rows could not be computed."""
         assert job.steps is not None
         try:
             job.steps.throw(error)
         except BaseException as same:
-            self._end(job, same)
+            self._finish(job, same)
 
-    def _leave(self, job: Ticket, reason: str) -> None:
-        """Ends a request before it is done, unless it just was."""
+    def _cancel(self, job: Job, reason: str) -> None:
+        """Ends a request early. A request that has just ended keeps its own finish reason."""
         if job.state.finish_reason == "cancelled":
             job.state.finish_reason = reason
         job.state.closing = True
@@ -323,27 +297,50 @@ class Loop:
                 job.steps.close()
             except BaseException as failure:
                 error = failure
-        self._end(job, error)
+        self._finish(job, error)
 
-    def _end(self, job: Ticket, error: BaseException | None) -> None:
+    def _finish(self, job: Job, error: BaseException | None) -> None:
+        """Removes a request and tells its listener."""
         job.need = job.steps = None
         with self._changed:
             self._scheduler.remove(job, time.monotonic())
             self._finished["error" if error is not None else job.state.finish_reason] += 1
             self._changed.notify_all()
         self._show(job)
-        job.sink.end(error)
+        job.listener.end(error)
 
-    def _show(self, job: Ticket) -> None:
-        if len(job.state.text) > job.shown:
-            pieces = job.state.text[job.shown :]
-            job.shown += len(pieces)
-            job.sink.push(pieces)
+    def _show(self, job: Job) -> None:
+        """Hands new text to the listener."""
+        pieces = job.state.text[job.pieces_shown :]
+        if pieces:
+            job.pieces_shown += len(pieces)
+            job.listener.push(pieces)
 
-    def _running(self) -> list[Ticket]:
+    def _steps(self, job: Job) -> Steps:
+        return self._watch(job.state, Generation(self._runtime, job.state).steps())
+
+    def _fits(self, job: Job) -> bool:
+        """Whether the KV of one more request fits the budget. One request alone always runs."""
+        if not self._running():
+            return True
+        running, request = self._runtime.running, job.state.request
+        shared = 0
+        if job.mode is GenerationMode.PREFIX_CACHE:  # other modes may reuse moved text instead
+            shared = running.num_shared(request, job.root)
+        rows = self._runtime.rows_for(request, batched=True) - shared
+        return running.nbytes()[0] + self._runtime.pool.bytes_for(rows) <= self.max_kv_bytes
+
+    def _needs(self) -> dict[Job, int]:
+        """How many rows each running request needs next."""
+        return {job: len(job.need) for job in self._running() if job.need is not None}
+
+    def _is_idle(self) -> bool:
+        return not self._scheduler.waiting and not self._scheduler.running
+
+    def _running(self) -> list[Job]:
         return list(self._scheduler.running)
 
-    def _everyone(self) -> list[Ticket]:
+    def _jobs(self) -> list[Job]:
         return [*self._scheduler.waiting, *self._scheduler.running]
 
 

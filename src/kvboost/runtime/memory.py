@@ -1,4 +1,4 @@
-"""Giving memory back to the system."""
+"""Returning freed memory to the system."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ EVERY = 8
 
 
 class Trimmer:
-    """Has the C library give back what it holds and nobody uses, once in a while.
+    """Makes the C library return unused memory from time to time.
 
-    A forward takes and frees tensors of many sizes, and what outlives it lies between them: left to
-    itself, the heap of a long-running process grows to a multiple of what is in use. Giving it back
-    takes a few milliseconds.
+    A forward allocates and frees tensors of many sizes, and longer-lived objects end up between
+    them. Without trimming, the heap of a long-running process grows to a multiple of what is in
+    use. Trimming takes a few milliseconds.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Trimmer:
         self._lock = threading.Lock()
 
     def after_request(self) -> None:
-        """To be called at the end of every request; does something after each ``EVERY``."""
+        """Call it at the end of every request. It trims after each ``EVERY`` requests."""
         with self._lock:
             self._requests += 1
             due = self._requests % EVERY == 0
@@ -33,7 +33,7 @@ class Trimmer:
 
 
 def _find() -> Callable[[int], int] | None:
-    """glibc's ``malloc_trim``; other libraries have none, and need none."""
+    """glibc's ``malloc_trim``. Other C libraries have no such function."""
     if not sys.platform.startswith("linux"):
         return None
     try:

@@ -12,6 +12,7 @@ from kvboost.config import (
     SamplingParams,
     choose,
     stop_strings,
+    unknown_option,
     within,
 )
 from kvboost.errors import ConfigError
@@ -38,7 +39,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class ReuseOptions(TypedDict, total=False):
-    """What a request may share, and how it repairs moved text; by default as the engine does."""
+    """What a request may share, and how it repairs moved text. Default: the engine's settings."""
 
     cache_salt: str
     recompute_strategy: str | None
@@ -48,10 +49,13 @@ class ReuseOptions(TypedDict, total=False):
 
 class RequestOptions(SamplingOptions, ReuseOptions, total=False):
     """What a request may choose. ``keep=False`` leaves nothing of it in the cache;
-    ``boundaries`` are the token positions where its documents begin, for the cutting of chunks."""
+    ``boundaries`` are the token positions at which its documents begin: no chunk crosses one.
+    ``tenant`` names the user it counts for: while requests wait, tenants take turns, and no tenant
+    can fill the queue. It does not separate caches; ``cache_salt`` does."""
 
     keep: bool
     boundaries: Sequence[int]
+    tenant: str
 
 
 class BatchOptions(RequestOptions, total=False):
@@ -62,10 +66,10 @@ class BatchOptions(RequestOptions, total=False):
 
 
 def split(max_new_tokens: int, options: RequestOptions) -> tuple[SamplingParams, ReuseOptions]:
-    """A request's options by whom they concern; an unknown one is an error."""
+    """Splits a request's options into sampling and reuse; an unknown option is an error."""
     sampling = {option.name for option in fields(SamplingParams)}
     reuse = set(ReuseOptions.__annotations__)
-    refuse_unknown(options, sampling | reuse | {"keep", "boundaries"})
+    refuse_unknown(options, sampling | reuse | {"keep", "boundaries", "tenant"})
     given: dict[str, Any] = {name: options[name] for name in options if name in sampling}  # type: ignore[literal-required]
     given["stop"] = stop_strings(options.get("stop"))
     shared: Any = {name: value for name, value in options.items() if name in reuse}
@@ -75,7 +79,7 @@ def split(max_new_tokens: int, options: RequestOptions) -> tuple[SamplingParams,
 def refuse_unknown(options: Mapping[str, object], known: set[str]) -> None:
     for name in options:
         if name not in known:
-            raise ConfigError(f"unknown option {name!r}; there are {', '.join(sorted(known))}")
+            raise unknown_option(name, known)
 
 
 def make_request(
@@ -85,15 +89,18 @@ def make_request(
     repair: RepairParams,
     keep: bool,
     boundaries: Sequence[int],
+    tenant: str = "",
     *,
     cache_salt: str = "",
     recompute_strategy: str | None = None,
     recompute_ratio: float | None = None,
     reuse_moved: str | None = None,
 ) -> Request:
-    """A checked request. ``repair`` is what the engine does where the request does not say."""
-    if not isinstance(cache_salt, str):
-        raise ConfigError(f"cache_salt={cache_salt!r} must be a string")
+    """A checked request. ``repair`` holds the engine's own settings, used unless the request gives
+    others."""
+    for name, value in (("cache_salt", cache_salt), ("tenant", tenant)):
+        if not isinstance(value, str):
+            raise ConfigError(f"{name}={value!r} must be a string")
     if not isinstance(keep, bool):
         raise ConfigError(f"keep={keep!r} must be True or False")
     for place in boundaries:
@@ -105,4 +112,4 @@ def make_request(
     if reuse_moved is not None:
         repair = replace(repair, reuse_moved=reuse_moved)
     mode = choose(GenerationMode, mode, "mode")
-    return Request(token_ids, mode, cache_salt, params, repair, keep, tuple(boundaries))
+    return Request(token_ids, mode, cache_salt, params, repair, keep, tuple(boundaries), tenant)

@@ -1,4 +1,4 @@
-"""What of a prompt is known, and whether it pays to use it."""
+"""Which rows of a prompt are cached, and whether reusing them pays."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvboost.runtime.request import Request
 from kvboost.tokens.hashing import ChunkKey
 
 WORTHWHILE_RATIO = 0.9
-"""Moved text is reused where that is expected to take less than this of computing it."""
+"""Moved text is reused if that is expected to take less than this share of computing it."""
 
 
 class Planner:
-    """Asks the store for a model's requests. Safe to call from several threads."""
+    """Plans requests against the chunk store. Thread-safe."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Planner:
         *,
         moves: bool,
     ) -> None:
-        """``root`` gives where the tree of a salt begins; ``moves`` whether keys can be turned."""
+        """``root`` gives the root key of a salt; ``moves``: whether keys can be rotated."""
         self._store = store
         self._cost = cost
         self._support = support
@@ -43,8 +43,8 @@ class Planner:
     def lookup(
         self, request: Request, live_end: int, *, pin: bool = True, ask_remote: bool = True
     ) -> Iterator[KnownRows]:
-        """What is known of the prompt up to ``live_end``, whose last row is always computed;
-        pinned meanwhile."""
+        """The cached rows of the prompt before ``live_end``, except the last one, which is always
+        computed. The chunks are pinned until the context exits."""
         if request.mode is GenerationMode.BASELINE:
             yield KnownRows()
             return
@@ -67,8 +67,8 @@ class Planner:
     def plan(
         self, request: Request, known: KnownRows, num_shared: int = 0
     ) -> tuple[Plan, tuple[str, ...]]:
-        """How ``known`` serves the prompt, whose first ``num_shared`` rows are in place, and what
-        is to be said about it."""
+        """The plan for a prompt whose first ``num_shared`` rows are in place, and notes for the
+        caller."""
         plan = make_plan(len(request.token_ids), known, num_shared)
         notes = []
         repair = request.repair
@@ -87,8 +87,8 @@ class Planner:
         return plan, tuple(notes)
 
     def _pays(self, request: Request, plan: Plan) -> bool:
-        """Whether reusing the moved runs of ``plan`` is expected to be faster than computing
-        them: the probe, the rows in place and the sparse forward against a plain one."""
+        """Whether reusing the moved runs of ``plan`` should be faster than computing them: probe,
+        copies and sparse forward against a plain forward."""
         total = plan.num_tokens
         known = plan.in_place[-1].end if plan.in_place else plan.num_shared
         plain = self._cost.forward(total - known, (known + total) // 2)
@@ -100,7 +100,7 @@ class Planner:
         return reused < WORTHWHILE_RATIO * plain
 
     def reusable(self, request: Request) -> int:
-        """How many leading rows may be reused or kept."""
+        """How many of the first rows may be reused or kept."""
         limit = self._support.reuse_limit
         if limit is None:
             return sys.maxsize
@@ -108,5 +108,5 @@ class Planner:
 
 
 def repair_name(repair: RepairParams) -> str:
-    """Requests that are repaired alike may go on from one another's rows."""
+    """Names a repair. Requests with the same repair may continue from each other's rows."""
     return f"{repair.strategy} {repair.ratio} {repair.overlap}"

@@ -27,6 +27,8 @@ class Request:
     """Whether what it computes is kept for later requests."""
     boundaries: tuple[int, ...] = ()
     """Positions at which a document begins. No chunk crosses one."""
+    tenant: str = ""
+    """Whom the request counts for while requests wait. Tenants take turns."""
 
 
 @dataclass

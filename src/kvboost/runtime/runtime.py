@@ -119,13 +119,13 @@ class Runtime:
         return {
             "hot_chunks": memory["chunks"],
             "hot_memory_mb": memory["bytes"] / 1e6,
-            **self.totals.stats(),
+            **self.totals.stats().as_dict(),
             "idle_kv_bytes": self.pool.idle_bytes,
             **store,
         }
 
     def close(self) -> None:
-        """Saves the learned costs, closes the store and gives the model its own attention back."""
+        """Saves the learned costs, closes the store and restores the model's own attention."""
         self.cost.save()
         self.store.close()
         self.pool.clear()

@@ -1,11 +1,12 @@
-"""Who runs next: a queue, and the rows of the next step. Knows tokens and numbers, no tensors.
+"""Which request runs next: a queue, and the rows of the next step. It handles no tensors.
 
     waiting ──► reading ──► answering ──► done
             start           first token
 
-Requests start in a fair order, when their KV fits. One that shares unread text with a request that
-is being read waits for it, up to ``sharing_wait`` seconds: the text is then read once. A step takes
-the next row of everyone who is answering, and as much of the prompts as lets them keep their pace.
+Tenants take turns, and a request starts when its KV fits. A request that shares unread text with
+one that is being read waits for it, up to ``sharing_wait`` seconds, so that the text is read once.
+A step takes the next row of every request that is answering, and as many prompt rows as still let
+those requests keep their pace.
 """
 
 from __future__ import annotations
@@ -13,81 +14,46 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Generic, TypeVar
-
-import numpy as np
 
 from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import QueueFullError
-from kvboost.tokens.hashing import ChunkKey, TokenIds, common_prefix, window_hashes
+from kvboost.runtime.job import SAMPLED, Job
+from kvboost.tokens.hashing import common_prefix
 
-WINDOW = 32
-SAMPLED = 16
-"""Of the windows of a text one in so many is compared with those of others."""
 LEAST_SHARED = 128
-"""Nobody waits for fewer tokens."""
+"""A request does not wait to share fewer tokens."""
 PATIENCE_SECONDS = 5.0
-"""A prompt that has been read for so long goes before shorter ones."""
-
-
-@dataclass(eq=False)
-class Job:
-    """One request as the scheduler sees it."""
-
-    token_ids: TokenIds
-    root: ChunkKey
-    """Of the cache it uses: nobody else's is shared."""
-    mode: GenerationMode = GenerationMode.CHUNK_KV_REUSE
-    arrived: float = 0.0
-    deadline: float | None = None
-    started: float | None = None
-    to_read: tuple[range, ...] = ()
-    """Rows of its prompt that must be computed, once it has started and that is known."""
-    rows_done: int = 0
-    """All rows before this one are in place."""
-    is_reading: bool = True
-    held_since: float | None = None
-
-    @property
-    def rows_left(self) -> int:
-        """Rows of its prompt that are still to be computed."""
-        return sum(max(0, rows.stop - max(rows.start, self.rows_done)) for rows in self.to_read)
-
-    @cached_property
-    def windows(self) -> dict[int, int]:
-        """Some of the windows of its prompt, the same ones in every text, and where they stand."""
-        hashes = window_hashes(self.root, self.token_ids, WINDOW)
-        places = np.flatnonzero(hashes % np.uint64(SAMPLED) == 0)
-        return dict(zip(hashes[places].tolist(), places.tolist(), strict=True))
-
-
-JobT = TypeVar("JobT", bound=Job)
+"""A prompt that has been read for longer than this goes before shorter ones."""
 
 
 @dataclass
-class Scheduler(Generic[JobT]):
+class Scheduler:
     """Not thread-safe: its owner holds a lock. ``waiting`` is in order of arrival, ``running`` in
     order of start."""
 
     config: EngineConfig
     step_rows: int
-    """Rows of prompts in one step, while others are answering."""
-    waiting: list[JobT] = field(default_factory=list)
-    running: list[JobT] = field(default_factory=list)
+    """Prompt rows in one step while other requests are answering."""
+    waiting: list[Job] = field(default_factory=list)
+    running: list[Job] = field(default_factory=list)
     _finished_at: float | None = None
     _seconds_each: float = 1.0
 
-    def add(self, job: JobT, *, bounded: bool = True) -> None:
-        """Takes a job into the queue; raises ``QueueFullError`` if that is ``bounded`` and full.
-        Those who will start at once do not count."""
-        free = max(0, self.config.max_running - len(self.running))
-        if bounded and len(self.waiting) >= self.config.max_waiting + free:
+    def add(self, job: Job, *, bounded: bool = True) -> None:
+        """Puts a job into the queue. If ``bounded``, raises ``QueueFullError`` when the queue is
+        full, or when a named tenant has as many jobs in it as there are places left. So there is
+        always a place for another tenant. Jobs that can start at once do not count."""
+        starting = max(0, self.config.max_running - len(self.running))
+        places = self.config.max_waiting + starting - len(self.waiting)
+        if bounded and places <= 0:
             raise QueueFullError(len(self.waiting), self.retry_after())
+        own = sum(other.tenant == job.tenant for other in self.waiting)
+        if bounded and job.tenant and own - starting >= places:
+            raise QueueFullError(own, self.retry_after(), job.tenant)
         self.waiting.append(job)
 
-    def remove(self, job: JobT, now: float) -> None:
-        """The job is over, whether it ran or not."""
+    def remove(self, job: Job, now: float) -> None:
+        """Removes a job that is done, failed or cancelled, whether or not it ran."""
         if job in self.waiting:
             self.waiting.remove(job)
             return
@@ -103,37 +69,38 @@ class Scheduler(Generic[JobT]):
     def start(
         self,
         now: float,
-        fits: Callable[[JobT], bool],
-        rows: Mapping[JobT, int] | None = None,
-    ) -> JobT | None:
-        """The next job to start, now running; None if there is none, or no room for it. ``rows``:
-        how many those that run need next, if that shall matter. It must be asked again once
-        ``to_read`` of that job is known: others may have to wait for it."""
+        fits: Callable[[Job], bool],
+        rows: Mapping[Job, int] | None = None,
+    ) -> Job | None:
+        """Starts the next job and returns it; None if no job is ready or the next one does not
+        fit. ``rows``: how many rows each running job needs next; None starts jobs even if the next
+        step is full. Call it again once the returned job has been planned: other jobs may have to
+        wait for what it reads."""
         if len(self.running) >= self.config.max_running:
             return None
         ready = [
             job
             for job in self.waiting
-            if not self._is_held(job, now) and not self._keeps_waiting(job, rows, now)
+            if not self._waits_for_sharing(job, now) and not self._step_is_full(job, rows, now)
         ]
         if not ready:
             return None
-        # Whoever has least running goes first; among those, whoever came first.
-        busy = Counter(job.root for job in self.running)
-        job = min(ready, key=lambda one: busy[one.root])
+        # The tenant with the fewest running jobs goes first; min() keeps the order of arrival.
+        busy = Counter(job.tenant for job in self.running)
+        job = min(ready, key=lambda job: busy[job.tenant])
         if not fits(job):
-            return None  # smaller ones do not overtake it: it would wait for ever
+            return None  # smaller jobs do not overtake it, or it might wait for ever
         self.waiting.remove(job)
         self.running.append(job)
         job.started = now
         return job
 
-    def pick(self, rows: Mapping[JobT, int], now: float) -> list[JobT]:
-        """Whose rows go through the model next, of jobs that need this many. Everyone's who is
-        answering; of the prompts, those with the fewest rows left, until the step is full."""
+    def pick(self, rows: Mapping[Job, int], now: float) -> list[Job]:
+        """The jobs of the next step, among those that need ``rows``: every job that is answering,
+        and the prompts with the fewest rows left until the step is full."""
         answering = [job for job in self.running if job in rows and not job.is_reading]
         reading = [job for job in self.running if job in rows and job.is_reading]
-        reading.sort(key=lambda job: self._turn(job, now))
+        reading.sort(key=lambda job: self._priority(job, now))
         most = self.slice_rows(bool(answering))
         chosen, taken = [], 0
         for job in reading:
@@ -144,44 +111,48 @@ class Scheduler(Generic[JobT]):
         return answering + chosen
 
     def slice_rows(self, someone_answers: bool) -> int:
-        """How many rows of prompts go into one step."""
+        """How many prompt rows go into one step."""
         return self.step_rows if someone_answers else 4 * self.step_rows
 
-    def expired(self, now: float) -> list[JobT]:
-        everyone = (*self.waiting, *self.running)
-        return [job for job in everyone if job.deadline is not None and now >= job.deadline]
+    def expired(self, now: float) -> list[Job]:
+        """The jobs whose deadline has passed."""
+        jobs = (*self.waiting, *self.running)
+        return [job for job in jobs if job.deadline is not None and now >= job.deadline]
 
-    def _turn(self, job: Job, now: float) -> tuple[bool, float]:
-        """The shortest goes first; before them those who have waited for long, in order."""
+    def _priority(self, job: Job, now: float) -> tuple[bool, float]:
+        """Sorts prompts: those that were read for too long first, in order of start, then the
+        shortest."""
         assert job.started is not None
         is_patient = now - job.started <= PATIENCE_SECONDS
         return is_patient, job.rows_left if is_patient else job.started
 
-    def _keeps_waiting(self, job: Job, rows: Mapping[JobT, int] | None, now: float) -> bool:
-        """Whether those who go before ``job`` fill the next step: to put it in place now would
-        only keep them waiting. Nobody is kept for long, and not by one with more to read."""
+    def _step_is_full(self, job: Job, rows: Mapping[Job, int] | None, now: float) -> bool:
+        """Whether the prompts that go before ``job`` fill the next step. Assembling ``job`` now
+        would only delay them. A job is not kept waiting for long, nor by a longer prompt."""
         if rows is None or now - job.arrived > PATIENCE_SECONDS:
             return False
         reading = [other for other in self.running if other.is_reading]
         if any(other not in rows for other in reading):
-            return True  # it is being put in place, which takes a moment
-        first = (other for other in reading if self._turn(other, now) <= (True, len(job.token_ids)))
-        answers = len(reading) < len(self.running)
-        return sum(rows[other] for other in first) >= self.slice_rows(answers)
+            return True  # it is being assembled, which takes a moment
+        limit = (True, len(job.token_ids))
+        first = (other for other in reading if self._priority(other, now) <= limit)
+        someone_answers = len(reading) < len(self.running)
+        return sum(rows[other] for other in first) >= self.slice_rows(someone_answers)
 
-    def _is_held(self, job: Job, now: float) -> bool:
-        """Whether a job should wait for another to read what both need."""
+    def _waits_for_sharing(self, job: Job, now: float) -> bool:
+        """Whether a job should wait until another one has read the text that both need."""
         if not self.config.sharing_wait or job.mode is GenerationMode.BASELINE:
             return False
         if job.held_since is not None and now - job.held_since >= self.config.sharing_wait:
             return False
-        if not any(self._awaits(job, other) for other in self.running):
+        if not any(self._shares_with(job, other) for other in self.running):
             return False
         if job.held_since is None:
             job.held_since = now
         return True
 
-    def _awaits(self, job: Job, other: Job) -> bool:
+    def _shares_with(self, job: Job, other: Job) -> bool:
+        """Whether ``other`` still has to read text that would serve ``job``."""
         if not other.is_reading or other.root != job.root:
             return False
         if other.mode is GenerationMode.BASELINE:
@@ -190,11 +161,10 @@ class Scheduler(Generic[JobT]):
 
 
 def num_shared(job: Job, other: Job) -> int:
-    """About how many of the tokens that ``other`` still has to read are in ``job`` too, where
-    they would serve it: in its beginning, or with moved reuse anywhere."""
+    """About how many of the tokens that ``other`` still has to read would serve ``job``: in its
+    prefix, or with moved reuse anywhere."""
     common = common_prefix(job.token_ids, other.token_ids)
-    to_read = other.to_read or (range(len(other.token_ids)),)  # not known yet: all of it
-    left = [range(max(rows.start, other.rows_done), rows.stop) for rows in to_read]
+    left = other.left_to_read
     prefix = sum(max(0, min(common, rows.stop) - rows.start) for rows in left)
     if job.mode is not GenerationMode.CHUNK_KV_REUSE or prefix >= LEAST_SHARED:
         return prefix

@@ -1,4 +1,4 @@
-"""Requests that are running, and which of their rows another one may stand on."""
+"""The running requests, and the rows that another request may share with them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvboost.runtime.request import Request, RequestState
 from kvboost.tokens.hashing import ChunkKey, common_prefix
 
 LEAST_SHARED = 512
-"""Fewer rows are copied: attending to them apart would cost more than they weigh."""
+"""Fewer rows are copied instead: attending to them separately would cost more."""
 GRID = 64
-"""Shared beginnings end on this grid, so that requests that ask different things of the same text
-stand on the same rows."""
+"""Shared prefixes end on this grid, so that requests with different questions about one text share
+the same rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,17 +27,17 @@ class _Running:
 
 
 class RunningRequests:
-    """The requests of a batch that are running. Used by the thread that runs the batch."""
+    """The running requests of the loop. Thread-safe; the loop's thread registers requests."""
 
     def __init__(self, *, shares: bool = True) -> None:
-        """``shares=False`` for models that may compute rows anew that were in place."""
+        """``shares=False`` for models that may recompute rows that are already in place."""
         self._shares = shares
         self._running: list[_Running] = []
         self._lock = threading.Lock()
 
     @contextmanager
     def register(self, state: RequestState, root: ChunkKey, kv: RequestKV) -> Iterator[None]:
-        """Counts a request of a batch among the running ones until the context is left."""
+        """Lists a request of a batch as running until the context exits."""
         if not state.batched:
             yield
             return
@@ -51,17 +51,17 @@ class RunningRequests:
                 self._running.remove(one)
 
     def shared_prefix_for(self, request: Request, root: ChunkKey) -> SharedRows | None:
-        """The rows with which ``request`` begins, if a running request has them in place."""
+        """The prefix of ``request`` that a running request has in place, if there is one."""
         donor, count = self._find(request, root)
         return donor.kv.share(count) if donor is not None else None
 
     def num_shared(self, request: Request, root: ChunkKey) -> int:
-        """How many rows ``base_for`` would give at most."""
+        """How many rows ``shared_prefix_for`` would give at most."""
         return self._find(request, root)[1]
 
     def nbytes(self) -> tuple[int, int]:
-        """Bytes that running requests hold, each buffer once; and those they would hold more if
-        every one had its own."""
+        """Bytes that running requests hold, each buffer counted once; and the bytes they would
+        need in addition if they shared nothing."""
         with self._lock:
             kvs = [one.kv for one in self._running]
         held = {id(kv.data): kv.data.nbytes for kv in kvs}

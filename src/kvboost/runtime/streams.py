@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvboost.results import GenerationResult
 from kvboost.runtime.request import RequestState
@@ -19,10 +19,20 @@ if TYPE_CHECKING:
 _Event = list[str] | BaseException | None
 
 
+class AnswerListener(Protocol):
+    """Receives an answer from the loop. The loop's thread calls it, so it must not block."""
+
+    def push(self, pieces: list[str]) -> None:
+        """More text has arrived."""
+
+    def end(self, error: BaseException | None) -> None:
+        """The answer is complete, or failed with ``error``."""
+
+
 class TextStream:
     """An iterator of text pieces. ``result`` is complete once the stream is exhausted or closed;
-    closing it early keeps what was read and gives ``finish_reason="cancelled"``. The time its
-    caller spends between two pieces is not counted."""
+    closing it early keeps what was read and gives ``finish_reason="cancelled"``. Its timings leave
+    out the time that the caller spends between two pieces."""
 
     def __init__(self, pieces: Generator[str, None, None], state: RequestState) -> None:
         self._pieces = pieces
@@ -41,7 +51,7 @@ class TextStream:
 
     @property
     def result(self) -> GenerationResult:
-        """What there is so far."""
+        """The result so far."""
         return self._state.result()
 
     def close(self) -> None:
@@ -63,7 +73,7 @@ class AsyncTextStream:
     and keeps what was read."""
 
     def __init__(self, state: RequestState) -> None:
-        """To be made in the event loop in which it is read."""
+        """Create it in the event loop that reads it."""
         self._state = state
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._event_loop = asyncio.get_running_loop()
@@ -72,7 +82,7 @@ class AsyncTextStream:
         self._cancel: Callable[[], None] = lambda: None
 
     def on_close(self, cancel: Callable[[], None]) -> None:
-        """``cancel`` is called when the stream is left before its end."""
+        """Calls ``cancel`` if the stream is closed before its end."""
         self._cancel = cancel
 
     def push(self, pieces: list[str]) -> None:
@@ -82,22 +92,22 @@ class AsyncTextStream:
         self._put(error)
 
     def _put(self, event: _Event) -> None:
-        with suppress(RuntimeError):  # the event loop is gone, and the reader with it
+        with suppress(RuntimeError):  # the event loop is closed, and the reader with it
             self._event_loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     @property
     def result(self) -> GenerationResult:
-        """What there is so far."""
+        """The result so far."""
         return self._state.result()
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens there are so far."""
+        """How many tokens have been generated so far."""
         return len(self._state.token_ids)
 
     @property
     def new_chunks(self) -> int:
-        """How many chunks were kept of it so far."""
+        """How many chunks the request has added to the store so far."""
         return self._state.new_chunks
 
     def __aiter__(self) -> Self:
@@ -130,14 +140,14 @@ class AsyncTextStream:
 
 
 class FutureAnswer:
-    """A thread that wants the whole answer: ``done`` has it, or the error."""
+    """The whole answer for a thread that waits: ``done`` holds the result, or the error."""
 
     def __init__(self, state: RequestState) -> None:
         self._state = state
         self.done: Future[GenerationResult] = Future()
 
     def push(self, pieces: list[str]) -> None:
-        """Only the end matters."""
+        """Only the complete answer matters."""
 
     def end(self, error: BaseException | None) -> None:
         if error is not None:

@@ -1,9 +1,10 @@
-"""What all requests add up to."""
+"""Totals over all requests."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvboost.config import GenerationMode
@@ -12,9 +13,32 @@ from kvboost.runtime.request import RequestState
 from kvboost.tokens.chunking import fixed
 
 
+@dataclass(frozen=True)
+class RequestTotals:
+    """All requests so far. Hits are chunks that served rows; misses are the chunks that the
+    computed rows would fill."""
+
+    cache_hits: int
+    approximate_hits: int
+    """Hits on moved or approximate rows; the others are exact."""
+    cache_misses: int
+    hit_rate: float
+    exact_hit_rate: float
+    requests: int
+    prompt_tokens: int
+    exact_tokens: int
+    approximate_tokens: int
+    moved_tokens: int
+    recomputed_tokens: int
+    token_reuse_rate: float
+    generated_tokens: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
 class Totals:
-    """Thread-safe. Of rows that had to be computed, the chunks of ``chunk_size`` that they would
-    fill count as misses."""
+    """Thread-safe. Computed rows count as misses: one for each ``chunk_size`` rows."""
 
     def __init__(self, chunk_size: int) -> None:
         self._chunk_size = chunk_size
@@ -22,42 +46,41 @@ class Totals:
         self._lock = threading.Lock()
 
     def add(self, state: RequestState) -> None:
-        """A request is over."""
-        kinds = Counter(span.kind for span in state.reuse.spans)
-        computed = len(fixed(state.reuse.count(SpanKind.COMPUTE), self._chunk_size))
+        """Counts a request that has ended."""
+        reuse = state.reuse
+        kinds = Counter(span.kind for span in reuse.spans)
+        computed = len(fixed(reuse.count(SpanKind.COMPUTE), self._chunk_size))
         with self._lock:
             if state.request.mode is not GenerationMode.BASELINE:
                 self._counts["exact_hits"] += kinds[SpanKind.EXACT]
                 self._counts["approximate_hits"] += kinds[SpanKind.APPROXIMATE]
-                self._counts["moved_hits"] += kinds[SpanKind.MOVED]
+                self._counts["approximate_hits"] += kinds[SpanKind.MOVED]
                 self._counts["misses"] += computed
             self._counts["requests"] += 1
-            self._counts["prompt_tokens"] += state.reuse.prompt_tokens
-            self._counts["cached_tokens"] += state.reuse.cached_tokens
-            self._counts["recomputed_tokens"] += len(state.reuse.recomputed)
+            self._counts["prompt_tokens"] += reuse.prompt_tokens
+            self._counts["cached_tokens"] += reuse.cached_tokens
+            self._counts["recomputed_tokens"] += len(reuse.recomputed)
             for kind in (SpanKind.EXACT, SpanKind.APPROXIMATE, SpanKind.MOVED):
-                self._counts[f"{kind.value}_tokens"] += state.reuse.count(kind)
+                self._counts[f"{kind.value}_tokens"] += reuse.count(kind)
             self._counts["generated_tokens"] += len(state.token_ids)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> RequestTotals:
         with self._lock:
             counts = Counter(self._counts)
-        approximate = counts["approximate_hits"] + counts["moved_hits"]
-        hits = counts["exact_hits"] + approximate
-        lookups = hits + counts["misses"]
-        prompt = counts["prompt_tokens"]
-        return {
-            "cache_hits": hits,
-            "approximate_hits": approximate,
-            "cache_misses": counts["misses"],
-            "hit_rate": hits / lookups if lookups else 0.0,
-            "exact_hit_rate": counts["exact_hits"] / lookups if lookups else 0.0,
-            "requests": counts["requests"],
-            "prompt_tokens": prompt,
-            "exact_tokens": counts["exact_tokens"],
-            "approximate_tokens": counts["approximate_tokens"],
-            "moved_tokens": counts["moved_tokens"],
-            "recomputed_tokens": counts["recomputed_tokens"],
-            "token_reuse_rate": counts["cached_tokens"] / prompt if prompt else 0.0,
-            "generated_tokens": counts["generated_tokens"],
-        }
+        hits = counts["exact_hits"] + counts["approximate_hits"]
+        lookups = max(1, hits + counts["misses"])
+        return RequestTotals(
+            cache_hits=hits,
+            approximate_hits=counts["approximate_hits"],
+            cache_misses=counts["misses"],
+            hit_rate=hits / lookups,
+            exact_hit_rate=counts["exact_hits"] / lookups,
+            requests=counts["requests"],
+            prompt_tokens=counts["prompt_tokens"],
+            exact_tokens=counts["exact_tokens"],
+            approximate_tokens=counts["approximate_tokens"],
+            moved_tokens=counts["moved_tokens"],
+            recomputed_tokens=counts["recomputed_tokens"],
+            token_reuse_rate=counts["cached_tokens"] / max(1, counts["prompt_tokens"]),
+            generated_tokens=counts["generated_tokens"],
+        )

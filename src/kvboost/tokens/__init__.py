@@ -1,1 +1,1 @@
-"""Text and ids: encoding, splitting, keys. Knows nothing of tensors or models."""
+"""Text and token ids: encoding, cutting, keys. No tensors, no models."""

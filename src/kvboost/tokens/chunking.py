@@ -1,4 +1,4 @@
-"""Where a sequence of tokens is cut into chunks."""
+"""Cutting a sequence of tokens into chunks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Interval = tuple[int, int]
 Decode = Callable[[Sequence[int]], str]
 
 SHORTEST_DOCUMENT = 8
-"""A document of fewer tokens is no chunk worth keeping: it joins the next one."""
+"""A shorter document joins the next one: it would make too small a chunk."""
 
 _SENTENCE_END = re.compile(r"""[.!?…。！？]["'“”’»)\]}」』）】]*\s*\Z""")
 
@@ -32,7 +32,7 @@ def fixed(num_tokens: int, chunk_size: int) -> list[Interval]:
 
 
 class Cutter:
-    """Where a sequence of tokens is cut into chunks.
+    """Cuts a sequence of tokens into chunks.
 
     ``fixed``
         Every ``chunk_size`` tokens.
@@ -40,18 +40,18 @@ class Cutter:
         At the first end of a sentence or line from ``chunk_size // 2`` tokens on, at the latest
         after ``chunk_size``.
     ``document``
-        Behind the token in which a marker ends. A document longer than ``chunk_size`` is cut
-        every ``chunk_size`` tokens from its own beginning, so it is cut alike wherever it stands;
-        one shorter than ``SHORTEST_DOCUMENT`` joins the next.
+        After the token in which a marker ends. A document longer than ``chunk_size`` is cut every
+        ``chunk_size`` tokens from its own beginning, so it is cut alike at any position. One
+        shorter than ``SHORTEST_DOCUMENT`` joins the next.
 
-    Whether a chunk ends is decided by the tokens up to there, never by what follows. So when a
-    sequence grows, all its chunks but the last stay as they were: the tree of chunks needs that.
+    Only the tokens before a cut decide it, never the tokens after it. So when a sequence grows, all
+    its chunks but the last stay the same. The prefix tree relies on that.
 
-    Text is the text of each id decoded alone, once, when it is first seen. Some tokenizers drop
-    a lone token's leading space, so spaces do not count when markers are compared: a line of
-    spaces is a blank line. A character that is split over tokens has no text and matches nothing.
+    Each id is decoded alone, once, when it is first seen. Some tokenizers drop a lone token's
+    leading space, so spaces do not count when markers are compared: a line of spaces is a blank
+    line. A character that is split over tokens has no text and matches nothing.
 
-    Threads may share a cutter.
+    Thread-safe.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Cutter:
         self._texts = _PerToken(decode, vocab_size, _without_spaces, object)
 
     def __call__(self, token_ids: TokenIds, boundaries: Sequence[int] = ()) -> list[Interval]:
-        """Intervals ``[start, end)``: all tokens in order, 1 to ``chunk_size`` in each. None goes
-        across the ``boundaries`` the caller gives: what lies between two is cut on its own."""
+        """Intervals ``[start, end)`` that cover all tokens in order, 1 to ``chunk_size`` in each.
+        None crosses one of the ``boundaries``: the tokens between two are cut on their own."""
         inside = {place for place in boundaries if 0 < place < len(token_ids)}
         return [
             (begin + start, begin + end)
@@ -115,7 +115,7 @@ class Cutter:
         pieces = self._texts(token_ids)
         text = "".join(pieces)
         text_ends = np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)))
-        # In the order in which a reader sees them end; the lookahead finds overlapping ones too.
+        # In the order in which they end; the lookahead finds overlapping markers too.
         found = sorted(
             (hit.start() + len(marker), hit.start())
             for marker in self._markers
@@ -125,7 +125,7 @@ class Cutter:
         ends = []
         begin, text_begin = 0, 0
         for (_, marker_start), end in zip(found, token_ends.tolist(), strict=True):
-            # A marker lies in one document: what was before it must not change how it is cut.
+            # A marker lies inside one document: the text before must not change how it is cut.
             if end - begin >= SHORTEST_DOCUMENT and marker_start >= text_begin:
                 ends.append(end)
                 begin, text_begin = end, int(text_ends[end - 1])
@@ -135,7 +135,7 @@ class Cutter:
 class _PerToken:
     """A value for each token id, found by decoding the id alone when it is first seen.
 
-    Threads that meet the same new id write the same value; it is marked as seen after that.
+    Thread-safe: threads that meet the same new id write the same value before they mark it seen.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""Keys of chunks. A key says everything its KV depends on.
+"""Keys of chunks. A key depends on everything that the chunk's KV depends on.
 
 The root holds the model's fingerprint (config, weights, dtype, RoPE, adapter), the caller's salt
-and the lineage; each chunk's key chains its parent's with its own tokens. So a key names one
-exact history. Hashes only find candidates: the index compares token ids before it trusts one.
+and the lineage. Each chunk's key chains its parent's key with its own tokens, so a key names one
+exact history. Hashes only find candidates: the prefix tree compares token ids before it trusts
+one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MIX = np.uint64(0xD6E8FEB86659FD93)
 
 
 def as_token_ids(ids: object) -> TokenIds:
-    """Token ids as a read-only array of their own."""
+    """Token ids as a read-only copy."""
     array = np.array(ids, dtype=np.int32)
     array.flags.writeable = False
     return array
@@ -39,7 +40,7 @@ def root_key(fingerprint: str, salt: str, lineage: str = "exact") -> ChunkKey:
 
 
 def chain_key(parent: ChunkKey, token_ids: TokenIds) -> ChunkKey:
-    """The key of the chunk that holds ``token_ids`` behind ``parent``."""
+    """The key of the chunk that holds ``token_ids`` after ``parent``."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     digest.update(bytes.fromhex(parent))
     digest.update(np.ascontiguousarray(token_ids, dtype="<i4").tobytes())
@@ -47,23 +48,23 @@ def chain_key(parent: ChunkKey, token_ids: TokenIds) -> ChunkKey:
 
 
 def branch_key(parent: ChunkKey, repair: str) -> ChunkKey:
-    """Where the approximate continuations of ``parent`` begin, beside its exact children: those
-    that were repaired in the way ``repair`` names."""
+    """The root of the approximate continuations of ``parent`` that were repaired as ``repair``
+    names. They live beside the exact children of ``parent``."""
     return root_key(parent, repair, "approximate")
 
 
 def common_prefix(left: TokenIds, right: TokenIds) -> int:
-    """How many tokens both begin with."""
+    """The length of the longest common prefix."""
     length = min(len(left), len(right))
     first = (left[:length] != right[:length]).tobytes().find(1)
     return length if first < 0 else first
 
 
 def window_hashes(space: ChunkKey, token_ids: TokenIds, window: int) -> npt.NDArray[np.uint64]:
-    """Hashes of all windows of ``token_ids``, none if they are shorter than one.
+    """Hashes of all windows of ``window`` tokens; empty if there are fewer tokens than that.
 
-    Polynomials of the tokens mod 2**64, that of two halves from those of each; ``space`` is mixed
-    in, and high bits into low ones.
+    A hash is a polynomial of the tokens mod 2**64, built from the hashes of both halves. ``space``
+    is mixed in, and the high bits into the low ones.
     """
     hashes = token_ids.astype(np.uint64)
     length = 1

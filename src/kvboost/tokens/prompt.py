@@ -1,4 +1,4 @@
-"""What users call a prompt, as token ids."""
+"""Prompts as token ids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PromptReader:
 
     def read(self, prompt: Prompt) -> TokenIds:
         """The token ids of ``prompt``; PromptError if there are none or it is no prompt."""
-        if isinstance(prompt, str):  # nothing is empty, even if a BOS token would go before it
+        if isinstance(prompt, str):  # an empty text is empty, even if a BOS token would precede it
             ids = as_token_ids(self._tokenizer.encode(prompt) if prompt else [])
         elif _is_chat(prompt):
             ids = as_token_ids(self._tokenizer.encode_chat(prompt))
@@ -33,8 +33,8 @@ class PromptReader:
         return ids
 
     def read_document(self, text: str, header: str | None) -> tuple[TokenIds, int]:
-        """The ids of ``text`` as it stands behind ``header`` in a prompt, without one as it
-        begins a user's first message; and how many of them stand before it."""
+        """The ids of ``text`` after ``header``, and how many of them come before it. Without a
+        header, the text begins a user's first message in the chat template."""
         if not isinstance(text, str) or not text:
             raise PromptError(f"a document is a non-empty string; got {_short(text)}")
         frame = self._tokenizer.chat_frame() if header is None else None
@@ -44,23 +44,23 @@ class PromptReader:
         return self.join(frame[0], text), len(self.join(frame[0]))
 
     def frame(self, header: str | None, question: str) -> tuple[TokenIds, TokenIds]:
-        """What stands before and behind documents: ``header`` and ``question``, or without a
-        header the chat template's own beginning, and its end behind the question."""
+        """The ids before and after a prompt's documents: ``header`` and ``question``. Without a
+        header, the chat template's beginning, and the question with the template's end."""
         frame = self._tokenizer.chat_frame() if header is None else None
         if frame is None:
             return as_token_ids(self._tokenizer.encode(header or "")), self.join(question)
         return self.join(frame[0]), self.join(question, frame[1])
 
     def inside(self, text: str) -> list[TokenIds]:
-        """The ids by which ``text`` is recognised inside others, several ways: the first and the
-        last of them depend on what stands beside it."""
+        """The ids that find ``text`` inside other texts, in several variants: its first and last
+        token depend on the text around it."""
         if not text.strip():
             raise PromptError(f"a text to look for is not blank; got {_short(text)}")
         ways = [self.join(f"{before}{text.strip()}") for before in ("", " ", "\n")]
         return [ids[1:-1] if len(ids) > 8 else ids for ids in ways]
 
     def join(self, *fragments: str) -> TokenIds:
-        """The ids of ``fragments``, each read on its own, one behind the other."""
+        """The ids of ``fragments``, each encoded on its own, joined in order."""
         ids = [token for text in fragments for token in self._tokenizer.encode_fragment(text)]
         return as_token_ids(ids)
 

@@ -16,7 +16,7 @@ class Tokenizer(Protocol):
         """Ids of ``text`` alone, to be joined with others."""
 
     def chat_frame(self) -> tuple[str, str] | None:
-        """What the chat template puts before and behind a first user message, up to the answer;
+        """What the chat template puts before and after a first user message, up to the answer;
         None if there is no template to say."""
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -65,8 +65,8 @@ class Detokenizer:
 class StopMatcher:
     """Finds stop strings in text that arrives in pieces, wherever the tokens are cut.
 
-    ``push`` returns the text that is safe to show: what might yet become a stop string is held
-    back. After a match ``stopped`` is true and nothing more comes out.
+    ``push`` returns the text that is safe to show and holds back text that may still become a stop
+    string. After a match, ``stopped`` is true and no more text follows.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -85,7 +85,7 @@ class StopMatcher:
         return self._release(len(self._held) - self._possible_start())
 
     def finish(self) -> str:
-        """What was held back for a stop string that never came."""
+        """The text that was held back for a stop string that did not come."""
         return "" if self.stopped else self._release(len(self._held))
 
     def _possible_start(self) -> int:

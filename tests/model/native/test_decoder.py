@@ -14,12 +14,12 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from kvboost.model.attention import Segment
 from kvboost.model.fast_layers import pack_layers
 from kvboost.model.forward import Forward
 from kvboost.model.kv import RequestKV
 from kvboost.model.native.build import load_library
 from kvboost.model.native.decoder import give_back
+from kvboost.model.segment import Segment
 
 pytestmark = pytest.mark.skipif(
     isinstance(load_library(), str), reason=f"no native kernels: {load_library()}"

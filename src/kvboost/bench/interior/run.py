@@ -28,7 +28,7 @@ from kvboost.bench.plots import check_plot
 from kvboost.bench.workloads import Unread
 from kvboost.config import at_least, one_of, whole
 from kvboost.errors import ConfigError, KVBoostError
-from kvboost.model.load import pick_device, pick_dtype
+from kvboost.model.device import pick_device, pick_dtype
 from kvboost.progress import Progress
 
 BESIDE = 200

@@ -74,7 +74,7 @@ class KnownRows:
     def in_place(self) -> tuple[Hit, ...]:
         return (*self.exact, *self.approximate)
 
-    def behind(self, row: int) -> KnownRows:
+    def after(self, row: int) -> KnownRows:
         """What of it serves rows from ``row`` on. Where exact rows end before it, the approximate
         ones that go on from there do not count: ``row`` itself stands behind exact ones."""
         if not row:

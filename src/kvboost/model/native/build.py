@@ -1,8 +1,9 @@
 """Compiles the kernels for the machine they run on, once, and loads them.
 
-A C compiler takes about a second; what it gave lies in the home folder under a name that changes
-with the source, the compiler and the processor. Without one, or on another processor, torch's own
-kernels serve: slower, and right.
+There is one form of the kernels per dtype: bfloat16 for CPUs with AMX, float32 for any CPU. A C
+compiler takes a second or two for each. The result is kept in the home folder under a name that
+changes with the source, the compiler and the processor. If a form cannot be built or does not fit
+the processor, torch's own kernels serve: slower, with the same results.
 """
 
 from __future__ import annotations
@@ -15,22 +16,27 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from collections.abc import Mapping, Sequence
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+
+import torch
 
 from kvboost.config import home, native_kernels_allowed
 
 log = logging.getLogger("kvboost")
 
 FOLDER = Path(__file__).parent
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
-NEEDED = {"amx_bf16", "amx_tile", "avx512_bf16", "avx512bw"}
-"""What the processor must have."""
+FLAGS = ("-O3", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+TUNING = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}
+"""The flag that makes a compiler use everything this processor has."""
 
-SIGNATURES = {
+
+SIGNATURES: dict[str, Sequence[type]] = {
     "kvboost_attend": (c_void_p, c_int32),
-    "kvboost_look": (c_void_p, c_void_p, c_void_p, c_int32),
+    "kvboost_attention_mass": (c_void_p, c_void_p, c_void_p, c_int32),
     "kvboost_move": (
         *(c_void_p, c_int64, c_int64) * 2,
         *(c_int32,) * 5,
@@ -57,55 +63,122 @@ SIGNATURES = {
 }
 
 
+@dataclass(frozen=True)
+class Form:
+    """The kernels for one dtype."""
+
+    name: str
+    folder: str
+    flags: tuple[str, ...] = ()
+    needs: frozenset[str] = frozenset()
+    """What the processor must have."""
+    own_signatures: Mapping[str, Sequence[type]] = field(default_factory=dict)
+    """Functions that only this form has."""
+
+
+FORMS = {
+    torch.bfloat16: Form(
+        "bfloat16",
+        "amx",
+        needs=frozenset({"amx_bf16", "amx_tile", "avx512_bf16", "avx512bw"}),
+    ),
+    torch.float32: Form(
+        "float32 portable",
+        "float32",
+        flags=("-DKVBOOST_FLOAT32",),
+        own_signatures={"kvboost_pack_halved": (c_void_p, c_int32, c_int32, c_void_p)},
+    ),
+}
+
+
+def library(dtype: torch.dtype) -> ctypes.CDLL:
+    """The kernels for ``dtype``; ask :func:`is_available` first."""
+    loaded = _load(dtype)
+    if isinstance(loaded, str):
+        raise RuntimeError(f"there are no kernels for {dtype} on this machine: {loaded}")
+    return loaded
+
+
+def is_available(dtype: torch.dtype) -> bool:
+    """Whether our kernels serve ``dtype`` on this machine. Compiles them on the first call."""
+    return not isinstance(_load(dtype), str)
+
+
+def why_not(dtype: torch.dtype) -> str | None:
+    """Why our kernels do not serve ``dtype``; None if they do."""
+    loaded = _load(dtype)
+    return loaded if isinstance(loaded, str) else None
+
+
+def describe(dtype: torch.dtype) -> str:
+    """The kernels that serve ``dtype``, as ``"float32 portable (AVX-512)"``, or why there are
+    none."""
+    reason = why_not(dtype)
+    if reason is not None:
+        return f"no: {reason}"
+    return f"{FORMS[dtype].name} ({library(dtype).kvboost_instructions().decode()})"
+
+
 @cache
-def load_library() -> ctypes.CDLL | str:
+def _load(dtype: torch.dtype) -> ctypes.CDLL | str:
     """The kernels, or why there are none."""
+    form = FORMS.get(dtype)
+    if form is None:
+        return f"only for {' and '.join(str(known).removeprefix('torch.') for known in FORMS)}"
     if not native_kernels_allowed():
         return "turned off by KVBOOST_NATIVE=0"
-    if platform.system() != "Linux" or not _processor() >= NEEDED:
+    if platform.system() != "Linux":
+        return "they are built on Linux only"
+    if not _processor() >= form.needs:
         return "this CPU has no matrix tiles (AMX)"
-    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    compiler = next(filter(None, map(shutil.which, ("gcc", "cc", "clang"))), None)
     if compiler is None:
-        return "there is no C compiler; gcc or clang would do"
+        return "there is no C compiler; install gcc or clang"
     try:
-        library = ctypes.CDLL(str(_built(compiler)))
+        loaded = ctypes.CDLL(str(_built(compiler, form)))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         log.warning("the native kernels could not be built: %s", said.strip()[-500:])
         return "they could not be built"
-    if not library.kvboost_may_use_tiles():
+    if not loaded.kvboost_is_permitted():
         return "the system does not let this process use matrix tiles"
-    for name, arguments in SIGNATURES.items():
-        function = getattr(library, name)
+    for name, arguments in {**SIGNATURES, **form.own_signatures}.items():
+        function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, None
-    library.kvboost_room_bytes.restype = library.kvboost_look_bytes.restype = c_int64
-    return library
+    loaded.kvboost_workspace_bytes.restype = loaded.kvboost_mass_bytes.restype = c_int64
+    loaded.kvboost_instructions.restype = c_char_p
+    return loaded
 
 
-def _built(compiler: str) -> Path:
-    """The shared library, compiled unless it is there."""
+def _built(compiler: str, form: Form) -> Path:
+    """The shared library; compiles it unless that was done before."""
     says = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
-    sources = sorted(FOLDER.glob("*.c"))
-    texts = [path.read_text() for path in (*sources, *sorted(FOLDER.glob("*.h")))]
-    made_of = (*texts, says.stdout, *FLAGS, *sorted(_processor()))
+    flags = (*FLAGS, *form.flags)
+    if tuning := TUNING.get(platform.machine()):
+        flags += (tuning,)
+    folders = (FOLDER, FOLDER / form.folder)
+    sources = [path for folder in folders for path in sorted(folder.glob("*.c"))]
+    headers = [path for folder in folders for path in sorted(folder.glob("*.h"))]
+    texts = [path.read_text() for path in (*sources, *headers)]
+    made_of = (*texts, says.stdout, *flags, *sorted(_processor()))
     digest = hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
-    library = home() / "native" / f"kernels-{digest}.so"
-    if not library.is_file():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            fresh = Path(folder) / library.name
-            command = [compiler, *FLAGS, *map(str, sources), "-o", str(fresh), "-lm"]
+    path = home() / "native" / f"{form.folder}-{digest}.so"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            fresh = Path(folder) / path.name
+            command = [compiler, *flags, *map(str, sources), "-o", str(fresh), "-lm"]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-            os.replace(fresh, library)  # several processes may build: each gives a whole file
-    return library
+            os.replace(fresh, path)  # several processes may build it: each leaves a whole file
+    return path
 
 
 @cache
 def _processor() -> frozenset[str]:
-    """What the first processor says it can do."""
+    """The features that the first processor reports."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return frozenset()
-    flags = (line for line in text.splitlines() if line.startswith("flags"))
-    return frozenset(next(flags, "").split())
+    features = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
+    return frozenset(next(features, "").split())

@@ -1,5 +1,5 @@
-"""Whole decoder layers of the Llama kind in one call: a step of a batch is then mostly arithmetic.
-Where a hook looks at the rows on their way, it is two."""
+"""Whole decoder layers of the Llama kind in one call. A step of a batch is then mostly arithmetic,
+not Python. With a hook, a layer is two calls, and the hook runs between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from kvboost.model.native.build import load_library
+from kvboost.model import native
 from kvboost.model.native.layers import Product, rounded_up
 
 if TYPE_CHECKING:
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
 """Norm, attention, norm, gated layer; rotary positions in halves; no norm of queries or keys."""
+MOST_ROWS = {torch.bfloat16: None, torch.float32: 96}
+"""How many rows our layers take at once: any number, or as many as they multiply faster than
+torch does."""
 
 
 class _Layer(ctypes.Structure):
@@ -30,16 +33,16 @@ class _Layer(ctypes.Structure):
 
 
 class DecoderLayer:
-    """What one layer does, on products that are there already."""
+    """One layer on products that were made before."""
 
     def __init__(self, layer: Any, qkv: Product, o: Product, gate_up: Product, down: Product):
         attention, norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
         dim = attention.head_dim
-        weights = [norm.weight.detach() for norm in norms]  # held, whatever becomes of the layer
+        weights = [norm.weight.detach() for norm in norms]  # the kernels read them
         self._held = (qkv, o, gate_up, down, weights)
         self._depth = max(product.depth for product in (qkv, o, gate_up, down))
         self._heads = o.depth // dim
-        self._room = gate_up.depth + max(qkv.width + o.depth, gate_up.width)
+        self._scratch = gate_up.depth + max(qkv.width + o.depth, gate_up.width)
         self._layer = _Layer(
             *(product.address for product in (qkv, o, gate_up, down)),
             *(weight.data_ptr() for weight in weights),
@@ -50,9 +53,12 @@ class DecoderLayer:
         )
         self._address = ctypes.addressof(self._layer)
         self._qkv, self._width = qkv.width, qkv.depth
-        library = load_library()
-        assert not isinstance(library, str), library
-        self._library = library
+        self._library = native.library(qkv.dtype)
+        self._most_rows = MOST_ROWS[qkv.dtype]
+
+    def takes(self, rows: int) -> bool:
+        """Whether this layer is faster than the model's own for so many rows."""
+        return self._most_rows is None or rows <= self._most_rows
 
     def __call__(
         self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch
@@ -63,19 +69,20 @@ class DecoderLayer:
         rows, dim = hidden.shape[1], cos.shape[2]
         out = torch.empty_like(hidden)
         assert batch.kernels is not None
-        room = batch.kernels.keep("room", rows * self._room)
-        packed = batch.kernels.keep("packed", rounded_up(rows) * self._depth)
+        scratch = batch.kernels.scratch("layer", rows * self._scratch)
+        packed = batch.kernels.scratch("packed", rounded_up(rows) * self._depth)
         num_parts = batch.plan.num_slots * self._heads * (dim + 1)
-        parts = batch.kernels.keep("parts", num_parts, torch.float32)
+        parts = batch.kernels.scratch("parts", num_parts, torch.float32)
         layer, plan, threads = self._address, batch.plan.address, torch.get_num_threads()
-        given = [one.data_ptr() for one in (hidden, cos, sin)]
-        places = [one.data_ptr() for one in (out, room, packed, parts)] + [batch.kernels.rooms()]
-        if not batch.is_looked_at:
+        given = [tensor.data_ptr() for tensor in (hidden, cos, sin)]
+        places = [tensor.data_ptr() for tensor in (out, scratch, packed, parts)]
+        places.append(batch.kernels.workspaces())
+        if not batch.has_hooks:
             self._library.kvboost_layer(layer, plan, *given, *places, threads)
             return out
         self._library.kvboost_layer_begin(layer, plan, *given, *places[1:3], threads)
         start = rows * self._width
-        fresh = room[start : start + rows * self._qkv].view(1, rows, -1, dim).transpose(1, 2)
+        fresh = scratch[start : start + rows * self._qkv].view(1, rows, -1, dim).transpose(1, 2)
         kv_heads = (fresh.shape[1] - self._heads) // 2
         query, keys, values = fresh.split((self._heads, kv_heads, kv_heads), dim=1)
         batch.write(self._layer.index, keys, values)
@@ -84,22 +91,22 @@ class DecoderLayer:
         return out
 
 
-def serve_layer(module: nn.Module, native: DecoderLayer) -> None:
-    """Has ``native`` take the rows of our batches; others find the layer as it was."""
+def replace_forward(module: nn.Module, ours: DecoderLayer) -> None:
+    """Makes ``ours`` run the rows of our batches; other calls reach the layer as it was."""
     stock = module.forward
 
     def forward(
         hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
     ) -> Any:
         batch: Batch | None = getattr(past_key_values, "batch", None)
-        if batch is None or batch.kernels is None:
+        if batch is None or batch.kernels is None or not ours.takes(hidden_states.shape[1]):
             return stock(hidden_states, *args, past_key_values=past_key_values, **kwargs)
         cos, sin = kwargs["position_embeddings"]
-        return native(hidden_states, cos, sin, batch)
+        return ours(hidden_states, cos, sin, batch)
 
     module.forward = forward
 
 
-def give_back(module: nn.Module) -> None:
-    """Undoes :func:`serve_layer`."""
+def restore_forward(module: nn.Module) -> None:
+    """Undoes :func:`replace_forward`."""
     vars(module).pop("forward", None)

@@ -1,18 +1,24 @@
-// What the kernels are called with.
+// The interface of the kernels. Each form (amx/, float32/) implements it for one type of number.
 #pragma once
 
 #include <stdint.h>
 
 typedef uint16_t bf16;
+#ifdef KVBOOST_FLOAT32
+typedef float number;
+#else
+typedef bf16 number;
+#endif
 
+// Consecutive keys that some rows attend to. They belong to one request or are shared by several.
 typedef struct {
-    const bf16 *keys, *values; // of layer 0; [kv_heads, capacity, dim] in each layer
+    const number *keys, *values; // of layer 0; [kv_heads, capacity, dim] in each layer
     int64_t layer_stride, head_stride;
-    int32_t first, num_rows; // its slice of rows[], limits[] and slots[]
+    int32_t first, num_rows; // this run's slice of rows[], limits[] and slots[]
 } Run;
 
 typedef struct {
-    bf16 *key, *value; // where a packed row goes in layer 0, head 0
+    number *key, *value; // where a packed row is written in layer 0, head 0
     int64_t layer_stride, head_stride;
 } Place;
 
@@ -22,41 +28,42 @@ typedef struct {
     const Place *places;   // [num_rows]
     const int32_t *rows;   // the packed row
     const int32_t *limits; // how many of the run's keys it sees; not decreasing within a run
-    const int32_t *slots;  // where its part is kept until all are there; -1: there is no other
-    const int32_t *merged; // [num_merged, 3]: a packed row, its first slot, their number
+    const int32_t *slots;  // which slot of Call.parts holds its partial result; -1: it has one run
+    const int32_t *merged; // [num_merged, 3]: a packed row, its first slot, how many slots
 } Plan;
 
 typedef struct {
     const Plan *plan;
     int32_t layer, heads;
     float scale;
-    const bf16 *queries; // [heads, rows, dim] by their strides
+    const number *queries; // [heads, rows, dim] by the strides
     int64_t head_stride, row_stride;
-    bf16 *out;           // [rows, heads, dim]
-    float *parts;        // [slots, heads, dim + 1]: the output and the log-sum-exp
-    void *rooms;         // kvboost_room_bytes() for each thread, at a multiple of 64
+    number *out;      // [rows, heads, dim]
+    float *parts;     // [slots, heads, dim + 1]: the output and the log2-sum-exp2
+    void *workspaces; // kvboost_workspace_bytes() for each thread, aligned to 64 bytes
 } Call;
 
 typedef struct {
-    const bf16 *queries; // [heads, rows, dim] by their strides
+    const number *queries; // [heads, rows, dim] by the strides
     int64_t head_stride, row_stride;
-    const bf16 *keys; // [kv_heads, start + rows, dim]
+    const number *keys; // [kv_heads, start + rows, dim]
     int64_t key_stride;
-    const uint8_t *absent; // [start + rows and 16 more]: what nobody sees
+    const uint8_t *absent; // [start + rows and 16 more]: keys that no row sees
     int32_t heads, kv_heads, dim, start, rows;
     float scale;
-} Look;
+} MassCall;
 
 typedef struct {
-    const bf16 *weights; // [n / 32][k / 32][2][16 pairs of k][16 of n, 2]
-    const bf16 *bias;    // [n], or none
+    const void *weights; // rearranged by kvboost_pack
+    const number *bias;  // [n], or none
     int32_t n, k;
-    int32_t gated; // of every 32 columns, 16 are gates and 16 are what they let through
+    int32_t gated;  // of every 32 columns, 16 are gates and 16 are the values they multiply
+    int32_t halved; // float32 only: the weights are packed by kvboost_pack_halved
 } Linear;
 
 typedef struct {
     const Linear *qkv, *o, *gate_up, *down;
-    const bf16 *input_norm, *post_norm;
+    const number *input_norm, *post_norm;
     float input_eps, post_eps, scale;
     int32_t index, heads;
 } Layer;
@@ -64,15 +71,22 @@ typedef struct {
 void kvboost_attend(const Call *call, int threads);
 
 void kvboost_write(
-    const Plan *plan, int layer, const bf16 *keys, int64_t key_head_stride, int64_t key_row_stride,
-    const bf16 *values, int64_t value_head_stride, int64_t value_row_stride, int threads
+    const Plan *plan, int layer, const number *keys, int64_t key_head_stride, int64_t key_row_stride,
+    const number *values, int64_t value_head_stride, int64_t value_row_stride, int threads
 );
 
 void kvboost_linear(
-    const Linear *linear, const bf16 *rows, int32_t m, const bf16 *residual, bf16 *out, bf16 *packed,
-    int threads
+    const Linear *linear, const number *rows, int32_t m, const number *residual, number *out,
+    number *packed, int threads
 );
 
 void kvboost_norm(
-    const bf16 *rows, int32_t m, int32_t dim, const bf16 *weight, float eps, bf16 *out, int threads
+    const number *rows, int32_t m, int32_t dim, const number *weight, float eps, number *out,
+    int threads
+);
+
+// Rotates the first `heads` heads of rows [m, width] by cos and sin, [m, dim], in place.
+void kvboost_rotate(
+    number *rows, int m, int width, int heads, int dim, const number *cos, const number *sin,
+    int threads
 );

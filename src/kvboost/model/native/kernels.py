@@ -1,4 +1,4 @@
-"""Many requests' attention in one call: what ``attention.c`` reads, and the calls."""
+"""Attention of many requests in one call: what ``attention.c`` reads, and the calls."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvboost.model.kv import KVShape, RequestKV, SharedRows, has_kernels
-from kvboost.model.native.build import load_library
-from kvboost.model.native.layers import scratch
-
-if TYPE_CHECKING:
-    from kvboost.model.attention import Segment
+from kvboost.model import native
+from kvboost.model.kv import KVShape, RequestKV, SharedRows
+from kvboost.model.native.layers import BLOCK, scratch
+from kvboost.model.segment import Segment
 
 Ints = npt.NDArray[np.int32]
 
 CUT_KEYS = 512
-"""A row that is alone looks at so many keys in one go; the next threads take the others."""
+"""A row that is alone attends to this many keys in one task, so that several threads share it."""
+MOST_DIM = 256
+"""The largest head dimension that the kernels serve."""
 
 RUN = np.dtype(
     [(name, np.int64) for name in ("keys", "values", "layer_stride", "head_stride")]
@@ -49,40 +48,46 @@ class _Call(ctypes.Structure):
         ("row_stride", c_int64),
         ("out", c_void_p),
         ("parts", c_void_p),
-        ("rooms", c_void_p),
+        ("workspaces", c_void_p),
     ]
 
 
-class Kernels:
-    """The compiled calls. They run in torch's threads and let other Python threads run."""
+def serves(shape: KVShape) -> bool:
+    """Whether our kernels serve KV of this shape on this machine."""
+    fits = shape.device.type == "cpu" and shape.head_dim % BLOCK == 0
+    return fits and shape.head_dim <= MOST_DIM and native.is_available(shape.dtype)
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+
+class Kernels:
+    """The compiled calls for one dtype. They run in torch's threads and release Python's lock."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        library = native.library(dtype)
         self._attend = library.kvboost_attend
         self._write = library.kvboost_write
-        self._room_bytes = int(library.kvboost_room_bytes())
+        self._workspace_bytes = int(library.kvboost_workspace_bytes())
+        self._dtype = dtype
         self._kept: dict[str, torch.Tensor] = {}
 
-    def keep(self, name: str, num: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Room for ``num`` numbers, kept from call to call: fresh memory costs page faults. One
+    def scratch(self, name: str, num: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Memory for ``num`` numbers, kept for later calls: fresh memory costs page faults. One
         call at a time uses it."""
         if name not in self._kept or len(self._kept[name]) < num:
-            self._kept[name] = scratch(num, dtype)
+            self._kept[name] = scratch(num, dtype or self._dtype)
         return self._kept[name]
 
-    def rooms(self) -> int:
-        """Where threads find room to attend in: the address."""
-        return self.keep(
-            "rooms", torch.get_num_threads() * self._room_bytes, torch.uint8
-        ).data_ptr()
+    def workspaces(self) -> int:
+        """The address of the memory in which threads attend."""
+        num_bytes = torch.get_num_threads() * self._workspace_bytes
+        return self.scratch("workspaces", num_bytes, torch.uint8).data_ptr()
 
     @classmethod
     def for_shape(cls, shape: KVShape) -> Kernels | None:
-        """Those for a model's KV; None where torch serves it."""
-        library = load_library() if has_kernels(shape) else "no"
-        return None if isinstance(library, str) else cls(library)
+        """The kernels for a model's KV; None where torch serves it."""
+        return cls(shape.dtype) if serves(shape) else None
 
     def write(self, plan: Plan, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Puts the fresh rows of all segments, ``[1, kv_heads, rows, dim]``, into their KV."""
+        """Writes the fresh rows of all segments, ``[1, kv_heads, rows, dim]``, into their KV."""
         keys, values = _by_strides(keys), _by_strides(values)
         self._write(
             plan.address,
@@ -93,32 +98,32 @@ class Kernels:
         )
 
     def attend(self, plan: Plan, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attention of ``[1, heads, rows, dim]``; gives ``[1, rows, heads, dim]``."""
+        """Attention of ``[1, heads, rows, dim]``; returns ``[1, rows, heads, dim]``."""
         query = _by_strides(query)
         _, heads, rows, dim = query.shape
         out = query.new_empty(1, rows, heads, dim)
-        parts = self.keep("parts", plan.num_slots * heads * (dim + 1), torch.float32)
+        parts = self.scratch("parts", plan.num_slots * heads * (dim + 1), torch.float32)
         call = _Call(
             plan.address,
             layer,
             heads,
             scale,
             *(query.data_ptr(), query.stride(1), query.stride(2)),
-            *(out.data_ptr(), parts.data_ptr(), self.rooms()),
+            *(out.data_ptr(), parts.data_ptr(), self.workspaces()),
         )
         self._attend(ctypes.addressof(call), torch.get_num_threads())
         return out
 
 
 class Plan:
-    """Which packed rows look at which runs of keys, and where fresh rows go: the same in all
-    layers. Holds what the kernels read while they run."""
+    """Which packed rows attend to which runs of keys, and where fresh rows are written: the same in
+    all layers. Holds the arrays that the kernels read."""
 
     def __init__(self, segments: Sequence[Segment], shape: KVShape) -> None:
         self._segments = segments
         self._runs: list[tuple[torch.Tensor, int, Ints, Ints]] = []
         positions = [_positions(segment) for segment in segments]
-        for segment in segments:  # C would write anywhere
+        for segment in segments:  # C would write out of bounds
             if segment.first < segment.kv.own_start or segment.end > segment.kv.capacity:
                 raise RuntimeError(
                     f"rows [{segment.first}, {segment.end}) are not this request's own: it has "
@@ -127,7 +132,7 @@ class Plan:
         starts = np.cumsum([0, *map(len, positions)]).astype(np.int32)
         places = [_places(segment.kv, at) for segment, at in zip(segments, positions, strict=True)]
         rows = [np.arange(a, b, dtype=np.int32) for a, b in pairwise(starts)]
-        self._look(rows, positions)
+        self._add_runs(rows, positions)
         runs = np.zeros(len(self._runs), RUN)
         first = 0
         for at, (data, start, seen_by, _) in enumerate(self._runs):
@@ -147,8 +152,8 @@ class Plan:
         )
         self.address = ctypes.addressof(self._plan)
 
-    def _look(self, rows: Sequence[Ints], positions: Sequence[Ints]) -> None:
-        """Who looks where: at rows that several share together, at everyone's own alone."""
+    def _add_runs(self, rows: Sequence[Ints], positions: Sequence[Ints]) -> None:
+        """Lists the runs: one for each set of shared rows, then those of each segment alone."""
         on_base: dict[int, tuple[SharedRows, list[int]]] = {}
         for index, segment in enumerate(self._segments):
             if segment.kv.base is not None:
@@ -171,7 +176,7 @@ class Plan:
 
 
 def _present(segment: Segment, first: int, cut: int | None) -> Iterator[tuple[int, int]]:
-    """The intervals of positions from ``first`` on that a segment's rows may look at."""
+    """The intervals of positions from ``first`` on that a segment's rows may attend to."""
     if segment.absent is not None:
         there = np.flatnonzero(~segment.absent[first : segment.end].numpy()) + first
         for some in np.split(there, np.flatnonzero(np.diff(there) > 1) + 1):
@@ -191,7 +196,7 @@ def _positions(segment: Segment) -> Ints:
 
 
 def _places(kv: RequestKV, positions: Ints) -> npt.NDArray[np.void]:
-    """Where fresh rows go in layer 0 and head 0."""
+    """Where fresh rows are written in layer 0 and head 0."""
     data = kv.data
     places = np.zeros(len(positions), PLACE)
     row_bytes = data.stride(3) * data.itemsize
@@ -202,8 +207,8 @@ def _places(kv: RequestKV, positions: Ints) -> npt.NDArray[np.void]:
 
 
 def _slots(rows: Ints, num_rows: int) -> tuple[Ints, Ints]:
-    """For each entry of ``rows`` where its part is kept, or -1 if its row stands there only once;
-    and ``[rows of several parts, 3]``: the row, its first slot, how many."""
+    """For each entry of ``rows``, the slot of its partial result, or -1 if its row occurs once;
+    and ``[rows of several parts, 3]``: the row, its first slot, how many slots."""
     counts = np.bincount(rows, minlength=num_rows)
     slots = np.full(len(rows), -1, np.int32)
     several = np.flatnonzero(counts > 1)
@@ -217,5 +222,5 @@ def _slots(rows: Ints, num_rows: int) -> tuple[Ints, Ints]:
 
 
 def _by_strides(rows: torch.Tensor) -> torch.Tensor:
-    """The kernels go by strides, but for the last dimension."""
+    """The kernels read by strides, but the last dimension must be contiguous."""
     return rows if rows.stride(3) == 1 else rows.contiguous()

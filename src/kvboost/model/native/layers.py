@@ -7,53 +7,60 @@ from ctypes import c_int32, c_void_p
 
 import torch
 
-from kvboost.model.native.build import load_library
+from kvboost.model import native
 
 BLOCK = 32
-"""Rows and columns of weights come in so many."""
+"""Rows and columns of weights come in multiples of this."""
 HALF = BLOCK // 2
+LANES = 16
+"""The dimension of a norm is a multiple of this in bfloat16."""
 
 
 class _Linear(ctypes.Structure):
     _fields_ = [
         ("weights", c_void_p),
         ("bias", c_void_p),
-        ("n", c_int32),
-        ("k", c_int32),
-        ("gated", c_int32),
+        *((name, c_int32) for name in ("n", "k", "gated", "halved")),
     ]
 
 
 class Product:
-    """Rows times ``weight``, ``[n, k]``. The rearranged copy is all it needs."""
+    """Rows times ``weight``, ``[n, k]``. It holds a rearranged copy of the weight; of a float32
+    weight whose numbers are all bfloat16 numbers, a copy of half the size."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False
     ) -> None:
-        self._library = _library()
+        self.dtype = weight.dtype
+        self._library = native.library(weight.dtype)
         weight = weight.contiguous()
         n, k = weight.shape
-        self._packed, address = _aligned(weight.numel())
-        self._library.kvboost_pack(weight.data_ptr(), n, k, address)
+        self.is_halved = can_halve(weight)
+        kept = torch.bfloat16 if self.is_halved else weight.dtype
+        self._packed, address = _aligned(weight.numel(), kept)
+        pack = self._library.kvboost_pack
+        if self.is_halved:
+            pack = self._library.kvboost_pack_halved
+        pack(weight.data_ptr(), n, k, address)
         self._bias = None if bias is None else bias.contiguous()
         self.width, self.depth = n // 2 if gated else n, k
         bias_address = None if self._bias is None else self._bias.data_ptr()
-        self._linear = _Linear(address, bias_address, n, k, gated)
+        self._linear = _Linear(address, bias_address, n, k, gated, self.is_halved)
         self.address = ctypes.addressof(self._linear)
 
     @classmethod
     def gated(
         cls, gate: torch.Tensor, up: torch.Tensor, biases: tuple[torch.Tensor, ...] = ()
     ) -> Product:
-        """``silu(rows gate') * (rows up')``: what a gate lets through, in one go."""
-        bias = _woven(*biases) if biases else None
-        return cls(_woven(gate, up), bias, gated=True)
+        """``silu(rows gate') * (rows up')`` in one call."""
+        bias = _interleave(*biases) if biases else None
+        return cls(_interleave(gate, up), bias, gated=True)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         rows = rows.contiguous()
         number = rows.numel() // self.depth
         out = rows.new_empty((*rows.shape[:-1], self.width))
-        packed = scratch(rounded_up(number) * self.depth)
+        packed = scratch(rounded_up(number) * self.depth, self.dtype)
         self._library.kvboost_linear(
             *(self.address, rows.data_ptr(), number, None, out.data_ptr(), packed.data_ptr()),
             torch.get_num_threads(),
@@ -62,25 +69,29 @@ class Product:
 
 
 def can_multiply(weight: torch.Tensor) -> bool:
-    """Whether there is a kernel for these weights on this machine."""
+    """Whether there is a kernel for this weight, ``[n, k]``, on this machine."""
     n, k = weight.shape
-    fits = n % BLOCK == 0 and k % BLOCK == 0
-    fits = fits and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-    return fits and not isinstance(load_library(), str)
+    fits = n % BLOCK == 0 and k % BLOCK == 0 and weight.device.type == "cpu"
+    return fits and native.is_available(weight.dtype)
+
+
+def can_halve(weight: torch.Tensor) -> bool:
+    """Whether a float32 weight loses nothing in bfloat16. Most models are published in it."""
+    return weight.dtype == torch.float32 and torch.equal(weight.bfloat16().float(), weight)
 
 
 def can_norm(weight: torch.Tensor) -> bool:
     """Whether there is a kernel for a norm with this weight on this machine."""
-    fits = weight.dtype == torch.bfloat16 and len(weight) % 16 == 0
-    return fits and weight.device.type == "cpu" and not isinstance(load_library(), str)
+    fits = len(weight) % LANES == 0 and weight.device.type == "cpu"
+    return fits and native.is_available(weight.dtype)
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``weight * rows / rms(rows)``, in bf16; the last dimension is a multiple of 16."""
+    """``weight * rows / rms(rows)``; the last dimension is a multiple of 16."""
     rows = rows.contiguous()
     out = torch.empty_like(rows)
     dim = rows.shape[-1]
-    _library().kvboost_norm(
+    native.library(weight.dtype).kvboost_norm(
         rows.data_ptr(),
         rows.numel() // dim,
         dim,
@@ -92,21 +103,15 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tens
     return out
 
 
-def _library() -> ctypes.CDLL:
-    library = load_library()
-    assert not isinstance(library, str), library
-    return library
-
-
-def _woven(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Sixteen of one, sixteen of the other, and so on."""
+def _interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Sixteen rows of one, sixteen of the other, and so on."""
     rest = gate.shape[1:]
     both = torch.stack([part.reshape(-1, HALF, *rest) for part in (gate, up)], dim=1)
     return both.reshape(-1, *rest)
 
 
-def scratch(num: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Room for ``num`` numbers, whatever torch's defaults are; begins where a cache line does."""
+def scratch(num: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for ``num`` numbers, whatever torch's defaults are; aligned to 64 bytes."""
     return torch.empty(num, dtype=dtype, device="cpu")
 
 
@@ -114,8 +119,8 @@ def rounded_up(rows: int) -> int:
     return -(-rows // BLOCK) * BLOCK
 
 
-def _aligned(num: int) -> tuple[torch.Tensor, int]:
-    """Room for ``num`` bf16 numbers that begins where a cache line does: what holds it, and where
-    it begins."""
-    room = scratch(num + 32)
-    return room, -(-room.data_ptr() // 64) * 64
+def _aligned(num: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """Memory for ``num`` numbers: the tensor that holds it, and an address in it that is a
+    multiple of 64."""
+    memory = scratch(num + 64 // dtype.itemsize, dtype)
+    return memory, -(-memory.data_ptr() // 64) * 64

@@ -1,20 +1,24 @@
-"""What reuse does with moved text, on our kernels: keys are turned, and looked at."""
+"""Moved text: rotating keys, measuring attention to them, and the shift. Each function runs our
+kernel if there is one for the KV, and torch otherwise."""
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 
 import torch
 
-from kvboost.model.native.build import load_library
+from kvboost.model import native
+from kvboost.model.kv import RequestKV
+from kvboost.model.native.kernels import serves
 from kvboost.model.native.layers import scratch
 
 LANES = 16
-"""Numbers that are read at once, the last of them beyond the end."""
+"""Kernels read this many numbers at once, also where fewer are left."""
 
 
-class _Look(ctypes.Structure):
+class _MassCall(ctypes.Structure):
     _fields_ = [
         ("queries", c_void_p),
         ("head_stride", c_int64),
@@ -27,49 +31,135 @@ class _Look(ctypes.Structure):
     ]
 
 
+@dataclass(frozen=True)
+class RecomputedRows:
+    """The recomputed rows of moved spans in one layer."""
+
+    index: torch.Tensor
+    """Their rows in the segment."""
+    positions: torch.Tensor
+    which: torch.Tensor
+    """Their spans."""
+    mean: torch.Tensor
+    """``[spans + 1, rows]``: what each adds to the mean of its span; the last span has no rows."""
+    weights: torch.Tensor
+    """The same, by row."""
+    cos: torch.Tensor
+    sin: torch.Tensor
+    """``[rows, dim]``."""
+
+
 def attention_mass(
-    query: torch.Tensor, keys: torch.Tensor, scale: float, absent: torch.Tensor
-) -> torch.Tensor:
-    """How much the last rows, ``[heads, rows, dim]``, attend to each row before them, after
-    softmax, averaged over heads and added up over rows. ``keys`` is ``[kv_heads, start + rows,
-    dim]``; rows that are ``absent``, ``[start]``, are not seen."""
-    library = load_library()
-    assert not isinstance(library, str)
+    kv: RequestKV, layer: int, query: torch.Tensor, scale: float, absent: torch.Tensor
+) -> torch.Tensor | None:
+    """How much the rows of ``query``, ``[1, heads, rows, dim]``, attend to each row before them,
+    ``[start]``: after softmax, averaged over heads, summed over rows. Rows that are ``absent``,
+    ``[start]``, are not seen. None if there is no kernel for this KV."""
+    if not serves(kv.shape):
+        return None
+    library = native.library(kv.shape.dtype)
+    start, query = len(absent), query[0]
+    keys = kv.layer(layer, 0, start + query.shape[1])[0][0]
     query = query if query.stride(2) == 1 else query.contiguous()
-    (heads, rows, dim), kv_heads, start = query.shape, len(keys), len(absent)
+    (heads, rows, dim), kv_heads = query.shape, len(keys)
     hidden = absent.new_zeros(start + rows + LANES)
     hidden[:start] = absent
     mass = torch.empty(start, dtype=torch.float32, device="cpu")
-    threads = min(torch.get_num_threads(), heads)  # more would hold scores of a long prompt idly
-    rooms = scratch(threads * library.kvboost_look_bytes(start, rows), torch.uint8)
-    look = _Look(
+    threads = min(torch.get_num_threads(), heads)  # each thread holds the scores of a long prompt
+    workspaces = scratch(threads * library.kvboost_mass_bytes(start, rows), torch.uint8)
+    call = _MassCall(
         *(query.data_ptr(), query.stride(0), query.stride(1)),
         *(keys.data_ptr(), keys.stride(0), hidden.data_ptr()),
         *(heads, kv_heads, dim, start, rows, scale),
     )
-    library.kvboost_look(ctypes.addressof(look), mass.data_ptr(), rooms.data_ptr(), threads)
+    library.kvboost_attention_mass(
+        ctypes.addressof(call), mass.data_ptr(), workspaces.data_ptr(), threads
+    )
     return mass
 
 
+def errors(
+    kv: RequestKV, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: RecomputedRows
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The differences between fresh ``keys`` and ``values``, ``[1, kv_heads, segment, dim]``, and
+    those in ``kv``, of some ``rows``, averaged span by span: of keys times cos and times sin of
+    their rows, and of values; float32 ``[kv_heads, spans + 1, dim]``."""
+    known_keys, known_values = (part[0] for part in kv.layer(layer, 0, kv.capacity))
+    if not serves(kv.shape):
+        of_keys, of_values = (
+            fresh[0].index_select(1, rows.index).float()
+            - known.index_select(1, rows.positions).float()
+            for fresh, known in ((keys, known_keys), (values, known_values))
+        )
+        by_cos, by_sin = (rows.mean @ (of_keys * part) for part in (rows.cos, rows.sin))
+        return by_cos, by_sin, rows.mean @ of_values
+    heads, dim, spans = known_keys.shape[0], keys.shape[3], len(rows.mean)
+    keys, values = (part if part.stride(3) == 1 else part.contiguous() for part in (keys, values))
+    sums = torch.zeros(3, heads, spans, dim, dtype=torch.float32, device=keys.device)
+    indices = [part.contiguous() for part in (rows.index, rows.positions, rows.which)]
+    factors = [part.float().contiguous() for part in (rows.weights, rows.cos, rows.sin)]
+    native.library(kv.shape.dtype).kvboost_errors(
+        *(keys.data_ptr(), keys.stride(1), keys.stride(2)),
+        *(values.data_ptr(), values.stride(1), values.stride(2)),
+        *(known_keys.data_ptr(), known_values.data_ptr(), known_keys.stride(0)),
+        *(heads, dim, spans, len(rows.index)),
+        *(part.data_ptr() for part in (*indices, *factors)),
+        sums.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return sums[0], sums[1], sums[2]
+
+
+def shift(
+    kv: RequestKV,
+    layer: int,
+    start: int,
+    which: torch.Tensor,
+    keys: tuple[torch.Tensor, torch.Tensor],
+    rotation: tuple[torch.Tensor, torch.Tensor],
+    values: torch.Tensor,
+) -> None:
+    """Adds one of several offsets to each row of ``kv`` from ``start`` on: offset ``which``,
+    ``[rows]``; the last one means none. Offsets are float32 ``[kv_heads, offsets, dim]``: those of
+    keys along and across ``rotation``, the cosine and sine ``[rows, dim]``, and those of values.
+    The rows must be the request's own."""
+    rows, dtype = len(which), kv.shape.dtype
+    own_keys, own_values = (part[0] for part in kv.layer(layer, start, start + rows))
+    if not serves(kv.shape):
+        along, across = (part.to(dtype).index_select(1, which) for part in keys)
+        own_keys.add_(along.mul_(rotation[0]).addcmul_(across, rotation[1]))
+        own_values.add_(values.to(dtype).index_select(1, which))
+        return
+    heads, offsets, dim = values.shape
+    read = [part.float().contiguous() for part in (*keys, values)]
+    read += [part.to(dtype).contiguous() for part in rotation]
+    native.library(dtype).kvboost_shift(
+        *(own_keys.data_ptr(), own_values.data_ptr(), own_keys.stride(0)),
+        *(heads, dim, rows, which.data_ptr(), offsets),
+        *(part.data_ptr() for part in read),
+        torch.get_num_threads(),
+    )
+
+
 def move_keys(
-    keys: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
+    keys: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
 ) -> bool:
     """Writes ``keys``, ``[layers, kv_heads, tokens, dim]``, with channels ``(i, i + pairs)``
-    turned by cosine and sine, ``[layers, pairs]``, into ``out``; False where torch has to."""
-    cos, sin = (part.contiguous() for part in turns)
+    rotated by cosine and sine, ``[layers, pairs]``, into ``out``. Returns False if there is no
+    kernel for these tensors; then nothing is written."""
+    cos, sin = (part.contiguous() for part in rotation)
     layers, heads, tokens, dim = keys.shape
     pairs = cos.shape[1]
-    fits = keys.dtype == out.dtype == torch.bfloat16 and keys.shape == out.shape
+    fits = keys.dtype == out.dtype and keys.shape == out.shape
     fits = fits and keys.device.type == out.device.type == "cpu"
     fits = fits and all(part.stride()[2:] == (dim, 1) for part in (keys, out))
     fits = fits and pairs % LANES == 0 and 2 * pairs <= dim
     fits = fits and all(
         part.shape == (layers, pairs) and part.dtype == torch.float32 for part in (cos, sin)
     )
-    library = load_library() if fits else "no"
-    if isinstance(library, str):
+    if not (fits and native.is_available(keys.dtype)):
         return False
-    library.kvboost_move(
+    native.library(keys.dtype).kvboost_move(
         *(keys.data_ptr(), keys.stride(0), keys.stride(1)),
         *(out.data_ptr(), out.stride(0), out.stride(1)),
         *(layers, heads, tokens, dim, pairs),

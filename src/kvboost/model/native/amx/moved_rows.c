@@ -1,5 +1,5 @@
-// What reuse does with moved text: keys turned to their new places (rope.py), and in every layer
-// what recomputed rows differ by, carried over to the others (shift.py).
+// Moved text in bf16: keys rotated to their new positions (reuse/rope.py), and the shift: in every
+// layer, the average change of the recomputed rows, applied to the others (reuse/shift.py).
 
 #include "tiles.h"
 
@@ -8,8 +8,8 @@ typedef struct {
     int64_t fresh_head, fresh_row, stale_head;
 } Rows;
 
-// Adds up to sums[head] [offsets, dim] what fresh rows differ from known ones, each by its weight.
-// Those of keys stand twice: times cos and times sin of their rows, [rows, dim].
+// Adds the differences between fresh and known rows, each times its weight, to [offsets, dim]. Those
+// of keys are added twice: times cos and times sin of their rows, [rows, dim].
 static void add_errors(
     Rows rows, int head, int dim, int count, const int64_t *index, const int64_t *positions,
     const int64_t *which, const float *weights, const float *cos, const float *sin,
@@ -57,9 +57,9 @@ void kvboost_errors(
     }
 }
 
-// keys and values are [heads, ...] by their stride, from the first of `count` rows on; row r gets
-// offset which[r] of [heads, offsets, dim]: keys along * cos[r] + across * sin[r], values theirs.
-// The last offset is that of rows that stay as they are.
+// keys and values are [heads, ...] by the stride, from the first of `count` rows on. Adds offset
+// which[r] of [heads, offsets, dim] to row r: to keys along * cos[r] + across * sin[r], to values
+// of_values. Rows with the last offset stay as they are.
 void kvboost_shift(
     bf16 *keys, bf16 *values, int64_t head_stride, int32_t heads, int32_t dim, int32_t count,
     const int64_t *which, int32_t offsets, const float *along, const float *across,
@@ -84,8 +84,8 @@ void kvboost_shift(
     }
 }
 
-// keys and out are [layers, heads, tokens, dim] by the strides of layers and heads. Every pair of
-// channels (i, i + pairs) is turned by cos and sin, [layers, pairs]; other channels are copied.
+// keys and out are [layers, heads, tokens, dim] by the strides of layers and heads. Rotates every pair
+// of channels (i, i + pairs) by cos and sin, [layers, pairs]; copies the other channels.
 void kvboost_move(
     const bf16 *keys, int64_t layer_stride, int64_t head_stride, bf16 *out, int64_t out_layer,
     int64_t out_head, int32_t layers, int32_t heads, int32_t tokens, int32_t dim, int32_t pairs,

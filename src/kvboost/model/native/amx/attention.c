@@ -1,13 +1,13 @@
 // Attention of packed rows over the KV of many requests, in one call: bf16 on a CPU with AMX.
 //
-// Rows look at runs of keys. A run lies in one request's KV, or in rows that several share; a row
-// sees the first keys of a run, up to its limit. A row that looks at several runs gets what each of them
-// gives, put together by log-sum-exp. Runs are cut into parts that threads take one by one:
+// Rows attend to runs of keys. A run belongs to one request or is shared by several; a row sees the
+// first keys of a run, up to its limit. A row that attends to several runs gets a partial result from
+// each, merged by their log-sum-exps. Runs are cut into parts that threads take one by one:
 //
 //   for each block of 64 keys      packed once as the tiles want them
 //     for each 16 queries          scores = Q K'; the softmax so far; out += P V
 //
-// Queries of the heads that share a head of keys stand below one another: row * group + head.
+// The queries of all heads that share a head of keys are rows of one matrix: row * group + head.
 
 #include "tiles.h"
 
@@ -15,10 +15,10 @@
 
 #define KEYS 64          // keys of a block
 #define MOST_DIM 256
-#define MOST_QUERIES 256 // of a part: what is packed once serves all of them
+#define MOST_QUERIES 256 // of a part: keys that are packed once serve all of them
 #define NOTHING -1e30f   // the score of a key that is not seen
 #define SLACK 8          // powers of 2
-#define LOOK_QUERIES 64  // of a part, where all their scores are kept
+#define MASS_QUERIES 64  // of a part whose scores are all kept
 
 typedef struct {
     bf16 queries[MOST_QUERIES * MOST_DIM];
@@ -30,7 +30,7 @@ typedef struct {
     bf16 values[KEYS * MOST_DIM]; // [key half][dim tile][key pair][dim, 2]
     float scores[TILE * KEYS];
     bf16 weights[TILE * KEYS];
-} __attribute__((aligned(64))) Room;
+} __attribute__((aligned(64))) Workspace;
 
 static void pack_keys(const bf16 *keys, int count, int dim, bf16 *out) {
     for (int key = 0; key < KEYS; key += TILE)
@@ -62,15 +62,15 @@ static void pack_values(const bf16 *values, int count, int dim, bf16 *out) {
             }
 }
 
-static void score(Room *room, const bf16 *queries, int dim) {
-    settle();
+static void score(Workspace *work, const bf16 *queries, int dim) {
+    compiler_barrier();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     const int step = dim / 32 * 2 * TILE * TILE; // from one tile of keys to the next
     for (int d = 0; d < dim / 32; d++) {
-        const bf16 *keys = room->keys + d * 2 * TILE * TILE;
+        const bf16 *keys = work->keys + d * 2 * TILE * TILE;
         _tile_loadd(4, queries + d * 32, dim * 2);
         _tile_loadd(5, keys, 64);
         _tile_loadd(6, keys + step, 64);
@@ -81,20 +81,20 @@ static void score(Room *room, const bf16 *queries, int dim) {
         _tile_dpbf16ps(2, 4, 5);
         _tile_dpbf16ps(3, 4, 6);
     }
-    float *scores = room->scores;
+    float *scores = work->scores;
     _tile_stored(0, scores, KEYS * 4);
     _tile_stored(1, scores + 16, KEYS * 4);
     _tile_stored(2, scores + 32, KEYS * 4);
     _tile_stored(3, scores + 48, KEYS * 4);
 }
 
-// The weights of one query's keys, relative to a score that was the highest, or nearly: what the
-// query has so far is only brought to another scale when it would grow out of hand.
-static inline void weigh(Room *room, int query, int row, int seen, int dim, float scale) {
+// The weights of one query's keys, relative to its highest score so far, or nearly: what the query
+// has added up is only rescaled when a score exceeds that reference by more than SLACK.
+static inline void weigh(Workspace *work, int query, int row, int seen, int dim, float scale) {
     __m512 s[4];
     __m512 most = _mm512_set1_ps(NOTHING);
     for (int i = 0; i < 4; i++) {
-        s[i] = _mm512_load_ps(room->scores + row * KEYS + 16 * i);
+        s[i] = _mm512_load_ps(work->scores + row * KEYS + 16 * i);
         if (seen < 16 * (i + 1)) {
             const int left = seen > 16 * i ? seen - 16 * i : 0;
             s[i] = _mm512_mask_mov_ps(_mm512_set1_ps(NOTHING), (1u << left) - 1, s[i]);
@@ -103,14 +103,14 @@ static inline void weigh(Room *room, int query, int row, int seen, int dim, floa
     }
     const __m512 factor = _mm512_set1_ps(scale);
     most = _mm512_mul_ps(most, factor);
-    __m512 sum = _mm512_load_ps(room->sums + query * TILE);
-    float top = room->most[query];
+    __m512 sum = _mm512_load_ps(work->sums + query * TILE);
+    float top = work->most[query];
     if (_mm512_cmp_ps_mask(most, _mm512_set1_ps(top + SLACK), _CMP_GT_OQ)) {
         const float before = top;
-        room->most[query] = top = _mm512_reduce_max_ps(most);
+        work->most[query] = top = _mm512_reduce_max_ps(most);
         const __m512 less = power_of_2(_mm512_set1_ps(before - top));
         sum = _mm512_mul_ps(sum, less);
-        float *out = room->out + query * dim;
+        float *out = work->out + query * dim;
         for (int d = 0; d < dim; d += 16)
             _mm512_store_ps(out + d, _mm512_mul_ps(_mm512_load_ps(out + d), less));
     }
@@ -118,19 +118,19 @@ static inline void weigh(Room *room, int query, int row, int seen, int dim, floa
         s[i] = power_of_2(_mm512_fmsub_ps(s[i], factor, _mm512_set1_ps(top)));
         sum = _mm512_add_ps(sum, s[i]);
     }
-    _mm512_store_ps(room->sums + query * TILE, sum);
-    bf16 *weights = room->weights + row * KEYS;
+    _mm512_store_ps(work->sums + query * TILE, sum);
+    bf16 *weights = work->weights + row * KEYS;
     _mm512_store_si512(weights, (__m512i)_mm512_cvtne2ps_pbh(s[1], s[0]));
     _mm512_store_si512(weights + 32, (__m512i)_mm512_cvtne2ps_pbh(s[3], s[2]));
 }
 
-static void add_values(Room *room, int query, int dim) {
-    settle();
-    _tile_loadd(4, room->weights, KEYS * 2);
-    _tile_loadd(5, room->weights + 32, KEYS * 2);
+static void add_values(Workspace *work, int query, int dim) {
+    compiler_barrier();
+    _tile_loadd(4, work->weights, KEYS * 2);
+    _tile_loadd(5, work->weights + 32, KEYS * 2);
     for (int d = 0; d < dim; d += 16) {
-        float *out = room->out + query * dim + d;
-        const bf16 *values = room->values + d * 2 * TILE;
+        float *out = work->out + query * dim + d;
+        const bf16 *values = work->values + d * 2 * TILE;
         _tile_loadd(0, out, dim * 4);
         _tile_loadd(6, values, 64);
         _tile_loadd(7, values + 32 * dim, 64);
@@ -142,60 +142,60 @@ static void add_values(Room *room, int query, int dim) {
 
 // Queries [first, first + count) of one head of a run's keys.
 static void attend_part(
-    const Call *call, const Run *run, int kv_head, int first, int count, Room *room
+    const Call *call, const Run *run, int kv_head, int first, int count, Workspace *work
 ) {
     const Plan *plan = call->plan;
     const int dim = plan->dim, group = call->heads / plan->kv_heads;
     const int tiles = (count + TILE - 1) / TILE;
-    memset(room->queries, 0, (size_t)tiles * TILE * dim * sizeof(bf16));
-    memset(room->out, 0, (size_t)tiles * TILE * dim * sizeof(float));
-    memset(room->sums, 0, (size_t)tiles * TILE * TILE * sizeof(float));
+    memset(work->queries, 0, (size_t)tiles * TILE * dim * sizeof(bf16));
+    memset(work->out, 0, (size_t)tiles * TILE * dim * sizeof(float));
+    memset(work->sums, 0, (size_t)tiles * TILE * TILE * sizeof(float));
     for (int i = 0; i < count; i++) {
         const int at = run->first + (first + i) / group;
         const int head = kv_head * group + (first + i) % group;
         const bf16 *query = call->queries + head * call->head_stride;
         query += plan->rows[at] * call->row_stride;
-        memcpy(room->queries + i * dim, query, dim * sizeof(bf16));
-        room->limits[i] = plan->limits[at];
-        room->most[i] = NOTHING;
+        memcpy(work->queries + i * dim, query, dim * sizeof(bf16));
+        work->limits[i] = plan->limits[at];
+        work->most[i] = NOTHING;
     }
     const int64_t offset = call->layer * run->layer_stride + kv_head * run->head_stride;
-    const int last = room->limits[count - 1];
+    const int last = work->limits[count - 1];
     for (int key = 0; key < last; key += KEYS) {
         const int keys = last - key < KEYS ? last - key : KEYS;
-        pack_keys(run->keys + offset + (int64_t)key * dim, keys, dim, room->keys);
-        pack_values(run->values + offset + (int64_t)key * dim, keys, dim, room->values);
+        pack_keys(run->keys + offset + (int64_t)key * dim, keys, dim, work->keys);
+        pack_values(run->values + offset + (int64_t)key * dim, keys, dim, work->values);
         for (int tile = 0; tile < count; tile += TILE) {
             const int rows = count - tile < TILE ? count - tile : TILE;
-            if (room->limits[tile + rows - 1] <= key) continue;
-            score(room, room->queries + tile * dim, dim);
+            if (work->limits[tile + rows - 1] <= key) continue;
+            score(work, work->queries + tile * dim, dim);
             for (int row = 0; row < rows; row++) {
-                const int seen = room->limits[tile + row] - key;
+                const int seen = work->limits[tile + row] - key;
                 if (seen > 0)
-                    weigh(room, tile + row, row, seen, dim, call->scale * LOG2_E);
+                    weigh(work, tile + row, row, seen, dim, call->scale * LOG2_E);
                 else
-                    memset(room->weights + row * KEYS, 0, KEYS * sizeof(bf16));
+                    memset(work->weights + row * KEYS, 0, KEYS * sizeof(bf16));
             }
-            add_values(room, tile, dim);
+            add_values(work, tile, dim);
         }
     }
     for (int i = 0; i < count; i++) {
         const int at = run->first + (first + i) / group;
         const int head = kv_head * group + (first + i) % group;
-        const float sum = _mm512_reduce_add_ps(_mm512_load_ps(room->sums + i * TILE));
-        float *mine = room->out + i * dim;
+        const float sum = _mm512_reduce_add_ps(_mm512_load_ps(work->sums + i * TILE));
+        float *mine = work->out + i * dim;
         for (int d = 0; d < dim; d++) mine[d] /= sum;
         if (plan->slots[at] < 0) {
             round_row(mine, dim, call->out + ((int64_t)plan->rows[at] * call->heads + head) * dim);
         } else {
             float *part = call->parts + ((int64_t)plan->slots[at] * call->heads + head) * (dim + 1);
             memcpy(part, mine, dim * sizeof(float));
-            part[dim] = room->most[i] + log2f(sum);
+            part[dim] = work->most[i] + log2f(sum);
         }
     }
 }
 
-// Puts together what the runs of a row gave.
+// Merges the partial results of a row.
 static void merge(const Call *call, const int32_t *merged, int head) {
     const int dim = call->plan->dim, step = call->heads * (dim + 1);
     const float *parts = call->parts + ((int64_t)merged[1] * call->heads + head) * (dim + 1);
@@ -214,7 +214,7 @@ static int num_parts(const Run *run, int group) {
     return (run->num_rows * group + MOST_QUERIES - 1) / MOST_QUERIES;
 }
 
-int64_t kvboost_room_bytes(void) { return sizeof(Room); }
+int64_t kvboost_workspace_bytes(void) { return sizeof(Workspace); }
 
 // Attention of one layer.
 void kvboost_attend(const Call *call, int threads) {
@@ -225,56 +225,57 @@ void kvboost_attend(const Call *call, int threads) {
     tasks *= plan->kv_heads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        Room *room = (Room *)call->rooms + omp_get_thread_num();
+        Workspace *work = (Workspace *)call->workspaces + omp_get_thread_num();
         TileConfig before;
-        take_tiles(&before);
+        configure_tiles(&before);
 #pragma omp for schedule(dynamic, 1)
-        for (int task = tasks - 1; task >= 0; task--) { // late queries see most: they go first
+        for (int task = tasks - 1; task >= 0; task--) { // late queries see most keys: start them first
             int part = task / plan->kv_heads;
             const Run *run = plan->runs;
             for (; part >= num_parts(run, group); run++) part -= num_parts(run, group);
             const int first = part * MOST_QUERIES, left = run->num_rows * group - first;
             const int count = left < MOST_QUERIES ? left : MOST_QUERIES;
-            attend_part(call, run, task % plan->kv_heads, first, count, room);
+            attend_part(call, run, task % plan->kv_heads, first, count, work);
         }
 #pragma omp for schedule(static)
         for (int i = 0; i < plan->num_merged * call->heads; i++)
             merge(call, plan->merged + i / call->heads * 3, i % call->heads);
-        give_tiles_back(&before);
+        restore_tiles(&before);
     }
 }
 
-// Adds to mass, [start] and up to 15 more that mean nothing, the weights that queries [first, first
-// + count) of one head of keys, rows from start on, give to the keys before start, over all heads.
-// Keys that are absent get none.
-static void look_part(
-    const Look *look, int kv_head, int first, int count, Room *room, float *scores, float *mass
+// Adds to mass, [start] and up to 15 more without meaning, the weights that queries [first, first +
+// count) of one head of keys, rows from start on, give to the keys before start, divided by the number
+// of heads. Absent keys get none.
+static void add_mass(
+    const MassCall *call, int kv_head, int first, int count, Workspace *work, float *scores,
+    float *mass
 ) {
-    const int dim = look->dim, group = look->heads / look->kv_heads, end = look->start + look->rows;
+    const int dim = call->dim, group = call->heads / call->kv_heads, end = call->start + call->rows;
     const int64_t width = (end + KEYS - 1) / KEYS * KEYS;
-    const __m512 factor = _mm512_set1_ps(look->scale * LOG2_E), nothing = _mm512_set1_ps(NOTHING);
-    memset(room->queries, 0, (size_t)LOOK_QUERIES * dim * sizeof(bf16));
+    const __m512 factor = _mm512_set1_ps(call->scale * LOG2_E), nothing = _mm512_set1_ps(NOTHING);
+    memset(work->queries, 0, (size_t)MASS_QUERIES * dim * sizeof(bf16));
     for (int i = 0; i < count; i++) {
         const int row = (first + i) / group, head = kv_head * group + (first + i) % group;
-        const bf16 *query = look->queries + head * look->head_stride + row * look->row_stride;
-        memcpy(room->queries + i * dim, query, dim * sizeof(bf16));
+        const bf16 *query = call->queries + head * call->head_stride + row * call->row_stride;
+        memcpy(work->queries + i * dim, query, dim * sizeof(bf16));
     }
     for (int key = 0; key < end; key += KEYS) {
         const int keys = end - key < KEYS ? end - key : KEYS;
-        pack_keys(look->keys + kv_head * look->key_stride + (int64_t)key * dim, keys, dim, room->keys);
+        pack_keys(call->keys + kv_head * call->key_stride + (int64_t)key * dim, keys, dim, work->keys);
         for (int tile = 0; tile < count; tile += TILE) {
-            score(room, room->queries + tile * dim, dim);
+            score(work, work->queries + tile * dim, dim);
             for (int row = 0; row < TILE; row++)
-                memcpy(scores + (tile + row) * width + key, room->scores + row * KEYS, KEYS * 4);
+                memcpy(scores + (tile + row) * width + key, work->scores + row * KEYS, KEYS * 4);
         }
     }
     for (int i = 0; i < count; i++) {
         float *mine = scores + i * width;
-        const int seen = look->start + (first + i) / group + 1;
+        const int seen = call->start + (first + i) / group + 1;
         __m512 most = nothing, sum = _mm512_setzero_ps();
         for (int key = 0; key < seen; key += TILE) {
             const __mmask16 there = _mm_cmpeq_epi8_mask(
-                _mm_loadu_si128((const __m128i *)(look->absent + key)), _mm_setzero_si128());
+                _mm_loadu_si128((const __m128i *)(call->absent + key)), _mm_setzero_si128());
             const __mmask16 before = seen - key < TILE ? (1u << (seen - key)) - 1 : 0xffff;
             const __m512 found = _mm512_mul_ps(_mm512_load_ps(mine + key), factor);
             const __m512 shown = _mm512_mask_mov_ps(nothing, there & before, found);
@@ -287,63 +288,45 @@ static void look_part(
             _mm512_store_ps(mine + key, weights);
             sum = _mm512_add_ps(sum, weights);
         }
-        const __m512 share = _mm512_set1_ps(1 / (_mm512_reduce_add_ps(sum) * look->heads));
-        for (int key = 0; key < look->start; key += TILE)
+        const __m512 share = _mm512_set1_ps(1 / (_mm512_reduce_add_ps(sum) * call->heads));
+        for (int key = 0; key < call->start; key += TILE)
             _mm512_store_ps(mass + key, _mm512_fmadd_ps(_mm512_load_ps(mine + key), share,
                                                         _mm512_load_ps(mass + key)));
     }
 }
 
-// What a thread needs to look: a room, what it has added up, and the scores of a part's queries.
-int64_t kvboost_look_bytes(int32_t start, int32_t rows) {
-    const int64_t floats = (int64_t)(start + rows + KEYS) * (LOOK_QUERIES + 1);
-    return sizeof(Room) + (floats + TILE - 1) / TILE * TILE * sizeof(float);
+// What a thread needs: a workspace, its own sums, and the scores of a part's queries.
+int64_t kvboost_mass_bytes(int32_t start, int32_t rows) {
+    const int64_t floats = (int64_t)(start + rows + KEYS) * (MASS_QUERIES + 1);
+    return sizeof(Workspace) + (floats + TILE - 1) / TILE * TILE * sizeof(float);
 }
 
-// How much rows attend to each key before the first of them: to mass [start]. rooms has
-// kvboost_look_bytes() for each thread, at a multiple of 64. Sums are in the same order every time:
-// what is recomputed depends on them.
-void kvboost_look(const Look *look, float *mass, void *rooms, int threads) {
-    const int queries = look->rows * (look->heads / look->kv_heads);
-    const int parts = (queries + LOOK_QUERIES - 1) / LOOK_QUERIES;
-    const int64_t bytes = kvboost_look_bytes(look->start, look->rows);
+// Writes to mass, [start], how much rows attend to each key before the first of them. workspaces has
+// kvboost_mass_bytes() for each thread, aligned to 64 bytes. The order of summation is fixed, because
+// the rows to recompute are chosen by the result.
+void kvboost_attention_mass(const MassCall *call, float *mass, void *workspaces, int threads) {
+    const int queries = call->rows * (call->heads / call->kv_heads);
+    const int parts = (queries + MASS_QUERIES - 1) / MASS_QUERIES;
+    const int64_t bytes = kvboost_mass_bytes(call->start, call->rows);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        Room *room = (Room *)((char *)rooms + omp_get_thread_num() * bytes);
-        float *own = (float *)(room + 1), *scores = own + (look->start + TILE) / TILE * TILE;
+        Workspace *work = (Workspace *)((char *)workspaces + omp_get_thread_num() * bytes);
+        float *own = (float *)(work + 1), *scores = own + (call->start + TILE) / TILE * TILE;
         memset(own, 0, (char *)scores - (char *)own);
         TileConfig before;
-        take_tiles(&before);
+        configure_tiles(&before);
 #pragma omp for schedule(static)
-        for (int task = 0; task < parts * look->kv_heads; task++) {
-            const int first = task / look->kv_heads * LOOK_QUERIES, left = queries - first;
-            const int count = left < LOOK_QUERIES ? left : LOOK_QUERIES;
-            look_part(look, task % look->kv_heads, first, count, room, scores, own);
+        for (int task = 0; task < parts * call->kv_heads; task++) {
+            const int first = task / call->kv_heads * MASS_QUERIES, left = queries - first;
+            const int count = left < MASS_QUERIES ? left : MASS_QUERIES;
+            add_mass(call, task % call->kv_heads, first, count, work, scores, own);
         }
-        give_tiles_back(&before);
+        restore_tiles(&before);
 #pragma omp for schedule(static)
-        for (int key = 0; key < look->start; key++) {
+        for (int key = 0; key < call->start; key++) {
             mass[key] = 0;
             for (int thread = 0; thread < omp_get_num_threads(); thread++)
-                mass[key] += ((float *)((Room *)((char *)rooms + thread * bytes) + 1))[key];
-        }
-    }
-}
-
-// Fresh rows of one layer, [kv_heads, rows, dim] by their strides, into their places.
-void kvboost_write(
-    const Plan *plan, int layer, const bf16 *keys, int64_t key_head_stride, int64_t key_row_stride,
-    const bf16 *values, int64_t value_head_stride, int64_t value_row_stride, int threads
-) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && plan->num_rows > 64)
-    for (int row = 0; row < plan->num_rows; row++) {
-        const Place *place = plan->places + row;
-        for (int head = 0; head < plan->kv_heads; head++) {
-            const int64_t to = layer * place->layer_stride + head * place->head_stride;
-            memcpy(place->key + to, keys + head * key_head_stride + row * key_row_stride,
-                   plan->dim * sizeof(bf16));
-            memcpy(place->value + to, values + head * value_head_stride + row * value_row_stride,
-                   plan->dim * sizeof(bf16));
+                mass[key] += ((float *)((Workspace *)((char *)workspaces + thread * bytes) + 1))[key];
         }
     }
 }

@@ -1,7 +1,7 @@
-// Products of bf16 rows with weights that were rearranged once, on a CPU with AMX.
+// Products of bf16 rows with weights that are rearranged once, on a CPU with AMX.
 //
 // out[m, n] = rows[m, k] weights[n, k]'. A thread takes a panel of weights that fits its cache and
-// meets all rows with it, 32 at a time: four tiles of sums, two of rows, two of weights.
+// multiplies all rows with it, 32 at a time: four tiles of sums, two of rows, two of weights.
 
 #include "tiles.h"
 
@@ -13,11 +13,14 @@
 #define TILE_SIZE (2 * TILE * TILE) // of bf16
 #define PANEL_BYTES (768 << 10)
 
-int kvboost_may_use_tiles(void) {
+const char *kvboost_instructions(void) { return "AMX"; }
+
+// Asks the system for the tiles.
+int kvboost_is_permitted(void) {
     return syscall(SYS_arch_prctl, 0x1023 /* ask for tile data */, 18) == 0;
 }
 
-// weights [n, k] as the tiles want them.
+// Rearranges weights [n, k] for the tiles: [n / 32][k / 32][2][16 pairs of k][16 of n, 2].
 void kvboost_pack(const bf16 *weights, int32_t n, int32_t k, bf16 *out) {
     for (int column = 0; column < n; column += COLUMNS)
         for (int d = 0; d < k; d += 2 * TILE)
@@ -35,7 +38,7 @@ static void pack_rows(const bf16 *rows, int count, int k, bf16 *out) {
 }
 
 static void multiply(const bf16 *rows, const bf16 *weights, int k, int both, float *sums) {
-    settle();
+    compiler_barrier();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -61,10 +64,10 @@ static void multiply(const bf16 *rows, const bf16 *weights, int k, int both, flo
 }
 
 static inline __m512 gate(__m512 x) {
-    const __m512 most = _mm512_set1_ps(120); // far shut is shut, and a number
+    const __m512 most = _mm512_set1_ps(120); // a gate that is far shut gives zero, not NaN
     const __m512 less = power_of_2(_mm512_min_ps(_mm512_mul_ps(x, _mm512_set1_ps(-LOG2_E)), most));
     const __m512 whole = _mm512_add_ps(_mm512_set1_ps(1), less);
-    __m512 share = _mm512_rcp14_ps(whole); // and a step closer: dividing takes three times as long
+    __m512 share = _mm512_rcp14_ps(whole); // one Newton step: dividing takes three times as long
     share = _mm512_mul_ps(share, _mm512_fnmadd_ps(share, whole, _mm512_set1_ps(2)));
     return _mm512_mul_ps(x, share);
 }
@@ -95,9 +98,8 @@ static void finish(
     }
 }
 
-// rows [m, k] and out [m, n], or [m, n / 2] where gated, each in one piece. What a residual holds,
-// which may be out itself, is added. packed has room for the rows, m rounded up to 32, at a
-// multiple of 64 bytes.
+// rows [m, k] and out [m, n], or [m, n / 2] if gated, contiguous. Adds the residual, which may be out
+// itself. packed has space for the rows, m rounded up to 32, aligned to 64 bytes.
 void kvboost_linear(
     const Linear *linear, const bf16 *rows, int32_t m, const bf16 *residual, bf16 *out, bf16 *packed,
     int threads
@@ -110,24 +112,24 @@ void kvboost_linear(
     {
         float sums[ROWS * COLUMNS] __attribute__((aligned(64)));
         TileConfig before;
-        take_tiles(&before);
+        configure_tiles(&before);
 #pragma omp for schedule(static)
         for (int row = 0; row < m; row += ROWS)
             pack_rows(rows + (int64_t)row * k, m - row, k, packed + (int64_t)row * k);
 #pragma omp for schedule(dynamic, 1)
-        for (int panel = 0; panel < panels; panel++) { // as many for every thread, as large
+        for (int panel = 0; panel < panels; panel++) { // the same number and size for every thread
             const int first = blocks * panel / panels, end = blocks * (panel + 1) / panels;
             for (int row = 0; row < m; row += ROWS) {
                 const int count = m - row < ROWS ? m - row : ROWS;
                 const int64_t at = (int64_t)row * width;
                 for (int block = first; block < end; block++) {
-                    const bf16 *weights = linear->weights + (int64_t)block * COLUMNS * k;
+                    const bf16 *weights = (const bf16 *)linear->weights + (int64_t)block * COLUMNS * k;
                     multiply(packed + (int64_t)row * k, weights, k, count > TILE, sums);
                     finish(linear, sums, block * COLUMNS, count, residual ? residual + at : NULL,
                            out + at);
                 }
             }
         }
-        give_tiles_back(&before);
+        restore_tiles(&before);
     }
 }

@@ -1,4 +1,4 @@
-// What the kernels have in common: tiles, powers of two, rounding.
+// What the AMX kernels have in common: tiles, powers of two, rounding.
 #pragma once
 
 #include <immintrin.h>
@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels.h"
+#include "../kernels.h"
 
 #define TILE 16 // rows and columns of a tile; a row is 64 bytes
 #define LOG2_E 1.44269504f
@@ -18,9 +18,9 @@ typedef struct {
     uint8_t rows[16];
 } TileConfig;
 
-// Eight full tiles; other libraries' kernels keep their configuration between calls, so it is
-// given back.
-static inline void take_tiles(TileConfig *before) {
+// Configures eight full tiles. Other libraries keep their configuration between calls, so it is
+// restored later.
+static inline void configure_tiles(TileConfig *before) {
     static const TileConfig config = {
         .palette = 1,
         .bytes = {64, 64, 64, 64, 64, 64, 64, 64},
@@ -30,10 +30,10 @@ static inline void take_tiles(TileConfig *before) {
     _tile_loadconfig(&config);
 }
 
-// Compilers do not know that tiles are loaded from memory: what was written is there from here on.
-static inline void settle(void) { __asm__ volatile("" ::: "memory"); }
+// Compilers do not know that tiles are loaded from memory: all stores before this are done after it.
+static inline void compiler_barrier(void) { __asm__ volatile("" ::: "memory"); }
 
-static inline void give_tiles_back(const TileConfig *before) {
+static inline void restore_tiles(const TileConfig *before) {
     if (before->palette)
         _tile_loadconfig(before);
     else
@@ -41,7 +41,7 @@ static inline void give_tiles_back(const TileConfig *before) {
 }
 
 static inline __m512 power_of_2(__m512 x) {
-    // 2^n * 2^f with |f| <= 1/2; the polynomial is right to 4e-6.
+    // 2^n * 2^f with |f| <= 1/2; the relative error of the polynomial is at most 4e-6.
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 f = _mm512_sub_ps(x, n);
     __m512 p = _mm512_set1_ps(9.67603710e-03f);
@@ -90,7 +90,7 @@ static inline void store(bf16 *to, __m512 values) {
     _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(values));
 }
 
-// As bf16 would have it between the operations, so that it is what separate ones give.
+// Rounded to bf16, as between separate operations.
 static inline __m512 rounded(__m512 values) {
     const __m512i wide = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(values));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));

@@ -1,0 +1,70 @@
+// What the float32 kernels have in common: the size of a vector, one small matrix product, powers of
+// two. Compilers turn vector types and simple loops into AVX-512, AVX2, SSE2 or NEON.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "../kernels.h"
+
+#if defined(__AVX512F__)
+#define INSTRUCTIONS "AVX-512"
+#define VECTOR_BYTES 64
+#define REGISTERS 32
+#elif defined(__AVX2__)
+#define INSTRUCTIONS "AVX2"
+#define VECTOR_BYTES 32
+#define REGISTERS 16
+#elif defined(__aarch64__)
+#define INSTRUCTIONS "NEON"
+#define VECTOR_BYTES 16
+#define REGISTERS 32
+#else
+#define INSTRUCTIONS "128-bit vectors"
+#define VECTOR_BYTES 16
+#define REGISTERS 16
+#endif
+
+#define LANES (VECTOR_BYTES / 4)
+#define COLUMNS 32 // of one small product
+#define HALF (COLUMNS / 2)
+#define VECTORS (COLUMNS / LANES)
+// Rows of one small product: their sums fill three quarters of the registers.
+#define ROWS (3 * REGISTERS / 4 / VECTORS)
+#define LOG2_E 1.44269504f
+
+#define INLINE static inline __attribute__((always_inline))
+
+// out[count, 32] = rows[count, k] matrix[k, 32], for up to ROWS rows; `add` adds it to what out holds.
+// In `halved`, each row of the matrix is 16 pairs of bf16: columns i and 16 + i.
+void multiply(
+    int count, int k, const float *rows, int64_t row_stride, const float *matrix,
+    int64_t matrix_stride, float *out, int64_t out_stride
+);
+void multiply_add(
+    int count, int k, const float *rows, int64_t row_stride, const float *matrix,
+    int64_t matrix_stride, float *out, int64_t out_stride
+);
+void multiply_halved(
+    int count, int k, const float *rows, int64_t row_stride, const uint32_t *matrix, float *out,
+    int64_t out_stride
+);
+
+// 2^x for x of at most 127; zero below 2^-126.
+INLINE float power_of_2(float x) {
+    const float rounder = 12582912.0f; // 1.5 * 2^23: adding it rounds to a whole number
+    const float held = x < -127.0f ? -127.0f : x;
+    const float n = (held + rounder) - rounder, f = held - n;
+    float p = 1.53533615e-04f; // 2^f for |f| <= 1/2, right to 1e-7
+    p = p * f + 1.33988750e-03f;
+    p = p * f + 9.61843500e-03f;
+    p = p * f + 5.55033200e-02f;
+    p = p * f + 2.40226480e-01f;
+    p = p * f + 6.93147200e-01f;
+    p = p * f + 1.0f;
+    const int32_t exponent = ((int32_t)n + 127) << 23; // zero for n = -127
+    float scale;
+    memcpy(&scale, &exponent, sizeof scale);
+    return p * scale;
+}

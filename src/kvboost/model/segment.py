@@ -1,0 +1,170 @@
+"""Segments: the rows that one request sends through the model together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+
+from kvboost.model.kv import RequestKV
+
+BLOCK_ROWS = 512
+GRID = 64
+"""For 16-bit numbers on a CPU, torch compiles a kernel for every number of rows and keys and keeps
+them all. Hits end anywhere, so there would be ever more of them: sizes are rounded up to this."""
+
+
+class Hook(Protocol):
+    """Sees one segment in every layer, and may change the rows of ``kv`` that the segment does not
+    compute."""
+
+    def on_fresh(self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Called before the segment's fresh rows, ``[1, kv_heads, rows, dim]``, are written over
+        what ``kv`` holds at their positions."""
+
+    def on_query(
+        self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
+    ) -> None:
+        """Called before attention of ``query``, ``[1, heads, rows, dim]``; the fresh rows are in
+        place."""
+
+
+@dataclass
+class Segment:
+    """Tokens of one request that go through the model together.
+
+    ``positions`` is a ``range`` if they are consecutive, else an increasing tensor. Every row of
+    ``kv`` below the last position must be written before, or by this segment itself, unless it is
+    ``absent``: ``[end]``, true for rows that no query may attend to.
+    The forward returns logits of the last ``num_logits`` rows. With ``until``, it ends in that
+    layer after its fresh rows are written and the hook has seen its queries; there are no logits.
+    ``as_stock``: if it is alone in the forward and begins at position 0, it makes the very calls
+    that stock transformers makes.
+    """
+
+    kv: RequestKV
+    token_ids: torch.Tensor
+    positions: range | torch.Tensor
+    num_logits: int = 1
+    hook: Hook | None = None
+    absent: torch.Tensor | None = None
+    until: int | None = None
+    as_stock: bool = True
+    _blocks: dict[int | None, list[Block]] = field(default_factory=dict, repr=False)
+    _own_mask: torch.Tensor | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        device = self.kv.shape.device
+        self._num_rows = len(self.token_ids)  # read in every layer
+        self.token_ids = self.token_ids.to(device)
+        if isinstance(self.positions, torch.Tensor):
+            self.positions = self.positions.to(device)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @property
+    def first(self) -> int:
+        return int(self.positions[0])
+
+    @property
+    def end(self) -> int:
+        """One past the last position: keys are rows ``[0, end)``."""
+        return int(self.positions[-1]) + 1
+
+    def position_ids(self, device: torch.device) -> torch.Tensor:
+        if isinstance(self.positions, range):
+            return torch.arange(self.positions.start, self.positions.stop, device=device)
+        return self.positions
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether these are consecutive rows that attend to everything before them."""
+        return isinstance(self.positions, range) and self.absent is None
+
+    def hides(self, window: int | None) -> int | None:
+        """The window of a layer, if it hides any key from this segment."""
+        return window if window and self.end > window else None
+
+    @cached_property
+    def corner(self) -> CausalBias | None:
+        """The causal mask of a sequence's last rows, in the form that GPU kernels know; None for
+        one row."""
+        return causal_lower_right(len(self), self.end) if len(self) > 1 else None
+
+    def own_mask(self, groups: int, like: torch.Tensor) -> torch.Tensor:
+        """The mask over the request's own rows, for the queries of ``groups`` heads as rows of one
+        matrix: additive ``[groups * rows, keys]``, on the grid; made once a forward."""
+        if self._own_mask is None:
+            rows = self.position_ids(like.device) - self.kv.own_start
+            self._own_mask = Block.of(0, rows, None, like).mask.repeat(groups, 1)
+        return self._own_mask
+
+    def blocks(self, window: int | None, like: torch.Tensor) -> list[Block]:
+        """The rows in blocks, each with the keys it may attend to; made once a forward."""
+        if window not in self._blocks:
+            positions = self.position_ids(like.device)
+            self._blocks[window] = [
+                Block.of(start, positions[start : start + BLOCK_ROWS], window, like, self.absent)
+                for start in range(0, len(self), BLOCK_ROWS)
+            ]
+        return self._blocks[window]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows ``[start, end)`` of a segment and the keys ``[first_key, end_key)`` they may attend to.
+    Attending block by block leaves out most of the keys that the mask hides."""
+
+    start: int
+    end: int
+    first_key: int
+    end_key: int
+    mask: torch.Tensor
+    """Additive ``[rows, keys]``, its width padded in memory to a multiple of 8 as the GPU's
+    kernels want it. On the grid there are more rows and keys than needed; such keys are hidden."""
+
+    @classmethod
+    def of(
+        cls,
+        start: int,
+        positions: torch.Tensor,
+        window: int | None,
+        like: torch.Tensor,
+        absent: torch.Tensor | None = None,
+    ) -> Block:
+        first, last = int(positions[0]), int(positions[-1])
+        grid = grid_of(like)
+        first_key = 0 if window is None else max(0, first + 1 - window) // grid * grid
+        end_key = round_up(last + 1, grid)
+        keys = torch.arange(first_key, end_key, device=like.device)
+        queries = positions[:, None]
+        hidden = keys > queries
+        if window is not None:
+            hidden |= keys <= queries - window
+        if absent is not None:
+            hidden[:, : last + 1 - first_key] |= absent[first_key : last + 1]
+        rows, width = round_up(len(positions), grid), round_up(len(keys), 8)
+        mask = torch.zeros(rows, width, dtype=like.dtype, device=like.device)[:, : len(keys)]
+        mask[: len(positions)].masked_fill_(hidden, float("-inf"))
+        return cls(start, start + len(positions), first_key, end_key, mask)
+
+
+def grid_of(like: torch.Tensor) -> int:
+    """What numbers of rows and keys are rounded up to for tensors like this one."""
+    return GRID if like.device.type == "cpu" and like.dtype.itemsize == 2 else 1
+
+
+def round_up(length: int, grid: int) -> int:
+    return -(-length // grid) * grid
+
+
+def split(rows: torch.Tensor, segments: Sequence[Segment]) -> Sequence[torch.Tensor]:
+    """Packed ``[1, heads, total, dim]`` as one tensor per segment."""
+    if len(segments) == 1:
+        return (rows,)
+    return rows.split([len(segment) for segment in segments], dim=2)
