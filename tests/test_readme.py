@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import functools
-import os
 import re
 import shlex
 import shutil
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from kvboost.cli import app
@@ -90,19 +88,16 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.fixture
-def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that looks like a clone to the examples; they may leave files in it."""
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Works in a folder that looks like a clone to the examples; they may leave files in it."""
     shutil.copy(ROOT / "LICENSE", tmp_path)
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)  # a real model uses every core
-    yield tmp_path
-    torch.set_num_threads(threads)
 
 
+@pytest.mark.usefixtures("clone")
 @pytest.mark.parametrize("page", RUNNABLE)
 def test_the_code_runs_and_prints_what_the_page_shows(
-    page: str, clone: Path, capsys: pytest.CaptureFixture[str]
+    page: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (ROOT / page).read_text()
     namespace: dict[str, Any] = {"__name__": "__main__"}
