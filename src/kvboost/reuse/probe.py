@@ -1,4 +1,4 @@
-"""What a look at a few rows or a few layers tells about moved rows: hooks of the forward."""
+"""Probes: hooks of the forward that observe attention, or the deviation of moved rows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _SCORES = 1 << 24  # attention weights held at a time
 
 
 class AttentionMass:
-    """Adds up, over ``layers``, how much a prompt's last rows attend to each row before them:
-    ``mass`` is ``[start]``, weights after softmax, averaged over heads, summed over the rows from
-    ``start`` on. Rows that are ``absent``, ``[start]``, get none."""
+    """Sums, over ``layers``, how much a prompt's last rows attend to each row before them: ``mass``
+    is ``[start]``, the weights after softmax, averaged over heads and summed over the rows from
+    ``start`` on. Rows that are ``absent``, ``[start]``, receive none."""
 
     def __init__(self, layers: range, start: int, absent: torch.Tensor) -> None:
         self._layers = layers
@@ -50,7 +50,7 @@ class AttentionMass:
             self.mass += weights.sum((0, 1))[:start] / heads
 
     def _hidden(self, rows: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
-        """What the last rows may not look at, as it is added to scores; made once."""
+        """The mask of the last rows, to be added to scores; made once for each window."""
         if window not in self._masks:
             start = len(self.mass)
             positions = torch.arange(start + rows, device=like.device)
@@ -64,8 +64,8 @@ class AttentionMass:
 
 
 class Deviation:
-    """Of rows computed anew up to ``layer``: how far their keys and values there lie from those
-    that were known. ``squared`` is ``[rows]``, keys and values together."""
+    """How far the recomputed keys and values of rows are from the cached ones in ``layer``.
+    ``squared``, ``[rows]``, is the squared distance of keys and values together."""
 
     def __init__(self, layer: int, positions: torch.Tensor) -> None:
         self._layer = layer

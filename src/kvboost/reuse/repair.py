@@ -1,7 +1,7 @@
-"""Which moved rows are computed again.
+"""Repair strategies: which moved rows to recompute.
 
-A strategy looks at the moved rows, perhaps through a few layers of the model, and names those to
-recompute. They and everything that is not known then go through one packed forward.
+A strategy scores the moved rows, perhaps with a probe through a few layers of the model, and
+chooses rows to recompute. Those and all new rows then go through one packed forward.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from kvboost.reuse.probe import AttentionMass, Deviation
 from kvboost.reuse.shift import Spans
 
 PROBE_ROWS = 64
-"""No more of a prompt's last rows than these are asked what they attend to."""
-LOOK_ROWS = 4096
-"""Rows that go through a look together: masks of more would take too much memory."""
+"""At most this many of a prompt's last rows are probed for what they attend to."""
+PROBE_SLICE = 4096
+"""Rows that go through a probe together: the masks of more would take too much memory."""
 PROBE_BAND = (0.64, 0.86)
-"""Between these depths a model looks for what it will say: their attention is observed."""
+"""The probe observes attention between these depths: there a model finds what it will say."""
 PARTIAL_LAYER = 0.25
-"""What the layer that a look ends in costs: its projections run, attention and MLP do not."""
+"""The cost of a probe's last layer: its projections run, its attention and MLP do not."""
 CLOSE_RESEMBLANCE = 0.9
-"""Donors of more resemblance than this need half the repair."""
+"""Donors with at least this resemblance need half the repair."""
 SHIFT_TOKENS = 256
-"""Rows that share one shift; a longer run is several such spans."""
+"""Rows that share one shift; a longer run is split into several spans."""
 
 
 AttentionProbe = Callable[[torch.Tensor, Hook, int, "torch.Tensor | None"], None]
-"""``look(positions, hook, until, absent)`` runs rows of the prompt through the model up to layer
-``until``; rows that are ``absent`` are not attended to."""
+"""``probe(positions, hook, until, absent)`` runs rows of the prompt through the model up to layer
+``until``. Rows that are ``absent`` are not attended to."""
 
 
 @dataclass(frozen=True)
 class RepairChoice:
-    """``rows``, ``[prompt]``, is true for moved rows to recompute; ``shift`` says whether the
-    others of their spans follow them (see ``kvboost.reuse.shift``)."""
+    """``rows``, ``[prompt]``, is true for moved rows to recompute. ``shift`` says whether the other
+    rows of their spans are shifted (see ``kvboost.reuse.shift``)."""
 
     rows: torch.Tensor
     shift: bool = False
@@ -48,14 +48,14 @@ class RepairChoice:
 
 @dataclass
 class MovedRows:
-    """The moved rows of a prompt whose answer begins behind row ``live_end``, and what looking at
-    them has cost."""
+    """The moved rows of a prompt whose answer begins at row ``live_end``, and what probing them has
+    cost."""
 
     plan: Plan
     live_end: int
     num_layers: int
     device: torch.device
-    look: AttentionProbe
+    probe: AttentionProbe
     charged_tokens: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
@@ -71,8 +71,8 @@ class MovedRows:
         return self.plan.moved
 
     def attention(self) -> torch.Tensor:
-        """How much the live tail attends to each moved row: ``[prompt]``. The tail runs over the
-        moved KV as it is; other rows that are not known yet are left out."""
+        """How much the prompt's last rows attend to each moved row: ``[prompt]``. They run over the
+        moved KV as it is and do not attend to rows that are not computed yet."""
         start = max(self.runs[-1].end, self.live_end - PROBE_ROWS)
         tail = torch.arange(start, self.live_end, device=self.device)
         absent = self.unknown[: self.live_end].clone()
@@ -80,27 +80,27 @@ class MovedRows:
         low, high = (round(depth * self.num_layers) for depth in PROBE_BAND)
         band = range(min(low, high - 1), high)
         mass = AttentionMass(band, start, absent[:start])
-        self._look(tail, mass, band[-1], absent if bool(absent.any()) else None)
+        self._run_probe(tail, mass, band[-1], absent if bool(absent.any()) else None)
         scores = torch.zeros(len(self.rows), device=self.device)
         scores[:start] = mass.mass
         return scores * self.rows
 
     def deviation(self) -> torch.Tensor:
-        """How far each moved row's keys and values in layer 1 lie from those that its new place
-        gives: ``[prompt]``. All moved and unknown rows run through layer 0."""
+        """How far each moved row's keys and values in layer 1 are from those computed at its new
+        position: ``[prompt]``. All moved and unknown rows run through layer 0."""
         needed = (self.rows | self.unknown)[: self.live_end].nonzero()[:, 0]
         layer = min(1, self.num_layers - 1)
         scores = torch.zeros(len(self.rows), device=self.device)
-        for some in torch.split(needed, LOOK_ROWS):
+        for some in torch.split(needed, PROBE_SLICE):
             deviation = Deviation(layer, some)
-            self._look(some, deviation, layer, None)
+            self._run_probe(some, deviation, layer, None)
             scores[some] = deviation.squared
         return scores * self.rows
 
-    def _look(
+    def _run_probe(
         self, positions: torch.Tensor, hook: Hook, until: int, absent: torch.Tensor | None
     ) -> None:
-        self.look(positions, hook, until, absent)
+        self.probe(positions, hook, until, absent)
         self.charged_tokens += len(positions) * (until + PARTIAL_LAYER) / self.num_layers
 
     def top(self, scores: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -111,7 +111,7 @@ class MovedRows:
         return chosen
 
     def spans(self) -> Spans:
-        """The runs, a long one in several parts of about the same length."""
+        """The runs; a long one is split into parts of about equal length."""
         span_of = torch.full((len(self.rows),), -1, dtype=torch.long, device=self.device)
         resemblance: list[float] = []
         for run in self.runs:
@@ -140,16 +140,14 @@ def selective(moved: MovedRows, repair: RepairParams) -> RepairChoice:
 
 
 def cacheblend(moved: MovedRows, repair: RepairParams) -> RepairChoice:
-    """The rows whose keys and values deviate most in layer 1, after layer 0 has run in full.
-
-    Layer 0 gives the fresh rows of layer 1, which stay; from there on only the chosen rows go on.
-    """
+    """The rows whose keys and values deviate most in layer 1, after layer 0 has run in full. The
+    fresh rows of layer 1 stay; only the chosen rows continue from there."""
     num_rows = round(repair.ratio * moved.plan.num_moved)
     return RepairChoice(moved.top(moved.deviation(), num_rows))
 
 
 def query(moved: MovedRows, repair: RepairParams) -> RepairChoice:
-    """The rows that the live tail attends to; the rest of each span is shifted with them."""
+    """The rows that the prompt's last rows attend to; the rest of each span is shifted."""
     num_rows = round(repair.ratio * moved.plan.num_moved)
     if num_rows in (0, moved.plan.num_moved):  # nothing to choose
         return RepairChoice(moved.rows.clone() if num_rows else torch.zeros_like(moved.rows))
@@ -157,8 +155,8 @@ def query(moved: MovedRows, repair: RepairParams) -> RepairChoice:
 
 
 def auto(moved: MovedRows, repair: RepairParams) -> RepairChoice:
-    """As ``query``, with half the budget for runs that stand behind (nearly) all that their
-    donors stood behind."""
+    """As ``query``, with half the budget for runs that follow (nearly) the same text as when they
+    were cached."""
     close = sum(run.end - run.start for run in moved.runs if run.resemblance >= CLOSE_RESEMBLANCE)
     ratio = repair.ratio * (1 - 0.5 * close / moved.plan.num_moved)
     return query(moved, replace(repair, ratio=repair.ratio if repair.ratio == 1 else ratio))

@@ -1,8 +1,8 @@
-"""The shift: what a span's recomputed rows tell about the rows that were not.
+"""The shift: correcting stale rows by the average change of the recomputed rows of their span.
 
-Within one span the error of moved keys and values is to a good part one shared offset: the whole
-passage was read behind other text. Its recomputed rows show that offset, layer by layer, and the
-rest of the span is moved by it before anything attends to them.
+A moved passage was read after other text, so within one span the error of keys and values is
+largely one shared offset. The recomputed rows of the span show that offset, layer by layer, and it
+is added to the other rows before any row attends to them.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from kvboost.model.native.moved_rows import RecomputedRows
 from kvboost.reuse.rope import CosSin, Rotation
 
 SHIFT_STRENGTH = 0.6
-"""How much of a mean error is carried over, where donor and prompt have nothing in common."""
+"""How much of the mean error is applied if donor and prompt share no context."""
 PRIOR_ROWS = 4
-"""A mean over ``n`` rows is trusted ``n / (n + PRIOR_ROWS)``."""
+"""A mean over ``n`` rows is weighted by ``n / (n + PRIOR_ROWS)``."""
 
 
 @dataclass(frozen=True)
 class Spans:
     """Rows that share one offset. ``span_of``, ``[prompt]``, is -1 for rows that are not moved.
-    ``resemblance``, ``[spans]``: where a donor's context was close, errors are small and have less
-    in common, and less of them is carried over."""
+    ``resemblance``, ``[spans]``: if a donor's context was similar, errors are small and less alike,
+    so less of their mean is applied."""
 
     span_of: torch.Tensor
     resemblance: torch.Tensor
 
     def between(self, start: int, end: int) -> Spans:
-        """Of rows ``[start, end)`` alone."""
+        """The spans of rows ``[start, end)`` alone."""
         span_of = self.span_of.clone()
         span_of[:start] = span_of[end:] = -1
         return Spans(span_of, self.resemblance)
 
 
 class Shift:
-    """A hook of the forward that recomputes some rows of moved spans. In every layer it adds to
-    the other rows of a span, keys and values alike, the mean difference between fresh and stale
-    of those recomputed: keys where position plays no part, turned back to where they stand.
+    """A hook of the forward that recomputes some rows of moved spans. In every layer it adds the
+    mean difference between fresh and stale rows to the other rows of the span, both keys and
+    values. Keys are compared at position 0 and the difference is rotated to each row's position.
 
     ``positions`` are all rows of the segment, in order.
     """
@@ -52,11 +52,11 @@ class Shift:
         self._fresh = positions[self._index]
         moved = (spans.span_of >= 0).nonzero()[:, 0]
         self.useful = 2 <= len(self._fresh) < len(moved)
-        """Whether there is something to learn from and something to move."""
+        """Whether there are rows to learn from and rows to shift."""
         if not self.useful:
             return
-        # Everything between the first and the last moved row is touched; rows that are not moved
-        # get the offset of no span, and fresh ones are written over right after.
+        # The shift touches all rows between the first and the last moved one. Rows that are not
+        # moved get a zero offset, and fresh rows are overwritten right after.
         self._start, self._end = int(moved[0]), int(moved[-1]) + 1
         num_spans = len(spans.resemblance)
         between = spans.span_of[self._start : self._end]
@@ -71,16 +71,16 @@ class Shift:
         )
         mean = of_span * (strength * trust / count.clamp(min=1))
         self._rows = (self._index, self._fresh, which, mean, mean.sum(0))
-        self._turns: dict[int, tuple[CosSin, CosSin]] = {}
+        self._cos_sin: dict[int, tuple[CosSin, CosSin]] = {}
 
     def on_fresh(self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if layer == 0:  # its keys and values depend on the token alone: nothing is stale
+        if layer == 0:  # its keys and values depend on the token alone, so none is stale
             return
-        here, there = self._turns_of(layer, keys)
+        here, there = self._rotations(layer, keys)
         by_cos, by_sin, of_values = moved_rows.errors(
             kv, layer, keys, values, RecomputedRows(*self._rows, *here)
         )
-        # Turned back to where position plays no part, which commutes with adding up.
+        # Rotate back to position 0, which commutes with the sum.
         along = by_cos - self._rotation.quarter_turn(by_sin)
         across = self._rotation.quarter_turn(along)
         moved_rows.shift(kv, layer, self._start, self._offset_of, (along, across), there, of_values)
@@ -89,16 +89,16 @@ class Shift:
         self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
     ) -> None: ...
 
-    def _turns_of(self, layer: int, keys: torch.Tensor) -> tuple[CosSin, CosSin]:
-        """CosSin of the fresh rows, and of all touched ones, over all channels; made once per kind
-        of layer."""
+    def _rotations(self, layer: int, keys: torch.Tensor) -> tuple[CosSin, CosSin]:
+        """The rotations of the fresh rows and of all touched rows, over all channels; computed once
+        for each kind of layer."""
         kind = self._rotation.kinds[layer]
-        if kind not in self._turns:
+        if kind not in self._cos_sin:
             touched = torch.arange(self._start, self._end, device=keys.device)
             here, there = (
                 self._rotation.spread(self._rotation.cos_sin(layer, rows), keys.shape[-1])
                 for rows in (self._fresh, touched)
             )
             cos, sin = (part.to(keys.dtype) for part in there)
-            self._turns[kind] = here, (cos, sin)
-        return self._turns[kind]
+            self._cos_sin[kind] = here, (cos, sin)
+        return self._cos_sin[kind]
