@@ -102,12 +102,13 @@ def test_written_out_equals_the_kernel() -> None:
 
 
 def test_blocks_of_queries_give_what_all_at_once_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
     query, keys = torch.randn(1, 2, 7, DIM), torch.randn(1, 2, 9, DIM)
     mask = torch.zeros(7, 9).masked_fill_(torch.ones(7, 9).triu(4).bool(), float("-inf"))
     whole = shared_attention._written_out(query, keys, keys, 0.3, mask)
     monkeypatch.setattr(shared_attention, "MOST_WEIGHTS", 18)
     parts = shared_attention._written_out(query, keys, keys, 0.3, mask)
-    assert all(torch.allclose(a, b) for a, b in zip(whole, parts, strict=True))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(whole, parts, strict=True))
 
 
 def test_growing_leaves_what_others_read_where_it_is() -> None:

@@ -1,5 +1,5 @@
-// What the float32 kernels have in common: the size of a vector, one small matrix product, powers of
-// two. Compilers turn vector types and simple loops into AVX-512, AVX2, SSE2 or NEON.
+// What the float32 kernels have in common: the size of a vector, one small matrix product, powers
+// of two. Compilers turn vector types and simple loops into AVX-512, AVX2, SSE2 or NEON.
 #pragma once
 
 #include <math.h>
