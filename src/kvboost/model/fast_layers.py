@@ -319,7 +319,9 @@ def _decoders(model: nn.Module) -> Iterator[Any]:
 def _fit_together(parent: nn.Module, names: Names, allowed: set[int]) -> bool:
     """Whether these linear layers can be one product of our kernels."""
     linears = [getattr(parent, name, None) for name in names]
-    return _are_alike(linears, allowed) and all(can_multiply(one.weight) for one in linears)  # type: ignore[union-attr]
+    return _are_alike(linears, allowed) and all(
+        isinstance(linear, nn.Linear) and can_multiply(linear.weight) for linear in linears
+    )
 
 
 def _are_alike(linears: Sequence[Any], allowed: set[int]) -> bool:
