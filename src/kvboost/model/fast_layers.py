@@ -52,6 +52,8 @@ class FastLayers:
     """What was packed of a model, and for which modules."""
 
     num_linears: int = 0
+    num_bytes: int = 0
+    """The memory of the copies."""
     products: dict[tuple[nn.Module, Names], Product] = field(default_factory=dict)
     """Our products, by parent module and the names of the linear layers they replace."""
     norms: set[nn.Module] = field(default_factory=set)
@@ -156,7 +158,8 @@ def pack_layers(model: nn.Module) -> FastLayers:
     allowed = {id(child) for _, _, child in found}
     if any(child.weight.dtype == torch.float32 for _, _, child in found):
         return _pack_whole_layers(model, allowed)
-    packed = FastLayers(num_linears=len(found))
+    num_bytes = sum(child.weight.nbytes for _, _, child in found)
+    packed = FastLayers(num_linears=len(found), num_bytes=num_bytes)
     gated = set()
     for module in model.modules():
         if _is_gated(module, allowed):
@@ -194,6 +197,7 @@ def _pack_whole_layers(model: nn.Module, allowed: set[int]) -> FastLayers:
             product = Gated(parent).product if names == GATED else Product(*_joined(linears))
             packed.products[parent, names] = product
             packed.num_linears += len(names)
+            packed.num_bytes += product.num_bytes
             _freeze(parent, names)
         packed.norms.update(norms)
     return packed
