@@ -1,4 +1,4 @@
-"""Every way a segment can be attended equals attention written out."""
+"""Every path of attention equals attention written out."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def written_out(query, keys, values, positions, window, softcap, scale):
         torch.tensor([2, 3, 9, 19]),
         torch.tensor([7]),
     ],
-    ids=["whole", "first", "decode", "short beginning", "tail", "gaps", "one inside"],
+    ids=["whole", "first", "decode", "short prefix", "tail", "gaps", "one inside"],
 )
-def test_attention_equals_the_written_out_one(
+def test_attention_equals_attention_written_out(
     monkeypatch, positions, window, softcap, dtype
 ) -> None:
     monkeypatch.setattr("kvboost.model.segment.BLOCK_ROWS", 3)
@@ -82,7 +82,7 @@ def test_attention_equals_the_written_out_one(
     assert torch.allclose(out.float(), expected, atol=tolerance)
 
 
-def test_attention_that_we_do_not_know_is_refused() -> None:
+def test_unknown_kinds_of_attention_are_refused() -> None:
     keys = torch.zeros(1, 1, 1, 1)
     setattr(keys, attention.BATCH, attention.Batch([]))
     with pytest.raises(UnsupportedModelError, match="position_bias"):

@@ -18,7 +18,7 @@ def test_rows_are_written_in_place_contiguous_or_not() -> None:
     assert kv.data.count_nonzero() == 4 * 3 * 2 * 4
 
 
-def test_growing_doubles_and_keeps_what_is_there() -> None:
+def test_growing_doubles_the_buffer_and_keeps_its_rows() -> None:
     kv = RequestKV(SHAPE, 1)
     capacity = kv.capacity
     kv.data.fill_(7)
@@ -29,7 +29,7 @@ def test_growing_doubles_and_keeps_what_is_there() -> None:
     assert kv.rows(0, capacity).eq(7).all()
 
 
-def test_a_pool_lends_what_fits_and_keeps_a_few() -> None:
+def test_a_pool_lends_a_fitting_buffer_and_keeps_a_few() -> None:
     pool = KVPool(SHAPE, max_idle=2)
     with pool.lend(300) as large, pool.lend(10) as small, pool.lend(10) as other:
         assert len({id(large), id(small), id(other)}) == 3

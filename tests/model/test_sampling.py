@@ -85,7 +85,7 @@ def test_end_of_sequence_is_none_one_or_several() -> None:
     assert eos_ids(GenerationConfig(eos_token_id=[3, 4])) == {3, 4}
 
 
-def test_a_temperature_next_to_zero_is_as_good_as_zero() -> None:
+def test_a_temperature_close_to_zero_equals_zero() -> None:
     assert set(sample(temperature=1e-300, seed=1)) == set(sample(temperature=1e-40)) == {4}
 
 

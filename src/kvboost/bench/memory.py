@@ -29,7 +29,6 @@ from kvboost.bench.workloads import PATTERNS, fragments, question
 from kvboost.cache.quantize import GROUP
 from kvboost.config import KV_BITS, EngineConfig, one_of, whole
 from kvboost.errors import KVBoostError
-from kvboost.model.fast_layers import PackedLinear
 from kvboost.model.kv import KVShape
 from kvboost.model.load import LoadedModel, load
 from kvboost.progress import Progress
@@ -130,8 +129,7 @@ def weights_mb(loaded: LoadedModel) -> float:
 
 
 def packed_mb(loaded: LoadedModel) -> float:
-    layers = loaded.forward.model.modules()
-    return float(sum(one.weight.nbytes for one in layers if isinstance(one, PackedLinear)) / 1e6)
+    return loaded.forward.packed_bytes / 1e6
 
 
 def peak_mb() -> float:

@@ -12,7 +12,7 @@ from kvboost.errors import UnsupportedModelError
 
 
 class Positions(str, Enum):
-    """How a model knows where a token stands."""
+    """How a model encodes the position of a token."""
 
     ROPE = "rotary position embeddings (RoPE)"
     LEARNED = "learned absolute position embeddings"
@@ -22,13 +22,13 @@ class Positions(str, Enum):
 
 @dataclass(frozen=True)
 class Architecture:
-    """``packed``: attention goes through transformers' ``AttentionInterface``, so ours can take
-    its place. Otherwise the model keeps its own attention, one sequence at a time."""
+    """``packed``: attention goes through transformers' ``AttentionInterface``, so ours can replace
+    it. Otherwise the model keeps its own attention, one sequence at a time."""
 
     positions: Positions
     packed: bool = True
     interleaved: bool = False
-    """RoPE turns neighbouring channels, not the two halves of a head."""
+    """RoPE rotates neighbouring channels, not the two halves of a head."""
 
 
 ROPE = Architecture(Positions.ROPE)

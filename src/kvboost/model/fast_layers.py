@@ -51,6 +51,8 @@ class FastLayers:
     """What was packed of a model, and for which modules."""
 
     num_linears: int = 0
+    num_bytes: int = 0
+    """The memory of the copies."""
     products: dict[tuple[nn.Module, Names], Product] = field(default_factory=dict)
     """Our products, by parent module and the names of the linear layers they replace."""
     norms: set[nn.Module] = field(default_factory=set)
@@ -155,7 +157,8 @@ def pack_layers(model: nn.Module) -> FastLayers:
     allowed = {id(child) for _, _, child in found}
     if any(child.weight.dtype == torch.float32 for _, _, child in found):
         return _pack_whole_layers(model, allowed)
-    packed = FastLayers(num_linears=len(found))
+    num_bytes = sum(child.weight.nbytes for _, _, child in found)
+    packed = FastLayers(num_linears=len(found), num_bytes=num_bytes)
     gated = set()
     for module in model.modules():
         if _is_gated(module, allowed):
@@ -193,6 +196,7 @@ def _pack_whole_layers(model: nn.Module, allowed: set[int]) -> FastLayers:
             product = Gated(parent).product if names == GATED else Product(*_joined(linears))
             packed.products[parent, names] = product
             packed.num_linears += len(names)
+            packed.num_bytes += product.num_bytes
             _freeze(parent, names)
         packed.norms.update(norms)
     return packed
@@ -320,7 +324,9 @@ def _decoders(model: nn.Module) -> Iterator[Any]:
 def _fit_together(parent: nn.Module, names: Names, allowed: set[int]) -> bool:
     """Whether these linear layers can be one product of our kernels."""
     linears = [getattr(parent, name, None) for name in names]
-    return _are_alike(linears, allowed) and all(can_multiply(one.weight) for one in linears)  # type: ignore[union-attr]
+    return _are_alike(linears, allowed) and all(
+        isinstance(linear, nn.Linear) and can_multiply(linear.weight) for linear in linears
+    )
 
 
 def _are_alike(linears: Sequence[Any], allowed: set[int]) -> bool:

@@ -58,6 +58,8 @@ class Forward:
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.release()  # another engine may have bound it
         self.shape = _probe(model)
+        self.packed_bytes = fast_layers.num_bytes if fast_layers else 0
+        """The memory of packed copies of weights."""
         self._kernels = Kernels.for_shape(self.shape) if packed else None
         if self._kernels is not None:
             self._install_layers(fast_layers or FastLayers())
@@ -118,10 +120,16 @@ class Forward:
         return limit is not None and len(segments) > 1 and any(s.end > limit for s in segments)
 
     def _run_packed(self, segments: Sequence[Segment]) -> torch.Tensor:
+        kernels = None if self._runs_as_stock(segments) else self._kernels
+        return self._run(segments, _PackedCache(Batch(segments, kernels)))
+
+    def _runs_as_stock(self, segments: Sequence[Segment]) -> bool:
+        """Whether to make stock transformers' calls: for a segment that asks for it and is alone.
+        In bfloat16 only from position 0, because packed layers run later rows in any case."""
         first = segments[0]
-        whole = len(segments) == 1 and first.is_plain and first.first == 0
-        batch = Batch(segments, None if whole and first.as_stock else self._kernels)
-        return self._run(segments, _PackedCache(batch))
+        if len(segments) > 1 or not first.as_stock:
+            return False
+        return self.shape.dtype == torch.float32 or (first.is_plain and first.first == 0)
 
     def _run(
         self, segments: Sequence[Segment], cache: _PackedCache | _SequenceCache

@@ -1,4 +1,4 @@
-"""Stock transformers: the slow reference every fast path is held against."""
+"""Stock transformers: the slow reference for every fast path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvboost.model import load
 
 
 class StockModel:
-    """A model as transformers runs it by itself, greedy, one sequence at a time."""
+    """A model as transformers runs it: greedy, one sequence at a time."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
@@ -25,7 +25,7 @@ class StockModel:
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
     ) -> StockModel:
-        """Takes the names :meth:`KVBoost.from_pretrained` takes; the weights are loaded anew."""
+        """Accepts the same names as :meth:`KVBoost.from_pretrained`; loads the weights again."""
         model, _ = load.read(model_name, strict=False, device=device, dtype=dtype)
         return cls(model)
 
@@ -39,8 +39,8 @@ class StockModel:
 
     @torch.inference_mode()
     def next_token(self, token_ids: Sequence[int], cache: DynamicCache | None = None) -> int:
-        """The token behind ``token_ids``, which continue what ``cache`` holds, if given. The cache
-        grows by them; ``rewind`` takes them back."""
+        """The token after ``token_ids``, which continue what ``cache`` holds, if given. The cache
+        grows by them; ``rewind`` removes them."""
         ids = self._ids(token_ids)
         out = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return int(out.logits[0, -1].argmax())
@@ -63,13 +63,15 @@ class StockModel:
         return out[0, len(token_ids) :].tolist()
 
     @torch.inference_mode()
-    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Logits ``[tokens, vocab]`` of one full prefill."""
-        return self.model(self._ids(token_ids), use_cache=False).logits[0]
+    def logits(self, token_ids: Sequence[int], last: int = 0) -> torch.Tensor:
+        """Logits ``[tokens, vocab]`` of one full prefill; of the ``last`` rows, if given. How many
+        rows the output head multiplies at once changes the last bits of float32 logits."""
+        kept = {"logits_to_keep": last} if last else {}  # not every model knows this option
+        return self.model(self._ids(token_ids), use_cache=False, **kept).logits[0]
 
     @staticmethod
     def rewind(cache: DynamicCache, num_tokens: int) -> None:
-        """Takes the last ``num_tokens`` out of ``cache``."""
+        """Removes the last ``num_tokens`` from ``cache``."""
         cache.crop(-num_tokens)
 
     def _ids(self, token_ids: Sequence[int]) -> torch.Tensor:

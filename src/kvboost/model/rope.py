@@ -25,12 +25,12 @@ def frequencies(model: PreTrainedModel, support: Support, num_layers: int) -> to
         )
     buffers = dict(rotary[0].named_buffers())
     kinds = getattr(config, "layer_types", None) or [""] * num_layers
-    turning = getattr(config, "no_rope_layers", None) or [True] * num_layers
+    rotated = getattr(config, "no_rope_layers", None) or [True] * num_layers
     layers = []
-    for kind, turns in zip(kinds, turning, strict=True):
-        # Gemma 3 has a RoPE per kind of layer. The original is what short prompts are turned by,
-        # where long ones change it.
+    for kind, rotates in zip(kinds, rotated, strict=True):
+        # Gemma 3 has a RoPE per kind of layer. Where long prompts change the frequencies, the
+        # original ones rotate short prompts.
         names = (f"{kind}_original_inv_freq", "original_inv_freq", "inv_freq")
         inverse = next(buffers[name] for name in names if name in buffers)
-        layers.append(inverse if turns else torch.zeros_like(inverse))
+        layers.append(inverse if rotates else torch.zeros_like(inverse))
     return torch.stack(layers).detach().double().cpu()

@@ -1,4 +1,4 @@
-"""How the next token is picked: transformers' own logits processors, one set per request."""
+"""Picks the next token with transformers' own logits processors, one set per request."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ NOT_APPLIED = (
 
 
 class Sampler:
-    """Picks the tokens of one request. Its randomness is its own: a seed gives the same tokens
-    whatever else is running."""
+    """Picks the tokens of one request. It has its own random generator: a seed gives the same
+    tokens, whatever else is running."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Sampler:
             return token_id, self._describe(logits, token_id)
         scores = logits.to(torch.float32, copy=True)[None]
         if self._seen is not None:
-            for process in self._processors:  # the list itself looks at their signatures every time
+            for process in self._processors:  # the list would inspect their signatures every time
                 scores = process(self._seen[None], scores)
         if self._generator is None:
             token = torch.argmax(scores, dim=-1)
@@ -97,12 +97,12 @@ class Sampler:
 
 
 LEAST_TEMPERATURE = 1e-6
-"""Lower ones choose the same tokens and divide logits out of what float32 holds."""
+"""Lower temperatures choose the same tokens, and dividing by them overflows float32."""
 
 
 class GeneratedPenalty:
-    """Lowers the logits of tokens that were generated, once and for every time, and adds
-    ``bias``: OpenAI's penalties, which transformers does not have."""
+    """Lowers the logits of generated tokens, once (``presence``) and per occurrence
+    (``frequency``), and adds ``bias``: OpenAI's penalties, which transformers does not have."""
 
     def __init__(
         self, prompt_tokens: int, presence: float, frequency: float, bias: Mapping[int, float]
@@ -129,7 +129,7 @@ class GeneratedPenalty:
 def _processors(
     params: SamplingParams, defaults: GenerationConfig, prompt_tokens: int
 ) -> LogitsProcessorList:
-    """In the order transformers itself applies them."""
+    """The processors, in the order in which transformers applies them."""
     processors = LogitsProcessorList()
     penalties = (params.presence_penalty or 0.0, params.frequency_penalty or 0.0)
     if any(penalties) or params.logit_bias:
@@ -159,7 +159,7 @@ def _first(given: float | None, default: float | None) -> float | None:
 
 
 def warn_about_defaults(defaults: GenerationConfig) -> None:
-    """Says which settings of the model's generation config are not applied."""
+    """Warns of settings in the model's generation config that are not applied."""
     ignored = [
         name for name in NOT_APPLIED if getattr(defaults, name, None) not in (None, 0, 1.0, [])
     ]

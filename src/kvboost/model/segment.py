@@ -42,8 +42,8 @@ class Segment:
     ``absent``: ``[end]``, true for rows that no query may attend to.
     The forward returns logits of the last ``num_logits`` rows. With ``until``, it ends in that
     layer after its fresh rows are written and the hook has seen its queries; there are no logits.
-    ``as_stock``: if it is alone in the forward and begins at position 0, it makes the very calls
-    that stock transformers makes.
+    ``as_stock``: if it is alone in the forward, it makes the calls that stock transformers makes;
+    in bfloat16 only if it begins at position 0.
     """
 
     kv: RequestKV
@@ -53,7 +53,7 @@ class Segment:
     hook: Hook | None = None
     absent: torch.Tensor | None = None
     until: int | None = None
-    as_stock: bool = True
+    as_stock: bool = False
     _blocks: dict[int | None, list[Block]] = field(default_factory=dict, repr=False)
     _own_mask: torch.Tensor | None = field(default=None, repr=False)
 

@@ -118,7 +118,7 @@ def _written_out(
     return torch.cat(outputs, 2), torch.cat(totals, 2)[..., 0]
 
 
-def merge(one: Part, other: Part) -> torch.Tensor:
+def merge(first: Part, second: Part) -> torch.Tensor:
     """Merges two parts: attention over the keys of both."""
-    share = torch.sigmoid(one[1] - other[1])[..., None]
-    return torch.lerp(other[0].float(), one[0].float(), share).to(one[0].dtype)
+    share = torch.sigmoid(first[1] - second[1])[..., None]
+    return torch.lerp(second[0].float(), first[0].float(), share).to(first[0].dtype)

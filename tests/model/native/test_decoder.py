@@ -149,15 +149,18 @@ def test_a_whole_prompt_as_stock_runs_the_models_own_layers(dtype: torch.dtype) 
     few = MOST_ROWS[dtype] or 600
     forward([Segment(kv, ids[:few], range(1, few + 1))])
     assert not calls
-    fast = forward([Segment(kv, ids[:few], range(few), as_stock=False)])
+    fast = forward([Segment(kv, ids[:few], range(few))])
     assert not calls
-    stock = forward([Segment(kv, ids[:few], range(few))])
+    stock = forward([Segment(kv, ids[:few], range(few), as_stock=True)])
     assert len(calls) == SIZES["num_hidden_layers"]
     assert close(fast, stock, 5)
     calls.clear()
-    many = forward([Segment(kv, ids, range(600), as_stock=False)])
+    many = forward([Segment(kv, ids, range(600))])
     assert bool(calls) == (few < 600)
-    assert close(many, forward([Segment(kv, ids, range(600))]), 5)
+    assert close(many, forward([Segment(kv, ids, range(600), as_stock=True)]), 5)
+    calls.clear()
+    forward([Segment(kv, ids[:1], range(600, 601), as_stock=True)])  # a decode step
+    assert bool(calls) == (dtype == torch.float32)
 
 
 @each_dtype

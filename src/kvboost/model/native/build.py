@@ -29,7 +29,7 @@ from kvboost.config import home, native_kernels_allowed
 log = logging.getLogger("kvboost")
 
 FOLDER = Path(__file__).parent
-FLAGS = ("-O3", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-fopenmp", "-shared", "-fPIC")
 TUNING = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}
 """The flag that makes a compiler use everything this processor has."""
 
@@ -85,7 +85,7 @@ FORMS = {
     torch.float32: Form(
         "float32 portable",
         "float32",
-        flags=("-DKVBOOST_FLOAT32",),
+        flags=("-DKVBOOST_FLOAT32", "-ffp-contract=fast"),
         own_signatures={"kvboost_pack_halved": (c_void_p, c_int32, c_int32, c_void_p)},
     ),
 }

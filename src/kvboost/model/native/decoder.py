@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int32, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from kvboost.model import native
+from kvboost.model.attention import Batch
 from kvboost.model.native.layers import Product, rounded_up
-
-if TYPE_CHECKING:
-    from kvboost.model.attention import Batch
 
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
 """Norm, attention, norm, gated layer; rotary positions in halves; no norm of queries or keys."""

@@ -5,8 +5,9 @@
 #include <stddef.h>
 
 // hidden and out are [rows, width]; cos and sin [rows, dim]. scratch holds what is computed in
-// between: [rows, width + the larger of qkv + heads * dim and the gated width]; packed has space for
-// the rows of the widest product, as for kvboost_linear; parts and workspaces as for kvboost_attend.
+// between: [rows, width + the larger of qkv + heads * dim and the gated width]; packed has space
+// for the rows of the widest product, as for kvboost_linear; parts and workspaces as for
+// kvboost_attend.
 
 // Computes the fresh queries, keys and values: [rows, qkv] from scratch[rows * width] on.
 void kvboost_layer_begin(

@@ -38,6 +38,7 @@ class Product:
         self.is_halved = can_halve(weight)
         kept = torch.bfloat16 if self.is_halved else weight.dtype
         self._packed, address = _aligned(weight.numel(), kept)
+        self.num_bytes = self._packed.nbytes
         pack = self._library.kvboost_pack
         if self.is_halved:
             pack = self._library.kvboost_pack_halved

@@ -1,8 +1,8 @@
 // Attention of packed rows over the KV of many requests, in one call: bf16 on a CPU with AMX.
 //
 // Rows attend to runs of keys. A run belongs to one request or is shared by several; a row sees the
-// first keys of a run, up to its limit. A row that attends to several runs gets a partial result from
-// each, merged by their log-sum-exps. Runs are cut into parts that threads take one by one:
+// first keys of a run, up to its limit. A row that attends to several runs gets a partial result
+// from each, merged by their log-sum-exps. Runs are cut into parts that threads take one by one:
 //
 //   for each block of 64 keys      packed once as the tiles want them
 //     for each 16 queries          scores = Q K'; the softmax so far; out += P V
@@ -245,8 +245,8 @@ void kvboost_attend(const Call *call, int threads) {
 }
 
 // Adds to mass, [start] and up to 15 more without meaning, the weights that queries [first, first +
-// count) of one head of keys, rows from start on, give to the keys before start, divided by the number
-// of heads. Absent keys get none.
+// count) of one head of keys, rows from start on, give to the keys before start, divided by the
+// number of heads. Absent keys get none.
 static void add_mass(
     const MassCall *call, int kv_head, int first, int count, Workspace *work, float *scores,
     float *mass
@@ -301,9 +301,9 @@ int64_t kvboost_mass_bytes(int32_t start, int32_t rows) {
     return sizeof(Workspace) + (floats + TILE - 1) / TILE * TILE * sizeof(float);
 }
 
-// Writes to mass, [start], how much rows attend to each key before the first of them. workspaces has
-// kvboost_mass_bytes() for each thread, aligned to 64 bytes. The order of summation is fixed, because
-// the rows to recompute are chosen by the result.
+// Writes to mass, [start], how much rows attend to each key before the first of them. workspaces
+// has kvboost_mass_bytes() for each thread, aligned to 64 bytes. The order of summation is fixed,
+// because the rows to recompute are chosen by the result.
 void kvboost_attention_mass(const MassCall *call, float *mass, void *workspaces, int threads) {
     const int queries = call->rows * (call->heads / call->kv_heads);
     const int parts = (queries + MASS_QUERIES - 1) / MASS_QUERIES;

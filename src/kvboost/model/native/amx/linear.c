@@ -98,8 +98,8 @@ static void finish(
     }
 }
 
-// rows [m, k] and out [m, n], or [m, n / 2] if gated, contiguous. Adds the residual, which may be out
-// itself. packed has space for the rows, m rounded up to 32, aligned to 64 bytes.
+// rows [m, k] and out [m, n], or [m, n / 2] if gated, contiguous. Adds the residual, which may be
+// out itself. packed has space for the rows, m rounded up to 32, aligned to 64 bytes.
 void kvboost_linear(
     const Linear *linear, const bf16 *rows, int32_t m, const bf16 *residual, bf16 *out, bf16 *packed,
     int threads

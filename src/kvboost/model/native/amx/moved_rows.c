@@ -8,8 +8,8 @@ typedef struct {
     int64_t fresh_head, fresh_row, stale_head;
 } Rows;
 
-// Adds the differences between fresh and known rows, each times its weight, to [offsets, dim]. Those
-// of keys are added twice: times cos and times sin of their rows, [rows, dim].
+// Adds the differences between fresh and known rows, each times its weight, to [offsets, dim].
+// Those of keys are added twice: times cos and times sin of their rows, [rows, dim].
 static void add_errors(
     Rows rows, int head, int dim, int count, const int64_t *index, const int64_t *positions,
     const int64_t *which, const float *weights, const float *cos, const float *sin,
@@ -84,8 +84,8 @@ void kvboost_shift(
     }
 }
 
-// keys and out are [layers, heads, tokens, dim] by the strides of layers and heads. Rotates every pair
-// of channels (i, i + pairs) by cos and sin, [layers, pairs]; copies the other channels.
+// keys and out are [layers, heads, tokens, dim] by the strides of layers and heads. Rotates every
+// pair of channels (i, i + pairs) by cos and sin, [layers, pairs]; copies the other channels.
 void kvboost_move(
     const bf16 *keys, int64_t layer_stride, int64_t head_stride, bf16 *out, int64_t out_layer,
     int64_t out_head, int32_t layers, int32_t heads, int32_t tokens, int32_t dim, int32_t pairs,

@@ -30,7 +30,8 @@ static inline void configure_tiles(TileConfig *before) {
     _tile_loadconfig(&config);
 }
 
-// Compilers do not know that tiles are loaded from memory: all stores before this are done after it.
+// Compilers do not know that tiles are loaded from memory: all stores before this are done after
+// it.
 static inline void compiler_barrier(void) { __asm__ volatile("" ::: "memory"); }
 
 static inline void restore_tiles(const TileConfig *before) {

@@ -1,8 +1,8 @@
 // Attention of packed rows over the KV of many requests, in one call: float32 on any CPU.
 //
 // Rows attend to runs of keys. A run belongs to one request or is shared by several; a row sees the
-// first keys of a run, up to its limit. A row that attends to several runs gets a partial result from
-// each, merged by their log-sum-exps. Runs are cut into parts that threads take one by one:
+// first keys of a run, up to its limit. A row that attends to several runs gets a partial result
+// from each, merged by their log-sum-exps. Runs are cut into parts that threads take one by one:
 //
 //   for each block of 64 keys      transposed once
 //     for each few queries         scores = Q K'; the softmax so far; out += P V
@@ -74,13 +74,24 @@ static void score(
         multiply(count, dim, queries, dim, work->keys + key * dim, COLUMNS, out + key, stride);
 }
 
+INLINE float larger(float a, float b) { return a > b ? a : b; }
+
+// The largest of a block's scores and `most`.
+static float largest(const float *scores, float most) {
+    float best[LANES];
+    for (int i = 0; i < LANES; i++) best[i] = most;
+    for (int key = 0; key < KEYS; key += LANES)
+        for (int i = 0; i < LANES; i++) best[i] = larger(scores[key + i], best[i]);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) best[i] = larger(best[i], best[width + i]);
+    return best[0];
+}
+
 // Turns one query's scores into weights, relative to its highest score so far; rescales what the
 // query has added up when that score rises.
 static void weigh(Workspace *work, int query, float *scores, int seen, int dim) {
-    const int keys = seen < KEYS ? seen : KEYS;
-    float top = work->most[query], sum = 0;
-#pragma omp simd reduction(max : top)
-    for (int key = 0; key < keys; key++) top = scores[key] > top ? scores[key] : top;
+    for (int key = seen; key < KEYS; key++) scores[key] = NOTHING;
+    const float top = largest(scores, work->most[query]);
     if (top > work->most[query]) {
         const float less = power_of_2(work->most[query] - top);
         work->most[query] = top;
@@ -89,7 +100,7 @@ static void weigh(Workspace *work, int query, float *scores, int seen, int dim) 
 #pragma omp simd
         for (int d = 0; d < dim; d++) out[d] *= less;
     }
-    for (int key = keys; key < KEYS; key++) scores[key] = NOTHING;
+    float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int key = 0; key < KEYS; key++) {
         const float weight = power_of_2(scores[key] - top);
@@ -201,7 +212,8 @@ void kvboost_attend(const Call *call, int threads) {
 }
 
 // Adds to mass, [start], the weights that queries [first, first + count) of one head of keys, rows
-// from start on, give to the keys before start, divided by the number of heads. Absent keys get none.
+// from start on, give to the keys before start, divided by the number of heads. Absent keys get
+// none.
 static void add_mass(
     const MassCall *call, int kv_head, int first, int count, Workspace *work, float *scores,
     float *mass
@@ -249,9 +261,9 @@ int64_t kvboost_mass_bytes(int32_t start, int32_t rows) {
     return sizeof(Workspace) + (floats + 15) / 16 * 16 * sizeof(float);
 }
 
-// Writes to mass, [start], how much rows attend to each key before the first of them. workspaces has
-// kvboost_mass_bytes() for each thread, aligned to 64 bytes. The order of summation is fixed, because
-// the rows to recompute are chosen by the result.
+// Writes to mass, [start], how much rows attend to each key before the first of them. workspaces
+// has kvboost_mass_bytes() for each thread, aligned to 64 bytes. The order of summation is fixed,
+// because the rows to recompute are chosen by the result.
 void kvboost_attention_mass(const MassCall *call, float *mass, void *workspaces, int threads) {
     const int queries = call->rows * (call->heads / call->kv_heads);
     const int parts = (queries + MASS_QUERIES - 1) / MASS_QUERIES;

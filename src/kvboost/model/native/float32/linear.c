@@ -1,8 +1,8 @@
 // Products of float32 rows with weights that are rearranged once, on any CPU.
 //
-// out[m, n] = rows[m, k] weights[n, k]'. A panel is 32 columns of weights; a thread multiplies all rows
-// with it, a few at a time. With one row, reading the weights takes all the time. Most models are
-// published in bf16, so their float32 weights have 16 low bits of zeros: those panels are kept
+// out[m, n] = rows[m, k] weights[n, k]'. A panel is 32 columns of weights; a thread multiplies all
+// rows with it, a few at a time. With one row, reading the weights takes all the time. Most models
+// are published in bf16, so their float32 weights have 16 low bits of zeros: those panels are kept
 // halved, without loss, and take half the time.
 
 #include "vectors.h"
@@ -51,8 +51,8 @@ static void finish(
     }
 }
 
-// rows [m, k] and out [m, n], or [m, n / 2] if gated, contiguous. Adds the residual, which may be out
-// itself. Rows are read as they are: packed is not used.
+// rows [m, k] and out [m, n], or [m, n / 2] if gated, contiguous. Adds the residual, which may be
+// out itself. Rows are read as they are: packed is not used.
 void kvboost_linear(
     const Linear *linear, const float *rows, int32_t m, const float *residual, float *out,
     float *packed, int threads

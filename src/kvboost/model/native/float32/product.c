@@ -35,7 +35,8 @@ INLINE void load_columns(vec *columns, const void *from, const int halved) {
     }
 }
 
-// `count`, `halved` and `adds` are constants wherever this is inlined, so all sums are in registers.
+// `count`, `halved` and `adds` are constants wherever this is inlined, so all sums are in
+// registers.
 INLINE void multiply_rows(
     const int count, const int halved, const int adds, const float *rows, int64_t row_stride,
     const void *matrix, int64_t matrix_stride, int k, float *out, int64_t out_stride

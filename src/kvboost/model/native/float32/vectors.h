@@ -1,5 +1,5 @@
-// What the float32 kernels have in common: the size of a vector, one small matrix product, powers of
-// two. Compilers turn vector types and simple loops into AVX-512, AVX2, SSE2 or NEON.
+// What the float32 kernels have in common: the size of a vector, one small matrix product, powers
+// of two. Compilers turn vector types and simple loops into AVX-512, AVX2, SSE2 or NEON.
 #pragma once
 
 #include <math.h>
@@ -38,6 +38,7 @@
 
 // out[count, 32] = rows[count, k] matrix[k, 32]. multiply_add adds the product to out instead. In
 // multiply_halved, each row of the matrix is 16 pairs of bf16: columns i and 16 + i.
+#pragma GCC visibility push(hidden)
 void multiply(
     int count, int k, const float *rows, int64_t row_stride, const float *matrix,
     int64_t matrix_stride, float *out, int64_t out_stride
@@ -50,6 +51,7 @@ void multiply_halved(
     int count, int k, const float *rows, int64_t row_stride, const uint32_t *matrix, float *out,
     int64_t out_stride
 );
+#pragma GCC visibility pop
 
 // 2^x for x of at most 127; zero below 2^-126.
 INLINE float power_of_2(float x) {
