@@ -96,7 +96,6 @@ def test_moved_text_and_batches_end_with_json(model) -> None:
         (("quality", "--save", "/nowhere/rows"), "there is no folder '/nowhere'"),
         (("batch", "--tokens", "64"), "tokens=64"),
         (("moved", "--plot", "a.doc"), "must end in"),
-        (("bug-location", "--hint", "all"), "hint='all'"),
         (("all", "--only", "nonsense"), "only='nonsense'"),
     ],
 )

@@ -60,19 +60,6 @@ _ENTRIES = (
         plots=True,
     ),
     Benchmark(
-        "bug-location",
-        "Does a model that reuses moved files still find the function with the bug?",
-        "kvboost.bench.quality.bug_location",
-        goals=("accuracy with chunk reuse within 1 point of the baseline's",),
-        in_all="--model smollm2-135m --questions 4",
-        seconds=120,
-        quick="--quick",
-        quick_seconds=15,
-        plots=True,
-        note="the embedded model and a few questions: it shows that the benchmark runs. The figure "
-        "to quote needs a GPU: kvboost bench bug-location --device cuda",
-    ),
-    Benchmark(
         "serve",
         "How do servers compare under the same load: ours, vLLM and llama.cpp?",
         "kvboost.bench.load.serve.run",

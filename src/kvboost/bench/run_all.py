@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -133,27 +133,21 @@ def judge(outcomes: Sequence[Outcome]) -> list[Goal]:
     judged = []
     for benchmark in BENCHMARKS.values():
         said = {goal["text"]: goal for goal in reports.get(benchmark.name, {}).get("goals", ())}
-        judged += [
-            Goal(**said.get(text) or {"text": text, "met": None, "figure": "not run"})
-            for text in benchmark.goals
-        ]
+        missing = {"met": None, "figure": "not run"}
+        judged += [Goal(**said.get(text, {"text": text, **missing})) for text in benchmark.goals]
     return judged
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Table:
-    def seconds(value: float) -> str:
-        return f"{value:.0f} s" if value else "–"
-
-    rows = [
-        (one.name, one.state, one.detail, seconds(one.seconds), seconds(one.limit))
-        for one in outcomes
-    ]
     total = sum(one.seconds for one in outcomes), sum(one.limit for one in outcomes)
-    rows.append(("all", "", "", seconds(total[0]), seconds(total[1])))
+    rows = [
+        (one.name, one.state, one.detail, f"{one.seconds:.0f} s", f"{one.limit} s")
+        for one in (*outcomes, Outcome("all", "", *total))
+    ]
     return table("benchmarks", ("benchmark", "state", ""), ("took", "expected"), rows)
 
 
-def goal_table(goals: Iterable[Goal]) -> Table:
+def goal_table(goals: Sequence[Goal]) -> Table:
     states = {True: "met", False: "not met", None: "–"}
     rows = [(goal.text, states[goal.met], goal.figure) for goal in goals]
     return table("goals", ("goal", "", "measured"), (), rows)

@@ -18,7 +18,7 @@ from fake_openai import FakePeer
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit.benchmark import Bench, Option
 from kvboost.bench.load.serve.clients import Answer, Target, closed_loop, data_of, read_event
-from kvboost.bench.load.serve.report import cut_short, disturbed, inequalities, serve_figure
+from kvboost.bench.load.serve.report import cut_short, inequalities, serve_figure
 from kvboost.bench.load.serve.run import Settings, rotated, run
 from kvboost.bench.load.serve.stats import Round, Row, goals
 from kvboost.bench.load.serve.users import (
@@ -267,9 +267,6 @@ def test_systems_that_did_not_have_the_same_work_are_named() -> None:
     ]
     assert "; 1 were sent" in next(cut_short(rows, planned=2))
     assert list(cut_short(rows, planned=1)) == []
-    assert list(disturbed(rows)) == []
-    busy = Row.of(OURS, "rag", [Round.of([longer], share) for share in (0, 0.4)])
-    assert "while kvboost was measured (0%, 40% of the time" in next(disturbed([busy]))
 
 
 def test_a_picture_is_drawn_even_if_a_system_lacks_a_workload() -> None:

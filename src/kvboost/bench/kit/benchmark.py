@@ -24,7 +24,6 @@ from kvboost.config import DEFAULT_MODEL, at_least, one_of, whole, within
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
     from matplotlib.figure import Figure
 
     from kvboost import KVBoost
@@ -235,7 +234,7 @@ class Bench:
             self._estimate(engine)
         return loaded
 
-    def describe(self, device: torch.device, dtype: torch.dtype, **more: object) -> None:
+    def describe(self, device: object, dtype: object, **more: object) -> None:
         """Notes and shows which machine this is."""
         from kvboost.bench.kit.machine import describe
 

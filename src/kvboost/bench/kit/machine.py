@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 
-def describe(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
+def describe(device: object, dtype: object) -> dict[str, str | int]:
     described: dict[str, str | int] = {
         **here(),
         "device": str(device),
@@ -18,8 +18,8 @@ def describe(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
         "torch": torch.__version__,
         "transformers": version("transformers"),
     }
-    if device.type == "cuda":
-        described["gpu"] = torch.cuda.get_device_name(device)
+    if str(device).startswith("cuda"):
+        described["gpu"] = torch.cuda.get_device_name(torch.device(str(device)))
     return described
 
 

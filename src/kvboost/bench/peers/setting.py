@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer
 
 from kvboost import pull_model
+from kvboost.model.load import pick_dtype
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,16 @@ def prepare(
     users: int = 1,
     *,
     threads: int | None = None,
-    device: str = "cpu",
-    dtype: str = "bfloat16",
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Setting, Vocabulary]:
-    """Fetches the model if it is missing, and reads its context length and tokenizer."""
+    """Fetches the model if it is missing, and reads its context length and tokenizer. Without a
+    device and a dtype, engines run on the CPU in what suits it."""
+    device = device or torch.device("cpu")
+    kind = str(dtype or pick_dtype(None, device)).removeprefix("torch.")
     folder = Path(model) if Path(model).is_dir() else pull_model(model)
     config = json.loads((folder / "config.json").read_text())
     context = int(config["max_position_embeddings"])
     threads = threads or os.cpu_count() or 1
-    setting = Setting(model, folder, users, threads, context, device=device, dtype=dtype)
+    setting = Setting(model, folder, users, threads, context, device=str(device), dtype=kind)
     return setting, Vocabulary.of(folder)

@@ -13,8 +13,6 @@ from kvboost.bench.load.serve.stats import Row
 
 UNEQUAL = 0.02
 """Prompts or answers whose mean lengths differ by more than this are worth a note."""
-DISTURBED = 0.05
-"""So is a processor that other programs used for more than this share of the time."""
 NOTE = dim(
     "TTFT: from sending to the first text; ITL: from one piece of text to the next; ms by the "
     "client's clock.\ncached: share of prompt tokens the server says it did not compute; + moved: "
@@ -38,7 +36,7 @@ def tables(rows: Sequence[Row], users: int) -> Iterator[Table]:
 
 def notes(rows: Sequence[Row], planned: int) -> Iterator[Text]:
     """``planned``: the requests of a load, if there was time for all of them."""
-    for note in (*inequalities(rows), *cut_short(rows, planned), *disturbed(rows)):
+    for note in (*inequalities(rows), *cut_short(rows, planned)):
         yield warning(note)
 
 
@@ -68,38 +66,17 @@ def cut_short(rows: Sequence[Row], planned: int) -> Iterator[str]:
             )
 
 
-def disturbed(rows: Sequence[Row]) -> Iterator[str]:
-    for row in rows:
-        shares = [one.others_share for one in row.rounds]
-        if max(shares) > DISTURBED:
-            told = ", ".join(f"{share:.0%}" for share in shares)
-            yield (
-                f"{row.workload}: other programs used the processors while {row.system} was "
-                f"measured ({told} of the time, by rounds)"
-            )
-
-
 def serve_figure(rows: Sequence[Row], title: str) -> Figure:
     """Two panels, with a group of bars per workload in each: the median time to first token with a
     line up to the 95th percentile, and requests per second."""
     systems = dict.fromkeys(row.system for row in rows)
-    times: Bars = {
-        name: {
-            row.workload: Value(
-                row.median.ttft_p50_ms / 1e3,
-                row.median.ttft_p50_ms / 1e3,
-                max(row.median.ttft_p50_ms, row.median.ttft_p95_ms) / 1e3,
-            )
-            for row in rows
-            if row.system == name
-        }
-        for name in systems
-    }
-    rates: Bars = {
-        name: {row.workload: row.median.requests_per_s for row in rows if row.system == name}
-        for name in systems
-    }
-    panels = {"time to first token": times, "throughput": rates}
+    times: dict[str, dict[str, Value]] = {name: {} for name in systems}
+    rates: dict[str, dict[str, float]] = {name: {} for name in systems}
+    for row in rows:
+        middle, high = row.median.ttft_p50_ms / 1e3, row.median.ttft_p95_ms / 1e3
+        times[row.system][row.workload] = Value(middle, middle, max(middle, high))
+        rates[row.system][row.workload] = row.median.requests_per_s
+    panels: dict[str, Bars] = {"time to first token": times, "throughput": rates}
     return draw_bars(panels, title=title, y=("seconds, p50 to p95", "requests per second"))
 
 

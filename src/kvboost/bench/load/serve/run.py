@@ -15,21 +15,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-import torch
-
 from kvboost.bench.kit.benchmark import ROUNDS, Bench, Report, duration, option
 from kvboost.bench.kit.benchmark import Settings as Base
 from kvboost.bench.load.serve import report
 from kvboost.bench.load.serve.clients import Answer, Target, closed_loop
 from kvboost.bench.load.serve.stats import Round, Row, goals
 from kvboost.bench.load.serve.users import WORKLOADS, Workload, make_workload
-from kvboost.bench.peers.cpu import watch_cpu
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import BASELINE, OURS, SYSTEMS
 from kvboost.bench.peers.setting import Setting, Vocabulary, prepare
 from kvboost.config import DEFAULT_MODEL
 from kvboost.errors import KVBoostError
-from kvboost.model.load import pick_device, pick_dtype
 from kvboost.progress import Progress, Step
 
 START_SECONDS = 20
@@ -65,11 +61,8 @@ class Settings(Base):
 
 
 def run(settings: Settings, bench: Bench) -> Report:
-    dtype = pick_dtype(None, pick_device("cpu"))
-    setting, vocabulary = prepare(
-        settings.model, settings.users, dtype=str(dtype).removeprefix("torch.")
-    )
-    bench.describe(torch.device("cpu"), dtype, threads=setting.threads)
+    setting, vocabulary = prepare(settings.model, settings.users)
+    bench.describe(setting.device, setting.dtype, threads=setting.threads)
     missing = {name: SYSTEMS[name].missing(setting) for name in settings.systems}
     present = [name for name in settings.systems if missing[name] is None]
     for name, reason in missing.items():
@@ -168,14 +161,11 @@ class Comparison:
         target = Target(there.url, there.model, asked.max_tokens, self._bias, seconds=asked.seconds)
         for workload in traffic:
             _check(name, asyncio.run(closed_loop(target, workload.warmup)))
-            others = watch_cpu(there.pid)
             answers = asyncio.run(closed_loop(target, workload.users, step.advance))
-            others_share = others()
             _check(name, answers)
             if error := next((answer.error for answer in answers if answer.error), None):
                 self.errors.setdefault(f"{name}, {workload.name}", error)
-            rounds = self._measured.setdefault((name, workload.name), [])
-            rounds.append(Round.of(answers, others_share))
+            self._measured.setdefault((name, workload.name), []).append(Round.of(answers))
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:

@@ -40,11 +40,9 @@ class Round:
     cached_share: float
     moved_share: float
     """Ours only: reused beyond that, from another place."""
-    others_share: float
-    """Of the machine's processors, used by other programs meanwhile."""
 
     @classmethod
-    def of(cls, answers: Sequence[Answer], others_share: float = 0.0) -> Round:
+    def of(cls, answers: Sequence[Answer]) -> Round:
         """Needs at least one request that was answered."""
         good = [answer for answer in answers if answer.error is None]
         ttft = [1e3 * answer.ttft_s for answer in good if answer.ttft_s is not None]
@@ -67,7 +65,6 @@ class Round:
             completion_tokens=completions / len(good),
             cached_share=sum(answer.cached_tokens for answer in good) / max(1, prompts),
             moved_share=sum(answer.moved_tokens for answer in good) / max(1, prompts),
-            others_share=others_share,
         )
 
 

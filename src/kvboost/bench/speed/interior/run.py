@@ -73,12 +73,8 @@ class Row:
 def run(settings: Settings, bench: Bench) -> Report:
     place = pick_device(settings.device)
     kind = pick_dtype(settings.dtype, place)
-    setting, vocabulary = prepare(
-        settings.model,
-        threads=torch.get_num_threads(),
-        device=str(place),
-        dtype=str(kind).removeprefix("torch."),
-    )
+    threads = torch.get_num_threads()
+    setting, vocabulary = prepare(settings.model, threads=threads, device=place, dtype=kind)
     if settings.tokens + BESIDE > setting.context_length:
         raise ConfigError(
             f"tokens={settings.tokens} does not fit the model's context of "

@@ -93,20 +93,15 @@ def _contenders(
     engine: KVBoost, stock: StockModel, peers: Contenders | None, salt: str
 ) -> Iterator[dict[str, Ask]]:
     """The contenders of one conversation; each has its own cache of it."""
-    modes = {
-        "baseline": GenerationMode.BASELINE,
-        "prefix": GenerationMode.PREFIX_CACHE,
-        "chunk": GenerationMode.CHUNK_KV_REUSE,
-    }
+    names = ("baseline", "prefix", "chunk")
     found: dict[str, Ask] = {"stock": _timed(lambda _, prompt: stock.next_token(prompt))}
-    for name, mode in modes.items():
+    for name, mode in zip(names, GenerationMode, strict=True):
         found[name] = _ours(engine, mode, f"{salt}-{name}")
     found["floor"] = _floor(stock)
-    if peers is not None:
-        for name in peers.names:
-            found[f"{name} (pipe)"] = _peer(peers, name)
+    for name in peers.names if peers is not None else ():
+        found[f"{name} (pipe)"] = _peer(peers, name)
     yield found
-    for name in modes:
+    for name in names:
         engine.forget_salt(f"{salt}-{name}")
 
 
@@ -138,8 +133,9 @@ def _floor(stock: StockModel) -> Ask:
     return _timed(run)
 
 
-def _peer(peers: Contenders, name: str) -> Ask:
+def _peer(peers: Contenders | None, name: str) -> Ask:
     def ask(turn: int, prompt: list[int]) -> float | None:
+        assert peers is not None
         answer = peers.ask(name, prompt)
         return None if answer is None else answer.ttft_ms
 

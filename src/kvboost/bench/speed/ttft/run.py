@@ -172,12 +172,8 @@ def _start_peers(
 ) -> Contenders | None:
     if not settings.chosen:
         return None
-    setting, vocabulary = prepare(
-        settings.model,
-        threads=torch.get_num_threads(),
-        device=str(engine.device),
-        dtype=str(engine.dtype).removeprefix("torch."),
-    )
+    device, dtype, threads = engine.device, engine.dtype, torch.get_num_threads()
+    setting, vocabulary = prepare(settings.model, threads=threads, device=device, dtype=dtype)
     chosen = [ENGINES[name] for name in settings.chosen]
     peers = stack.enter_context(Contenders(chosen, setting, vocabulary.decode))
     peers.start(progress)

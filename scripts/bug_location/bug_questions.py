@@ -1,7 +1,7 @@
 """Questions about bugs: several files, one of them with a bug, and four functions to choose from.
 
-The files are excerpts of the standard library, whole functions each. The same few files come again
-in question after question, in other company and order: that is what reuse lives on.
+The files are excerpts of the standard library: whole functions. The same few files come again in
+question after question, with other files and in another order, so they can be reused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from importlib import import_module
 from itertools import zip_longest
 from random import Random
 
-from kvboost.bench.texts.mutations import KINDS, Function, Mutation, functions, mutations
+from mutations import KINDS, Function, Mutation, functions, mutations
+
 from kvboost.config import one_of, whole, within
 from kvboost.errors import ConfigError
 
@@ -30,7 +31,7 @@ POOL = 24
 EXCERPT_CHARACTERS = 1_700
 LEAST_FUNCTIONS = 3
 
-# More than are needed: versions of Python differ in what has docstrings, and in what is there.
+# More than are needed: versions of Python differ in which functions have docstrings.
 _MODULES = (
     "textwrap heapq bisect shlex statistics fractions calendar difflib posixpath ntpath fnmatch "
     "glob genericpath base64 copy linecache mimetypes random shutil tempfile gettext colorsys "
@@ -49,7 +50,7 @@ class Excerpt:
     functions: tuple[Function, ...]
 
     def text(self, changed: Function | None = None) -> str:
-        """As it stands in a prompt; ``changed`` takes the place of the function of its name."""
+        """The file in a prompt; ``changed`` replaces the function of its name."""
         shown = [
             changed if changed is not None and changed.name == one.name else one
             for one in self.functions
@@ -82,7 +83,7 @@ class BugQuestion:
 
 @cache
 def pool(size: int = POOL) -> tuple[Excerpt, ...]:
-    """Excerpts of so many modules; the same ones every time, on one version of Python."""
+    """Excerpts of so many modules; always the same on one version of Python."""
     found: list[Excerpt] = []
     for name in _MODULES.split():
         if len(found) == size:
@@ -113,7 +114,7 @@ def make_bugs(
     number: int, *, files: int = 5, hint: str = "line", seed: int = 0, size: int = POOL
 ) -> list[BugQuestion]:
     """The first ``number`` questions; the same for the same seed and version of Python. No bug
-    comes twice before its module has no others."""
+    repeats before its module has no others."""
     whole(number, 1, "questions")
     within(files, 2, size, "files")
     one_of(hint, list(HINTS), "hint")
@@ -156,7 +157,7 @@ def _make(
     while True:
         shown = draw.sample(others, files - 1)
         names = [one.name for excerpt in (target, *shown) for one in excerpt.functions]
-        single = [name for name in names if names.count(name) == 1]  # the others would be unclear
+        single = [name for name in names if names.count(name) == 1]
         if function.name in single and len(single) >= NUM_CANDIDATES:
             break
     wrong = draw.sample([name for name in single if name != function.name], NUM_CANDIDATES - 1)

@@ -7,25 +7,25 @@ import pytest
 import torch
 from rich.console import Console
 
-from kvboost import KVBoost
-from kvboost.bench.benchmarks import BENCHMARKS
-from kvboost.bench.quality import bug_location
-from kvboost.bench.quality.bug_location import (
+import bug_location
+from bug_location import (
     BASELINE,
     MODES,
     BugAnswer,
     BugRow,
     Settings,
-    bug_figure,
     bug_table,
     judge,
     load_rows,
     measure_bugs,
     summarize,
 )
+from kvboost import KVBoost
+from kvboost.bench.kit.benchmark import Benchmark
 from kvboost.errors import ConfigError
 from tiny import make_engine, tiny_model
 
+BENCHMARK = Benchmark("bug-location", "?", "bug_location")
 SETTINGS = Settings(questions=2, files=2, pool=3)
 PREFIX, CHUNKS = "prefix_cache", "chunk_kv_reuse"
 
@@ -80,9 +80,6 @@ def test_modes_are_compared_question_by_question(capsys) -> None:
     Console(width=80).print(bug_table([baseline, prefix, chunks]))
     shown = capsys.readouterr().out
     assert "4 questions, chance 25%" in shown and "50.0%" in shown and "…" in shown
-    left, right = bug_figure([baseline, prefix, chunks], "x").axes
-    assert [bar.get_height() for bar in left.patches] == [50.0] * 3
-    assert [bar.get_height() for bar in right.patches] == [100.0, 101.0, 102.0]
 
 
 def test_two_hundred_questions_say_whether_reuse_costs_a_point() -> None:
@@ -127,7 +124,7 @@ def test_a_run_continues_where_another_ended(tmp_path, monkeypatch, capsys) -> N
         settings = Settings(
             model=model, questions=questions, files=2, pool=3, rows=str(rows), part=part
         )
-        report = BENCHMARKS["bug-location"].perform(settings, Console(width=200))
+        report = BENCHMARK.perform(settings, Console(width=200))
         return [one["count"] for one in report["summaries"]], report
 
     assert run(2)[0] == [2, 2, 2]
@@ -155,4 +152,4 @@ def test_a_run_continues_where_another_ended(tmp_path, monkeypatch, capsys) -> N
 def test_nonsense_is_refused_before_a_model_is_loaded(options, message) -> None:
     with pytest.raises(ConfigError, match=message):
         settings = Settings(model="no-such-model", questions=1, **options)
-        BENCHMARKS["bug-location"].perform(settings, Console())
+        BENCHMARK.perform(settings, Console())

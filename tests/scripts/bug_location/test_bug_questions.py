@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-
-from kvboost.bench.texts.bug_questions import (
+from bug_questions import (
     EXCERPT_CHARACTERS,
     LEAST_FUNCTIONS,
     NUM_CANDIDATES,
@@ -12,7 +11,8 @@ from kvboost.bench.texts.bug_questions import (
     make_bugs,
     pool,
 )
-from kvboost.bench.texts.mutations import KINDS
+from mutations import KINDS
+
 from kvboost.errors import ConfigError
 
 QUESTIONS = make_bugs(96)

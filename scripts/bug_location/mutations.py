@@ -1,8 +1,8 @@
 """Small bugs put into Python functions: one place of the source changes, the rest stays.
 
-Each kind is a mistake people make and a reader can see: a condition the wrong way round, the wrong
-operator, a bound that is off by one, arguments in the wrong order. Found in the syntax tree and
-written into the text at the node's own place, so that formatting and comments stay as they are.
+Each kind is a mistake people make and a reader can see: a negated condition, the wrong operator, a
+bound that is off by one, arguments in the wrong order. Places are found in the syntax tree and
+changed in the text, so that formatting and comments stay as they are.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _line(source: str, at: int) -> str:
 
 
 class _Places:
-    """Where nodes stand in the text. The tree counts bytes within lines, we count characters."""
+    """Where nodes are in the text. The tree counts bytes within lines, we count characters."""
 
     def __init__(self, source: str) -> None:
         self.source = source

@@ -8,8 +8,7 @@ import shlex
 import textwrap
 
 import pytest
-
-from kvboost.bench.texts.mutations import KINDS, functions, mutations
+from mutations import KINDS, functions, mutations
 
 
 def made(source: str, kind: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""``kvboost bench bug-location``: which function has the bug, with and without reuse.
+"""Which function has the bug: answers without reuse, from exact hits, and from moved text.
 
 The files of a pool were read in earlier requests, a few together. Every question then shows some
 of them in a new order, one with a bug in it, and the model says how likely each of four functions
@@ -14,22 +14,19 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from bug_questions import CHANCE, HINTS, POOL, BugQuestion, make_bugs, pool
 from rich.table import Table
 
 from kvboost import GenerationMode, KVBoost
-from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit.benchmark import Bench, ModelSettings, Report, check_folder, option
-from kvboost.bench.kit.figures import Bars, Figure, Value, draw_bars
 from kvboost.bench.kit.goals import Goal
 from kvboost.bench.kit.stats import paired_bootstrap, wilson
 from kvboost.bench.kit.tables import spread, table
 from kvboost.bench.kit.timing import Sample
-from kvboost.bench.texts.bug_questions import CHANCE, HINTS, POOL, BugQuestion, make_bugs, pool
 from kvboost.bench.texts.prompts import fragments
 from kvboost.bench.texts.questions import part_of
 from kvboost.config import DEFAULT_MODEL
@@ -40,6 +37,7 @@ MODES = tuple(mode.value for mode in GenerationMode)
 BASELINE = GenerationMode.BASELINE.value
 SALT = "bug-location"
 LEAD = "The line is in the function"
+GOAL = "accuracy with chunk reuse within 1 point of the baseline's"
 POINTS = 1.0
 """Reuse may change accuracy by this many points."""
 LEAST_QUESTIONS = 200
@@ -221,11 +219,10 @@ def judge(reused: BugSummary) -> Goal:
     points = 100 * reused.difference
     low, high = (100 * value for value in reused.difference_interval)
     enough = reused.count >= LEAST_QUESTIONS
-    (text,) = BENCHMARKS["bug-location"].goals
     figure = f"{points:+.1f} points [{low:+.1f}…{high:+.1f}], {reused.count} questions"
     if not enough:
         figure += f"; {LEAST_QUESTIONS} are needed"
-    return Goal(text, abs(points) <= POINTS if enough else None, figure)
+    return Goal(GOAL, abs(points) <= POINTS if enough else None, figure)
 
 
 def load_rows(path: str | os.PathLike[str]) -> list[BugRow]:
@@ -279,7 +276,6 @@ def run(settings: Settings, bench: Bench) -> Report:
         },
         [bug_table(summaries)],
         [judge(summaries[-1])],
-        draw=partial(bug_figure, summaries),
     )
 
 
@@ -304,16 +300,3 @@ def bug_table(summaries: Sequence[BugSummary]) -> Table:
             for one in summaries
         ],
     )
-
-
-def bug_figure(summaries: Sequence[BugSummary], title: str) -> Figure:
-    """The share of right answers with its interval, and the time to first token."""
-    right = {
-        one.mode: Value(*(100 * value for value in (one.accuracy, *one.interval)))
-        for one in summaries
-    }
-    panels: dict[str, Bars] = {
-        f"{summaries[0].count} questions, chance {CHANCE:.0%}": {"right": right},
-        "time to first token": {"TTFT": {one.mode: one.ttft for one in summaries}},
-    }
-    return draw_bars(panels, title=title, y=("right answers, %", "milliseconds"))
