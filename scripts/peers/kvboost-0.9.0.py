@@ -1,7 +1,7 @@
 """kvboost 0.9.0 from PyPI, which has the name of ours: it only ever runs in its own environment.
 
 It takes text, not token ids, and by itself loads weights as float16; here it gets the dtype that
-everyone gets. Its ``on_token`` is called when the first token is there, before it stores anything.
+all engines get. Its ``on_token`` is called when the first token is there, before it stores anything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Engine:
             model.eval(),
             tokenizer,
             max_cache_bytes=given["cache_bytes"],
-            max_chunks=100_000,  # bytes are the limit, as for everyone
+            max_chunks=100_000,  # bytes are the limit, as for all engines
             device=given["device"],
         )
         self.version = f"kvboost {version('kvboost')}, transformers {transformers.__version__}"

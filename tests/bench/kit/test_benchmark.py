@@ -129,3 +129,9 @@ def test_every_benchmark_of_the_list_loads(name: str) -> None:
     settings = benchmark.settings()
     assert benchmark.settings(quick=True).tokens_read() <= settings.tokens_read()
     assert all(told.help.endswith(".") for _, told in options_of(kind).values())
+
+
+def test_the_docs_name_every_benchmark() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "benchmarks.md").read_text()
+    for name in BENCHMARKS:
+        assert f"`bench {name}`" in text or f"`{name}`" in text, name

@@ -12,7 +12,7 @@ from mutations import KINDS, functions, mutations
 
 
 def made(source: str, kind: str) -> list[str]:
-    """The lines that bugs of a kind leave behind."""
+    """The lines after bugs of a kind."""
     return [one.after for one in mutations(textwrap.dedent(source)) if one.kind == kind]
 
 
@@ -45,7 +45,7 @@ def test_each_kind_of_bug_is_the_mistake_it_says(kind, line, expected) -> None:
         "return max(a, b)",  # the order does not matter
         "return f(*a, b)",
         "return f(a)",
-        "return a < b < c",  # nobody could say which of the two is wrong
+        "return a < b < c",  # it is unclear which of the two is wrong
         "return True or None",  # a constant, but not what is returned
     ],
 )

@@ -63,7 +63,7 @@ class Overload:
 
     seconds: float = 0.0
     sustainable: float = 0.0
-    """Requests per second that users reached who wait for their answers."""
+    """Requests per second of users that wait for their answers."""
     outcomes: dict[str, int] = field(default_factory=dict)
     resident_mb: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """All of the server's memory: after a tenth of the time, at the end, and at most."""

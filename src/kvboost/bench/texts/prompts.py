@@ -48,7 +48,7 @@ class Pattern:
     name: str
     title: str
     text: Callable[[], Iterator[str]]
-    """Pieces of the shared beginning, one after the other, more than anyone needs."""
+    """Pieces of the shared beginning, one after the other, more than any prompt needs."""
 
     def shared(self, encode: Encode, num_tokens: int) -> list[int]:
         """The first ``num_tokens`` tokens of the pattern's text."""

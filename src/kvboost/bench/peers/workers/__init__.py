@@ -1,4 +1,4 @@
-"""Programs of engines behind a pipe.
+"""Programs of engines that speak over a pipe.
 
 pipe.py runs them all and speaks the protocol; each other file has a class ``Engine``:
 
