@@ -1,7 +1,7 @@
 """kvboost 0.9.0 from PyPI, which has the name of ours: it only ever runs in its own environment.
 
 It takes text, not token ids, and by itself loads weights as float16; here it gets the dtype that
-all engines get. Its ``on_token`` is called when the first token is there, before it stores anything.
+all engines get. It calls ``on_token`` when the first token is there, before it stores anything.
 """
 
 from __future__ import annotations

@@ -52,6 +52,13 @@ _ENTRIES = (
         seconds=180,
     ),
     Benchmark(
+        "arrange",
+        "How many more exact hits does arranging the documents of a request give?",
+        "kvboost.bench.speed.arrange",
+        in_all="--requests 60",
+        seconds=45,
+    ),
+    Benchmark(
         "quality",
         "How far are answers over reused text from those of a full prefill?",
         "kvboost.bench.quality.deviation",
