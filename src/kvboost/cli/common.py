@@ -33,16 +33,6 @@ Temperature = Annotated[
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="The longest answer, in tokens.")]
 
-Dataset = Annotated[
-    list[Path] | None,
-    typer.Option(
-        help="JSON lines with question, answers and passages; made-up questions if not given."
-    ),
-]
-Donor = Annotated[
-    list[str] | None,
-    typer.Option(help="How passages were read before: alone, header, other, reordered."),
-]
 CacheDir = Annotated[
     Path | None,
     typer.Option(

@@ -130,6 +130,7 @@ def _show_progress(asked: Asked, number: int, total: int, start: float, console:
         f"  {number:2} of {total}  {asked.title}: first token after {baseline:.2f} s without "
         f"reuse, {reuse:.2f} s with it ({time.monotonic() - start:.0f} s so far)",
         highlight=False,
+        soft_wrap=True,
     )
     console.file.flush()  # a file shows each line when it is written, too
 
