@@ -1,4 +1,4 @@
-"""Time to first token for model shapes we have no weights of: random ones are as slow as real ones.
+"""Time to first token of model shapes without weights: random ones are as slow as real ones.
 
     python scripts/bench_shapes.py qwen2.5-3b qwen2.5-7b --tokens 1024 --tokens 8192
 
@@ -19,9 +19,10 @@ from rich.console import Console
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvboost import EngineConfig, KVBoost, StockModel
-from kvboost.bench.machine import describe
-from kvboost.bench.ttft import report
-from kvboost.bench.ttft.patterns import measure_decode, measure_ttft
+from kvboost.bench.kit.machine import describe
+from kvboost.bench.kit.record import as_json
+from kvboost.bench.speed.ttft import report
+from kvboost.bench.speed.ttft.patterns import measure_decode, measure_ttft
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from tiny import byte_tokenizer
@@ -72,8 +73,11 @@ def main(
             results["machine"] = describe(engine.device, engine.dtype)
             rows = [measure_ttft(engine, stock, "rag", n, 32, rounds) for n in lengths]
             decode = measure_decode(engine, stock, min(8192, max(lengths)), rounds)
-        console.print(shape, report.ttft_table(rows), report.decode_table([decode]))
-        results[shape] = {"rows": [row.as_json() for row in rows], "decode": decode.as_json()}
+        console.print(shape, report.ttft_table(rows), report.decode_table(decode))
+        results[shape] = {
+            "rows": [row.as_json() for row in rows],
+            "decode": as_json(decode, "ours_over_stock"),
+        }
         del model, stock, engine
         if device == "cuda":
             torch.cuda.empty_cache()

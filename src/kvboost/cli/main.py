@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,14 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 import kvboost
+from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.cli import bench, cache, serve
 from kvboost.cli.chat import Conversation, ask_in_terminal, edit_lines
 from kvboost.cli.common import (
     AsJson,
     CacheDir,
-    Dataset,
     Device,
-    Donor,
     Dtype,
     KVBits,
     MaxNewTokens,
@@ -79,7 +76,7 @@ def demo(
     is faster.
     """
     with errors(), load_engine(model, device, dtype) as engine:
-        from kvboost.bench import demo as demonstration
+        from kvboost.cli import demo as demonstration
 
         asked = demonstration.run(engine, Console(stderr=True) if as_json else out)
     if as_json:
@@ -228,69 +225,6 @@ def doctor(
         out.print("Nothing here makes KVBoost slow.", style="green")
 
 
-@bench.app.command()
-@app.command()
-def quality(
-    dataset: Dataset = None,
-    model: Model = DEFAULT_MODEL,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(help="auto, query, cacheblend, selective, none; by default all but query."),
-    ] = None,
-    ratio: Annotated[
-        list[float] | None,
-        typer.Option(help="Share of moved rows to recompute; by default 0.15."),
-    ] = None,
-    donor: Donor = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Questions from each file.")] = None,
-    passages: Annotated[int, typer.Option(min=2, help="Passages in a prompt.")] = 8,
-    passage_tokens: Annotated[
-        int, typer.Option(min=64, help="The most tokens of a passage.")
-    ] = 256,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 16,
-    floor: Annotated[
-        bool, typer.Option(help="Also measure the same model in another dtype.")
-    ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw KL against charged share into a .png or .svg file.")
-    ] = None,
-    save: Annotated[
-        Path | None, typer.Option(help="Write every row to a file of JSON lines.")
-    ] = None,
-    load: Annotated[
-        list[Path] | None, typer.Option(help="Show rows of saved files instead of measuring.")
-    ] = None,
-    part: Annotated[
-        str, typer.Option(help="Such as 2/3: every third question, from the second.")
-    ] = "1/1",
-    device: Device = None,
-    dtype: Dtype = None,
-) -> None:
-    """Measure how far answers over moved text are from those of a full prefill.
-
-    Caches the passages of each question in several ways (--donor), then answers a new prompt over
-    them with each strategy. KL is measured token by token over the answer of the full prefill.
-    Charged is what repair cost per moved token, probes included. The last line is JSON.
-    """
-    with errors():
-        from kvboost.bench.quality import DONORS, Setting
-        from kvboost.bench.run import run_quality
-
-        report = run_quality(
-            model,
-            [str(path) for path in dataset or ()],
-            strategy or ["auto", "cacheblend", "selective", "none"],
-            ratio or [0.15],
-            donor or list(DONORS),
-            Setting(passages, passage_tokens, answer_tokens),
-            out,
-            limit=limit,
-            part=part,
-            floor=floor,
-            plot=str(plot) if plot else None,
-            save=str(save) if save else None,
-            load=[str(path) for path in load or ()],
-            device=device,
-            dtype=dtype,
-        )
-    print(json.dumps(report))
+app.command("quality", help=BENCHMARKS["quality"].question, context_settings=bench.PASS_ON)(
+    bench.forward("quality")
+)

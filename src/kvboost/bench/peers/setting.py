@@ -1,4 +1,4 @@
-"""Where a model lies and how it counts: what any engine of a comparison is told."""
+"""What every engine of a run is told, and how the model counts tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer
 
 from kvboost import pull_model
-from kvboost.bench.peers.base import Setting
+from kvboost.model.device import pick_dtype
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all engines of a run."""
+
+    model: str
+    folder: Path
+    """The model's weights in the form of transformers."""
+    users: int
+    threads: int
+    context_length: int
+    cache_bytes: int = 2 * 1024**3
+    """For KV that may come back."""
+    device: str = "cpu"
+    """Of ours and of stock transformers; the others are for CPUs."""
+    dtype: str = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -41,19 +59,16 @@ def prepare(
     users: int = 1,
     *,
     threads: int | None = None,
-    device: str = "cpu",
-    dtype: str = "bfloat16",
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Setting, Vocabulary]:
-    """Where the model lies, what it holds, and how it counts."""
+    """Fetches the model if it is missing, and reads its context length and tokenizer. Without a
+    device and a dtype, engines run on the CPU in what suits it."""
+    device = device or torch.device("cpu")
+    kind = str(dtype or pick_dtype(None, device)).removeprefix("torch.")
     folder = Path(model) if Path(model).is_dir() else pull_model(model)
     config = json.loads((folder / "config.json").read_text())
-    setting = Setting(
-        model,
-        folder,
-        users,
-        threads=threads or os.cpu_count() or 1,
-        context_length=int(config["max_position_embeddings"]),
-        device=device,
-        dtype=dtype,
-    )
+    context = int(config["max_position_embeddings"])
+    threads = threads or os.cpu_count() or 1
+    setting = Setting(model, folder, users, threads, context, device=str(device), dtype=kind)
     return setting, Vocabulary.of(folder)

