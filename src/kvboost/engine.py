@@ -77,6 +77,7 @@ class KVBoost:
         self._auditor = Auditor(self, self.config.audit_fraction)
         self._loop = Loop(self._runtime, model.forward, self.config, self._auditor.watch)
         self._closed = False
+        self._pid = os.getpid()
 
     @classmethod
     def from_pretrained(
@@ -471,7 +472,9 @@ class KVBoost:
 
     def close(self) -> None:
         """Ends what is running, lets go of the cache and gives the model its own attention
-        back."""
+        back. In a forked child it does nothing: the engine belongs to the parent."""
+        if os.getpid() != self._pid:
+            return
         self._loop.close()
         self._auditor.close()
         self._closed = True
@@ -486,6 +489,11 @@ class KVBoost:
     def _check_open(self) -> None:
         if self._closed:
             raise KVBoostError("this engine is closed; make another one")
+        if os.getpid() != self._pid:
+            raise KVBoostError(
+                f"this engine belongs to process {self._pid}, and process {os.getpid()} is a fork "
+                "of it: threads and locks do not survive a fork; make the engine in the child"
+            )
 
     def _begin(
         self,

@@ -63,9 +63,14 @@ class StockModel:
         return out[0, len(token_ids) :].tolist()
 
     @torch.inference_mode()
-    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Logits ``[tokens, vocab]`` of one full prefill."""
-        return self.model(self._ids(token_ids), use_cache=False).logits[0]
+    def logits(self, token_ids: Sequence[int], last: int = 0) -> torch.Tensor:
+        """Logits of one full prefill: ``[last, vocab]``, or ``[tokens, vocab]`` if ``last`` is 0.
+
+        ``model.generate`` asks for the last row only. The two can differ in the last bits of
+        float32: how a row of a matrix product is rounded depends on how many rows are multiplied
+        together.
+        """
+        return self.model(self._ids(token_ids), use_cache=False, logits_to_keep=last).logits[0]
 
     @staticmethod
     def rewind(cache: DynamicCache, num_tokens: int) -> None:
