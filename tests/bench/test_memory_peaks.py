@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from rich.console import Console
@@ -44,18 +42,16 @@ def test_weights_are_counted_once() -> None:
     assert packed_mb(loaded) == 0  # in float32 there is one copy only
 
 
-@pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK), reason="peaks cannot be forgotten here"
-)
-def test_the_peak_remembers_what_was_given_back_until_told_to_forget() -> None:
+def test_the_peak_keeps_freed_memory_until_the_kernel_resets_it() -> None:
     forget_peak()
     before = peak_mb()
     taken = torch.ones(64 << 20, dtype=torch.uint8)
-    assert peak_mb() > before + 50
     del taken
     high = peak_mb()
+    if not forget_peak():
+        assert peak_mb() >= high  # it says so, and the peak is indeed the old one
+        pytest.skip("this kernel ignores /proc/self/clear_refs; `bench memory` says so too")
     assert high > before + 50
-    forget_peak()
     assert peak_mb() < high - 30 and peak_mb() >= resident_mb() * 0.95
 
 

@@ -94,7 +94,7 @@ def measure_memory(model: str, bits: int, tokens: int, dtype: str | None) -> Mem
     libraries = resident_mb()
     loaded = load(model, device="cpu", dtype=dtype)
     load_peak = peak_mb()
-    forget_peak()
+    resets_peaks = forget_peak()
     shape = loaded.forward.shape
     with KVBoost(loaded, EngineConfig(kv_cache_bits=bits, max_cache_bytes=1 << 40)) as engine:
         encode = fragments(engine.encode)
@@ -121,7 +121,7 @@ def measure_memory(model: str, bits: int, tokens: int, dtype: str | None) -> Mem
         serve_peak,
         sum(one["bytes"] for one in usual) / sum(one["tokens"] for one in usual),
         row,
-        describe(loaded.device, shape.dtype),
+        {**describe(loaded.device, shape.dtype), "kernel_resets_peaks": resets_peaks},
     )
 
 
@@ -145,12 +145,14 @@ def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 
 
-def forget_peak() -> None:
-    """The peak is counted anew from here on, where the system allows it."""
+def forget_peak() -> bool:
+    """Asks the kernel to count the peak anew from here on. Returns whether it did: not every
+    kernel has this, and some accept the request and ignore it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        return
+        return False
+    return peak_mb() <= 1.05 * resident_mb()
 
 
 def run_memory(
@@ -189,6 +191,8 @@ def run_memory(
         style="dim",
         highlight=False,
     )
+    if not rows[0].machine["kernel_resets_peaks"]:
+        console.print("! this kernel does not reset peaks: each includes loading the model")
     if plot is not None:
         plot_memory(rows, plot, title=f"{model}: memory at its peak")
         console.print(f"drawn in {plot}", highlight=False)
