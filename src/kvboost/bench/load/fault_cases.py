@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import multiprocessing
 import os
 import random
 import resource
@@ -26,7 +27,7 @@ from typing import Any
 from kvboost import GenerationMode, KVBoost
 from kvboost.bench.load.fault_workers import (
     ANSWER_TOKENS,
-    Workers,
+    Writer,
     plain_answers,
     prompt,
     small_engine,
@@ -125,6 +126,15 @@ def check_folder(folder: Path) -> int:
     return verdict.ok
 
 
+def check_size(folder: Path) -> None:
+    """Raises if ``folder`` is empty or larger than its budget."""
+    size = 0
+    for path in [*folder.glob("??/*"), *folder.glob("tmp-*")]:
+        with suppress(FileNotFoundError):  # evicted meanwhile
+            size += path.stat().st_size
+    expect(0 < size <= FOLDER_BYTES, f"{size} bytes in a folder of {FOLDER_BYTES}")
+
+
 def disk_of(engine: KVBoost) -> dict[str, Any]:
     found: dict[str, Any] = engine.cache_stats()["tiers"]["disk"]
     return found
@@ -132,29 +142,35 @@ def disk_of(engine: KVBoost) -> dict[str, Any]:
 
 def killed_writers(case: Case, times: int, folder: Path) -> None:
     """Two processes write to one folder. At a random moment one of them is killed and started
-    again: it must open the folder and answer, and every chunk must be whole. At the end both stop
-    by themselves; the folder is within its budget and holds no temporary files."""
+    again: it must open the folder and answer, every chunk must be whole, and the folder within its
+    budget. At the end both stop by themselves and no temporary files are left."""
     expected = plain_answers()
-    job = {"expected": expected, "disk_cache_dir": str(folder), "disk_cache_bytes": FOLDER_BYTES}
+    job: dict[str, Any] = {
+        "expected": expected,
+        "disk_cache_dir": str(folder),
+        "disk_cache_bytes": FOLDER_BYTES,
+    }
     rng = random.Random(0)
     left = 0
-    with Workers() as workers:
-        pids = [workers.begin(seed=seed, **job) for seed in range(2)]
+    writers = [Writer(seed, **job) for seed in range(2)]
+    try:
         for number in range(times):
             with case.trial():
                 time.sleep(rng.uniform(0.005, 0.15))
                 slot = rng.randrange(2)
-                status = workers.end(pids[slot], signal.SIGKILL)
-                expect(status == signal.SIGKILL, f"a writer ended by itself with status {status}")
-                left += len(list(folder.glob(f"tmp-{pids[slot]}-*")))
-                pids[slot] = workers.begin(seed=2 + number, **job)
+                code = writers[slot].end(signal.SIGKILL)
+                expect(code == -signal.SIGKILL, f"a writer ended by itself with code {code}")
+                half_written = len(list(folder.glob(f"tmp-{writers[slot].pid}-*")))
+                expect(half_written <= 1, f"{half_written} half-written files")
+                left += half_written
+                writers[slot] = Writer(2 + number, **job)
                 check_folder(folder)
+                check_size(folder)
         with case.trial():
-            for pid in pids:
-                status = workers.end(pid, signal.SIGTERM)
-                expect(status == 0, f"a writer ended with status {status}, see its traceback")
-            size = sum(path.stat().st_size for path in folder.glob("??/*"))
-            expect(0 < size <= FOLDER_BYTES, f"{size} bytes in a folder of {FOLDER_BYTES}")
+            for writer in writers:
+                code = writer.end(signal.SIGTERM)
+                expect(code == 0, f"a writer ended with code {code}, see its traceback")
+            check_size(folder)
             with small_engine(disk_cache_dir=folder) as engine:
                 expect(check_answers(engine, expected) > 0, "nothing came from the folder")
                 expect(disk_of(engine)["hits"] > 0, "nothing was read from the disk")
@@ -162,9 +178,12 @@ def killed_writers(case: Case, times: int, folder: Path) -> None:
             orphans = sorted(path.name for path in folder.glob("tmp-*"))
             expect(not orphans, f"temporary files are left: {orphans}")
             case.note = (
-                f"{left} of {times} left a half-written file, which the next start removed; "
+                f"{left} of {times} left a half-written file, which a later start removed; "
                 f"{check_folder(folder)} chunks, all whole"
             )
+    finally:
+        for writer in writers:
+            writer.end(signal.SIGKILL)
 
 
 @contextmanager
@@ -277,8 +296,8 @@ def wait_until(holds: Callable[[], bool], otherwise: str) -> None:
 
 
 def killed_redis(case: Case, times: int, folder: Path) -> None:
-    """Redis is killed while chunks are fetched from it and comes back empty. Every answer stays the
-    same, and the engine connects again by itself."""
+    """Redis is killed while chunks are fetched from it, and comes back empty. Every answer stays
+    the same, the engine connects again by itself, and what it writes then serves other engines."""
     expected = plain_answers()
     rng = random.Random(0)
     folder.mkdir(parents=True)
@@ -291,6 +310,9 @@ def killed_redis(case: Case, times: int, folder: Path) -> None:
                 found: dict[str, Any] = engine.cache_stats()["tiers"]["remote"]
                 return found
 
+            def unreachable() -> int:
+                return int(remote()["faults"].get("unreachable", 0))
+
             def is_back() -> bool:
                 check_answers(engine, expected)
                 return bool(remote()["state"] == "closed")
@@ -299,7 +321,7 @@ def killed_redis(case: Case, times: int, folder: Path) -> None:
                 with case.trial():
                     check_answers(engine, expected)
                     engine.flush()
-                    hits, faults = remote()["hits"], sum(remote()["faults"].values())
+                    hits, faults = remote()["hits"], unreachable()
                     killer = threading.Timer(rng.uniform(0.0, 0.2), server.kill)
                     killer.start()
                     while killer.is_alive():
@@ -307,10 +329,15 @@ def killed_redis(case: Case, times: int, folder: Path) -> None:
                     killer.join()
                     expect(remote()["hits"] > hits, "nothing came from Redis before it was killed")
                     check_answers(engine, expected)
-                    expect(sum(remote()["faults"].values()) > faults, "its death was not noticed")
+                    expect(unreachable() > faults, "its death was not noticed")
                     server.start()
                     wait_until(is_back, "Redis is back, but the engine does not connect again")
+                    check_answers(engine, expected)
                     check_books(engine)
+                    with small_engine(remote_cache_url=server.url) as other:
+                        check_answers(other, expected)
+                        served = other.cache_stats()["tiers"]["remote"]["hits"]
+                        expect(served > 0, "nothing came from Redis after it was back")
     finally:
         server.kill()
     case.note = "chunks it held are read anew; the engine connects again by itself"
@@ -335,29 +362,25 @@ def forked_child(case: Case, times: int, folder: Path) -> None:
 
 def _in_a_fork(use: Callable[[], list[int]], expected: list[int]) -> str:
     """Runs ``use`` in a forked child and says how that ended."""
-    read, write = os.pipe()
-    with warnings.catch_warnings():  # that other threads run is what is tried here
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        said = "a child gets another answer"
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def child() -> None:
         try:
-            if use() == expected:
-                said = "works"
+            theirs.send("works" if use() == expected else "a child gets another answer")
         except KVBoostError as error:
-            said = f"refused: {error}"
-        except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(write, said.encode())
-        os._exit(0)
-    os.close(write)
-    watchdog = threading.Timer(FORK_SECONDS, os.kill, (pid, signal.SIGKILL))
-    watchdog.start()
-    with open(read, "rb") as pipe:
-        said = pipe.read().decode()
-    os.waitpid(pid, 0)
-    watchdog.cancel()
-    expect(bool(said), f"the child did not answer within {FORK_SECONDS} s")
+            theirs.send(f"refused: {error}")
+
+    process = context.Process(target=child, daemon=True)
+    with warnings.catch_warnings(), ours:  # that other threads run is what is tried here
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+        theirs.close()
+        answered = ours.poll(FORK_SECONDS)
+        process.kill()
+        process.join()
+        expect(answered, f"the child did not answer within {FORK_SECONDS} s")
+        said: str = ours.recv()
     expect(said.startswith(("works", "refused")), said)
     return said
 

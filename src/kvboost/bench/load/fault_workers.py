@@ -1,23 +1,11 @@
-"""Processes that use one cache folder at the same time and can be killed.
-
-One process imports everything and forks a worker for every line it reads: a fresh start takes
-seconds, a fork takes milliseconds. The lines are JSON objects, the arguments of :func:`work`. What
-it prints:
-
-    pid            a worker has opened the folder and given its first answer
-    pid status     a worker has ended; or it failed before its first answer
-"""
+"""A small engine that is quick to start, and processes that share one cache folder."""
 
 from __future__ import annotations
 
-import json
-import os
+import multiprocessing
 import random
 import signal
-import subprocess
-import sys
-import traceback
-from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -29,6 +17,7 @@ from kvboost.config import EngineConfig
 
 PROMPTS = 12
 ANSWER_TOKENS = 4
+START_SECONDS = 120
 END = 256
 """The token that ends an answer; those below it are bytes."""
 
@@ -84,11 +73,36 @@ def plain_answers(count: int = PROMPTS) -> list[list[int]]:
         ]
 
 
-def work(on_first: Callable[[], None], seed: int, expected: list[list[int]], **config: Any) -> None:
-    """Answers the shared prompts in random order until SIGTERM arrives, and says when the first
-    answer was given. Every other answer has a salt of its own, so that chunks are written and
-    evicted all the time. Raises if an answer is not the expected one or if the folder outgrows its
-    budget."""
+class Writer:
+    """A process that answers the shared prompts over a cache folder, until it is ended. It has
+    given its first answer when it is made; raises ``EOFError`` if it could not."""
+
+    def __init__(self, seed: int, expected: list[list[int]], **config: Any) -> None:
+        # A process that has everything imported forks it: that takes milliseconds, not seconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        ours, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(
+            target=_write, args=(theirs, seed, expected), kwargs=config, daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        with ours:
+            if not ours.poll(START_SECONDS):
+                raise EOFError(f"a writer gave no answer within {START_SECONDS} s")
+            self.pid: int = ours.recv()
+
+    def end(self, how: signal.Signals) -> int | None:
+        """Sends a signal and returns the exit code: minus the signal if that ended it."""
+        (self._process.kill if how is signal.SIGKILL else self._process.terminate)()
+        self._process.join(START_SECONDS)
+        return self._process.exitcode
+
+
+def _write(pipe: Connection, seed: int, expected: list[list[int]], **config: Any) -> None:
+    """Answers in random order until SIGTERM arrives. Every other answer has a salt of its own, so
+    that chunks are written and evicted all the time. Raises if an answer is not the expected one or
+    if the folder outgrows its budget."""
     stopped = False
 
     def stop(*_: object) -> None:
@@ -96,6 +110,8 @@ def work(on_first: Callable[[], None], seed: int, expected: list[list[int]], **c
         stopped = True
 
     signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends this
+    torch.set_num_threads(1)
     rng = random.Random(seed)
     with small_engine(**config) as engine:
         answered = 0
@@ -112,92 +128,5 @@ def work(on_first: Callable[[], None], seed: int, expected: list[list[int]], **c
             if disk["bytes"] > disk["max_bytes"]:
                 raise AssertionError(f"over budget: {disk}")
             if not answered:
-                on_first()
+                pipe.send(multiprocessing.current_process().pid)
             answered += 1
-
-
-class Workers:
-    """The parent's side. Use it as a context manager: the workers end with it."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvboost.bench.load.fault_workers"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._pids: set[int] = set()
-
-    def begin(self, **job: Any) -> int:
-        """Starts a worker and returns its pid once it has given its first answer."""
-        self._tell(job)
-        pid, *failed = self._hear()
-        if failed:
-            raise RuntimeError("a worker failed before its first answer")
-        self._pids.add(pid)
-        return pid
-
-    def end(self, pid: int, how: signal.Signals) -> int:
-        """Sends a signal and returns the status with which the worker ended."""
-        os.kill(pid, how)
-        self._tell({"wait": pid})
-        ended, status = self._hear()
-        assert ended == pid
-        self._pids.remove(pid)
-        return status
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pid in sorted(self._pids):
-            os.kill(pid, signal.SIGKILL)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait()
-
-    def _tell(self, job: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-
-    def _hear(self) -> list[int]:
-        assert self._process.stdout is not None
-        words = self._process.stdout.readline().split()
-        if not words:
-            raise RuntimeError("the process that starts the workers has ended")
-        return [int(word) for word in words]
-
-
-def _run_worker(job: dict[str, Any]) -> int:
-    begun = False
-
-    def on_first() -> None:
-        nonlocal begun
-        begun = True
-        print(os.getpid(), flush=True)
-
-    try:
-        work(on_first, **job)
-    except BaseException:
-        traceback.print_exc()
-        if not begun:
-            print(os.getpid(), 1, flush=True)
-        return 1
-    return 0
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    small_engine().close()  # whatever is imported late is imported now
-    for line in sys.stdin:
-        job = json.loads(line)
-        if "wait" in job:
-            print(*os.waitpid(job["wait"], 0), flush=True)
-        elif os.fork() == 0:
-            os._exit(_run_worker(job))
-
-
-if __name__ == "__main__":
-    main()
