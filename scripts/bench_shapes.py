@@ -19,9 +19,9 @@ from rich.console import Console
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvboost import EngineConfig, KVBoost, StockModel
-from kvboost.bench.machine import describe
-from kvboost.bench.ttft import report
-from kvboost.bench.ttft.patterns import measure_decode, measure_ttft
+from kvboost.bench.kit.machine import describe
+from kvboost.bench.speed.ttft import report
+from kvboost.bench.speed.ttft.patterns import measure_decode, measure_ttft
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from tiny import byte_tokenizer

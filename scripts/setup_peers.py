@@ -20,8 +20,8 @@ from typing import Annotated
 
 import typer
 from filelock import FileLock
-
 from kvboost.bench.peers.base import READY, gguf_file, peer_python, peers_dir
+
 from kvboost.config import DEFAULT_MODEL
 from kvboost.errors import KVBoostError
 from kvboost.model.weights import BUNDLED, fetch_wheel, verify

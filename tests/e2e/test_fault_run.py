@@ -8,9 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.load import fault_cases, faults
 from kvboost.bench.load.fault_cases import Case, NotHere, expect
-from kvboost.errors import ConfigError
 
 FAULTS = [
     (fault_cases.killed_writers, 12),
@@ -70,15 +70,10 @@ def test_the_report_counts_every_case(monkeypatch, capsys) -> None:
 
     for tried, _ in FAULTS:
         monkeypatch.setattr(fault_cases, tried.__name__, fault)
-    report = faults.run_faults(
-        faults.Settings(**{**faults.QUICK, "minutes": 0}), Console(width=200)
-    )
-    assert report["failed"] == report["cases"]["full disk"]["tried"] == 1
-    assert report["cases"]["Ctrl-C in generate"]["passed"] == faults.QUICK["interrupts"]
-    shown = capsys.readouterr().out
-    assert "! full disk: attempt 1: it was not noticed" in shown
-
-
-def test_settings_are_checked() -> None:
-    with pytest.raises(ConfigError, match="kills"):
-        faults.Settings(kills=0)
+    benchmark = BENCHMARKS["faults"]
+    settings = benchmark.settings(quick=True, minutes=0.0)
+    record = benchmark.perform(settings, Console(width=200))
+    assert record["failed"] == record["cases"]["full disk"]["tried"] == 1
+    assert record["cases"]["Ctrl-C in generate"]["passed"] == settings.interrupts
+    assert record["problems"] == ["full disk: attempt 1: it was not noticed"]
+    assert "! full disk: attempt 1: it was not noticed" in capsys.readouterr().out

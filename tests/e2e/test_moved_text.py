@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from kvboost.bench.quality import Setting, measure, summarize
-from kvboost.bench.questions import make_questions
+from kvboost.bench.quality.deviation import Settings, measure, summarize
+from kvboost.bench.texts.questions import make_questions
 
 
 def test_repair_brings_real_answers_closer_and_full_repair_all_the_way(smollm) -> None:
     questions = make_questions(2, seed=3, num_passages=4, words_per_passage=90)
-    setting = Setting(passages=4, passage_tokens=200, answer_tokens=8)
-    rows = measure(smollm, questions, ["query", "none"], [0.2, 1.0], ["header"], setting)
+    settings = Settings(
+        passages=4,
+        passage_tokens=200,
+        answer_tokens=8,
+        strategies=("query", "none"),
+        ratios=(0.2, 1.0),
+        donors=("header",),
+    )
+    rows = measure(smollm._model, questions, settings)
     by_cell = {(one.strategy, one.ratio): one for one in summarize(rows)}
     assert by_cell["query", 0.2].mean_kl < 0.5 * by_cell["none", 0.0].mean_kl
     assert by_cell["query", 1.0].mean_kl < 1e-6

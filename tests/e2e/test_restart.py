@@ -6,11 +6,13 @@ import json
 
 from rich.console import Console
 
-from kvboost.bench.restart import run_restart
+from kvboost.bench.benchmarks import BENCHMARKS
+from kvboost.bench.cache.restart import Settings
 
 
 def test_the_first_request_of_the_next_process_hits_from_disk() -> None:
-    report = run_restart("smollm2-135m", 512, 16, Console(quiet=True), dtype="float32")
+    settings = Settings(tokens=512, dtype="float32")
+    report = BENCHMARKS["restart"].perform(settings, Console(quiet=True))
     assert report["tiers"]["disk"] == 512 and report["tiers"]["computed"] < 40
     assert report["same_answer"] is True
     assert json.dumps(report)

@@ -1,1 +1,9 @@
-"""Workloads, runs and reports: numbers that hold when someone else runs them."""
+"""Benchmarks: ``kvboost bench NAME``.
+
+benchmarks.py  the list of them all: the command line, ``bench all`` and the docs read it
+run_all.py     every benchmark in a process of its own; demo.py: ``kvboost demo``
+kit/           what they share: settings, reports, timing, tables, figures, records, history
+texts/         prompts and questions, made from text that every Python has
+peers/         other engines, each in an environment of its own
+speed/  quality/  load/  cache/    the benchmarks themselves
+"""

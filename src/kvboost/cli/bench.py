@@ -1,414 +1,158 @@
-"""``kvboost bench``: measure it yourself."""
+"""``kvboost bench``: a command for every benchmark of the list, made from its settings.
+
+A benchmark is imported when its command runs: ``kvboost bench --help`` needs no torch.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from types import UnionType
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
+from typer.main import get_command
 
-from kvboost.cli import bench_studies
-from kvboost.cli.common import Dataset, Device, Donor, Dtype, KVBits, Model, errors, out
-from kvboost.config import DEFAULT_MODEL, bound_kernel_caches
+from kvboost.bench.benchmarks import BENCHMARKS
+from kvboost.bench.kit.benchmark import Benchmark, Option, options_of
+from kvboost.cli.common import errors, out
+from kvboost.config import bound_kernel_caches
 from kvboost.errors import ConfigError
 
-app = typer.Typer(help="Measure it yourself.", no_args_is_help=True)
-bench_studies.register(app)
+app = typer.Typer(help="Benchmarks: measure it yourself.", no_args_is_help=True)
 
-Peers = Annotated[
-    bool, typer.Option("--peers", help="Also every other engine that make peers has set up.")
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Of a command that hands its arguments to another."""
+Plot = Annotated[Path | None, typer.Option(help="Draw a picture: a .png or .svg file.")]
+Output = Annotated[Path | None, typer.Option(help="Also write the JSON record to this file.")]
+History = Annotated[
+    Path | None,
+    typer.Option(help="Add the record to this file, for scripts/compare_records.py."),
 ]
-OnePeer = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Only these of them: stock, kvboost, kvboost-prefix, kvboost-0.9.0, vllm, llama.cpp, "
-        "openvino."
+Quick = Annotated[bool, typer.Option("--quick", help="A short form; other options still count.")]
+
+
+def forward(name: str) -> Callable[[typer.Context], None]:
+    """A command that hands all of its arguments to that of the benchmark ``name``."""
+
+    def command(context: typer.Context) -> None:
+        made = command_of(BENCHMARKS[name])
+        status = made.main(context.args, context.command_path, standalone_mode=False)
+        if status:
+            raise typer.Exit(status)
+
+    return command
+
+
+for _benchmark in BENCHMARKS.values():
+    app.command(_benchmark.name, help=_benchmark.question, context_settings=PASS_ON)(
+        forward(_benchmark.name)
+    )
+
+
+def command_of(benchmark: Benchmark) -> Any:
+    """The command of a benchmark, with an option for each of its settings."""
+    if benchmark.long_running:
+        bound_kernel_caches()
+    with errors(), _extra(benchmark.name):
+        module = benchmark.load()
+    options = options_of(module.Settings)
+    defaults = {one.name: one.default for one in fields(module.Settings)}
+
+    def run(**given: Any) -> None:
+        kit = {name: given.pop(name) for name in ("plot", "output", "history")}
+        quick = given.pop("quick")
+        chosen = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in given.items()
+            if value not in (None, [], ())
+        }
+        with errors(), _extra(benchmark.name):
+            settings = benchmark.settings(quick=quick, **chosen)
+            record = benchmark.perform(settings, out, **kit)
+        print(json.dumps(record))
+        if record.get("problems"):
+            raise typer.Exit(1)
+
+    shared = {"quick": (Quick, False), "plot": (Plot, None)}
+    shared |= {"output": (Output, None), "history": (History, None)}
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in (
+            (name, _annotation(name, kind, option, defaults[name]))
+            for name, (kind, option) in options.items()
+        )
+    ]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, (kind, default) in shared.items()
+    ]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    told = f"{benchmark.question}\n\nPrints tables, and its record as JSON on the last line."
+    if benchmark.goals:
+        told += "\n\nGoals: " + "; ".join(benchmark.goals) + "."
+    made = typer.Typer(add_completion=False)
+    made.command(benchmark.name, help=told)(run)
+    return get_command(made)
+
+
+def _annotation(name: str, kind: Any, option: Option, default: Any) -> Any:
+    """A setting as an option of a command; not given is None."""
+    flags = [f"--{(option.flag or name).replace('_', '-')}"]
+    if name == "model":
+        flags.append("-m")
+    told = option.help
+    if option.choices:
+        told += f" One of {', '.join(map(str, option.choices))}."
+    usual = ", ".join(map(str, default)) if isinstance(default, tuple) else default
+    shown: Any = False if usual in (None, "", False) else str(usual)
+    if get_origin(kind) is tuple:
+        told += " Can be given several times."
+        kind = list[get_args(kind)[0]]  # type: ignore[misc]
+    elif isinstance(kind, UnionType):
+        (kind,) = (one for one in get_args(kind) if one is not type(None))
+    if kind is bool:
+        return Annotated[bool, typer.Option(*flags, help=told, show_default=False)]
+    return Annotated[kind | None, typer.Option(*flags, help=told, show_default=shown)]
+
+
+@app.command("all")
+def everything(
+    folder: Annotated[Path, typer.Option("--out", help="Results, logs and plots go here.")] = Path(
+        "bench-results"
     ),
-]
-Plot = Annotated[Path | None, typer.Option(help="Draw it: a .png or .svg file.")]
-
-
-@app.command()
-def ttft(
-    model: Model = DEFAULT_MODEL,
-    pattern: Annotated[
-        list[str] | None, typer.Option(help="chat, code, system, rag, fewshot; all if not given.")
+    only: Annotated[list[str] | None, typer.Option(help="Run only these benchmarks.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.1, help="The most minutes; 89, or 3 with --quick.")
     ] = None,
-    tokens: Annotated[
-        list[int] | None, typer.Option(help="Prompt lengths; 512, 1024 and 2048 if not given.")
-    ] = None,
-    words: Annotated[
-        list[int] | None, typer.Option(help="Lengths for the break-even; 100 to 8,000.")
-    ] = None,
-    new: Annotated[int, typer.Option(min=1, help="How many of them are new.")] = 32,
-    rounds: Annotated[int, typer.Option(min=1, max=50, help="Medians are over this many.")] = 7,
-    turns: Annotated[int | None, typer.Option(min=2, max=50, help="Of a conversation; 10.")] = None,
-    peers: Peers = False,
-    peer: OnePeer = None,
-    plot: Plot = None,
-    quick: Annotated[bool, typer.Option(help="One pattern, short prompts: a minute.")] = False,
-    device: Device = None,
-    dtype: Dtype = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Short forms: three minutes.")] = False,
+    history: History = None,
 ) -> None:
-    """Time to first token against stock transformers, interleaved; JSON on the last line.
-
-    Five patterns, prompts from short to long, a conversation turn by turn, one decode step. With
-    --peers also other engines, each in its own environment (make peers), cold and warm.
-
-    Example: kvboost bench ttft --peers --plot ttft.png
-    """
+    """Run every benchmark, unattended: at most 90 minutes, or three with --quick. Ends with status
+    1 if one failed."""
     with errors():
-        from kvboost.bench.ttft.run import Plan, run_ttft
+        from kvboost.bench.run_all import run_all
 
-        usual = Plan(model)
-        if quick:
-            usual = Plan(
-                model,
-                patterns=("code",),
-                tokens=(256, 512),
-                words=(100, 400),
-                rounds=3,
-                turns=8,
-                conversations=1,
-                opening_tokens=256,
-                peer_tokens=(512,),
-            )
-        plan = replace(
-            usual,
-            patterns=tuple(pattern or usual.patterns),
-            tokens=tuple(tokens or usual.tokens),
-            words=tuple(words or usual.words),
-            num_new=new,
-            rounds=usual.rounds if quick else rounds,
-            turns=turns or usual.turns,
-            engines=_engines(peers, peer),
-        )
-        report = run_ttft(plan, out, plot=str(plot) if plot else None, device=device, dtype=dtype)
-    print(json.dumps(report))
-
-
-@app.command()
-def interior(
-    model: Model = DEFAULT_MODEL,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of a prompt, about; 2048 if not given.")
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, max=50, help="Medians are over this many; 5.")
-    ] = None,
-    peer: OnePeer = None,
-    seconds: Annotated[
-        float, typer.Option(min=1, help="Of one engine: then it is not asked in later rounds.")
-    ] = 240.0,
-    plot: Plot = None,
-    quick: Annotated[
-        bool, typer.Option(help="Ours and stock transformers, short prompts: under a minute.")
-    ] = False,
-    device: Device = None,
-    dtype: Dtype = None,
-) -> None:
-    """Known documents at the front, in the middle, twice, reordered, behind a changing header: what
-    every engine reuses of them, and how long until the first token; JSON on the last line.
-
-    Engines run in their own environments (make peers); one that is missing is said to be.
-
-    Example: kvboost bench interior --peer kvboost --peer vllm --plot interior.png
-    """
-    with errors():
-        from kvboost.bench.interior.run import Plan, run_interior
-        from kvboost.bench.peers.engines import OWN
-
-        usual = Plan(model, OWN, 768, 2) if quick else Plan(model)
-        plan = Plan(
-            model,
-            tuple(peer or usual.engines),
-            tokens or usual.tokens,
-            rounds or usual.rounds,
-            seconds,
-        )
-        report = run_interior(
-            plan, out, plot=str(plot) if plot else None, device=device, dtype=dtype
+        report = run_all(
+            folder, out, quick=quick, only=only or (), minutes=minutes, history_file=history
         )
     print(json.dumps(report))
-
-
-@app.command()
-def moved(
-    model: Model = DEFAULT_MODEL,
-    rounds: Annotated[int, typer.Option(min=1, max=50, help="Medians are over this many.")] = 7,
-    conversations: Annotated[int, typer.Option(min=1, help="Of five turns each.")] = 3,
-    device: Device = None,
-    dtype: Dtype = None,
-) -> None:
-    """Eight moved passages against stock's full prefill; conversations that began with moved
-    text; JSON on the last line."""
-    with errors():
-        from kvboost.bench.run import run_moved
-
-        report = run_moved(model, rounds, conversations, out, device=device, dtype=dtype)
-    print(json.dumps(report))
-
-
-@app.command()
-def arrange(
-    model: Model = DEFAULT_MODEL,
-    requests: Annotated[int, typer.Option(min=1, help="How many requests are sent.")] = 150,
-    device: Device = None,
-    dtype: Dtype = None,
-) -> None:
-    """Exact reuse on requests that draw 5 of 50 documents by a Zipf law, as given and arranged;
-    JSON on the last line."""
-    with errors():
-        from kvboost.bench.run import run_arranged
-
-        report = run_arranged(model, requests, out, device=device, dtype=dtype)
-    print(json.dumps(report))
-
-
-@app.command()
-def traffic(
-    trace: Annotated[
-        list[Path] | None,
-        typer.Option(help="Also a real trace: JSON lines with hash_ids, the blocks of a prompt."),
-    ] = None,
-    size: Annotated[
-        list[int] | None, typer.Option(min=1, help="Cache sizes in blocks, for the traces.")
-    ] = None,
-    requests: Annotated[int, typer.Option(min=10, help="Of every made-up traffic.")] = 2_000,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw hit rate against size: a .png or .svg file.")
-    ] = None,
-) -> None:
-    """Who goes first when the cache is full: ours against LRU, FIFO, LFU and Belady's optimum.
-
-    Replays made-up traffic (uniform, Zipf, conversations) and real traces without a model. A block
-    counts as a hit only if all before it hit. JSON on the last line.
-
-    Example: kvboost bench traffic --trace conversation.jsonl --size 1000 --size 10000 --plot t.png
-    """
-    with errors():
-        from kvboost.bench.run import run_traffic
-
-        report = run_traffic(
-            [str(path) for path in trace or ()],
-            size,
-            requests,
-            out,
-            plot=str(plot) if plot else None,
-        )
-    print(json.dumps(report))
-
-
-@app.command()
-def tiers(
-    model: Model = DEFAULT_MODEL,
-    tokens: Annotated[int, typer.Option(min=256, help="Of the text that is kept.")] = 4096,
-    rounds: Annotated[int, typer.Option(min=1, max=50, help="Medians are over this many.")] = 7,
-    scanned: Annotated[
-        int, typer.Option(min=1, help="Chunks in the folder to start over.")
-    ] = 10_000,
-    dtype: Dtype = None,
-) -> None:
-    """What bringing chunks up from RAM and disk costs, packing them in 8 and 4 bits, and a start
-    over a full folder; JSON on the last line."""
-    with errors():
-        from kvboost.bench.tiers import run_tiers
-
-        report = run_tiers(model, tokens, rounds, out, scanned=scanned, dtype=dtype)
-    print(json.dumps(report))
-
-
-@app.command()
-def bits(
-    dataset: Dataset = None,
-    model: Model = DEFAULT_MODEL,
-    donor: Donor = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Questions of every file.")] = None,
-    passages: Annotated[int, typer.Option(min=2, help="Passages in a prompt.")] = 8,
-    passage_tokens: Annotated[int, typer.Option(min=64, help="The most tokens of one.")] = 256,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 16,
-    part: Annotated[str, typer.Option(help="2/3: every third question, from the second.")] = "1/1",
-    device: Device = None,
-    dtype: Dtype = None,
-) -> None:
-    """What 8 and 4 bits give up, on exact hits and on moved text, against full prefill; JSON on
-    the last line."""
-    with errors():
-        from kvboost.bench.bits import run_bits
-        from kvboost.bench.quality import Setting
-
-        report = run_bits(
-            model,
-            [str(path) for path in dataset or ()],
-            donor or ["header", "reordered"],
-            Setting(passages, passage_tokens, answer_tokens),
-            out,
-            limit=limit,
-            part=part,
-            device=device,
-            dtype=dtype,
-        )
-    print(json.dumps(report))
-
-
-@app.command()
-def restart(
-    model: Model = DEFAULT_MODEL,
-    tokens: Annotated[int, typer.Option(min=256, help="Of the document.")] = 4096,
-    kv_bits: KVBits = 16,
-    dtype: Dtype = None,
-) -> None:
-    """One process reads a document and ends; the first request of another is timed against full
-    prefill. JSON on the last line."""
-    with errors():
-        from kvboost.bench.restart import run_restart
-
-        report = run_restart(model, tokens, kv_bits, out, dtype=dtype)
-    print(json.dumps(report))
-
-
-@app.command()
-def soak(
-    model: Model = DEFAULT_MODEL,
-    minutes: Annotated[float, typer.Option(min=0.05, help="How long.")] = 10.0,
-    device: Device = None,
-    dtype: Dtype = None,
-) -> None:
-    """Mixed requests over 64 chunks for minutes: memory, budgets and answers are watched. Ends
-    with 1 if something was wrong. JSON on the last line."""
-    bound_kernel_caches()
-    with errors():
-        from kvboost.bench.soak import run_soak
-
-        report = run_soak(model, minutes, out, device=device, dtype=dtype)
-    print(json.dumps(report))
-    if report["problems"]:
+    if any(one["state"] in ("failed", "timed out", "left out") for one in report["outcomes"]):
         raise typer.Exit(1)
-
-
-@app.command()
-def batch(
-    model: Model = DEFAULT_MODEL,
-    tokens: Annotated[int, typer.Option(min=256, help="Of the shared document.")] = 4096,
-    requests: Annotated[int, typer.Option(min=2, max=64, help="At once.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, max=50, help="Medians are over this many.")] = 5,
-    device: Device = None,
-    dtype: Dtype = None,
-) -> None:
-    """Answers at once against one after the other, and questions about one document with its KV
-    held once; JSON on the last line."""
-    with errors():
-        from kvboost.bench.batch import run_batch
-
-        report = run_batch(model, tokens, requests, rounds, out, device=device, dtype=dtype)
-    print(json.dumps(report))
-
-
-@app.command()
-def storm(
-    model: Model = DEFAULT_MODEL,
-    minutes: Annotated[float, typer.Option(min=0.1, help="How long.")] = 10.0,
-) -> None:
-    """Our server at twice the rate it can sustain, with clients that hang up, send nonsense, too
-    much or too slowly: answers, memory and leaks are watched. Ends with 1 if something was wrong.
-    JSON on the last line."""
-    with errors(), _extra("storm"):
-        from kvboost.bench.storm import run_storm
-
-        report = run_storm(model, minutes, out)
-    print(json.dumps(report))
-    if report["problems"]:
-        raise typer.Exit(1)
-
-
-@app.command()
-def serve(
-    model: Model = DEFAULT_MODEL,
-    system: Annotated[
-        list[str] | None,
-        typer.Option(help="kvboost, kvboost-baseline, vllm, llama.cpp; all if not given."),
-    ] = None,
-    workload: Annotated[
-        list[str] | None, typer.Option(help="rag, chat, mixed; all if not given.")
-    ] = None,
-    users: Annotated[int | None, typer.Option(min=1, help="At once; 8 if not given.")] = None,
-    requests: Annotated[
-        int | None, typer.Option(min=1, help="Of each user; 4 if not given.")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of every answer; 32 if not given.")
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, max=50, help="Medians are over this many; 3.")
-    ] = None,
-    loop: Annotated[
-        str,
-        typer.Option(help="closed: a user waits for the answer; open: arrivals by chance; both."),
-    ] = "closed",
-    rate: Annotated[float | None, typer.Option(help="Open loop: requests per second.")] = None,
-    load: Annotated[
-        float, typer.Option(help="Without a rate: this share of what vllm reached when closed.")
-    ] = 0.7,
-    seed: Annotated[int, typer.Option(help="Of what users send, and when.")] = 0,
-    seconds: Annotated[
-        float, typer.Option(help="Of one load: nothing is sent later, so that the slow end too.")
-    ] = 120.0,
-    quick: Annotated[bool, typer.Option(help="Ours only, rag, one short round.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw it: a .png or .svg file.")] = None,
-    save: Annotated[
-        Path | None, typer.Option("--json", help="Also write the result to this file.")
-    ] = None,
-) -> None:
-    """Our server against vLLM and llama.cpp over HTTP, one at a time, with the same requests.
-
-    The others come from scripts/setup_peers.py; one that is missing is said to be. JSON on the
-    last line.
-
-    Example: kvboost bench serve --workload rag --rounds 1 --plot serve.png
-    """
-    with errors(), _extra("serve"):
-        from kvboost.bench.serve import Plan, run_serve
-
-        short = Plan(model, ("kvboost", "kvboost-baseline"), ("rag",), 4, 2, 16, 1)
-        usual = short if quick else Plan(model)
-        plan = Plan(
-            model,
-            tuple(system or usual.systems),
-            tuple(workload or usual.workloads),
-            users or usual.users,
-            requests or usual.requests,
-            max_tokens or usual.max_tokens,
-            rounds or usual.rounds,
-            loop,
-            rate,
-            load,
-            seed,
-            seconds,
-        )
-        report = run_serve(
-            plan, out, plot=str(plot) if plot else None, save=str(save) if save else None
-        )
-    print(json.dumps(report))
-
-
-def _engines(every: bool, some: list[str] | None) -> tuple[str, ...]:
-    """Behind the pipe: those named, or all if they are wanted."""
-    from kvboost.bench.peers.engines import ENGINES
-
-    return tuple(some or (ENGINES if every else ()))
 
 
 @contextmanager
 def _extra(name: str) -> Iterator[None]:
-    """Says what to install where a package is missing."""
+    """Says what to install if a package is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"kvboost bench {name} needs {error.name}; install it with: "
             "pip install 'kvboost[bench]'"
-        ) from None
+        ) from error

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.cli import bench, cache, serve
 from kvboost.cli.common import (
     AsJson,
     CacheDir,
-    Dataset,
     Device,
-    Donor,
     Dtype,
     KVBits,
     MaxNewTokens,
@@ -60,7 +57,7 @@ def demo(
     In float32, so that the answers can be compared token by token; --dtype bfloat16 is faster.
     """
     with errors(), load_engine(model, device, dtype) as engine:
-        from kvboost.bench import demo as demonstration
+        from kvboost.cli import demo as demonstration
 
         asked = demonstration.run(engine, Console(stderr=True) if as_json else out)
     if as_json:
@@ -210,66 +207,9 @@ def doctor(
         out.print("Nothing here should be slow.", style="green")
 
 
-@bench.app.command()
-@app.command()
-def quality(
-    dataset: Dataset = None,
-    model: Model = DEFAULT_MODEL,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(help="auto, query, cacheblend, selective, none; all but query if not given."),
-    ] = None,
-    ratio: Annotated[
-        list[float] | None,
-        typer.Option(help="Share of moved rows to recompute; 0.15 if not given."),
-    ] = None,
-    donor: Donor = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Questions of every file.")] = None,
-    passages: Annotated[int, typer.Option(min=2, help="Passages in a prompt.")] = 8,
-    passage_tokens: Annotated[int, typer.Option(min=64, help="The most tokens of one.")] = 256,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 16,
-    floor: Annotated[
-        bool, typer.Option(help="Also the deviation of the same model in another dtype.")
-    ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw KL against charged share: a .png or .svg file.")
-    ] = None,
-    save: Annotated[Path | None, typer.Option(help="Keep every row, as JSON lines.")] = None,
-    load: Annotated[
-        list[Path] | None, typer.Option(help="Show rows that were saved instead of measuring.")
-    ] = None,
-    part: Annotated[str, typer.Option(help="2/3: every third question, from the second.")] = "1/1",
-    device: Device = None,
-    dtype: Dtype = None,
-) -> None:
-    """What moved reuse gives up, against full prefill; JSON on the last line.
-
-    Every question's passages are read before in several ways (donor kinds), then served in a new
-    prompt by each strategy. KL is over the full model's own answer, token by token; charged is
-    what repair cost per moved token, probes included.
-    """
-    with errors():
-        from kvboost.bench.quality import DONORS, Setting
-        from kvboost.bench.run import run_quality
-
-        report = run_quality(
-            model,
-            [str(path) for path in dataset or ()],
-            strategy or ["auto", "cacheblend", "selective", "none"],
-            ratio or [0.15],
-            donor or list(DONORS),
-            Setting(passages, passage_tokens, answer_tokens),
-            out,
-            limit=limit,
-            part=part,
-            floor=floor,
-            plot=str(plot) if plot else None,
-            save=str(save) if save else None,
-            load=[str(path) for path in load or ()],
-            device=device,
-            dtype=dtype,
-        )
-    print(json.dumps(report))
+app.command("quality", help=BENCHMARKS["quality"].question, context_settings=bench.PASS_ON)(
+    bench.forward("quality")
+)
 
 
 def _ask() -> str:

@@ -27,6 +27,7 @@ from typing import Any
 from kvboost import GenerationMode, KVBoost
 from kvboost.bench.load.fault_workers import (
     ANSWER_TOKENS,
+    PROMPTS,
     Writer,
     plain_answers,
     prompt,
@@ -390,27 +391,40 @@ def interrupted(case: Case, times: int, folder: Path) -> None:
     ``KeyboardInterrupt``, and the engine answers as before."""
     expected = plain_answers()
     rng = random.Random(0)
-    with small_engine(disk_cache_dir=folder) as engine:
-        for number in range(times):
-            with case.trial():
-                text = prompt(100 + number)
-                killer = threading.Timer(
-                    rng.uniform(0.0, 0.3), os.kill, (os.getpid(), signal.SIGINT)
-                )
-                with suppress(KeyboardInterrupt):
-                    killer.start()
-                    while True:  # until it arrives
-                        if number % 2:
-                            engine.generate_batch(
-                                [text, prompt(number % 12)], LONG_ANSWER, ignore_eos=True
-                            )
-                        else:
-                            engine.generate(text, LONG_ANSWER, ignore_eos=True)
-                killer.join()
-                check_answers(engine, expected)
-                wait_until(lambda: engine.serving_stats()["running"] == 0, "a request still runs")
-                check_books(engine)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell ignore it
+    try:
+        with small_engine(disk_cache_dir=folder) as engine:
+            for number in range(times):
+                with case.trial():
+                    _interrupt(engine, number, rng.uniform(0.0, 0.3))
+                    check_answers(engine, expected)
+                    check_idle(engine)
+    finally:
+        signal.signal(signal.SIGINT, before)
     case.note = "KeyboardInterrupt is raised; later answers are the same"
+
+
+def _interrupt(engine: KVBoost, number: int, seconds: float) -> None:
+    """Answers until Ctrl-C arrives, which it does after ``seconds``."""
+    texts = [prompt(100 + number), prompt(number % PROMPTS)]
+    deadline = time.monotonic() + RECONNECT_SECONDS
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        while time.monotonic() < deadline:
+            if number % 2:
+                engine.generate_batch(texts, LONG_ANSWER, ignore_eos=True)
+            else:
+                engine.generate(texts[0], LONG_ANSWER, ignore_eos=True)
+        raise Unexpected("Ctrl-C ended no answer")
+    except KeyboardInterrupt:
+        timer.join()
+
+
+def check_idle(engine: KVBoost) -> None:
+    """Raises if a request still runs, or if the books do not add up."""
+    wait_until(lambda: engine.serving_stats()["running"] == 0, "a request still runs")
+    check_books(engine)
 
 
 def joins_and_cancels(case: Case, times: int, folder: Path) -> None:
@@ -447,8 +461,7 @@ def joins_and_cancels(case: Case, times: int, folder: Path) -> None:
 
     with small_engine(disk_cache_dir=folder, max_waiting=times) as engine:
         asyncio.run(ask_all(engine))
-        wait_until(lambda: engine.serving_stats()["running"] == 0, "a request still runs")
-        check_books(engine)
+        check_idle(engine)
 
 
 async def _read(stream: Any) -> None:

@@ -9,53 +9,18 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvboost import GenerationMode, KVBoost
 from kvboost.config import EngineConfig
+from kvboost.model.small import END, small_model
 
 PROMPTS = 12
 ANSWER_TOKENS = 4
 START_SECONDS = 120
-END = 256
-"""The token that ends an answer; those below it are bytes."""
 
 
 def small_engine(**config: Any) -> KVBoost:
-    """An engine on a random Llama in float32, the same one every time. It reads a prompt in
-    milliseconds, so that a folder sees thousands of writes."""
-    torch.manual_seed(0)
-    llama = LlamaConfig(
-        vocab_size=END + 4,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=END,
-        pad_token_id=END,
-    )
-    model = LlamaForCausalLM(llama).float().eval()
-    with torch.no_grad():  # louder weights, so that no two tokens are nearly as likely
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.mul_(4)
-    return KVBoost.from_model(
-        model, _byte_tokenizer(), config=EngineConfig(chunk_size=16, **config)
-    )
-
-
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {symbol: number for number, symbol in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab={**vocab, "<end>": END}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    return KVBoost(small_model(), EngineConfig(chunk_size=16, **config))
 
 
 def prompt(number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Faults: what happens when a process is killed, a disk fills up or a server dies.
+"""``kvboost bench faults``: what is left when processes are killed, disks fill up or servers die.
 
 Every kind of fault is tried a number of times, in a folder of its own. The report counts how often
 it was tried and how often everything that must hold did hold; a failure says what was seen instead.
@@ -6,64 +6,48 @@ it was tried and how often everything that must hold did hold; a failure says wh
 
 from __future__ import annotations
 
-import json
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import torch
-import typer
-from rich.console import Console
 from rich.table import Table
 
-from kvboost.bench.load import fault_cases
-from kvboost.bench.load.fault_cases import Case, NotHere, expect
-from kvboost.bench.soak import soak
-from kvboost.config import DEFAULT_MODEL, at_least, whole
-from kvboost.model.load import load
+from kvboost.bench.kit.benchmark import Bench, ModelSettings, Report, option
+from kvboost.bench.load import fault_cases, soak
+from kvboost.bench.load.fault_cases import Case, NotHere
 from kvboost.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How often each fault is tried, and how long memory is watched."""
+class Settings(ModelSettings):
+    """The model answers the mixed requests; the other faults use a small random one."""
 
-    kills: int = 50
-    disks: int = 3
-    redis_kills: int = 10
-    forks: int = 6
-    interrupts: int = 40
-    requests: int = 300
-    minutes: float = 60.0
-    """Of mixed requests, while memory is watched."""
-    model: str = DEFAULT_MODEL
-    """It answers those requests; the other faults use a small random model."""
+    QUICK: ClassVar = {
+        "kills": 10,
+        "disks": 1,
+        "redis_kills": 2,
+        "forks": 2,
+        "interrupts": 8,
+        "requests": 60,
+        "minutes": 0.5,
+    }
 
-    def __post_init__(self) -> None:
-        for name in ("kills", "disks", "redis_kills", "forks", "interrupts", "requests"):
-            whole(getattr(self, name), 1, name)
-        at_least(self.minutes, 0.0, "minutes")
+    kills: int = option(50, "How often one of two writers is killed.", least=1)
+    disks: int = option(3, "How often a disk is full, and a folder read-only.", least=1)
+    redis_kills: int = option(10, "How often Redis is killed.", least=1)
+    forks: int = option(6, "How often a forked child uses the engine.", least=1)
+    interrupts: int = option(40, "How often Ctrl-C interrupts an answer.", least=1)
+    requests: int = option(300, "How many requests join, a third of which is cancelled.", least=1)
+    minutes: float = option(60.0, "How long memory is watched; 0 leaves it out.", least=0.0)
 
-
-QUICK: dict[str, Any] = {
-    "kills": 10,
-    "disks": 1,
-    "redis_kills": 2,
-    "forks": 2,
-    "interrupts": 8,
-    "requests": 60,
-    "minutes": 0.5,
-}
-"""What ``--quick`` changes. It takes less than two minutes."""
 
 Faults = Callable[[Case, int, Path], None]
 
 
-def run_faults(settings: Settings, console: Console) -> dict[str, Any]:
-    """Tries every fault, prints the counts and returns them."""
+def run(settings: Settings, bench: Bench) -> Report:
     plan: list[tuple[str, Faults, int]] = [
         ("kill -9, two writers on one folder", fault_cases.killed_writers, settings.kills),
         ("read-only folder", fault_cases.read_only_folder, settings.disks),
@@ -73,6 +57,7 @@ def run_faults(settings: Settings, console: Console) -> dict[str, Any]:
         ("Ctrl-C in generate", fault_cases.interrupted, settings.interrupts),
         ("random joins and cancels", fault_cases.joins_and_cancels, settings.requests),
     ]
+    bench.describe(torch.device("cpu"), torch.float32)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the small model gains nothing from more
     try:
@@ -80,17 +65,16 @@ def run_faults(settings: Settings, console: Console) -> dict[str, Any]:
     finally:
         torch.set_num_threads(threads)
     if settings.minutes:
-        cases.append(_watch_memory(settings))
-    console.print(_table(cases))
-    for case in cases:
-        for failure in case.failures:
-            console.print(f"! {case.name}: {failure}", style="red", highlight=False, markup=False)
-    return {
-        "benchmark": "faults",
-        "tried": sum(case.tried for case in cases),
-        "failed": sum(len(case.failures) for case in cases),
-        "cases": {case.name: case.as_json() for case in cases},
-    }
+        cases.append(_watch_memory(settings, bench))
+    return Report(
+        {
+            "tried": sum(case.tried for case in cases),
+            "failed": sum(len(case.failures) for case in cases),
+            "cases": {case.name: case.as_json() for case in cases},
+        },
+        [_table(cases)],
+        problems=[f"{case.name}: {failure}" for case in cases for failure in case.failures],
+    )
 
 
 def _try(name: str, faults: Faults, times: int) -> Case:
@@ -112,31 +96,19 @@ def _try(name: str, faults: Faults, times: int) -> Case:
     return case
 
 
-def _watch_memory(settings: Settings) -> Case:
+def _watch_memory(settings: Settings, bench: Bench) -> Case:
     """Mixed requests for minutes; resident memory must stay flat after the first tenth."""
-    case = Case(f"memory over {settings.minutes:g} minutes of mixed requests")
-    model = load(settings.model, device="cpu")
-    seconds = settings.minutes * 60
-    with (
-        tempfile.TemporaryDirectory(prefix="kvboost-faults-") as folder,
-        Progress(f"mixed requests for {settings.minutes:g} minutes") as progress,
-        progress.step("seconds", seconds) as step,
-        case.trial(),
-    ):
-        shown = 0.0
-
-        def show(elapsed: float) -> None:
-            nonlocal shown
-            step.advance(elapsed - shown)
-            shown = elapsed
-
-        seen = soak(model, seconds, Path(folder), show)
-        case.note = (
-            f"{seen.requests:,} requests, {seen.checked} answers compared; resident memory "
-            f"{seen.settled_mb:,.0f} MB after a tenth of the time, then at most "
-            f"{seen.most_mb:,.0f} ({seen.growth:+.1%})"
-        )
-        expect(not seen.problems, "; ".join(seen.problems))
+    case = Case(f"memory over {settings.minutes:g} minutes of mixed requests", tried=1)
+    asked = soak.Settings(
+        minutes=settings.minutes,
+        model=settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+    )
+    report = soak.run(asked, bench)
+    case.note = "\n".join(str(part) for part in report.shown)
+    if report.problems:
+        case.failures.append("; ".join(report.problems))
     return case
 
 
@@ -149,21 +121,3 @@ def _table(cases: list[Case]) -> Table:
         counts = (str(n) for n in (case.tried, case.passed, len(case.failures)))
         table.add_row(case.name, *counts, case.note)
     return table
-
-
-def main(quick: bool = False, minutes: float | None = None, model: str | None = None) -> None:
-    settings = Settings(**(QUICK if quick else {}))
-    if minutes is not None:
-        settings = replace(settings, minutes=minutes)
-    if model is not None:
-        settings = replace(settings, model=model)
-    start = time.monotonic()
-    report = run_faults(settings, Console())
-    report["seconds"] = round(time.monotonic() - start, 1)
-    print(json.dumps(report))
-    if report["failed"]:
-        raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    typer.run(main)

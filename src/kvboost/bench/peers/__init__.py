@@ -1,9 +1,8 @@
 """Engines to measure side by side, each in a process and an environment of its own.
 
-base.py            where they are, what all are told; setting.py: a model's folder and vocabulary
-engines.py         engines behind a pipe, by name; workers/: their programs
-worker.py          one of them: started, asked, timed; crew.py: all of a run
-systems.py         servers, by name
-process.py         start a server, wait until it is ready, stop for sure
-kvboost_server.py  vllm_cpu.py  llamacpp.py
+environments.py  where make peers puts them, and why one is not there
+setting.py       what every engine of a run is told; the model's tokenizer
+engines.py       engines by name; workers/: their programs, which speak over a pipe
+worker.py        one engine: started, asked, timed; contenders.py: all engines of a run
+servers.py       HTTP servers by name; process.py: starts and stops one; cpu.py: who used the CPU
 """

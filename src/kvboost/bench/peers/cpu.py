@@ -1,4 +1,5 @@
-"""Who used the processor: a server that had to share it with strangers was not measured fairly."""
+"""What used the processors: a server that shared them with other programs was not measured
+fairly."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ PROC = Path("/proc")
 
 def watch_cpu(group: int) -> Callable[[], float]:
     """Starts watching. The result gives the share of all processors' time that went, since then,
-    neither to the process group ``group`` nor to this process; 0 where nobody can tell."""
+    neither to the process group ``group`` nor to this process; 0 where it is unknown."""
     began, busy, own = time.perf_counter(), _busy_s(), _group_s(group) + time.process_time()
 
     def others() -> float:
@@ -24,7 +25,7 @@ def watch_cpu(group: int) -> Callable[[], float]:
 
 
 def _busy_s() -> float:
-    """Seconds in which processors were not idle, and those a hypervisor took away, since boot."""
+    """Seconds since boot in which processors were not idle, with those a hypervisor took."""
     try:
         first = (PROC / "stat").read_text().partition("\n")[0].split()
     except OSError:
@@ -34,7 +35,7 @@ def _busy_s() -> float:
 
 
 def _group_s(group: int) -> float:
-    """Seconds that the processes of a group have used, and those of them that ended."""
+    """Seconds that the processes of a group have used, ended children included."""
     ticks = 0
     for stat in PROC.glob("[0-9]*/stat"):
         try:

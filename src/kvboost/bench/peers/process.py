@@ -1,4 +1,4 @@
-"""A server's process: started, waited for, and stopped with all it has started."""
+"""A process of a peer: started with a log, and stopped with all it has started."""
 
 from __future__ import annotations
 
@@ -13,18 +13,76 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from kvboost.bench.peers.base import Peer, Setting
+from kvboost.bench.peers.servers import Server
+from kvboost.bench.peers.setting import Setting
 from kvboost.errors import KVBoostError
 
 STOP_SECONDS = 10.0
 TAIL_LINES = 20
 _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Process:
+    """A process in a group of its own, which is signalled and stopped as one. It must be
+    stopped."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], variables: Mapping[str, str], *, pipes: bool
+    ) -> None:
+        """With ``pipes`` we write its standard input and read its standard output."""
+        self.name = name
+        self._folder = tempfile.TemporaryDirectory(prefix="kvboost-peer-")
+        self._log = Path(self._folder.name) / "log.txt"
+        try:
+            with self._log.open("wb") as log:
+                self.popen = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
+                    stdout=subprocess.PIPE if pipes else log,
+                    stderr=log,
+                    cwd=self._folder.name,
+                    env=variables,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._folder.cleanup()
+            raise KVBoostError(f"{name} could not be started: {error}") from error
+        self.pid = self.popen.pid
+
+    def signal(self, number: int) -> bool:
+        """Whether the group still exists."""
+        try:
+            os.killpg(self.pid, number)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Ends the group: asked first, then killed."""
+        self.signal(signal.SIGTERM)
+        try:
+            self.popen.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        else:
+            deadline = time.monotonic() + STOP_SECONDS
+            while time.monotonic() < deadline and self.signal(0):
+                time.sleep(0.05)
+        self.signal(signal.SIGKILL)
+        self.popen.wait()
+        self._folder.cleanup()
+
+    def error(self, what: str) -> KVBoostError:
+        """An error with the last lines of the log."""
+        lines = self._log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        tail = "\n".join(f"    {line[:300]}" for line in lines) or "    (the log is empty)"
+        return KVBoostError(f"{self.name} {what}:\n{tail}")
 
 
 @dataclass(frozen=True)
@@ -33,7 +91,7 @@ class Running:
 
     url: str
     model: str
-    """What it calls the model."""
+    """The model's name at this server."""
     pid: int
     """Also the number of its process group."""
     started_s: float
@@ -41,99 +99,49 @@ class Running:
 
 
 @contextmanager
-def running(peer: Peer, setting: Setting, *, timeout: float = 600.0) -> Iterator[Running]:
-    """``peer`` as long as the block lasts; ``timeout`` seconds to become ready. However the block
+def running(server: Server, setting: Setting, *, timeout: float = 600.0) -> Iterator[Running]:
+    """``server`` as long as the block lasts; ``timeout`` seconds to become ready. However the block
     ends, also by SIGTERM, nothing of the server is left."""
-    port = free_port()
-    added = [f"{name}={value}" for name, value in peer.environment(setting).items()]
-    with tempfile.TemporaryDirectory(prefix="kvboost-serve-") as folder, sigterm_as_exit():
-        log = Path(folder) / "log.txt"
-        start = time.perf_counter()
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                ["env", *added, *peer.command(setting, port)],  # on top of the environment
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                cwd=folder,
-                start_new_session=True,  # a group of its own, which is stopped as one
-            )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _wait(peer, process, url, log, timeout)
-            seconds = time.perf_counter() - start
-            yield Running(url, _served_model(url), process.pid, seconds)
-            if process.poll() is not None:
-                raise KVBoostError(f"{peer.name} ended while it was measured:\n{tail(log)}")
-        finally:
-            stop(process)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and its group: asked first, then killed."""
-    signal_group(process.pid, signal.SIGTERM)
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        pass
-    else:
-        deadline = time.monotonic() + STOP_SECONDS
-        while time.monotonic() < deadline and signal_group(process.pid, 0):
-            time.sleep(0.05)
-    signal_group(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        port = int(probe.getsockname()[1])
+    variables = {**os.environ, **server.environment(setting)}
+    with sigterm_as_exit():
+        start = time.perf_counter()
+        process = Process(server.name, server.command(setting, port), variables, pipes=False)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait(process, url + server.ready_path, timeout)
+            seconds = time.perf_counter() - start
+            with _NO_PROXY.open(f"{url}/v1/models", timeout=30) as answer:
+                model = str(json.load(answer)["data"][0]["id"])
+            yield Running(url, model, process.pid, seconds)
+            if process.popen.poll() is not None:
+                raise process.error("ended while it was measured")
+        finally:
+            process.stop()
 
 
-def tail(log: Path) -> str:
-    """The last lines of a log, indented."""
-    lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-    return "\n".join(f"    {line[:300]}" for line in lines) or "    (it said nothing)"
-
-
-def _wait(
-    peer: Peer, process: subprocess.Popen[bytes], url: str, log: Path, timeout: float
-) -> None:
+def _wait(process: Process, url: str, timeout: float) -> None:
+    """Until ``url`` answers with 200."""
     deadline = time.monotonic() + timeout
     while True:
-        if process.poll() is not None:
-            raise KVBoostError(
-                f"{peer.name} ended with {process.returncode} instead of getting ready:\n"
-                f"{tail(log)}"
-            )
+        if process.popen.poll() is not None:
+            raise process.error(f"ended with {process.popen.returncode} before it was ready")
         try:
-            with _NO_PROXY.open(url + peer.ready_path, timeout=5) as answer:
+            with _NO_PROXY.open(url, timeout=5) as answer:
                 if answer.status == 200:
                     return
         except (urllib.error.URLError, OSError):
             pass  # not yet
         if time.monotonic() > deadline:
-            raise KVBoostError(f"{peer.name} was not ready after {timeout:.0f} s:\n{tail(log)}")
+            raise process.error(f"was not ready after {timeout:.0f} s")
         time.sleep(0.2)
-
-
-def _served_model(url: str) -> str:
-    with _NO_PROXY.open(f"{url}/v1/models", timeout=30) as answer:
-        return str(json.load(answer)["data"][0]["id"])
-
-
-def signal_group(group: int, number: int) -> bool:
-    """Whether there was anyone to tell."""
-    try:
-        os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
 
 
 @contextmanager
 def sigterm_as_exit() -> Iterator[None]:
-    """SIGTERM unwinds the stack, so that whoever started a server stops it."""
+    """SIGTERM unwinds the stack, so that a process that was started is stopped."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may choose
         return

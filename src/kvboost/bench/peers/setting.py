@@ -1,4 +1,4 @@
-"""Where a model lies and how it counts: what any engine of a comparison is told."""
+"""What every engine of a run is told, and how the model counts tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,23 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from kvboost import pull_model
-from kvboost.bench.peers.base import Setting
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all engines of a run."""
+
+    model: str
+    folder: Path
+    """The model's weights in the form of transformers."""
+    users: int
+    threads: int
+    context_length: int
+    cache_bytes: int = 2 * 1024**3
+    """For KV that may come back."""
+    device: str = "cpu"
+    """Of ours and of stock transformers; the others are for CPUs."""
+    dtype: str = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -44,16 +60,10 @@ def prepare(
     device: str = "cpu",
     dtype: str = "bfloat16",
 ) -> tuple[Setting, Vocabulary]:
-    """Where the model lies, what it holds, and how it counts."""
+    """Fetches the model if it is missing, and reads its context length and tokenizer."""
     folder = Path(model) if Path(model).is_dir() else pull_model(model)
     config = json.loads((folder / "config.json").read_text())
-    setting = Setting(
-        model,
-        folder,
-        users,
-        threads=threads or os.cpu_count() or 1,
-        context_length=int(config["max_position_embeddings"]),
-        device=device,
-        dtype=dtype,
-    )
+    context = int(config["max_position_embeddings"])
+    threads = threads or os.cpu_count() or 1
+    setting = Setting(model, folder, users, threads, context, device=device, dtype=dtype)
     return setting, Vocabulary.of(folder)

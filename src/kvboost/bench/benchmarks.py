@@ -1,0 +1,115 @@
+"""The one list of benchmarks: the command line, ``bench all`` and the docs read it.
+
+To add a benchmark, write its module (see kit/benchmark.py) and add an entry here.
+"""
+
+from __future__ import annotations
+
+from kvboost.bench.kit.benchmark import Benchmark
+
+_ENTRIES = (
+    Benchmark(
+        "ttft",
+        "How soon does the first token come, against stock transformers and other engines?",
+        "kvboost.bench.speed.ttft.run",
+        goals=(
+            "exact hits at 2,048 tokens at least 8 × faster to first token than stock transformers",
+            "exact hits at 2,048 tokens faster than every peer's warm prefix",
+            "chat turn 8 takes at most 1.3 × as long as turn 2",
+        ),
+        in_all="--peers --rounds 5",
+        seconds=1400,
+        quick="--quick",
+        quick_seconds=60,
+        plots=True,
+    ),
+    Benchmark(
+        "interior",
+        "What does every engine reuse of documents that come back at other places?",
+        "kvboost.bench.speed.interior.run",
+        goals=(
+            "interior and reordered reuse at 2,048 tokens at least 3 × faster than the best peer",
+        ),
+        in_all="--rounds 4",
+        seconds=720,
+        quick="--quick",
+        quick_seconds=45,
+        plots=True,
+    ),
+    Benchmark(
+        "moved",
+        "What do eight moved passages cost, and conversations that begin with moved text?",
+        "kvboost.bench.speed.moved",
+        in_all="",
+        seconds=120,
+    ),
+    Benchmark(
+        "batch",
+        "What do many requests at once gain over one after the other?",
+        "kvboost.bench.speed.batch",
+        goals=("answers decoded together at least 3 × as fast as one after the other",),
+        in_all="--rounds 3",
+        seconds=180,
+    ),
+    Benchmark(
+        "quality",
+        "How far are answers over reused text from those of a full prefill?",
+        "kvboost.bench.quality.deviation",
+        in_all="--limit 12",
+        seconds=300,
+        plots=True,
+    ),
+    Benchmark(
+        "bug-location",
+        "Does a model that reuses moved files still find the function with the bug?",
+        "kvboost.bench.quality.bug_location",
+        goals=("accuracy with chunk reuse within 1 point of the baseline's",),
+        in_all="--model smollm2-135m --questions 4",
+        seconds=120,
+        quick="--quick",
+        quick_seconds=15,
+        plots=True,
+        note="the embedded model and a few questions: it shows that the benchmark runs. The figure "
+        "to quote needs a GPU: kvboost bench bug-location --device cuda",
+    ),
+    Benchmark(
+        "serve",
+        "How do servers compare under the same load: ours, vLLM and llama.cpp?",
+        "kvboost.bench.load.serve.run",
+        goals=(
+            "rag: p50 TTFT at most 0.4 of vllm's",
+            "rag: the most requests/s of all",
+            "chat: p50 TTFT at most vllm's",
+            "chat: at least vllm's requests/s",
+        ),
+        in_all="--rounds 1 --workload rag --workload chat",
+        seconds=600,
+        plots=True,
+    ),
+    Benchmark(
+        "overload",
+        "Does the server stay sound at twice the load it can sustain, with hostile clients?",
+        "kvboost.bench.load.overload",
+    ),
+    Benchmark(
+        "faults",
+        "Do answers and cache survive kill -9, full disks, a dying Redis, forks and Ctrl-C?",
+        "kvboost.bench.load.faults",
+        long_running=True,
+    ),
+    Benchmark(
+        "soak",
+        "Do memory, budgets and answers stay sound over minutes of mixed requests?",
+        "kvboost.bench.load.soak",
+        long_running=True,
+    ),
+    Benchmark(
+        "restart",
+        "How fast is the first request of a new process whose cache is on disk?",
+        "kvboost.bench.cache.restart",
+        in_all="",
+        seconds=60,
+    ),
+)
+
+BENCHMARKS = {benchmark.name: benchmark for benchmark in _ENTRIES}

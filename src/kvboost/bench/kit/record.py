@@ -1,0 +1,87 @@
+"""What every benchmark's JSON begins with: what was run, when, where, and which code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvboost.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvboost.bench.kit.benchmark import Report, Settings
+
+NOT_A_SETTING = ("model", "device", "dtype")
+"""These are told by the model and the machine of a record."""
+
+
+def record(
+    benchmark: str, settings: Settings | None, machine: Mapping[str, Any], report: Report
+) -> dict[str, Any]:
+    """The JSON document of a run."""
+    asked = asdict(settings) if settings is not None else {}
+    made = {
+        "benchmark": benchmark,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **code(),
+        "model": asked.get("model"),
+        "machine": dict(machine),
+        "settings": {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asked.items()
+            if name not in NOT_A_SETTING
+        },
+        **report.figures,
+    }
+    if report.goals:
+        made["goals"] = [asdict(goal) for goal in report.goals]
+    if report.problems:
+        made["problems"] = list(report.problems)
+    return made
+
+
+def append(path: str | os.PathLike[str], made: Mapping[str, Any]) -> None:
+    """Adds a record to a file of JSON lines; ``scripts/compare_records.py`` compares them."""
+    try:
+        with open(path, "a") as file:
+            file.write(json.dumps(made) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(path)!r} cannot be written ({error.strerror})") from error
+
+
+def as_json(row: Any, *properties: str) -> dict[str, Any]:
+    """The fields of a dataclass and these properties of it."""
+    assert is_dataclass(row) and not isinstance(row, type)
+    return {**asdict(row), **{name: getattr(row, name) for name in properties}}
+
+
+def code() -> dict[str, str | None]:
+    """Version and commit of the running code; a ``+`` after the commit says that files have
+    changed since. No commit outside a checkout."""
+    try:
+        release = version("kvboost")
+    except PackageNotFoundError:  # run from its sources
+        release = "unknown"
+    commit = _git("rev-parse", "--short", "HEAD")
+    if commit and _git("status", "--porcelain", "--untracked-files=no"):
+        commit += "+"
+    return {"version": release, "commit": commit or None}
+
+
+def _git(*arguments: str) -> str:
+    folder = Path(__file__).parent
+    if not any((parent / ".git").exists() for parent in folder.parents[:5]):
+        return ""  # installed: a repository around it is not ours
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,62 @@
+"""How close an answer is, and how sure a mean is."""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def f1(answer: str, references: Sequence[str]) -> float:
+    """SQuAD's token F1 against the reference that fits best, between 0 and 1.
+
+    Case, punctuation and articles do not count, nor does the order of the words.
+    """
+    words = _words(answer)
+    return max(_overlap(words, _words(reference)) for reference in references)
+
+
+def paired_bootstrap(
+    differences: Sequence[float], *, rounds: int = 2000, seed: int = 0, level: float = 0.95
+) -> tuple[float, float]:
+    """The interval that holds the mean of ``differences`` in ``level`` of the resampled rounds.
+
+    Each difference is that of one pair, so what makes a question hard cancels out.
+    """
+    values = np.asarray(differences, dtype=np.float64)
+    if not values.size:
+        raise ValueError("no differences to resample; give at least one")
+    picks = np.random.default_rng(seed).integers(values.size, size=(rounds, values.size))
+    tail = (1 - level) / 2
+    low, high = np.quantile(values[picks].mean(axis=1), [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def wilson(successes: int, trials: int, *, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's interval of a share, 95 % unless ``z`` says otherwise. Unlike the usual interval it
+    stays within 0 and 1, and is not empty if all or none succeeded."""
+    if not 0 <= successes <= trials or trials < 1:
+        raise ValueError(f"{successes} of {trials} is no share; give at least one trial")
+    share = successes / trials
+    centre = share + z * z / (2 * trials)
+    spread = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
+    scale = 1 + z * z / trials
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def _words(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def _overlap(answer: list[str], reference: list[str]) -> float:
+    if not answer or not reference:
+        return float(answer == reference)
+    common = (Counter(answer) & Counter(reference)).total()
+    return 2 * common / (len(answer) + len(reference))

@@ -1,0 +1,182 @@
+"""Users who talk to a server over HTTP, each waiting for an answer before the next request.
+
+The clock is the client's. It starts before a request is sent, and every piece of text is stamped
+when its line has arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from kvboost.bench.load.serve.users import Message, Request
+
+OnAnswer = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests go, and what they say besides their messages."""
+
+    url: str
+    model: str
+    max_tokens: int
+    logit_bias: Mapping[str, int] = field(default_factory=dict)
+    """Keeps the model from ending early: -100 for each of its special tokens."""
+    timeout: float = 600.0
+    """A request fails after so many seconds without text."""
+    seconds: float = math.inf
+    """Nothing is sent later than this after the load began."""
+
+    def body(self, messages: Sequence[Message]) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "messages": list(messages),
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+            "logit_bias": dict(self.logit_bias),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+
+@dataclass
+class Answer:
+    """One request and its outcome. Times are in seconds; ``sent_s`` since the load began."""
+
+    kind: str
+    user: int
+    sent_s: float
+    total_s: float = 0.0
+    ttft_s: float | None = None
+    """None if no text came."""
+    gaps_s: list[float] = field(default_factory=list)
+    """Between one piece of text and the next."""
+    text: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed, as the server reports them."""
+    moved_tokens: int = 0
+    """Ours only: not computed either, but reused from another place."""
+    error: str | None = None
+
+
+def data_of(line: str) -> str | None:
+    """What a line of an event stream carries; None for comments, other fields and blank lines."""
+    name, colon, value = line.partition(":")
+    return value.removeprefix(" ") if colon and name == "data" else None
+
+
+def read_event(data: str, answer: Answer) -> str:
+    """Notes what a chunk says about the request; returns its text, which is often empty."""
+    chunk = json.loads(data)
+    if error := chunk.get("error"):
+        answer.error = str(error.get("message", error) if isinstance(error, dict) else error)
+        return ""
+    if usage := chunk.get("usage"):
+        answer.prompt_tokens = usage["prompt_tokens"]
+        answer.completion_tokens = usage["completion_tokens"]
+        details = usage.get("prompt_tokens_details") or {}
+        answer.cached_tokens = details.get("cached_tokens") or 0
+    if ours := chunk.get("kvboost"):
+        reused = ours["approximate_tokens"] + ours["moved_tokens"]
+        answer.moved_tokens = reused - ours["recomputed_tokens"]
+    pieces = [choice.get("delta", {}).get("content") or "" for choice in chunk.get("choices", ())]
+    return "".join(pieces)
+
+
+async def ask(
+    client: httpx.AsyncClient, target: Target, messages: Sequence[Message], answer: Answer
+) -> None:
+    """Sends one request and fills in ``answer``. A failure becomes its ``error``."""
+    content = json.dumps(target.body(messages)).encode()
+    headers = {"content-type": "application/json"}
+    pieces: list[str] = []
+    start = last = time.perf_counter()
+    try:
+        async with client.stream(
+            "POST", f"{target.url}/v1/chat/completions", content=content, headers=headers
+        ) as response:
+            if response.status_code != 200:
+                said = (await response.aread()).decode(errors="replace")
+                raise ValueError(f"HTTP {response.status_code}: {said[:300]}")
+            done = False
+            async for line in response.aiter_lines():
+                now = time.perf_counter()
+                data = data_of(line)
+                if data is None or done:
+                    continue
+                if data == "[DONE]":
+                    done = True
+                    continue
+                if text := read_event(data, answer):
+                    if pieces:
+                        answer.gaps_s.append(now - last)
+                    else:
+                        answer.ttft_s = now - start
+                    pieces.append(text)
+                    last = now
+            if answer.error is None and not done:
+                answer.error = "the stream ended without [DONE]"
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    answer.total_s = time.perf_counter() - start
+    answer.text = "".join(pieces)
+    if answer.error is None and answer.ttft_s is None:
+        answer.error = "no text came"
+
+
+class User:
+    """A user with a conversation: remembers what was said."""
+
+    def __init__(self, number: int, client: httpx.AsyncClient, target: Target) -> None:
+        self._number = number
+        self._client = client
+        self._target = target
+        self._said: list[Message] = []
+
+    async def send(self, request: Request, since: float) -> Answer:
+        if not request.continues:
+            self._said = []
+        messages = [*self._said, *request.messages]
+        answer = Answer(request.kind, self._number, time.perf_counter() - since)
+        await ask(self._client, self._target, messages, answer)
+        self._said = [*messages, {"role": "assistant", "content": answer.text}]
+        return answer
+
+
+async def closed_loop(
+    target: Target, users: Sequence[Sequence[Request]], on_answer: OnAnswer = lambda: None
+) -> list[Answer]:
+    """All users at once; each waits for an answer before its next request."""
+    async with _client(target, len(users)) as client:
+        since = time.perf_counter()
+
+        async def talk(number: int, requests: Sequence[Request]) -> list[Answer]:
+            user, answers = User(number, client, target), []
+            for request in requests:
+                if time.perf_counter() - since > target.seconds:
+                    break
+                answers.append(await user.send(request, since))
+                on_answer()
+            return answers
+
+        talks = [talk(number, requests) for number, requests in enumerate(users)]
+        return [answer for answers in await asyncio.gather(*talks) for answer in answers]
+
+
+def _client(target: Target, connections: int) -> httpx.AsyncClient:
+    """Straight to the server, a connection per request: one that is kept alive may end any time."""
+    return httpx.AsyncClient(
+        timeout=target.timeout,
+        limits=httpx.Limits(max_connections=connections, max_keepalive_connections=0),
+        trust_env=False,
+    )

@@ -1,0 +1,191 @@
+"""``kvboost bench serve``: servers under load, one at a time, with the very same requests.
+
+The comparison is fair by construction. Every server has the same threads, context and room for KV.
+All requests are chat completions with equal bodies, so each server applies the model's own
+template. Special tokens are ruled out (``logit_bias``), so every answer has ``max_tokens`` tokens
+and all of its text comes back with the next turn. In every round each server starts anew, is warmed
+by the same traffic, is loaded and stopped; the order rotates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from kvboost.bench.kit.benchmark import ROUNDS, Bench, Report, duration, option
+from kvboost.bench.kit.benchmark import Settings as Base
+from kvboost.bench.load.serve import report
+from kvboost.bench.load.serve.clients import Answer, Target, closed_loop
+from kvboost.bench.load.serve.stats import Round, Row, goals
+from kvboost.bench.load.serve.users import WORKLOADS, Workload, make_workload
+from kvboost.bench.peers.cpu import watch_cpu
+from kvboost.bench.peers.process import Running, running
+from kvboost.bench.peers.servers import BASELINE, OURS, SYSTEMS
+from kvboost.bench.peers.setting import Setting, Vocabulary, prepare
+from kvboost.config import DEFAULT_MODEL
+from kvboost.errors import KVBoostError
+from kvboost.model.load import pick_device, pick_dtype
+from kvboost.progress import Progress, Step
+
+START_SECONDS = 20
+"""About what a server takes to start and warm up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Base):
+    QUICK: ClassVar = {
+        "systems": (OURS, BASELINE),
+        "workloads": ("rag",),
+        "users": 4,
+        "requests": 2,
+        "max_tokens": 16,
+        "rounds": 1,
+    }
+
+    model: str = option(DEFAULT_MODEL, "A bundled name or a folder.")
+    systems: tuple[str, ...] = option(
+        tuple(SYSTEMS), "Server to measure.", "system", choices=tuple(SYSTEMS)
+    )
+    workloads: tuple[str, ...] = option(
+        tuple(WORKLOADS), "What users send.", "workload", choices=tuple(WORKLOADS)
+    )
+    users: int = option(8, "Users at once.", least=1)
+    requests: int = option(4, "Requests of each user.", least=1)
+    max_tokens: int = option(32, "Tokens of every answer.", least=1)
+    rounds: int = option(3, ROUNDS, least=1, most=50)
+    seed: int = option(0, "Decides what users send, and when.")
+    seconds: float = option(
+        120.0, "Time of one load; nothing is sent later, so slow servers end.", least=0.001
+    )
+
+
+def run(settings: Settings, bench: Bench) -> Report:
+    dtype = pick_dtype(None, pick_device("cpu"))
+    setting, vocabulary = prepare(
+        settings.model, settings.users, dtype=str(dtype).removeprefix("torch.")
+    )
+    bench.describe(torch.device("cpu"), dtype, threads=setting.threads)
+    missing = {name: SYSTEMS[name].missing(setting) for name in settings.systems}
+    present = [name for name in settings.systems if missing[name] is None]
+    for name, reason in missing.items():
+        if reason is not None:
+            bench.say(f"{name} is missing: {reason}", style="yellow")
+    if not present:
+        raise KVBoostError("none of the chosen systems is here to be measured")
+    each = START_SECONDS + settings.seconds * len(settings.workloads)
+    most = settings.rounds * len(present) * each
+    bench.say(f"at most about {duration(most)}; change it with --seconds, --rounds or --workload")
+    comparison = Comparison(settings, setting, vocabulary, present)
+    with Progress("servers under load, one at a time") as progress:
+        comparison.run(progress)
+    rows = comparison.rows()
+    systems = {
+        name: {
+            "version": SYSTEMS[name].version(),
+            "started_s": comparison.started_s.get(name),
+            **SYSTEMS[name].settings(setting),
+        }
+        for name in present
+    }
+    return Report(
+        {
+            "systems": systems,
+            "missing": {name: reason for name, reason in missing.items() if reason is not None},
+            "failures": comparison.failures,
+            "errors": comparison.errors,
+            "rows": [row.as_json() for row in rows],
+        },
+        [
+            *report.tables(rows, settings.users),
+            report.NOTE,
+            *report.notes(rows, settings.users * settings.requests),
+            *report.problems(comparison.errors, comparison.failures),
+        ],
+        goals(rows),
+        draw=partial(report.serve_figure, rows),
+    )
+
+
+class Comparison:
+    """The rounds of a run, and what they gave."""
+
+    def __init__(
+        self, settings: Settings, setting: Setting, vocabulary: Vocabulary, present: Sequence[str]
+    ) -> None:
+        self.failures: dict[str, str] = {}
+        """Why a system was given up, by its name."""
+        self.errors: dict[str, str] = {}
+        """The first error of a load in which some requests failed."""
+        self.started_s: dict[str, float] = {}
+        """How long a system took to be ready, the last time."""
+        self._settings = settings
+        self._setting = setting
+        self._bias = {str(number): -100 for number in vocabulary.special_ids}
+        self._present = present
+        self._measured: dict[tuple[str, str], list[Round]] = {}
+        sizes = {"users": settings.users, "requests": settings.requests}
+        self._traffic = [
+            [
+                make_workload(name, vocabulary.count, **sizes, seed=settings.seed + number)
+                for name in settings.workloads
+            ]
+            for number in range(settings.rounds)
+        ]
+
+    def run(self, progress: Progress) -> None:
+        """Every round. A system that fails is given up; the others go on."""
+        for number, traffic in enumerate(self._traffic, start=1):
+            for name in rotated(self._present, number - 1):
+                if name in self.failures:
+                    continue
+                total = sum(workload.num_requests for workload in traffic)
+                with progress.step(f"round {number}: {name}", total) as step:
+                    try:
+                        with running(SYSTEMS[name], self._setting) as there:
+                            self._load(name, there, traffic, step)
+                    except KVBoostError as error:
+                        self.failures[name] = str(error)
+
+    def rows(self) -> list[Row]:
+        """Workload by workload, in the order of the settings."""
+        asked = self._settings
+        return [
+            Row.of(system, workload, self._measured[system, workload])
+            for workload in asked.workloads
+            for system in asked.systems
+            if (system, workload) in self._measured
+        ]
+
+    def _load(self, name: str, there: Running, traffic: Sequence[Workload], step: Step) -> None:
+        """All workloads of one round on one server."""
+        self.started_s[name] = there.started_s
+        asked = self._settings
+        target = Target(there.url, there.model, asked.max_tokens, self._bias, seconds=asked.seconds)
+        for workload in traffic:
+            _check(name, asyncio.run(closed_loop(target, workload.warmup)))
+            others = watch_cpu(there.pid)
+            answers = asyncio.run(closed_loop(target, workload.users, step.advance))
+            others_share = others()
+            _check(name, answers)
+            if error := next((answer.error for answer in answers if answer.error), None):
+                self.errors.setdefault(f"{name}, {workload.name}", error)
+            rounds = self._measured.setdefault((name, workload.name), [])
+            rounds.append(Round.of(answers, others_share))
+
+
+def rotated(names: Sequence[str], by: int) -> list[str]:
+    """The names in the same order, with another one first."""
+    by %= len(names)
+    return [*names[by:], *names[:by]]
+
+
+def _check(name: str, answers: Sequence[Answer]) -> None:
+    """Raises if no request at all was answered."""
+    errors = [answer.error for answer in answers if answer.error is not None]
+    if len(errors) == len(answers):
+        raise KVBoostError(f"{name} answered none of {len(answers)} requests: {errors[0]}")

@@ -1,0 +1,125 @@
+"""What a load showed: latencies and rates of one round, medians over rounds, and our goals."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+
+import numpy as np
+
+from kvboost.bench.benchmarks import BENCHMARKS
+from kvboost.bench.kit.goals import Goal
+from kvboost.bench.load.serve.clients import Answer
+from kvboost.bench.peers.servers import OURS
+
+RIVAL = "vllm"
+RAG_TTFT = 0.4
+"""The most of the rival's median time to first token, on passages in changing order."""
+RAG_SOON, RAG_MANY, CHAT_SOON, CHAT_MANY = BENCHMARKS["serve"].goals
+
+
+@dataclass(frozen=True)
+class Round:
+    """One load on one server. Latencies and shares of prompt tokens, as the server counts them, are
+    of requests that were answered."""
+
+    requests: float
+    errors: float
+    seconds: float
+    ttft_p50_ms: float
+    ttft_p95_ms: float
+    itl_p50_ms: float
+    """Inter-token latency: from one piece of text to the next, all requests together."""
+    itl_p95_ms: float
+    requests_per_s: float
+    tokens_per_s: float
+    prompt_tokens: float
+    """Of a request, on average; so are the tokens of an answer."""
+    completion_tokens: float
+    cached_share: float
+    moved_share: float
+    """Ours only: reused beyond that, from another place."""
+    others_share: float
+    """Of the machine's processors, used by other programs meanwhile."""
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer], others_share: float = 0.0) -> Round:
+        """Needs at least one request that was answered."""
+        good = [answer for answer in answers if answer.error is None]
+        ttft = [1e3 * answer.ttft_s for answer in good if answer.ttft_s is not None]
+        gaps = [1e3 * gap for answer in good for gap in answer.gaps_s] or [0.0]
+        begun = min(answer.sent_s for answer in answers)
+        seconds = max(answer.sent_s + answer.total_s for answer in answers) - begun
+        prompts = sum(answer.prompt_tokens for answer in good)
+        completions = sum(answer.completion_tokens for answer in good)
+        return cls(
+            requests=len(answers),
+            errors=len(answers) - len(good),
+            seconds=seconds,
+            ttft_p50_ms=float(np.percentile(ttft, 50)),
+            ttft_p95_ms=float(np.percentile(ttft, 95)),
+            itl_p50_ms=float(np.percentile(gaps, 50)),
+            itl_p95_ms=float(np.percentile(gaps, 95)),
+            requests_per_s=len(good) / seconds,
+            tokens_per_s=completions / seconds,
+            prompt_tokens=prompts / len(good),
+            completion_tokens=completions / len(good),
+            cached_share=sum(answer.cached_tokens for answer in good) / max(1, prompts),
+            moved_share=sum(answer.moved_tokens for answer in good) / max(1, prompts),
+            others_share=others_share,
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One system under one workload: the median of every figure over the rounds."""
+
+    system: str
+    workload: str
+    rounds: tuple[Round, ...]
+    median: Round
+
+    @classmethod
+    def of(cls, system: str, workload: str, rounds: Sequence[Round]) -> Row:
+        median = Round(
+            **{
+                one.name: statistics.median(getattr(round_, one.name) for round_ in rounds)
+                for one in fields(Round)
+            }
+        )
+        return cls(system, workload, tuple(rounds), median)
+
+    def as_json(self) -> dict[str, object]:
+        said = {"system": self.system, "workload": self.workload, "loop": "closed"}
+        return {**said, **asdict(self.median), "rounds": [asdict(one) for one in self.rounds]}
+
+
+def goals(rows: Sequence[Row]) -> list[Goal]:
+    """Whether we reached what we set out to."""
+    rag, chat = (
+        {row.system: row.median for row in rows if row.workload == workload}
+        for workload in ("rag", "chat")
+    )
+    return [
+        _ttft(RAG_SOON, rag, RAG_TTFT),
+        _rate(RAG_MANY, rag, [name for name in rag if name != OURS]),
+        _ttft(CHAT_SOON, chat, 1.0),
+        _rate(CHAT_MANY, chat, [RIVAL]),
+    ]
+
+
+def _ttft(text: str, systems: Mapping[str, Round], limit: float) -> Goal:
+    if OURS not in systems or RIVAL not in systems:
+        return Goal(text, None, "not measured")
+    ours, theirs = systems[OURS].ttft_p50_ms, systems[RIVAL].ttft_p50_ms
+    return Goal(text, ours <= limit * theirs, f"{ours:.0f} ms, {ours / theirs:.2f} of it")
+
+
+def _rate(text: str, systems: Mapping[str, Round], others: Sequence[str]) -> Goal:
+    if OURS not in systems or RIVAL not in systems:
+        return Goal(text, None, "not measured")
+    ours = systems[OURS].requests_per_s
+    best = max(others, key=lambda name: systems[name].requests_per_s)
+    theirs = systems[best].requests_per_s
+    return Goal(text, ours >= theirs, f"{ours:.2f}, {best} {theirs:.2f}")

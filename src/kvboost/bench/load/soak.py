@@ -1,0 +1,221 @@
+"""``kvboost bench soak``: mixed requests over a small cache for minutes, with memory, budgets and
+answers watched."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from kvboost import GenerationMode, GenerationResult, KVBoost
+from kvboost.bench.kit.benchmark import Bench, ModelSettings, Report, option
+from kvboost.bench.kit.memory import MOST_GROWTH, levels, resident_mb
+from kvboost.bench.texts.prompts import PATTERNS, fragments
+from kvboost.config import EngineConfig
+from kvboost.model.load import LoadedModel
+from kvboost.progress import Progress
+from kvboost.results import kl_divergence
+
+CHUNKS = 64
+CHECKED = 0.1
+"""This share of the requests is also answered by full prefill."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(ModelSettings):
+    QUICK: ClassVar = {"minutes": 1.0}
+
+    minutes: float = option(10.0, "How long requests are sent.", least=0.05)
+
+
+@dataclass
+class Soak:
+    """What was seen. ``problems`` is empty when all went well."""
+
+    seconds: float = 0.0
+    requests: int = 0
+    reused_share: float = 0.0
+    checked: int = 0
+    settled_mb: float = 0.0
+    """Resident memory once a tenth of the time (a minute of ten) is over."""
+    end_mb: float = 0.0
+    most_mb: float = 0.0
+    evicted: int = 0
+    promoted: int = 0
+    demoted: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def growth(self) -> float:
+        return self.most_mb / self.settled_mb - 1
+
+
+def soak(
+    model: LoadedModel,
+    seconds: float,
+    folder: Path,
+    on_request: Callable[[float], None] = lambda _: None,
+    *,
+    least_requests: int = 0,
+) -> Soak:
+    """Sends requests of all kinds for ``seconds``: chats that grow, documents in new orders, long
+    and short prompts, streams that end early, salts, forgetting and clearing; at least
+    ``least_requests`` of them."""
+    seen = Soak()
+    chunk_bytes = _chunk_bytes(model)
+    engine = KVBoost(
+        model,
+        EngineConfig(
+            max_chunks=CHUNKS,
+            max_cache_bytes=CHUNKS * chunk_bytes,
+            disk_cache_dir=folder,
+            disk_cache_bytes=3 * CHUNKS * (chunk_bytes + 16_384),
+            reuse_moved="always",
+        ),
+    )
+    traffic = _Traffic(engine, seed=0)
+    memory: list[float] = []
+    start = time.monotonic()
+    reused = prompt_tokens = 0
+    while (elapsed := time.monotonic() - start) < seconds or seen.requests < least_requests:
+        for result in traffic.next_request(seen):
+            seen.requests += 1
+            reused += result.cached_tokens
+            prompt_tokens += result.prompt_tokens
+        _check_budgets(engine, seen)
+        if elapsed > seconds / 10:
+            memory.append(resident_mb())
+        on_request(elapsed)
+    seen.seconds = time.monotonic() - start
+    seen.reused_share = reused / max(1, prompt_tokens)
+    seen.settled_mb, seen.end_mb, seen.most_mb = levels(memory)
+    if seen.growth > MOST_GROWTH:
+        seen.problems.append(
+            f"memory grew from {seen.settled_mb:.0f} to {seen.most_mb:.0f} MB "
+            f"({seen.growth:.1%}; the limit is {MOST_GROWTH:.0%})"
+        )
+    engine.flush()
+    seen.problems += engine.check_integrity()
+    stats = engine.cache_stats()
+    seen.evicted, seen.promoted, seen.demoted = (
+        stats[name] for name in ("evicted", "promoted", "demoted")
+    )
+    if stats["in_use"]:
+        seen.problems.append(f"{stats['in_use']} chunks are still in use")
+    engine.close()
+    return seen
+
+
+class _Traffic:
+    """Requests of all kinds, the same for the same seed."""
+
+    def __init__(self, engine: KVBoost, seed: int) -> None:
+        self._engine = engine
+        self._random = random.Random(seed)
+        encode = fragments(engine.encode)
+        limit = (engine.context_length or 4096) - 128
+        length = min(256, limit // 8)
+        text = PATTERNS["code"].shared(encode, 40 * length)
+        self._documents = [text[i : i + length] for i in range(0, len(text), length)]
+        self._longest = min(limit, 8 * length)
+        self._turn = length // 4
+        self._chats: list[list[int]] = []
+
+    def next_request(self, seen: Soak) -> Iterator[GenerationResult]:
+        """Sends one, or forgets something."""
+        rng, engine = self._random, self._engine
+        kind = rng.random()
+        if kind < 0.02:
+            engine.forget_salt(f"tenant-{rng.randrange(3)}")
+            return
+        if kind < 0.03:
+            engine.forget(rng.choice(self._documents))
+            return
+        if kind < 0.032:
+            engine.clear()
+            return
+        prompt, salt = self._prompt(), rng.choice(["", "", f"tenant-{rng.randrange(3)}"])
+        if rng.random() < 0.1:
+            with engine.stream(prompt, 8, cache_salt=salt) as stream:
+                next(stream, None)
+            yield stream.result
+            return
+        mode = rng.choice([GenerationMode.PREFIX_CACHE, GenerationMode.CHUNK_KV_REUSE])
+        result = engine.generate(prompt, 4, mode, cache_salt=salt)
+        yield result
+        if mode is GenerationMode.PREFIX_CACHE and rng.random() < CHECKED:
+            seen.checked += 1
+            full = engine.generate(prompt, 4, GenerationMode.BASELINE)
+            if not _agree(engine, prompt, full.token_ids, salt):
+                seen.problems.append(f"request {seen.requests} was answered differently")
+
+    def _prompt(self) -> list[int]:
+        rng = self._random
+        if self._chats and rng.random() < 0.4:
+            chat = rng.choice(self._chats)
+            chat += rng.choice(self._documents)[: self._length_of_a_turn()]
+            if len(chat) > self._longest:
+                self._chats.remove(chat)
+            return list(chat[: self._longest])
+        picked = rng.sample(self._documents, rng.randrange(1, 6))
+        prompt = [token for document in picked for token in document]
+        prompt += [rng.randrange(100, 200) for _ in range(self._length_of_a_turn())]
+        if len(self._chats) < 8 and rng.random() < 0.3:
+            self._chats.append(list(prompt))
+        return prompt
+
+    def _length_of_a_turn(self) -> int:
+        return self._random.randrange(self._turn // 2, 2 * self._turn)
+
+
+def _agree(engine: KVBoost, prompt: list[int], answer: list[int], salt: str) -> bool:
+    """Whether an exact hit gives the distributions of a full prefill, but for rounding."""
+    full = engine.score(prompt, answer, GenerationMode.BASELINE).logits
+    ours = engine.score(prompt, answer, GenerationMode.PREFIX_CACHE, cache_salt=salt).logits
+    rounding = 1e-5 if str(engine.dtype) == "torch.float32" else 0.05
+    return float(kl_divergence(full, ours).mean()) <= rounding
+
+
+def _check_budgets(engine: KVBoost, seen: Soak) -> None:
+    tiers = engine.cache_stats()["tiers"]
+    for name in ("ram", "disk"):
+        if tiers[name]["bytes"] > tiers[name]["max_bytes"]:
+            seen.problems.append(f"{name} holds {tiers[name]['bytes']} bytes")
+    if tiers["ram"]["chunks"] > CHUNKS:
+        seen.problems.append(f"{tiers['ram']['chunks']} chunks in memory")
+
+
+def _chunk_bytes(model: LoadedModel) -> int:
+    one = model.forward.shape.allocate(EngineConfig().chunk_size)
+    return one.numel() * one.element_size()
+
+
+def run(settings: Settings, bench: Bench) -> Report:
+    loaded = bench.load_model()
+    with (
+        tempfile.TemporaryDirectory(prefix="kvboost-soak-") as folder,
+        Progress(f"requests for {settings.minutes:g} minutes over {CHUNKS} chunks") as progress,
+        progress.step("seconds", round(settings.minutes * 60)) as step,
+    ):
+        shown = 0
+
+        def show(elapsed: float) -> None:
+            nonlocal shown
+            step.advance(int(elapsed) - shown)
+            shown = int(elapsed)
+
+        seen = soak(loaded, settings.minutes * 60, Path(folder), show)
+    told = (
+        f"{seen.requests:,} requests in {seen.seconds / 60:.1f} minutes, {seen.reused_share:.0%} "
+        f"of their tokens not read again; {seen.evicted:,} chunks evicted, "
+        f"{seen.demoted:,} demoted, {seen.promoted:,} promoted; {seen.checked} answers compared\n"
+        f"resident memory {seen.settled_mb:,.0f} MB after a tenth of the time, at most "
+        f"{seen.most_mb:,.0f} later ({seen.growth:+.1%}), {seen.end_mb:,.0f} at the end"
+    )
+    if not seen.problems:
+        told += "\nbudgets held, nothing leaked, everything adds up"
+    return Report(asdict(seen) | {"growth": seen.growth}, [told], problems=seen.problems)

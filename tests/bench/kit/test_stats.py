@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvboost.bench.kit.stats import f1, paired_bootstrap, wilson
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "expected"),
+    [
+        ("Exeter College", "Exeter College", 1.0),
+        ("the exeter college.", "Exeter College", 1.0),
+        ("Exeter", "Exeter College", 2 / 3),
+        ("at Exeter College in Oxford", "Exeter College", 4 / 7),
+        ("college, college", "Exeter College", 1 / 2),  # a word counts as often as both have it
+        ("Oxford", "Exeter College", 0.0),
+        ("Yes.", "yes", 1.0),
+        ("No", "yes", 0.0),
+        ("", "yes", 0.0),
+        ("The", "A", 1.0),  # nothing is left of either
+        ("theatre", "atre", 0.0),  # articles are words, not letters
+    ],
+)
+def test_f1_is_that_of_squad(answer, reference, expected) -> None:
+    assert f1(answer, [reference]) == pytest.approx(expected)
+
+
+def test_f1_takes_the_best_reference() -> None:
+    assert f1("New York City", ["Boston", "New York City", "New York"]) == 1.0
+
+
+def test_an_interval_is_that_of_the_normal_distribution_for_many_values() -> None:
+    values = np.random.default_rng(1).normal(0.3, 2.0, size=1000)
+    low, high = paired_bootstrap(list(values))
+    error = values.std() / 1000**0.5
+    assert low == pytest.approx(values.mean() - 1.96 * error, abs=0.1 * error)
+    assert high == pytest.approx(values.mean() + 1.96 * error, abs=0.1 * error)
+
+
+def test_an_interval_is_narrower_at_a_lower_level() -> None:
+    values = [0.0, 1.0, 2.0, 5.0, -3.0]
+    low, high = paired_bootstrap(values)
+    inner_low, inner_high = paired_bootstrap(values, level=0.5)
+    assert low < inner_low < inner_high < high
+
+
+def test_an_interval_depends_on_nothing_but_its_seed() -> None:
+    values = [0.1, 0.7, -0.2, 0.4]
+    assert paired_bootstrap(values, rounds=50) == paired_bootstrap(values, rounds=50)
+    assert paired_bootstrap(values, rounds=50) != paired_bootstrap(values, rounds=50, seed=1)
+
+
+def test_equal_differences_leave_no_doubt() -> None:
+    assert paired_bootstrap([0.25] * 7) == (0.25, 0.25)
+
+
+def test_no_differences_have_no_interval() -> None:
+    with pytest.raises(ValueError, match="no differences"):
+        paired_bootstrap([])
+
+
+def test_wilsons_interval_is_the_known_one_and_never_empty() -> None:
+    low, high = wilson(20, 100)
+    assert (low, high) == (pytest.approx(0.1334, abs=1e-4), pytest.approx(0.2888, abs=1e-4))
+    assert wilson(0, 10)[0] == 0 < wilson(0, 10)[1]
+    assert wilson(10, 10)[1] == pytest.approx(1) and wilson(10, 10)[0] < 0.8
+    for count, trials in ((3, 2), (-1, 5), (0, 0)):
+        with pytest.raises(ValueError, match="is no share"):
+            wilson(count, trials)

