@@ -200,7 +200,7 @@ def mounted(place: Path, size: int) -> Iterator[Path]:
     try:
         yield place
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", "-l", str(place)], check=True)  # even if a file is open
 
 
 def full_disk(case: Case, times: int, folder: Path) -> None:
