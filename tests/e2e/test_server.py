@@ -79,8 +79,8 @@ def test_what_was_read_before_is_not_read_again_and_usage_says_so(client) -> Non
     assert raw.headers["x-request-id"].startswith("req-")
 
 
-def test_another_key_does_not_see_what_one_has_read(server, client) -> None:
-    """Salted by key: the same text under the same key is a hit, under another none."""
+def test_one_key_does_not_see_what_another_has_read(server, client) -> None:
+    """The key is part of the salt: the same text is a hit under the same key only."""
     ask(client, "Is it tall?")
     assert ask(client, "Is it tall?").usage.prompt_tokens_details.cached_tokens > 80
     with openai.OpenAI(base_url=server.url, api_key="k-bob", max_retries=0) as other:
@@ -179,7 +179,7 @@ def test_mistakes_raise_the_clients_own_errors(server, client) -> None:
         client.embeddings.create(model=MODEL, input="x")
 
 
-def test_who_leaves_a_stream_frees_its_place(server, client) -> None:
+def test_a_client_that_leaves_a_stream_frees_its_place(server, client) -> None:
     stream = client.chat.completions.create(
         model=MODEL, messages=question("Write a long story."), max_tokens=1000, stream=True
     )

@@ -86,6 +86,12 @@ _ENTRIES = (
         "kvboost.bench.load.overload",
     ),
     Benchmark(
+        "faults",
+        "Do answers and cache survive kill -9, full disks, a dying Redis, forks and Ctrl-C?",
+        "kvboost.bench.load.faults",
+        long_running=True,
+    ),
+    Benchmark(
         "soak",
         "Do memory, budgets and answers stay sound over minutes of mixed requests?",
         "kvboost.bench.load.soak",

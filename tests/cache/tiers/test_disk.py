@@ -370,7 +370,10 @@ print(sorted(tier.faults))
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="needs root")
+@pytest.mark.skipif(
+    not hasattr(os, "getuid") or os.getuid() != 0,
+    reason="only root can run a process as another user",
+)
 def test_a_read_only_folder_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     DiskTier(folder, 10**6).put(numbered(1))

@@ -1,0 +1,79 @@
+"""The fault run in a short form: each fault a few times, and a fault that is not survived."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from kvboost.bench.benchmarks import BENCHMARKS
+from kvboost.bench.load import fault_cases, faults
+from kvboost.bench.load.fault_cases import Case, NotHere, expect
+
+FAULTS = [
+    (fault_cases.killed_writers, 12),
+    (fault_cases.read_only_folder, 1),
+    (fault_cases.full_disk, 1),
+    (fault_cases.killed_redis, 2),
+    (fault_cases.forked_child, 2),
+    (fault_cases.interrupted, 8),
+    (fault_cases.joins_and_cancels, 40),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_core() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "times"), FAULTS, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_a_fault_changes_no_answer_and_leaves_no_damage(fault, times, tmp_path: Path) -> None:
+    case = Case(fault.__name__)
+    try:
+        fault(case, times, tmp_path / "kv")
+    except NotHere as missing:
+        pytest.skip(str(missing))
+    assert case.failures == []
+    assert case.tried >= times
+
+
+def test_a_failed_attempt_is_counted_and_the_next_one_is_made() -> None:
+    def fault(case: Case, times: int, folder: Path) -> None:
+        for number in range(times):
+            with case.trial():
+                expect(number != 1, "the second one")
+        raise OSError("the folder is gone")
+
+    case = faults._try("broken", fault, 3)
+    assert (case.tried, case.passed) == (4, 2)
+    assert case.failures == ["attempt 2: the second one", "OSError: the folder is gone"]
+
+
+def test_what_cannot_be_tried_here_says_why_and_is_no_failure() -> None:
+    def fault(case: Case, times: int, folder: Path) -> None:
+        with case.trial():
+            raise NotHere("there is no Redis")
+
+    case = faults._try("remote", fault, 3)
+    assert (case.tried, case.failures, case.note) == (0, [], "not tried: there is no Redis")
+
+
+def test_the_report_counts_every_case(monkeypatch, capsys) -> None:
+    def fault(case: Case, times: int, folder: Path) -> None:
+        for _ in range(times):
+            with case.trial():
+                expect(case.name != "full disk", "it was not noticed")
+
+    for tried, _ in FAULTS:
+        monkeypatch.setattr(fault_cases, tried.__name__, fault)
+    benchmark = BENCHMARKS["faults"]
+    settings = benchmark.settings(quick=True, minutes=0.0)
+    record = benchmark.perform(settings, Console(width=200))
+    assert record["failed"] == record["cases"]["full disk"]["tried"] == 1
+    assert record["cases"]["Ctrl-C in generate"]["passed"] == settings.interrupts
+    assert record["problems"] == ["full disk: attempt 1: it was not noticed"]
+    assert "! full disk: attempt 1: it was not noticed" in capsys.readouterr().out
