@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from kvboost import KVBoost
-from kvboost.model.load import cpu_has_bf16
+from kvboost.model.device import cpu_has_bf16
 from tiny import OTHER_MODELS, internvl_model, make_engine, tiny_model
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on a busy machine

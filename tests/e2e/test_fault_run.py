@@ -9,17 +9,18 @@ import torch
 from rich.console import Console
 
 from kvboost.bench.benchmarks import BENCHMARKS
-from kvboost.bench.load import fault_cases, faults
-from kvboost.bench.load.fault_cases import Case, NotHere, expect
+from kvboost.bench.load import faults
+from kvboost.faults import cases
+from kvboost.faults.cases import Case, NotHere, expect
 
 FAULTS = [
-    (fault_cases.killed_writers, 12),
-    (fault_cases.read_only_folder, 1),
-    (fault_cases.full_disk, 1),
-    (fault_cases.killed_redis, 2),
-    (fault_cases.forked_child, 2),
-    (fault_cases.interrupted, 8),
-    (fault_cases.joins_and_cancels, 40),
+    (cases.killed_writers, 12),
+    (cases.read_only_folder, 1),
+    (cases.full_disk, 1),
+    (cases.killed_redis, 2),
+    (cases.forked_child, 2),
+    (cases.interrupted, 8),
+    (cases.joins_and_cancels, 40),
 ]
 
 
@@ -69,7 +70,7 @@ def test_the_report_counts_every_case(monkeypatch, capsys) -> None:
                 expect(case.name != "full disk", "it was not noticed")
 
     for tried, _ in FAULTS:
-        monkeypatch.setattr(fault_cases, tried.__name__, fault)
+        monkeypatch.setattr(cases, tried.__name__, fault)
     benchmark = BENCHMARKS["faults"]
     settings = benchmark.settings(quick=True, minutes=0.0)
     record = benchmark.perform(settings, Console(width=200))

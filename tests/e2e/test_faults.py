@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvboost import GenerationMode, KVBoost
-from kvboost.bench.load.fault_workers import prompt
+from kvboost.faults.workers import prompt
 from tiny import make_engine, tiny_model
 
 PREFIX = GenerationMode.PREFIX_CACHE

@@ -17,9 +17,9 @@ from rich.table import Table
 
 from kvboost.bench.kit import benchmark
 from kvboost.bench.kit.benchmark import Bench, Report, option
-from kvboost.bench.load import fault_cases
-from kvboost.bench.load.fault_cases import Case, NotHere, expect
 from kvboost.bench.load.soak import soak
+from kvboost.faults import cases
+from kvboost.faults.cases import Case, NotHere, expect
 from kvboost.model.small import small_model
 from kvboost.progress import Progress
 
@@ -52,31 +52,31 @@ Faults = Callable[[Case, int, Path], None]
 
 def run(settings: Settings, bench: Bench) -> Report:
     plan: list[tuple[str, Faults, int]] = [
-        ("kill -9, two writers on one folder", fault_cases.killed_writers, settings.kills),
-        ("read-only folder", fault_cases.read_only_folder, settings.disks),
-        ("full disk", fault_cases.full_disk, settings.disks),
-        ("Redis killed during traffic", fault_cases.killed_redis, settings.redis_kills),
-        ("engine used in a forked child", fault_cases.forked_child, settings.forks),
-        ("Ctrl-C in generate", fault_cases.interrupted, settings.interrupts),
-        ("random joins and cancels", fault_cases.joins_and_cancels, settings.requests),
+        ("kill -9, two writers on one folder", cases.killed_writers, settings.kills),
+        ("read-only folder", cases.read_only_folder, settings.disks),
+        ("full disk", cases.full_disk, settings.disks),
+        ("Redis killed during traffic", cases.killed_redis, settings.redis_kills),
+        ("engine used in a forked child", cases.forked_child, settings.forks),
+        ("Ctrl-C in generate", cases.interrupted, settings.interrupts),
+        ("random joins and cancels", cases.joins_and_cancels, settings.requests),
     ]
     bench.describe(torch.device("cpu"), torch.float32)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the small model gains nothing from more
     try:
-        cases = [_try(name, faults, times) for name, faults, times in plan]
+        tried = [_try(name, faults, times) for name, faults, times in plan]
         if settings.minutes:
-            cases.append(_watch_memory(settings.minutes))
+            tried.append(_watch_memory(settings.minutes))
     finally:
         torch.set_num_threads(threads)
     return Report(
         {
-            "tried": sum(case.tried for case in cases),
-            "failed": sum(len(case.failures) for case in cases),
-            "cases": {case.name: case.as_json() for case in cases},
+            "tried": sum(case.tried for case in tried),
+            "failed": sum(len(case.failures) for case in tried),
+            "cases": {case.name: case.as_json() for case in tried},
         },
-        [_table(cases)],
-        problems=[f"{case.name}: {failure}" for case in cases for failure in case.failures],
+        [_table(tried)],
+        problems=[f"{case.name}: {failure}" for case in tried for failure in case.failures],
     )
 
 

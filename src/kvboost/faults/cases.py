@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from kvboost import GenerationMode, KVBoost
-from kvboost.bench.load.fault_workers import (
+from kvboost.cache.folder import CacheFolder
+from kvboost.errors import KVBoostError
+from kvboost.faults.workers import (
     ANSWER_TOKENS,
     PROMPTS,
     Writer,
@@ -33,8 +35,6 @@ from kvboost.bench.load.fault_workers import (
     prompt,
     small_engine,
 )
-from kvboost.cache.folder import CacheFolder
-from kvboost.errors import KVBoostError
 
 PREFIX = GenerationMode.PREFIX_CACHE
 FOLDER_BYTES = 600_000
