@@ -154,5 +154,5 @@ def _extra(name: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"kvboost bench {name} needs {error.name}; install it with: "
-            "pip install 'kvboost[bench]'"
+            "pip install '.[bench]' in a clone of KVBoost"
         ) from error

@@ -60,7 +60,7 @@ def check_plot(path: str | os.PathLike[str]) -> None:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "plots need matplotlib; install it with pip install 'kvboost[plot]'"
+            "plots need matplotlib; install it with pip install '.[plot]' in a clone"
         ) from error
 
 

@@ -270,14 +270,14 @@ def _fsspec(
         raise ConfigError(
             f"the remote store {_shown(url)!r} cannot be used: {error}; allowed are "
             f"{', '.join(f'{scheme}://' for scheme in _REDIS_SCHEMES)}, a path, and what fsspec "
-            "knows, such as s3://, gs:// and file:// (pip install 'kvboost[remote]')"
+            "knows, such as s3://, gs:// and file:// (pip install '.[remote]' in a clone of KVBoost)"
         ) from None
 
 
 def _missing(url: str, error: ModuleNotFoundError) -> ConfigError:
     return ConfigError(
         f"the remote store {_shown(url)!r} needs the package {error.name!r}: "
-        "pip install 'kvboost[remote]'"
+        "pip install '.[remote]' in a clone of KVBoost"
     )
 
 
