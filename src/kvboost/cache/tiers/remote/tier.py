@@ -270,7 +270,7 @@ def _fsspec(
         raise ConfigError(
             f"the remote store {_shown(url)!r} cannot be used: {error}; allowed are "
             f"{', '.join(f'{scheme}://' for scheme in _REDIS_SCHEMES)}, a path, and what fsspec "
-            "knows, such as s3://, gs:// and file:// (pip install '.[remote]' in a clone of KVBoost)"
+            "knows, such as s3://, gs:// and file:// (pip install '.[remote]' in a clone)"
         ) from None
 
 
