@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvboost.bench.benchmarks import BENCHMARKS
-from kvboost.bench.kit.benchmark import Benchmark, Report, duration
+from kvboost.bench.kit.benchmark import Benchmark, duration
 from kvboost.bench.kit.figures import check_plot
 from kvboost.bench.kit.goals import Goal
 from kvboost.bench.kit.machine import here
@@ -200,7 +200,7 @@ def run_all(
         "folder": str(folder),
         "outcomes": [{**asdict(one), "report": None} for one in outcomes],
     }
-    return record("all", None, here(), Report(figures, goals=goals))
+    return record("all", {}, here(), figures, goals)
 
 
 def _can_plot(folder: Path, console: Console) -> bool:

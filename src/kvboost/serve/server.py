@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Request
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvboost.serve.auth import Keys, Tenant
 from kvboost.serve.errors import ApiError
@@ -17,7 +18,6 @@ from kvboost.serve.workers import Workers
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
-    from kvboost.serve.connections import Connection
 
 
 class ServerState:
@@ -30,7 +30,7 @@ class ServerState:
         self.metrics = Metrics(engine)
         self.live = LiveLog()
         self.workers = Workers()
-        self.waiting_connections: dict[Connection, None] = {}
+        self.waiting_connections: dict[H11Protocol, None] = {}
         """Connections without a request, the one that has waited longest first."""
         self.started = time.time()
         self.draining = False

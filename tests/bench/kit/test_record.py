@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import kvboost
-from kvboost.bench.kit.benchmark import ModelSettings, Report
 from kvboost.bench.kit.goals import Goal
 from kvboost.bench.kit.machine import here
 from kvboost.bench.kit.record import append, code, record
@@ -15,8 +14,8 @@ from kvboost.errors import ConfigError
 
 
 def test_a_record_says_what_when_where_and_which_code() -> None:
-    report = Report({"rows": [1]}, goals=[Goal("fast", True, "2 ×")], problems=["it leaks"])
-    made = record("x", ModelSettings(model="small"), {"cpu": "y"}, report)
+    goals = [Goal("fast", True, "2 ×")]
+    made = record("x", {"model": "small"}, {"cpu": "y"}, {"rows": [1]}, goals, ["it leaks"])
     assert list(made)[:6] == ["benchmark", "date", "version", "commit", "model", "machine"]
     assert made["date"].endswith("+00:00") and made["rows"] == [1] and made["model"] == "small"
     assert made["goals"] == [{"text": "fast", "met": True, "figure": "2 ×"}]

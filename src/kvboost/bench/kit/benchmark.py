@@ -186,7 +186,10 @@ class Benchmark:
         if plot is not None and report.draw is not None:
             save(report.draw(f"{self.name}: {bench.title}"), plot)
             console.print(f"drawn in {plot}", highlight=False)
-        made = record(self.name, settings, bench.machine, report)
+        asked = dataclasses.asdict(settings)
+        made = record(
+            self.name, asked, bench.machine, report.figures, report.goals, report.problems
+        )
         if output is not None:
             output.write_text(json.dumps(made, indent=2) + "\n")
         if history is not None:

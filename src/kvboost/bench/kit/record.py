@@ -5,44 +5,46 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvboost.bench.kit.goals import Goal
 from kvboost.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvboost.bench.kit.benchmark import Report, Settings
 
 NOT_A_SETTING = ("model", "device", "dtype")
 """These are told by the model and the machine of a record."""
 
 
 def record(
-    benchmark: str, settings: Settings | None, machine: Mapping[str, Any], report: Report
+    benchmark: str,
+    settings: Mapping[str, Any],
+    machine: Mapping[str, Any],
+    figures: Mapping[str, Any],
+    goals: Sequence[Goal] = (),
+    problems: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The JSON document of a run."""
-    asked = asdict(settings) if settings is not None else {}
     made = {
         "benchmark": benchmark,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **code(),
-        "model": asked.get("model"),
+        "model": settings.get("model"),
         "machine": dict(machine),
         "settings": {
             name: str(value) if isinstance(value, Path) else value
-            for name, value in asked.items()
+            for name, value in settings.items()
             if name not in NOT_A_SETTING
         },
-        **report.figures,
+        **figures,
     }
-    if report.goals:
-        made["goals"] = [asdict(goal) for goal in report.goals]
-    if report.problems:
-        made["problems"] = list(report.problems)
+    if goals:
+        made["goals"] = [asdict(goal) for goal in goals]
+    if problems:
+        made["problems"] = list(problems)
     return made
 
 
