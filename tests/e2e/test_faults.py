@@ -82,7 +82,8 @@ def test_damaged_files(damage, open_engine, answers, tmp_path) -> None:
         assert set(disk_faults(engine)) <= {"corrupt", "vanished"}
         assert engine._runtime.store.check_integrity() == []
         engine.close()
-    assert faults >= (20 if damage == "flip" else 4) and reused > 0
+    # A missing file is a fault only if a request asks for it before the folder is listed again.
+    assert faults >= {"flip": 20, "vanish": 1}.get(damage, 4) and reused > 0
 
 
 def test_a_clock_that_jumps(open_engine, answers, tmp_path, monkeypatch) -> None:

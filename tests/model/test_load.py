@@ -111,8 +111,9 @@ def silent_hub(monkeypatch) -> Iterator[list[int]]:
         def serve() -> None:
             with suppress(OSError):
                 while True:
-                    server.accept()[0].close()
-                    connections.append(1)
+                    connection, _ = server.accept()
+                    connections.append(1)  # before the client can see the end of it
+                    connection.close()
 
         Thread(target=serve, daemon=True).start()
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
