@@ -18,6 +18,7 @@ from typing import Any
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
 from kvboost.cache.eviction.learned import LearnedPolicy
 from kvboost.cache.eviction.policy import EvictionPolicy
+from kvboost.cache.index import Cut
 from kvboost.cache.lookup.anchors import WINDOW
 from kvboost.cache.lookup.catalogue import Catalogue, holding
 from kvboost.cache.lookup.hits import Hit, KnownRows
@@ -33,10 +34,6 @@ from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, branch_key,
 Pack = Callable[[int, int, "KVData | None", int], KVData]
 """``pack(start, end, like, common)`` returns rows ``[start, end)`` of a request's KV in memory of
 their own. The first ``common`` of them are also those of ``like``."""
-
-Cut = Callable[[TokenIds, Sequence[int]], list[tuple[int, int]]]
-"""Cuts a sequence into chunks ``[start, end)`` without gaps, none across the given boundaries. The
-first chunks must not depend on the tokens after them."""
 
 
 class ChunkLost(Exception):

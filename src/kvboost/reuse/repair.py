@@ -6,15 +6,15 @@ chooses rows to recompute. Those and all new rows then go through one packed for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
 from kvboost.cache.lookup.hits import MovedRun
 from kvboost.config import RepairParams
 from kvboost.model.segment import Hook
-from kvboost.reuse.plan import Plan
 from kvboost.reuse.probe import AttentionMass, Deviation
 from kvboost.reuse.shift import Spans
 
@@ -46,12 +46,29 @@ class RepairChoice:
     shift: bool = False
 
 
+class MovedPlan(Protocol):
+    """What a repair needs to know of a plan."""
+
+    @property
+    def moved(self) -> tuple[MovedRun, ...]: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt."""
+
+    @property
+    def num_moved(self) -> int: ...
+
+    def computed(self) -> Iterable[range]:
+        """The rows that are not known."""
+
+
 @dataclass
 class MovedRows:
     """The moved rows of a prompt whose answer begins at row ``live_end``, and what probing them has
     cost."""
 
-    plan: Plan
+    plan: MovedPlan
     live_end: int
     num_layers: int
     device: torch.device

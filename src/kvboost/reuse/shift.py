@@ -73,6 +73,11 @@ class Shift:
         self._rows = (self._index, self._fresh, which, mean, mean.sum(0))
         self._cos_sin: dict[int, tuple[CosSin, CosSin]] = {}
 
+    @property
+    def touched(self) -> range:
+        """The rows that may change. Only if it is useful."""
+        return range(self._start, self._end)
+
     def on_fresh(self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer == 0:  # its keys and values depend on the token alone, so none is stale
             return

@@ -1,0 +1,229 @@
+"""KVBoost inside vLLM against plain vLLM: runs in an environment that has vLLM.
+
+    python -m kvboost.bench.peers.workers.vllm_connector --shape 7b --lengths 2048,8192,32768
+
+Prompts are a header, eight passages and a question. The passages are read once; then they come in
+other orders after other headers, with the connector and without it in turns, each time with vLLM's
+own prefix cache empty. Weights are random unless ``--model`` names a folder: speed depends on
+shapes alone. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from typing import Any
+
+SHAPES = {  # hidden, intermediate, layers, heads, KV heads: those of Qwen2.5
+    "0.5b": (896, 4864, 24, 14, 2),
+    "1.5b": (1536, 8960, 28, 12, 2),
+    "7b": (3584, 18944, 28, 28, 4),
+}
+VOCABULARY = 151_936
+PASSAGES = 8
+HEADER = QUESTION = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", help="a model's folder; without it, random weights")
+    parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--lengths", default="2048,8192,32768")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ratio", type=float, default=0.15)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--gpu-cache", default="8GiB", help="chunks kept on the GPU")
+    parser.add_argument("--memory", type=float, default=0.7, help="vLLM's share of the GPU")
+    parser.add_argument("--decoding", type=int, default=64, help="requests that decode together")
+    parser.add_argument("--plain", action="store_true", help="without the connector")
+    parser.add_argument("--eager", action="store_true", help="do not compile the model")
+    parser.add_argument("--profile", action="store_true", help="time the parts of a moved request")
+    options = parser.parse_args()
+    lengths = [int(length) for length in options.lengths.split(",")]
+    llm = start(options, max(lengths))
+    report: dict[str, Any] = {"shape": options.shape, "plain": options.plain}
+    report["decode"] = decode(llm, options.decoding)
+    for length in lengths:
+        report[str(length)] = measure(llm, options, length)
+        print(json.dumps({str(length): report[str(length)]}), flush=True)
+    print(json.dumps(report))
+
+
+def start(options: argparse.Namespace, longest: int) -> Any:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    more: dict[str, Any] = {}
+    if not options.plain:
+        more["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="KVBoostConnector",
+            kv_connector_module_path="kvboost.integrations.vllm.connector",
+            kv_role="kv_both",
+            kv_connector_extra_config={
+                "recompute_ratio": options.ratio,
+                "reuse_moved": "always",
+                "max_cache_bytes": "16GiB",
+                "gpu_cache_bytes": options.gpu_cache,
+            },
+        )
+    if not options.model:
+        more |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    return LLM(
+        model=options.model or make_shape(options.shape),
+        dtype=options.dtype,
+        max_model_len=longest + 1024,
+        gpu_memory_utilization=options.memory,
+        max_num_batched_tokens=16384,
+        max_num_seqs=1024,
+        enforce_eager=options.eager,
+        disable_log_stats=True,
+        **more,
+    )
+
+
+def make_shape(shape: str) -> str:
+    """A folder with the config of a model of this shape."""
+    from transformers import Qwen2Config
+
+    hidden, intermediate, layers, heads, kv_heads = SHAPES[shape]
+    folder = os.path.join(tempfile.gettempdir(), f"kvboost-shape-{shape}")
+    Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=131_072,
+        architectures=["Qwen2ForCausalLM"],
+        dtype="bfloat16",
+        bos_token_id=1,
+        eos_token_id=2,
+    ).save_pretrained(folder)
+    return folder
+
+
+def ask(llm: Any, prompts: list[list[int]], mode: str, tokens: int = 1) -> tuple[float, Any]:
+    """Milliseconds until all are answered, and the answers."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=tokens,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kvboost": mode},
+    )
+    started = time.perf_counter()
+    answers = llm.generate([{"prompt_token_ids": one} for one in prompts], params, use_tqdm=False)
+    return (time.perf_counter() - started) * 1e3, answers
+
+
+def random_tokens(rng: random.Random, number: int) -> list[int]:
+    return [rng.randrange(300, 40_000) for _ in range(number)]
+
+
+def decode(llm: Any, requests: int, tokens: int = 64) -> dict[str, float]:
+    """Milliseconds of one step of ``requests`` that decode together."""
+    rng = random.Random(2)
+    prompts = [random_tokens(rng, 64) for _ in range(requests)]
+    steps = []
+    for _ in range(3):
+        one, _ = ask(llm, prompts, "off", 1)
+        many, _ = ask(llm, prompts, "off", 1 + tokens)
+        steps.append((many - one) / tokens)
+    return {"requests": requests, "step_ms": round(statistics.median(steps), 3)}
+
+
+def measure(llm: Any, options: argparse.Namespace, length: int) -> dict[str, Any]:
+    """Time to the first token: all new, and with eight passages that were read before."""
+    rng = random.Random(length)
+    passages = [
+        random_tokens(rng, (length - HEADER - QUESTION) // PASSAGES) for _ in range(PASSAGES)
+    ]
+
+    def prompt(order: list[list[int]]) -> list[int]:
+        tokens = sum(order, [])
+        return [*random_tokens(rng, HEADER), *tokens, *random_tokens(rng, QUESTION)]
+
+    times: dict[str, list[float]] = {"cold": [], "off": [], "moved": []}
+    used: dict[str, Any] = {}
+    ask(llm, [prompt(passages)], "repaired")
+    ask(llm, [random_tokens(rng, 64)], "off")  # its step stores what the last request read
+    for number in range(options.rounds):
+        order = rng.sample(passages, len(passages))
+        asked = prompt(order)
+        fresh = random_tokens(rng, length)
+        for name, mode, tokens in (
+            ("cold", "repaired", fresh),
+            ("off", "off", asked),
+            ("moved", "repaired", asked),
+        ):
+            if options.plain and name != "cold":
+                continue
+            llm.reset_prefix_cache()
+            if options.profile and name == "moved":
+                with profiled() as parts:
+                    milliseconds, answers = ask(llm, [tokens], mode)
+                print("profile", length, {k: round(v, 1) for k, v in parts.items()}, flush=True)
+            else:
+                milliseconds, answers = ask(llm, [tokens], mode)
+            if number:
+                times[name].append(milliseconds)
+            if name == "moved":
+                used = (answers[0].kv_transfer_params or {}).get("kvboost", {})
+                assert used.get("moved_tokens", 0) > length // 2, f"little was moved: {used}"
+        ask(llm, [random_tokens(rng, 64)], "off")
+    report: dict[str, Any] = {
+        f"{name}_ms": round(statistics.median(some), 1) for name, some in times.items() if some
+    }
+    if not options.plain:
+        report["moved_over_off"] = round(report["moved_ms"] / report["off_ms"], 3)
+        report |= used
+    return report
+
+
+class profiled:
+    """Times the parts of a moved request, waiting for the GPU after each."""
+
+    PARTS = ("_place", "_run", "keep")
+
+    def __enter__(self) -> dict[str, float]:
+        import torch
+
+        from kvboost.integrations.vllm.worker import Worker
+
+        self._plain = {name: getattr(Worker, name) for name in self.PARTS}
+        parts: dict[str, float] = {}
+        for name, plain in self._plain.items():
+
+            def timed(*args: Any, _name: str = name, _plain: Any = plain, **more: Any) -> Any:
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                result = _plain(*args, **more)
+                torch.cuda.synchronize()
+                label = f"{_name} {len(args[2])}" if _name == "_run" else _name
+                parts[label] = parts.get(label, 0.0) + (time.perf_counter() - started) * 1e3
+                return result
+
+            setattr(Worker, name, timed)
+        return parts
+
+    def __exit__(self, *error: object) -> None:
+        from kvboost.integrations.vllm.worker import Worker
+
+        for name, plain in self._plain.items():
+            setattr(Worker, name, plain)
+
+
+if __name__ == "__main__":
+    main()

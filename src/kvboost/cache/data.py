@@ -1,0 +1,131 @@
+"""The data of chunks that are indexed elsewhere: tiers and what moves between them.
+
+Workers hold it, and the scheduler's :class:`kvboost.cache.index.Index` knows what they hold: it
+hears of every chunk that has left the last tier.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from kvboost.cache.chunk import ChunkInfo, KVChunk
+from kvboost.cache.eviction.learned import LearnedPolicy
+from kvboost.cache.eviction.policy import EvictionPolicy
+from kvboost.cache.quantize import KVFormat
+from kvboost.cache.tiers.open import Tiers
+from kvboost.cache.tiers.residency import Residency
+from kvboost.cache.tiers.stats import TierStats
+from kvboost.cache.tiers.transfers import Transfers
+from kvboost.tokens.hashing import ChunkKey
+
+
+class ChunkData:
+    """Thread-safe. A chunk that is fetched is held until it is returned, so that it is not evicted
+    on the way. ``format`` is the shape of the model's KV; other data from slow tiers is refused."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        *,
+        format: KVFormat | None = None,
+        policy: Callable[[], EvictionPolicy] = LearnedPolicy,
+    ) -> None:
+        self._lock = threading.RLock()
+        self._known: set[ChunkKey] = set()
+        self._held: Counter[ChunkKey] = Counter()
+        self._gone: list[ChunkKey] = []
+        self._residency = Residency(tiers, self, policy=policy)
+        self._transfers = Transfers(tiers, self._residency, self._lock, format)
+        self._transfers.open()
+
+    def put(self, chunks: Sequence[KVChunk]) -> None:
+        """Keeps new chunks of one sequence, parents first. What finds no room counts as gone, and
+        so do the chunks after it."""
+        for number, chunk in enumerate(chunks):
+            in_host_memory = self._transfers.adopt(chunk)
+            with self._lock:
+                self._known.add(chunk.key)
+                if self._residency.put(in_host_memory, chunk):
+                    continue
+                for refused in chunks[number:]:
+                    self.on_gone(refused.key)
+                break
+        with self._lock:
+            self._residency.order_new()
+
+    def fetch(self, planned: Sequence[ChunkInfo]) -> list[KVChunk] | None:
+        """The planned chunks; None if one is lost or is not what was planned."""
+        keys = [info.key for info in planned]
+        with self._hold(keys):
+            chunks = list(self._transfers.fetch(planned))
+        with self._lock:
+            self._residency.touch(keys)
+        return [chunk for chunk in chunks if chunk is not None] if all(chunks) else None
+
+    def is_ready(self, keys: Sequence[ChunkKey]) -> bool:
+        """Whether all of ``keys`` are in memory."""
+        with self._lock:
+            return all(self._residency.ready(key) is not None for key in keys)
+
+    def drop(self, keys: Sequence[ChunkKey]) -> None:
+        """Forgets ``keys`` in every tier of this machine."""
+        with self._lock:
+            self._residency.drop(keys)
+            self._known.difference_update(keys)
+        self._transfers.await_writing()
+        self._transfers.remove_files(keys)
+
+    def purge(self, keys: Sequence[ChunkKey]) -> dict[str, int]:
+        """The same, in the remote store too; returns how many are left, by tier."""
+        self.drop(keys)
+        return self._transfers.purge(keys)
+
+    def take_gone(self) -> list[ChunkKey]:
+        """What has left the last tier since the last call."""
+        with self._lock:
+            gone, self._gone = self._gone, []
+            return gone
+
+    def stats(self) -> dict[str, TierStats]:
+        with self._lock:
+            return self._residency.tier_stats()
+
+    def flush(self) -> None:
+        """Writes what is not written yet."""
+        self._transfers.flush()
+
+    def close(self) -> None:
+        """Writes what is pending and releases everything."""
+        self._transfers.close()
+
+    @contextmanager
+    def _hold(self, keys: Sequence[ChunkKey]) -> Iterator[None]:
+        with self._lock:
+            self._known.update(keys)  # the index found them, here or in a slow tier
+            self._held.update(keys)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held.subtract(keys)
+                self._held += Counter()
+
+    # What the residency asks and says, with the lock held.
+
+    def is_held(self, key: ChunkKey) -> bool:
+        return key in self._held
+
+    def is_wanted(self, key: ChunkKey) -> bool:
+        return key in self._known
+
+    def on_found(self, info: ChunkInfo) -> None:
+        self._known.add(info.key)
+
+    def on_described(self, info: ChunkInfo) -> None: ...
+
+    def on_gone(self, key: ChunkKey) -> None:
+        self._known.discard(key)
+        self._gone.append(key)

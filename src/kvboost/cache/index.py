@@ -1,0 +1,150 @@
+"""The index of chunks whose data is elsewhere: which there are, which of them a prompt contains, and
+which are still to be stored. It has no tensors and no threads.
+
+A scheduler in one process plans with it while workers in other processes hold the data
+(:mod:`kvboost.cache.data`). Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
+from kvboost.cache.lookup.anchors import WINDOW
+from kvboost.cache.lookup.catalogue import Catalogue, holding
+from kvboost.cache.lookup.hits import KnownRows
+from kvboost.cache.parts import Part, cut_parts
+from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, branch_key, chain_key
+
+Cut = Callable[[TokenIds, Sequence[int]], list[tuple[int, int]]]
+"""Cuts a sequence into chunks ``[start, end)`` without gaps, none across the given boundaries. The
+first chunks must not depend on the tokens after them."""
+
+
+class Index:
+    """``row_bytes`` is the size of one token's KV, over all workers. With a ``naming`` secret, keys
+    are keyed hashes and chunks are signed."""
+
+    def __init__(
+        self,
+        cut: Cut,
+        origin: Origin,
+        *,
+        row_bytes: int,
+        naming: bytes = b"",
+        window: int = WINDOW,
+    ) -> None:
+        self._cut = cut
+        self._origin = origin
+        self._row_bytes = row_bytes
+        self._naming = naming
+        self._catalogue = Catalogue(window)
+        self._tiers: dict[ChunkKey, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._catalogue)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._catalogue
+
+    def lookup(
+        self, root: ChunkKey, token_ids: TokenIds, *, moved_before: int = 0, repair: str = ""
+    ) -> KnownRows:
+        """What is known of ``token_ids``, as :meth:`kvboost.cache.store.ChunkStore.lookup`."""
+        return self._catalogue.match(root, token_ids, moved_before, repair, self._tiers.get)
+
+    def add(self, info: ChunkInfo, tier: str) -> None:
+        """A chunk is in ``tier``. Chunks of other models only take room there."""
+        if info.origin.fingerprint != self._origin.fingerprint:
+            return
+        if info.key not in self._catalogue:
+            self._catalogue.add(info)
+        self._tiers[info.key] = tier
+
+    def remove(self, keys: Iterable[ChunkKey]) -> None:
+        """These chunks are in no tier any more."""
+        for key in keys:
+            if self._tiers.pop(key, None) is not None:
+                self._catalogue.remove(key)
+
+    def clear(self) -> list[ChunkKey]:
+        """Forgets everything; returns what there was."""
+        keys = list(self._tiers)
+        self._catalogue.clear()
+        self._tiers.clear()
+        return keys
+
+    def containing(self, texts: Sequence[TokenIds]) -> list[ChunkKey]:
+        """Every chunk that contains a piece of ``texts``, or follows such a chunk."""
+        return holding(self._catalogue.infos(), texts)
+
+    def unknown(self, root: ChunkKey, token_ids: TokenIds) -> list[ChunkInfo]:
+        """The exact chunks of ``token_ids`` that are not known here. Another machine may have
+        stored them."""
+        unknown: list[ChunkInfo] = []
+        before = root
+        for depth, (start, end) in enumerate(self._cut(token_ids, ())):
+            ids = as_token_ids(token_ids[start:end])
+            part = Part(depth, start, end, Lineage.EXACT)
+            info = self._describe(root, before, before, part, ids)
+            if info.key not in self._catalogue:
+                unknown.append(info)
+            before = info.key
+        return unknown
+
+    def store(
+        self,
+        root: ChunkKey,
+        token_ids: TokenIds,
+        *,
+        exact_rows: int,
+        repair: str = "",
+        boundaries: Sequence[int] = (),
+        tier: str = "ram",
+    ) -> tuple[list[ChunkInfo], list[ChunkKey]]:
+        """The chunks to be stored so that ``token_ids``, which begin a sequence, are known, parents
+        first, and those that they replace. They count as stored in ``tier`` from now on. The first
+        ``exact_rows`` are exact; the others go into a branch beside the exact tree."""
+        new: list[ChunkInfo] = []
+        replaced: list[ChunkKey] = []
+        path: list[ChunkKey] = []
+        for part in cut_parts(self._cut(token_ids, boundaries), exact_rows):
+            before = path[part.depth - 1] if part.depth else root
+            parent = branch_key(before, repair) if part.branches else before
+            ids = as_token_ids(token_ids[part.start : part.end])
+            key = self._existing(parent, part, ids)
+            if key is None:
+                info = self._describe(root, before, parent, part, ids)
+                key = info.key
+                if (shorter := self._catalogue.leaf_extended_by(parent, ids)) is not None:
+                    self.remove([shorter])
+                    replaced.append(shorter)
+                self.add(info, tier)
+                new.append(info)
+            path[part.depth :] = [key]
+        return new, replaced
+
+    def _existing(self, parent: ChunkKey, part: Part, ids: TokenIds) -> ChunkKey | None:
+        """The stored chunk that holds ``part``; None if there is none."""
+        sibling = self._catalogue.sibling(parent, ids)
+        if sibling is None or sibling[1] < len(ids):
+            return None
+        length = self._catalogue.info(sibling[0]).num_tokens
+        return None if length > len(ids) and part.is_parent else sibling[0]
+
+    def _describe(
+        self, root: ChunkKey, before: ChunkKey, parent: ChunkKey, part: Part, ids: TokenIds
+    ) -> ChunkInfo:
+        return ChunkInfo(
+            key=chain_key(parent, ids, secret=self._naming),
+            parent=parent,
+            before=before,
+            root=root,
+            token_ids=ids,
+            base_position=part.start,
+            lineage=part.lineage,
+            bits=16,
+            nbytes=len(ids) * self._row_bytes,
+            origin=self._origin,
+            signed=bool(self._naming),
+        )

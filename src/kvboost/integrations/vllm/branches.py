@@ -1,0 +1,92 @@
+"""Approximate pages in vLLM's prefix cache.
+
+vLLM files a page under a hash that chains the pages before it. From the first approximate row on, a
+request's hashes are replaced by others that depend on the repair. So its pages form a branch beside
+the exact tree: nothing approximate is ever found as exact, and the next turn of the conversation,
+given the same hashes, finds its own pages. This is the only code that touches
+``Request.block_hashes``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+MOST_BRANCHES = 65_536
+"""Branches that are remembered; the oldest are forgotten first, and then only hit our own store."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """From page ``first`` on, pages are approximate, repaired as ``repair`` says."""
+
+    first: int
+    repair: str
+
+
+class Branches:
+    """Which requests run in branches, and which branches there are. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Branch] = {}
+        self._exact: dict[str, list[Any]] = {}
+        self._known: OrderedDict[tuple[str, bytes], int] = OrderedDict()
+
+    def of(self, request_id: str) -> Branch | None:
+        """The branch of a request; None if it is exact."""
+        return self._of.get(request_id)
+
+    def enter(self, request_id: str, hashes: list[Any], branch: Branch) -> None:
+        """The request's pages from ``branch.first`` on are approximate from now on."""
+        if request_id in self._of:
+            self.leave(request_id, hashes)
+        self._exact[request_id] = list(hashes)
+        self._of[request_id] = branch
+        if branch.first < len(hashes):
+            name = (branch.repair, bytes(hashes[branch.first]))
+            self._known[name] = branch.first
+            self._known.move_to_end(name)
+            if len(self._known) > MOST_BRANCHES:
+                self._known.popitem(last=False)
+        for page in range(branch.first, len(hashes)):
+            hashes[page] = _approximate(hashes[page], branch.repair)
+
+    def leave(self, request_id: str, hashes: list[Any]) -> None:
+        """The request has no approximate row after all and gets its own hashes back. Only for one
+        that has not run yet."""
+        exact = self._exact.pop(request_id)
+        del self._of[request_id]
+        hashes[: len(exact)] = exact
+
+    def rejoin(
+        self, request_id: str, hashes: list[Any], repair: str, is_cached: Callable[[Any], bool]
+    ) -> Branch | None:
+        """Enters the branch in which an earlier request with the same beginning ran, the last of
+        several, unless the exact page is there too. ``is_cached`` says whether vLLM's prefix cache
+        holds a page."""
+        for page in range(len(hashes) - 1, -1, -1):
+            if (repair, bytes(hashes[page])) in self._known:
+                if is_cached(hashes[page]) or not is_cached(_approximate(hashes[page], repair)):
+                    return None
+                branch = Branch(page, repair)
+                self.enter(request_id, hashes, branch)
+                return branch
+        return None
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._of.pop(request_id, None)
+        self._exact.pop(request_id, None)
+
+    def clear(self) -> None:
+        """No page is in vLLM's cache any more."""
+        self._known.clear()
+
+
+def _approximate(page_hash: Any, repair: str) -> Any:
+    """The name of an approximate page, of the same type as the exact one."""
+    digest = hashlib.sha256(b"kvboost approximate\0" + repair.encode() + b"\0" + bytes(page_hash))
+    return type(page_hash)(digest.digest())

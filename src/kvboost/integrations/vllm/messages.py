@@ -1,0 +1,51 @@
+"""What vLLM's scheduler and its workers tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvboost.integrations.vllm.planner import Hello, Keep, Load
+from kvboost.tokens.hashing import ChunkKey
+
+
+@dataclass
+class Greeting(KVConnectorHandshakeMetadata):
+    """From a worker, at the start. Without ``hello`` nothing is reused; ``problem`` says why."""
+
+    hello: Hello | None
+    problem: str = ""
+
+
+@dataclass
+class Step(KVConnectorMetadata):
+    """From the scheduler, with every step."""
+
+    loads: list[Load] = field(default_factory=list)
+    keeps: list[Keep] = field(default_factory=list)
+    dropped: list[ChunkKey] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    is_busy: bool = False
+    """Whether other requests compute in this step."""
+
+
+@dataclass
+class Report(KVConnectorWorkerMetadata):
+    """From a worker, after a step."""
+
+    gone: list[ChunkKey] = field(default_factory=list)
+    recomputed: dict[str, int] = field(default_factory=dict)
+    """Moved rows that were computed again, by request."""
+    measured: list[tuple[int, int, float]] = field(default_factory=list)
+    """Forwards that were timed: rows, keys, seconds."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
+        """What is gone from one worker is gone: each holds some heads of every chunk."""
+        assert isinstance(other, Report)
+        gone = list(dict.fromkeys([*self.gone, *other.gone]))
+        return Report(gone, {**other.recomputed, **self.recomputed}, self.measured)

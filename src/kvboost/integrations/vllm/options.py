@@ -1,0 +1,89 @@
+"""The options of the connector, and what one request may choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvboost.config import EngineConfig, one_of, whole
+from kvboost.errors import ConfigError
+
+MODES = ("repaired", "exact", "off")
+"""What a request may reuse: moved text too, only what begins it, or nothing."""
+_ENGINE_OPTIONS = (
+    "chunk_size",
+    "max_cache_bytes",
+    "gpu_cache_bytes",
+    "disk_cache_dir",
+    "disk_cache_bytes",
+    "remote_cache_url",
+    "remote_cache_bytes",
+    "cache_secret",
+    "recompute_strategy",
+    "recompute_ratio",
+    "recompute_overlap",
+    "reuse_moved",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """``kv_connector_extra_config``: options of :class:`kvboost.config.EngineConfig` that concern
+    the cache and the repair, and those of the connector itself."""
+
+    engine: EngineConfig
+    mode: str = "repaired"
+    """What requests reuse unless they say otherwise: ``"repaired"``, ``"exact"`` or ``"off"``."""
+    slice_rows: int = 2048
+    """While other requests run, at most this many rows are repaired between two steps of vLLM."""
+    self_check: bool = True
+    """Whether moved reuse is compared with a plain forward at the start, and turned off if they
+    differ."""
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> Options:
+        own = {one.name for one in fields(cls)} - {"engine"}
+        if unknown := sorted(set(extra) - own - set(_ENGINE_OPTIONS)):
+            known = ", ".join(sorted({*own, *_ENGINE_OPTIONS}))
+            raise ConfigError(
+                f"kv_connector_extra_config has unknown options: {', '.join(unknown)}. Known are: "
+                f"{known}"
+            )
+        engine: dict[str, Any] = {"gpu_cache_bytes": 0}
+        engine |= {name: extra[name] for name in _ENGINE_OPTIONS if name in extra}
+        options = cls(EngineConfig(**engine), **{name: extra[name] for name in own & set(extra)})
+        one_of(options.mode, MODES, "mode")
+        whole(options.slice_rows, 16, "slice_rows")
+        return options
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What a request says in ``kv_transfer_params["kvboost"]``: a mode, or a dict with ``mode``,
+    ``ratio`` and ``boundaries``."""
+
+    mode: str
+    ratio: float
+    boundaries: tuple[int, ...] = field(default=())
+
+    @classmethod
+    def parse(cls, given: object, defaults: Options) -> RequestOptions:
+        """Raises ``ConfigError`` if ``given`` is not as described."""
+        said: Mapping[str, Any] = {"mode": given} if isinstance(given, str) else given or {}  # type: ignore[assignment]
+        if not isinstance(said, Mapping) or set(said) - {"mode", "ratio", "boundaries"}:
+            raise ConfigError(
+                f"kvboost={given!r} must be one of {', '.join(MODES)}, or an object with mode, "
+                "ratio and boundaries"
+            )
+        mode = said.get("mode", defaults.mode)
+        one_of(mode, MODES, "mode")
+        ratio = said.get("ratio", defaults.engine.recompute_ratio)
+        if not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+            raise ConfigError(f"ratio={ratio!r} must be a number from 0 to 1")
+        boundaries = said.get("boundaries", ())
+        if not isinstance(boundaries, Sequence) or not all(
+            isinstance(place, int) and place >= 0 for place in boundaries
+        ):
+            raise ConfigError(f"boundaries={boundaries!r} must be a list of token positions")
+        return cls(mode, float(ratio), tuple(boundaries))

@@ -1,0 +1,75 @@
+"""KVBoost's repair over vLLM's pages: its hooks see a layer of pages as the dense rows they know."""
+
+from __future__ import annotations
+
+import torch
+
+from kvboost.integrations.vllm.pages import Pages
+from kvboost.model.kv import KVShape
+from kvboost.model.segment import Hook
+from kvboost.reuse.shift import Shift
+
+
+class PagedRows:
+    """Rows ``[0, len(slots))`` of a request. One layer at a time is gathered and, if it was
+    changed, written back."""
+
+    def __init__(self, pages: Pages, slots: torch.Tensor) -> None:
+        self._pages = pages
+        self._slots = slots
+        self.capacity = len(slots)
+        self.shape = KVShape(
+            len(pages.caches), pages.num_kv_heads, pages.head_dim, pages.dtype, pages.device
+        )
+
+    def gather(self, layer: int) -> None:
+        keys, values = self._pages.read(layer, self._slots)
+        self._keys = keys.transpose(0, 1)[None].contiguous()
+        self._values = values.transpose(0, 1)[None].contiguous()
+
+    def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the gathered layer: ``[1, kv_heads, rows, dim]`` each."""
+        return self._keys[:, :, start:end], self._values[:, :, start:end]
+
+    def write_back(self, layer: int, rows: range) -> None:
+        keys, values = (
+            part[0].transpose(0, 1) for part in self.layer(layer, rows.start, rows.stop)
+        )
+        self._pages.write(layer, keys, values, self._slots[rows.start : rows.stop])
+
+
+class ProbeHook:
+    """Shows the queries of the last ``num_rows`` rows of a forward to ``hook``."""
+
+    def __init__(self, hook: Hook, kv: PagedRows, num_rows: int, layers: range) -> None:
+        self._hook, self._kv, self._num_rows, self._layers = hook, kv, num_rows, layers
+
+    def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None: ...
+
+    def on_query(self, layer: int, query: torch.Tensor, scale: float) -> None:
+        if layer not in self._layers:
+            return
+        self._kv.gather(layer)
+        query = _heads_first(query.view(len(query), -1, self._kv.shape.head_dim))
+        self._hook.on_query(layer, self._kv, query[:, :, -self._num_rows :], scale, None)  # type: ignore[arg-type]
+
+
+class ShiftHook:
+    """Applies ``shift`` to the rows that the forward does not compute."""
+
+    def __init__(self, shift: Shift, kv: PagedRows) -> None:
+        self._shift, self._kv = shift, kv
+
+    def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if layer == 0:
+            return
+        self._kv.gather(layer)
+        self._shift.on_fresh(layer, self._kv, _heads_first(keys), _heads_first(values))  # type: ignore[arg-type]
+        self._kv.write_back(layer, self._shift.touched)
+
+    def on_query(self, layer: int, query: torch.Tensor, scale: float) -> None: ...
+
+
+def _heads_first(rows: torch.Tensor) -> torch.Tensor:
+    """``[rows, heads, dim]`` as ``[1, heads, rows, dim]``."""
+    return rows.transpose(0, 1)[None]

@@ -1,0 +1,120 @@
+"""vLLM's pages: reading and writing rows of KV, whatever their layout.
+
+Rows are written with the attention backend's own kernel. Where they land inside a page is found by
+writing numbered rows into a scratch page, so no packing needs to be known. A cache that does not
+store plain numbers (fp8 and the like) shows no permutation and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from kvboost.errors import UnsupportedModelError
+
+_BASE = 128  # exact in bfloat16
+
+
+class Layer(Protocol):
+    """An attention layer of vLLM."""
+
+    impl: Any
+
+
+class Pages:
+    """The KV cache of all layers: each ``[blocks, kv_heads, page, 2 * head_dim]`` as far as shapes
+    go. A *slot* numbers a row: page times page size plus the row in it."""
+
+    def __init__(self, caches: Mapping[str, torch.Tensor], layers: Sequence[Layer]) -> None:
+        self.caches = list(caches.values())
+        self.layers = list(layers)
+        first = self.caches[0]
+        if any(cache.shape[1:] != first.shape[1:] for cache in self.caches) or first.dim() != 4:
+            shapes = sorted({tuple(cache.shape) for cache in self.caches})
+            raise UnsupportedModelError(f"its layers have KV caches of different shapes: {shapes}")
+        self.num_blocks, self.num_kv_heads, self.size, both = first.shape
+        self.head_dim = both // 2
+        self.device, self.dtype = first.device, first.dtype
+        # Taken now: our forwards put hooks in their place for a while.
+        self._writers = [layer.impl.do_kv_cache_update for layer in layers]
+        index = self._find_layout()
+        natural = torch.arange(len(index)).view(self.num_kv_heads, self.size, 2, self.head_dim)
+        self.is_plain = bool((index == natural.permute(2, 1, 0, 3).flatten()).all())
+        if not self.is_plain and not all(cache.is_contiguous() for cache in self.caches):
+            raise UnsupportedModelError("its pages are packed and not contiguous")
+        self._index = index.view(2, self.size, -1).to(self.device)
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of one row over all layers."""
+        numbers = 2 * len(self.caches) * self.num_kv_heads * self.head_dim
+        return numbers * self.dtype.itemsize
+
+    def slots(self, pages: Sequence[int] | torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The slots of a sequence's ``rows``, whose pages are ``pages``, in order."""
+        table = torch.as_tensor(pages, device=self.device)
+        return table[rows // self.size] * self.size + rows % self.size
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values at ``slots``: ``[rows, kv_heads, head_dim]`` each."""
+        cache, block, row = self.caches[layer], slots // self.size, slots % self.size
+        if self.is_plain:
+            both = cache[block, :, row]
+            return both[..., : self.head_dim], both[..., self.head_dim :]
+        flat, shape = cache.flatten(1), (len(slots), self.num_kv_heads, self.head_dim)
+        keys, values = (flat[block[:, None], part[row]].view(shape) for part in self._index)
+        return keys, values
+
+    def write(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Writes ``[rows, kv_heads, head_dim]`` to ``slots``."""
+        self._writers[layer](
+            self.layers[layer], keys.contiguous(), values.contiguous(), self.caches[layer], slots
+        )
+
+    def read_all(self, slots: torch.Tensor) -> torch.Tensor:
+        """The rows of all layers: ``[2, layers, kv_heads, rows, head_dim]``, as chunks keep them."""
+        out = torch.empty(
+            (2, len(self.caches), self.num_kv_heads, len(slots), self.head_dim),
+            dtype=self.dtype,
+            device=self.device,
+        )
+        for layer in range(len(self.caches)):
+            keys, values = self.read(layer, slots)
+            out[0, layer].copy_(keys.transpose(0, 1))
+            out[1, layer].copy_(values.transpose(0, 1))
+        return out
+
+    def write_all(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Writes rows as :meth:`read_all` gives them."""
+        for layer in range(len(self.caches)):
+            keys, values = rows[:, layer].transpose(1, 2)
+            self.write(layer, keys, values, slots)
+
+    def _find_layout(self) -> torch.Tensor:
+        """For each number of a page's keys and values, ``[2, rows, kv_heads, head_dim]`` flattened,
+        its place in the page's memory."""
+        cache = self.caches[0]
+        shape = (2, self.size, self.num_kv_heads, self.head_dim)
+        size = 2 * self.size * self.num_kv_heads * self.head_dim
+        numbers = torch.arange(1, size + 1, device=self.device).view(shape)
+        slots = torch.arange(self.size, 2 * self.size, device=self.device)
+        places = torch.zeros(size, dtype=torch.int64, device=self.device)
+        digit = 1
+        while digit <= size:
+            page = torch.zeros_like(cache[:2])
+            keys, values = (numbers // digit % _BASE).to(self.dtype)
+            self._writers[0](self.layers[0], keys, values, page, slots)
+            places += page[1].flatten().to(torch.int64) * digit
+            digit *= _BASE
+        places = places.cpu() - 1
+        if sorted(places.tolist()) != list(range(size)):
+            raise UnsupportedModelError(
+                f"its KV cache ({self.dtype}) does not hold keys and values as plain numbers"
+            )
+        index = torch.empty(size, dtype=torch.int64)
+        index[places] = torch.arange(size)
+        return index

@@ -1,0 +1,303 @@
+"""The scheduler's side: which rows of a prompt are known, and which rows of it to keep.
+
+It knows tokens, pages and requests by name, and nothing of vLLM. Not thread-safe: vLLM's scheduler
+calls it from one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from kvboost.cache.chunk import ChunkInfo, Origin
+from kvboost.cache.index import Index
+from kvboost.cache.lookup.anchors import anchor_window
+from kvboost.cache.lookup.hits import Hit, MovedRun
+from kvboost.cache.secret import Secret
+from kvboost.cache.tiers.disk import DiskTier
+from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
+from kvboost.config import RepairParams
+from kvboost.integrations.vllm.options import Options, RequestOptions
+from kvboost.reuse.cost import CostModel
+from kvboost.reuse.plan import LIVE_TOKENS, Plan, make_plan
+from kvboost.reuse.repair import PROBE_ROWS
+from kvboost.tokens.chunking import fixed
+from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, root_key
+
+WORTHWHILE_RATIO = 0.9
+"""Moved text is reused if that is expected to take less than this share of computing it."""
+LEAST_ROWS = 64
+"""Fewer known rows are computed: a load costs a step of the scheduler."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a worker says of itself at the start."""
+
+    fingerprint: str
+    """Of the weights that it holds."""
+    name: str
+    row_bytes: int
+    moved_problem: str | None = None
+    """Why moved text is not reused here; None if it is."""
+    measured: tuple[tuple[int, int, float], ...] = ()
+    """Forwards that it timed: rows, keys, seconds."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Rows ``[first, end)`` of a request, to be put into its ``pages``: ``in_place`` hits as they
+    are, ``moved`` runs rotated and repaired; the others are computed."""
+
+    request_id: str
+    token_ids: TokenIds
+    """Of the whole prompt."""
+    first: int
+    end: int
+    in_place: tuple[Hit, ...]
+    moved: tuple[MovedRun, ...] = ()
+    repair: RepairParams = RepairParams()
+    pages: tuple[int, ...] = ()
+
+    @property
+    def infos(self) -> list[ChunkInfo]:
+        """The chunks it needs, in order."""
+        hits = (*self.in_place, *(hit for run in self.moved for hit in run.hits))
+        return [hit.chunk for hit in hits]
+
+    def computed(self) -> list[range]:
+        """The rows that are neither in place nor moved."""
+        known = [(hit.start, hit.end) for hit in self.in_place]
+        known += [(run.start, run.end) for run in self.moved]
+        ranges, row = [], self.first
+        for start, end in [*known, (self.end, self.end)]:
+            if start > row:
+                ranges.append(range(row, start))
+            row = max(row, end)
+        return ranges
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_moved(self) -> int:
+        return sum(run.end - run.start for run in self.moved)
+
+    @property
+    def exact_rows(self) -> int:
+        """Where the first approximate row is; ``end`` if there is none."""
+        starts = [hit.start for hit in self.in_place if hit.chunk.lineage.value != "exact"]
+        starts += [run.start for run in self.moved]
+        return min(starts, default=self.end)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """New chunks of a request that has ended, to be copied out of its ``pages``."""
+
+    request_id: str
+    infos: tuple[ChunkInfo, ...]
+    pages: tuple[int, ...]
+
+
+class Planner:
+    """``page`` is the number of rows in one of vLLM's pages."""
+
+    def __init__(self, options: Options, page: int) -> None:
+        self._options = options
+        self._page = page
+        self._index: Index | None = None
+        self._cost = CostModel(attention_share=1e-4)
+        self._moves = False
+        self._disk: DiskTier | None = None
+        self._remote: RemoteTier | None = None
+
+    def open(self, workers: Sequence[Hello]) -> None:
+        """The workers are ready: finds what is in the folder."""
+        config = self._options.engine
+        secret = Secret(config.cache_secret) if config.cache_secret else None
+        self._naming = b"" if secret is None else secret.naming
+        self._fingerprint = " ".join(worker.fingerprint for worker in workers)
+        self._moves = all(worker.moved_problem is None for worker in workers)
+        for rows, keys, seconds in workers[0].measured:
+            self._cost.observe(rows, keys, seconds)
+        chunk_size = config.chunk_size
+        self._index = Index(
+            lambda ids, boundaries: _cut(len(ids), tuple(boundaries), chunk_size),
+            Origin(workers[0].fingerprint, workers[0].name),
+            row_bytes=workers[0].row_bytes,
+            naming=self._naming,
+            window=anchor_window(chunk_size),
+        )
+        if config.disk_cache_dir is not None:
+            self._disk = DiskTier(
+                config.disk_cache_dir, config.disk_cache_bytes, secret=secret
+            )
+            self._refresh()
+        if config.remote_cache_url is not None:
+            self._remote = open_remote(
+                config.remote_cache_url, config.remote_cache_bytes, secret=secret
+            )
+
+    @property
+    def is_open(self) -> bool:
+        return self._index is not None
+
+    def root(self, salt: str) -> ChunkKey:
+        """The root of the tree for these weights and ``salt``."""
+        return root_key(self._fingerprint, salt, secret=self._naming)
+
+    def repair(self, asked: RequestOptions) -> RepairParams:
+        return replace(self._options.engine.repair, ratio=asked.ratio)
+
+    def plan(
+        self, request_id: str, token_ids: TokenIds, local: int, salt: str, asked: RequestOptions
+    ) -> Load | None:
+        """How to load a prompt whose first ``local`` rows vLLM has; None if that would not pay.
+        The last row is always left to vLLM, which needs its logits."""
+        if self._index is None or asked.mode == "off":
+            return None
+        self._refresh()
+        total, repair, root = len(token_ids), self.repair(asked), self.root(salt)
+        ids = token_ids[: total - 1]
+        in_remote = self._ask_remote(root, ids)
+        moved_before = total - LIVE_TOKENS if self._moves and asked.mode == "repaired" else 0
+        known = self._index.lookup(
+            root, ids, moved_before=max(0, moved_before), repair=repair_name(repair)
+        )
+        plan = make_plan(total, known, local)
+        if plan.moved and not self._pays(plan, repair):
+            plan = plan.without_moved()
+        load = self._load(request_id, token_ids, local, plan, repair)
+        used = {info.key for info in load.infos} if load is not None else set()
+        self._index.remove([key for key in in_remote if key not in used])
+        return load
+
+    def keep(
+        self,
+        request_id: str,
+        token_ids: TokenIds,
+        pages: Sequence[int],
+        salt: str,
+        asked: RequestOptions,
+        exact_rows: int,
+    ) -> tuple[Keep | None, list[ChunkKey]]:
+        """What to keep of a request that has ended, and the chunks that this replaces."""
+        if self._index is None or asked.mode == "off":
+            return None, []
+        new, replaced = self._index.store(
+            self.root(salt),
+            token_ids,
+            exact_rows=exact_rows,
+            repair=repair_name(self.repair(asked)),
+            boundaries=asked.boundaries,
+        )
+        return Keep(request_id, tuple(new), tuple(pages)) if new else None, replaced
+
+    def gone(self, keys: Sequence[ChunkKey]) -> None:
+        """A worker does not have these any more."""
+        if self._index is not None:
+            self._index.remove(keys)
+
+    def learn(self, measured: Sequence[tuple[int, int, float]]) -> None:
+        """Workers have timed these forwards."""
+        for rows, keys, seconds in measured:
+            self._cost.observe(rows, keys, seconds)
+
+    def forget(self, texts: Sequence[TokenIds] | None = None) -> list[ChunkKey]:
+        """Forgets every chunk that contains a piece of ``texts``, or everything; returns the keys,
+        which workers must drop."""
+        if self._index is None:
+            return []
+        if texts is None:
+            return self._index.clear()
+        keys = self._index.containing(texts)
+        self._index.remove(keys)
+        return keys
+
+    def close(self) -> None:
+        for tier in (self._disk, self._remote):
+            if tier is not None:
+                tier.close()
+
+    def _load(
+        self, request_id: str, token_ids: TokenIds, local: int, plan: Plan, repair: RepairParams
+    ) -> Load | None:
+        """``plan`` up to a page's end."""
+        end = plan.in_place[-1].end if plan.in_place else local
+        if plan.moved:
+            end = len(token_ids) - 1
+        end -= end % self._page
+        if end - local < LEAST_ROWS:
+            return None
+        return Load(
+            request_id,
+            token_ids,
+            local,
+            end,
+            tuple(hit.clip(local, end) for hit in plan.in_place if hit.start < end),
+            tuple(run.clip(local, end) for run in plan.moved if run.start < end),
+            repair,
+        )
+
+    def _pays(self, plan: Plan, repair: RepairParams) -> bool:
+        """Whether moving is expected to be faster than computing: probe and sparse forward against
+        a plain one."""
+        if repair.reuse_moved == "always":
+            return True
+        total = plan.num_tokens
+        known = plan.in_place[-1].end if plan.in_place else plan.num_shared
+        plain = self._cost.forward(total - known, (known + total) // 2)
+        unknown = sum(len(rows) for rows in plan.computed())
+        recomputed = round(repair.ratio * plan.num_moved)
+        moved = self._cost.forward(unknown + recomputed, total)
+        moved += self._cost.forward(min(unknown, PROBE_ROWS), total)
+        return moved < WORTHWHILE_RATIO * plain
+
+    def _refresh(self) -> None:
+        """Notices what processes have written to the folder or removed from it."""
+        if self._disk is None or self._index is None:
+            return
+        changes = self._disk.refresh()
+        for info in changes.added:
+            if info.key not in self._index:
+                self._index.add(info, "disk")
+
+    def _ask_remote(self, root: ChunkKey, token_ids: TokenIds) -> list[ChunkKey]:
+        """Enters the chunks of ``token_ids`` that only the remote store has; returns their keys."""
+        if self._remote is None or self._index is None:
+            return []
+        unknown = self._index.unknown(root, token_ids)
+        there = self._remote.contains_many([info.key for info in unknown])
+        found = [info for info, has in zip(unknown, there, strict=True) if has]
+        for info in found:
+            self._index.add(info, "remote")
+        return [info.key for info in found]
+
+
+@lru_cache(maxsize=256)
+def _cut(num_tokens: int, boundaries: tuple[int, ...], chunk_size: int) -> list[tuple[int, int]]:
+    places = [0, *sorted({place for place in boundaries if 0 < place < num_tokens}), num_tokens]
+    return [
+        (begin + start, begin + end)
+        for begin, stop in zip(places, places[1:], strict=False)
+        for start, end in fixed(stop - begin, chunk_size)
+    ]
+
+
+def repair_name(repair: RepairParams) -> str:
+    """Names a repair. Requests with the same repair may continue from each other's rows."""
+    return f"vllm {repair.strategy} {repair.ratio} {repair.overlap}"
+
+
+def salt_of(cache_salt: str | None, adapter: str | None) -> str:
+    """One salt for everything that keeps requests apart. Lengths keep the parts apart."""
+    return f"{len(cache_salt or '')}:{cache_salt or ''}{adapter or ''}"
+
+
+def prompt_ids(token_ids: Sequence[int]) -> TokenIds:
+    return as_token_ids(np.fromiter(token_ids, np.int32, len(token_ids)))

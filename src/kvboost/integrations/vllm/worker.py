@@ -1,0 +1,368 @@
+"""The workers' side: puts known rows into vLLM's pages, repairs moved ones, and keeps new ones.
+
+A load is a generator that yields whenever it has computed some rows or waits for data, so that other
+requests' steps come in between. All work on pages happens in the thread that runs vLLM's model;
+one thread of our own moves chunks between memory and the slow tiers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from kvboost.cache.chunk import ChunkInfo, KVChunk
+from kvboost.cache.data import ChunkData
+from kvboost.cache.quantize import KVFormat, Quantizer, plain
+from kvboost.cache.tiers.open import open_tiers
+from kvboost.config import EngineConfig
+from kvboost.errors import UnsupportedModelError
+from kvboost.integrations.vllm import check, rope
+from kvboost.integrations.vllm.fingerprint import fingerprint
+from kvboost.integrations.vllm.messages import Greeting, Report, Step
+from kvboost.integrations.vllm.options import Options
+from kvboost.integrations.vllm.paged import PagedRows, ProbeHook, ShiftHook
+from kvboost.integrations.vllm.pages import Pages
+from kvboost.integrations.vllm.planner import Hello, Keep, Load
+from kvboost.integrations.vllm.sparse import SparseForward, find_runner
+from kvboost.model.segment import Hook
+from kvboost.reuse.repair import STRATEGIES, MovedRows
+from kvboost.reuse.rope import Rotation
+from kvboost.reuse.shift import Shift
+
+PLACED_ROWS = 1024
+"""Rows that are put into pages together: a copy of them is made on the device."""
+KEPT_ROWS = 4096
+"""Rows that are copied out of pages together."""
+MEASURED_ROWS = {"cuda": 2048, "cpu": 128}
+"""The largest forward that is timed at the start."""
+SCRATCH_PAGE = 0
+"""The last rows of a prompt, for which vLLM has allocated no page yet, are probed in this one.
+vLLM keeps it as a placeholder that nothing attends to."""
+
+logger = init_logger("vllm.kvboost")
+
+Loading = Generator[int, None, None]
+
+
+class Lost(Exception):
+    """A planned chunk is not there any more."""
+
+
+class Worker:
+    def __init__(self, config: VllmConfig, options: Options) -> None:
+        self._config = config
+        self._options = options
+        self._pages: Pages | None = None
+        self._problem = "no KV cache was registered"
+        self._loading: dict[str, tuple[Load, Loading]] = {}
+        self._received: set[str] = set()
+        self._failed_pages: set[int] = set()
+        self._report = Report()
+        self._thread = ThreadPoolExecutor(1, "kvboost-data")
+        self._stream: torch.cuda.Stream | None = None
+
+    # At the start.
+
+    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
+        """vLLM has allocated its pages."""
+        try:
+            self._refuse()
+            layers = self._config.compilation_config.static_forward_context
+            self._runner = find_runner()
+            self._pages = Pages(caches, [layers[name] for name in caches])
+        except (UnsupportedModelError, KeyError, AttributeError) as error:
+            self._problem = str(error)
+
+    def greet(self) -> Greeting:
+        """Checks and measures; called once, when vLLM is ready and before any request."""
+        if self._pages is None:
+            logger.warning("KVBoost reuses nothing: %s", self._problem)
+            return Greeting(None, self._problem)
+        pages, model = self._pages, self._runner.model
+        parallel = self._config.parallel_config
+        hello = Hello(
+            fingerprint(
+                model,
+                self._config.model_config.hf_text_config,
+                dtype=str(pages.dtype),
+                rank=parallel.rank,
+                size=parallel.tensor_parallel_size,
+            ),
+            Path(self._config.model_config.model).name,
+            pages.row_bytes,
+        )
+        self._forward = SparseForward(self._runner, self._config, pages)
+        self._rotation: Rotation | None = None
+        vocab = self._config.model_config.get_vocab_size()
+        try:
+            self._rotation = rope.rotation(model, len(pages.caches))
+            problem = self._moved_problem()
+            if problem is None and self._options.self_check:
+                problem = check.find_problem(pages, self._forward, self._rotation, vocab)
+        except UnsupportedModelError as error:
+            problem = str(error)
+        if problem is None:
+            rows = min(MEASURED_ROWS[pages.device.type], (pages.num_blocks - 1) * pages.size)
+            measured = check.measure(pages, self._forward, vocab, rows)
+            hello = replace(hello, measured=tuple(measured))
+        else:
+            logger.warning("KVBoost reuses exact text only, moved text is off: %s", problem)
+            hello = replace(hello, moved_problem=problem)
+        tiers = open_tiers(self._tier_config(), pages.device)
+        format = KVFormat(len(pages.caches), pages.num_kv_heads, pages.head_dim, pages.dtype)
+        self._data = ChunkData(tiers, format=format)
+        self._packer = Quantizer(16, self._rotation)
+        if pages.device.type == "cuda":
+            self._stream = torch.cuda.Stream(pages.device)
+        return Greeting(hello)
+
+    def _refuse(self) -> None:
+        """Raises ``UnsupportedModelError`` where not even exact text is reused."""
+        config = self._config
+        if config.parallel_config.pipeline_parallel_size > 1:
+            raise UnsupportedModelError("pipeline parallelism is not supported yet")
+        if config.model_config.use_mla:
+            raise UnsupportedModelError("MLA is not supported yet")
+        if config.parallel_config.tensor_parallel_size > 1 and (
+            self._options.engine.remote_cache_url is not None
+        ):
+            raise UnsupportedModelError(
+                "a remote store is not supported with tensor parallelism yet; leave out "
+                "remote_cache_url"
+            )
+
+    def _moved_problem(self) -> str | None:
+        """Why moved text is not reused with this configuration; None if it may be."""
+        config = self._config
+        if config.speculative_config is not None:
+            return "speculative decoding is not supported with it yet"
+        if config.parallel_config.data_parallel_size > 1:
+            return "data parallelism is not supported with it yet"
+        if config.model_config.is_multimodal_model:
+            return "models with images or audio are not supported with it yet"
+        return None
+
+    def _tier_config(self) -> EngineConfig:
+        """Each rank keeps its heads in a folder of its own."""
+        config, parallel = self._options.engine, self._config.parallel_config
+        if parallel.tensor_parallel_size == 1 or config.disk_cache_dir is None:
+            return config
+        folder = f"rank-{parallel.rank}-of-{parallel.tensor_parallel_size}"
+        return replace(config, disk_cache_dir=Path(config.disk_cache_dir) / folder)
+
+    # In every step.
+
+    def step(self, step: Step) -> None:
+        """Starts the loads of a step, and goes on with all of them: to the end if no other request
+        computes, else for ``slice_rows``."""
+        for request_id in step.cancelled:
+            if self._loading.pop(request_id, None) is not None:
+                self._received.add(request_id)
+        if step.dropped:
+            self._thread.submit(self._data.drop, step.dropped)
+        for load in step.loads:
+            self._loading[load.request_id] = (load, self._serve(load))
+        budget = self._options.slice_rows if step.is_busy else None
+        for request_id, (load, serving) in list(self._loading.items()):
+            if budget is not None and budget <= 0:
+                break
+            done = self._advance(load, serving, budget)
+            budget = None if budget is None else budget - done
+            if done < 0:
+                del self._loading[request_id]
+                self._received.add(request_id)
+
+    def take_received(self) -> set[str]:
+        """Requests whose rows have arrived."""
+        received, self._received = self._received, set()
+        return received
+
+    def take_failed_pages(self) -> set[int]:
+        failed, self._failed_pages = self._failed_pages, set()
+        return failed
+
+    def take_report(self) -> Report | None:
+        report, self._report = self._report, Report()
+        if self._pages is not None:
+            report.gone = self._data.take_gone()
+        return report if report.gone or report.recomputed or report.measured else None
+
+    def close(self) -> None:
+        if self._pages is not None and hasattr(self, "_data"):
+            self._thread.shutdown()
+            self._data.close()
+            self._pages = None
+
+    # Loading.
+
+    def _advance(self, load: Load, serving: Loading, budget: int | None) -> int:
+        """Goes on with a load; returns the rows it has computed, or -1 if it has ended. A load that
+        fails is computed by vLLM: its pages are reported."""
+        rows = 0
+        try:
+            while budget is None or rows < budget:
+                computed = next(serving)
+                if computed == 0 and budget is not None:  # it waits for data
+                    return rows
+                rows += computed
+            return rows
+        except StopIteration:
+            return -1
+        except Lost:
+            assert self._pages is not None
+            self._failed_pages.update(load.pages[load.first // self._pages.size :])
+            return -1
+
+    def _serve(self, load: Load) -> Loading:
+        """Fetch, place, and for moved text choose and repair."""
+        chunks = yield from self._fetch(load)
+        self._place(load, chunks)
+        if load.moved:
+            yield from self._repair(load)
+
+    def _fetch(self, load: Load) -> Generator[int, None, list[KVChunk]]:
+        if self._data.is_ready([info.key for info in load.infos]):
+            chunks = self._data.fetch(load.infos)
+        else:
+            coming: Future[list[KVChunk] | None] = self._thread.submit(
+                self._data.fetch, load.infos
+            )
+            while not coming.done():
+                yield 0
+                time.sleep(0.0005)
+            chunks = coming.result()
+        if chunks is None:
+            raise Lost(load.request_id)
+        return chunks
+
+    def _place(self, load: Load, chunks: Sequence[KVChunk]) -> None:
+        """Writes the known rows into pages, keys of moved ones rotated."""
+        assert self._pages is not None
+        pages, hits = self._pages, [*load.in_place, *(hit for run in load.moved for hit in run.hits)]
+        table = torch.tensor(load.pages, device=pages.device)
+        start = 0
+        while start < len(hits):
+            end, rows = start, 0
+            while end < len(hits) and (end == start or rows + hits[end].num_tokens <= PLACED_ROWS):
+                rows += hits[end].num_tokens
+                end += 1
+            buffer = torch.empty(
+                (2, len(pages.caches), pages.num_kv_heads, rows, pages.head_dim),
+                dtype=pages.dtype,
+                device=pages.device,
+            )
+            row, positions = 0, []
+            for hit, chunk in zip(hits[start:end], chunks[start:end], strict=True):
+                out = buffer[:, :, :, row : row + hit.num_tokens]
+                self._packer.place(
+                    chunk.data, hit.chunk.base_position, hit.offset, hit.start, out
+                )
+                positions.append(np.arange(hit.start, hit.end))
+                row += hit.num_tokens
+            placed = torch.from_numpy(np.concatenate(positions)).to(pages.device)
+            pages.write_all(buffer, pages.slots(table, placed))
+            start = end
+
+    def _repair(self, load: Load) -> Loading:
+        """Chooses moved rows with the strategy of the request and computes them, together with the
+        rows that are not known, slice by slice."""
+        assert self._pages is not None
+        pages, total = self._pages, len(load.token_ids)
+        ids = torch.from_numpy(load.token_ids.astype(np.int64))
+        table = torch.tensor([*load.pages, SCRATCH_PAGE], device=pages.device)
+        slots = pages.slots(table, torch.arange(total, device=pages.device))
+        computed = [0]
+
+        def probe(
+            positions: torch.Tensor, hook: Hook, until: int, absent: torch.Tensor | None
+        ) -> None:
+            """vLLM's model runs to its last layer and its attention knows no absent rows: they
+            are computed with the probe instead."""
+            rows = positions.cpu()
+            if absent is not None:
+                rows = torch.cat([absent.nonzero()[:, 0].cpu(), rows])
+            kv = PagedRows(pages, slots[: int(rows[-1]) + 1])
+            self._run(ids, rows, table, ProbeHook(hook, kv, len(positions), range(until + 1)))
+            computed[0] += len(rows)
+
+        moved = MovedRows(load, total, len(pages.caches), pages.device, probe)
+        choice = STRATEGIES[load.repair.strategy](moved, load.repair)
+        yield computed[0]
+        rows = (choice.rows | moved.unknown)[: load.end].nonzero()[:, 0]
+        self._report.recomputed[load.request_id] = int(choice.rows[: load.end].sum())
+        spans, since = moved.spans(), 0
+        for part in torch.split(rows, self._options.slice_rows):
+            hook = None
+            if choice.shift and self._rotation is not None:
+                until = int(part[-1]) + 1
+                shift, since = Shift(self._rotation, part, spans.between(since, until)), until
+                if shift.useful:
+                    hook = ShiftHook(shift, PagedRows(pages, slots[: shift.touched.stop]))
+            self._run(ids, part.cpu(), table, hook)
+            yield len(part)
+
+    def _run(
+        self, ids: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, hook: Any
+    ) -> None:
+        started = time.perf_counter()
+        self._forward(ids[rows], rows, table, hook)
+        if table.device.type == "cpu":
+            seconds = time.perf_counter() - started
+            self._report.measured.append((len(rows), int(rows[-1]) // 2, seconds))
+
+    # Keeping.
+
+    def keep(self, keep: Keep) -> None:
+        """Copies new rows out of the pages of a request that has ended. vLLM has freed them, so
+        this must come before anything that the next step writes; on a GPU, later writes are
+        ordered after these reads."""
+        assert self._pages is not None
+        pages = self._pages
+        table = torch.tensor(keep.pages, device=pages.device)
+        for infos in _batches(keep.infos, KEPT_ROWS):
+            rows = np.concatenate([np.arange(one.base_position, one.end) for one in infos])
+            slots = pages.slots(table, torch.from_numpy(rows).to(pages.device))
+            kv = pages.read_all(slots)
+            ready = None
+            if self._stream is not None:
+                ready = torch.cuda.Event()
+                ready.record()
+            self._thread.submit(self._put, infos, kv, ready)
+
+    def _put(
+        self, infos: Sequence[ChunkInfo], kv: torch.Tensor, ready: torch.cuda.Event | None
+    ) -> None:
+        """Runs in our thread."""
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            if ready is not None:
+                ready.wait()
+            chunks, row = [], 0
+            for info in infos:
+                rows = kv[:, :, :, row : row + info.num_tokens].contiguous()
+                chunks.append(KVChunk(replace(info, nbytes=rows.nbytes), plain(rows)))
+                row += info.num_tokens
+            self._data.put(chunks)
+            if self._stream is not None:
+                self._stream.synchronize()
+
+
+def _batches(infos: Sequence[ChunkInfo], most_rows: int) -> list[list[ChunkInfo]]:
+    batches: list[list[ChunkInfo]] = [[]]
+    rows = 0
+    for info in infos:
+        if batches[-1] and rows + info.num_tokens > most_rows:
+            batches.append([])
+            rows = 0
+        batches[-1].append(info)
+        rows += info.num_tokens
+    return batches
