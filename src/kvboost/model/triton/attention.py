@@ -233,7 +233,7 @@ def attend(
     ``window`` of them if it is given, but not those that are ``absent``, bool ``[requests, keys]``.
     Every row must see a key. ``lse``, float32 ``[rows, heads]``, receives the logarithms of the
     sums of exponentials."""
-    _, kv_heads, page, dim = check_pages(pages)
+    kv_heads, page, dim = check_pages(pages)
     num_rows, heads, _ = query.shape
     query = query if query.stride(2) == 1 else query.contiguous()
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
