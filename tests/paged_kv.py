@@ -16,7 +16,6 @@ LAYOUTS = {  # the order of [pages, kv_heads, page, 2 * dim] in memory
     "pages inside": (1, 0, 2, 3),
 }
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -10,7 +10,6 @@ from kvboost.model.triton.rows import PagedRows, Tile
 from paged_kv import (
     attention,
     each_dtype,
-    each_layout,
     make_pages,
     make_tables,
     random,
@@ -28,8 +27,9 @@ def close(given: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @each_dtype
-@each_layout
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("layout", "splits"), [("heads first", 1), ("tokens first", 3), ("pages inside", 1)]
+)
 def test_scattered_rows_of_two_requests(dtype: torch.dtype, layout: str, splits: int) -> None:
     torch.manual_seed(splits)
     pages = make_pages(24, 2, 16, 32, dtype, layout)
@@ -48,8 +48,7 @@ def test_scattered_rows_of_two_requests(dtype: torch.dtype, layout: str, splits:
 
 
 @each_dtype
-@pytest.mark.parametrize("dim", [16, 80])
-@pytest.mark.parametrize("heads", [2, 10])
+@pytest.mark.parametrize(("dim", "heads"), [(16, 10), (80, 2)])
 def test_odd_sizes(dtype: torch.dtype, dim: int, heads: int) -> None:
     """Dimensions and pages that are no powers of two, and one row at every border of a page."""
     torch.manual_seed(dim)

@@ -8,7 +8,7 @@ import torch
 from kvboost.model.triton.move import MovedRows, StoredSpan, move
 from kvboost.model.triton.pages import PagedLayers, slots_of
 from kvboost.reuse.rope import Rotation
-from paged_kv import dense, each_dtype, each_layout, make_pages, make_tables, random
+from paged_kv import dense, each_dtype, make_pages, make_tables, random
 from tiny import DEVICE
 
 LAYERS, KV_HEADS, PAGE = 3, 2, 16
@@ -31,8 +31,10 @@ def cos_sin(rotation: Rotation, distances: list[int]) -> tuple[torch.Tensor, tor
 
 
 @each_dtype
-@each_layout
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+@pytest.mark.parametrize(
+    ("layout", "interleaved"),
+    [("heads first", False), ("tokens first", False), ("pages inside", True)],
+)
 def test_rows_are_rotated_into_the_pages_of_all_layers(
     dtype: torch.dtype, layout: str, interleaved: bool
 ) -> None:
@@ -49,7 +51,6 @@ def test_rows_are_rotated_into_the_pages_of_all_layers(
     rotation = Rotation(torch.rand(LAYERS, pairs), interleaved=interleaved)
     distances = [13, 100, -59]
     rows = MovedRows.of(spans, table, layers)
-    assert not rows.are_aligned or dtype == torch.float32 or dim % 8 == 0
     move(rows, layers, cos_sin(rotation, distances), interleaved=interleaved)
     touched = []
     for span, distance in zip(spans, distances, strict=True):

@@ -237,7 +237,12 @@ def attend(
     num_rows, heads, _ = query.shape
     query = query if query.stride(2) == 1 else query.contiguous()
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
-    absent = None if absent is None else absent.view(torch.uint8)
+    if absent is not None:
+        if absent.shape[1] < rows.end:
+            raise ValueError(
+                f"absent covers {absent.shape[1]} keys of each request; there are {rows.end}"
+            )
+        absent = absent.view(torch.uint8)
     wide = triton.next_power_of_2(dim)
     written, written_lse, part_stride = out, lse, num_rows * heads
     if rows.splits > 1:

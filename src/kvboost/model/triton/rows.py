@@ -43,6 +43,8 @@ class PagedRows:
     """int32 ``[requests, pages]``: the pages of each request, in order."""
     tile: Tile
     splits: int
+    end: int
+    """One past the last position."""
 
     @classmethod
     def of(
@@ -83,7 +85,7 @@ class PagedRows:
         splits = splits or _splits(len(tiles) * kv_heads, longest, device)
         sent = torch.cat([described.flatten(), every]).to(device, non_blocking=True)
         on_device = sent[described.numel() :], sent[: described.numel()].view(-1, 3)
-        return cls(*on_device, tables.to(torch.int32), tile, splits)
+        return cls(*on_device, tables.to(torch.int32), tile, splits, longest)
 
 
 def _check_positions(positions: Sequence[torch.Tensor], tables: torch.Tensor, page: int) -> None:
