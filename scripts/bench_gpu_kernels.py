@@ -2,10 +2,11 @@
 
 Attention of scattered rows is timed over several tiles and numbers of splits, next to
 FlashAttention: vLLM's if it can be imported, which computes each run of consecutive rows as a
-request of its own, or torch's with a mask. Times are medians on the GPU, taken by CUDA events around
-a captured graph of several calls; "host" is what one call costs in Python. The last line is JSON.
+request of its own, or torch's with a mask. Times are medians on the GPU, taken by CUDA events
+around a captured graph of several calls; "host" is what one call costs in Python. The last line is
+JSON.
 
-    python scripts/bench_gpu_kernels.py [--workers 8] [--only attention,move,mass,shift]
+    python scripts/bench_gpu_kernels.py [--workers 10] [--only attention,move,mass,shift]
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -38,10 +40,9 @@ MODELS = {"7b": (28, 4), "1.5b": (12, 2)}
 SIZES = [(1300, 8192), (5000, 32768), (350, 2048)]
 TILES = [
     Tile(rows=128, keys=64, warps=8, stages=3),
-    Tile(rows=128, keys=64, warps=8, stages=2),
+    Tile(rows=128, keys=64, warps=8, stages=4),
     Tile(rows=128, keys=128, warps=8, stages=3),
     Tile(rows=64, keys=64, warps=4, stages=3),
-    Tile(rows=64, keys=128, warps=4, stages=3),
 ]
 SPLITS = [1, 2, 4]
 LAYERS = 28
@@ -53,7 +54,7 @@ REPORT: dict[str, Any] = {}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--workers", type=int, default=8, help="processes that compile kernels")
+    parser.add_argument("--workers", type=int, default=10, help="processes that compile kernels")
     parser.add_argument("--only", default="attention,move,mass,shift")
     options = parser.parse_args()
     chosen = options.only.split(",")
@@ -156,50 +157,51 @@ def dense(pages: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def attention() -> None:
     for model, (rows, keys) in product(MODELS, SIZES):
-        name = f"attention {model}, {rows} rows over {keys} keys"
-        cases = {
-            "scattered": Case.of(model, scattered(rows, keys), keys),
-            "consecutive": Case.of(model, torch.arange(keys - rows, keys), keys),
-        }
-        report = REPORT[name] = {}
-        print(name)
-        for kind, case in cases.items():
-            expected = expected_attention(case)
-            default = case.rows()
-            check(f"{name}, {kind}", case.attend(default), expected)
-            times = {(default.tile, default.splits, "default"): gpu_us(case, default)}
-            for tile, splits in product(TILES, SPLITS):
-                plan = case.rows(tile, splits)
-                check(f"{tile} {splits}", case.attend(plan), expected)
-                times[tile, splits, ""] = gpu_us(case, plan)
-            theirs_name, theirs = flash_attention(case)
-            theirs_out = theirs()
-            check(f"{name}, {kind}, {theirs_name}", theirs_out, expected)
-            theirs_us = time_gpu(theirs)
-            for (tile, splits, note), us in sorted(times.items(), key=lambda item: item[1])[:4]:
-                print(f"  {kind:11} {describe(tile)}, {splits} splits {note:7} {us:8.1f} µs"
-                      f" {case.flops / us / 1e6:6.0f} TFLOPS")  # fmt: skip
-            ours_us = times[default.tile, default.splits, "default"]
-            host = time_host(lambda case=case, plan=default: case.attend(plan))
-            print(f"  {kind:11} default {ours_us:8.1f} µs, host {host:.0f} µs; {theirs_name} "
-                  f"{theirs_us:8.1f} µs; ours takes {ours_us / theirs_us:.2f} of its time")  # fmt: skip
-            best = min(times.items(), key=lambda item: item[1])
-            report[kind] = {
-                "default_us": ours_us,
-                "best_us": best[1],
-                "best": f"{describe(best[0][0])}, {best[0][1]} splits",
-                "host_us": host,
-                "theirs": theirs_name,
-                "theirs_us": theirs_us,
-            }
+        for kind, positions in {
+            "scattered": scattered(rows, keys),
+            "consecutive": torch.arange(keys - rows, keys),
+        }.items():
+            name = f"attention {model}, {rows} {kind} rows over {keys} keys"
+            REPORT[name] = time_attention(name, Case.of(model, positions, keys))
 
 
-def describe(tile: Tile) -> str:
-    return f"{tile.rows}x{tile.keys} {tile.warps} warps {tile.stages} stages"
+def time_attention(name: str, case: Case) -> dict[str, Any]:
+    print(name)
+    expected = expected_attention(case)
+    default = case.rows()
+    plans = [default, *(case.rows(tile, splits) for tile, splits in product(TILES, SPLITS))]
+    times = []
+    for plan in plans:
+        check(f"{name}, {describe(plan)}", case.attend(plan), expected)
+        times.append(time_gpu(partial(case.attend, plan)))
+    for us, at in sorted((us, at) for at, us in enumerate(times))[:4]:
+        speed = case.flops / us / 1e6
+        print(
+            f"  {us:8.1f} µs {speed:5.0f} TFLOPS  {describe(plans[at])}{'' if at else ' (default)'}"
+        )
+    theirs_name, theirs = flash_attention(case)
+    check(f"{name}, {theirs_name}", theirs(), expected)
+    report = {
+        "us": times[0],
+        "best_us": min(times),
+        "best": describe(plans[times.index(min(times))]),
+        "host_us": time_host(partial(case.attend, default)),
+        "theirs": theirs_name,
+        "theirs_us": time_gpu(theirs),
+    }
+    ratio = report["us"] / report["theirs_us"]
+    line = (
+        "  {us:8.1f} µs default, {host_us:.0f} µs on the host; {theirs} {theirs_us:.1f} µs; ratio"
+    )
+    print(line.format(**report), f"{ratio:.2f}", flush=True)
+    return report
 
 
-def gpu_us(case: Case, rows: PagedRows) -> float:
-    return time_gpu(lambda: case.attend(rows))
+def describe(plan: PagedRows) -> str:
+    tile = plan.tile
+    return (
+        f"{tile.rows}x{tile.keys}, {tile.warps} warps, {tile.stages} stages, {plan.splits} splits"
+    )
 
 
 def flash_attention(case: Case) -> tuple[str, Callable[[], torch.Tensor]]:
@@ -232,7 +234,7 @@ def flash_attention(case: Case) -> tuple[str, Callable[[], torch.Tensor]]:
             print(f"  FlashAttention {version}: {error!r}")
         else:
             name = f"FlashAttention {version} ({len(lengths)} runs)"
-            return name, lambda: flash_attn_varlen_func(**options, fa_version=version)
+            return name, partial(flash_attn_varlen_func, **options, fa_version=version)
     return sdpa(case)
 
 
@@ -255,104 +257,106 @@ def sdpa(case: Case) -> tuple[str, Callable[[], torch.Tensor]]:
 
 
 def moves() -> None:
-    """Eight passages of a prompt of 8,192 tokens, in another order, into all layers."""
-    for model, (_, kv_heads) in MODELS.items():
-        tokens, count = 8192, 8
-        each = tokens // count
-        layers = PagedLayers([make_pages(kv_heads, tokens)[0] for _ in range(LAYERS)])
-        table = make_pages(kv_heads, tokens)[1]
-        stored = torch.randn(2, LAYERS, kv_heads, tokens, DIM, device=DEVICE, dtype=DTYPE)
-        spans = [
-            StoredSpan(stored, at * each, each, (count - 1 - at) * each) for at in range(count)
-        ]
-        distances = [span.position - span.start for span in spans]
-        cos, sin = (part[None] for part in rotations(torch.tensor(distances)))
-        rows = MovedRows.of(spans, table, layers)
-        move(rows, layers, (cos, sin))
-        which = torch.arange(tokens, device=DEVICE) // each
-        source = torch.cat([stored[:, :, :, s.start : s.start + each] for s in spans], 3)
-        slots = rows.slots
+    for model in MODELS:
+        REPORT[f"move {model}"] = time_move(model)
 
-        def torch_moves() -> None:
-            for number, pages in enumerate(layers.pages):
-                keys = rotate(source[0, number], cos[0, which], sin[0, which]).to(DTYPE)
-                both = torch.cat([keys, source[1, number]], -1)
-                pages[slots // PAGE, :, slots % PAGE] = both.transpose(0, 1)
 
-        given = [pages.clone() for pages in layers.pages]
-        torch_moves()
-        for before, after in zip(given, layers.pages, strict=True):
-            check("move", before, after, 0.04)  # the last bit of large numbers
-        us, theirs = time_gpu(lambda: move(rows, layers, (cos, sin))), time_gpu(torch_moves, 1)
-        planned = time_host(lambda: MovedRows.of(spans, table, layers))
-        moved_bytes = 2 * stored.nbytes
-        print(
-            f"move {model}, {tokens} rows in {LAYERS} layers: {us:.0f} µs "
-            f"({moved_bytes / us / 1e6:.2f} TB/s), plan {planned:.0f} µs on the host; "
-            f"torch layer by layer {theirs:.0f} µs"
-        )
-        REPORT[f"move {model}"] = {"us": us, "plan_us": planned, "torch_us": theirs}
+def time_move(model: str, tokens: int = 8192, count: int = 8) -> dict[str, float]:
+    """``count`` passages of a prompt, in another order, into all layers."""
+    kv_heads, each = MODELS[model][1], tokens // count
+    pages = [make_pages(kv_heads, tokens) for _ in range(LAYERS)]
+    layers, table = PagedLayers([data for data, _ in pages]), pages[0][1]
+    stored = torch.randn(2, LAYERS, kv_heads, tokens, DIM, device=DEVICE, dtype=DTYPE)
+    spans = [StoredSpan(stored, at * each, each, tokens - (at + 1) * each) for at in range(count)]
+    distances = torch.tensor([span.position - span.start for span in spans])
+    cos, sin = (part[None] for part in rotations(distances))
+    rows = MovedRows.of(spans, table, layers)
+    cos_of, sin_of = (part[0, rows.span_of] for part in (cos, sin))
+
+    def in_torch() -> None:
+        for number, data in enumerate(layers.pages):
+            x, y = stored[0, number].float().chunk(2, -1)
+            keys = torch.cat([x * cos_of - y * sin_of, y * cos_of + x * sin_of], -1).to(DTYPE)
+            both = torch.cat([keys, stored[1, number]], -1).transpose(0, 1)
+            data[rows.slots // PAGE, :, rows.slots % PAGE] = both
+
+    ours = partial(move, rows, layers, (cos, sin))
+    ours()
+    given = [data.clone() for data in layers.pages]
+    in_torch()
+    for found, expected in zip(given, layers.pages, strict=True):
+        check("move", found, expected, 0.04)  # the last bit of large numbers
+    us = time_gpu(ours)
+    report = {
+        "us": us,
+        "tb_per_s": 2 * stored.nbytes / us / 1e6,
+        "host_us": time_host(ours),
+        "plan_us": time_host(partial(MovedRows.of, spans, table, layers)),
+        "torch_us": time_gpu(in_torch, 1),
+    }
+    print(f"move {model}, {tokens} rows in {LAYERS} layers:", show(report))
+    return report
 
 
 def masses() -> None:
-    """The last 16 rows of a prompt over the rows before them."""
-    for model, (rows, keys) in product(MODELS, [(16, 8192), (16, 32768)]):
-        case = Case.of(model, torch.arange(keys - rows, keys), keys)
-        absent = torch.rand(keys, device=DEVICE) < 0.1
-        absent[keys - rows :] = False
-        plan = case.rows()
-        start = keys - rows
+    for model, keys in product(MODELS, (8192, 32768)):
+        REPORT[f"mass {model} {keys}"] = time_mass(model, 16, keys)
 
-        def ours() -> torch.Tensor:
-            return attention_mass(case.query, case.pages, plan, DIM**-0.5, start, absent=absent)
 
-        def torchs() -> torch.Tensor:
-            known = dense(case.pages, case.tables[0])[0].float()
-            query = case.query.float().unflatten(1, (case.kv_heads, -1))
-            scores = torch.einsum("rhgd,hkd->hgrk", query, known) * DIM**-0.5
-            at = torch.arange(keys, device=DEVICE)
-            hidden = (at > at[start:, None]) | absent
-            weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
-            return weights.sum((0, 1, 2))[:start] / case.heads
+def time_mass(model: str, rows: int, keys: int) -> dict[str, float]:
+    """The last rows of a prompt over the rows before them."""
+    start = keys - rows
+    case = Case.of(model, torch.arange(start, keys), keys)
+    absent = torch.rand(keys, device=DEVICE) < 0.1
+    absent[start:] = False
 
-        check("mass", ours(), torchs(), 1e-4)
-        us, theirs, host = time_gpu(ours), time_gpu(torchs), time_host(ours)
-        name = f"mass {model}, {rows} rows over {keys} keys"
-        print(f"{name}: {us:.1f} µs, host {host:.0f} µs; torch {theirs:.1f} µs")
-        REPORT[name] = {"us": us, "host_us": host, "torch_us": theirs}
+    def in_torch() -> torch.Tensor:
+        known = dense(case.pages, case.tables[0])[0].float()
+        query = case.query.float().unflatten(1, (case.kv_heads, -1))
+        scores = torch.einsum("rhgd,hkd->hgrk", query, known) * DIM**-0.5
+        at = torch.arange(keys, device=DEVICE)
+        hidden = (at > at[start:, None]) | absent
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        return weights.sum((0, 1, 2))[:start] / case.heads
+
+    ours = partial(
+        attention_mass, case.query, case.pages, case.rows(), DIM**-0.5, start, absent=absent
+    )
+    check("mass", ours(), in_torch(), 1e-4)
+    report = {"us": time_gpu(ours), "host_us": time_host(ours), "torch_us": time_gpu(in_torch)}
+    print(f"mass {model}, {rows} rows over {keys} keys:", show(report))
+    return report
 
 
 def shifts() -> None:
-    """Eight spans of which 15 % was recomputed, in one layer."""
-    for model, (rows, keys) in product(MODELS, [(1300, 8192)]):
-        _, kv_heads = MODELS[model]
-        pages, table = make_pages(kv_heads, keys)
-        positions = scattered(rows, keys)
-        span_of = torch.arange(keys) * 8 // keys
-        weights = row_weights(span_of[positions], torch.zeros(8))
-        plan = ShiftPlan.of(positions, span_of, weights, table, PAGE)
-        fresh = torch.randn(2, rows, kv_heads, DIM, device=DEVICE, dtype=DTYPE)
-        frequencies = FREQUENCIES[None].expand(2, -1)
-        rotation = Rotation(frequencies)
-        at = rotation.cos_sin(1, torch.arange(keys, device=DEVICE))
-        kv = RequestKV(KVShape(2, kv_heads, DIM, DTYPE, torch.device(DEVICE)), keys)
-        kv.data[:, 1, :, :keys] = torch.stack(dense(pages, table))
-        hook = Shift(
-            rotation, positions.to(DEVICE), Spans(span_of.to(DEVICE), torch.zeros(8, device=DEVICE))
-        )
-        as_given = [part.transpose(0, 1)[None] for part in fresh]
-        hook.on_fresh(1, kv, *as_given)
-        shift(fresh[0], fresh[1], pages, plan, at)
-        stale = torch.ones(keys, dtype=torch.bool)
-        stale[positions] = False
-        found = torch.stack(dense(pages, table))[:, :, stale.to(DEVICE)]
-        check("shift", found, kv.data[:, 1, :, :keys][:, :, stale.to(DEVICE)], 0.06)
-        us = time_gpu(lambda: shift(fresh[0], fresh[1], pages, plan, at))
-        host = time_host(lambda: shift(fresh[0], fresh[1], pages, plan, at))
-        theirs = time_gpu(lambda: hook.on_fresh(1, kv, *as_given))
-        name = f"shift {model}, {rows} of {keys} rows"
-        print(f"{name}: {us:.1f} µs a layer, host {host:.0f} µs; torch {theirs:.1f} µs")
-        REPORT[name] = {"us": us, "host_us": host, "torch_us": theirs}
+    for model in MODELS:
+        REPORT[f"shift {model}"] = time_shift(model, 1300, 8192)
+
+
+def time_shift(model: str, rows: int, keys: int, count: int = 8) -> dict[str, float]:
+    """Spans of which some rows were recomputed, in one layer."""
+    kv_heads = MODELS[model][1]
+    pages, table = make_pages(kv_heads, keys)
+    positions, span_of = scattered(rows, keys), torch.arange(keys) * count // keys
+    weights = row_weights(span_of[positions], torch.zeros(count))
+    plan = ShiftPlan.of(positions, span_of, weights, table, PAGE)
+    fresh = torch.randn(2, rows, kv_heads, DIM, device=DEVICE, dtype=DTYPE)
+    rotation = Rotation(FREQUENCIES.expand(2, -1))
+    at = rotation.cos_sin(1, torch.arange(keys, device=DEVICE))
+    kv = RequestKV(KVShape(2, kv_heads, DIM, DTYPE, torch.device(DEVICE)), keys)
+    kv.data[:, 1, :, :keys] = torch.stack(dense(pages, table))
+    spans = Spans(span_of.to(DEVICE), torch.zeros(count, device=DEVICE))
+    hook = Shift(rotation, positions.to(DEVICE), spans)
+    in_torch = partial(hook.on_fresh, 1, kv, *(part.transpose(0, 1)[None] for part in fresh))
+    ours = partial(shift, fresh[0], fresh[1], pages, plan, at)
+    in_torch()
+    ours()
+    stale = plan.stale[2]
+    found = torch.stack(dense(pages, table))[:, :, stale]
+    check("shift", found, kv.data[:, 1][:, :, stale], 0.06)
+    report = {"us": time_gpu(ours), "host_us": time_host(ours), "torch_us": time_gpu(in_torch)}
+    print(f"shift {model}, {rows} of {keys} rows, one layer:", show(report))
+    return report
 
 
 def rotations(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -361,12 +365,11 @@ def rotations(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return angles.cos().float().to(DEVICE), angles.sin().float().to(DEVICE)
 
 
-def rotate(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    x, y = keys.float().chunk(2, -1)
-    return torch.cat([x * cos - y * sin, y * cos + x * sin], -1)
-
-
 # Time
+
+
+def show(report: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.1f}" for name, value in report.items())
 
 
 def check(name: str, given: torch.Tensor, expected: torch.Tensor, limit: float = 0.02) -> None:
@@ -375,7 +378,7 @@ def check(name: str, given: torch.Tensor, expected: torch.Tensor, limit: float =
         raise SystemExit(f"{name}: differs from torch by {error}; at most {limit} is rounding")
 
 
-def time_gpu(call: Callable[[], object], calls: int = 5, rounds: int = 7) -> float:
+def time_gpu(call: Callable[[], object], calls: int = 3, rounds: int = 7) -> float:
     """Microseconds of one call on the GPU."""
     call()
     torch.cuda.synchronize()
