@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+# Triton's interpreter runs its kernels without a GPU. It must be chosen before anything imports it.
+if os.environ.get("KVBOOST_TEST_DEVICE", "cpu") == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch

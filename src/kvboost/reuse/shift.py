@@ -38,6 +38,16 @@ class Spans:
         return Spans(span_of, self.resemblance)
 
 
+def row_weights(which: torch.Tensor, resemblance: torch.Tensor) -> torch.Tensor:
+    """What each recomputed row adds to the offset of its span; ``which``, ``[rows]``, are the
+    spans, and ``resemblance`` is that of :class:`Spans`."""
+    numbers = torch.arange(len(resemblance), device=which.device)[:, None]
+    count = (which == numbers).sum(1)
+    trust = torch.where(count >= 2, count / (count + PRIOR_ROWS), 0.0)
+    strength = SHIFT_STRENGTH * (1 - resemblance)
+    return (strength * trust / count.clamp(min=1))[which]
+
+
 class Shift:
     """A hook of the forward that recomputes some rows of moved spans. In every layer it adds the
     mean difference between fresh and stale rows to the other rows of the span, both keys and
@@ -63,14 +73,8 @@ class Shift:
         self._offset_of = torch.where(between >= 0, between, num_spans)
         numbers = torch.arange(num_spans + 1, device=positions.device)[:, None]
         which = spans.span_of[self._fresh]
-        of_span = which == numbers
-        count = of_span.sum(1, keepdim=True)
-        trust = torch.where(count >= 2, count / (count + PRIOR_ROWS), 0.0)
-        strength = (
-            SHIFT_STRENGTH * (1 - torch.nn.functional.pad(spans.resemblance, (0, 1)))[:, None]
-        )
-        mean = of_span * (strength * trust / count.clamp(min=1))
-        self._rows = (self._index, self._fresh, which, mean, mean.sum(0))
+        weights = row_weights(which, spans.resemblance)
+        self._rows = (self._index, self._fresh, which, (which == numbers) * weights, weights)
         self._cos_sin: dict[int, tuple[CosSin, CosSin]] = {}
 
     @property

@@ -1,0 +1,414 @@
+"""Our Triton kernels on a GPU: each is compared with torch first, then timed.
+
+Attention of scattered rows is timed over several tiles and numbers of splits, next to
+FlashAttention: vLLM's if it can be imported, which computes each run of consecutive rows as a
+request of its own, or torch's with a mask. Times are medians on the GPU, taken by CUDA events
+around a captured graph of several calls; "host" is what one call costs in Python. The last line is
+JSON.
+
+    python scripts/bench_gpu_kernels.py [--workers 10] [--only attention,move,mass,shift]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from kvboost.model.kv import KVShape, RequestKV
+from kvboost.model.triton.attention import attend
+from kvboost.model.triton.mass import attention_mass
+from kvboost.model.triton.move import MovedRows, StoredSpan, move
+from kvboost.model.triton.pages import PagedLayers
+from kvboost.model.triton.rows import PagedRows, Tile
+from kvboost.model.triton.shift import ShiftPlan, shift
+from kvboost.reuse.rope import Rotation
+from kvboost.reuse.shift import Shift, Spans, row_weights
+
+PAGE, DIM, RUN = 16, 128, 2
+MODELS = {"7b": (28, 4), "1.5b": (12, 2)}
+SIZES = [(1300, 8192), (5000, 32768), (350, 2048)]
+TILES = [
+    Tile(rows=128, keys=64, warps=8, stages=3),
+    Tile(rows=128, keys=64, warps=8, stages=4),
+    Tile(rows=128, keys=128, warps=8, stages=3),
+    Tile(rows=64, keys=64, warps=4, stages=3),
+]
+SPLITS = [1, 2, 4]
+LAYERS = 28
+FREQUENCIES = 1e6 ** -(torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)
+DTYPE = torch.bfloat16
+DEVICE = "cuda"
+REPORT: dict[str, Any] = {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--workers", type=int, default=10, help="processes that compile kernels")
+    parser.add_argument("--only", default="attention,move,mass,shift")
+    options = parser.parse_args()
+    chosen = options.only.split(",")
+    started = time.perf_counter()
+    if "attention" in chosen and options.workers > 1:
+        jobs = list(product(MODELS, TILES, (1, 2)))
+        with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+            pool.starmap(compile_attention, jobs, chunksize=1)
+        print(f"compiled {len(jobs)} kernels in {time.perf_counter() - started:.0f} s", flush=True)
+    torch.manual_seed(0)
+    REPORT["gpu"] = torch.cuda.get_device_name()
+    parts = {"attention": attention, "move": moves, "mass": masses, "shift": shifts}
+    for name, part in parts.items():
+        if name in chosen:
+            part()
+    print(f"{time.perf_counter() - started:.0f} s")
+    print(json.dumps(REPORT))
+
+
+# Attention
+
+
+@dataclass
+class Case:
+    """Rows over one request's pages."""
+
+    heads: int
+    kv_heads: int
+    positions: torch.Tensor
+    query: torch.Tensor
+    pages: torch.Tensor
+    tables: torch.Tensor
+
+    @classmethod
+    def of(cls, model: str, positions: torch.Tensor, keys: int) -> Case:
+        heads, kv_heads = MODELS[model]
+        query = torch.randn(len(positions), heads, DIM, device=DEVICE, dtype=DTYPE)
+        pages, table = make_pages(kv_heads, keys)
+        return cls(heads, kv_heads, positions, query, pages, table[None])
+
+    def rows(self, tile: Tile | None = None, splits: int | None = None) -> PagedRows:
+        return PagedRows.of(
+            [self.positions],
+            self.tables,
+            page=PAGE,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            dtype=DTYPE,
+            tile=tile,
+            splits=splits,
+        )
+
+    def attend(self, rows: PagedRows) -> torch.Tensor:
+        return attend(self.query, self.pages, rows, DIM**-0.5)
+
+    @property
+    def flops(self) -> float:
+        return 4.0 * DIM * self.heads * float((self.positions + 1).sum())
+
+
+def compile_attention(model: str, tile: Tile, splits: int) -> None:
+    case = Case.of(model, torch.arange(64), 64)
+    case.attend(case.rows(tile, splits))
+    torch.cuda.synchronize()
+
+
+def make_pages(kv_heads: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages with tokens before heads in memory, as vLLM's default, and a table of them."""
+    count = keys // PAGE + 8
+    data = torch.randn(count, PAGE, kv_heads, 2 * DIM, device=DEVICE, dtype=DTYPE)
+    table = torch.randperm(count, device=DEVICE)[: keys // PAGE].to(torch.int32)
+    return data.transpose(1, 2), table
+
+
+def scattered(rows: int, keys: int) -> torch.Tensor:
+    """Runs of two rows, and the last one."""
+    cells = torch.randperm(keys // RUN - 1)[: rows // RUN] * RUN
+    return (cells[:, None] + torch.arange(RUN)).flatten().sort().values
+
+
+def expected_attention(case: Case) -> torch.Tensor:
+    keys, values = dense(case.pages, case.tables[0])
+    group = case.heads // case.kv_heads
+    out = []
+    for at in range(0, len(case.positions), 128):
+        position = case.positions[at : at + 128].to(DEVICE)
+        query = case.query[at : at + 128].float().unflatten(1, (case.kv_heads, group))
+        scores = torch.einsum("rhgd,hkd->hgrk", query, keys.float()) * DIM**-0.5
+        hidden = torch.arange(keys.shape[1], device=DEVICE) > position[:, None]
+        weights = scores.masked_fill_(hidden, -math.inf).softmax(-1)
+        out.append(torch.einsum("hgrk,hkd->rhgd", weights, values.float()).flatten(1, 2))
+    return torch.cat(out)
+
+
+def dense(pages: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A request's keys and values, ``[kv_heads, rows, dim]``."""
+    keys, values = pages[table.long()].transpose(0, 1).flatten(1, 2).chunk(2, -1)
+    return keys, values
+
+
+def attention() -> None:
+    for model, (rows, keys) in product(MODELS, SIZES):
+        for kind, positions in {
+            "scattered": scattered(rows, keys),
+            "consecutive": torch.arange(keys - rows, keys),
+        }.items():
+            name = f"attention {model}, {rows} {kind} rows over {keys} keys"
+            REPORT[name] = time_attention(name, Case.of(model, positions, keys))
+
+
+def time_attention(name: str, case: Case) -> dict[str, Any]:
+    print(name)
+    expected = expected_attention(case)
+    default = case.rows()
+    plans = [default, *(case.rows(tile, splits) for tile, splits in product(TILES, SPLITS))]
+    times = []
+    for plan in plans:
+        check(f"{name}, {describe(plan)}", case.attend(plan), expected)
+        times.append(time_gpu(partial(case.attend, plan)))
+    for us, at in sorted((us, at) for at, us in enumerate(times))[:4]:
+        speed = case.flops / us / 1e6
+        print(
+            f"  {us:8.1f} µs {speed:5.0f} TFLOPS  {describe(plans[at])}{'' if at else ' (default)'}"
+        )
+    theirs_name, theirs = flash_attention(case)
+    check(f"{name}, {theirs_name}", theirs(), expected)
+    report = {
+        "us": times[0],
+        "best_us": min(times),
+        "best": describe(plans[times.index(min(times))]),
+        "host_us": time_host(partial(case.attend, default)),
+        "theirs": theirs_name,
+        "theirs_us": time_gpu(theirs),
+    }
+    ratio = report["us"] / report["theirs_us"]
+    line = (
+        "  {us:8.1f} µs default, {host_us:.0f} µs on the host; {theirs} {theirs_us:.1f} µs; ratio"
+    )
+    print(line.format(**report), f"{ratio:.2f}", flush=True)
+    return report
+
+
+def describe(plan: PagedRows) -> str:
+    tile = plan.tile
+    return (
+        f"{tile.rows}x{tile.keys}, {tile.warps} warps, {tile.stages} stages, {plan.splits} splits"
+    )
+
+
+def flash_attention(case: Case) -> tuple[str, Callable[[], torch.Tensor]]:
+    """The name and a call of what would compute these rows without our kernel."""
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return sdpa(case)
+    ends = (case.positions.diff() != 1).nonzero()[:, 0] + 1
+    cuts = torch.tensor([0, *ends.tolist(), len(case.positions)], dtype=torch.int32)
+    lengths = case.positions[cuts[1:].long() - 1] + 1
+    keys, values = (part.transpose(1, 2) for part in case.pages.chunk(2, -1))
+    options = {
+        "q": case.query,
+        "k": keys,
+        "v": values,
+        "max_seqlen_q": int(cuts.diff().max()),
+        "cu_seqlens_q": cuts.to(DEVICE),
+        "max_seqlen_k": int(lengths.max()),
+        "seqused_k": lengths.to(DEVICE, torch.int32),
+        "block_table": case.tables.repeat(len(lengths), 1),
+        "softmax_scale": DIM**-0.5,
+        "causal": True,
+        "out": torch.empty_like(case.query),
+    }
+    for version in (3, 2):
+        try:
+            flash_attn_varlen_func(**options, fa_version=version)
+        except Exception as error:
+            print(f"  FlashAttention {version}: {error!r}")
+        else:
+            name = f"FlashAttention {version} ({len(lengths)} runs)"
+            return name, partial(flash_attn_varlen_func, **options, fa_version=version)
+    return sdpa(case)
+
+
+def sdpa(case: Case) -> tuple[str, Callable[[], torch.Tensor]]:
+    keys, values = (part[None].contiguous() for part in dense(case.pages, case.tables[0]))
+    query = case.query.transpose(0, 1)[None].contiguous()
+    keys, values = (
+        part.repeat_interleave(case.heads // case.kv_heads, 1) for part in (keys, values)
+    )
+    seen = torch.arange(keys.shape[2], device=DEVICE) <= case.positions.to(DEVICE)[:, None]
+
+    def call() -> torch.Tensor:
+        out = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen)
+        return out[0].transpose(0, 1)
+
+    return "torch's SDPA with a mask", call
+
+
+# Moved rows
+
+
+def moves() -> None:
+    for model in MODELS:
+        REPORT[f"move {model}"] = time_move(model)
+
+
+def time_move(model: str, tokens: int = 8192, count: int = 8) -> dict[str, float]:
+    """``count`` passages of a prompt, in another order, into all layers."""
+    kv_heads, each = MODELS[model][1], tokens // count
+    pages = [make_pages(kv_heads, tokens) for _ in range(LAYERS)]
+    layers, table = PagedLayers([data for data, _ in pages]), pages[0][1]
+    stored = torch.randn(2, LAYERS, kv_heads, tokens, DIM, device=DEVICE, dtype=DTYPE)
+    spans = [StoredSpan(stored, at * each, each, tokens - (at + 1) * each) for at in range(count)]
+    distances = torch.tensor([span.position - span.start for span in spans])
+    cos, sin = (part[None] for part in rotations(distances))
+    rows = MovedRows.of(spans, table, layers)
+    cos_of, sin_of = (part[0, rows.span_of] for part in (cos, sin))
+
+    def in_torch() -> None:
+        for number, data in enumerate(layers.pages):
+            x, y = stored[0, number].float().chunk(2, -1)
+            keys = torch.cat([x * cos_of - y * sin_of, y * cos_of + x * sin_of], -1).to(DTYPE)
+            both = torch.cat([keys, stored[1, number]], -1).transpose(0, 1)
+            data[rows.slots // PAGE, :, rows.slots % PAGE] = both
+
+    ours = partial(move, rows, layers, (cos, sin))
+    ours()
+    given = [data.clone() for data in layers.pages]
+    in_torch()
+    for found, expected in zip(given, layers.pages, strict=True):
+        check("move", found, expected, 0.04)  # the last bit of large numbers
+    us = time_gpu(ours)
+    report = {
+        "us": us,
+        "tb_per_s": 2 * stored.nbytes / us / 1e6,
+        "host_us": time_host(ours),
+        "plan_us": time_host(partial(MovedRows.of, spans, table, layers)),
+        "torch_us": time_gpu(in_torch, 1),
+    }
+    print(f"move {model}, {tokens} rows in {LAYERS} layers:", show(report))
+    return report
+
+
+def masses() -> None:
+    for model, keys in product(MODELS, (8192, 32768)):
+        REPORT[f"mass {model} {keys}"] = time_mass(model, 16, keys)
+
+
+def time_mass(model: str, rows: int, keys: int) -> dict[str, float]:
+    """The last rows of a prompt over the rows before them."""
+    start = keys - rows
+    case = Case.of(model, torch.arange(start, keys), keys)
+    absent = torch.rand(keys, device=DEVICE) < 0.1
+    absent[start:] = False
+
+    def in_torch() -> torch.Tensor:
+        known = dense(case.pages, case.tables[0])[0].float()
+        query = case.query.float().unflatten(1, (case.kv_heads, -1))
+        scores = torch.einsum("rhgd,hkd->hgrk", query, known) * DIM**-0.5
+        at = torch.arange(keys, device=DEVICE)
+        hidden = (at > at[start:, None]) | absent
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        return weights.sum((0, 1, 2))[:start] / case.heads
+
+    ours = partial(
+        attention_mass, case.query, case.pages, case.rows(), DIM**-0.5, start, absent=absent
+    )
+    check("mass", ours(), in_torch(), 1e-4)
+    report = {"us": time_gpu(ours), "host_us": time_host(ours), "torch_us": time_gpu(in_torch)}
+    print(f"mass {model}, {rows} rows over {keys} keys:", show(report))
+    return report
+
+
+def shifts() -> None:
+    for model in MODELS:
+        REPORT[f"shift {model}"] = time_shift(model, 1300, 8192)
+
+
+def time_shift(model: str, rows: int, keys: int, count: int = 8) -> dict[str, float]:
+    """Spans of which some rows were recomputed, in one layer."""
+    kv_heads = MODELS[model][1]
+    pages, table = make_pages(kv_heads, keys)
+    positions, span_of = scattered(rows, keys), torch.arange(keys) * count // keys
+    weights = row_weights(span_of[positions], torch.zeros(count))
+    plan = ShiftPlan.of(positions, span_of, weights, table, PAGE)
+    fresh = torch.randn(2, rows, kv_heads, DIM, device=DEVICE, dtype=DTYPE)
+    rotation = Rotation(FREQUENCIES.expand(2, -1))
+    at = rotation.cos_sin(1, torch.arange(keys, device=DEVICE))
+    kv = RequestKV(KVShape(2, kv_heads, DIM, DTYPE, torch.device(DEVICE)), keys)
+    kv.data[:, 1, :, :keys] = torch.stack(dense(pages, table))
+    spans = Spans(span_of.to(DEVICE), torch.zeros(count, device=DEVICE))
+    hook = Shift(rotation, positions.to(DEVICE), spans)
+    in_torch = partial(hook.on_fresh, 1, kv, *(part.transpose(0, 1)[None] for part in fresh))
+    ours = partial(shift, fresh[0], fresh[1], pages, plan, at)
+    in_torch()
+    ours()
+    stale = plan.stale[2]
+    found = torch.stack(dense(pages, table))[:, :, stale]
+    check("shift", found, kv.data[:, 1][:, :, stale], 0.06)
+    report = {"us": time_gpu(ours), "host_us": time_host(ours), "torch_us": time_gpu(in_torch)}
+    print(f"shift {model}, {rows} of {keys} rows, one layer:", show(report))
+    return report
+
+
+def rotations(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine ``[positions, pairs]``."""
+    angles = positions.double()[:, None] * FREQUENCIES
+    return angles.cos().float().to(DEVICE), angles.sin().float().to(DEVICE)
+
+
+# Time
+
+
+def show(report: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.1f}" for name, value in report.items())
+
+
+def check(name: str, given: torch.Tensor, expected: torch.Tensor, limit: float = 0.02) -> None:
+    error = float((given.float() - expected.float()).abs().max())
+    if not error <= limit:
+        raise SystemExit(f"{name}: differs from torch by {error}; at most {limit} is rounding")
+
+
+def time_gpu(call: Callable[[], object], calls: int = 3, rounds: int = 7) -> float:
+    """Microseconds of one call on the GPU."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    graph.replay()
+    times = []
+    for _ in range(rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / calls * 1e3)
+    return statistics.median(times)
+
+
+def time_host(call: Callable[[], object], calls: int = 20) -> float:
+    """Microseconds of one call in Python."""
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()

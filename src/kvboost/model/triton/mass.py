@@ -1,0 +1,111 @@
+"""Attention mass: how much a few rows, such as a prompt's last ones, attend to each key. A first
+pass finds the sums of exponentials, a second one adds up the weights key by key."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvboost.model.triton.attention import attend
+from kvboost.model.triton.pages import check_pages
+from kvboost.model.triton.rows import PagedRows
+from kvboost.model.triton.scores import LOG2_E, is_present, product, row_offsets, scores_of
+
+KEYS = 64
+"""Keys of one program."""
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_keys", "window"],
+    do_not_specialize_on_alignment=["positions", "table", "absent", "lse"],
+)
+def _mass_kernel(
+    query,
+    query_row_stride,
+    query_head_stride,
+    positions,
+    num_rows,
+    table,
+    pages,
+    page_stride,
+    head_stride,
+    token_stride,
+    absent,
+    lse,
+    mass,
+    num_keys,
+    scale,
+    cap,
+    window,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    key = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    present = is_present(key, absent, num_keys)
+    channel = tl.arange(0, WIDE)
+    total = tl.zeros([KEYS], tl.float32)
+    for head in range(KV_HEADS):
+        at = row_offsets(table, key, present, head, page_stride, head_stride, token_stride, PAGE)
+        inside = present[None, :] & (channel[:, None] < DIM)
+        keys = tl.load(pages + at[None, :] + channel[:, None], mask=inside, other=0.0)
+        for start in range(0, num_rows * GROUP, ROWS):
+            fold = start + tl.arange(0, ROWS)
+            row, own_head = fold // GROUP, head * GROUP + fold % GROUP
+            used = row < num_rows
+            position = tl.load(positions + row, mask=used, other=-1)
+            log_sum = tl.load(lse + row * (KV_HEADS * GROUP) + own_head, mask=used, other=0.0)
+            query_at = row.to(tl.int64) * query_row_stride + own_head * query_head_stride
+            queries = tl.load(
+                query + query_at[:, None] + channel[None, :],
+                mask=used[:, None] & (channel[None, :] < DIM),
+                other=0.0,
+            )
+            raw = product(queries, keys)
+            scores = scores_of(raw, position, key, present, scale, cap, window, True)
+            total += tl.sum(tl.exp2(scores - log_sum[:, None] * LOG2_E), 0)
+    tl.store(mass + key, total / (KV_HEADS * GROUP), mask=key < num_keys)
+
+
+def attention_mass(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    rows: PagedRows,
+    scale: float,
+    num_keys: int,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    absent: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """How much the ``rows`` of one request attend to each of its first ``num_keys`` keys, float32
+    ``[num_keys]``: after softmax, averaged over heads, summed over rows. The options are those of
+    ``attend``, and ``absent`` is ``[keys]``."""
+    kv_heads, page, dim = check_pages(pages)
+    num_rows, heads, _ = query.shape
+    query = query if query.stride(2) == 1 else query.contiguous()
+    absent = None if absent is None else absent[None]
+    lse = torch.empty(num_rows, heads, dtype=torch.float32, device=query.device)
+    attend(
+        query, pages, rows, scale, window=window, soft_cap=soft_cap, absent=absent, lse=lse
+    )  # fmt: skip
+    mass = torch.empty(num_keys, dtype=torch.float32, device=query.device)
+    _mass_kernel[(triton.cdiv(num_keys, KEYS),)](
+        *(query, query.stride(0), query.stride(1), rows.positions, num_rows),
+        *(rows.tables, pages, *pages.stride()[:3]),
+        *(None if absent is None else absent.view(torch.uint8), lse, mass, num_keys),
+        *(scale, soft_cap, window),
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        DIM=dim,
+        WIDE=triton.next_power_of_2(dim),
+        PAGE=page,
+        ROWS=64 if query.dtype != torch.float32 else 16,
+        KEYS=KEYS,
+    )
+    return mass

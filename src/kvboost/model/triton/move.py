@@ -1,0 +1,198 @@
+"""Writing stored rows into pages: one kernel gathers rows of several stored chunks, rotates their
+keys to the new positions and writes keys and values of all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kvboost.model.triton.pages import VECTOR_BYTES, PagedLayers, is_aligned, slots_of
+from kvboost.model.triton.rotation import channels_of
+
+ROWS = 32
+"""Rows of one program."""
+WARPS = 4
+
+
+@dataclass(frozen=True)
+class StoredSpan:
+    """``count`` rows of ``source``, ``[2, layers, kv_heads, tokens, dim]`` on the device of the
+    pages, from ``start`` on. They are moved to ``position`` and the positions after it."""
+
+    source: torch.Tensor
+    start: int
+    count: int
+    position: int
+
+
+@dataclass(frozen=True)
+class MovedRows:
+    """Rows of stored spans and the slots they are written to."""
+
+    spans: Sequence[StoredSpan]
+    sources: torch.Tensor
+    """int64 ``[spans, 5]``: address of each span's source, strides of keys and values, layers,
+    heads and tokens in bytes."""
+    span_of: torch.Tensor
+    """int64 ``[rows]``, as the next two."""
+    source_rows: torch.Tensor
+    slots: torch.Tensor
+    are_aligned: bool
+
+    @classmethod
+    def of(cls, spans: Sequence[StoredSpan], table: torch.Tensor, layers: PagedLayers) -> MovedRows:
+        """The rows of ``spans``, which go to the request whose pages are ``table``, ``[pages]``."""
+        for number, span in enumerate(spans):
+            _check_span(number, span, table, layers)
+        counts = torch.tensor([span.count for span in spans])
+        span_of = torch.repeat_interleave(torch.arange(len(spans)), counts)
+        in_span = torch.arange(len(span_of)) - (counts.cumsum(0) - counts)[span_of]
+        source_rows = in_span + torch.tensor([span.start for span in spans])[span_of]
+        positions = in_span + torch.tensor([span.position for span in spans])[span_of]
+        size = layers.first.itemsize
+        sources = torch.tensor(
+            [
+                [span.source.data_ptr(), *(stride * size for stride in span.source.stride()[:4])]
+                for span in spans
+            ]
+        )
+        sent = torch.cat([sources.flatten(), span_of, source_rows, positions])
+        sent = sent.to(table.device, non_blocking=True)
+        rows = len(span_of)
+        on_device = sent.split([sources.numel(), rows, rows, rows])
+        return cls(
+            spans,
+            on_device[0].view(-1, 5),
+            *on_device[1:3],
+            slots_of(on_device[3], table, layers.page),
+            is_aligned(*sources.flatten().tolist()),
+        )
+
+
+def _check_span(number: int, span: StoredSpan, table: torch.Tensor, layers: PagedLayers) -> None:
+    source, like = span.source, layers.first
+    shape = (2, len(layers), layers.kv_heads, -1, layers.dim)
+    found = (*source.shape[:3], -1, *source.shape[4:])
+    if found != shape or source.stride(4) != 1 or source.dtype != like.dtype:
+        raise ValueError(
+            f"span {number} is {source.dtype} of shape {tuple(source.shape)} and strides "
+            f"{source.stride()}; the pages need {like.dtype} {shape}, the last dimension contiguous"
+        )
+    most = source.shape[3], len(table) * layers.page
+    if min(span.start, span.position) < 0 or span.count < 1:
+        raise ValueError(
+            f"span {number} moves {span.count} rows from {span.start} to {span.position}"
+        )
+    if span.start + span.count > most[0] or span.position + span.count > most[1]:
+        raise ValueError(
+            f"span {number} moves rows {span.start} to {span.start + span.count} to "
+            f"{span.position}; its source has {most[0]} rows and the request's pages {most[1]}"
+        )
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "spans_per_layer"],
+    do_not_specialize_on_alignment=["sources", "span_of", "source_rows", "slots"],
+)
+def _move_kernel(
+    like,
+    sources,
+    span_of,
+    source_rows,
+    slots,
+    num_rows,
+    cos,
+    sin,
+    spans_per_layer,
+    addresses,
+    page_stride,
+    head_stride,
+    token_stride,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WIDE_PAIRS: tl.constexpr,
+    PAGE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    layer, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    used = row < num_rows
+    span = tl.load(span_of + row, mask=used, other=0)
+    source = sources + span * 5
+    address = tl.load(source) + tl.load(source + 2) * layer + tl.load(source + 3) * head
+    address += tl.load(source + 4) * tl.load(source_rows + row, mask=used, other=0)
+    keys = tl.multiple_of(address.to(like.dtype), ALIGN)
+    values = tl.multiple_of((address + tl.load(source + 1)).to(like.dtype), ALIGN)
+
+    slot = tl.load(slots + row, mask=used, other=0)
+    pages = tl.multiple_of(tl.load(addresses + layer).to(like.dtype), ALIGN)
+    to = pages + (
+        (slot // PAGE) * page_stride
+        + head.to(tl.int64) * head_stride
+        + (slot % PAGE) * token_stride
+    )
+
+    pair = tl.arange(0, WIDE_PAIRS)
+    rotates = used[:, None] & (pair[None, :] < PAIRS)
+    at = (layer.to(tl.int64) * spans_per_layer + span)[:, None] * PAIRS + pair[None, :]
+    cosine = tl.load(cos + at, mask=rotates, other=1.0)
+    sine = tl.load(sin + at, mask=rotates, other=0.0)
+    first, second = channels_of(pair[None, :], PAIRS, INTERLEAVED)
+    x = tl.load(keys[:, None] + first, mask=rotates, other=0.0).to(tl.float32)
+    y = tl.load(keys[:, None] + second, mask=rotates, other=0.0).to(tl.float32)
+    element = like.dtype.element_ty
+    tl.store(to[:, None] + first, (x * cosine - y * sine).to(element), mask=rotates)
+    tl.store(to[:, None] + second, (y * cosine + x * sine).to(element), mask=rotates)
+
+    channel = tl.arange(0, WIDE)[None, :]
+    if 2 * PAIRS < DIM:  # channels that do not rotate
+        plain = used[:, None] & (channel >= 2 * PAIRS) & (channel < DIM)
+        tl.store(to[:, None] + channel, tl.load(keys[:, None] + channel, mask=plain), mask=plain)
+    inside = used[:, None] & (channel < DIM)
+    value = tl.load(values[:, None] + channel, mask=inside)
+    tl.store(to[:, None] + (DIM + channel), value, mask=inside)
+
+
+def move(
+    rows: MovedRows,
+    layers: PagedLayers,
+    cos_sin: tuple[torch.Tensor, torch.Tensor],
+    *,
+    interleaved: bool = False,
+) -> None:
+    """Writes ``rows`` into the pages of all layers. ``cos_sin`` are float32 ``[layers, spans,
+    pairs]``, or ``[1, spans, pairs]`` if layers rotate alike: how far the keys of each span rotate.
+    Pairs are channels ``(i, i + pairs)``, or neighbours if ``interleaved``; channels beyond ``2 *
+    pairs`` are not rotated. Computed in float32, rounded once."""
+    cos, sin = (part.contiguous() for part in cos_sin)
+    kinds, spans, pairs = cos.shape
+    if kinds not in (1, len(layers)) or spans != len(rows.spans) or 2 * pairs > layers.dim:
+        raise ValueError(
+            f"cosines have shape {tuple(cos.shape)}; {len(layers)} layers of dimension "
+            f"{layers.dim} and {len(rows.spans)} spans need [{len(layers)} or 1, "
+            f"{len(rows.spans)}, at most {layers.dim // 2}]"
+        )
+    grid = (-(-len(rows.slots) // ROWS), len(layers) * layers.kv_heads)
+    _move_kernel[grid](
+        *(layers.first, rows.sources, rows.span_of, rows.source_rows, rows.slots),
+        *(len(rows.slots), cos, sin, spans if kinds > 1 else 0),
+        *(layers.addresses, *layers.strides),
+        KV_HEADS=layers.kv_heads,
+        DIM=layers.dim,
+        WIDE=triton.next_power_of_2(layers.dim),
+        PAIRS=pairs,
+        WIDE_PAIRS=triton.next_power_of_2(pairs),
+        PAGE=layers.page,
+        INTERLEAVED=interleaved,
+        ALIGN=VECTOR_BYTES if rows.are_aligned and layers.is_aligned else layers.first.itemsize,
+        ROWS=ROWS,
+        num_warps=WARPS,
+    )

@@ -1,0 +1,110 @@
+"""Rows of requests, cut into the tiles that programs compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+MOST_SPLITS = 16
+KEYS_PER_SPLIT = 512
+"""A split with fewer keys than this costs more than it gains."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program computes at a time: ``rows`` rows times heads, and ``keys`` keys."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def pick(cls, num_rows: int, dtype: torch.dtype) -> Tile:
+        """The tile for requests of up to ``num_rows`` rows times heads that share a KV head."""
+        if dtype == torch.float32:
+            return cls(32 if num_rows > 16 else 16, 32, 4, 1)
+        if num_rows > 64:
+            return cls(128, 64, 8, 3)
+        return cls(64, 64, 4, 3) if num_rows > 16 else cls(16, 64, 4, 3)
+
+
+@dataclass(frozen=True)
+class PagedRows:
+    """Rows of one or more requests, in the order of their queries; the same in all layers."""
+
+    positions: torch.Tensor
+    """int32 ``[rows]``, ascending within a request."""
+    tiles: torch.Tensor
+    """int32 ``[tiles, 3]``: request, first row and number of rows."""
+    tables: torch.Tensor
+    """int32 ``[requests, pages]``: the pages of each request, in order."""
+    tile: Tile
+    splits: int
+    end: int
+    """One past the last position."""
+
+    @classmethod
+    def of(
+        cls,
+        positions: Sequence[torch.Tensor],
+        tables: torch.Tensor,
+        *,
+        page: int,
+        heads: int,
+        kv_heads: int,
+        dtype: torch.dtype,
+        tile: Tile | None = None,
+        splits: int | None = None,
+    ) -> PagedRows:
+        """``positions`` are the rows of each request, on the CPU; request ``i`` has the pages
+        ``tables[i]``."""
+        group = heads // kv_heads
+        counts = [len(rows) for rows in positions]
+        tile = tile or Tile.pick(group * max(counts), dtype)
+        in_tile = tile.rows // group
+        if heads % kv_heads or not in_tile:
+            raise ValueError(
+                f"{heads} heads over {kv_heads} KV heads do not fit tiles of {tile.rows} rows"
+            )
+        _check_positions(positions, tables, page)
+        starts = [sum(counts[:request]) for request in range(len(counts))]
+        every = torch.cat([rows.to(torch.int32) for rows in positions])
+        tiles = [
+            (request, start + at, min(in_tile, count - at))
+            for request, (start, count) in enumerate(zip(starts, counts, strict=True))
+            for at in range(0, count, in_tile)
+        ]
+        last = every[[first + count - 1 for _, first, count in tiles]]
+        order = last.argsort(descending=True)  # the longest first: short ones fill the end
+        longest = int(last.max()) + 1
+        described = torch.tensor(tiles, dtype=torch.int32)[order]
+        device = tables.device
+        splits = splits or _splits(len(tiles) * kv_heads, longest, device)
+        sent = torch.cat([described.flatten(), every]).to(device, non_blocking=True)
+        on_device = sent[described.numel() :], sent[: described.numel()].view(-1, 3)
+        return cls(*on_device, tables.to(torch.int32), tile, splits, longest)
+
+
+def _check_positions(positions: Sequence[torch.Tensor], tables: torch.Tensor, page: int) -> None:
+    if len(positions) > len(tables):
+        raise ValueError(f"{len(positions)} requests have {len(tables)} tables of pages")
+    most = tables.shape[1] * page
+    for number, rows in enumerate(positions):
+        if not len(rows) or not bool((rows[1:] > rows[:-1]).all()):
+            raise ValueError(f"the positions of request {number} are not ascending, or none")
+        if int(rows[0]) < 0 or int(rows[-1]) >= most:
+            raise ValueError(
+                f"request {number} has positions {int(rows[0])} to {int(rows[-1])}; "
+                f"its table of {tables.shape[1]} pages of {page} rows ends at {most}"
+            )
+
+
+def _splits(programs: int, longest: int, device: torch.device) -> int:
+    """How many programs share a tile's keys, so that each multiprocessor has two."""
+    if device.type != "cuda":
+        return 1
+    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(wanted // programs, -(-longest // KEYS_PER_SPLIT), MOST_SPLITS))

@@ -1,0 +1,127 @@
+"""Attention of scattered rows over pages, against attention written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvboost.model.triton.attention import attend
+from kvboost.model.triton.rows import PagedRows, Tile
+from paged_kv import (
+    attention,
+    each_dtype,
+    make_pages,
+    make_tables,
+    random,
+    scattered,
+)
+from tiny import DEVICE
+
+TILE = Tile(rows=64, keys=64, warps=4, stages=2)
+SCALE = 0.2
+
+
+def close(given: torch.Tensor, expected: torch.Tensor) -> bool:
+    limit = 2e-5 if given.dtype == torch.float32 else 2e-2
+    return torch.allclose(given.float(), expected, rtol=limit, atol=limit)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("layout", "splits"), [("heads first", 1), ("tokens first", 3), ("pages inside", 1)]
+)
+def test_scattered_rows_of_two_requests(dtype: torch.dtype, layout: str, splits: int) -> None:
+    torch.manual_seed(splits)
+    pages = make_pages(24, 2, 16, 32, dtype, layout)
+    tables = make_tables(2, 12, 24)
+    positions = [scattered(25, 190), scattered(9, 65)]
+    query = random(34, 6, 32, dtype=dtype)
+    rows = PagedRows.of(
+        positions, tables, page=16, heads=6, kv_heads=2, dtype=dtype, tile=TILE, splits=splits
+    )
+    assert len(rows.tiles) == 3  # of 21 rows by 3 heads
+    lse = random(34, 6)
+    given = attend(query, pages, rows, SCALE, lse=lse)
+    expected, sums = attention(query, pages, positions, tables, SCALE)
+    assert given.dtype == dtype and close(given, expected)
+    assert torch.allclose(lse, sums, rtol=1e-3, atol=1e-3)
+
+
+@each_dtype
+@pytest.mark.parametrize(("dim", "heads"), [(16, 10), (80, 2)])
+def test_odd_sizes(dtype: torch.dtype, dim: int, heads: int) -> None:
+    """Dimensions and pages that are no powers of two, and one row at every border of a page."""
+    torch.manual_seed(dim)
+    pages = make_pages(11, 2, 48, dim, dtype, "tokens first")
+    tables = make_tables(1, 4, 11)
+    positions = [torch.tensor([0, 1, 47, 48, 63, 64, 95, 96, 127, 128, 129])]
+    query = random(11, dim, heads, dtype=dtype).transpose(1, 2)  # strided
+    rows = PagedRows.of(positions, tables, page=48, heads=heads, kv_heads=2, dtype=dtype, tile=TILE)
+    given = attend(query, pages, rows, SCALE)
+    assert close(given, attention(query, pages, positions, tables, SCALE)[0])
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_windows_caps_and_absent_rows(splits: int) -> None:
+    torch.manual_seed(3)
+    pages = make_pages(20, 2, 16, 32, torch.float32, "tokens first")
+    tables = make_tables(2, 10, 20)
+    positions = [scattered(12, 150), scattered(7, 31)]
+    query = random(19, 4, 32)
+    rows = PagedRows.of(
+        positions, tables, page=16, heads=4, kv_heads=2, dtype=torch.float32, tile=TILE,
+        splits=splits,
+    )  # fmt: skip
+    for options in ({"window": 20}, {"soft_cap": 1.5}, {"window": 70, "soft_cap": 2.0}):
+        given = attend(query, pages, rows, SCALE, **options)  # type: ignore[arg-type]
+        assert close(given, attention(query, pages, positions, tables, SCALE, **options)[0])  # type: ignore[arg-type]
+    absent = torch.rand(2, 160).to(DEVICE) < 0.3
+    for number, own in enumerate(positions):
+        absent[number, own.to(DEVICE)] = False
+        lost = torch.arange(160, device=DEVICE)[absent[number]]
+        pages[tables[number, lost // 16].long(), :, lost % 16] = float("nan")  # never written
+    given = attend(query, pages, rows, SCALE, absent=absent)
+    assert close(given, attention(query, pages.nan_to_num(), positions, tables, SCALE, absent)[0])
+
+
+def test_the_memory_after_the_last_row_is_not_used() -> None:
+    pages = make_pages(4, 1, 16, 16, torch.float32, "heads first")
+    tables = torch.tensor([[2, 1, 999, 999]], dtype=torch.int32, device=DEVICE)
+    pages[1, :, 5:] = float("nan")
+    positions = [torch.tensor([3, 20])]
+    query = random(2, 2, 16)
+    rows = PagedRows.of(
+        positions, tables, page=16, heads=2, kv_heads=1, dtype=torch.float32, tile=TILE
+    )
+    given = attend(query, pages, rows, SCALE)
+    pages.nan_to_num_()
+    assert close(given, attention(query, pages, positions, tables[:, :2], SCALE)[0])
+
+
+def test_tiles_are_picked_and_split_by_their_number() -> None:
+    tables = torch.zeros(1, 64, dtype=torch.int32)
+    sizes = {"page": 16, "heads": 4, "kv_heads": 1, "dtype": torch.bfloat16}
+    few = PagedRows.of([torch.tensor([1000])], tables, **sizes)  # type: ignore[arg-type]
+    assert few.tile.rows == 16 and few.splits == 1
+    many = PagedRows.of([torch.arange(1000)], tables, **sizes)  # type: ignore[arg-type]
+    assert many.tile.rows == 128 and len(many.tiles) == 32  # 32 rows by 4 heads
+    assert many.tiles[0].tolist() == [0, 992, 8]  # those with the most keys first
+    assert many.tiles[-1].tolist() == [0, 0, 32]
+
+
+def test_positions_that_do_not_fit_are_refused() -> None:
+    tables = torch.zeros(1, 4, dtype=torch.int32)
+    sizes = {"page": 16, "heads": 4, "kv_heads": 2, "dtype": torch.float32}
+    for positions, message in [
+        ([torch.tensor([3, 3])], "not ascending"),
+        ([torch.tensor([], dtype=torch.int64)], "not ascending, or none"),
+        ([torch.tensor([5, 64])], "positions 5 to 64; its table of 4 pages of 16 rows ends at 64"),
+        ([torch.tensor([1])] * 2, "2 requests have 1 tables"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            PagedRows.of(positions, tables, **sizes)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="4 heads over 3 KV heads"):
+        PagedRows.of([torch.tensor([1])], tables, **{**sizes, "kv_heads": 3})  # type: ignore[arg-type]
+    rows = PagedRows.of([torch.tensor([1])], tables, **sizes)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"pages have shape \(2, 3, 4\)"):
+        attend(torch.zeros(1, 4, 8), torch.zeros(2, 3, 4), rows, SCALE)

@@ -1,0 +1,64 @@
+"""Attention mass over pages, against weights written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvboost.model.triton.mass import attention_mass
+from kvboost.model.triton.rows import PagedRows, Tile
+from paged_kv import (
+    attention_weights,
+    dense,
+    each_dtype,
+    make_pages,
+    make_tables,
+    random,
+    scattered,
+)
+from tiny import DEVICE
+
+TILE = Tile(rows=64, keys=64, warps=4, stages=2)
+SCALE = 0.2
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("start", "rows", "heads", "options"),
+    [(131, 16, 6, {}), (5, 1, 2, {}), (64, 40, 4, {"window": 50, "soft_cap": 3.0})],
+)
+def test_the_mass_is_the_sum_of_weights(
+    dtype: torch.dtype, start: int, rows: int, heads: int, options: dict[str, float]
+) -> None:
+    torch.manual_seed(start)
+    pages = make_pages(14, 2, 16, 40, dtype, "tokens first")
+    tables = make_tables(1, 12, 14)
+    positions = start + torch.arange(rows)
+    query = random(rows, heads, 40, dtype=dtype)
+    absent = torch.rand(192).to(DEVICE) < 0.3
+    absent[start:] = False
+    lost = absent.nonzero()[:, 0]
+    pages[tables[0, lost // 16].long(), :, lost % 16] = float("nan")  # never written
+    plan = PagedRows.of(
+        [positions], tables, page=16, heads=heads, kv_heads=2, dtype=dtype, tile=TILE, splits=2
+    )
+    given = attention_mass(query, pages, plan, SCALE, start, absent=absent, **options)  # type: ignore[arg-type]
+    keys = dense(pages.nan_to_num(), tables[0])[0]
+    weights, _ = attention_weights(query, keys, positions, SCALE, absent=absent, **options)  # type: ignore[arg-type]
+    expected = weights.sum((0, 1))[:start] / heads
+    assert given.shape == (start,) and (given[absent[:start]] == 0).all()
+    assert torch.allclose(given, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_the_mass_of_all_keys_is_the_number_of_rows() -> None:
+    pages = make_pages(6, 1, 16, 16, torch.float32, "heads first")
+    tables = make_tables(1, 6, 6)
+    positions = scattered(7, 90)
+    plan = PagedRows.of(
+        [positions], tables, page=16, heads=3, kv_heads=1, dtype=torch.float32, tile=TILE
+    )
+    query = random(7, 3, 16)
+    mass = attention_mass(query, pages, plan, SCALE, 90)
+    assert float(mass.sum()) == pytest.approx(7, rel=1e-4)
+    with pytest.raises(ValueError, match="absent covers 60 keys of each request; there are 90"):
+        attention_mass(query, pages, plan, SCALE, 60, absent=torch.zeros(60, dtype=torch.bool))

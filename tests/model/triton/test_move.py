@@ -1,0 +1,110 @@
+"""Stored rows in pages, against rows rotated and copied one span at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvboost.model.triton.move import MovedRows, StoredSpan, move
+from kvboost.model.triton.pages import PagedLayers, slots_of
+from kvboost.reuse.rope import Rotation
+from paged_kv import dense, each_dtype, make_pages, make_tables, random
+from tiny import DEVICE
+
+LAYERS, KV_HEADS, PAGE = 3, 2, 16
+
+
+def make_layers(dim: int, dtype: torch.dtype, layout: str) -> PagedLayers:
+    return PagedLayers([make_pages(12, KV_HEADS, PAGE, dim, dtype, layout) for _ in range(LAYERS)])
+
+
+def source(tokens: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    return random(2, LAYERS, KV_HEADS, tokens, dim, dtype=dtype)
+
+
+def cos_sin(rotation: Rotation, distances: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[layers, spans, pairs]``; the rotation by a distance is that to a position."""
+    at = torch.tensor(distances, device=DEVICE)
+    parts = [rotation.cos_sin(layer, at) for layer in range(LAYERS)]
+    cos, sin = zip(*parts, strict=True)
+    return torch.stack(cos), torch.stack(sin)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("layout", "interleaved"),
+    [("heads first", False), ("tokens first", False), ("pages inside", True)],
+)
+def test_rows_are_rotated_into_the_pages_of_all_layers(
+    dtype: torch.dtype, layout: str, interleaved: bool
+) -> None:
+    torch.manual_seed(7)
+    dim, pairs = 48, 20  # the last 8 channels do not rotate
+    layers = make_layers(dim, dtype, layout)
+    table = make_tables(1, 9, 12)[0]
+    before = [pages.clone() for pages in layers.pages]
+    spans = [
+        StoredSpan(source(40, dim, dtype), 3, 37, 16),
+        StoredSpan(source(25, dim, dtype), 0, 25, 100),  # over borders of pages
+        StoredSpan(source(80, dim, dtype)[:, :, :, 10:70], 59, 1, 0),  # strided
+    ]
+    rotation = Rotation(torch.rand(LAYERS, pairs), interleaved=interleaved)
+    distances = [13, 100, -59]
+    rows = MovedRows.of(spans, table, layers)
+    move(rows, layers, cos_sin(rotation, distances), interleaved=interleaved)
+    touched = []
+    for span, distance in zip(spans, distances, strict=True):
+        stored = span.source[:, :, :, span.start : span.start + span.count]
+        keys = torch.empty_like(stored[0])
+        rotation.move(stored[0], distance, keys)
+        positions = torch.arange(span.position, span.position + span.count, device=DEVICE)
+        touched.append(slots_of(positions, table, PAGE))
+        for number, pages in enumerate(layers.pages):
+            found = dense(pages, table)[:, :, positions]
+            if dtype == torch.float32:
+                assert torch.allclose(found[0], keys[number], rtol=1e-5, atol=1e-5)
+            else:  # rounded once, so at most the last bit differs
+                assert torch.allclose(found[0], keys[number], rtol=2**-7, atol=1e-5)
+            assert torch.equal(found[1], stored[1, number])
+    others = torch.ones(12 * PAGE, dtype=torch.bool, device=DEVICE)
+    others[torch.cat(touched)] = False
+    for pages, old in zip(layers.pages, before, strict=True):
+        rows_of = [part.transpose(1, 2).flatten(0, 1)[others] for part in (pages, old)]
+        assert torch.equal(*rows_of)  # no other row is written
+
+
+def test_layers_that_rotate_alike_share_one_table() -> None:
+    layers = make_layers(32, torch.float32, "tokens first")
+    table = make_tables(1, 4, 12)[0]
+    rotation = Rotation(torch.rand(1, 16).expand(LAYERS, 16))
+    rows = MovedRows.of([StoredSpan(source(33, 32, torch.float32), 0, 33, 5)], table, layers)
+    cos, sin = cos_sin(rotation, [5])
+    move(rows, layers, (cos[:1], sin[:1]))
+    given = [pages.clone() for pages in layers.pages]
+    move(rows, layers, (cos, sin))
+    assert all(torch.equal(*both) for both in zip(given, layers.pages, strict=True))
+    expected = torch.empty_like(rows.spans[0].source[0])
+    rotation.move(rows.spans[0].source[0], 5, expected)
+    found = dense(layers.pages[1], table)[0][:, 5:38]
+    assert torch.allclose(found, expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    layers = make_layers(32, torch.float32, "tokens first")
+    table = make_tables(1, 4, 12)[0]
+    data = source(20, 32, torch.float32)
+    for span, message in [
+        (StoredSpan(data, 5, 16, 0), "moves rows 5 to 21 to 0; its source has 20 rows"),
+        (StoredSpan(data, 0, 16, 49), "the request's pages 64"),
+        (StoredSpan(data, -1, 4, 0), "span 0 moves 4 rows from -1 to 0"),
+        (StoredSpan(data, 0, 0, 0), "span 0 moves 0 rows"),
+        (StoredSpan(data[:, :2], 0, 4, 0), "the pages need torch.float32"),
+        (StoredSpan(data.bfloat16(), 0, 4, 0), "span 0 is torch.bfloat16"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            MovedRows.of([span], table, layers)
+    rows = MovedRows.of([StoredSpan(data, 0, 4, 0)], table, layers)
+    with pytest.raises(ValueError, match=r"cosines have shape \(1, 2, 16\)"):
+        move(rows, layers, (torch.ones(1, 2, 16), torch.ones(1, 2, 16)))
+    with pytest.raises(ValueError, match="all layers must be alike"):
+        PagedLayers([layers.first, layers.first[:, :, :8]])

@@ -1,0 +1,83 @@
+"""The shift over pages, against the shift of KV that is not in pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvboost.model.kv import KVShape, RequestKV
+from kvboost.model.triton.pages import slots_of
+from kvboost.model.triton.shift import ShiftPlan, shift
+from kvboost.reuse.rope import Rotation
+from kvboost.reuse.shift import Shift, Spans, row_weights
+from paged_kv import dense, make_pages, make_tables, random, scattered
+from tiny import DEVICE
+
+KV_HEADS, PAGE, PROMPT = 2, 16, 150
+SPAN_OF = torch.full((PROMPT,), -1)
+SPAN_OF[7:60], SPAN_OF[60:63], SPAN_OF[80:140] = 0, 1, 2
+RESEMBLANCE = torch.tensor([0.5, 0.0, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout", "interleaved"),
+    [
+        (torch.float32, "heads first", False),
+        (torch.float32, "pages inside", True),
+        (torch.bfloat16, "tokens first", False),
+    ],
+)
+def test_the_shift_is_that_of_dense_rows(
+    dtype: torch.dtype, layout: str, interleaved: bool
+) -> None:
+    torch.manual_seed(11)
+    dim, pairs = 48, 20  # the last 8 channels do not rotate
+    pages = make_pages(12, KV_HEADS, PAGE, dim, dtype, layout)
+    table = make_tables(1, 10, 12)[0]
+    before = pages.clone()
+    positions = scattered(45, PROMPT)
+    positions = torch.cat([positions[(positions < 60) | (positions > 62)], torch.tensor([61])])
+    positions = positions.sort().values  # span 1 has one recomputed row: that gives no mean
+    rotation = Rotation(torch.rand(2, pairs), interleaved=interleaved)
+    keys, values = (random(len(positions), KV_HEADS, dim, dtype=dtype) for _ in range(2))
+
+    kv = RequestKV(KVShape(2, KV_HEADS, dim, dtype, torch.device(DEVICE)), PROMPT)
+    kv.data[:, 1, :, :PROMPT] = dense(pages, table)[:, :, :PROMPT]
+    spans = Spans(SPAN_OF.to(DEVICE), RESEMBLANCE.to(DEVICE))
+    hook = Shift(rotation, positions.to(DEVICE), spans)
+    assert hook.useful
+    hook.on_fresh(1, kv, *(part.transpose(0, 1)[None] for part in (keys, values)))
+
+    moved = SPAN_OF[positions]
+    weights = row_weights(moved[moved >= 0], RESEMBLANCE)
+    plan = ShiftPlan.of(positions, SPAN_OF, weights, table, PAGE)
+    at = rotation.cos_sin(1, torch.arange(PROMPT, device=DEVICE))
+    shift(keys, values, pages, plan, at, interleaved=interleaved)
+    found, expected = dense(pages, table)[:, :, :PROMPT], kv.data[:, 1, :, :PROMPT]
+    stale = (SPAN_OF >= 0).to(DEVICE)
+    stale[positions.to(DEVICE)] = False  # fresh rows are written by the forward
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    stale_found, stale_expected = (part[:, :, stale].float() for part in (found, expected))
+    assert torch.allclose(stale_found, stale_expected, rtol=limit, atol=limit)
+    changed = (found != dense(before, table)[:, :, :PROMPT]).any(-1).any(0).any(0)
+    shifted = stale.clone()
+    shifted[60:63] = False
+    assert torch.equal(changed, shifted)
+    slots = slots_of(torch.arange(PROMPT, device=DEVICE)[~stale], table, PAGE)
+    same = [part.transpose(1, 2).flatten(0, 1)[slots] for part in (pages, before)]
+    assert torch.equal(*same)
+
+
+def test_nothing_to_learn_from_shifts_nothing() -> None:
+    pages = make_pages(12, KV_HEADS, PAGE, 32, torch.float32, "tokens first")
+    before, table = pages.clone(), make_tables(1, 10, 12)[0]
+    positions = torch.tensor([0, 1, 149])  # none of them moved
+    plan = ShiftPlan.of(positions, SPAN_OF, torch.empty(0), table, PAGE)
+    keys = random(3, KV_HEADS, 32)
+    table_of = random(PROMPT, 16)
+    shift(keys, keys, pages, plan, (table_of, table_of))
+    assert torch.equal(pages, before)
+    with pytest.raises(ValueError, match="cosines cover 100 positions; moved rows end at 140"):
+        shift(keys, keys, pages, plan, (table_of[:100], table_of[:100]))
+    with pytest.raises(ValueError, match="0 moved rows are recomputed; 2 weights"):
+        ShiftPlan.of(positions, SPAN_OF, torch.ones(2), table, PAGE)
