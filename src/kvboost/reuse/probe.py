@@ -16,8 +16,8 @@ class AttentionMass:
     ``start`` on. Rows that are ``absent``, ``[start]``, receive none."""
 
     def __init__(self, layers: range, start: int, absent: torch.Tensor) -> None:
-        self._layers = layers
-        self._absent = absent
+        self.layers = layers
+        self.absent = absent
         self.mass = torch.zeros(start, device=absent.device)
         self._masks: dict[int | None, torch.Tensor] = {}
 
@@ -28,9 +28,9 @@ class AttentionMass:
     def on_query(
         self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
     ) -> None:
-        if layer not in self._layers:
+        if layer not in self.layers:
             return
-        at_once = attention_mass(kv, layer, query, scale, self._absent) if window is None else None
+        at_once = attention_mass(kv, layer, query, scale, self.absent) if window is None else None
         if at_once is not None:
             self.mass += at_once
             return
@@ -57,7 +57,7 @@ class AttentionMass:
             hidden = positions > positions[start:, None]
             if window is not None:
                 hidden |= positions <= positions[start:, None] - window
-            hidden[:, :start] |= self._absent
+            hidden[:, :start] |= self.absent
             mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
             self._masks[window] = mask.masked_fill_(hidden, float("-inf"))
         return self._masks[window]

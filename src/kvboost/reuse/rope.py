@@ -33,7 +33,7 @@ class Rotation:
         kernel: MoveKeys | None = None,
     ) -> None:
         self._frequencies = frequencies.detach().to("cpu", torch.float64)
-        self._interleaved = interleaved
+        self.interleaved = interleaved
         self._kernel = None if interleaved else kernel
         self._distance_cos_sin = lru_cache(maxsize=64)(self._make_cos_sin)
         self._tables: dict[torch.device, CosSin] = {}
@@ -114,7 +114,7 @@ class Rotation:
     def _pairs(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of both halves of every pair."""
         num_pairs = self._frequencies.shape[1]
-        if self._interleaved:
+        if self.interleaved:
             rotating = keys[..., : 2 * num_pairs]
             return rotating[..., 0::2], rotating[..., 1::2]
         return keys[..., :num_pairs], keys[..., num_pairs : 2 * num_pairs]

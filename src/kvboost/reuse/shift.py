@@ -31,6 +31,9 @@ class Spans:
     span_of: torch.Tensor
     resemblance: torch.Tensor
 
+    def to(self, device: torch.device | str) -> Spans:
+        return Spans(self.span_of.to(device), self.resemblance.to(device))
+
     def between(self, start: int, end: int) -> Spans:
         """The spans of rows ``[start, end)`` alone."""
         span_of = self.span_of.clone()
@@ -81,6 +84,11 @@ class Shift:
     def touched(self) -> range:
         """The rows that may change. Only if it is useful."""
         return range(self._start, self._end)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """What each recomputed moved row adds to the offset of its span. Only if it is useful."""
+        return self._rows[-1]
 
     def on_fresh(self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer == 0:  # its keys and values depend on the token alone, so none is stale

@@ -1,7 +1,7 @@
 """The start-up check: a forward of ours through gaps must give what a plain forward gives.
 
-Whatever differs in a version, a layout or a model shows here as numbers that differ, and moved reuse
-is then off. Pages are free at the start, so any of them serve as scratch.
+Whatever differs in a version, a layout or a model shows here as numbers that differ, and moved
+reuse is then off. Pages are free at the start, so any of them serve as scratch.
 """
 
 from __future__ import annotations
@@ -39,14 +39,12 @@ def find_problem(
     ids = torch.from_numpy(rng.integers(0, vocab_size, ROWS))
     rows = torch.arange(ROWS)
     on_device = rows.to(pages.device)
-    forward(ids, rows, plain)
+    forward(ids, rows, plain, stock=True)
     expected = pages.read_all(pages.slots(plain, on_device))
     missing = torch.from_numpy(rng.random(ROWS) < 0.5)
     pages.write_all(expected, pages.slots(gapped, on_device))
     hole = missing.to(pages.device)
-    pages.write_all(
-        torch.zeros_like(expected[:, :, :, hole]), pages.slots(gapped, on_device[hole])
-    )
+    pages.write_all(torch.zeros_like(expected[:, :, :, hole]), pages.slots(gapped, on_device[hole]))
     computed = forward.num_rows
     forward(ids[missing], rows[missing], gapped)
     if forward.num_rows - computed != int(missing.sum()):

@@ -6,7 +6,7 @@ import torch
 
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.model.kv import KVShape
-from kvboost.model.segment import Hook
+from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.shift import Shift
 
 
@@ -39,19 +39,19 @@ class PagedRows:
 
 
 class ProbeHook:
-    """Shows the queries of the last ``num_rows`` rows of a forward to ``hook``."""
+    """Gives ``mass`` the attention of the last ``num_rows`` rows of a forward."""
 
-    def __init__(self, hook: Hook, kv: PagedRows, num_rows: int, layers: range) -> None:
-        self._hook, self._kv, self._num_rows, self._layers = hook, kv, num_rows, layers
+    def __init__(self, mass: AttentionMass, kv: PagedRows, num_rows: int) -> None:
+        self._mass, self._kv, self._num_rows = mass, kv, num_rows
 
     def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None: ...
 
     def on_query(self, layer: int, query: torch.Tensor, scale: float) -> None:
-        if layer not in self._layers:
+        if layer not in self._mass.layers:
             return
         self._kv.gather(layer)
-        query = _heads_first(query.view(len(query), -1, self._kv.shape.head_dim))
-        self._hook.on_query(layer, self._kv, query[:, :, -self._num_rows :], scale, None)  # type: ignore[arg-type]
+        last = _heads_first(query[-self._num_rows :])
+        self._mass.on_query(layer, self._kv, last, scale, None)  # type: ignore[arg-type]
 
 
 class ShiftHook:

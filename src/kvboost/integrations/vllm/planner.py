@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -134,9 +135,7 @@ class Planner:
             window=anchor_window(chunk_size),
         )
         if config.disk_cache_dir is not None:
-            self._disk = DiskTier(
-                config.disk_cache_dir, config.disk_cache_bytes, secret=secret
-            )
+            self._disk = DiskTier(config.disk_cache_dir, config.disk_cache_bytes, secret=secret)
             self._refresh()
         if config.remote_cache_url is not None:
             self._remote = open_remote(
@@ -284,7 +283,7 @@ def _cut(num_tokens: int, boundaries: tuple[int, ...], chunk_size: int) -> list[
     places = [0, *sorted({place for place in boundaries if 0 < place < num_tokens}), num_tokens]
     return [
         (begin + start, begin + end)
-        for begin, stop in zip(places, places[1:], strict=False)
+        for begin, stop in pairwise(places)
         for start, end in fixed(stop - begin, chunk_size)
     ]
 

@@ -1,9 +1,10 @@
 """Forwards of our own over vLLM's model and pages, for rows that need not be neighbours.
 
-A run of neighbouring rows ``[a, b)`` is what vLLM calls a prefill chunk: a request with ``b - a``
-queries and ``b`` keys. All runs of a request are one batch over the same page table. In every
-layer vLLM writes the fresh rows of all runs and then attends, so each row sees the fresh rows of
-its layer and the moved ones. This is the only code that touches vLLM's model runner.
+In every layer vLLM writes the fresh rows of a forward and then attends, so each row sees the fresh
+rows of its layer and the moved ones. Attention is our kernel's where there is one. Elsewhere it is
+vLLM's: a run of neighbouring rows ``[a, b)`` is what it calls a prefill chunk, a request with
+``b - a`` queries and ``b`` keys, and all runs of a request are one batch over the same page table.
+This is the only code that touches vLLM's model runner.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -32,6 +33,20 @@ class LayerHook(Protocol):
         """Before ``query``, ``[rows, heads, dim]``, attends; the fresh rows are in their pages."""
 
 
+class Attention(Protocol):
+    """Attends for the rows of one forward in place of vLLM's backend."""
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, scale: float, out: torch.Tensor
+    ) -> None: ...
+
+
+class Kernels(Protocol):
+    """Makes attention for scattered rows."""
+
+    def attention(self, rows: torch.Tensor, table: torch.Tensor, heads: int) -> Attention: ...
+
+
 def find_runner() -> Any:
     """The model runner that is registering its caches: it is up the stack. vLLM gives connectors
     no other way to reach the model."""
@@ -45,10 +60,18 @@ def find_runner() -> Any:
 
 
 class SparseForward:
-    def __init__(self, runner: Any, config: VllmConfig, pages: Pages) -> None:
+    """``kernels`` attend if they are given; otherwise vLLM's backend does."""
+
+    def __init__(
+        self, runner: Any, config: VllmConfig, pages: Pages, kernels: Kernels | None = None
+    ) -> None:
         self._runner = runner
         self._config = config
         self._pages = pages
+        self._kernels = kernels
+        self._names = [
+            name for groups in runner.attn_groups for g in groups for name in g.layer_names
+        ]
         self.num_rows = 0
         """Rows computed so far."""
 
@@ -58,15 +81,87 @@ class SparseForward:
         rows: torch.Tensor,
         table: torch.Tensor,
         hook: LayerHook | None = None,
+        *,
+        alone: bool = False,
+        stock: bool = False,
     ) -> None:
         """Runs the tokens at ``rows``, which increase, of the sequence whose pages are ``table``.
-        ``token_ids`` and ``rows`` are int64 on the host."""
+        ``token_ids`` and ``rows`` are int64 on the host. ``alone`` says that vLLM runs no forward
+        in this step, so that its own buffers, and with them its CUDA graphs, are free. ``stock``
+        attends with vLLM's backend."""
+        device, count = self._pages.device, len(rows)
+        ids = token_ids.to(device, torch.int32, non_blocking=True)
+        positions = rows.to(device, non_blocking=True)
+        slots = self._pages.slots(table, positions)
+        attention = None
+        metadata: dict[str, Any] = dict.fromkeys(self._names)
+        if self._kernels is not None and not stock:
+            heads = self._pages.layers[0].impl.num_heads
+            attention = self._kernels.attention(rows, table, heads)
+        else:
+            metadata = self._metadata(rows, positions, slots, table)
+        graphs: dict[str, Any] = {}
+        if alone and attention is not None:
+            ids, positions, graphs = self._in_buffers(ids, positions)
+        with (
+            torch.inference_mode(),
+            self._hooked(hook, attention, count),
+            set_forward_context(
+                metadata,
+                self._config,
+                num_tokens=len(ids),
+                slot_mapping=dict.fromkeys(metadata, slots),
+                **graphs,
+            ),
+        ):
+            # The compiled model has no guards: these dtypes must be those of vLLM's own buffers.
+            self._runner.model(input_ids=ids, positions=positions)
+        self.num_rows += count
+
+    def _in_buffers(
+        self, ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """The inputs in vLLM's own buffers, padded, and how to replay its graphs with them; as they
+        are if it has no graph for them."""
+        runner = self._runner
+        dispatcher = getattr(runner, "cudagraph_dispatcher", None)
+        buffers = (getattr(runner, "input_ids", None), getattr(runner, "positions", None))
+        if dispatcher is None or not hasattr(buffers[0], "gpu"):
+            return ids, positions, {}
+        if not isinstance(buffers[1], torch.Tensor):
+            return ids, positions, {}
+        mode, described = dispatcher.dispatch(
+            num_tokens=len(ids), valid_modes={CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE}
+        )
+        if mode != CUDAGraphMode.PIECEWISE:
+            return ids, positions, {}
+        padded = described.num_tokens
+        own_ids, own_positions = buffers[0].gpu[:padded], buffers[1][:padded]
+        own_ids[: len(ids)].copy_(ids)
+        own_ids[len(ids) :].zero_()
+        own_positions[: len(ids)].copy_(positions)
+        own_positions[len(ids) :].zero_()
+        return (
+            own_ids,
+            own_positions,
+            {
+                "cudagraph_runtime_mode": mode,
+                "batch_descriptor": described,
+            },
+        )
+
+    def _metadata(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        table: torch.Tensor,
+    ) -> dict[str, Any]:
+        """Every run of neighbouring rows as a request of its own, as vLLM's backend wants it."""
         device = self._pages.device
         starts, ends = _runs(rows)
         lengths = rows[ends - 1].to(torch.int32) + 1
         query_starts = torch.cat([starts, ends[-1:]]).to(torch.int32)
-        positions = rows.to(device, non_blocking=True)
-        slots = self._pages.slots(table, positions)
         common = CommonAttentionMetadata(
             query_start_loc=query_starts.to(device, non_blocking=True),
             query_start_loc_cpu=query_starts,
@@ -82,37 +177,22 @@ class SparseForward:
             is_prefilling=torch.ones(len(starts), dtype=torch.bool, device=device),
             seq_lens_cpu_upper_bound=lengths,
         )
-        metadata = {}
+        metadata: dict[str, Any] = {}
         for groups in self._runner.attn_groups:
             for group in groups:
                 built = group.get_metadata_builder().build(0, common)
                 metadata.update(dict.fromkeys(group.layer_names, built))
-        with (
-            torch.inference_mode(),
-            self._hooked(hook),
-            set_forward_context(
-                metadata,
-                self._config,
-                num_tokens=len(rows),
-                slot_mapping=dict.fromkeys(metadata, slots),
-            ),
-        ):
-            # The compiled model has no guards: these dtypes must be those of vLLM's own buffers.
-            self._runner.model(
-                input_ids=token_ids.to(device, torch.int32, non_blocking=True), positions=positions
-            )
-        self.num_rows += len(rows)
+        return metadata
 
     @contextmanager
-    def _hooked(self, hook: LayerHook | None) -> Iterator[None]:
-        """``hook`` sees every layer. Compiled models are split at attention, so this is plain
-        Python there too."""
-        if hook is None:
-            yield
-            return
+    def _hooked(
+        self, hook: LayerHook | None, attention: Attention | None, count: int
+    ) -> Iterator[None]:
+        """``hook`` sees every layer, and ``attention`` serves it. Compiled models are split at
+        attention, so this is plain Python there too."""
         impls = [layer.impl for layer in self._pages.layers]
         for number, impl in enumerate(impls):
-            _observe(impl, number, hook)
+            _observe(impl, number, hook, attention, count)
         try:
             yield
         finally:
@@ -120,16 +200,27 @@ class SparseForward:
                 del impl.do_kv_cache_update, impl.forward
 
 
-def _observe(impl: Any, number: int, hook: LayerHook) -> None:
+def _observe(
+    impl: Any, number: int, hook: LayerHook | None, attention: Attention | None, count: int
+) -> None:
     update, forward, scale = impl.do_kv_cache_update, impl.forward, impl.scale
 
     def observed_update(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
-        hook.on_fresh(number, key[: len(slots)], value[: len(slots)])
+        if hook is not None:
+            hook.on_fresh(number, key[:count], value[:count])
         update(layer, key, value, cache, slots)
 
-    def observed_forward(layer: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
-        hook.on_query(number, query, scale)
-        return forward(layer, query, *args, **kwargs)
+    def observed_forward(
+        layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, **more: Any
+    ) -> Any:
+        rows = query[:count]
+        if hook is not None:
+            hook.on_query(number, rows, scale)
+        if attention is None:
+            return forward(layer, query, key, value, cache, metadata, **more)
+        out = more["output"]
+        attention(number, rows, scale, out[:count].view(rows.shape))
+        return out
 
     impl.do_kv_cache_update, impl.forward = observed_update, observed_forward
 

@@ -1,8 +1,8 @@
 """The workers' side: puts known rows into vLLM's pages, repairs moved ones, and keeps new ones.
 
-A load is a generator that yields whenever it has computed some rows or waits for data, so that other
-requests' steps come in between. All work on pages happens in the thread that runs vLLM's model;
-one thread of our own moves chunks between memory and the slow tiers.
+A load is a generator that yields whenever it has computed some rows or waits for data, so that
+other requests' steps come in between. All work on pages happens in the thread that runs vLLM's
+model; one thread of our own moves chunks between memory and the slow tiers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,24 +22,29 @@ from vllm.logger import init_logger
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.cache.data import ChunkData
+from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import KVFormat, Quantizer, plain
 from kvboost.cache.tiers.open import open_tiers
 from kvboost.config import EngineConfig
 from kvboost.errors import UnsupportedModelError
-from kvboost.integrations.vllm import check, rope
+from kvboost.integrations.vllm import check, paged, rope
 from kvboost.integrations.vllm.fingerprint import fingerprint
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.options import Options
-from kvboost.integrations.vllm.paged import PagedRows, ProbeHook, ShiftHook
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.planner import Hello, Keep, Load
-from kvboost.integrations.vllm.sparse import SparseForward, find_runner
+from kvboost.integrations.vllm.sparse import LayerHook, SparseForward, find_runner
+from kvboost.model import triton
 from kvboost.model.segment import Hook
+from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.repair import STRATEGIES, MovedRows
 from kvboost.reuse.rope import Rotation
-from kvboost.reuse.shift import Shift
+from kvboost.reuse.shift import Shift, Spans
 
-PLACED_ROWS = 1024
+if TYPE_CHECKING:
+    from kvboost.integrations.vllm.kernels import GpuKernels
+
+PLACED_ROWS = 4096
 """Rows that are put into pages together: a copy of them is made on the device."""
 KEPT_ROWS = 4096
 """Rows that are copied out of pages together."""
@@ -70,6 +75,9 @@ class Worker:
         self._report = Report()
         self._thread = ThreadPoolExecutor(1, "kvboost-data")
         self._stream: torch.cuda.Stream | None = None
+        self._rotation: Rotation | None = None
+        self._kernels: GpuKernels | None = None
+        self._alone = False
 
     # At the start.
 
@@ -101,12 +109,12 @@ class Worker:
             Path(self._config.model_config.model).name,
             pages.row_bytes,
         )
-        self._forward = SparseForward(self._runner, self._config, pages)
-        self._rotation: Rotation | None = None
         vocab = self._config.model_config.get_vocab_size()
         try:
-            self._rotation = rope.rotation(model, len(pages.caches))
             problem = self._moved_problem()
+            self._rotation = rope.rotation(model, len(pages.caches))
+            self._kernels = _gpu_kernels(pages, self._rotation)
+            self._forward = SparseForward(self._runner, self._config, pages, self._kernels)
             if problem is None and self._options.self_check:
                 problem = check.find_problem(pages, self._forward, self._rotation, vocab)
         except UnsupportedModelError as error:
@@ -150,7 +158,19 @@ class Worker:
             return "data parallelism is not supported with it yet"
         if config.model_config.is_multimodal_model:
             return "models with images or audio are not supported with it yet"
+        for layer in self._open_pages.layers:
+            if getattr(layer.impl, "sliding_window", None) not in (None, (-1, -1), -1):
+                return "sliding windows are not supported with it yet"
+            if getattr(layer.impl, "alibi_slopes", None) is not None:
+                return "ALiBi has no positions that could be moved"
+            if getattr(layer.impl, "logits_soft_cap", None):
+                return "soft caps of attention are not supported with it yet"
         return None
+
+    @property
+    def _open_pages(self) -> Pages:
+        assert self._pages is not None
+        return self._pages
 
     def _tier_config(self) -> EngineConfig:
         """Each rank keeps its heads in a folder of its own."""
@@ -172,6 +192,7 @@ class Worker:
             self._thread.submit(self._data.drop, step.dropped)
         for load in step.loads:
             self._loading[load.request_id] = (load, self._serve(load))
+        self._alone = not step.is_busy
         budget = self._options.slice_rows if step.is_busy else None
         for request_id, (load, serving) in list(self._loading.items()):
             if budget is not None and budget <= 0:
@@ -219,8 +240,7 @@ class Worker:
         except StopIteration:
             return -1
         except Lost:
-            assert self._pages is not None
-            self._failed_pages.update(load.pages[load.first // self._pages.size :])
+            self._failed_pages.update(load.pages[load.first // self._open_pages.size :])
             return -1
 
     def _serve(self, load: Load) -> Loading:
@@ -234,9 +254,7 @@ class Worker:
         if self._data.is_ready([info.key for info in load.infos]):
             chunks = self._data.fetch(load.infos)
         else:
-            coming: Future[list[KVChunk] | None] = self._thread.submit(
-                self._data.fetch, load.infos
-            )
+            coming: Future[list[KVChunk] | None] = self._thread.submit(self._data.fetch, load.infos)
             while not coming.done():
                 yield 0
                 time.sleep(0.0005)
@@ -247,75 +265,106 @@ class Worker:
 
     def _place(self, load: Load, chunks: Sequence[KVChunk]) -> None:
         """Writes the known rows into pages, keys of moved ones rotated."""
-        assert self._pages is not None
-        pages, hits = self._pages, [*load.in_place, *(hit for run in load.moved for hit in run.hits)]
+        pages = self._open_pages
         table = torch.tensor(load.pages, device=pages.device)
-        start = 0
-        while start < len(hits):
-            end, rows = start, 0
-            while end < len(hits) and (end == start or rows + hits[end].num_tokens <= PLACED_ROWS):
-                rows += hits[end].num_tokens
-                end += 1
-            buffer = torch.empty(
-                (2, len(pages.caches), pages.num_kv_heads, rows, pages.head_dim),
-                dtype=pages.dtype,
-                device=pages.device,
-            )
-            row, positions = 0, []
-            for hit, chunk in zip(hits[start:end], chunks[start:end], strict=True):
-                out = buffer[:, :, :, row : row + hit.num_tokens]
-                self._packer.place(
-                    chunk.data, hit.chunk.base_position, hit.offset, hit.start, out
-                )
-                positions.append(np.arange(hit.start, hit.end))
-                row += hit.num_tokens
-            placed = torch.from_numpy(np.concatenate(positions)).to(pages.device)
-            pages.write_all(buffer, pages.slots(table, placed))
-            start = end
+        hits = [*load.in_place, *(hit for run in load.moved for hit in run.hits)]
+        for batch in _batches(hits, PLACED_ROWS):
+            some, chunks = chunks[: len(batch)], chunks[len(batch) :]
+            if self._kernels is not None:
+                self._kernels.place(batch, some, table)
+            else:
+                self._place_with_torch(batch, some, table)
+
+    def _place_with_torch(
+        self, hits: Sequence[Hit], chunks: Sequence[KVChunk], table: torch.Tensor
+    ) -> None:
+        pages = self._open_pages
+        buffer = torch.empty(
+            (
+                2,
+                len(pages.caches),
+                pages.num_kv_heads,
+                sum(hit.num_tokens for hit in hits),
+                pages.head_dim,
+            ),
+            dtype=pages.dtype,
+            device=pages.device,
+        )
+        row = 0
+        for hit, chunk in zip(hits, chunks, strict=True):
+            out = buffer[:, :, :, row : row + hit.num_tokens]
+            self._packer.place(chunk.data, hit.chunk.base_position, hit.offset, hit.start, out)
+            row += hit.num_tokens
+        positions = np.concatenate([np.arange(hit.start, hit.end) for hit in hits])
+        pages.write_all(buffer, pages.slots(table, torch.from_numpy(positions).to(pages.device)))
 
     def _repair(self, load: Load) -> Loading:
         """Chooses moved rows with the strategy of the request and computes them, together with the
         rows that are not known, slice by slice."""
-        assert self._pages is not None
-        pages, total = self._pages, len(load.token_ids)
+        pages, total = self._open_pages, len(load.token_ids)
         ids = torch.from_numpy(load.token_ids.astype(np.int64))
         table = torch.tensor([*load.pages, SCRATCH_PAGE], device=pages.device)
-        slots = pages.slots(table, torch.arange(total, device=pages.device))
-        computed = [0]
+        probed = [0]
 
         def probe(
             positions: torch.Tensor, hook: Hook, until: int, absent: torch.Tensor | None
         ) -> None:
             """vLLM's model runs to its last layer and its attention knows no absent rows: they
             are computed with the probe instead."""
-            rows = positions.cpu()
+            assert isinstance(hook, AttentionMass)
+            tail = rows = positions.cpu()
             if absent is not None:
-                rows = torch.cat([absent.nonzero()[:, 0].cpu(), rows])
-            kv = PagedRows(pages, slots[: int(rows[-1]) + 1])
-            self._run(ids, rows, table, ProbeHook(hook, kv, len(positions), range(until + 1)))
-            computed[0] += len(rows)
+                rows = torch.cat([absent.nonzero()[:, 0].cpu(), tail])
+            self._run(ids, rows, table, self._probe_hook(hook, tail, table))
+            probed[0] += len(rows)
 
         moved = MovedRows(load, total, len(pages.caches), pages.device, probe)
         choice = STRATEGIES[load.repair.strategy](moved, load.repair)
-        yield computed[0]
-        rows = (choice.rows | moved.unknown)[: load.end].nonzero()[:, 0]
+        yield probed[0]
+        rows = (choice.rows | moved.unknown)[: load.end].nonzero()[:, 0].cpu()
         self._report.recomputed[load.request_id] = int(choice.rows[: load.end].sum())
-        spans, since = moved.spans(), 0
+        spans, since = moved.spans().to("cpu"), 0
         for part in torch.split(rows, self._options.slice_rows):
             hook = None
-            if choice.shift and self._rotation is not None:
+            if choice.shift:
                 until = int(part[-1]) + 1
-                shift, since = Shift(self._rotation, part, spans.between(since, until)), until
-                if shift.useful:
-                    hook = ShiftHook(shift, PagedRows(pages, slots[: shift.touched.stop]))
-            self._run(ids, part.cpu(), table, hook)
+                hook = self._shift_hook(part, spans.between(since, until), table)
+                since = until
+            self._run(ids, part, table, hook)
             yield len(part)
 
+    def _probe_hook(
+        self, mass: AttentionMass, rows: torch.Tensor, table: torch.Tensor
+    ) -> LayerHook:
+        if self._kernels is not None:
+            return self._kernels.probe(mass, rows, table)
+        pages = self._open_pages
+        slots = pages.slots(table, torch.arange(int(rows[-1]) + 1, device=pages.device))
+        return paged.ProbeHook(mass, paged.PagedRows(pages, slots), len(rows))
+
+    def _shift_hook(
+        self, part: torch.Tensor, spans: Spans, table: torch.Tensor
+    ) -> LayerHook | None:
+        """Shifts the moved rows of ``spans``; None if there is nothing to shift."""
+        if self._kernels is not None:
+            return self._kernels.shift(part, spans, table)
+        assert self._rotation is not None
+        pages = self._open_pages
+        shift = Shift(self._rotation, part.to(pages.device), spans.to(pages.device))
+        if not shift.useful:
+            return None
+        slots = pages.slots(table, torch.arange(shift.touched.stop, device=pages.device))
+        return paged.ShiftHook(shift, paged.PagedRows(pages, slots))
+
     def _run(
-        self, ids: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, hook: Any
+        self,
+        ids: torch.Tensor,
+        rows: torch.Tensor,
+        table: torch.Tensor,
+        hook: LayerHook | None,
     ) -> None:
         started = time.perf_counter()
-        self._forward(ids[rows], rows, table, hook)
+        self._forward(ids[rows], rows, table, hook, alone=self._alone)
         if table.device.type == "cpu":
             seconds = time.perf_counter() - started
             self._report.measured.append((len(rows), int(rows[-1]) // 2, seconds))
@@ -326,8 +375,7 @@ class Worker:
         """Copies new rows out of the pages of a request that has ended. vLLM has freed them, so
         this must come before anything that the next step writes; on a GPU, later writes are
         ordered after these reads."""
-        assert self._pages is not None
-        pages = self._pages
+        pages = self._open_pages
         table = torch.tensor(keep.pages, device=pages.device)
         for infos in _batches(keep.infos, KEPT_ROWS):
             rows = np.concatenate([np.arange(one.base_position, one.end) for one in infos])
@@ -356,13 +404,31 @@ class Worker:
                 self._stream.synchronize()
 
 
-def _batches(infos: Sequence[ChunkInfo], most_rows: int) -> list[list[ChunkInfo]]:
-    batches: list[list[ChunkInfo]] = [[]]
+def _gpu_kernels(pages: Pages, rotation: Rotation) -> GpuKernels | None:
+    """Our kernels, where they serve these pages."""
+    if pages.device.type != "cuda" or not pages.is_plain or not triton.is_available():
+        return None
+    from kvboost.integrations.vllm.kernels import GpuKernels
+
+    return GpuKernels(pages, rotation)
+
+
+class _Counted(Protocol):
+    @property
+    def num_tokens(self) -> int: ...
+
+
+Some = TypeVar("Some", bound=_Counted)
+
+
+def _batches(pieces: Sequence[Some], most_rows: int) -> list[list[Some]]:
+    """``pieces`` in order, so that those of one batch have at most ``most_rows`` rows together."""
+    batches: list[list[Some]] = []
     rows = 0
-    for info in infos:
-        if batches[-1] and rows + info.num_tokens > most_rows:
+    for piece in pieces:
+        if not batches or rows + piece.num_tokens > most_rows:
             batches.append([])
             rows = 0
-        batches[-1].append(info)
-        rows += info.num_tokens
+        batches[-1].append(piece)
+        rows += piece.num_tokens
     return batches

@@ -157,8 +157,14 @@ def measure(llm: Any, options: argparse.Namespace, length: int) -> dict[str, Any
 
     times: dict[str, list[float]] = {"cold": [], "off": [], "moved": []}
     used: dict[str, Any] = {}
+
+    def settle() -> None:
+        """A short request: its step stores what the last one read, which must not count."""
+        ask(llm, [random_tokens(rng, 64)], "off")
+        time.sleep(0.02 + length / 65536)
+
     ask(llm, [prompt(passages)], "repaired")
-    ask(llm, [random_tokens(rng, 64)], "off")  # its step stores what the last request read
+    settle()
     for number in range(options.rounds):
         order = rng.sample(passages, len(passages))
         asked = prompt(order)
@@ -182,7 +188,7 @@ def measure(llm: Any, options: argparse.Namespace, length: int) -> dict[str, Any
             if name == "moved":
                 used = (answers[0].kv_transfer_params or {}).get("kvboost", {})
                 assert used.get("moved_tokens", 0) > length // 2, f"little was moved: {used}"
-        ask(llm, [random_tokens(rng, 64)], "off")
+            settle()
     report: dict[str, Any] = {
         f"{name}_ms": round(statistics.median(some), 1) for name, some in times.items() if some
     }
@@ -195,16 +201,16 @@ def measure(llm: Any, options: argparse.Namespace, length: int) -> dict[str, Any
 class profiled:
     """Times the parts of a moved request, waiting for the GPU after each."""
 
-    PARTS = ("_place", "_run", "keep")
-
     def __enter__(self) -> dict[str, float]:
         import torch
 
+        from kvboost.integrations.vllm.planner import Planner
         from kvboost.integrations.vllm.worker import Worker
 
-        self._plain = {name: getattr(Worker, name) for name in self.PARTS}
+        timed_parts = [(Worker, "_place"), (Worker, "_run"), (Worker, "step"), (Planner, "plan")]
+        self._plain = [(owner, name, getattr(owner, name)) for owner, name in timed_parts]
         parts: dict[str, float] = {}
-        for name, plain in self._plain.items():
+        for owner, name, plain in self._plain:
 
             def timed(*args: Any, _name: str = name, _plain: Any = plain, **more: Any) -> Any:
                 torch.cuda.synchronize()
@@ -215,14 +221,12 @@ class profiled:
                 parts[label] = parts.get(label, 0.0) + (time.perf_counter() - started) * 1e3
                 return result
 
-            setattr(Worker, name, timed)
+            setattr(owner, name, timed)
         return parts
 
     def __exit__(self, *error: object) -> None:
-        from kvboost.integrations.vllm.worker import Worker
-
-        for name, plain in self._plain.items():
-            setattr(Worker, name, plain)
+        for owner, name, plain in self._plain:
+            setattr(owner, name, plain)
 
 
 if __name__ == "__main__":
