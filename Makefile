@@ -3,6 +3,7 @@ VENV   := .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check services format peers bench clean
@@ -27,7 +28,7 @@ check: $(READY)  ## format, lint and types
 	$(BIN)/mypy
 
 test: check services  ## check, then every test
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 services:  ## install what tests talk to: redis-server, chromium

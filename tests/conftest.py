@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,11 +12,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from cores import cores_per_worker
 from kvboost import KVBoost
 from kvboost.model.device import cpu_has_bf16
 from tiny import OTHER_MODELS, internvl_model, make_engine, tiny_model
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on a busy machine
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # several share the cores, and so do their processes
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_worker()))
 
 # A busy machine is no failure.
 settings.register_profile("kvboost", deadline=None, suppress_health_check=[HealthCheck.too_slow])
