@@ -27,7 +27,9 @@ check: $(READY)  ## format, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: check services  ## check, then every test
+# Many tests start processes; they start faster if the package is compiled only once.
+test: export PYTHONDONTWRITEBYTECODE :=
+test: check services  ## check, then every test, in two processes (WORKERS=2)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
