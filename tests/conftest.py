@@ -35,6 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", expected)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests run first: the last ones are short then, and workers end together. The
+    first worker takes them all while the others take the rest, so only one loads real weights."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: "e2e" not in item.path.parts)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says why tests were skipped, one line a reason."""
     reasons = Counter(
