@@ -16,11 +16,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from cores import cores_per_worker
 from kvboost import KVBoost
 from kvboost.model.device import cpu_has_bf16
 from tiny import OTHER_MODELS, internvl_model, make_engine, tiny_model
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on a busy machine
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # several share the cores, and so do their processes
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_worker()))
 
 # A busy machine is no failure.
 settings.register_profile("kvboost", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,6 +37,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if not cpu_has_bf16():
         expected = "ignore:mkldnn_matmul failed, switching to BLAS gemm:UserWarning"
         config.addinivalue_line("filterwarnings", expected)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests run first: the last ones are short then, and workers end together. The
+    first worker takes them all while the others take the rest, so only one loads real weights."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: "e2e" not in item.path.parts)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

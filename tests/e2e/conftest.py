@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from cores import cores_per_worker
 from kvboost import KVBoost
 
 
 @pytest.fixture(autouse=True)
 def all_cores() -> Iterator[None]:
-    """Real models use every core, unlike the tiny ones of the other tests."""
+    """Real models use every core of the worker, unlike the tiny ones of the other tests."""
     before = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(cores_per_worker())
     yield
     torch.set_num_threads(before)
 

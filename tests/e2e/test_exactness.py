@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
+import gguf
 import pytest
 import torch
 
@@ -60,8 +62,13 @@ def test_baseline_is_bit_exact_with_stock_transformers_in_the_default_dtype() ->
         assert engine.verify_correctness(8)
 
 
-def test_a_gguf_file_loads_through_transformers_own_loader() -> None:
-    """The bundled package's own file, given as a file. It is fetched once, like the model."""
+def test_a_gguf_file_loads_through_transformers_own_loader(monkeypatch) -> None:
+    """The bundled package's own file, given as a file. It is fetched once, like the model.
+
+    transformers parses the file three times, and lists all names of tensors again for each module.
+    Both are slow and give the same result each time, so they run once here."""
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        monkeypatch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
     package = BUNDLED["smollm2-135m"]
     path = home() / "tests" / f"{package.sha256}.gguf"
     if not path.is_file():
@@ -73,3 +80,4 @@ def test_a_gguf_file_loads_through_transformers_own_loader() -> None:
     with KVBoost.from_pretrained(str(path)) as engine:
         result = engine.chat([{"role": "user", "content": "What is the capital of France?"}], 12)
     assert "Paris" in result.output_text
+    assert gguf.GGUFReader.cache_info().misses == 1

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import string
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -16,7 +16,7 @@ import pytest
 
 from kvboost import GenerationMode, KVBoost
 from kvboost.serve.settings import ApiKey
-from live_server import LiveServer, events, live_server, wait_for
+from live_server import LiveServer, connect, events, live_server, wait_for
 from tiny import EOS, make_engine, tiny_model
 
 KEYS = (ApiKey("ann", "k-ann"), ApiKey("bob", "k-bob"), ApiKey("root", "k-root", is_admin=True))
@@ -39,7 +39,7 @@ def server(engine) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def client(server) -> Iterator[httpx.Client]:
-    with connect(server, "k-ann") as made:
+    with client_of(server, "k-ann") as made:
         yield made
 
 
@@ -48,7 +48,7 @@ def text(number: int, length: int = 150) -> str:
     return "".join(random.Random(number).choices(string.ascii_letters, k=length))
 
 
-def connect(server: LiveServer, key: str) -> httpx.Client:
+def client_of(server: LiveServer, key: str) -> httpx.Client:
     headers = {"authorization": f"Bearer {key}"}
     return httpx.Client(base_url=server.url, headers=headers, timeout=30)
 
@@ -107,7 +107,7 @@ def test_tenants_do_not_share_cached_text(server, client) -> None:
     said = text(5)
     assert complete(client, said)["kvboost"]["computed_tokens"] == 150
     assert complete(client, said)["kvboost"]["exact_tokens"] > 100
-    with connect(server, "k-bob") as other:
+    with client_of(server, "k-bob") as other:
         assert complete(other, said)["kvboost"]["computed_tokens"] == 150
         assert complete(other, said)["kvboost"]["exact_tokens"] > 100
     assert complete(client, said, cache_salt="apart")["kvboost"]["computed_tokens"] == 150
@@ -116,7 +116,7 @@ def test_tenants_do_not_share_cached_text(server, client) -> None:
 
 def test_an_administrator_can_warm_plan_and_forget(server, client) -> None:
     said = text(6)
-    with connect(server, "k-root") as admin:
+    with client_of(server, "k-root") as admin:
         warmed = admin.post(
             "/kvboost/warm", json={"documents": [said], "header": "", "tenant": "ann"}
         )
@@ -222,7 +222,7 @@ def test_the_answers_to_several_prompts_are_in_order(client) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_closed_connection_frees_its_kv(server, client, engine, stream) -> None:
     body = {"model": "tiny", "prompt": text(12), "max_tokens": 900, "n": 4, "logit_bias": NO_END}
-    leaving = connect(server, "k-ann")
+    leaving = client_of(server, "k-ann")
     leaving.timeout = httpx.Timeout(0.3)
     try:
         with leaving.stream("POST", "/v1/completions", json={**body, "stream": stream}) as answer:
@@ -269,26 +269,19 @@ def test_metrics_count_all_prompt_rows(server, client, engine) -> None:
 
 
 def test_a_full_queue_says_when_to_try_again() -> None:
-    model = tiny_model("llama", max_position_embeddings=1024)
+    model = tiny_model("llama", max_position_embeddings=8192)
     with make_engine(model, max_running=1, max_waiting=1) as engine, live_server(engine) as server:
         name = engine.model_name
-        hold = {"model": name, "prompt": text(12), "max_tokens": 900, "logit_bias": NO_END}
-
-        def occupy() -> None:
-            with httpx.Client(base_url=server.url) as client, suppress(httpx.TimeoutException):
-                client.post("/v1/completions", json=hold, timeout=1.5)
-
-        threads = [threading.Thread(target=occupy) for _ in range(2)]
-        threads[0].start()
-        wait_for(lambda: engine.serving_stats()["running"] == 1)
-        threads[1].start()
-        wait_for(lambda: engine.serving_stats()["waiting"] == 1)
-        with httpx.Client(base_url=server.url) as client:
-            refused = client.post("/v1/completions", json=hold)
+        hold = {"model": name, "prompt": text(12), "max_tokens": 8000, "logit_bias": NO_END}
+        body = json.dumps(hold).encode()
+        with connect(server, body):
+            wait_for(lambda: engine.serving_stats()["running"] == 1)
+            with connect(server, body):
+                wait_for(lambda: engine.serving_stats()["waiting"] == 1)
+                with httpx.Client(base_url=server.url, timeout=30) as client:
+                    refused = client.post("/v1/completions", json=hold)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "rate_limit_error"
-        for thread in threads:
-            thread.join()
 
 
 def test_a_request_that_takes_too_long_is_cancelled() -> None:

@@ -25,11 +25,12 @@ def test_a_short_overload_finds_no_problem() -> None:
         live_server(engine, served_names=("tiny",)) as server,
     ):
         where = Running(server.url, "tiny", os.getpid(), 0.0)
-        asyncio.run(overload(where, cycle(prompts), rate=40.0, seconds=6.0, seen=seen))
+        load = overload(where, cycle(prompts), 40.0, 6.0, seen, least_clients=150)
+        asyncio.run(load)
         asyncio.run(check_rest(where, seen))
         assert engine.check_integrity() == []
     assert seen.problems == []
-    assert sum(seen.outcomes.values()) > 100
+    assert sum(seen.outcomes.values()) >= 150
     assert seen.outcomes["answered: 200"] > 20 and seen.outcomes["left"] > 5
     assert seen.outcomes["malformed: 400"] > 0
     assert set(seen.finished) <= {"stop", "length", "cancelled"}

@@ -265,8 +265,10 @@ async def overload(
     seconds: float,
     seen: Overload,
     on_second: Callable[[], None] = lambda: None,
+    least_clients: int = 0,
 ) -> None:
-    """Sends clients at ``rate`` per second for ``seconds``, and waits until the last has left."""
+    """Sends clients at ``rate`` per second for ``seconds``, longer if fewer than ``least_clients``
+    have come, and waits until the last has left."""
     clients = Clients(server, requests, 0, seen)
     rng = random.Random(1)
     memory: list[float] = []
@@ -285,7 +287,9 @@ async def overload(
 
     watching = asyncio.create_task(watch())
     try:
-        while time.monotonic() - start < seconds:
+        sent = 0
+        while time.monotonic() - start < seconds or sent < least_clients:
+            sent += 1
             task = asyncio.create_task(clients.come())
             tasks.add(task)
             task.add_done_callback(tasks.discard)
