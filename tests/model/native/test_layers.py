@@ -60,7 +60,10 @@ def test_a_product_does_not_depend_on_the_rows_beside_it() -> None:
     if not can_multiply(torch.zeros(32, 32)):
         pytest.skip("no float32 kernels")
     x = random(200, 320, dtype=FLOAT32)
-    for weight in (random(64, 320, dtype=FLOAT32, seed=1).bfloat16().float(), random(64, 320, dtype=FLOAT32, seed=1)):
+    for weight in (
+        random(64, 320, dtype=FLOAT32, seed=1).bfloat16().float(),
+        random(64, 320, dtype=FLOAT32, seed=1),
+    ):
         product = Product(weight)
         together = product(x)
         for rows in (x[:1], x[:40], x[:97]):

@@ -3,7 +3,8 @@
 // out[m, n] = rows[m, k] weights[n, k]'. A panel is 32 columns of weights; a thread multiplies all
 // rows with it, a few at a time. With one row, reading the weights takes all the time. Most models
 // are published in bf16, so their float32 weights have 16 low bits of zeros: those panels are kept
-// halved, without loss, and take half the time.
+// halved, without loss, and take half the time. Many rows are multiplied in blocks that fit the
+// caches, and halved weights are widened once for each block.
 
 #include "vectors.h"
 
@@ -77,7 +78,8 @@ static void multiply_block(
     for (int i = 0; i < k; i += BLOCK_DEPTH) {
         const int depth = k - i < BLOCK_DEPTH ? k - i : BLOCK_DEPTH;
         for (int row = 0; row < count; row++)
-            memcpy(block->rows + row * ROW_STRIDE, rows + (int64_t)row * k + i, depth * sizeof(float));
+            memcpy(block->rows + row * ROW_STRIDE, rows + (int64_t)row * k + i,
+                   depth * sizeof(float));
         for (int p = 0; p < panels; p++) {
             const int64_t at = ((int64_t)(first + p) * k + i) * COLUMNS;
             const float *panel = (const float *)linear->weights + at;
@@ -91,7 +93,7 @@ static void multiply_block(
     }
 }
 
-// rows [m, k], of which at most FEW_ROWS go through one panel at a time.
+// kvboost_linear for at most FEW_ROWS rows: reading the weights takes most of the time.
 static void multiply_few(
     const Linear *linear, const float *rows, int m, const float *residual, float *out, int threads
 ) {
@@ -101,7 +103,8 @@ static void multiply_few(
         float sums[FEW_ROWS * COLUMNS] __attribute__((aligned(64)));
         const int64_t from = (int64_t)panel * COLUMNS * k;
         if (linear->halved)
-            multiply_halved(m, k, rows, k, (const uint32_t *)linear->weights + from / 2, sums, COLUMNS);
+            multiply_halved(m, k, rows, k, (const uint32_t *)linear->weights + from / 2, sums,
+                            COLUMNS);
         else
             multiply(m, k, rows, k, (const float *)linear->weights + from, COLUMNS, sums, COLUMNS);
         finish(linear, sums, panel * COLUMNS, m, residual, out);
@@ -120,13 +123,15 @@ void kvboost_linear(
         return;
     }
     const int width = linear->gated ? linear->n / 2 : linear->n, panels = linear->n / COLUMNS;
-    const int groups = (panels + BLOCK_PANELS - 1) / BLOCK_PANELS;
     const int blocks = (m + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const int share = panels * blocks / (2 * threads); // every thread has work
+    const int most = share < 1 ? 1 : share < BLOCK_PANELS ? share : BLOCK_PANELS;
+    const int groups = (panels + most - 1) / most;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
     for (int task = 0; task < groups * blocks; task++) {
         Block block;
-        const int first = task % groups * BLOCK_PANELS, row = task / groups * BLOCK_ROWS;
-        const int some = panels - first < BLOCK_PANELS ? panels - first : BLOCK_PANELS;
+        const int first = task % groups * most, row = task / groups * BLOCK_ROWS;
+        const int some = panels - first < most ? panels - first : most;
         const int count = m - row < BLOCK_ROWS ? m - row : BLOCK_ROWS;
         const int64_t at = (int64_t)row * width;
         multiply_block(linear, rows + (int64_t)row * linear->k, count, first, some, &block);
