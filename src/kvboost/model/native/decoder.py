@@ -19,9 +19,10 @@ KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
 MOST_ROWS = {torch.bfloat16: None, torch.float32: 96}
 """How many rows our wide layers take at once: any number, or as many as they multiply faster than
 torch does."""
-NARROW = 1536
+NARROW = 576
 """A layer of at most this width takes any number of rows. In float32, torch multiplies many rows
-about a tenth faster, but its operations between the products take longer than that."""
+about a tenth faster, but in narrow layers its operations between the products cost more than that.
+Measured at this width; wider layers were not."""
 
 
 class _Layer(ctypes.Structure):
