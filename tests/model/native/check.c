@@ -38,20 +38,26 @@ static float *random_numbers(int64_t count) {
     return numbers;
 }
 
-static void compare(const char *name, const float *given, const float *expected, int64_t count) {
+static void compare_within(
+    double limit, const char *name, const float *given, const float *expected, int64_t count
+) {
     double worst = 0;
     for (int64_t i = 0; i < count; i++) {
         const double off = fabs((double)given[i] - expected[i]) / (1 + fabs((double)expected[i]));
         if (!(off <= worst)) worst = off; // NaN too
     }
-    const int fine = worst < 1e-5;
+    const int fine = worst < limit;
     printf("%-28s %s, off by %.1e\n", name, fine ? "equal" : "DIFFERENT", worst);
     failures += !fine;
 }
 
+static void compare(const char *name, const float *given, const float *expected, int64_t count) {
+    compare_within(1e-5, name, given, expected, count);
+}
+
 // Two runs of keys, one shared by all rows; limits differ, so that blocks end anywhere.
 static void check_attention(int dim, int group, int rows) {
-    enum { KV_HEADS = 2, CAPACITY = 200, SHARED = 130 };
+    enum { KV_HEADS = 2, CAPACITY = 208, SHARED = 130 };
     const int heads = KV_HEADS * group;
     const int64_t size = (int64_t)KV_HEADS * CAPACITY * dim;
     float *keys = random_numbers(2 * size), *values = random_numbers(2 * size);
@@ -155,7 +161,8 @@ static void check_linear(int m, int n, int k, int gated, int halved) {
         }
     char name[40];
     snprintf(name, sizeof name, "linear %d%s%s", m, gated ? ", gated" : "", halved ? ", halved" : "");
-    compare(name, out, expected, (int64_t)m * width);
+    // A gated product multiplies two sums, and with them their rounding.
+    compare_within(gated ? 3e-5 : 1e-5, name, out, expected, (int64_t)m * width);
 }
 
 static void check_rows(void) {
@@ -222,8 +229,8 @@ static void check_moved(void) {
 
 int main(void) {
     printf("float32 kernels on %s\n", kvboost_instructions());
-    const int rows[] = {1, 2, 3, 13, 70};
-    for (int i = 0; i < 5; i++) {
+    const int rows[] = {1, 2, 3, 13, 70, 200};
+    for (int i = 0; i < 6; i++) {
         check_attention(32, 1, rows[i]);
         check_attention(64, 3, rows[i]);
         check_linear(rows[i], 96, 160, 0, 0);

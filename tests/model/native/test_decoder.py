@@ -18,6 +18,7 @@ from kernel_forms import CPU, close, each_dtype
 from kvboost.model.fast_layers import can_pack, pack_layers
 from kvboost.model.forward import Forward
 from kvboost.model.kv import RequestKV
+from kvboost.model.native import decoder
 from kvboost.model.native.decoder import MOST_ROWS, restore_forward
 from kvboost.model.segment import Segment
 
@@ -137,8 +138,12 @@ def test_a_probe_ends_in_its_layer(dtype: torch.dtype) -> None:
 
 
 @each_dtype
-def test_a_whole_prompt_as_stock_runs_the_models_own_layers(dtype: torch.dtype) -> None:
-    """So do more rows than our layers are faster for."""
+@pytest.mark.parametrize("narrow", [64, 0])
+def test_a_whole_prompt_as_stock_runs_the_models_own_layers(
+    dtype: torch.dtype, narrow: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So do more rows than our layers are faster for, in wide layers."""
+    monkeypatch.setattr(decoder, "NARROW", narrow)
     model = make("llama", dtype)
     forward = forward_of(model)
     calls: list[int] = []
@@ -146,7 +151,7 @@ def test_a_whole_prompt_as_stock_runs_the_models_own_layers(dtype: torch.dtype) 
         layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
     kv = RequestKV(forward.shape, 700)
     ids = torch.zeros(600, dtype=torch.long)
-    few = MOST_ROWS[dtype] or 600
+    few = 600 if narrow else MOST_ROWS[dtype] or 600
     forward([Segment(kv, ids[:few], range(1, few + 1))])
     assert not calls
     fast = forward([Segment(kv, ids[:few], range(few))])

@@ -18,7 +18,7 @@ def random(*size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 @each_dtype
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 12, 13, 16, 17, 32, 33, 100])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 12, 13, 16, 17, 32, 33, 100, 200])
 @pytest.mark.parametrize(("n", "k"), [(32, 32), (96, 64), (576, 1536), (3072, 96)])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_a_product_equals_torchs(
@@ -34,25 +34,40 @@ def test_a_product_equals_torchs(
     assert close(given, expected, 6)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 12, 40])
+@pytest.mark.parametrize("rows", [1, 5, 12, 40, 60, 130])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_halved_weights_lose_nothing(rows: int, with_bias: bool) -> None:
     """float32 weights that are bfloat16 numbers: the products are the same to the bit."""
     if not can_multiply(torch.zeros(32, 32)):
         pytest.skip("no float32 kernels")
     x, weight = (
-        random(rows, 96, dtype=FLOAT32),
-        random(64, 96, dtype=torch.bfloat16, seed=1).float(),
+        random(rows, 160, dtype=FLOAT32),
+        random(64, 160, dtype=torch.bfloat16, seed=1).float(),
     )
     bias = random(64, dtype=FLOAT32, seed=2) if with_bias else None
     halved = Product(weight, bias)
     assert halved.is_halved
     assert close(halved(x), linear(x, weight, bias), 6)
     other = weight.clone()
-    other[63, 95] += 2**-20  # one number that bfloat16 does not have
+    other[63, 159] += 2**-20  # one number that bfloat16 does not have
     whole = Product(other, bias)
     assert not whole.is_halved
     assert torch.equal(whole(x)[:, :63], halved(x)[:, :63])
+
+
+def test_a_product_does_not_depend_on_the_rows_beside_it() -> None:
+    """In float32: rows in blocks and rows alone add up the same numbers in the same order."""
+    if not can_multiply(torch.zeros(32, 32)):
+        pytest.skip("no float32 kernels")
+    x = random(200, 320, dtype=FLOAT32)
+    for weight in (
+        random(64, 320, dtype=FLOAT32, seed=1).bfloat16().float(),
+        random(64, 320, dtype=FLOAT32, seed=1),
+    ):
+        product = Product(weight)
+        together = product(x)
+        for rows in (x[:1], x[:40], x[:97]):
+            assert torch.equal(product(rows), together[: len(rows)])
 
 
 @each_dtype

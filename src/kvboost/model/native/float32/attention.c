@@ -28,14 +28,10 @@ typedef struct {
     float scores[ROWS * KEYS];
 } __attribute__((aligned(64))) Workspace;
 
-typedef float quad __attribute__((vector_size(16)));
-typedef float unaligned_quad __attribute__((vector_size(16), aligned(4), may_alias));
-
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-typedef int32_t quad_index __attribute__((vector_size(16)));
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (quad_index){__VA_ARGS__})
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (quad_ints){__VA_ARGS__})
 #endif
 
 // 4 keys of 4 channels, key by key, to 4 channels of 4 keys.
@@ -74,40 +70,52 @@ static void score(
         multiply(count, dim, queries, dim, work->keys + key * dim, COLUMNS, out + key, stride);
 }
 
-INLINE float larger(float a, float b) { return a > b ? a : b; }
+INLINE quad larger_quad(quad a, quad b) {
+    const quad_ints is_a = a > b;
+    return (quad)((is_a & (quad_ints)a) | (~is_a & (quad_ints)b));
+}
 
-// The largest of a block's scores and `most`.
-static float largest(const float *scores, float most) {
-    float best[LANES];
-    for (int i = 0; i < LANES; i++) best[i] = most;
-    for (int key = 0; key < KEYS; key += LANES)
-        for (int i = 0; i < LANES; i++) best[i] = larger(scores[key + i], best[i]);
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) best[i] = larger(best[i], best[width + i]);
-    return best[0];
+// The largest number of a vector.
+INLINE float largest(vec numbers) {
+    float all[LANES] __attribute__((aligned(64)));
+    store(all, numbers);
+    quad best = *(const unaligned_quad *)all;
+    for (int i = 4; i < LANES; i += 4) best = larger_quad(best, *(const unaligned_quad *)(all + i));
+    best = larger_quad(best, SHUFFLE(best, best, 2, 3, 0, 1));
+    return best[0] > best[1] ? best[0] : best[1];
+}
+
+INLINE float total(vec numbers) {
+    float all[LANES] __attribute__((aligned(64)));
+    store(all, numbers);
+    quad sums = *(const unaligned_quad *)all;
+    for (int i = 4; i < LANES; i += 4) sums += *(const unaligned_quad *)(all + i);
+    sums += SHUFFLE(sums, sums, 2, 3, 0, 1);
+    return sums[0] + sums[1];
 }
 
 // Turns one query's scores into weights, relative to its highest score so far; rescales what the
 // query has added up when that score rises.
-static void weigh(Workspace *work, int query, float *scores, int seen, int dim) {
+INLINE void weigh(Workspace *work, int query, float *scores, int seen, int dim) {
     for (int key = seen; key < KEYS; key++) scores[key] = NOTHING;
-    const float top = largest(scores, work->most[query]);
+    vec best = load(scores);
+    for (int key = LANES; key < KEYS; key += LANES) best = larger(best, load(scores + key));
+    float top = largest(best);
     if (top > work->most[query]) {
         const float less = power_of_2(work->most[query] - top);
         work->most[query] = top;
         work->sums[query] *= less;
         float *out = work->out + query * dim;
-#pragma omp simd
-        for (int d = 0; d < dim; d++) out[d] *= less;
+        for (int d = 0; d < dim; d += LANES) store(out + d, load(out + d) * less);
     }
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int key = 0; key < KEYS; key++) {
-        const float weight = power_of_2(scores[key] - top);
-        scores[key] = weight;
-        sum += weight;
+    top = work->most[query];
+    vec sum = {0};
+    for (int key = 0; key < KEYS; key += LANES) {
+        const vec weights = powers_of_2(load(scores + key) - top);
+        store(scores + key, weights);
+        sum += weights;
     }
-    work->sums[query] += sum;
+    work->sums[query] += total(sum);
 }
 
 // Queries [first, first + count) of one head of a run's keys.
@@ -237,19 +245,20 @@ static void add_mass(
         }
     }
     for (int i = 0; i < count; i++) {
-        float *mine = scores + i * width, top = NOTHING, sum = 0;
+        float *mine = scores + i * width;
         const int seen = call->start + (first + i) / group + 1;
-        for (int key = 0; key < seen; key++) {
-            mine[key] = call->absent[key] ? NOTHING : mine[key];
-            top = mine[key] > top ? mine[key] : top;
+        for (int key = 0; key < seen; key++) mine[key] = call->absent[key] ? NOTHING : mine[key];
+        for (int key = seen; key < width; key++) mine[key] = NOTHING;
+        vec best = {0}, sums = {0};
+        best += NOTHING;
+        for (int key = 0; key < width; key += LANES) best = larger(best, load(mine + key));
+        const float top = largest(best);
+        for (int key = 0; key < width; key += LANES) {
+            const vec weights = powers_of_2(load(mine + key) - top);
+            store(mine + key, weights);
+            sums += weights;
         }
-#pragma omp simd reduction(+ : sum)
-        for (int key = 0; key < seen; key++) {
-            const float weight = power_of_2(mine[key] - top);
-            mine[key] = weight;
-            sum += weight;
-        }
-        const float share = 1 / (sum * call->heads);
+        const float share = 1 / (total(sums) * call->heads);
 #pragma omp simd
         for (int key = 0; key < call->start; key++) mass[key] += mine[key] * share;
     }

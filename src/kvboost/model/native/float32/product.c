@@ -12,14 +12,6 @@ int kvboost_is_permitted(void) { return 1; }
 #define UNROLL _Pragma("GCC unroll 32")
 #endif
 
-typedef float vec __attribute__((vector_size(VECTOR_BYTES)));
-typedef uint32_t bits __attribute__((vector_size(VECTOR_BYTES)));
-typedef float unaligned_vec __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
-typedef uint32_t unaligned_bits __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
-
-INLINE vec load(const float *from) { return *(const unaligned_vec *)from; }
-INLINE void store(float *to, vec values) { *(unaligned_vec *)to = values; }
-
 // One row of a matrix, 32 columns. Halved, it is 16 pairs of bf16: column i and column 16 + i.
 INLINE void load_columns(vec *columns, const void *from, const int halved) {
     if (halved) {
@@ -104,4 +96,13 @@ void multiply_halved(
 ) {
     const int64_t matrix_stride = HALF;
     FOR_ALL_ROWS(1, 0)
+}
+
+void widen(const uint32_t *halved, int k, float *out) {
+    for (int i = 0; i < k; i++) {
+        vec columns[VECTORS];
+        load_columns(columns, halved + i * HALF, 1);
+        UNROLL
+        for (int v = 0; v < VECTORS; v++) store(out + i * COLUMNS + v * LANES, columns[v]);
+    }
 }

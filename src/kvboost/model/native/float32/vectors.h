@@ -36,6 +36,18 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+typedef float vec __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t ints __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t bits __attribute__((vector_size(VECTOR_BYTES)));
+typedef float unaligned_vec __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef uint32_t unaligned_bits __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef float quad __attribute__((vector_size(16)));
+typedef float unaligned_quad __attribute__((vector_size(16), aligned(4), may_alias));
+typedef int32_t quad_ints __attribute__((vector_size(16)));
+
+INLINE vec load(const float *from) { return *(const unaligned_vec *)from; }
+INLINE void store(float *to, vec values) { *(unaligned_vec *)to = values; }
+
 // out[count, 32] = rows[count, k] matrix[k, 32]. multiply_add adds the product to out instead. In
 // multiply_halved, each row of the matrix is 16 pairs of bf16: columns i and 16 + i.
 #pragma GCC visibility push(hidden)
@@ -51,22 +63,29 @@ void multiply_halved(
     int count, int k, const float *rows, int64_t row_stride, const uint32_t *matrix, float *out,
     int64_t out_stride
 );
+// out[k, 32]: the matrix of multiply_halved in float32.
+void widen(const uint32_t *halved, int k, float *out);
 #pragma GCC visibility pop
 
+// The larger number of each pair; b where they cannot be compared.
+INLINE vec larger(vec a, vec b) {
+    const ints is_a = a > b;
+    return (vec)((is_a & (ints)a) | (~is_a & (ints)b));
+}
+
 // 2^x for x of at most 127; zero below 2^-126.
-INLINE float power_of_2(float x) {
+INLINE vec powers_of_2(vec x) {
     const float rounder = 12582912.0f; // 1.5 * 2^23: adding it rounds to a whole number
-    const float held = x < -127.0f ? -127.0f : x;
-    const float n = (held + rounder) - rounder, f = held - n;
-    float p = 1.53533615e-04f; // 2^f for |f| <= 1/2, right to 1e-7
-    p = p * f + 1.33988750e-03f;
+    const vec held = larger(x, (vec){0} - 127.0f);
+    const vec n = (held + rounder) - rounder, f = held - n;
+    vec p = f * 1.53533615e-04f + 1.33988750e-03f; // 2^f for |f| <= 1/2, right to 1e-7
     p = p * f + 9.61843500e-03f;
     p = p * f + 5.55033200e-02f;
     p = p * f + 2.40226480e-01f;
     p = p * f + 6.93147200e-01f;
     p = p * f + 1.0f;
-    const int32_t exponent = ((int32_t)n + 127) << 23; // zero for n = -127
-    float scale;
-    memcpy(&scale, &exponent, sizeof scale);
-    return p * scale;
+    const ints exponents = (__builtin_convertvector(n, ints) + 127) << 23; // zero for n = -127
+    return p * (vec)exponents;
 }
+
+INLINE float power_of_2(float x) { return powers_of_2((vec){0} + x)[0]; }
