@@ -1,5 +1,5 @@
-"""The index of chunks whose data is elsewhere: which there are, which of them a prompt contains, and
-which are still to be stored. It has no tensors and no threads.
+"""The index of chunks whose data is elsewhere: which there are, which of them a prompt contains,
+and which are still to be stored. It has no tensors and no threads.
 
 A scheduler in one process plans with it while workers in other processes hold the data
 (:mod:`kvboost.cache.data`). Not thread-safe.

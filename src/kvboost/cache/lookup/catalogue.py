@@ -98,10 +98,10 @@ class Catalogue:
         start = in_place[-1].end if in_place else 0
         ids = token_ids[:moved_before]
         runs = self._anchors.find(self._tree, root, ids, start)
-        if not _covered(runs, start, moved_before):
-            # Copies of copies only where there is no original.
-            runs += self._anchors.find(self._tree, _approximate(root), ids, start)
-            runs.sort(key=lambda run: run.start)
+        # Copies of copies only where there is no original.
+        for first, end in _free(runs, start, len(ids)):
+            runs += self._anchors.find(self._tree, _approximate(root), ids[:end], first)
+        runs.sort(key=lambda run: run.start)
         return KnownRows(exact, approximate, self._moved(in_place, runs, where))
 
     def check_integrity(self) -> list[str]:
@@ -281,10 +281,11 @@ def _approximate(root: ChunkKey) -> ChunkKey:
     return branch_key(root, "anchors")
 
 
-def _covered(runs: Sequence[Run], start: int, end: int) -> bool:
-    """Whether ``runs``, by their starts, leave no window of rows ``[start, end)`` free."""
-    for run in runs:
-        if run.start - start >= WINDOW:
-            return False
-        start = max(start, run.end)
-    return end - start < WINDOW
+def _free(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, int]]:
+    """The rows of ``[start, end)`` that no run covers, where they are long enough for an anchor."""
+    free = []
+    for first, last in [*((run.start, run.end) for run in runs), (end, end)]:
+        if first - start >= WINDOW:
+            free.append((start, first))
+        start = max(start, last)
+    return free

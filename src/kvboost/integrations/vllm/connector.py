@@ -220,8 +220,10 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         return salt_of(request.cache_salt, name)
 
     def _exact_rows(self, branch: Branch, load: Load | None) -> int:
-        rows = branch.first * self._page
-        return max(rows, load.exact_rows) if load is not None and load.first <= rows else rows
+        rows: int = branch.first * self._page
+        if load is not None and load.first <= rows:
+            rows = max(rows, load.exact_rows)
+        return rows
 
     # The workers' side.
 

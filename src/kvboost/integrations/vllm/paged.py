@@ -1,4 +1,4 @@
-"""KVBoost's repair over vLLM's pages: its hooks see a layer of pages as the dense rows they know."""
+"""KVBoost's repair over vLLM's pages: its hooks see a layer of pages as dense rows."""
 
 from __future__ import annotations
 

@@ -76,7 +76,8 @@ class Pages:
         )
 
     def read_all(self, slots: torch.Tensor) -> torch.Tensor:
-        """The rows of all layers: ``[2, layers, kv_heads, rows, head_dim]``, as chunks keep them."""
+        """The rows of all layers, ``[2, layers, kv_heads, rows, head_dim]``, as chunks hold
+        them."""
         out = torch.empty(
             (2, len(self.caches), self.num_kv_heads, len(slots), self.head_dim),
             dtype=self.dtype,

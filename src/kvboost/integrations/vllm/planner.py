@@ -7,7 +7,7 @@ calls it from one thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -60,7 +60,7 @@ class Load:
     end: int
     in_place: tuple[Hit, ...]
     moved: tuple[MovedRun, ...] = ()
-    repair: RepairParams = RepairParams()
+    repair: RepairParams = field(default_factory=RepairParams)
     pages: tuple[int, ...] = ()
 
     @property

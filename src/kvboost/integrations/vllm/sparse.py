@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.forward_context import set_forward_context
+from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvboost.errors import UnsupportedModelError
@@ -72,6 +72,7 @@ class SparseForward:
         self._names = [
             name for groups in runner.attn_groups for g in groups for name in g.layer_names
         ]
+        self._find_graphs()
         self.num_rows = 0
         """Rows computed so far."""
 
@@ -123,32 +124,42 @@ class SparseForward:
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """The inputs in vLLM's own buffers, padded, and how to replay its graphs with them; as they
         are if it has no graph for them."""
+        count, size = len(ids), self._graph_size(len(ids))
+        if size is None:
+            return ids, positions, {}
+        own_ids, own_positions = (buffer[:size] for buffer in self._buffers)
+        own_ids[:count].copy_(ids)
+        own_ids[count:].zero_()
+        own_positions[:count].copy_(positions)
+        own_positions[count:].zero_()
+        replay = {
+            "cudagraph_runtime_mode": CUDAGraphMode.PIECEWISE,
+            "batch_descriptor": BatchDescriptor(num_tokens=size),
+        }
+        return own_ids, own_positions, replay
+
+    def _graph_size(self, count: int) -> int | None:
+        """The size of the smallest captured graph for ``count`` rows. Graphs of pieces leave
+        attention to Python."""
+        return next((size for size in self._graph_sizes if size >= count), None)
+
+    def _find_graphs(self) -> None:
+        """The buffers that vLLM captured its graphs with, and their sizes: its model runner keeps
+        them in one of two ways."""
         runner = self._runner
-        dispatcher = getattr(runner, "cudagraph_dispatcher", None)
-        buffers = (getattr(runner, "input_ids", None), getattr(runner, "positions", None))
-        if dispatcher is None or not hasattr(buffers[0], "gpu"):
-            return ids, positions, {}
-        if not isinstance(buffers[1], torch.Tensor):
-            return ids, positions, {}
-        mode, described = dispatcher.dispatch(
-            num_tokens=len(ids), valid_modes={CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE}
-        )
-        if mode != CUDAGraphMode.PIECEWISE:
-            return ids, positions, {}
-        padded = described.num_tokens
-        own_ids, own_positions = buffers[0].gpu[:padded], buffers[1][:padded]
-        own_ids[: len(ids)].copy_(ids)
-        own_ids[len(ids) :].zero_()
-        own_positions[: len(ids)].copy_(positions)
-        own_positions[len(ids) :].zero_()
-        return (
-            own_ids,
-            own_positions,
-            {
-                "cudagraph_runtime_mode": mode,
-                "batch_descriptor": described,
-            },
-        )
+        self._graph_sizes: list[int] = []
+        if self._config.lora_config is not None:
+            return
+        if (dispatcher := getattr(runner, "cudagraph_dispatcher", None)) is not None:
+            captured = dict(dispatcher.get_capture_descs())
+            self._buffers = (runner.input_ids.gpu, runner.positions)
+        elif (manager := getattr(runner, "cudagraph_manager", None)) is not None:
+            captured = {} if manager.use_breakable_cg else manager._capture_descs
+            self._buffers = (runner.input_buffers.input_ids, runner.input_buffers.positions)
+        else:
+            return
+        pieces = captured.get(CUDAGraphMode.PIECEWISE, ())
+        self._graph_sizes = sorted({one.num_tokens for one in pieces})
 
     def _metadata(
         self,

@@ -17,6 +17,7 @@ import random
 import statistics
 import tempfile
 import time
+from itertools import chain
 from typing import Any
 
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads: those of Qwen2.5
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ratio", type=float, default=0.15)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--gpu-cache", default="8GiB", help="chunks kept on the GPU")
+    parser.add_argument("--gpu-cache", default="24GiB", help="chunks kept on the GPU")
     parser.add_argument("--memory", type=float, default=0.7, help="vLLM's share of the GPU")
     parser.add_argument("--decoding", type=int, default=64, help="requests that decode together")
     parser.add_argument("--plain", action="store_true", help="without the connector")
@@ -152,7 +153,7 @@ def measure(llm: Any, options: argparse.Namespace, length: int) -> dict[str, Any
     ]
 
     def prompt(order: list[list[int]]) -> list[int]:
-        tokens = sum(order, [])
+        tokens = chain.from_iterable(order)
         return [*random_tokens(rng, HEADER), *tokens, *random_tokens(rng, QUESTION)]
 
     times: dict[str, list[float]] = {"cold": [], "off": [], "moved": []}
