@@ -41,6 +41,8 @@ def main() -> None:
     parser.add_argument("--gpu-cache", default="24GiB", help="chunks kept on the GPU")
     parser.add_argument("--memory", type=float, default=0.7, help="vLLM's share of the GPU")
     parser.add_argument("--decoding", type=int, default=64, help="requests that decode together")
+    parser.add_argument("--traffic", type=int, default=0, help="questions over shared documents")
+    parser.add_argument("--users", type=int, default=16, help="requests that run together")
     parser.add_argument("--plain", action="store_true", help="without the connector")
     parser.add_argument("--eager", action="store_true", help="do not compile the model")
     parser.add_argument("--profile", action="store_true", help="time the parts of a moved request")
@@ -48,6 +50,10 @@ def main() -> None:
     lengths = [int(length) for length in options.lengths.split(",")]
     llm = start(options, max(lengths))
     report: dict[str, Any] = {"shape": options.shape, "plain": options.plain}
+    if options.traffic:
+        report["traffic"] = traffic(llm, options.traffic)
+        print(json.dumps(report))
+        return
     report["decode"] = decode(llm, options.decoding)
     for length in lengths:
         report[str(length)] = measure(llm, options, length)
@@ -84,7 +90,7 @@ def start(options: argparse.Namespace, longest: int) -> Any:
         max_model_len=longest + 1024,
         gpu_memory_utilization=options.memory,
         max_num_batched_tokens=16384,
-        max_num_seqs=1024,
+        max_num_seqs=options.users if options.traffic else 256,
         enforce_eager=options.eager,
         disable_log_stats=True,
         **more,
@@ -199,6 +205,40 @@ def measure(llm: Any, options: argparse.Namespace, length: int) -> dict[str, Any
     return report
 
 
+def traffic(llm: Any, number: int, answer: int = 32) -> dict[str, Any]:
+    """Questions that each come with six of 32 documents, popular ones more often, in any order:
+    questions per second with the connector and without it. vLLM's own prefix cache is on."""
+    rng = random.Random(3)
+    system = random_tokens(rng, 64)
+    documents = [random_tokens(rng, 512) for _ in range(32)]
+    weights = [1 / rank for rank in range(1, len(documents) + 1)]
+
+    def question() -> list[int]:
+        chosen: dict[int, None] = {}
+        while len(chosen) < 6:
+            chosen[rng.choices(range(len(documents)), weights)[0]] = None
+        order = rng.sample(list(chosen), len(chosen))
+        text = chain.from_iterable(documents[one] for one in order)
+        return [*system, *text, *random_tokens(rng, 32)]
+
+    for start in range(0, len(documents), 8):
+        some = chain.from_iterable(documents[start : start + 8])
+        ask(llm, [[*system, *some]], "repaired")
+    ask(llm, [random_tokens(rng, 64)], "off")
+    ask(llm, [question() for _ in range(16)], "repaired", answer)  # compiles what is not yet
+    report: dict[str, Any] = {"questions": number}
+    for name, mode in (("off", "off"), ("repaired", "repaired"), ("off again", "off")):
+        llm.reset_prefix_cache()
+        milliseconds, answers = ask(llm, [question() for _ in range(number)], mode, answer)
+        report[f"{name} per second"] = round(number / milliseconds * 1e3, 2)
+        used = [(one.kv_transfer_params or {}).get("kvboost", {}) for one in answers]
+        moved = sum(one.get("moved_tokens", 0) for one in used)
+        report[f"{name} moved"] = round(
+            moved / sum(len(one.prompt_token_ids) for one in answers), 3
+        )
+    return report
+
+
 class profiled:
     """Times the parts of a moved request, waiting for the GPU after each."""
 
@@ -209,6 +249,7 @@ class profiled:
         from kvboost.integrations.vllm.worker import Worker
 
         timed_parts = [(Worker, "_place"), (Worker, "_run"), (Worker, "step"), (Planner, "plan")]
+        timed_parts += [(Worker, "_put"), (Worker, "keep")]
         self._plain = [(owner, name, getattr(owner, name)) for owner, name in timed_parts]
         parts: dict[str, float] = {}
         for owner, name, plain in self._plain:
