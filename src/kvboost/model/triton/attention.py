@@ -246,9 +246,9 @@ def attend(
     wide = triton.next_power_of_2(dim)
     written, written_lse, part_stride = out, lse, num_rows * heads
     if rows.splits > 1:
-        like = {"dtype": torch.float32, "device": query.device}
-        written = torch.empty(rows.splits, num_rows, heads, dim, **like)
-        written_lse = torch.empty(rows.splits, num_rows, heads, **like)
+        size = (rows.splits, num_rows, heads)
+        written = torch.empty(*size, dim, dtype=torch.float32, device=query.device)
+        written_lse = torch.empty(size, dtype=torch.float32, device=query.device)
     _attend_kernel[(kv_heads, rows.splits, len(rows.tiles))](
         *(query, query.stride(0), query.stride(1)),
         *(rows.positions, rows.tiles, rows.tables, rows.tables.stride(0)),

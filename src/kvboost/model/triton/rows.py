@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -25,7 +26,7 @@ class Tile:
     def pick(cls, num_rows: int, dtype: torch.dtype) -> Tile:
         """The tile for requests of up to ``num_rows`` rows times heads that share a KV head."""
         if dtype == torch.float32:
-            return cls(32 if num_rows > 16 else 16, 32, 4, 1)
+            return cls(32, 16, 4, 1) if num_rows > 16 else cls(16, 32, 4, 1)
         if num_rows > 64:
             return cls(128, 64, 8, 3)
         return cls(64, 64, 4, 3) if num_rows > 16 else cls(16, 64, 4, 3)
@@ -70,7 +71,7 @@ class PagedRows:
                 f"{heads} heads over {kv_heads} KV heads do not fit tiles of {tile.rows} rows"
             )
         _check_positions(positions, tables, page)
-        starts = [sum(counts[:request]) for request in range(len(counts))]
+        starts = accumulate(counts[:-1], initial=0)
         every = torch.cat([rows.to(torch.int32) for rows in positions])
         tiles = [
             (request, start + at, min(in_tile, count - at))
