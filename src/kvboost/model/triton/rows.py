@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-MOST_SPLITS = 16
+MOST_SPLITS = 32
 KEYS_PER_SPLIT = 512
 """A split with fewer keys than this costs more than it gains."""
 
@@ -83,7 +83,7 @@ class PagedRows:
         longest = int(last.max()) + 1
         described = torch.tensor(tiles, dtype=torch.int32)[order]
         device = tables.device
-        splits = splits or _splits(len(tiles) * kv_heads, longest, device)
+        splits = splits or pick_splits(last + 1, kv_heads, programs_at_once(device, tile))
         sent = torch.cat([described.flatten(), every]).to(device, non_blocking=True)
         on_device = sent[described.numel() :], sent[: described.numel()].view(-1, 3)
         return cls(*on_device, tables.to(torch.int32), tile, splits, longest)
@@ -103,9 +103,17 @@ def _check_positions(positions: Sequence[torch.Tensor], tables: torch.Tensor, pa
             )
 
 
-def _splits(programs: int, longest: int, device: torch.device) -> int:
-    """How many programs share a tile's keys, so that each multiprocessor has two."""
+def pick_splits(ends: torch.Tensor, kv_heads: int, at_once: int) -> int:
+    """How many programs share the keys of a tile, if tiles have keys up to ``ends`` and ``at_once``
+    programs run at a time: so many that the longest takes no longer than all of them together."""
+    longest, total = int(ends.max()), int(ends.sum()) * kv_heads
+    wanted = -(-longest * at_once // total)
+    return max(1, min(wanted, longest // KEYS_PER_SPLIT, MOST_SPLITS))
+
+
+def programs_at_once(device: torch.device, tile: Tile) -> int:
+    """How many programs of this tile a device runs at a time; as few as possible for a CPU."""
     if device.type != "cuda":
         return 1
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(wanted // programs, -(-longest // KEYS_PER_SPLIT), MOST_SPLITS))
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors * max(1, 8 // tile.warps)
