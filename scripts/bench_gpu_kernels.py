@@ -40,9 +40,10 @@ MODELS = {"7b": (28, 4), "1.5b": (12, 2)}
 SIZES = [(1300, 8192), (5000, 32768), (350, 2048)]
 TILES = [
     Tile(rows=128, keys=64, warps=8, stages=3),
-    Tile(rows=128, keys=64, warps=8, stages=4),
-    Tile(rows=128, keys=128, warps=8, stages=3),
+    Tile(rows=128, keys=64, warps=8, stages=2),
+    Tile(rows=128, keys=128, warps=8, stages=2),
     Tile(rows=64, keys=64, warps=4, stages=3),
+    Tile(rows=64, keys=64, warps=4, stages=2),
 ]
 SPLITS = [1, 2, 4]
 LAYERS = 28

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from kvboost.model.triton.rows import Tile
 from tiny import DEVICE
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -16,6 +17,14 @@ LAYOUTS = {  # the order of [pages, kv_heads, page, 2 * dim] in memory
     "pages inside": (1, 0, 2, 3),
 }
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+
+
+def tile_for(dtype: torch.dtype) -> Tile:
+    """Large ones where they are interpreted, which costs time for every tile. A compiler takes
+    minutes for large tiles of float32."""
+    if DEVICE != "cpu" and dtype == torch.float32:
+        return Tile(rows=32, keys=32, warps=4, stages=1)
+    return Tile(rows=64, keys=64, warps=4, stages=2)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -36,6 +36,8 @@ FORBIDDEN_LIBRARIES = {
     "cache/lookup": {"torch"},
     "cache/eviction": {"torch"},
     "runtime/scheduler.py": {"torch", "transformers"},
+    "model/triton": {"transformers"},
+    "model/triton/__init__.py": {"triton"},
 }
 
 
@@ -83,6 +85,17 @@ def test_only_the_model_room_imports_transformers(path: Path) -> None:
     for place, forbidden in FORBIDDEN_LIBRARIES.items():
         if str(path.relative_to(SRC)).startswith(place):
             assert not libraries & forbidden
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_only_its_room_imports_triton(path: Path) -> None:
+    """The package works without it."""
+    of_room = {name for name in imports_of(path) if name.startswith("kvboost.model.triton.")}
+    if path.parent == SRC / "model" / "triton":
+        others = {name for name in imports_of(path) if name.startswith("kvboost.")} - of_room
+        assert not others, "kernels know tensors only"
+    else:
+        assert "triton" not in {name.split(".")[0] for name in imports_of(path)}
 
 
 def test_public_names_are_sorted_and_there() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvboost.model.triton.attention import attend
-from kvboost.model.triton.rows import PagedRows, Tile
+from kvboost.model.triton.rows import PagedRows, pick_splits
 from paged_kv import (
     attention,
     each_dtype,
@@ -14,10 +14,10 @@ from paged_kv import (
     make_tables,
     random,
     scattered,
+    tile_for,
 )
 from tiny import DEVICE
 
-TILE = Tile(rows=64, keys=64, warps=4, stages=2)
 SCALE = 0.2
 
 
@@ -37,9 +37,16 @@ def test_scattered_rows_of_two_requests(dtype: torch.dtype, layout: str, splits:
     positions = [scattered(25, 190), scattered(9, 65)]
     query = random(34, 6, 32, dtype=dtype)
     rows = PagedRows.of(
-        positions, tables, page=16, heads=6, kv_heads=2, dtype=dtype, tile=TILE, splits=splits
+        positions,
+        tables,
+        page=16,
+        heads=6,
+        kv_heads=2,
+        dtype=dtype,
+        tile=tile_for(dtype),
+        splits=splits,
     )
-    assert len(rows.tiles) == 3  # of 21 rows by 3 heads
+    assert rows.tiles[:, 2].max() == rows.tile.rows // 3 and rows.tiles[:, 2].sum() == 34
     lse = random(34, 6)
     given = attend(query, pages, rows, SCALE, lse=lse)
     expected, sums = attention(query, pages, positions, tables, SCALE)
@@ -56,7 +63,9 @@ def test_odd_sizes(dtype: torch.dtype, dim: int, heads: int) -> None:
     tables = make_tables(1, 4, 11)
     positions = [torch.tensor([0, 1, 47, 48, 63, 64, 95, 96, 127, 128, 129])]
     query = random(11, dim, heads, dtype=dtype).transpose(1, 2)  # strided
-    rows = PagedRows.of(positions, tables, page=48, heads=heads, kv_heads=2, dtype=dtype, tile=TILE)
+    rows = PagedRows.of(
+        positions, tables, page=48, heads=heads, kv_heads=2, dtype=dtype, tile=tile_for(dtype)
+    )
     given = attend(query, pages, rows, SCALE)
     assert close(given, attention(query, pages, positions, tables, SCALE)[0])
 
@@ -69,9 +78,15 @@ def test_windows_caps_and_absent_rows(splits: int) -> None:
     positions = [scattered(12, 150), scattered(7, 31)]
     query = random(19, 4, 32)
     rows = PagedRows.of(
-        positions, tables, page=16, heads=4, kv_heads=2, dtype=torch.float32, tile=TILE,
+        positions,
+        tables,
+        page=16,
+        heads=4,
+        kv_heads=2,
+        dtype=torch.float32,
+        tile=tile_for(torch.float32),
         splits=splits,
-    )  # fmt: skip
+    )
     for options in ({"window": 20}, {"soft_cap": 1.5}, {"window": 70, "soft_cap": 2.0}):
         given = attend(query, pages, rows, SCALE, **options)  # type: ignore[arg-type]
         assert close(given, attention(query, pages, positions, tables, SCALE, **options)[0])  # type: ignore[arg-type]
@@ -91,14 +106,20 @@ def test_the_memory_after_the_last_row_is_not_used() -> None:
     positions = [torch.tensor([3, 20])]
     query = random(2, 2, 16)
     rows = PagedRows.of(
-        positions, tables, page=16, heads=2, kv_heads=1, dtype=torch.float32, tile=TILE
+        positions,
+        tables,
+        page=16,
+        heads=2,
+        kv_heads=1,
+        dtype=torch.float32,
+        tile=tile_for(torch.float32),
     )
     given = attend(query, pages, rows, SCALE)
     pages.nan_to_num_()
     assert close(given, attention(query, pages, positions, tables[:, :2], SCALE)[0])
 
 
-def test_tiles_are_picked_and_split_by_their_number() -> None:
+def test_tiles_are_picked_by_the_number_of_rows() -> None:
     tables = torch.zeros(1, 64, dtype=torch.int32)
     sizes = {"page": 16, "heads": 4, "kv_heads": 1, "dtype": torch.bfloat16}
     few = PagedRows.of([torch.tensor([1000])], tables, **sizes)  # type: ignore[arg-type]
@@ -107,6 +128,17 @@ def test_tiles_are_picked_and_split_by_their_number() -> None:
     assert many.tile.rows == 128 and len(many.tiles) == 32  # 32 rows by 4 heads
     assert many.tiles[0].tolist() == [0, 992, 8]  # those with the most keys first
     assert many.tiles[-1].tolist() == [0, 0, 32]
+
+
+def test_few_tiles_are_split_over_their_keys() -> None:
+    def splits(rows: int, keys: int, kv_heads: int) -> int:
+        return pick_splits(torch.linspace(keys / rows, keys, rows).long(), kv_heads, at_once=132)
+
+    assert splits(rows=278, keys=32768, kv_heads=4) == 1  # there are more tiles than processors
+    assert splits(rows=62, keys=8192, kv_heads=2) == 3  # the longest would take twice the mean
+    assert splits(rows=1, keys=8192, kv_heads=4) == 16  # no part has fewer than 512 keys
+    assert splits(rows=1, keys=10**6, kv_heads=1) == 32
+    assert splits(rows=1, keys=300, kv_heads=1) == 1
 
 
 def test_positions_that_do_not_fit_are_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvboost.model.triton.mass import attention_mass
-from kvboost.model.triton.rows import PagedRows, Tile
+from kvboost.model.triton.rows import PagedRows
 from paged_kv import (
     attention_weights,
     dense,
@@ -15,10 +15,10 @@ from paged_kv import (
     make_tables,
     random,
     scattered,
+    tile_for,
 )
 from tiny import DEVICE
 
-TILE = Tile(rows=64, keys=64, warps=4, stages=2)
 SCALE = 0.2
 
 
@@ -40,7 +40,14 @@ def test_the_mass_is_the_sum_of_weights(
     lost = absent.nonzero()[:, 0]
     pages[tables[0, lost // 16].long(), :, lost % 16] = float("nan")  # never written
     plan = PagedRows.of(
-        [positions], tables, page=16, heads=heads, kv_heads=2, dtype=dtype, tile=TILE, splits=2
+        [positions],
+        tables,
+        page=16,
+        heads=heads,
+        kv_heads=2,
+        dtype=dtype,
+        tile=tile_for(dtype),
+        splits=2,
     )
     given = attention_mass(query, pages, plan, SCALE, start, absent=absent, **options)  # type: ignore[arg-type]
     keys = dense(pages.nan_to_num(), tables[0])[0]
@@ -55,7 +62,13 @@ def test_the_mass_of_all_keys_is_the_number_of_rows() -> None:
     tables = make_tables(1, 6, 6)
     positions = scattered(7, 90)
     plan = PagedRows.of(
-        [positions], tables, page=16, heads=3, kv_heads=1, dtype=torch.float32, tile=TILE
+        [positions],
+        tables,
+        page=16,
+        heads=3,
+        kv_heads=1,
+        dtype=torch.float32,
+        tile=tile_for(torch.float32),
     )
     query = random(7, 3, 16)
     mass = attention_mass(query, pages, plan, SCALE, 90)

@@ -20,15 +20,19 @@ RESEMBLANCE = torch.tensor([0.5, 0.0, 0.1])
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layout", "interleaved"),
+    ("dtype", "layout", "interleaved", "rows_per_part"),
     [
-        (torch.float32, "heads first", False),
-        (torch.float32, "pages inside", True),
-        (torch.bfloat16, "tokens first", False),
+        (torch.float32, "heads first", False, 256),
+        (torch.float32, "pages inside", True, 256),
+        (torch.bfloat16, "tokens first", False, 7),
     ],
 )
 def test_the_shift_is_that_of_dense_rows(
-    dtype: torch.dtype, layout: str, interleaved: bool
+    dtype: torch.dtype,
+    layout: str,
+    interleaved: bool,
+    rows_per_part: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(11)
     dim, pairs = 48, 20  # the last 8 channels do not rotate
@@ -50,7 +54,9 @@ def test_the_shift_is_that_of_dense_rows(
 
     moved = SPAN_OF[positions]
     weights = row_weights(moved[moved >= 0], RESEMBLANCE)
+    monkeypatch.setattr("kvboost.model.triton.shift.ROWS_PER_PART", rows_per_part)
     plan = ShiftPlan.of(positions, SPAN_OF, weights, table, PAGE)
+    assert (plan.parts > 1) == (rows_per_part < 256)
     at = rotation.cos_sin(1, torch.arange(PROMPT, device=DEVICE))
     shift(keys, values, pages, plan, at, interleaved=interleaved)
     found, expected = dense(pages, table)[:, :, :PROMPT], kv.data[:, 1, :, :PROMPT]

@@ -18,7 +18,9 @@ from kvboost.model.triton.scores import (
     HIDDEN,
     LN_2,
     LOG2_E,
+    factor_of,
     is_present,
+    page_of,
     product,
     row_offsets,
     scores_of,
@@ -54,20 +56,25 @@ def _attend_keys(
     """Attends to the tiles of keys ``[first, last)``. Every row sees them all unless ``MASKED``."""
     channel = tl.arange(0, WIDE)
     inside = channel < DIM
+    factor = factor_of(scale, cap)
+    # The pages of the next tile are read while this one is computed, so that loads of keys and
+    # values wait for no other load.
+    page = page_of(table, first * KEYS + tl.arange(0, KEYS), end, PAGE)
     for number in range(first, last):
         key = number * KEYS + tl.arange(0, KEYS)
         present = is_present(key, absent, end) if MASKED else key >= 0
-        at = row_offsets(table, key, present, head, page_stride, head_stride, token_stride, PAGE)
+        at = row_offsets(page, number, head, page_stride, head_stride, token_stride, PAGE, KEYS)
+        page = page_of(table, key + KEYS, end, PAGE)
         key_at = pages + at[None, :] + channel[:, None]
         value_at = pages + at[:, None] + (DIM + channel[None, :])
         if MASKED or WIDE != DIM:
             keys = tl.load(key_at, mask=present[None, :] & inside[:, None], other=0.0)
         else:
             keys = tl.load(key_at)
-        raw = product(query, keys)
-        scores = scores_of(raw, position, key, present, scale, cap, window, MASKED)
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_best[:, None])
+        scores = product(query, keys)
+        scores = scores_of(scores, position, key, present, scale, cap, window, MASKED)
+        new_best = tl.maximum(best, tl.max(scores, 1) * factor)
+        weights = tl.exp2(scores * factor - new_best[:, None])
         fade = tl.exp2(best - new_best)
         total = total * fade + tl.sum(weights, 1)
         if MASKED or WIDE != DIM:
@@ -246,9 +253,9 @@ def attend(
     wide = triton.next_power_of_2(dim)
     written, written_lse, part_stride = out, lse, num_rows * heads
     if rows.splits > 1:
-        like = {"dtype": torch.float32, "device": query.device}
-        written = torch.empty(rows.splits, num_rows, heads, dim, **like)
-        written_lse = torch.empty(rows.splits, num_rows, heads, **like)
+        size = (rows.splits, num_rows, heads)
+        written = torch.empty(*size, dim, dtype=torch.float32, device=query.device)
+        written_lse = torch.empty(size, dtype=torch.float32, device=query.device)
     _attend_kernel[(kv_heads, rows.splits, len(rows.tiles))](
         *(query, query.stride(0), query.stride(1)),
         *(rows.positions, rows.tiles, rows.tables, rows.tables.stride(0)),

@@ -10,7 +10,15 @@ import triton.language as tl
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.pages import check_pages
 from kvboost.model.triton.rows import PagedRows
-from kvboost.model.triton.scores import LOG2_E, is_present, product, row_offsets, scores_of
+from kvboost.model.triton.scores import (
+    LOG2_E,
+    factor_of,
+    is_present,
+    page_of,
+    product,
+    row_offsets,
+    scores_of,
+)
 
 KEYS = 64
 """Keys of one program."""
@@ -46,12 +54,15 @@ def _mass_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    key = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    tile = tl.program_id(0)
+    key = tile * KEYS + tl.arange(0, KEYS)
     present = is_present(key, absent, num_keys)
+    page = page_of(table, key, num_keys, PAGE)
+    factor = factor_of(scale, cap)
     channel = tl.arange(0, WIDE)
     total = tl.zeros([KEYS], tl.float32)
     for head in range(KV_HEADS):
-        at = row_offsets(table, key, present, head, page_stride, head_stride, token_stride, PAGE)
+        at = row_offsets(page, tile, head, page_stride, head_stride, token_stride, PAGE, KEYS)
         inside = present[None, :] & (channel[:, None] < DIM)
         keys = tl.load(pages + at[None, :] + channel[:, None], mask=inside, other=0.0)
         for start in range(0, num_rows * GROUP, ROWS):
@@ -66,9 +77,9 @@ def _mass_kernel(
                 mask=used[:, None] & (channel[None, :] < DIM),
                 other=0.0,
             )
-            raw = product(queries, keys)
-            scores = scores_of(raw, position, key, present, scale, cap, window, True)
-            total += tl.sum(tl.exp2(scores - log_sum[:, None] * LOG2_E), 0)
+            scores = product(queries, keys)
+            scores = scores_of(scores, position, key, present, scale, cap, window, True)
+            total += tl.sum(tl.exp2(scores * factor - log_sum[:, None] * LOG2_E), 0)
     tl.store(mass + key, total / (KV_HEADS * GROUP), mask=key < num_keys)
 
 

@@ -63,12 +63,13 @@ class MovedRows:
         sent = torch.cat([sources.flatten(), span_of, source_rows, positions])
         sent = sent.to(table.device, non_blocking=True)
         rows = len(span_of)
-        on_device = sent.split([sources.numel(), rows, rows, rows])
+        addresses, span_of, source_rows, positions = sent.split([sources.numel(), rows, rows, rows])
         return cls(
             spans,
-            on_device[0].view(-1, 5),
-            *on_device[1:3],
-            slots_of(on_device[3], table, layers.page),
+            addresses.view(-1, 5),
+            span_of,
+            source_rows,
+            slots_of(positions, table, layers.page),
             is_aligned(*sources.flatten().tolist()),
         )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
-MOST_SPLITS = 16
+MOST_SPLITS = 32
 KEYS_PER_SPLIT = 512
 """A split with fewer keys than this costs more than it gains."""
 
@@ -25,7 +26,7 @@ class Tile:
     def pick(cls, num_rows: int, dtype: torch.dtype) -> Tile:
         """The tile for requests of up to ``num_rows`` rows times heads that share a KV head."""
         if dtype == torch.float32:
-            return cls(32 if num_rows > 16 else 16, 32, 4, 1)
+            return cls(32, 16, 4, 1) if num_rows > 16 else cls(16, 32, 4, 1)
         if num_rows > 64:
             return cls(128, 64, 8, 3)
         return cls(64, 64, 4, 3) if num_rows > 16 else cls(16, 64, 4, 3)
@@ -70,7 +71,7 @@ class PagedRows:
                 f"{heads} heads over {kv_heads} KV heads do not fit tiles of {tile.rows} rows"
             )
         _check_positions(positions, tables, page)
-        starts = [sum(counts[:request]) for request in range(len(counts))]
+        starts = accumulate(counts[:-1], initial=0)
         every = torch.cat([rows.to(torch.int32) for rows in positions])
         tiles = [
             (request, start + at, min(in_tile, count - at))
@@ -82,7 +83,7 @@ class PagedRows:
         longest = int(last.max()) + 1
         described = torch.tensor(tiles, dtype=torch.int32)[order]
         device = tables.device
-        splits = splits or _splits(len(tiles) * kv_heads, longest, device)
+        splits = splits or pick_splits(last + 1, kv_heads, programs_at_once(device, tile))
         sent = torch.cat([described.flatten(), every]).to(device, non_blocking=True)
         on_device = sent[described.numel() :], sent[: described.numel()].view(-1, 3)
         return cls(*on_device, tables.to(torch.int32), tile, splits, longest)
@@ -102,9 +103,17 @@ def _check_positions(positions: Sequence[torch.Tensor], tables: torch.Tensor, pa
             )
 
 
-def _splits(programs: int, longest: int, device: torch.device) -> int:
-    """How many programs share a tile's keys, so that each multiprocessor has two."""
+def pick_splits(ends: torch.Tensor, kv_heads: int, at_once: int) -> int:
+    """How many programs share the keys of a tile, if tiles have keys up to ``ends`` and ``at_once``
+    programs run at a time: so many that the longest takes no longer than all of them together."""
+    longest, total = int(ends.max()), int(ends.sum()) * kv_heads
+    wanted = -(-longest * at_once // total)
+    return max(1, min(wanted, longest // KEYS_PER_SPLIT, MOST_SPLITS))
+
+
+def programs_at_once(device: torch.device, tile: Tile) -> int:
+    """How many programs of this tile a device runs at a time; as few as possible for a CPU."""
     if device.type != "cuda":
         return 1
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(wanted // programs, -(-longest // KEYS_PER_SPLIT), MOST_SPLITS))
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors * max(1, 8 // tile.warps)

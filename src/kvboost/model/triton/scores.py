@@ -21,12 +21,21 @@ def product(left, right):
 
 
 @triton.jit
+def page_of(table, key, end, PAGE: tl.constexpr):
+    """The pages of the rows of ``key`` before ``end``."""
+    return tl.load(table + key // PAGE, mask=key < end, other=0)
+
+
+@triton.jit
 def row_offsets(
-    table, key, present, head, page_stride, head_stride, token_stride, PAGE: tl.constexpr
+    page, tile, head, page_stride, head_stride, token_stride, PAGE: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Where the rows of ``key`` that are ``present`` begin in the pages of a request."""
-    page = tl.load(table + key // PAGE, mask=present, other=0).to(tl.int64)
-    return page * page_stride + head * head_stride + (key % PAGE) * token_stride
+    """Where the rows of tile number ``tile``, of ``KEYS`` keys, begin in a layer."""
+    key = tl.arange(0, KEYS)
+    if KEYS % PAGE:  # else it is the same in all tiles
+        key += tile * KEYS
+    in_page = (key % PAGE) * token_stride
+    return page.to(tl.int64) * page_stride + head * head_stride + in_page
 
 
 @triton.jit
@@ -41,15 +50,20 @@ def is_present(key, absent, end):
 
 @triton.jit
 def scores_of(raw, position, key, present, scale, cap, window, MASKED: tl.constexpr):
-    """Scores ``[rows, keys]`` in units of ln 2 from the products of queries and keys. ``cap`` and
-    ``window`` may be None."""
+    """Scores ``[rows, keys]`` from the products ``raw`` of queries and keys. They must still be
+    multiplied by ``factor_of``: in one instruction with what follows. ``cap`` and ``window`` may be
+    None."""
     if cap is not None:
-        raw = cap * (2 * tl.sigmoid(2 * raw * scale / cap) - 1) * LOG2_E
-    else:
-        raw = raw * (scale * LOG2_E)
+        raw = cap * (2 * tl.sigmoid(2 * raw * scale / cap) - 1)
     if MASKED:
         seen = present[None, :] & (key[None, :] <= position[:, None])
         if window is not None:
             seen = seen & (key[None, :] > position[:, None] - window)
         raw = tl.where(seen, raw, HIDDEN)
     return raw
+
+
+@triton.jit
+def factor_of(scale, cap):
+    """What scores are multiplied by, for weights that are powers of two."""
+    return LOG2_E if cap is not None else scale * LOG2_E

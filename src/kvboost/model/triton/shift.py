@@ -13,8 +13,11 @@ import triton.language as tl
 from kvboost.model.triton.pages import check_pages, slots_of
 from kvboost.model.triton.rotation import channels_of
 
-ROWS = 16
+ROWS = 32
 """Rows that a program handles at a time."""
+ROWS_PER_PART = 256
+"""If spans have more recomputed rows than this, several programs sum them up."""
+MOST_PARTS = 32
 WARPS = 4
 
 
@@ -33,6 +36,8 @@ class ShiftPlan:
     """int64 ``[3, stale]``: spans, slots and positions of moved rows that are not recomputed."""
     end: int
     """One past the last moved position."""
+    parts: int
+    """How many programs sum up the rows of a span."""
 
     @classmethod
     def of(
@@ -54,6 +59,7 @@ class ShiftPlan:
         index, which = index[order], which[order]
         num_spans = int(span_of.max()) + 1
         bounds = torch.searchsorted(which, torch.arange(num_spans + 1))
+        most = int(bounds.diff().max()) if num_spans else 0
         is_stale = span_of >= 0
         is_stale[positions] = False
         stale = is_stale.nonzero()[:, 0]
@@ -66,6 +72,7 @@ class ShiftPlan:
             bounds,
             torch.stack([spans, slots_of(stale, table, page), stale]),
             int((span_of >= 0).nonzero()[-1]) + 1 if num_spans else 0,
+            min(-(-most // ROWS_PER_PART), MOST_PARTS),
         )
 
 
@@ -99,8 +106,8 @@ def _errors_kernel(
     INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The offset of one span in one head: of keys at position 0, and of values."""
-    span, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """A part of the offset of one span in one head: of keys at position 0, and of values."""
+    span, head, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     pair, channel = tl.arange(0, WIDE_PAIRS), tl.arange(0, WIDE)[None, :]
     first, second = channels_of(pair[None, :], PAIRS, INTERLEAVED)
     of_first = tl.zeros([WIDE_PAIRS], tl.float32)
@@ -108,6 +115,9 @@ def _errors_kernel(
     of_plain = tl.zeros([WIDE], tl.float32)
     of_values = tl.zeros([WIDE], tl.float32)
     begin, end = tl.load(bounds + span), tl.load(bounds + span + 1)
+    share = tl.cdiv(end - begin, tl.num_programs(2))
+    begin += part * share
+    end = tl.minimum(begin + share, end)
     for start in range(begin, end, ROWS):
         row = start + tl.arange(0, ROWS)
         used = row < end
@@ -133,7 +143,8 @@ def _errors_kernel(
         inside = used[:, None] & (channel < DIM)
         error = _difference(value + channel, stale + (DIM + channel), inside)
         of_values += tl.sum(weight * error, 0)
-    to = offsets + (span * tl.num_programs(1) + head) * (2 * DIM)
+    number = part * tl.num_programs(0) + span
+    to = offsets + (number * tl.num_programs(1) + head) * (2 * DIM)
     first, second = channels_of(pair, PAIRS, INTERLEAVED)
     tl.store(to + first, of_first, mask=pair < PAIRS)
     tl.store(to + second, of_second, mask=pair < PAIRS)
@@ -223,7 +234,8 @@ def shift(
     num_fresh, num_stale = plan.fresh.shape[1], plan.stale.shape[1]
     if not (num_fresh and num_stale):
         return
-    offsets = torch.empty(spans, kv_heads, 2 * dim, dtype=torch.float32, device=pages.device)
+    size = (plan.parts, spans, kv_heads, 2 * dim)
+    offsets = torch.empty(size, dtype=torch.float32, device=pages.device)
     constants = {
         "DIM": dim,
         "WIDE": triton.next_power_of_2(dim),
@@ -234,12 +246,13 @@ def shift(
         "ROWS": ROWS,
         "num_warps": WARPS,
     }
-    _errors_kernel[(spans, kv_heads)](
+    _errors_kernel[(spans, kv_heads, plan.parts)](
         *(keys, keys.stride(0), keys.stride(1), values, values.stride(0), values.stride(1)),
         *(pages, *pages.stride()[:3]),
         *(plan.fresh, num_fresh, plan.weights, plan.bounds, cos, sin, offsets),
         **constants,
     )
+    offsets = offsets.sum(0) if plan.parts > 1 else offsets[0]
     _shift_kernel[(triton.cdiv(num_stale, ROWS), kv_heads)](
         *(pages, *pages.stride()[:3], plan.stale, num_stale, cos, sin, offsets), **constants
     )

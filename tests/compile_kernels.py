@@ -1,0 +1,89 @@
+"""Compiles the Triton kernels for a GPU, which need not be there, and prints their names. The
+interpreter accepts more than the compiler does.
+
+    python tests/compile_kernels.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvboost.model.triton import attention, mass, move, shift
+
+HOPPER = GPUTarget("cuda", 90, 32)
+NUMBERS = {"query", "pages", "like", "keys", "values", "out"}
+TYPES = {
+    "int32": {"positions", "tiles", "tables", "table"},
+    "int64": {
+        "sources",
+        "span_of",
+        "source_rows",
+        "slots",
+        "addresses",
+        "fresh",
+        "bounds",
+        "stale",
+    },
+    "fp32": {"lse", "parts", "part_lse", "mass", "cos", "sin", "weights", "offsets"},
+    "uint8": {"absent"},
+}
+SIZES = {
+    "KV_HEADS": 2,
+    "GROUP": 3,
+    "DIM": 24,
+    "WIDE": 32,
+    "PAIRS": 10,
+    "WIDE_PAIRS": 16,
+    "PAGE": 16,
+    "HEADS": 6,
+    "WIDE_HEADS": 8,
+    "ROWS": 16,
+    "KEYS": 16,
+    "SPLIT": False,
+    "ALIGN": 16,
+    "INTERLEAVED": False,
+}
+VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
+    (attention._attend_kernel, "bf16", {"absent": None, "window": None, "cap": None, "lse": None}),
+    (attention._attend_kernel, "bf16", {"SPLIT": True}),
+    (attention._attend_kernel, "fp32", {"absent": None, "window": None, "cap": None}),
+    (attention._combine_kernel, "bf16", {}),
+    (mass._mass_kernel, "bf16", {}),
+    (move._move_kernel, "bf16", {}),
+    (move._move_kernel, "fp32", {"INTERLEAVED": True}),
+    (shift._errors_kernel, "bf16", {}),
+    (shift._errors_kernel, "fp32", {"INTERLEAVED": True}),
+    (shift._shift_kernel, "bf16", {}),
+    (shift._shift_kernel, "fp32", {"INTERLEAVED": True}),
+]
+
+
+def type_of(name: str, number: str) -> str:
+    if name in NUMBERS:
+        return f"*{number}"
+    for pointed, names in TYPES.items():
+        if name in names:
+            return "*" + pointed.replace("uint", "u").replace("int", "i")
+    return "fp32" if name in ("scale", "cap") else "i32"
+
+
+def compile_kernel(kernel: Any, number: str, given: dict[str, Any]) -> None:
+    names = [parameter.name for parameter in kernel.params]
+    constants = {name: value for name, value in {**SIZES, **given}.items() if name in names}
+    signature = {
+        name: "constexpr" if name in constants else type_of(name, number) for name in names
+    }
+    source = ASTSource(
+        kernel, signature, {(names.index(name),): value for name, value in constants.items()}
+    )
+    triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": 2})
+    print(kernel.__name__, number)
+
+
+if __name__ == "__main__":
+    for variant in VARIANTS:
+        compile_kernel(*variant)
