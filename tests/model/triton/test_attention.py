@@ -145,8 +145,8 @@ def test_positions_that_do_not_fit_are_refused() -> None:
     tables = torch.zeros(1, 4, dtype=torch.int32)
     sizes = {"page": 16, "heads": 4, "kv_heads": 2, "dtype": torch.float32}
     for positions, message in [
-        ([torch.tensor([3, 3])], "not ascending"),
-        ([torch.tensor([], dtype=torch.int64)], "not ascending, or none"),
+        ([torch.tensor([3, 3])], r"positions \[3, 3\]; there must be some, ascending"),
+        ([torch.tensor([], dtype=torch.int64)], "there must be some"),
         ([torch.tensor([5, 64])], "positions 5 to 64; its table of 4 pages of 16 rows ends at 64"),
         ([torch.tensor([1])] * 2, "2 requests have 1 tables"),
     ]:
@@ -157,3 +157,6 @@ def test_positions_that_do_not_fit_are_refused() -> None:
     rows = PagedRows.of([torch.tensor([1])], tables, **sizes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"pages have shape \(2, 3, 4\)"):
         attend(torch.zeros(1, 4, 8), torch.zeros(2, 3, 4), rows, SCALE)
+    for query in (torch.zeros(1, 6, 8), torch.zeros(0, 4, 8), torch.zeros(1, 4, 8).half()):
+        with pytest.raises(ValueError, match=r"1 rows over these pages need torch.float32 \(1, 4"):
+            attend(query, torch.zeros(4, 2, 16, 16), rows, SCALE)

@@ -103,6 +103,8 @@ def test_what_does_not_fit_is_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             MovedRows.of([span], table, layers)
+    with pytest.raises(ValueError, match="no spans to move"):
+        MovedRows.of([], table, layers)
     rows = MovedRows.of([StoredSpan(data, 0, 4, 0)], table, layers)
     with pytest.raises(ValueError, match=r"cosines have shape \(1, 2, 16\)"):
         move(rows, layers, (torch.ones(1, 2, 16), torch.ones(1, 2, 16)))

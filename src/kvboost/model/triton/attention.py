@@ -223,6 +223,16 @@ def _combine_kernel(
         tl.store(lse + at, (best + tl.log2(total)) * LN_2, mask=used)
 
 
+def _check_query(query: torch.Tensor, pages: torch.Tensor, rows: PagedRows) -> None:
+    kv_heads, _, dim = check_pages(pages)
+    found, needed = query.shape[1:], (kv_heads * rows.group, dim)
+    if len(query) < len(rows.positions) or found != needed or query.dtype != pages.dtype:
+        raise ValueError(
+            f"queries are {query.dtype} of shape {tuple(query.shape)}; {len(rows.positions)} rows "
+            f"over these pages need {pages.dtype} {(len(rows.positions), *needed)}"
+        )
+
+
 def attend(
     query: torch.Tensor,
     pages: torch.Tensor,
@@ -238,10 +248,11 @@ def attend(
     """Attention of ``query``, ``[rows, heads, dim]``, over ``pages``, ``[pages, kv_heads, page, 2 *
     dim]``; returns ``out``, like ``query``. A row sees the keys up to its own position, the last
     ``window`` of them if it is given, but not those that are ``absent``, bool ``[requests, keys]``.
-    Every row must see a key. ``lse``, float32 ``[rows, heads]``, receives the logarithms of the
-    sums of exponentials."""
+    Every row must see a key. There may be more queries than rows; they are not computed. ``lse``,
+    float32 ``[rows, heads]``, receives the logarithms of the sums of exponentials."""
     kv_heads, page, dim = check_pages(pages)
-    num_rows, heads, _ = query.shape
+    num_rows, heads = len(rows.positions), query.shape[1]
+    _check_query(query, pages, rows)
     query = query if query.stride(2) == 1 else query.contiguous()
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
     if absent is not None:

@@ -98,7 +98,7 @@ def attention_mass(
     ``[num_keys]``: after softmax, averaged over heads, summed over rows. The options are those of
     ``attend``, and ``absent`` is ``[keys]``."""
     kv_heads, page, dim = check_pages(pages)
-    num_rows, heads, _ = query.shape
+    num_rows, heads = len(rows.positions), query.shape[1]
     query = query if query.stride(2) == 1 else query.contiguous()
     absent = None if absent is None else absent[None]
     lse = torch.empty(num_rows, heads, dtype=torch.float32, device=query.device)

@@ -46,6 +46,8 @@ class MovedRows:
     @classmethod
     def of(cls, spans: Sequence[StoredSpan], table: torch.Tensor, layers: PagedLayers) -> MovedRows:
         """The rows of ``spans``, which go to the request whose pages are ``table``, ``[pages]``."""
+        if not spans:
+            raise ValueError("there are no spans to move")
         for number, span in enumerate(spans):
             _check_span(number, span, table, layers)
         counts = torch.tensor([span.count for span in spans])
@@ -78,10 +80,12 @@ def _check_span(number: int, span: StoredSpan, table: torch.Tensor, layers: Page
     source, like = span.source, layers.first
     shape = (2, len(layers), layers.kv_heads, -1, layers.dim)
     found = (*source.shape[:3], -1, *source.shape[4:])
-    if found != shape or source.stride(4) != 1 or source.dtype != like.dtype:
+    alike = source.dtype == like.dtype and source.device == like.device
+    if not alike or found != shape or source.stride(4) != 1:
         raise ValueError(
-            f"span {number} is {source.dtype} of shape {tuple(source.shape)} and strides "
-            f"{source.stride()}; the pages need {like.dtype} {shape}, the last dimension contiguous"
+            f"span {number} is {source.dtype} {tuple(source.shape)} on {source.device}, strides "
+            f"{source.stride()}; the pages need {like.dtype} {shape} on {like.device}, the last "
+            "dimension contiguous"
         )
     most = source.shape[3], len(table) * layers.page
     if min(span.start, span.position) < 0 or span.count < 1:

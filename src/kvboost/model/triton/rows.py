@@ -25,11 +25,15 @@ class Tile:
     @classmethod
     def pick(cls, num_rows: int, dtype: torch.dtype) -> Tile:
         """The tile for requests of up to ``num_rows`` rows times heads that share a KV head."""
-        if dtype == torch.float32:
-            return cls(32, 16, 4, 1) if num_rows > 16 else cls(16, 32, 4, 1)
-        if num_rows > 64:
-            return cls(128, 64, 8, 3)
-        return cls(64, 64, 4, 3) if num_rows > 16 else cls(16, 64, 4, 3)
+        tiles = tiles_of(dtype)
+        return next((tile for tile in tiles if num_rows <= tile.rows), tiles[-1])
+
+
+def tiles_of(dtype: torch.dtype) -> list[Tile]:
+    """All tiles that are picked, for few rows first."""
+    if dtype == torch.float32:  # it is multiplied without tensor cores
+        return [Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)]
+    return [Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)]
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class PagedRows:
     splits: int
     end: int
     """One past the last position."""
+    group: int
+    """Query heads that share a KV head."""
 
     @classmethod
     def of(
@@ -86,7 +92,7 @@ class PagedRows:
         splits = splits or pick_splits(last + 1, kv_heads, programs_at_once(device, tile))
         sent = torch.cat([described.flatten(), every]).to(device, non_blocking=True)
         on_device = sent[described.numel() :], sent[: described.numel()].view(-1, 3)
-        return cls(*on_device, tables.to(torch.int32), tile, splits, longest)
+        return cls(*on_device, tables.to(torch.int32), tile, splits, longest, group)
 
 
 def _check_positions(positions: Sequence[torch.Tensor], tables: torch.Tensor, page: int) -> None:
@@ -95,7 +101,9 @@ def _check_positions(positions: Sequence[torch.Tensor], tables: torch.Tensor, pa
     most = tables.shape[1] * page
     for number, rows in enumerate(positions):
         if not len(rows) or not bool((rows[1:] > rows[:-1]).all()):
-            raise ValueError(f"the positions of request {number} are not ascending, or none")
+            raise ValueError(
+                f"request {number} has positions {rows.tolist()[:9]}; there must be some, ascending"
+            )
         if int(rows[0]) < 0 or int(rows[-1]) >= most:
             raise ValueError(
                 f"request {number} has positions {int(rows[0])} to {int(rows[-1])}; "
@@ -112,7 +120,7 @@ def pick_splits(ends: torch.Tensor, kv_heads: int, at_once: int) -> int:
 
 
 def programs_at_once(device: torch.device, tile: Tile) -> int:
-    """How many programs of this tile a device runs at a time; as few as possible for a CPU."""
+    """How many programs of this tile a device runs at a time."""
     if device.type != "cuda":
         return 1
     processors = torch.cuda.get_device_properties(device).multi_processor_count

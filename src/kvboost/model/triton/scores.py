@@ -35,7 +35,7 @@ def row_offsets(
     if KEYS % PAGE:  # else it is the same in all tiles
         key += tile * KEYS
     in_page = (key % PAGE) * token_stride
-    return page.to(tl.int64) * page_stride + head * head_stride + in_page
+    return page.to(tl.int64) * page_stride + tl.cast(head, tl.int64) * head_stride + in_page
 
 
 @triton.jit

@@ -1,0 +1,63 @@
+"""Compiling kernels before a request waits for one."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+
+from kvboost.model.triton.attention import attend
+from kvboost.model.triton.mass import attention_mass
+from kvboost.model.triton.move import MovedRows, StoredSpan, move
+from kvboost.model.triton.pages import PagedLayers
+from kvboost.model.triton.rows import PagedRows, tiles_of
+from kvboost.model.triton.shift import ShiftPlan, shift
+
+PAGES = 2
+
+
+def warm_up(
+    layers: PagedLayers,
+    heads: int,
+    pairs: int,
+    *,
+    interleaved: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> None:
+    """Runs every kernel once, in all forms that requests need, over a few pages of its own with the
+    shape of ``layers``. ``pairs`` are the rotating pairs of channels of a head. Takes seconds the
+    first time; triton keeps what it compiled on disk."""
+    like = layers.first
+    kv_heads, page, dim = layers.kv_heads, layers.page, layers.dim
+    data = torch.zeros(PAGES, page, kv_heads, 2 * dim, dtype=like.dtype, device=like.device)
+    pages = data.transpose(1, 2)
+    own = PagedLayers([pages] * len(layers))
+    table = torch.arange(PAGES, dtype=torch.int32, device=like.device)
+    query = torch.zeros(1, heads, dim, dtype=like.dtype, device=like.device)
+    absent = torch.zeros(PAGES * page, dtype=torch.bool, device=like.device)
+    position = torch.tensor([page])
+    for tile, splits in product(tiles_of(like.dtype), (1, 2)):
+        rows = PagedRows.of(
+            [position],
+            table[None],
+            page=page,
+            heads=heads,
+            kv_heads=kv_heads,
+            dtype=like.dtype,
+            tile=tile,
+            splits=splits,
+        )
+        attend(query, pages, rows, 1.0, window=window, soft_cap=soft_cap)
+        attention_mass(
+            query, pages, rows, 1.0, page, window=window, soft_cap=soft_cap, absent=absent
+        )
+
+    angles = torch.ones(page + 1, pairs, device=like.device)
+    stored = torch.zeros(2, len(layers), kv_heads, 1, dim, dtype=like.dtype, device=like.device)
+    moved = MovedRows.of([StoredSpan(stored, 0, 1, 0)], table, own)
+    move(moved, own, (angles[None, :1], angles[None, :1]), interleaved=interleaved)
+    span_of = torch.zeros(page + 1, dtype=torch.int64)
+    plan = ShiftPlan.of(position, span_of, torch.ones(1), table, page)
+    fresh = query.new_zeros(1, kv_heads, dim)
+    shift(fresh, fresh, pages, plan, (angles, angles), interleaved=interleaved)
