@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvboost import ForgetError, GenerationMode, KVBoost
+from kvboost.results import ReuseReport
 from kvboost.tokens.hashing import as_token_ids
 from redis_server import RedisServer
 from tiny import make_engine, tiny_model
@@ -64,6 +66,10 @@ def moved_tiers(result: Any) -> set[str | None]:
     return {span.tier for span in result.spans if span.kind.value == "moved"}
 
 
+def rows_moved(report: ReuseReport) -> int:
+    return sum(span.end - span.start for span in report.spans if span.kind.value == "moved")
+
+
 def integrity(engine: KVBoost) -> list[str]:
     return engine._runtime.store.check_integrity()
 
@@ -95,17 +101,17 @@ def test_a_fresh_engine_reuses_moved_text_that_another_has_read(open_engine, sec
     assert moved_tiers(again) == {"ram"}
 
 
-def test_repaired_moved_text_is_as_good_as_from_memory(open_engine) -> None:
-    options = {"recompute_strategy": "auto"}
+@pytest.mark.parametrize("strategy", ["none", "auto"])
+def test_rows_from_another_machine_give_the_logits_of_rows_in_memory(open_engine, strategy) -> None:
+    options = {"recompute_strategy": strategy}
     with open_engine(**options, remote_cache_url=None) as one:
         one.generate(READ, 1)
-        expected = one.generate(ASKED, 8)
+        expected = one.score(ASKED, [1, 2, 3])
     read_once(open_engine, **options)
-    fresh = open_engine(**options)
-    result = fresh.generate(ASKED, 8)
-    assert moved_tiers(result) == {"remote"}
-    assert result.token_ids == expected.token_ids
-    assert result.recomputed_tokens == expected.recomputed_tokens > 0
+    scored = open_engine(**options).score(ASKED, [1, 2, 3])
+    assert {span.tier for span in scored.reuse.spans} == {"remote", None}
+    assert rows_moved(scored.reuse) == rows_moved(expected.reuse) > 130
+    assert torch.equal(scored.logits, expected.logits)
 
 
 @pytest.mark.parametrize(

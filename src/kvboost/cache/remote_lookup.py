@@ -121,10 +121,10 @@ class RemoteLookup:
 
     def _enter(self, infos: Sequence[ChunkInfo]) -> list[ChunkKey]:
         entered: list[ChunkKey] = []
-        with self._lock:
-            for info in infos:
+        for info in infos:
+            with self._lock:  # one at a time: other lookups need not wait for many
                 if info.key not in self._catalogue:
                     self._catalogue.add(info)
+                    self._residency.add_remote([info.key])
                     entered.append(info.key)
-            self._residency.add_remote(entered)
         return entered

@@ -191,7 +191,8 @@ class RedisBackend:
     def find(
         self, marks: Sequence[str], keys: Sequence[ChunkKey] = ()
     ) -> list[tuple[ChunkKey, bytes]]:
-        found = self._run("find", _MOST_FOUND, _MOST_HEADER_BYTES, len(keys), *keys, *marks)
+        limits = _MOST_FOUND, _MOST_HEADER_BYTES
+        found = self._run("find", *limits, "".join(keys), "".join(marks))
         names = (ChunkKey(name.decode(errors="replace")) for name in found[::2])
         return list(zip(names, found[1::2], strict=True))
 

@@ -33,29 +33,31 @@ local function is_lost()
     or call('HLEN', accounts) - 3 ~= call('ZCARD', used)
 end
 
+local function split(text, length)
+  local pieces = {}
+  for i = 1, #text, length do pieces[#pieces + 1] = text:sub(i, i + length - 1) end
+  return pieces
+end
+
 local function marks_of(key)
   local length = pcall('HSTRLEN', chunks .. key, 'marks')
-  local found = {}
-  if type(length) == 'number' and length <= MOST_MARKS * MARK then
-    local names = field(key, 'marks') or ''
-    for i = 1, #names, MARK do found[#found + 1] = names:sub(i, i + MARK - 1) end
-  end
-  return found
+  if type(length) ~= 'number' or length > MOST_MARKS * MARK then return {} end
+  return split(field(key, 'marks') or '', MARK)
 end
 
-local function holders(mark)  -- '' if there are none, or something that is not ours
+local function holders(mark)  -- none if its value is not ours; reads no more of it than could be
   local keys = pcall('GETRANGE', marks .. mark, 0, MOST_HOLDERS * KEY - 1)
-  return type(keys) == 'string' and #keys % KEY == 0 and keys:match('^[0-9a-f]+$') or ''
+  if keys == '' then return {} end
+  local is_ours = type(keys) == 'string' and #keys % KEY == 0 and keys:match('^[0-9a-f]+$')
+  return is_ours and split(keys, KEY) or {}
 end
 
-local function others(mark, key)  -- holders without key, and whether it was one
-  local kept, was_one = '', false
-  local keys = holders(mark)
-  for i = 1, #keys, KEY do
-    local one = keys:sub(i, i + KEY - 1)
-    if one == key then was_one = true else kept = kept .. one end
+local function others(mark, key)  -- its holders but for key, and whether key is one
+  local kept, is_one = '', false
+  for _, holder in ipairs(holders(mark)) do
+    if holder == key then is_one = true else kept = kept .. holder end
   end
-  return kept, was_one
+  return kept, is_one
 end
 
 local function publish(mark, key, in_front)
@@ -65,10 +67,10 @@ local function publish(mark, key, in_front)
 end
 
 local function withdraw(mark, key)
-  local kept, was_one = others(mark, key)
-  if was_one and kept == '' then
+  local kept, is_one = others(mark, key)
+  if is_one and kept == '' then
     call('UNLINK', marks .. mark)
-  elseif was_one then
+  elseif is_one then
     call('SET', marks .. mark, kept, 'EX', MARK_SECONDS)
   end
 end
@@ -201,9 +203,8 @@ function act.ready()
   call('HSET', accounts, 'ready', 1)
 end
 
-function act.find(most, most_bytes, num_keys)  -- these keys, then those of the marks that follow
-  local found, is_there = {}, {}
-  local room, first_mark = tonumber(most_bytes), 5 + num_keys
+function act.find(most, most_bytes, keys, names)  -- these chunks, then those with these marks
+  local found, room, is_there = {}, tonumber(most_bytes), {}
 
   local function add(key)
     if is_there[key] ~= nil or #found == 2 * most then return end
@@ -216,20 +217,18 @@ function act.find(most, most_bytes, num_keys)  -- these keys, then those of the 
     end
   end
 
-  for i = 5, first_mark - 1 do add(ARGV[i]) end
-  local held = {}
-  for i = first_mark, #ARGV do held[i] = holders(ARGV[i]) end
-  for start = 1, MOST_HOLDERS * KEY, KEY do  -- the newest of every mark first
-    for i = first_mark, #ARGV do
-      if #held[i] > start then add(held[i]:sub(start, start + KEY - 1)) end
+  for _, key in ipairs(split(keys, KEY)) do add(key) end
+  local asked, held = split(names, MARK), {}
+  for i, mark in ipairs(asked) do held[i] = holders(mark) end
+  for rank = 1, MOST_HOLDERS do  -- the newest chunk of every mark first
+    for i = 1, #held do
+      if held[i][rank] then add(held[i][rank]) end
     end
   end
-  for i = first_mark, #ARGV do
-    local is_dead = held[i] ~= ''
-    for start = 1, #held[i], KEY do
-      is_dead = is_dead and is_there[held[i]:sub(start, start + KEY - 1)] == false
-    end
-    if is_dead then pcall('UNLINK', marks .. ARGV[i]) end
+  for i, mark in ipairs(asked) do
+    local is_dead = #held[i] > 0
+    for _, key in ipairs(held[i]) do is_dead = is_dead and is_there[key] == false end
+    if is_dead then pcall('UNLINK', marks .. mark) end
   end
   return found
 end
