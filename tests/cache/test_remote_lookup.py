@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from kvboost import ForgetError, GenerationMode, KVBoost
+from kvboost.cache.store import ChunkLost
 from kvboost.results import ReuseReport
 from kvboost.tokens.hashing import as_token_ids
 from redis_server import RedisServer
@@ -329,3 +331,32 @@ def test_a_search_is_one_round_trip_when_nothing_is_found(open_engine, server) -
         assert known.moved == ()
     calls = server.client.info("commandstats")
     assert calls["cmdstat_evalsha"]["calls"] == 2  # the chunks of the prefix, and the marks
+
+
+def test_many_requests_at_once_leave_the_books_in_order(open_engine) -> None:
+    pages = [letters(seed, 128) for seed in range(10, 14)]
+    for page in pages:
+        read_once(open_engine, page)
+    engine = open_engine(max_cache_bytes=10 * 2 * 3 * 2 * 64 * 16 * 4)  # ten chunks
+    store, root = engine._runtime.store, engine._runtime.root("")
+    prompts = [
+        as_token_ids(engine.encode(letters(20 + seed, 9) + pages[seed % 4] + pages[seed % 3]))
+        for seed in range(24)
+    ]
+    reused: list[int] = []
+
+    def look(first: int) -> None:
+        for ids in prompts[first::4]:
+            with store.lookup(root, ids, moved_before=len(ids)) as known:
+                hits = [hit for run in known.moved for hit in run.hits]
+                with contextlib.suppress(ChunkLost):
+                    reused.append(len(list(store.fetch(hits))))
+
+    threads = [threading.Thread(target=look, args=[first]) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(reused) > 0 and remote(engine)["hits"] > 0
+    assert remote(engine)["faults"] == {}
+    assert known_chunks(engine) == integrity_chunks(engine) <= 10

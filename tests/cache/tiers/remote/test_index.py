@@ -394,6 +394,7 @@ def test_a_server_that_is_gone_is_a_miss(own_server) -> None:
         own_server.stop()
         assert [found_by(tier, text(1)) for _ in range(5)] == [[]] * 5
         assert tier.faults == {"unreachable": 3} and tier.state == "open"
+        assert tier.stats().searches == 3
         assert tier.find_around(ROOT, [text_key(1)], []) == []
 
 

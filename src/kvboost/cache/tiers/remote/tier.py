@@ -147,6 +147,8 @@ class RemoteTier:
         """Chunks of ``root`` that have a mark in common with one of ``texts``, in one round trip.
         Their headers are checked, their data are not. Of very long texts some marks are left out,
         evenly."""
+        if self.state == "open":  # no need to compute marks
+            return []
         names = list(dict.fromkeys(name for ids in texts for name in self._marks(root, ids)))
         if not names:
             return []
