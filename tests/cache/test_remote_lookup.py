@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,10 +13,17 @@ import numpy as np
 import pytest
 import torch
 
+from chunks import ORIGIN, ROOT
 from kvboost import ForgetError, GenerationMode, KVBoost
-from kvboost.cache.store import ChunkLost
+from kvboost.cache.quantize import KVData, plain
+from kvboost.cache.store import ChunkLost, ChunkStore
+from kvboost.cache.tiers.open import Tiers
+from kvboost.cache.tiers.ram import RamTier
+from kvboost.cache.tiers.remote.tier import open_remote
 from kvboost.results import ReuseReport
+from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import as_token_ids
+from kvboost.tokens.marks import SHARED
 from redis_server import RedisServer
 from tiny import make_engine, tiny_model
 
@@ -360,3 +368,49 @@ def test_many_requests_at_once_leave_the_books_in_order(open_engine) -> None:
     assert sum(reused) > 0 and remote(engine)["hits"] > 0
     assert remote(engine)["faults"] == {}
     assert known_chunks(engine) == integrity_chunks(engine) <= 10
+
+
+def small_store(server: RedisServer) -> contextlib.closing[ChunkStore]:
+    tiers = Tiers(RamTier(1 << 24), remote=open_remote(server.url, None))
+    return contextlib.closing(
+        ChunkStore(tiers, cut=lambda ids, _: fixed(len(ids), 128), origin=ORIGIN)
+    )
+
+
+def rows_of(start: int, end: int, like: KVData | None, common: int) -> KVData:
+    return plain(torch.zeros(2, 1, 1, end - start, 2))
+
+
+def test_a_fresh_store_finds_every_passage_that_its_owner_finds(server) -> None:
+    """Texts of random passages, some of them seen before, in random places. A run that shares
+    ``SHARED`` tokens with one of its chunks must be found, from its first row to its last."""
+    draw = np.random.default_rng(3)
+    seen = [draw.integers(0, 999, 700) for _ in range(6)]
+    checked = 0
+    with small_store(server) as owner:
+        for text in seen:
+            owner.admit(ROOT, as_token_ids(text), rows_of, exact_rows=sys.maxsize)
+        owner.flush()
+        for _ in range(25):
+            pieces = []
+            for _ in range(5):
+                start, length = draw.integers(0, 600), draw.integers(5, 300)
+                pieces.append(seen[draw.integers(6)][start : start + length])
+                pieces.append(draw.integers(0, 999, draw.integers(1, 60)))
+            ids = as_token_ids(np.concatenate(pieces))
+            with owner.lookup(ROOT, ids, moved_before=len(ids), ask_remote=False) as known:
+                expected = [
+                    run.hits
+                    for run in known.moved
+                    if max(hit.num_tokens for hit in run.hits) >= SHARED
+                ]
+            with small_store(server) as fresh:
+                with fresh.lookup(ROOT, ids, moved_before=len(ids)) as known:
+                    found = {hit.start for run in known.moved for hit in run.hits}
+                    covered = {row for r in known.moved for row in range(r.start, r.end)}
+                assert fresh.stats().chunks == 0
+            for hits in expected:
+                assert covered >= set(range(hits[0].start, hits[-1].end))
+                assert hits[0].start in found
+                checked += 1
+    assert checked > 60
