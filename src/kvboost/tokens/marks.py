@@ -7,8 +7,8 @@ wherever these tokens are. About two of ``SPAN + 1`` windows are selected. A tex
 ``SHARED`` tokens has one mark, one of fewer than ``WINDOW`` has none.
 
 A small rolling hash selects; the mark itself is a BLAKE2b hash, keyed with a secret and a salt.
-Marks with different secrets or salts have nothing in common. Without the secret, nobody can compute
-the marks of a text that they guess, or find another text with the same mark.
+Marks with different secrets or salts have nothing in common. Without the secret it is not possible
+to compute the marks of a guessed text, or to construct another text with the same mark.
 """
 
 from __future__ import annotations
