@@ -17,7 +17,9 @@ from chunks import make_chunk
 from kvboost.cache import codec
 from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.cache.quantize import Quantizer, plain
+from kvboost.cache.tiers.remote.redis import MARK_BYTES
 from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
+from kvboost.tokens.marks import marks
 
 PLENTY = 1 << 40
 
@@ -65,6 +67,14 @@ def packed_chunk() -> KVChunk:
 
 def size_of(chunk: KVChunk) -> int:
     return len(codec.encode(chunk))
+
+
+def counted_size(tier: RemoteTier, chunk: KVChunk) -> int:
+    """What a chunk counts with: its value and, where there is an index, its marks."""
+    info = chunk.info
+    found = set(marks(info.token_ids, salt=bytes.fromhex(info.root)).tolist())
+    num_marks = len(found) + (info.parent == info.before != info.root)
+    return size_of(chunk) + (MARK_BYTES * num_marks if tier.has_index else 0)
 
 
 def as_plain(info: ChunkInfo) -> dict[str, Any]:

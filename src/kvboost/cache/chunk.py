@@ -60,6 +60,11 @@ class ChunkInfo:
         """The position after its last token."""
         return self.base_position + len(self.token_ids)
 
+    def is_usable(self, origin: Origin, has_secret: bool) -> bool:
+        """Whether an engine of this model can use it. Chunks of other models, and signed ones that
+        cannot be checked, only take room."""
+        return self.origin.fingerprint == origin.fingerprint and self.signed == has_secret
+
     def is_as_planned(self, planned: ChunkInfo) -> bool:
         """Whether a chunk that was read is the one that a plan promised. Precision and size are
         left to :class:`kvboost.cache.quantize.KVFormat`: a plan may not know them yet."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
+from kvboost.cache.chunk import ChunkInfo, KVChunk, Origin
 from kvboost.cache.eviction.learned import LearnedPolicy
 from kvboost.cache.eviction.policy import EvictionPolicy
 from kvboost.cache.index import Cut
@@ -24,6 +24,7 @@ from kvboost.cache.lookup.catalogue import Catalogue, holding
 from kvboost.cache.lookup.hits import Hit, KnownRows
 from kvboost.cache.parts import Part, cut_parts
 from kvboost.cache.quantize import KVData, KVFormat
+from kvboost.cache.remote_lookup import Cut, RemoteLookup
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.residency import Residency
 from kvboost.cache.tiers.stats import StoreStats
@@ -87,6 +88,15 @@ class ChunkStore:
             attention_share=attention_share,
         )
         self._transfers = Transfers(tiers, self._residency, self._lock, format)
+        self._remote = RemoteLookup(
+            self._catalogue,
+            self._residency,
+            self._transfers,
+            self._lock,
+            cut=cut,
+            origin=origin,
+            secret=tiers.secret,
+        )
         self._transfers.open()
 
     @contextmanager
@@ -109,9 +119,16 @@ class ChunkStore:
         and then not deliver it.
         """
         self._transfers.refresh()
-        in_remote = self._ask_remote(root, token_ids) if ask_remote else []
+
+        def match() -> KnownRows:
+            return self._match(root, token_ids, moved_before, repair)
+
+        in_remote: list[ChunkKey] = []
+        if ask_remote:
+            in_remote += self._remote.ask_for_prefix(root, token_ids)
+            in_remote += self._remote.search(root, token_ids, moved_before, match)
         with self._lock:
-            known = self._match(root, token_ids, moved_before, repair)
+            known = match()
             keys = list(known.keys()) if pin else []
             self._pins.update(keys)
         try:
@@ -312,7 +329,8 @@ class ChunkStore:
             with self._lock:
                 here = self._catalogue.infos()
             in_remote = {info.key: info for info in self._transfers.remote_infos()}
-            keys = list(dict.fromkeys([*choose(here), *choose(in_remote)]))
+            # Together: a chunk that came as moved text has its beginning in the remote store only.
+            keys = choose({**in_remote, **here})
             with self._lock:
                 self._drop(keys)
             self._transfers.await_writing()
@@ -394,10 +412,8 @@ class ChunkStore:
         return key in self._catalogue
 
     def on_found(self, info: ChunkInfo) -> None:
-        """Chunks of other models, and signed ones that cannot be checked, only take room."""
-        is_ours = info.origin.fingerprint == self._origin.fingerprint
-        can_check = info.signed == (self._secret is not None)
-        if is_ours and can_check and info.key not in self._catalogue:
+        has_secret = self._secret is not None
+        if info.is_usable(self._origin, has_secret) and info.key not in self._catalogue:
             self._catalogue.add(info)
 
     def on_described(self, info: ChunkInfo) -> None:
@@ -407,42 +423,6 @@ class ChunkStore:
         if key in self._catalogue:
             self._catalogue.remove(key)
         self._kept.pop(key, None)
-
-    def _ask_remote(self, root: ChunkKey, token_ids: TokenIds) -> list[ChunkKey]:
-        """Asks the remote store for the chunks that continue what is known of ``token_ids``, and
-        enters those that it has; returns their keys."""
-        if not self._transfers.has_remote:
-            return []
-        unknown: list[ChunkInfo] = []
-        parent = root
-        with self._lock:
-            for start, end in self._cut(token_ids, ()):
-                ids = as_token_ids(token_ids[start:end])
-                key = chain_key(parent, ids, secret=self._naming)
-                if key not in self._catalogue:
-                    unknown.append(
-                        ChunkInfo(
-                            key=key,
-                            parent=parent,
-                            before=parent,
-                            root=root,
-                            token_ids=ids,
-                            base_position=start,
-                            lineage=Lineage.EXACT,
-                            bits=16,
-                            nbytes=0,
-                            origin=self._origin,
-                        )
-                    )
-                parent = key
-        there = self._transfers.remote_has([info.key for info in unknown])
-        found = [info for info, has in zip(unknown, there, strict=False) if has]
-        with self._lock:
-            found = [info for info in found if info.key not in self._catalogue]
-            for info in found:
-                self._catalogue.add(info)
-            self._residency.add_remote(info.key for info in found)
-        return [info.key for info in found]
 
     # Everything below is called with the lock held.
 

@@ -458,7 +458,7 @@ def test_the_names_of_the_statistics_have_not_changed(open_store, tmp_path) -> N
         "gpu": tier,
         "ram": tier,
         "disk": tier,
-        "remote": ["state", "hits", "misses", "puts", "faults", "bytes"],
+        "remote": ["state", "hits", "misses", "puts", "searches", "found", "faults", "bytes"],
         "writing": ["owed", "waiting_bytes", "max_waiting_bytes"],
     }
     assert stats["tiers"]["disk"]["chunks"] == 3 and stats["tiers"]["remote"]["puts"] == 3
@@ -469,6 +469,7 @@ class Liar:
     """A remote store that says it has everything and gives nothing."""
 
     name, state, max_bytes, nbytes = "remote", "closed", 10**9, 0
+    has_index = False
 
     def __init__(self) -> None:
         self.faults: dict[str, int] = {}

@@ -84,6 +84,17 @@ class KnownRows:
         moved = (run.clip(row, run.end) for run in self.moved if run.end > row)
         return KnownRows(exact, self.approximate if reaches else (), tuple(moved))
 
+    def gaps(self, end: int, least: int) -> list[tuple[int, int]]:
+        """The rows ``[start, stop)`` before ``end`` that nothing covers, where ``least`` or more
+        are together."""
+        found = []
+        row = self.in_place[-1].end if self.in_place else 0
+        for start, stop in [*((run.start, run.end) for run in self.moved), (end, end)]:
+            if start - row >= least:
+                found.append((row, start))
+            row = max(row, stop)
+        return found
+
     def keys(self) -> Iterator[ChunkKey]:
         for hit in self.in_place:
             yield hit.chunk.key

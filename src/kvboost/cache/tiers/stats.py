@@ -38,6 +38,10 @@ class RemoteStats:
     puts: int
     faults: Mapping[str, int]
     nbytes: int
+    searches: int = 0
+    """How often it was asked for text at any position."""
+    found: int = 0
+    """Chunks that these searches found."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -45,6 +49,8 @@ class RemoteStats:
             "hits": self.hits,
             "misses": self.misses,
             "puts": self.puts,
+            "searches": self.searches,
+            "found": self.found,
             "faults": dict(self.faults),
             "bytes": self.nbytes,
         }

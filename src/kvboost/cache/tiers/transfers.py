@@ -21,7 +21,7 @@ from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.residency import Residency
 from kvboost.cache.tiers.stats import RemoteStats
 from kvboost.cache.tiers.writer import Writer
-from kvboost.tokens.hashing import ChunkKey
+from kvboost.tokens.hashing import ChunkKey, TokenIds
 
 FETCHED_AHEAD = 4
 """Chunks that are read from slow tiers while earlier ones are copied into place."""
@@ -111,6 +111,21 @@ class Transfers:
     def remote_has(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of ``keys`` the remote store has."""
         return self._remote.contains_many(keys) if self._remote is not None and keys else []
+
+    @property
+    def can_search_remote(self) -> bool:
+        """Whether the remote store can be asked for text at any position."""
+        return self._remote is not None and self._remote.has_index
+
+    def search_remote(self, root: ChunkKey, texts: Sequence[TokenIds]) -> list[ChunkInfo]:
+        """Chunks of ``root`` in the remote store that seem to share text with ``texts``."""
+        return self._remote.find(root, texts) if self._remote is not None else []
+
+    def search_remote_around(
+        self, root: ChunkKey, before: Sequence[ChunkKey], after: Sequence[ChunkKey]
+    ) -> list[ChunkInfo]:
+        """The chunks ``before``, and some that follow those in ``after``."""
+        return self._remote.find_around(root, before, after) if self._remote is not None else []
 
     def remote_infos(self) -> Iterator[ChunkInfo]:
         """Everything the remote store has. Slow."""

@@ -20,7 +20,15 @@ from kvboost.cache.tiers.remote import tier as remote
 from kvboost.cache.tiers.remote.tier import open_remote
 from kvboost.errors import ConfigError
 from redis_server import MISSING
-from remote_stores import as_plain, assert_same, big_chunk, opened, packed_chunk, size_of
+from remote_stores import (
+    as_plain,
+    assert_same,
+    big_chunk,
+    counted_size,
+    opened,
+    packed_chunk,
+    size_of,
+)
 
 
 @pytest.fixture(params=["redis", "folder", "memory", "async"])
@@ -43,7 +51,7 @@ def test_another_client_gets_what_was_put(url: str) -> None:
         assert [tier.put(chunk) for chunk in chunks] == [True] * 3
         for chunk in chunks:
             assert_same(there.get(chunk.key), chunk)
-        assert there.nbytes == tier.nbytes == sum(map(size_of, chunks))
+        assert there.nbytes == tier.nbytes == sum(counted_size(here, chunk) for chunk in chunks)
         assert sorted(there.keys()) == sorted(chunk.key for chunk in chunks)
         infos = {info.key: as_plain(info) for info in there.infos()}
         assert infos == {chunk.key: as_plain(chunk.info) for chunk in chunks}

@@ -18,16 +18,27 @@ class Backend(Protocol):
     @property
     def max_bytes(self) -> int: ...
 
+    @property
+    def has_index(self) -> bool:
+        """Whether values can be found by their marks. If not, ``put`` ignores marks and ``find``
+        finds nothing."""
+
     def fault(self, error: Exception) -> Fault: ...
 
     def get(self, key: ChunkKey) -> bytes | None:
         """The value as it was received, unchecked; None if there is none. If something else than
         a value of ours has this key, bytes that are not a chunk."""
 
-    def put(self, key: ChunkKey, value: bytes) -> bool:
+    def put(
+        self, key: ChunkKey, value: bytes, marks: Sequence[str] = (), *, in_front: bool = True
+    ) -> bool:
         """Keeps ``value``, a whole chunk as ``codec.encode`` writes it, and evicts older values
         first if the budget requires it. False if it does not fit or another writer was faster. A
-        value exists whole or not at all. True if there is one already."""
+        value exists whole or not at all. True if there is one already.
+
+        ``marks`` are names of 16 hexadecimal digits by which :meth:`find` finds the value for as
+        long as it is there. Of the values that share a mark a few are found, the newest first;
+        without ``in_front`` this one comes after all others."""
 
     def delete(self, key: ChunkKey) -> None: ...
 
@@ -38,6 +49,12 @@ class Backend(Protocol):
 
     def headers(self, keys: Sequence[ChunkKey]) -> list[bytes | None]:
         """The beginnings of these values, long enough for ``codec.read_header``."""
+
+    def find(
+        self, marks: Sequence[str], keys: Sequence[ChunkKey] = ()
+    ) -> list[tuple[ChunkKey, bytes]]:
+        """The keys and headers of those of ``keys`` that are there and of the values that have one
+        of ``marks``, up to a limit, in one round trip. Unchecked: others may have changed marks."""
 
     def nbytes(self) -> int: ...
 

@@ -44,6 +44,8 @@ class FsspecBackend:
     object stores are; others have no timeouts. Raises ``ValueError`` or ``ImportError`` if fsspec
     cannot serve ``url`` and ``TypeError`` or ``ValueError`` for options it does not know."""
 
+    has_index = False
+
     def __init__(
         self, url: str, max_bytes: int, *, timeout: float, options: Mapping[str, Any]
     ) -> None:
@@ -77,7 +79,9 @@ class FsspecBackend:
             return None
         return value
 
-    def put(self, key: ChunkKey, value: bytes) -> bool:
+    def put(
+        self, key: ChunkKey, value: bytes, marks: Sequence[str] = (), *, in_front: bool = True
+    ) -> bool:
         path = self._path(key)
         with self._lock:
             if path in self._writing or not self._make_room(path, len(value)):
@@ -151,6 +155,11 @@ class FsspecBackend:
             for number, header in zip(ends, longer, strict=True):
                 headers[number] = header
         return headers
+
+    def find(
+        self, marks: Sequence[str], keys: Sequence[ChunkKey] = ()
+    ) -> list[tuple[ChunkKey, bytes]]:
+        return []
 
     def nbytes(self) -> int:
         with self._lock:

@@ -5,7 +5,9 @@ Everything has a name under ``kvboost:1:``::
     chunk:<key>    hash: writer   a random token of its writer
                          header   the value up to its tensors
                          0, 1, …  the rest, in pieces that do not block the server for long
-                         whole    the value's size; without it the chunk is only announced
+                         marks    the names of its marks, 16 characters each
+                         whole    the size it counts with; without it the chunk is only announced
+    mark:<name>    the keys of up to four chunks that have this mark, the newest first
     part:<writer>  the same while it is being written; becomes the chunk
     accounts       hash: <key> → size of every chunk that is there or announced,
                          total, clock, ready
@@ -18,6 +20,9 @@ budget, however many writers there are. What a writer leaves unfinished expires.
 evict any of these keys on its own: a chunk without accounts is counted when it is met, accounts
 without a chunk are dropped when they are met, and if the accounts themselves are lost, a scan
 restores them.
+
+Marks count towards their chunk's size, appear with it and are removed with it. If the server evicts
+a chunk on its own, its marks are dropped when they are met, or expire 30 days after their last use.
 
 The script uses keys that were not declared to it, so this works on one server, not on a cluster.
 """
@@ -35,6 +40,7 @@ from redis.retry import Retry
 
 from kvboost.cache import codec
 from kvboost.cache.tiers.remote.backend import Fault
+from kvboost.cache.tiers.remote.redis_script import SCRIPT
 from kvboost.tokens.hashing import ChunkKey
 
 NAMESPACE = "kvboost:1:"
@@ -44,169 +50,26 @@ _CHUNK = f"{NAMESPACE}chunk:"
 _PART = f"{NAMESPACE}part:"
 _ACCOUNTS = f"{NAMESPACE}accounts"
 _USED = f"{NAMESPACE}used"
+_MARK = f"{NAMESPACE}mark:"
 _PIECES_AT_ONCE = 8  # the server reads or writes these in one go
-_KEYS_AT_ONCE = 500
+_KEYS_AT_ONCE = 2000  # of a scan, which also passes marks
 _UNFINISHED_SECONDS = 60
+_MOST_FOUND = 256
+_MOST_HEADER_BYTES = 8 << 20
 
-# Commands that free memory come first wherever they are: on a full server a script may write
-# anything once it has begun to write, and nothing before that.
-_SCRIPT = """
-local accounts, used, chunks, parts = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local call, pcall = redis.call, redis.pcall
+MARK_BYTES = 320
+"""What a mark counts with: more than the server needs for it."""
 
-local function field(key, name)  -- false if there is none, or something that is not ours
-  local value = pcall('HGET', chunks .. key, name)
-  return type(value) == 'string' and value
-end
-
-local function size_of(key)  -- false if it is not whole
-  local size = field(key, 'whole')
-  return size and size:match('^%d+$') and size
-end
-
-local function is_foreign(key)  -- something else than a hash has the name of a chunk
-  local kind = call('TYPE', chunks .. key).ok
-  return kind ~= 'hash' and kind ~= 'none'
-end
-
-local function is_lost()
-  return call('HEXISTS', accounts, 'ready') == 0
-    or call('HLEN', accounts) - 3 ~= call('ZCARD', used)
-end
-
-local function forget(key)
-  local writer = field(key, 'writer')
-  if writer then call('UNLINK', parts .. writer) end
-  call('UNLINK', chunks .. key)
-  call('ZREM', used, key)
-  local size = call('HGET', accounts, key)
-  if size then
-    call('HDEL', accounts, key)
-    call('HINCRBY', accounts, 'total', -size)
-  end
-end
-
-local function use(key)  -- a full server, or one that is only a replica, refuses; never mind
-  local now = pcall('HINCRBY', accounts, 'clock', 1)
-  if type(now) == 'number' then pcall('ZADD', used, now, key) end
-end
-
-local function enter(key, size)
-  call('HSET', accounts, key, size)
-  call('HINCRBY', accounts, 'total', size)
-  use(key)
-end
-
-local function is_gone(key)  -- counted, but the server has evicted it
-  return call('HEXISTS', accounts, key) == 1 and call('EXISTS', chunks .. key) == 0
-end
-
-local act = {}
-
-function act.contains()
-  local found = {}
-  for i = 2, #ARGV do
-    found[i - 1] = (size_of(ARGV[i]) or is_foreign(ARGV[i])) and 1 or 0
-    if is_gone(ARGV[i]) then forget(ARGV[i]) end
-  end
-  return found
-end
-
-function act.open(key)
-  if is_foreign(key) then return 'foreign' end
-  local size = size_of(key)
-  if not size then
-    if is_gone(key) then forget(key) end
-    return false
-  end
-  if call('HEXISTS', accounts, key) == 1 then
-    use(key)
-  elseif not is_lost() and type(pcall('HINCRBY', accounts, 'total', 0)) == 'number' then
-    enter(key, size)
-  end
-  return {field(key, 'writer'), call('HLEN', chunks .. key)}
-end
-
-function act.reserve(key, size, max_bytes, writer, seconds)
-  if size_of(key) then return 'here' end
-  if is_lost() then return 'lost' end
-  forget(key)
-  while call('HGET', accounts, 'total') + size > tonumber(max_bytes) do
-    local oldest = call('ZRANGE', used, 0, 0)[1]
-    if not oldest then
-      call('HSET', accounts, 'total', 0)
-      break
-    end
-    forget(oldest)
-  end
-  call('HSET', chunks .. key, 'writer', writer)
-  call('EXPIRE', chunks .. key, seconds)
-  enter(key, size)
-  return 'go'
-end
-
-local function is_announced(key, writer)
-  return field(key, 'writer') == writer and not size_of(key)
-end
-
-function act.go_on(key, writer)
-  if is_announced(key, writer) then return 1 end
-  call('UNLINK', parts .. writer)
-  return 0
-end
-
-function act.finish(key, writer, size, fields)
-  local part = parts .. writer
-  if not is_announced(key, writer) or call('HLEN', part) ~= tonumber(fields) then
-    call('UNLINK', part)
-    return 0
-  end
-  call('HSET', part, 'writer', writer, 'whole', size)
-  call('RENAME', part, chunks .. key)
-  call('PERSIST', chunks .. key)
-  use(key)
-  return 1
-end
-
-function act.abandon(key, writer)
-  call('UNLINK', parts .. writer)
-  if is_announced(key, writer) then forget(key) end
-end
-
-act.forget = forget
-
-function act.recount()  -- begins one, unless another client has
-  local ready = call('HEXISTS', accounts, 'ready')
-  if call('HLEN', accounts) - 2 - ready ~= call('ZCARD', used) then
-    call('DEL', accounts, used)
-    call('HSET', accounts, 'total', 0, 'clock', 0)
-  end
-end
-
-function act.adopt()
-  if call('HEXISTS', accounts, 'total') == 0 then return end
-  for i = 2, #ARGV do
-    local size = size_of(ARGV[i])
-    if call('HEXISTS', accounts, ARGV[i]) == 0 then
-      if size then enter(ARGV[i], size) else forget(ARGV[i]) end
-    end
-  end
-end
-
-function act.ready()
-  call('HSET', accounts, 'ready', 1)
-end
-
-return act[ARGV[1]](ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6])
-"""
-_SHA = hashlib.sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
-_NAMES = (_ACCOUNTS, _USED, _CHUNK, _PART)
+_SHA = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
+_NAMES = (_ACCOUNTS, _USED, _CHUNK, _PART, _MARK)
 
 
 class RedisBackend:
     """Connections come from the client's pool, which supports threads and forks. Nothing is tried
     twice: that is the breaker's decision. Raises ``ValueError`` or ``TypeError`` if the client does
     not understand ``url``."""
+
+    has_index = True
 
     def __init__(
         self, url: str, max_bytes: int, *, connect_timeout: float, socket_timeout: float
@@ -255,11 +118,14 @@ class RedisBackend:
             pieces += some
         return b"".join(piece or b"" for piece in pieces)
 
-    def put(self, key: ChunkKey, value: bytes) -> bool:
-        if len(value) > self.max_bytes:
+    def put(
+        self, key: ChunkKey, value: bytes, marks: Sequence[str] = (), *, in_front: bool = True
+    ) -> bool:
+        size = _size(value, marks)
+        if size > self.max_bytes:
             return False
         writer = secrets.token_hex(8)
-        request = ("reserve", key, len(value), self.max_bytes, writer, _UNFINISHED_SECONDS)
+        request = ("reserve", key, size, self.max_bytes, writer, _UNFINISHED_SECONDS)
         answer = self._run(*request)
         if answer == b"lost":
             self._recount()
@@ -267,12 +133,20 @@ class RedisBackend:
         if answer != b"go":
             return bool(answer == b"here")
         try:
-            return self._write(key, value, writer)
+            return self._write(key, value, writer, marks, in_front=in_front)
         except redis.ResponseError:
             self._run("abandon", key, writer)
             raise
 
-    def _write(self, key: ChunkKey, value: bytes, writer: str) -> bool:
+    def _write(
+        self,
+        key: ChunkKey,
+        value: bytes,
+        writer: str,
+        marks: Sequence[str] = (),
+        *,
+        in_front: bool = True,
+    ) -> bool:
         """Writes an announced chunk. False if its announcement was removed meanwhile."""
         part = _PART + writer
         pieces = list(_pieces(value))
@@ -284,7 +158,9 @@ class RedisBackend:
             if start + _PIECES_AT_ONCE < len(pieces):
                 step: tuple[Any, ...] = "go_on", key, writer
             else:
-                step = "finish", key, writer, len(value), len(pieces)
+                names = "".join(marks)
+                size = _size(value, marks)
+                step = "finish", key, writer, size, len(pieces), names, int(in_front)
             pipeline.evalsha(_SHA, len(_NAMES), *_NAMES, *step)
             if not pipeline.execute()[-1]:
                 return False
@@ -312,6 +188,14 @@ class RedisBackend:
             for answer in pipeline.execute(raise_on_error=False)
         ]
 
+    def find(
+        self, marks: Sequence[str], keys: Sequence[ChunkKey] = ()
+    ) -> list[tuple[ChunkKey, bytes]]:
+        limits = _MOST_FOUND, _MOST_HEADER_BYTES
+        found = self._run("find", *limits, "".join(keys), "".join(marks))
+        names = (ChunkKey(name.decode(errors="replace")) for name in found[::2])
+        return list(zip(names, found[1::2], strict=True))
+
     def nbytes(self) -> int:
         total = self._client.hget(_ACCOUNTS, "total")
         return int(cast(bytes, total or b"0"))
@@ -323,7 +207,7 @@ class RedisBackend:
         try:
             return self._client.evalsha(_SHA, len(_NAMES), *_NAMES, *args)
         except redis.exceptions.NoScriptError:
-            self._client.script_load(_SCRIPT)
+            self._client.script_load(SCRIPT)
             return self._client.evalsha(_SHA, len(_NAMES), *_NAMES, *args)
 
     def _recount(self) -> None:
@@ -353,3 +237,7 @@ def _pieces(value: bytes) -> Iterator[tuple[str, memoryview]]:
     yield "header", view[:header]
     for number, start in enumerate(range(header, len(value), PIECE_BYTES)):
         yield str(number), view[start : start + PIECE_BYTES]
+
+
+def _size(value: bytes, marks: Sequence[str]) -> int:
+    return len(value) + MARK_BYTES * len(marks)

@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from kvboost.cache import codec
-from kvboost.cache.chunk import ChunkInfo, KVChunk
+from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage
 from kvboost.cache.secret import Secret
 from kvboost.cache.tiers.remote.backend import Backend, Fault
 from kvboost.cache.tiers.remote.breaker import Breaker, State
 from kvboost.cache.tiers.stats import RemoteStats
 from kvboost.errors import ConfigError
-from kvboost.tokens.hashing import ChunkKey
+from kvboost.tokens.hashing import ChunkKey, TokenIds
+from kvboost.tokens.marks import marks
 
 CONNECT_TIMEOUT = 0.25
 SOCKET_TIMEOUT = 1.0
@@ -28,6 +29,9 @@ SOCKET_TIMEOUT = 1.0
 
 _HARMLESS: frozenset[Fault] = frozenset(("full", "corrupt"))  # it answered
 _HEADERS_AT_ONCE = 64
+_MOST_ASKED = 1024
+_MOST_MARKS = 511  # of a chunk's text
+_MARK_DIGITS = 16
 _REDIS_SCHEMES = {
     "redis": "redis",
     "rediss": "rediss",
@@ -54,7 +58,7 @@ class RemoteTier:
         self._refused: set[ChunkKey] = set()  # bad values that could not be deleted
         self._lock = threading.Lock()  # guards the counters
         self._faults: dict[str, int] = {}
-        self._hits = self._misses = self._puts = 0
+        self._hits = self._misses = self._puts = self._searches = self._found = 0
         self._closed = False
 
     @property
@@ -84,6 +88,8 @@ class RemoteTier:
                 hits=self._hits,
                 misses=self._misses,
                 puts=self._puts,
+                searches=self._searches,
+                found=self._found,
                 faults=dict(self._faults),
                 nbytes=nbytes,
             )
@@ -132,6 +138,32 @@ class RemoteTier:
                 if info is not None:
                     yield info
 
+    @property
+    def has_index(self) -> bool:
+        """Whether chunks can be found by their text."""
+        return self._backend.has_index
+
+    def find(self, root: ChunkKey, texts: Sequence[TokenIds]) -> list[ChunkInfo]:
+        """Chunks of ``root`` that have a mark in common with one of ``texts``, in one round trip.
+        Their headers are checked, their data are not. Of very long texts some marks are left out,
+        evenly."""
+        if self.state == "open":  # no need to compute marks
+            return []
+        names = list(dict.fromkeys(name for ids in texts for name in self._marks(root, ids)))
+        if not names:
+            return []
+        with self._lock:
+            self._searches += 1
+        return self._find(root, _spread(names, _MOST_ASKED), ())
+
+    def find_around(
+        self, root: ChunkKey, before: Sequence[ChunkKey], after: Sequence[ChunkKey]
+    ) -> list[ChunkInfo]:
+        """The chunks ``before``, and some that follow those in ``after``."""
+        if not before and not after:
+            return []
+        return self._find(root, [_mark_after(key) for key in after], before)
+
     def close(self) -> None:
         """Closes connections; every later call is a miss."""
         self._closed = True
@@ -159,7 +191,36 @@ class RemoteTier:
         # Asking costs less than encoding a chunk that is already there.
         if self._backend.contains_many([chunk.key])[0]:
             return True
-        return self._backend.put(chunk.key, codec.encode(chunk, self._secret))
+        value, info = codec.encode(chunk, self._secret), chunk.info
+        if not self.has_index:
+            return self._backend.put(chunk.key, value)
+        names = list(dict.fromkeys(self._marks(info.root, info.token_ids)))
+        names = _spread(names, _MOST_MARKS)
+        if info.parent == info.before != info.root:
+            names.append(_mark_after(info.parent))
+        # What was computed on moved text serves where there is nothing better.
+        return self._backend.put(chunk.key, value, names, in_front=info.lineage is Lineage.EXACT)
+
+    def _marks(self, root: ChunkKey, token_ids: TokenIds) -> list[str]:
+        """The names of the marks of a text. Those of other roots and other secrets differ."""
+        naming = b"" if self._secret is None else self._secret.naming
+        found = marks(token_ids, secret=naming, salt=bytes.fromhex(root))
+        return [f"{mark:0{_MARK_DIGITS}x}" for mark in found.tolist()]
+
+    def _find(
+        self, root: ChunkKey, names: Sequence[str], keys: Sequence[ChunkKey]
+    ) -> list[ChunkInfo]:
+        nothing: list[tuple[ChunkKey, bytes]] = []
+        infos = [
+            info
+            for key, header in self._ask(lambda: self._backend.find(names, keys), nothing)
+            if key not in self._refused
+            and (info := self._read_header(key, header)) is not None
+            and info.root == root
+        ]
+        with self._lock:
+            self._found += len(infos)
+        return infos
 
     def _decode(
         self, key: ChunkKey, value: bytes, expected: codec.Expected | None
@@ -197,6 +258,18 @@ class RemoteTier:
     def _count(self, fault: Fault) -> None:
         with self._lock:
             self._faults[fault] = self._faults.get(fault, 0) + 1
+
+
+def _mark_after(key: ChunkKey) -> str:
+    """The mark of the chunks that follow ``key``: one too short for marks is found by it."""
+    return key[:_MARK_DIGITS]
+
+
+def _spread(names: list[str], limit: int) -> list[str]:
+    """``names``, or ``limit`` of them at even distances."""
+    if len(names) <= limit:
+        return names
+    return [names[number * len(names) // limit] for number in range(limit)]
 
 
 def open_remote(

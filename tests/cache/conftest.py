@@ -1,4 +1,4 @@
-"""Servers for the tests of remote tiers."""
+"""Servers for the tests of remote stores."""
 
 from __future__ import annotations
 

@@ -1,0 +1,130 @@
+"""Asking the remote store for the chunks that a prompt can use.
+
+What it says it has is entered into the catalogue, so that the search there finds it like any other
+chunk. Its data are read and checked when a request uses it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
+from kvboost.cache.lookup.catalogue import Catalogue
+from kvboost.cache.lookup.hits import KnownRows
+from kvboost.cache.secret import Secret
+from kvboost.cache.tiers.residency import Residency
+from kvboost.cache.tiers.transfers import Transfers
+from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, chain_key
+from kvboost.tokens.marks import WINDOW
+
+Cut = Callable[[TokenIds, Sequence[int]], list[tuple[int, int]]]
+"""Cuts a sequence into chunks ``[start, end)`` without gaps, none across the given boundaries. The
+first chunks must not depend on the tokens after them."""
+
+
+class RemoteLookup:
+    """Call no public method with ``lock``, the store's, held: the network is waited for. They
+    return the keys of what they entered."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        residency: Residency,
+        transfers: Transfers,
+        lock: threading.RLock,
+        *,
+        cut: Cut,
+        origin: Origin,
+        secret: Secret | None,
+    ) -> None:
+        self._catalogue = catalogue
+        self._residency = residency
+        self._transfers = transfers
+        self._lock = lock
+        self._cut = cut
+        self._origin = origin
+        self._naming = b"" if secret is None else secret.naming
+        self._has_secret = secret is not None
+
+    def ask_for_prefix(self, root: ChunkKey, token_ids: TokenIds) -> list[ChunkKey]:
+        """Asks by key for the chunks that continue what is known of ``token_ids``."""
+        if not self._transfers.has_remote:
+            return []
+        unknown: list[ChunkInfo] = []
+        parent = root
+        with self._lock:
+            for start, end in self._cut(token_ids, ()):
+                ids = as_token_ids(token_ids[start:end])
+                key = chain_key(parent, ids, secret=self._naming)
+                if key not in self._catalogue:
+                    unknown.append(
+                        ChunkInfo(
+                            key=key,
+                            parent=parent,
+                            before=parent,
+                            root=root,
+                            token_ids=ids,
+                            base_position=start,
+                            lineage=Lineage.EXACT,
+                            bits=16,
+                            nbytes=0,
+                            origin=self._origin,
+                        )
+                    )
+                parent = key
+        there = self._transfers.remote_has([info.key for info in unknown])
+        return self._enter([info for info, has in zip(unknown, there, strict=False) if has])
+
+    def search(
+        self, root: ChunkKey, token_ids: TokenIds, end: int, match: Callable[[], KnownRows]
+    ) -> list[ChunkKey]:
+        """Searches for chunks that contain text of ``token_ids[:end]`` at any position, where
+        ``match``, called with the lock held, leaves at least ``WINDOW`` rows uncovered."""
+        if end < WINDOW or not self._transfers.can_search_remote:
+            return []
+        with self._lock:
+            gaps = match().gaps(end, WINDOW)
+        if not gaps:
+            return []
+        texts = [token_ids[start:stop] for start, stop in gaps]
+        found = self._enter_usable(self._transfers.search_remote(root, texts))
+        if found:
+            with self._lock:
+                before, after = self._around(match(), end)
+            around = self._transfers.search_remote_around(root, before, after)
+            found += self._enter_usable(around)
+        return found
+
+    def _around(self, known: KnownRows, end: int) -> tuple[list[ChunkKey], list[ChunkKey]]:
+        """Unknown chunks before moved runs that begin with a whole chunk, and the last chunks of
+        runs that end with one: marks do not find what shares only a few tokens with a prompt. The
+        lock must be held."""
+        before: dict[ChunkKey, None] = {}
+        after: dict[ChunkKey, None] = {}
+        gaps = known.gaps(end, 1)
+        begins, ends = {start for start, _ in gaps}, {stop for _, stop in gaps}
+        for run in known.moved:
+            first, last = run.hits[0], run.hits[-1]
+            parent = first.chunk.parent
+            continues = parent == first.chunk.before != first.chunk.root
+            if run.start in ends and first.offset == 0 and continues:
+                before[parent] = None
+            if run.end in begins and last.offset + last.num_tokens == last.chunk.num_tokens:
+                after[last.chunk.key] = None
+        return [key for key in before if key not in self._catalogue], list(after)
+
+    def _enter_usable(self, infos: Sequence[ChunkInfo]) -> list[ChunkKey]:
+        """Enters chunks by what their headers say."""
+        origin, has_secret = self._origin, self._has_secret
+        return self._enter([info for info in infos if info.is_usable(origin, has_secret)])
+
+    def _enter(self, infos: Sequence[ChunkInfo]) -> list[ChunkKey]:
+        entered: list[ChunkKey] = []
+        for info in infos:
+            with self._lock:  # one at a time: other lookups need not wait for many
+                if info.key not in self._catalogue:
+                    self._catalogue.add(info)
+                    self._residency.add_remote([info.key])
+                    entered.append(info.key)
+        return entered
