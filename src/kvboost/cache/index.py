@@ -7,18 +7,14 @@ A scheduler in one process plans with it while workers in other processes hold t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
 from kvboost.cache.lookup.anchors import WINDOW
 from kvboost.cache.lookup.catalogue import Catalogue, holding
 from kvboost.cache.lookup.hits import KnownRows
-from kvboost.cache.parts import Part, cut_parts
+from kvboost.cache.parts import Cut, Part, cut_parts
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, branch_key, chain_key
-
-Cut = Callable[[TokenIds, Sequence[int]], list[tuple[int, int]]]
-"""Cuts a sequence into chunks ``[start, end)`` without gaps, none across the given boundaries. The
-first chunks must not depend on the tokens after them."""
 
 
 class Index:
@@ -54,8 +50,8 @@ class Index:
         return self._catalogue.match(root, token_ids, moved_before, repair, self._tiers.get)
 
     def add(self, info: ChunkInfo, tier: str) -> None:
-        """A chunk is in ``tier``. Chunks of other models only take room there."""
-        if info.origin.fingerprint != self._origin.fingerprint:
+        """A chunk is in ``tier``. Chunks that this model cannot use only take room there."""
+        if not info.is_usable(self._origin, has_secret=bool(self._naming)):
             return
         if info.key not in self._catalogue:
             self._catalogue.add(info)

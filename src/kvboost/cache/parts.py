@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvboost.cache.chunk import Lineage
+from kvboost.tokens.hashing import TokenIds
+
+Cut = Callable[[TokenIds, Sequence[int]], list[tuple[int, int]]]
+"""Cuts a sequence into chunks ``[start, end)`` without gaps, none across the given boundaries. The
+first chunks must not depend on the tokens after them."""
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,12 @@ from collections.abc import Callable, Sequence
 from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
 from kvboost.cache.lookup.catalogue import Catalogue
 from kvboost.cache.lookup.hits import KnownRows
+from kvboost.cache.parts import Cut
 from kvboost.cache.secret import Secret
 from kvboost.cache.tiers.residency import Residency
 from kvboost.cache.tiers.transfers import Transfers
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, chain_key
 from kvboost.tokens.marks import WINDOW
-
-Cut = Callable[[TokenIds, Sequence[int]], list[tuple[int, int]]]
-"""Cuts a sequence into chunks ``[start, end)`` without gaps, none across the given boundaries. The
-first chunks must not depend on the tokens after them."""
 
 
 class RemoteLookup:

@@ -18,13 +18,12 @@ from typing import Any
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Origin
 from kvboost.cache.eviction.learned import LearnedPolicy
 from kvboost.cache.eviction.policy import EvictionPolicy
-from kvboost.cache.index import Cut
 from kvboost.cache.lookup.anchors import WINDOW
 from kvboost.cache.lookup.catalogue import Catalogue, holding
 from kvboost.cache.lookup.hits import Hit, KnownRows
-from kvboost.cache.parts import Part, cut_parts
+from kvboost.cache.parts import Cut, Part, cut_parts
 from kvboost.cache.quantize import KVData, KVFormat
-from kvboost.cache.remote_lookup import Cut, RemoteLookup
+from kvboost.cache.remote_lookup import RemoteLookup
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.residency import Residency
 from kvboost.cache.tiers.stats import StoreStats

@@ -46,7 +46,7 @@ def find_problem(
     hole = missing.to(pages.device)
     pages.write_all(torch.zeros_like(expected[:, :, :, hole]), pages.slots(gapped, on_device[hole]))
     computed = forward.num_rows
-    forward(ids[missing], rows[missing], gapped, alone=True)
+    forward(ids[missing], rows[missing], gapped)
     if forward.num_rows - computed != int(missing.sum()):
         return "the forward through gaps did not run"
     got = pages.read_all(pages.slots(gapped, on_device))
@@ -73,7 +73,7 @@ def measure(
         for is_warm in (False, True):
             _synchronize(pages.device)
             started = time.perf_counter()
-            forward(ids[:number], rows[:number], table, alone=True)
+            forward(ids[:number], rows[:number], table)
             _synchronize(pages.device)
             if is_warm:
                 measured.append((number, number // 2, time.perf_counter() - started))

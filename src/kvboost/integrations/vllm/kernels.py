@@ -15,6 +15,7 @@ from kvboost.integrations.vllm.sparse import Attention
 from kvboost.model.triton import attention, mass, move, shift
 from kvboost.model.triton.pages import PagedLayers
 from kvboost.model.triton.rows import PagedRows
+from kvboost.model.triton.warm import warm_up
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.rope import CosSin, Rotation
 from kvboost.reuse.shift import Shift, Spans
@@ -26,6 +27,11 @@ class GpuKernels:
         self._layers = PagedLayers(pages.caches)
         self._rotation = rotation
         self._table: CosSin | None = None
+
+    def warm_up(self, heads: int) -> None:
+        """Compiles the kernels, so that no request waits for it."""
+        pairs = self._rotation.cos_sin(0, torch.zeros(1))[0].shape[1]
+        warm_up(self._layers, heads, pairs, interleaved=self._rotation.interleaved)
 
     def place(self, hits: Sequence[Hit], chunks: Sequence[KVChunk], table: torch.Tensor) -> None:
         """Writes the rows of hits into pages, their keys rotated, in all layers at once."""

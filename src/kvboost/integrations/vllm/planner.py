@@ -16,7 +16,7 @@ import numpy as np
 from kvboost.cache.chunk import ChunkInfo, Origin
 from kvboost.cache.index import Index
 from kvboost.cache.lookup.anchors import anchor_window
-from kvboost.cache.lookup.hits import Hit, MovedRun
+from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
 from kvboost.cache.secret import Secret
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
@@ -27,6 +27,7 @@ from kvboost.reuse.plan import LIVE_TOKENS, Plan, make_plan
 from kvboost.reuse.repair import PROBE_ROWS
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, root_key
+from kvboost.tokens.marks import WINDOW
 
 WORTHWHILE_RATIO = 0.9
 """Moved text is reused if that is expected to take less than this share of computing it."""
@@ -62,12 +63,18 @@ class Load:
     moved: tuple[MovedRun, ...] = ()
     repair: RepairParams = field(default_factory=RepairParams)
     pages: tuple[int, ...] = ()
+    at_once: bool = False
+    """Whether vLLM waits for it in this step."""
+
+    @property
+    def hits(self) -> tuple[Hit, ...]:
+        """All of them, in order."""
+        return (*self.in_place, *(hit for run in self.moved for hit in run.hits))
 
     @property
     def infos(self) -> list[ChunkInfo]:
         """The chunks it needs, in order."""
-        hits = (*self.in_place, *(hit for run in self.moved for hit in run.hits))
-        return [hit.chunk for hit in hits]
+        return [hit.chunk for hit in self.hits]
 
     def computed(self) -> list[range]:
         """The rows that are neither in place nor moved."""
@@ -163,11 +170,22 @@ class Planner:
         self._refresh()
         total, repair, root = len(token_ids), self.repair(asked), self.root(salt)
         ids = token_ids[: total - 1]
+        moved_before = 0
+        if self._moves and asked.mode == "repaired":
+            moved_before = max(0, total - LIVE_TOKENS)
+        index = self._index
+
+        def lookup() -> KnownRows:
+            name = repair_name(repair)
+            return index.lookup(root, ids, moved_before=moved_before, repair=name)
+
         in_remote = self._ask_remote(root, ids)
-        moved_before = total - LIVE_TOKENS if self._moves and asked.mode == "repaired" else 0
-        known = self._index.lookup(
-            root, ids, moved_before=max(0, moved_before), repair=repair_name(repair)
-        )
+        known = lookup()
+        if self._remote is not None and (
+            found := self._search_remote(root, ids, known, moved_before)
+        ):
+            in_remote += found
+            known = lookup()
         plan = make_plan(total, known, local)
         if plan.moved and not self._pays(plan, repair):
             plan = plan.without_moved()
@@ -276,6 +294,21 @@ class Planner:
         for info in found:
             self._index.add(info, "remote")
         return [info.key for info in found]
+
+    def _search_remote(
+        self, root: ChunkKey, token_ids: TokenIds, known: KnownRows, moved_before: int
+    ) -> list[ChunkKey]:
+        """Enters chunks of the remote store that hold unknown text of the prompt; returns their
+        keys."""
+        assert self._remote is not None and self._index is not None
+        gaps = known.gaps(moved_before, WINDOW) if self._remote.has_index else []
+        if not gaps:
+            return []
+        infos = self._remote.find(root, [token_ids[start:end] for start, end in gaps])
+        new = [info for info in infos if info.key not in self._index]
+        for info in new:
+            self._index.add(info, "remote")
+        return [info.key for info in new]
 
 
 @lru_cache(maxsize=256)

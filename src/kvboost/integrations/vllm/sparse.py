@@ -83,13 +83,11 @@ class SparseForward:
         table: torch.Tensor,
         hook: LayerHook | None = None,
         *,
-        alone: bool = False,
         stock: bool = False,
     ) -> None:
         """Runs the tokens at ``rows``, which increase, of the sequence whose pages are ``table``.
-        ``token_ids`` and ``rows`` are int64 on the host. ``alone`` says that vLLM runs no forward
-        in this step, so that its own buffers, and with them its CUDA graphs, are free. ``stock``
-        attends with vLLM's backend."""
+        ``token_ids`` and ``rows`` are int64 on the host. ``stock`` attends with vLLM's backend and
+        replays no graphs."""
         device, count = self._pages.device, len(rows)
         ids = token_ids.to(device, torch.int32, non_blocking=True)
         positions = rows.to(device, non_blocking=True)
@@ -101,12 +99,10 @@ class SparseForward:
             attention = self._kernels.attention(rows, table, heads)
         else:
             metadata = self._metadata(rows, positions, slots, table)
-        graphs: dict[str, Any] = {}
-        if alone and attention is not None:
-            ids, positions, graphs = self._in_buffers(ids, positions)
         with (
             torch.inference_mode(),
             self._hooked(hook, attention, count),
+            self._in_buffers(ids, positions, attention is not None) as (ids, positions, graphs),
             set_forward_context(
                 metadata,
                 self._config,
@@ -119,24 +115,33 @@ class SparseForward:
             self._runner.model(input_ids=ids, positions=positions)
         self.num_rows += count
 
+    @contextmanager
     def _in_buffers(
-        self, ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """The inputs in vLLM's own buffers, padded, and how to replay its graphs with them; as they
-        are if it has no graph for them."""
-        count, size = len(ids), self._graph_size(len(ids))
+        self, ids: torch.Tensor, positions: torch.Tensor, wanted: bool
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
+        """The inputs in the buffers that vLLM captured its graphs with, padded, and how to replay
+        them; as they are if there is no graph for them. vLLM may have prepared its next forward in
+        these buffers, so they are restored."""
+        count, size = len(ids), self._graph_size(len(ids)) if wanted else None
         if size is None:
-            return ids, positions, {}
-        own_ids, own_positions = (buffer[:size] for buffer in self._buffers)
-        own_ids[:count].copy_(ids)
-        own_ids[count:].zero_()
-        own_positions[:count].copy_(positions)
-        own_positions[count:].zero_()
-        replay = {
-            "cudagraph_runtime_mode": CUDAGraphMode.PIECEWISE,
-            "batch_descriptor": BatchDescriptor(num_tokens=size),
-        }
-        return own_ids, own_positions, replay
+            yield ids, positions, {}
+            return
+        buffers = [buffer[:size] for buffer in self._buffers]
+        saved = [buffer.clone() for buffer in buffers]
+        for buffer, given in zip(buffers, (ids, positions), strict=True):
+            buffer[:count].copy_(given)
+            buffer[count:].zero_()
+        try:
+            yield (
+                *buffers,
+                {
+                    "cudagraph_runtime_mode": CUDAGraphMode.PIECEWISE,
+                    "batch_descriptor": BatchDescriptor(num_tokens=size),
+                },
+            )
+        finally:
+            for buffer, before in zip(buffers, saved, strict=True):
+                buffer.copy_(before)
 
     def _graph_size(self, count: int) -> int | None:
         """The size of the smallest captured graph for ``count`` rows. Graphs of pieces leave

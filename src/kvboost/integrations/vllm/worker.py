@@ -77,7 +77,6 @@ class Worker:
         self._stream: torch.cuda.Stream | None = None
         self._rotation: Rotation | None = None
         self._kernels: GpuKernels | None = None
-        self._alone = False
 
     # At the start.
 
@@ -191,8 +190,10 @@ class Worker:
         if step.dropped:
             self._thread.submit(self._data.drop, step.dropped)
         for load in step.loads:
-            self._loading[load.request_id] = (load, self._serve(load))
-        self._alone = not step.is_busy
+            if load.at_once:
+                self._advance(load, self._serve(load), None)
+            else:
+                self._loading[load.request_id] = (load, self._serve(load))
         budget = self._options.slice_rows if step.is_busy else None
         for request_id, (load, serving) in list(self._loading.items()):
             if budget is not None and budget <= 0:
@@ -267,8 +268,7 @@ class Worker:
         """Writes the known rows into pages, keys of moved ones rotated."""
         pages = self._open_pages
         table = torch.tensor(load.pages, device=pages.device)
-        hits = [*load.in_place, *(hit for run in load.moved for hit in run.hits)]
-        for batch in _batches(hits, PLACED_ROWS):
+        for batch in _batches(load.hits, PLACED_ROWS):
             some, chunks = chunks[: len(batch)], chunks[len(batch) :]
             if self._kernels is not None:
                 self._kernels.place(batch, some, table)
@@ -364,7 +364,7 @@ class Worker:
         hook: LayerHook | None,
     ) -> None:
         started = time.perf_counter()
-        self._forward(ids[rows], rows, table, hook, alone=self._alone)
+        self._forward(ids[rows], rows, table, hook)
         if table.device.type == "cpu":
             seconds = time.perf_counter() - started
             self._report.measured.append((len(rows), int(rows[-1]) // 2, seconds))
@@ -410,7 +410,9 @@ def _gpu_kernels(pages: Pages, rotation: Rotation) -> GpuKernels | None:
         return None
     from kvboost.integrations.vllm.kernels import GpuKernels
 
-    return GpuKernels(pages, rotation)
+    kernels = GpuKernels(pages, rotation)
+    kernels.warm_up(pages.layers[0].impl.num_heads)
+    return kernels
 
 
 class _Counted(Protocol):
