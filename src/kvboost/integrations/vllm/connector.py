@@ -60,7 +60,6 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         self._planner = Planner(self._options, self._page)
         self._branches = Branches()
         self._pool: BlockPool | None = None
-        self._unfinished: set[str] = set()
         self._asked: dict[str, RequestOptions] = {}
         self._planned: dict[str, Load] = {}
         self._loading: dict[str, Load] = {}
@@ -88,7 +87,6 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """A turn of a conversation whose pages are approximate continues in their branch."""
-        self._unfinished.add(request.request_id)
         asked = self._ask(request)
         if asked.mode != "repaired" or self._pool is None or not self._serves(request):
             return
@@ -127,12 +125,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             self._branches.enter(
                 request_id, request.block_hashes, Branch(load.exact_rows // self._page, name)
             )
-        # Alone, a request is loaded in the step that computes its tail; a load from a slow tier,
-        # or one that others would wait for, goes on between steps.
-        in_memory = all(hit.tier not in ("disk", "remote") for hit in load.hits)
-        at_once = in_memory and self._unfinished <= {request_id}
-        self._planned[request_id] = replace(load, at_once=at_once)
-        return load.end - num_computed_tokens, not at_once
+        self._planned[request_id] = load
+        return load.end - num_computed_tokens, True
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -141,8 +135,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         if load is not None and num_external_tokens:
             pages = tuple(blocks.get_block_ids()[0])[: load.end // self._page]
             load = replace(load, pages=pages)
-            where = self._loaded if load.at_once else self._loading
-            where[request.request_id] = load
+            self._loading[request.request_id] = load
             self._step.loads.append(load)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
@@ -164,7 +157,6 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         request_id = request.request_id
-        self._unfinished.discard(request_id)
         branch, load = self._branches.of(request_id), self._loaded.pop(request_id, None)
         asked = self._ask(request)
         recomputed = self._recomputed.pop(request_id, 0)

@@ -63,8 +63,6 @@ class Load:
     moved: tuple[MovedRun, ...] = ()
     repair: RepairParams = field(default_factory=RepairParams)
     pages: tuple[int, ...] = ()
-    at_once: bool = False
-    """Whether vLLM waits for it in this step."""
 
     @property
     def hits(self) -> tuple[Hit, ...]:

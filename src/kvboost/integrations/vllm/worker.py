@@ -190,10 +190,7 @@ class Worker:
         if step.dropped:
             self._thread.submit(self._data.drop, step.dropped)
         for load in step.loads:
-            if load.at_once:
-                self._advance(load, self._serve(load), None)
-            else:
-                self._loading[load.request_id] = (load, self._serve(load))
+            self._loading[load.request_id] = (load, self._serve(load))
         budget = self._options.slice_rows if step.is_busy else None
         for request_id, (load, serving) in list(self._loading.items()):
             if budget is not None and budget <= 0:
