@@ -47,6 +47,10 @@ class Index:
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._catalogue
 
+    def tier(self, key: ChunkKey) -> str | None:
+        """Where a chunk was when it was added; None if it is not known."""
+        return self._tiers.get(key)
+
     def lookup(
         self, root: ChunkKey, token_ids: TokenIds, *, moved_before: int = 0, repair: str = ""
     ) -> KnownRows:
@@ -54,8 +58,10 @@ class Index:
         return self._catalogue.match(root, token_ids, moved_before, repair, self._tiers.get)
 
     def add(self, info: ChunkInfo, tier: str) -> None:
-        """A chunk is in ``tier``. Chunks of other models only take room there."""
-        if info.origin.fingerprint != self._origin.fingerprint:
+        """A chunk is in ``tier``. Chunks of other models, and signed ones that cannot be checked,
+        only take room there."""
+        is_ours = info.origin.fingerprint == self._origin.fingerprint
+        if not is_ours or info.signed != bool(self._naming):
             return
         if info.key not in self._catalogue:
             self._catalogue.add(info)
