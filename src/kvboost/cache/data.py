@@ -59,6 +59,8 @@ class ChunkData:
     def fetch(self, planned: Sequence[ChunkInfo]) -> list[KVChunk] | None:
         """The planned chunks; None if one is lost or is not what was planned."""
         keys = [info.key for info in planned]
+        if not self.is_ready(keys):
+            self._transfers.refresh(now=True)  # another process may have written them
         with self._hold(keys):
             chunks = list(self._transfers.fetch(planned))
         with self._lock:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
-from kvboost.config import EngineConfig, one_of, whole
+from kvboost.config import EngineConfig, one_of, whole, within
 from kvboost.errors import ConfigError
 
 MODES = ("repaired", "exact", "off")
@@ -55,7 +56,16 @@ class Options:
         options = cls(EngineConfig(**engine), **{name: extra[name] for name in own & set(extra)})
         one_of(options.mode, MODES, "mode")
         whole(options.slice_rows, 16, "slice_rows")
+        if not isinstance(options.self_check, bool):
+            raise ConfigError(f"self_check={options.self_check!r} must be true or false")
         return options
+
+    def engine_of(self, rank: int, num_ranks: int) -> EngineConfig:
+        """The options for one of several workers: each keeps its heads in a folder of its own."""
+        if num_ranks == 1 or self.engine.disk_cache_dir is None:
+            return self.engine
+        folder = Path(self.engine.disk_cache_dir) / f"rank-{rank}-of-{num_ranks}"
+        return replace(self.engine, disk_cache_dir=folder)
 
 
 @dataclass(frozen=True)
@@ -79,11 +89,10 @@ class RequestOptions:
         mode = said.get("mode", defaults.mode)
         one_of(mode, MODES, "mode")
         ratio = said.get("ratio", defaults.engine.recompute_ratio)
-        if not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
-            raise ConfigError(f"ratio={ratio!r} must be a number from 0 to 1")
+        within(ratio, 0.0, 1.0, "ratio")
         boundaries = said.get("boundaries", ())
         if not isinstance(boundaries, Sequence) or not all(
-            isinstance(place, int) and place >= 0 for place in boundaries
+            type(place) is int and place >= 0 for place in boundaries
         ):
             raise ConfigError(f"boundaries={boundaries!r} must be a list of token positions")
         return cls(mode, float(ratio), tuple(boundaries))

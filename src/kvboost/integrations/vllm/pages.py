@@ -37,6 +37,8 @@ class Pages:
         self.num_blocks, self.num_kv_heads, self.size, both = first.shape
         self.head_dim = both // 2
         self.device, self.dtype = first.device, first.dtype
+        if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise _not_plain(self.dtype)  # its kernel may not even take plain numbers
         # Taken now: our forwards put hooks in their place for a while.
         self._writers = [layer.impl.do_kv_cache_update for layer in layers]
         index = self._find_layout()
@@ -113,9 +115,13 @@ class Pages:
             digit *= _BASE
         places = places.cpu() - 1
         if sorted(places.tolist()) != list(range(size)):
-            raise UnsupportedModelError(
-                f"its KV cache ({self.dtype}) does not hold keys and values as plain numbers"
-            )
+            raise _not_plain(self.dtype)
         index = torch.empty(size, dtype=torch.int64)
         index[places] = torch.arange(size)
         return index
+
+
+def _not_plain(dtype: torch.dtype) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"its KV cache ({dtype}) does not hold keys and values as plain numbers"
+    )

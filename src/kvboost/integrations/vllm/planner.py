@@ -123,8 +123,9 @@ class Planner:
         self._remote: RemoteTier | None = None
 
     def open(self, workers: Sequence[Hello]) -> None:
-        """The workers are ready: finds what is in the folder."""
-        config = self._options.engine
+        """The workers are ready: finds what is in the folder. What the first of them has, all
+        have, or a load fails and is computed."""
+        config = self._options.engine_of(0, len(workers))
         secret = Secret(config.cache_secret) if config.cache_secret else None
         self._naming = b"" if secret is None else secret.naming
         self._fingerprint = " ".join(worker.fingerprint for worker in workers)
@@ -243,26 +244,21 @@ class Planner:
         self, request_id: str, token_ids: TokenIds, local: int, plan: Plan, repair: RepairParams
     ) -> Load | None:
         """``plan`` up to a page's end."""
-        end = plan.in_place[-1].end if plan.in_place else local
-        if plan.moved:
-            end = len(token_ids) - 1
-        end -= end % self._page
+        last = len(token_ids) - 1
+        end = last - last % self._page
+        moved = tuple(run.clip(local, end) for run in plan.moved if run.start < end)
+        if not moved:
+            end = plan.in_place[-1].end if plan.in_place else local
+            end -= end % self._page
         if end - local < LEAST_ROWS:
             return None
-        return Load(
-            request_id,
-            token_ids,
-            local,
-            end,
-            tuple(hit.clip(local, end) for hit in plan.in_place if hit.start < end),
-            tuple(run.clip(local, end) for run in plan.moved if run.start < end),
-            repair,
-        )
+        in_place = tuple(hit.clip(local, end) for hit in plan.in_place if hit.start < end)
+        return Load(request_id, token_ids, local, end, in_place, moved, repair)
 
     def _pays(self, plan: Plan, repair: RepairParams) -> bool:
         """Whether moving is expected to be faster than computing: probe and sparse forward against
-        a plain one."""
-        if repair.reuse_moved == "always":
+        a plain one. Only strategy ``auto`` asks."""
+        if repair.strategy != "auto" or repair.reuse_moved == "always":
             return True
         total = plan.num_tokens
         known = plan.in_place[-1].end if plan.in_place else plan.num_shared
@@ -278,6 +274,7 @@ class Planner:
         if self._disk is None or self._index is None:
             return
         changes = self._disk.refresh()
+        self._index.remove([key for key in changes.gone if self._index.tier(key) == "disk"])
         for info in changes.added:
             if info.key not in self._index:
                 self._index.add(info, "disk")

@@ -25,7 +25,6 @@ from kvboost.cache.data import ChunkData
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import KVFormat, Quantizer, plain
 from kvboost.cache.tiers.open import open_tiers
-from kvboost.config import EngineConfig
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm import check, paged, rope
 from kvboost.integrations.vllm.fingerprint import fingerprint
@@ -125,7 +124,8 @@ class Worker:
         else:
             logger.warning("KVBoost reuses exact text only, moved text is off: %s", problem)
             hello = replace(hello, moved_problem=problem)
-        tiers = open_tiers(self._tier_config(), pages.device)
+        config = self._options.engine_of(parallel.rank, parallel.tensor_parallel_size)
+        tiers = open_tiers(config, pages.device)
         format = KVFormat(len(pages.caches), pages.num_kv_heads, pages.head_dim, pages.dtype)
         self._data = ChunkData(tiers, format=format)
         self._packer = Quantizer(16, self._rotation)
@@ -170,14 +170,6 @@ class Worker:
     def _open_pages(self) -> Pages:
         assert self._pages is not None
         return self._pages
-
-    def _tier_config(self) -> EngineConfig:
-        """Each rank keeps its heads in a folder of its own."""
-        config, parallel = self._options.engine, self._config.parallel_config
-        if parallel.tensor_parallel_size == 1 or config.disk_cache_dir is None:
-            return config
-        folder = f"rank-{parallel.rank}-of-{parallel.tensor_parallel_size}"
-        return replace(config, disk_cache_dir=Path(config.disk_cache_dir) / folder)
 
     # In every step.
 

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from chunks import make_chunk
+from kvboost.cache.chunk import KVChunk
+from kvboost.cache.data import ChunkData
+from kvboost.cache.quantize import KVFormat, plain
+from kvboost.cache.tiers.disk import DiskTier
+from kvboost.cache.tiers.open import Tiers
+from kvboost.cache.tiers.ram import RamTier
+from kvboost.cache.tiers.remote.tier import open_remote
+from kvboost.tokens.hashing import ChunkKey
+from planting import WRONG, chunk_files, rewrite
+
+FORMAT = KVFormat(2, 1, 4, torch.float32)
+CHUNK_BYTES = make_chunk([1, 2, 3, 4]).nbytes
+
+Open = Callable[..., ChunkData]
+
+
+@pytest.fixture
+def open_data(tmp_path: Path) -> Iterator[Open]:
+    opened: list[ChunkData] = []
+
+    def open_data(ram: int = 100, disk: bool = False, remote: bool = False) -> ChunkData:
+        """``ram`` in chunks."""
+        tiers = Tiers(
+            RamTier(ram * CHUNK_BYTES),
+            disk=DiskTier(tmp_path / "kv", 1 << 24) if disk else None,
+            remote=open_remote(f"file://{tmp_path / 'far'}", 1 << 24) if remote else None,
+        )
+        opened.append(ChunkData(tiers, format=FORMAT))
+        return opened[-1]
+
+    yield open_data
+    for one in opened:
+        one.close()
+
+
+def text(*numbers: int) -> list[KVChunk]:
+    """Chunks that follow one another."""
+    chunks: list[KVChunk] = []
+    for number in numbers:
+        parent = {"parent": chunks[-1].key} if chunks else {}
+        chunks.append(make_chunk([number] * 4, position=4 * len(chunks), **parent))
+    return chunks
+
+
+def keys_of(chunks: list[KVChunk]) -> list[ChunkKey]:
+    return [chunk.key for chunk in chunks]
+
+
+def is_there(data: ChunkData, chunks: list[KVChunk]) -> bool:
+    got = data.fetch([chunk.info for chunk in chunks])
+    if got is None:
+        return False
+    for mine, its in zip(got, chunks, strict=True):
+        assert torch.equal(mine.data.tensors["kv"], its.data.tensors["kv"])
+    return True
+
+
+def test_what_is_put_is_fetched_as_it_was(open_data: Open) -> None:
+    data, chunks = open_data(), text(1, 2, 3)
+    data.put(chunks)
+    assert data.is_ready(keys_of(chunks)) and is_there(data, chunks)
+    assert data.take_gone() == [] and data.stats()["ram"].hits == 3
+
+
+def test_what_is_evicted_is_reported_once(open_data: Open) -> None:
+    data, old, new = open_data(ram=3), text(1, 2), text(3, 4)
+    data.put(old)
+    data.put(new)
+    assert data.take_gone() == [old[1].key]
+    assert data.take_gone() == []
+    assert is_there(data, new) and not is_there(data, old)
+
+
+def test_what_finds_no_room_is_gone_and_so_are_the_chunks_after_it(open_data: Open) -> None:
+    data = open_data(ram=1)
+    first, large, last = text(1)[0], make_chunk([2] * 40), make_chunk([3] * 4)
+    data.put([first, large, last])
+    assert data.take_gone() == [large.key, last.key]
+    assert is_there(data, [first])
+
+
+def test_with_a_folder_evicted_chunks_are_not_gone(open_data: Open) -> None:
+    data, old, new = open_data(ram=2, disk=True), text(1, 2), text(3, 4)
+    for chunks in (old, new):
+        data.put(chunks)
+        data.flush()
+    assert data.take_gone() == []
+    assert not data.is_ready(keys_of(old)) and is_there(data, old)
+    assert data.stats()["disk"].hits == 2
+
+
+def test_a_chunk_that_is_lost_is_none_and_reported(open_data: Open, tmp_path: Path) -> None:
+    open_data(disk=True).put(text(1, 2))
+    chunks = text(1, 2)
+    opened = open_data(disk=True)  # holds nothing in memory
+    opened.flush()
+    for path in chunk_files(tmp_path / "kv"):
+        path.unlink()
+    assert not is_there(opened, [make_chunk([9] * 4)])
+    assert opened.take_gone() == [make_chunk([9] * 4).key]
+    assert not is_there(opened, chunks[:1])
+
+
+def test_a_truncated_file_is_lost_and_quarantined(open_data: Open, tmp_path: Path) -> None:
+    chunks = text(1, 2)
+    writer = open_data(disk=True)
+    writer.put(chunks)
+    writer.flush()
+    reader = open_data(disk=True)
+    damaged = next(path for path in chunk_files(tmp_path / "kv") if path.stem == chunks[1].key)
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    assert is_there(reader, chunks[:1]) and not is_there(reader, chunks)
+    assert reader.take_gone() == [chunks[1].key]
+    assert not damaged.exists() and len(list((tmp_path / "kv" / "quarantine").iterdir())) == 1
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_file_that_is_not_what_was_planned_does_not_serve(
+    open_data: Open, tmp_path: Path, wrong: str
+) -> None:
+    chunks = text(1)
+    writer = open_data(disk=True)
+    writer.put(chunks)
+    writer.flush()
+    rewrite(chunk_files(tmp_path / "kv")[0], WRONG[wrong])
+    reader = open_data(disk=True)
+    assert not is_there(reader, chunks)
+    assert chunks[0].key in reader.take_gone()
+
+
+def test_a_chunk_in_memory_that_is_not_what_was_planned_does_not_serve(open_data: Open) -> None:
+    data, chunk = open_data(), text(1)[0]
+    data.put([chunk])
+    assert data.fetch([replace(chunk.info, base_position=8)]) is None
+    assert data.take_gone() == [chunk.key]
+
+
+def test_what_another_process_wrote_outlasts_its_eviction_from_memory(open_data: Open) -> None:
+    """It was not in the folder when this process looked first."""
+    reader, writer, chunks = open_data(ram=1, disk=True), open_data(disk=True), text(1, 2)
+    writer.put(chunks)
+    writer.flush()
+    assert is_there(reader, chunks[:1]) and is_there(reader, chunks)
+    reader.put([make_chunk([5] * 4)])
+    reader.flush()
+    assert reader.take_gone() == []
+
+
+def test_dropped_chunks_leave_memory_and_folder_and_are_not_reported(
+    open_data: Open, tmp_path: Path
+) -> None:
+    data, chunks = open_data(disk=True), text(1, 2)
+    data.put(chunks)
+    data.drop(keys_of(chunks[1:]))
+    data.flush()
+    assert [path.stem for path in chunk_files(tmp_path / "kv")] == keys_of(chunks[:1])
+    assert data.take_gone() == []
+    assert not is_there(data, chunks) and is_there(data, chunks[:1])
+
+
+def test_purge_reaches_the_remote_store(open_data: Open) -> None:
+    data, chunks = open_data(remote=True), text(1, 2)
+    data.put(chunks)
+    data.flush()
+    data.drop(keys_of(chunks))
+    assert is_there(data, chunks)  # from afar
+    assert data.purge(keys_of(chunks)) == {}
+    assert not is_there(data, chunks)
+
+
+def test_a_remote_chunk_of_another_shape_does_not_serve(open_data: Open) -> None:
+    kv = plain(torch.zeros(2, 3, 1, 4, 4))  # three layers
+    odd = make_chunk([1] * 4, data=kv)
+    data = open_data(remote=True)
+    data.put([odd])
+    data.flush()
+    data.drop([odd.key])
+    assert not is_there(data, [odd])

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunks import ORIGIN, ROOT, make_chunk
+from kvboost.cache.chunk import Origin
+from kvboost.cache.index import Index
+from kvboost.cache.quantize import KVData, plain
+from kvboost.cache.store import ChunkStore
+from kvboost.cache.tiers.open import Tiers
+from kvboost.cache.tiers.ram import RamTier
+from kvboost.tokens.chunking import fixed
+from kvboost.tokens.hashing import TokenIds, as_token_ids
+
+CHUNK = 4
+
+
+def cut(ids: TokenIds, boundaries: object) -> list[tuple[int, int]]:
+    return fixed(len(ids), CHUNK)
+
+
+def make_index(naming: bytes = b"") -> Index:
+    return Index(cut, ORIGIN, row_bytes=8, naming=naming, window=CHUNK)
+
+
+def known_rows(index: Index, ids: list[int]) -> int:
+    return sum(hit.num_tokens for hit in index.lookup(ROOT, as_token_ids(ids)).exact)
+
+
+def store(index: Index, ids: list[int]) -> int:
+    return len(index.store(ROOT, as_token_ids(ids), exact_rows=len(ids))[0])
+
+
+def test_what_is_stored_is_found_and_stored_once() -> None:
+    index = make_index()
+    assert store(index, list(range(10))) == 3
+    assert store(index, list(range(10))) == 0
+    assert known_rows(index, list(range(10))) == 10
+    assert known_rows(index, [0, 1, 2, 3, 4, 9]) == 5
+
+
+def test_a_longer_chunk_replaces_the_one_that_it_continues() -> None:
+    index = make_index()
+    first, _ = index.store(ROOT, as_token_ids([1, 2, 3, 4, 5]), exact_rows=5)
+    new, replaced = index.store(ROOT, as_token_ids([1, 2, 3, 4, 5, 6, 7]), exact_rows=7)
+    assert [info.token_ids.tolist() for info in new] == [[5, 6, 7]]
+    assert replaced == [first[-1].key] and replaced[0] not in index
+    assert len(index) == 2
+
+
+def test_sizes_are_those_of_the_rows() -> None:
+    new, _ = make_index().store(ROOT, as_token_ids(range(6)), exact_rows=6)
+    assert [info.nbytes for info in new] == [4 * 8, 2 * 8]
+
+
+def test_what_is_removed_is_not_found() -> None:
+    index = make_index()
+    new, _ = index.store(ROOT, as_token_ids(range(8)), exact_rows=8)
+    index.remove([new[1].key])
+    assert known_rows(index, list(range(8))) == 4
+    index.remove([new[1].key])  # a second time is nothing
+    assert store(index, list(range(8))) == 1
+    assert set(index.clear()) == {info.key for info in new} and len(index) == 0
+
+
+def test_chunks_of_other_models_and_signed_ones_are_left_out() -> None:
+    index, chunk = make_index(), make_chunk([1, 2, 3, 4])
+    index.add(replace(chunk.info, origin=Origin("another", "")), "disk")
+    index.add(replace(chunk.info, signed=True), "disk")
+    assert len(index) == 0
+    index.add(chunk.info, "disk")
+    assert index.tier(chunk.key) == "disk" and known_rows(index, [1, 2, 3, 4]) == 4
+
+
+def test_a_secret_gives_other_keys_and_signs() -> None:
+    plain_new, _ = make_index().store(ROOT, as_token_ids(range(4)), exact_rows=4)
+    index = make_index(b"secret")
+    new, _ = index.store(ROOT, as_token_ids(range(4)), exact_rows=4)
+    assert new[0].key != plain_new[0].key and new[0].signed
+    assert known_rows(index, list(range(4))) == 4
+
+
+def test_unknown_lists_the_exact_chunks_that_are_not_here() -> None:
+    index, other = make_index(), make_index()
+    ids = as_token_ids(range(10))
+    stored, _ = other.store(ROOT, ids, exact_rows=10)
+    index.store(ROOT, ids[:4], exact_rows=4)
+    unknown = index.unknown(ROOT, ids)
+    assert [info.key for info in unknown] == [info.key for info in stored[1:]]
+    assert all(info.is_as_planned(there) for info, there in zip(unknown, stored[1:], strict=True))
+
+
+def test_containing_finds_the_chunks_of_a_text_and_those_after_it() -> None:
+    index = make_index()
+    index.store(ROOT, as_token_ids([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9]), exact_rows=12)
+    index.store(ROOT, as_token_ids([20, 21, 22, 23]), exact_rows=4)
+    keys = index.containing([as_token_ids([6, 7])])
+    index.remove(keys)
+    assert known_rows(index, [1, 2, 3, 4, 5, 6]) == 4
+    assert known_rows(index, [20, 21, 22, 23]) == 4 and len(index) == 2
+
+
+tokens = st.lists(st.integers(0, 2), min_size=1, max_size=18)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(st.tuples(tokens, st.integers(0, 18), st.sampled_from(["a", "b"])), max_size=6),
+    tokens,
+)
+def test_index_and_store_keep_the_same_chunks(
+    texts: list[tuple[list[int], int, str]], prompt: list[int]
+) -> None:
+    ram = RamTier(1 << 20)
+    there = ChunkStore(Tiers(ram), cut=cut, origin=ORIGIN, window=CHUNK)
+    index = make_index()
+
+    def pack(start: int, end: int, *_: object) -> KVData:
+        return plain(torch.zeros(2, 1, 1, end - start, 1))
+
+    for ids, exact_rows, repair in texts:
+        exact_rows = min(exact_rows, len(ids))
+        row = as_token_ids(ids)
+        admitted = there.admit(ROOT, row, pack, exact_rows=exact_rows, repair=repair)
+        new, _ = index.store(ROOT, row, exact_rows=exact_rows, repair=repair)
+        assert admitted == len(new)
+        stored = {info.key: info for info in ram.infos()}
+        assert set(stored) == set(index.containing([as_token_ids([t]) for t in range(3)]))
+        for info in new:
+            assert stored[info.key].is_as_planned(info) and stored[info.key].nbytes == info.nbytes
+    for repair in "ab":
+        found = index.lookup(ROOT, as_token_ids(prompt), moved_before=99, repair=repair)
+        with there.lookup(ROOT, as_token_ids(prompt), moved_before=99, repair=repair) as known:
+            for mine, its in (
+                (found.in_place, known.in_place),
+                (
+                    [h for r in found.moved for h in r.hits],
+                    [h for r in known.moved for h in r.hits],
+                ),
+            ):
+                assert [(h.chunk.key, h.start, h.num_tokens, h.offset) for h in mine] == [
+                    (h.chunk.key, h.start, h.num_tokens, h.offset) for h in its
+                ]

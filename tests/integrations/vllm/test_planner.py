@@ -1,0 +1,417 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvboost.cache.chunk import ChunkInfo, KVChunk
+from kvboost.cache.data import ChunkData
+from kvboost.cache.quantize import plain
+from kvboost.cache.tiers.open import open_tiers
+from kvboost.config import EngineConfig
+from kvboost.integrations.vllm.options import Options, RequestOptions
+from kvboost.integrations.vllm.planner import (
+    LEAST_ROWS,
+    Hello,
+    Load,
+    Planner,
+    prompt_ids,
+    salt_of,
+)
+from kvboost.reuse.plan import LIVE_TOKENS
+from kvboost.tokens.hashing import ChunkKey, TokenIds
+from planting import chunk_files
+
+PAGE, CHUNK = 32, 32
+WEIGHTS = Hello("weights", "a model", row_bytes=2 * 4)
+Start = Callable[..., Planner]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started: list[Planner] = []
+
+    def start(hello: Hello = WEIGHTS, page: int = PAGE, **extra: Any) -> Planner:
+        options = {"chunk_size": CHUNK, "reuse_moved": "always", **extra}
+        planner = Planner(Options.parse(options), page)
+        planner.open([hello])
+        started.append(planner)
+        return planner
+
+    yield start
+    for planner in started:
+        planner.close()
+
+
+def text(seed: int, length: int) -> TokenIds:
+    return prompt_ids(np.random.default_rng(seed).integers(0, 10_000, length).tolist())
+
+
+def join(*texts: TokenIds) -> TokenIds:
+    return prompt_ids(np.concatenate(texts).tolist())
+
+
+def asked(mode: str = "repaired", ratio: float = 0.15, **more: Any) -> RequestOptions:
+    return RequestOptions(mode, ratio, **more)
+
+
+def keep(
+    planner: Planner,
+    ids: TokenIds,
+    salt: str = "",
+    asked: RequestOptions = asked(),  # noqa: B008
+    exact_rows: int | None = None,
+) -> tuple[ChunkInfo, ...]:
+    rows = len(ids) if exact_rows is None else exact_rows
+    kept, _ = planner.keep("kept", ids, range(1, 100), salt, asked, rows)
+    return kept.infos if kept is not None else ()
+
+
+def plan(
+    planner: Planner,
+    ids: TokenIds,
+    local: int = 0,
+    salt: str = "",
+    asked: RequestOptions = asked(),  # noqa: B008
+) -> Load | None:
+    load = planner.plan("request", ids, local, salt, asked)
+    if load is not None:
+        check(load, local, ids)
+    return load
+
+
+def check(load: Load, local: int, ids: TokenIds) -> None:
+    """What must hold of every load: each row has one source, and the tokens are the same."""
+    assert load.first == local and load.end % PAGE == 0 and load.end < len(ids)
+    rows: list[int] = []
+    for hit in (*load.in_place, *(hit for run in load.moved for hit in run.hits)):
+        assert hit.num_tokens > 0
+        there = hit.chunk.token_ids[hit.offset : hit.offset + hit.num_tokens]
+        assert there.tolist() == ids[hit.start : hit.end].tolist()
+        rows += range(hit.start, hit.end)
+    rows += [row for some in load.computed() for row in some]
+    assert sorted(rows) == list(range(local, load.end))
+    if not load.moved:
+        assert not load.computed(), "only a repair computes rows"
+
+
+def known_keys(planner: Planner, ids: TokenIds, salt: str = "") -> set[ChunkKey]:
+    load = plan(planner, ids, salt=salt)
+    return set() if load is None else {info.key for info in load.infos}
+
+
+# Exact text.
+
+
+def test_nothing_is_planned_before_the_workers_are_ready() -> None:
+    planner = Planner(Options.parse({}), PAGE)
+    assert not planner.is_open
+    assert planner.plan("request", text(1, 300), 0, "", asked()) is None
+    assert planner.keep("request", text(1, 300), [1], "", asked(), 300) == (None, [])
+    assert planner.forget() == []
+    planner.gone([ChunkKey("00")])
+
+
+def test_the_same_prompt_again_is_loaded_up_to_the_last_page_before_its_last_row(
+    start: Start,
+) -> None:
+    planner, ids = start(), text(1, 300)
+    assert len(keep(planner, ids)) == 10
+    load = plan(planner, ids)
+    assert load is not None and not load.moved
+    assert load.end == 288 == load.exact_rows and load.num_tokens == 300
+
+
+@pytest.mark.parametrize("length", [127, 128, 129, 160, 161])
+def test_the_last_row_is_left_to_vllm(start: Start, length: int) -> None:
+    planner, ids = start(), text(1, length)
+    keep(planner, ids)
+    load = plan(planner, ids)
+    assert load is not None and load.end == (length - 1) // PAGE * PAGE < length
+
+
+def test_rows_that_vllm_has_are_not_loaded(start: Start) -> None:
+    planner, ids = start(), text(1, 300)
+    keep(planner, ids)
+    load = plan(planner, ids, local=96)
+    assert load is not None and (load.first, load.end) == (96, 288)
+    assert load.in_place[0].start == 96
+    assert plan(planner, ids, local=288 - LEAST_ROWS + PAGE) is None
+
+
+def test_a_load_ends_with_a_page_of_vllm_where_chunks_do_not(start: Start) -> None:
+    planner, ids = start(chunk_size=48), text(1, 300)
+    keep(planner, ids[:240])
+    load = plan(planner, join(ids[:240], text(2, 60)), asked=asked("exact"))
+    assert load is not None and load.end == 224
+    assert load.in_place[-1].end == 224 and load.in_place[-1].chunk.end == 240
+
+
+def test_a_common_beginning_that_ends_within_a_page_serves_whole_pages(start: Start) -> None:
+    planner, ids = start(), text(1, 300)
+    keep(planner, ids)
+    load = plan(planner, join(ids[:150], text(2, 150)))
+    assert load is not None and load.end == 128 and not load.moved
+
+
+def test_few_rows_are_computed(start: Start) -> None:
+    planner = start()
+    keep(planner, text(1, 50))
+    assert plan(planner, join(text(1, 50), text(2, 100))) is None
+
+
+def test_modes(start: Start) -> None:
+    planner, ids = start(), text(1, 200)
+    keep(planner, ids)
+    moved = join(text(2, 40), ids)
+    assert plan(planner, ids, asked=asked("off")) is None
+    assert plan(planner, moved, asked=asked("exact")) is None
+    exact, repaired = (plan(planner, ids, asked=asked(mode)) for mode in ("exact", "repaired"))
+    assert exact is not None and repaired is not None
+    assert exact.exact_rows == exact.end == repaired.end
+    assert keep(start(), ids, asked=asked("off")) == ()
+
+
+# Moved text.
+
+
+def test_moved_text_is_found_and_the_rest_computed(start: Start) -> None:
+    planner, document = start(), text(1, 160)
+    keep(planner, join(text(2, 40), document))
+    prompt = join(text(3, 70), document, text(4, 40))
+    load = plan(planner, prompt)
+    assert load is not None and load.end == 256
+    assert load.num_moved > 100 and load.exact_rows == load.moved[0].start >= 70
+    assert load.moved[-1].end <= len(prompt) - LIVE_TOKENS
+    assert load.computed()[0].start == 0
+
+
+def test_a_moved_run_that_begins_after_the_last_whole_page_is_left_out(start: Start) -> None:
+    """Otherwise rows between the exact ones and it would count as loaded and be computed by
+    nobody."""
+    planner = start(page=128)
+    known, document = text(1, 192), text(2, 64)
+    keep(planner, known)
+    keep(planner, join(text(3, 32), document))
+    prompt = join(known, text(4, 70), document, text(5, 30))
+    assert plan(start(), prompt) is None  # nothing known
+    load = plan(planner, prompt)
+    assert load is not None and load.end == 128 and not load.moved
+
+
+def test_where_the_self_check_failed_nothing_is_moved(start: Start) -> None:
+    planner = start(Hello("weights", "a model", 8, moved_problem="they differ"))
+    ids = text(1, 200)
+    keep(planner, ids)
+    assert plan(planner, join(text(2, 40), ids)) is None
+    assert plan(planner, ids) is not None
+
+
+def test_rows_after_moved_ones_are_kept_in_a_branch_and_continued_only_by_the_same_repair(
+    start: Start,
+) -> None:
+    planner, head, rest = start(), text(1, 64), text(2, 160)
+    keep(planner, join(head, rest), exact_rows=64)
+    longer = join(head, rest, text(3, 40))
+    again = plan(planner, longer)
+    assert again is not None and (again.end, again.exact_rows, again.moved) == (224, 64, ())
+    exact = plan(planner, longer, asked=asked("exact"))
+    assert exact is not None and exact.end == 64
+    other = plan(planner, longer, asked=asked(ratio=0.5))
+    assert other is not None and other.moved and other.repair.ratio == 0.5
+
+
+def test_the_ratio_of_a_request_reaches_the_worker(start: Start) -> None:
+    planner, ids = start(recompute_ratio=0.3, recompute_strategy="selective"), text(1, 200)
+    keep(planner, ids)
+    load = plan(planner, join(text(2, 40), ids), asked=asked(ratio=0.4))
+    assert load is not None
+    assert (load.repair.ratio, load.repair.strategy) == (0.4, "selective")
+
+
+def test_no_chunk_crosses_a_boundary(start: Start) -> None:
+    planner, ids = start(), text(1, 100)
+    infos = keep(planner, ids, asked=asked(boundaries=(50, 10, 500)))
+    ends = [info.end for info in infos]
+    assert ends == [10, 42, 50, 82, 100]
+
+
+# What pays.
+
+
+def fast_rows(fixed: float) -> tuple[tuple[int, int, float], ...]:
+    """Forwards that take ``fixed`` seconds and a millisecond a row."""
+    return tuple((rows, rows // 2, fixed + rows / 1000) for rows in (8, 64, 512, 512, 512))
+
+
+@pytest.mark.parametrize(("fixed", "is_moved"), [(0.001, True), (10.0, False)])
+def test_moved_text_is_reused_when_that_is_faster(
+    start: Start, fixed: float, is_moved: bool
+) -> None:
+    hello = Hello("weights", "a model", 8, measured=fast_rows(fixed))
+    planner, ids = start(hello, reuse_moved="when_faster"), text(1, 400)
+    keep(planner, ids)
+    load = plan(planner, join(text(2, 40), ids))
+    assert (load is not None and bool(load.moved)) == is_moved
+
+
+def test_costs_are_learned_from_reports(start: Start) -> None:
+    planner, ids = start(reuse_moved="when_faster"), text(1, 400)
+    keep(planner, ids)
+    prompt = join(text(2, 40), ids)
+    assert plan(planner, prompt) is not None
+    planner.learn(fast_rows(10.0))
+    assert plan(planner, prompt) is None
+
+
+def test_only_auto_weighs_costs(start: Start) -> None:
+    hello = Hello("weights", "a model", 8, measured=fast_rows(10.0))
+    planner = start(hello, reuse_moved="when_faster", recompute_strategy="query")
+    keep(planner, text(1, 400))
+    assert plan(planner, join(text(2, 40), text(1, 400))) is not None
+
+
+# Who may reuse what.
+
+
+def test_salts_and_adapters_are_kept_apart(start: Start) -> None:
+    planner, ids = start(), text(1, 200)
+    salts = [("a", "b"), ("ab", ""), ("", "ab"), ("a", None), (None, "a"), (None, None)]
+    names = [salt_of(*one) for one in salts]
+    assert len(set(names)) == len(names) and salt_of("", "") == salt_of(None, None)
+    keep(planner, ids, salt=names[0])
+    for name in names:
+        for prompt in (ids, join(text(2, 40), ids)):
+            assert (plan(planner, prompt, salt=name) is not None) == (name == names[0])
+
+
+def test_other_weights_find_nothing(start: Start, tmp_path: Path) -> None:
+    ids = text(1, 200)
+    write(start(disk_cache_dir=tmp_path), ids, disk_cache_dir=tmp_path)
+    assert plan(start(disk_cache_dir=tmp_path), ids) is not None
+    other = start(Hello("other weights", "a model", 8), disk_cache_dir=tmp_path)
+    assert plan(other, ids) is None
+
+
+# The data is elsewhere.
+
+
+def write(planner: Planner, ids: TokenIds, **options: Any) -> tuple[ChunkInfo, ...]:
+    """Keeps ``ids`` as a worker does, in the folder and the remote store of ``options``."""
+    infos = keep(planner, ids)
+    data = ChunkData(open_tiers(EngineConfig(**options), torch.device("cpu")))
+    data.put([KVChunk(info, plain(torch.zeros(2, 1, 1, info.num_tokens, 1))) for info in infos])
+    data.flush()
+    data.close()
+    return infos
+
+
+def test_what_another_process_writes_is_found(start: Start, tmp_path: Path) -> None:
+    mine, other = start(disk_cache_dir=tmp_path), start(disk_cache_dir=tmp_path)
+    ids = text(1, 200)
+    assert plan(mine, ids) is None
+    write(other, ids, disk_cache_dir=tmp_path)
+    look_again(mine)
+    load = plan(mine, ids)
+    assert load is not None and {hit.tier for hit in load.in_place} == {"disk"}
+    moved = plan(mine, join(text(2, 40), ids))
+    assert moved is not None and moved.num_moved > 100
+
+
+def test_what_another_process_removes_is_gone(start: Start, tmp_path: Path) -> None:
+    mine, other = start(disk_cache_dir=tmp_path), start(disk_cache_dir=tmp_path)
+    ids = text(1, 200)
+    write(other, ids, disk_cache_dir=tmp_path)
+    look_again(mine)
+    assert plan(mine, ids) is not None
+    for path in chunk_files(tmp_path):
+        path.unlink()
+    for planner in (mine, other):
+        look_again(planner)
+    assert plan(mine, ids) is None
+    assert plan(other, ids) is not None  # its worker has it in memory, as far as it knows
+
+
+def look_again(planner: Planner) -> None:
+    """A folder that was looked at a moment ago is not looked at again."""
+    assert planner._disk is not None
+    planner._disk._refreshed = float("-inf")
+
+
+def test_of_several_workers_each_has_a_folder_of_its_own(start: Start, tmp_path: Path) -> None:
+    options = Options.parse({"disk_cache_dir": str(tmp_path)})
+    assert options.engine_of(0, 1) == options.engine
+    folder = options.engine_of(0, 2).disk_cache_dir
+    assert folder != options.engine_of(1, 2).disk_cache_dir
+    ids, hellos = text(1, 200), [WEIGHTS, Hello("other heads", "a model", 8)]
+    planners = [Planner(Options.parse({"disk_cache_dir": str(tmp_path)}), PAGE) for _ in range(2)]
+    for planner in planners:
+        planner.open(hellos)
+        assert plan(planner, ids) is None
+    write(planners[0], ids, disk_cache_dir=folder)
+    look_again(planners[1])
+    assert plan(planners[1], ids) is not None
+    for planner in planners:
+        planner.close()
+
+
+def test_with_a_secret_unsigned_files_are_passed_over(start: Start, tmp_path: Path) -> None:
+    secret, ids = "0123456789abcdef" * 2, text(1, 200)
+    write(start(disk_cache_dir=tmp_path), ids, disk_cache_dir=tmp_path)
+    signing = start(disk_cache_dir=tmp_path, cache_secret=secret)
+    assert plan(signing, ids) is None
+    write(signing, ids, disk_cache_dir=tmp_path, cache_secret=secret)
+    assert plan(start(disk_cache_dir=tmp_path, cache_secret=secret), ids) is not None
+
+
+def test_the_remote_store_is_asked_for_what_is_not_here(start: Start, tmp_path: Path) -> None:
+    remote = {"remote_cache_url": f"file://{tmp_path}", "remote_cache_bytes": 1 << 24}
+    ids = text(1, 200)
+    write(start(**remote), ids, **remote)
+    mine = start(**remote)
+    load = plan(mine, ids)
+    assert load is not None and {hit.tier for hit in load.in_place} == {"remote"}
+    assert load.end == 192
+    # What a plan does not use is not remembered: it may leave the store at any time.
+    unused = start(**remote)
+    assert plan(unused, ids, local=160) is None
+    assert unused._index is not None and len(unused._index) == 0
+
+
+def test_what_a_worker_lost_is_not_planned_again(start: Start) -> None:
+    planner, ids = start(), text(1, 200)
+    infos = keep(planner, ids)
+    planner.gone([infos[3].key, ChunkKey("unknown")])
+    load = plan(planner, ids, asked=asked("exact"))
+    assert load is not None and load.end == 96
+    assert [info.key for info in keep(planner, ids)] == [infos[3].key]
+    assert known_keys(planner, ids) == {info.key for info in infos[:6]}
+
+
+def test_forget_everything(start: Start) -> None:
+    planner, ids = start(), text(1, 200)
+    infos = keep(planner, ids)
+    assert set(planner.forget()) == {info.key for info in infos}
+    assert plan(planner, ids) is None
+
+
+def test_forget_a_text(start: Start) -> None:
+    planner, ids, other = start(), text(1, 200), text(2, 200)
+    infos = keep(planner, ids)
+    keep(planner, other)
+    dropped = planner.forget([ids[100:140]])
+    assert set(dropped) == {info.key for info in infos if info.end > 100}
+    assert known_keys(planner, ids) == {info.key for info in infos[:3]}
+    assert len(known_keys(planner, other)) == 6
+
+
+def test_a_shorter_chunk_that_is_replaced_is_dropped(start: Start) -> None:
+    planner, ids = start(), text(1, 200)
+    short = keep(planner, ids[:150])
+    kept, replaced = planner.keep("request", ids, range(9), "", asked(), 200)
+    assert kept is not None and replaced == [short[-1].key]
+    assert [info.base_position for info in kept.infos] == [128, 160, 192]
