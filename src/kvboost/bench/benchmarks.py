@@ -44,6 +44,18 @@ _ENTRIES = (
         seconds=120,
     ),
     Benchmark(
+        "vllm",
+        "What does KVBoost save inside vLLM, and what does it cost vLLM?",
+        "kvboost.bench.speed.vllm",
+        goals=(
+            "moved text at 2,048 tokens in vLLM (H200, 7B): at most 0.6 of a full prefill",
+            "moved text at 8,192 tokens in vLLM (H200, 7B): at most 0.33 of a full prefill",
+            "moved text at 32,768 tokens in vLLM (H200, 7B): at most 0.25 of a full prefill",
+            "new prompts in vLLM take at most 1.03 × as long with the connector",
+            "a step of 64 decoding requests in vLLM takes at most 1.03 × as long with it",
+        ),
+    ),
+    Benchmark(
         "batch",
         "What do many requests at once gain over one after the other?",
         "kvboost.bench.speed.batch",

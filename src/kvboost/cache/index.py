@@ -19,7 +19,7 @@ from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, branch_key,
 
 class Index:
     """``row_bytes`` is the size of one token's KV, over all workers. With a ``naming`` secret, keys
-    are keyed hashes and chunks are signed."""
+    are keyed hashes and chunks are signed. ``on_removed`` hears of every chunk that is removed."""
 
     def __init__(
         self,
@@ -29,6 +29,7 @@ class Index:
         row_bytes: int,
         naming: bytes = b"",
         window: int = WINDOW,
+        on_removed: Callable[[Sequence[ChunkKey]], None] = lambda keys: None,
     ) -> None:
         self._cut = cut
         self._origin = origin
@@ -36,6 +37,7 @@ class Index:
         self._naming = naming
         self._catalogue = Catalogue(window)
         self._tiers: dict[ChunkKey, str] = {}
+        self._on_removed = on_removed
 
     def __len__(self) -> int:
         return len(self._catalogue)
@@ -59,15 +61,17 @@ class Index:
 
     def remove(self, keys: Iterable[ChunkKey]) -> None:
         """These chunks are in no tier any more."""
-        for key in keys:
-            if self._tiers.pop(key, None) is not None:
-                self._catalogue.remove(key)
+        removed = [key for key in keys if self._tiers.pop(key, None) is not None]
+        for key in removed:
+            self._catalogue.remove(key)
+        self._on_removed(removed)
 
     def clear(self) -> list[ChunkKey]:
         """Forgets everything; returns what there was."""
         keys = list(self._tiers)
         self._catalogue.clear()
         self._tiers.clear()
+        self._on_removed(keys)
         return keys
 
     def containing(self, texts: Sequence[TokenIds]) -> list[ChunkKey]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -202,12 +203,19 @@ def doctor(
     model: Model = DEFAULT_MODEL,
     device: Device = None,
     dtype: Dtype = None,
+    vllm: Annotated[
+        bool, typer.Option("--vllm", help="Show instead whether vLLM can use KVBoost here.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what this machine has and what would be slow on it.
 
-    Versions, device, dtype, kernels and folders. Loads no model and downloads nothing.
+    Versions, device, dtype, kernels and folders. Loads no model and downloads nothing. With --vllm
+    it imports vLLM, which takes some seconds, and ends with status 1 if vLLM cannot use KVBoost.
     """
+    if vllm:
+        _examine_vllm(as_json)
+        return
     with errors():
         from kvboost.checks.doctor import examine
 
@@ -215,14 +223,34 @@ def doctor(
     if as_json:
         print_json({"facts": findings.facts, "advice": findings.advice})
         return
-    table = Table(show_header=False)
-    for name, value in findings.facts.items():
-        table.add_row(name, str(value))
-    out.print(table)
-    for advice in findings.advice:
-        out.print(f"! {advice}", style="yellow", highlight=False)
+    _show(findings.facts, findings.advice)
     if not findings.advice:
         out.print("Nothing here makes KVBoost slow.", style="green")
+
+
+def _examine_vllm(as_json: bool) -> None:
+    from kvboost.integrations.vllm.environment import examine
+
+    found = examine()
+    if as_json:
+        print_json(vars(found))
+    elif found.problem is not None:
+        out.print(found.problem, highlight=False, markup=False)
+    else:
+        _show(found.facts, found.advice)
+        out.print("Start vLLM with KVBoost (docs/vllm.md):")
+        print(found.command)
+    if found.problem is not None:
+        raise typer.Exit(1)
+
+
+def _show(facts: Mapping[str, object], advice: Sequence[str]) -> None:
+    table = Table(show_header=False)
+    for name, value in facts.items():
+        table.add_row(name, str(value))
+    out.print(table)
+    for one in advice:
+        out.print(f"! {one}", style="yellow", highlight=False)
 
 
 app.command("quality", help=BENCHMARKS["quality"].question, context_settings=bench.PASS_ON)(

@@ -24,6 +24,7 @@ from vllm.logger import init_logger
 
 from kvboost.errors import ConfigError
 from kvboost.integrations.vllm.branches import Branch, Branches
+from kvboost.integrations.vllm.events import Announcements
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.options import Options, RequestOptions
 from kvboost.integrations.vllm.planner import Load, Planner, prompt_ids, repair_name, salt_of
@@ -31,6 +32,7 @@ from kvboost.integrations.vllm.worker import Worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -57,7 +59,10 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._num_groups = len(kv_cache_config.kv_cache_groups)
         self._page = vllm_config.cache_config.block_size
-        self._planner = Planner(self._options, self._page)
+        events = vllm_config.kv_events_config
+        listened = events is not None and events.enable_kv_cache_events
+        announced = Announcements(self._page) if listened else None
+        self._planner = Planner(self._options, self._page, announced)
         self._branches = Branches()
         self._pool: BlockPool | None = None
         self._asked: dict[str, RequestOptions] = {}
@@ -181,6 +186,15 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         self._step.dropped += replaced
         if keep is not None:
             self._step.keeps.append(keep)
+        if asked.mode != "off" and request.cache_salt is None and request.lora_request is None:
+            # Hashes of approximate pages are ours. Salts and adapters would have to be published
+            # with the blocks.
+            blocks = num_rows // self._page if branch is None else branch.first
+            self._planner.announce(
+                request.block_hashes[:blocks],
+                prompt_ids(request.all_token_ids[:num_rows]),
+                self._salt(request),
+            )
         # vLLM frees the pages now. The next step is the first that can write to them, and it
         # begins with the copy.
         return False, _usage(load, recomputed)
@@ -189,6 +203,20 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids[0])
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Blocks that our tiers hold now, or hold no longer."""
+        announced = self._planner.take_announcements()
+        if not announced:
+            return []
+        from kvboost.integrations.vllm.publish import as_events
+
+        engine = self._options.engine
+        return as_events(
+            announced,
+            page=self._page,
+            is_slow=bool(engine.disk_cache_dir or engine.remote_cache_url),
+        )
 
     def reset_cache(self) -> bool:
         """Forgets everything."""

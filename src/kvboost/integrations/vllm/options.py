@@ -12,6 +12,8 @@ from kvboost.errors import ConfigError
 
 MODES = ("repaired", "exact", "off")
 """What a request may reuse: moved text too, only what begins it, or nothing."""
+STRATEGIES = ("auto", "query", "selective", "none")
+"""All but ``cacheblend``, for which forwards in vLLM have no hook."""
 _ENGINE_OPTIONS = (
     "chunk_size",
     "max_cache_bytes",
@@ -55,6 +57,7 @@ class Options:
         engine |= {name: extra[name] for name in _ENGINE_OPTIONS if name in extra}
         options = cls(EngineConfig(**engine), **{name: extra[name] for name in own & set(extra)})
         one_of(options.mode, MODES, "mode")
+        one_of(options.engine.recompute_strategy, STRATEGIES, "recompute_strategy")
         whole(options.slice_rows, 16, "slice_rows")
         if not isinstance(options.self_check, bool):
             raise ConfigError(f"self_check={options.self_check!r} must be true or false")

@@ -21,6 +21,7 @@ from kvboost.cache.secret import Secret
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
 from kvboost.config import RepairParams
+from kvboost.integrations.vllm.events import Announcements, Removed, Stored
 from kvboost.integrations.vllm.options import Options, RequestOptions
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.plan import LIVE_TOKENS, Plan, make_plan
@@ -111,9 +112,10 @@ class Keep:
 
 
 class Planner:
-    """``page`` is the number of rows in one of vLLM's pages."""
+    """``page`` is the number of rows in one of vLLM's pages. ``announced`` is told which blocks are
+    stored, if somebody listens."""
 
-    def __init__(self, options: Options, page: int) -> None:
+    def __init__(self, options: Options, page: int, announced: Announcements | None = None) -> None:
         self._options = options
         self._page = page
         self._index: Index | None = None
@@ -121,6 +123,7 @@ class Planner:
         self._moves = False
         self._disk: DiskTier | None = None
         self._remote: RemoteTier | None = None
+        self._announced = announced
 
     def open(self, workers: Sequence[Hello]) -> None:
         """The workers are ready: finds what is in the folder. What the first of them has, all
@@ -139,6 +142,7 @@ class Planner:
             row_bytes=workers[0].row_bytes,
             naming=self._naming,
             window=anchor_window(chunk_size),
+            on_removed=self._announced.gone if self._announced is not None else lambda keys: None,
         )
         if config.disk_cache_dir is not None:
             self._disk = DiskTier(config.disk_cache_dir, config.disk_cache_bytes, secret=secret)
@@ -213,6 +217,19 @@ class Planner:
             boundaries=asked.boundaries,
         )
         return Keep(request_id, tuple(new), tuple(pages)) if new else None, replaced
+
+    def announce(self, hashes: Sequence[bytes], token_ids: TokenIds, salt: str) -> None:
+        """Announces the blocks of ``token_ids``, named by ``hashes``, that are stored exactly."""
+        if self._index is not None and self._announced is not None:
+            known = self._index.lookup(self.root(salt), token_ids)
+            self._announced.store(hashes, token_ids, known.exact)
+
+    def take_announcements(self) -> list[Stored | Removed]:
+        """What to say of blocks that were stored or are gone since the last call."""
+        index = self._index
+        if index is None or self._announced is None:
+            return []
+        return self._announced.take(lambda key: key in index)
 
     def gone(self, keys: Sequence[ChunkKey]) -> None:
         """A worker does not have these any more."""
