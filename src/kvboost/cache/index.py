@@ -7,7 +7,7 @@ A scheduler in one process plans with it while workers in other processes hold t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
 from kvboost.cache.lookup.anchors import WINDOW
@@ -44,6 +44,10 @@ class Index:
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._catalogue
+
+    def tier(self, key: ChunkKey) -> str | None:
+        """Where a chunk was when it was added; None if it is not known."""
+        return self._tiers.get(key)
 
     def lookup(
         self, root: ChunkKey, token_ids: TokenIds, *, moved_before: int = 0, repair: str = ""
