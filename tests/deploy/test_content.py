@@ -1,4 +1,4 @@
-"""What the router sees of a request: beginnings, passages wherever they are, and no other tenant."""
+"""What the router sees of a request: its beginning, its passages, and nothing of other tenants."""
 
 from __future__ import annotations
 

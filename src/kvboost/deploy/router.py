@@ -161,7 +161,8 @@ class _Upstream:
     """Requests without a complete answer."""
     unread: int = 0
     """Tokens that requests without an answer still have to compute."""
-    routed: int = 0
+    last: int = 0
+    """The number of the last request that was sent there."""
 
 
 @dataclass
@@ -200,6 +201,7 @@ class Router:
     ) -> None:
         self.settings = settings or RouterSettings()
         self._upstreams: dict[str, _Upstream] = {}
+        self._sent = 0
         for name in upstreams:
             if name in self._upstreams:
                 raise ConfigError(f"upstream {name!r} is given twice; name every upstream once")
@@ -243,8 +245,9 @@ class Router:
     def send(self, choice: Choice, sketch: Sketch = NOTHING) -> Flight:
         """Notes that a request goes to the upstream of ``choice``."""
         state = self._upstreams[choice.upstream]
+        self._sent += 1
         state.open += 1
-        state.routed += 1
+        state.last = self._sent
         state.unread += choice.expected.new
         added = state.known.add(sketch)
         return Flight(choice.upstream, state, choice.expected.new, added)
@@ -256,9 +259,11 @@ class Router:
         return saved - queue - BALANCE * share * (one.known.tokens - least)
 
     def _order(self, choice: Choice, policy: str) -> tuple[float, int, int]:
+        """The best score, then the fewest open requests, then the one that has waited longest."""
         one = self._upstreams[choice.upstream]
-        score = 0.0 if policy == "round-robin" else -choice.score
-        return score, 0 if policy == "round-robin" else one.open, one.routed
+        return (
+            (0.0, 0, one.last) if policy == "round-robin" else (-choice.score, one.open, one.last)
+        )
 
 
 def _reason(choices: Sequence[Choice], policy: str) -> str:

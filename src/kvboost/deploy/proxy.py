@@ -1,0 +1,440 @@
+"""``kvboost route``: one address for several servers.
+
+A request's body is read, routed by its content and sent on; the answer is streamed back as it
+comes. Headers, keys and statuses pass through unchanged. A request whose upstream fails is sent to
+another one, as long as nothing of the answer has reached the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from math import ceil
+from uuid import uuid4
+
+import httpx
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvboost.config import at_least
+from kvboost.deploy.content import NOTHING, Sketch, sketch, tenant_of
+from kvboost.deploy.metrics import RouteMetrics
+from kvboost.deploy.router import Flight, Router, RouterSettings
+from kvboost.deploy.upstreams import Upstreams, upstream_url
+from kvboost.errors import ConfigError
+from kvboost.serve.bodies import MAX_KEYS, MAX_VALUES, count_values, receive_body
+from kvboost.serve.errors import ApiError, ClientGone, timed_out
+from kvboost.serve.limits import HeadLimits, OpenRequests
+from kvboost.serve.metrics import CONTENT_TYPE
+from kvboost.serve.settings import ServerSettings
+from kvboost.serve.streaming import event, unless_gone
+from kvboost.serve.workers import Workers
+
+logger = logging.getLogger("kvboost.route")
+
+UPSTREAM_HEADER = "x-kvboost-upstream"
+CONNECT_SECONDS = 5.0
+KEEP_ALIVE = 5.0
+"""Seconds. Shorter than a server keeps an idle connection, so that none is used while it closes."""
+MAX_HELD = 64 * 1024
+"""Bytes of a refusal that are kept while another upstream is tried."""
+REFUSALS = (429, 502, 503)
+"""Statuses of an upstream that cannot take a request; another one may."""
+REPEATABLE = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
+    *("/v1/messages", "/v1/rerank", "/v1/score"),
+)
+"""Requests that may be sent again although the first upstream may have seen them."""
+_HOP_BY_HOP = {
+    *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"),
+    *("transfer-encoding", "upgrade", "proxy-connection"),
+}
+
+
+@dataclass(frozen=True)
+class ProxySettings:
+    """The settings of one router. Validated on creation."""
+
+    upstreams: tuple[str, ...]
+    """The servers, as ``http://host:port``."""
+    router: RouterSettings = field(default_factory=RouterSettings)
+    shared_cache: bool = False
+    """Whether the upstreams share cached text between API keys."""
+    health_seconds: float = 2.0
+    """Seconds between two checks of an upstream."""
+    timeout: float | None = 600.0
+    """Seconds for which an upstream may send nothing."""
+    limits: ServerSettings = field(default_factory=ServerSettings)
+    """The limits that clients meet: bodies, headers, connections; and the time to drain."""
+
+    def __post_init__(self) -> None:
+        if not self.upstreams:
+            raise ConfigError("no upstream is given; name the servers, such as http://host:8000")
+        object.__setattr__(self, "upstreams", tuple(map(upstream_url, self.upstreams)))
+        at_least(self.health_seconds, 0.05, "health_seconds")
+        if self.timeout is not None:
+            at_least(self.timeout, 0.0, "timeout")
+
+
+class RouteState:
+    """What all requests share."""
+
+    def __init__(self, settings: ProxySettings) -> None:
+        self.options = settings
+        self.settings = settings.limits
+        self.router = Router(settings.upstreams, settings.router)
+        self.client = httpx.AsyncClient(
+            timeout=httpx.Timeout(
+                settings.timeout, connect=CONNECT_SECONDS, write=CONNECT_SECONDS * 6, pool=None
+            ),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE
+            ),
+            trust_env=False,
+            follow_redirects=False,
+        )
+        self.upstreams = Upstreams(
+            settings.upstreams, self.client, settings.health_seconds, self.router.forget
+        )
+        self.metrics = RouteMetrics(self.router, lambda: self.upstreams.states)
+        self.workers = Workers()
+        self.waiting_connections: dict[H11Protocol, None] = {}
+        self.draining = False
+
+
+def create_router(settings: ProxySettings) -> Starlette:
+    """The router as an application. Its upstreams need not be there yet."""
+    state = RouteState(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await state.upstreams.check()
+        watching = asyncio.create_task(state.upstreams.watch())
+        try:
+            yield
+        finally:
+            state.draining = True
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+            await state.client.aclose()
+
+    app = Starlette(
+        routes=[
+            Route("/health", _health),
+            Route("/ready", _ready),
+            *([Route("/metrics", _metrics)] if settings.limits.metrics != "off" else []),
+            Mount("/v1", Forward(state)),
+        ],
+        middleware=[
+            Middleware(HeadLimits, settings=settings.limits),
+            Middleware(OpenRequests, settings=settings.limits),
+        ],
+        exception_handlers={HTTPException: _not_here},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    app.state.server = state
+    return app
+
+
+async def _health(request: Request) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+async def _ready(request: Request) -> Response:
+    """Whether a request would find an upstream, and the state of each."""
+    state: RouteState = request.app.state.server
+    upstreams = state.upstreams.states
+    if state.draining or not state.upstreams.usable:
+        status = "draining" if state.draining else "no upstream"
+        return JSONResponse({"status": status, "upstreams": upstreams}, 503)
+    return JSONResponse({"status": "ready", "upstreams": upstreams})
+
+
+async def _metrics(request: Request) -> Response:
+    state: RouteState = request.app.state.server
+    return Response(state.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+
+async def _not_here(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return ApiError(
+        error.status_code,
+        "this is a router: it forwards /v1/... and answers /health, /ready and /metrics. Ask each "
+        "server itself for its page and for /kvboost/..., which concern that server alone",
+        headers=error.headers,
+    ).response()
+
+
+@dataclass
+class _Refusal:
+    """The answer of an upstream that could not take a request."""
+
+    upstream: str
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+@dataclass
+class _Forwarded:
+    """A request to send on."""
+
+    method: str
+    target: str
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    sketch: Sketch
+    may_repeat: bool
+    """Whether it may be sent again after an upstream may have seen it."""
+
+    def to(self, upstream: str) -> httpx.Request:
+        return httpx.Request(
+            self.method, upstream + self.target, headers=self.headers, content=self.body or None
+        )
+
+
+class Forward:
+    """Sends requests on. An ASGI application."""
+
+    def __init__(self, state: RouteState) -> None:
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = time.perf_counter()
+        request, answered = Request(scope, receive), _Answer(send)
+        try:
+            forwarded = await self._read(request)
+            await unless_gone(receive, self._forward(forwarded, answered))
+        except ClientGone:
+            pass
+        except ApiError as error:
+            self._state.metrics.answered("", error.status)
+            answered.status = error.status
+            await error.response()(scope, receive, send)
+        finally:
+            logger.info(
+                "%s %r %s %.0f ms %s %s",
+                scope["method"],
+                scope["path"],
+                answered.status or "gone",
+                (time.perf_counter() - began) * 1e3,
+                answered.upstream or "-",
+                answered.reason or "-",
+            )
+
+    async def _read(self, request: Request) -> _Forwarded:
+        body = await receive_body(request, self._state.settings)
+        raw: bytes = request.scope.get("raw_path") or request.scope["path"].encode()
+        query: bytes = request.scope["query_string"]
+        target = (raw + (b"?" + query if query else b"")).decode("latin-1")
+        headers = _end_to_end(request.scope["headers"], {"host", "content-length"})
+        if "x-request-id" not in request.headers:  # the same in all logs
+            headers.append((b"x-request-id", f"req-{uuid4().hex}".encode()))
+        method = request.method
+        may_repeat = method in ("GET", "HEAD") or request.scope["path"] in REPEATABLE
+        return _Forwarded(
+            method, target, headers, body, await self._sketch(request, body), may_repeat
+        )
+
+    async def _sketch(self, request: Request, body: bytes) -> Sketch:
+        if request.method != "POST":
+            return NOTHING
+        key = request.headers.get("authorization") or request.headers.get("x-api-key")
+        tenant = b""
+        if key is not None and not self._state.options.shared_cache:
+            tenant = tenant_of(key.encode("latin-1"))
+        return await self._state.workers.parse(len(body), _sketch_of, body, tenant)
+
+    async def _forward(self, request: _Forwarded, answer: _Answer) -> None:
+        """Tries upstreams, the best one first, until one of them answers."""
+        state = self._state
+        tried: set[str] = set()
+        refusal: _Refusal | None = None
+        while True:
+            usable = [one for one in state.upstreams.usable if one not in tried]
+            ranks = state.router.rank(request.sketch, usable)
+            if not ranks:
+                break
+            choice = ranks[0]
+            if not tried:
+                state.metrics.routed(choice)
+            answer.reason = "retry" if tried else choice.reason
+            tried.add(choice.upstream)
+            flight = state.router.send(choice, request.sketch)
+            try:
+                refusal = await self._try(request, flight, answer)
+            except _Failed:
+                continue
+            finally:
+                flight.end(was_read=answer.was_read)
+            if refusal is None:
+                return
+        if refusal is not None:
+            await answer.begin(refusal.upstream, refusal.status, refusal.headers)
+            await answer.end(refusal.body)
+            state.metrics.answered(refusal.upstream, refusal.status)
+            return
+        raise _none_left(state)
+
+    async def _try(self, request: _Forwarded, flight: Flight, answer: _Answer) -> _Refusal | None:
+        """Has one upstream answer. Returns its refusal, if that is all it says. Raises _Failed if
+        another one should be tried."""
+        state, upstream = self._state, flight.upstream
+        try:
+            response = await state.client.send(request.to(upstream), stream=True)
+        except httpx.ReadTimeout:
+            raise timed_out(state.options.timeout) from None
+        except httpx.TransportError as error:
+            state.upstreams.failed(upstream, error)
+            sent = not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+            if sent and not request.may_repeat:
+                raise _lost_before_answer() from None
+            state.metrics.retry(upstream, type(error).__name__)
+            raise _Failed from error
+        try:
+            if response.status_code in REFUSALS:
+                return await self._refusal(upstream, response)
+            answer.was_read = response.is_success
+            flight.answering()
+            state.metrics.reported(response.headers)
+            await self._pass_on(upstream, response, answer)
+            return None
+        finally:
+            await response.aclose()
+
+    async def _refusal(self, upstream: str, response: httpx.Response) -> _Refusal:
+        body = bytearray()
+        try:
+            async for piece in response.aiter_raw():
+                body += piece
+                if len(body) > MAX_HELD:
+                    break
+        except httpx.TransportError as error:
+            self._state.upstreams.failed(upstream, error)
+            raise _Failed from error
+        finally:
+            self._state.metrics.retry(upstream, str(response.status_code))
+        self._state.upstreams.refused(upstream)
+        headers = _end_to_end(response.headers.raw, {"content-length", "date"})
+        return _Refusal(upstream, response.status_code, headers, bytes(body[:MAX_HELD]))
+
+    async def _pass_on(self, upstream: str, response: httpx.Response, answer: _Answer) -> None:
+        await answer.begin(
+            upstream, response.status_code, _end_to_end(response.headers.raw, {"date"})
+        )
+        self._state.metrics.answered(upstream, response.status_code)
+        try:
+            async for piece in response.aiter_raw():
+                await answer.piece(piece)
+        except httpx.TransportError as error:
+            logger.warning("upstream %s did not finish an answer: %s", upstream, error)
+            self._state.metrics.lost(upstream)
+            if not isinstance(error, httpx.ReadTimeout):
+                self._state.upstreams.failed(upstream, error)
+            answer.was_read = False
+            await answer.break_off(response.headers.get("content-type", ""))
+            return
+        await answer.end()
+
+
+class _Failed(Exception):
+    """An upstream gave no answer; another one may."""
+
+
+class _Answer:
+    """The answer to a client, as far as it was sent."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._last = b""
+        self.upstream = ""
+        self.reason = ""
+        self.status = 0
+        self.was_read = False
+        """Whether the upstream has read the prompt."""
+
+    async def begin(self, upstream: str, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.upstream, self.status = upstream, status
+        named = (UPSTREAM_HEADER.encode(), upstream.encode())
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": [*headers, named]}
+        )
+
+    async def piece(self, data: bytes) -> None:
+        self._last = (self._last + data)[-2:]
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes = b"") -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def break_off(self, content_type: str) -> None:
+        """Tells the client that the answer is not complete: by an error event between the events
+        of a stream, otherwise by closing the connection before the announced end."""
+        if content_type.startswith("text/event-stream") and self._last in (b"", b"\n\n"):
+            await self.end(event(_lost_in_answer().body()))
+
+
+def _sketch_of(body: bytes, tenant: bytes) -> Sketch:
+    """The sketch of a body; nothing of one that would take long to parse and that no server of
+    ours accepts."""
+    for values, keys in count_values(body):
+        if values > MAX_VALUES or keys > MAX_KEYS:
+            return NOTHING
+    return sketch(body, tenant)
+
+
+def _end_to_end(headers: list[tuple[bytes, bytes]], without: set[str]) -> list[tuple[bytes, bytes]]:
+    """The headers that concern both ends, not only one connection."""
+    dropped = _HOP_BY_HOP | without
+    for name, value in headers:
+        if name.lower() == b"connection":
+            dropped |= {one.strip().lower() for one in value.decode("latin-1").split(",")}
+    return [
+        (name, value) for name, value in headers if name.decode("latin-1").lower() not in dropped
+    ]
+
+
+def _none_left(state: RouteState) -> ApiError:
+    states = state.upstreams.states
+    told = ", ".join(
+        f"{sum(one == kind for one in states.values())} {kind}"
+        for kind in sorted(set(states.values()))
+    )
+    return ApiError(
+        503,
+        f"no upstream can take this request now ({told}); try again",
+        kind="server_error",
+        code="no_upstream",
+        headers={"retry-after": str(max(1, ceil(state.options.health_seconds)))},
+    )
+
+
+def _lost_before_answer() -> ApiError:
+    return ApiError(
+        502,
+        "the upstream was lost before it answered, and it may have acted on this request; look "
+        "before you send it again",
+        kind="server_error",
+        code="upstream_lost",
+    )
+
+
+def _lost_in_answer() -> ApiError:
+    return ApiError(
+        502,
+        "the upstream was lost while it answered; send the request again",
+        kind="server_error",
+        code="upstream_lost",
+    )
