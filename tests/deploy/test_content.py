@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from kvboost.deploy.content import (
     BLOCK_TOKENS,
     MARK_TOKENS,
-    MAX_UNITS,
+    MAX_TOKENS,
     NOTHING,
     Sketch,
     sketch,
     tenant_of,
+    word_ids,
 )
 from passages import of, text
 
@@ -29,7 +30,7 @@ def shared(one: Sketch, other: Sketch) -> float:
 def test_a_passage_has_the_same_marks_wherever_it_is() -> None:
     passage = text("passage")
     alone, inside = of(passage), of(f"{text('before', 37)} {passage}\n{text('after', 11)}")
-    assert len(alone.marks) > 10 and shared(alone, inside) == 1.0
+    assert len(alone.marks) > 10 and shared(alone, inside) > 0.9
     assert shared(alone, of(text("another"))) == 0.0
 
 
@@ -41,9 +42,11 @@ def test_only_a_common_beginning_has_common_blocks() -> None:
     assert not set(first.blocks) & set(of(f"x{long}").blocks)
 
 
-def test_there_is_about_one_mark_for_16_tokens_and_a_block_for_64() -> None:
+def test_there_is_about_one_mark_for_ten_tokens_and_a_block_for_64() -> None:
     seen = of(text("long", 20_000))
-    assert seen.tokens / len(seen.marks) == pytest.approx(MARK_TOKENS, rel=0.15)
+    ids = of([number * 7919 % 30_000 for number in range(20_000)])
+    for one in (seen, ids):
+        assert 0.5 < one.tokens / len(one.marks) / MARK_TOKENS < 2
     assert seen.tokens // len(seen.blocks) == BLOCK_TOKENS
     assert list(seen.places) == sorted(seen.places) and seen.places[-1] < seen.tokens
 
@@ -52,7 +55,7 @@ def test_token_ids_need_no_text() -> None:
     rng = random.Random(0)
     ids = [rng.randrange(30_000) for _ in range(1000)]
     alone, moved = of(ids), of([1, 2, 3, *ids])
-    assert alone.tokens == 1000 and shared(alone, moved) == 1.0
+    assert alone.tokens == 1000 and shared(alone, moved) > 0.9
     assert alone.blocks[0] not in moved.blocks
     assert of([ids[:500], ids[500:]]).tokens == 1000
 
@@ -63,7 +66,7 @@ def test_chats_are_read_in_order_and_so_are_parts_and_tools() -> None:
     parts = [plain[0], {"role": "user", "content": [{"type": "text", "text": question}]}]
     as_chat = sketch(json.dumps({"messages": plain}).encode())
     assert as_chat == sketch(json.dumps({"messages": parts}).encode())
-    assert shared(of(question), as_chat) == 1.0
+    assert shared(of(question), as_chat) > 0.9
     other = [plain[0], {"role": "user", "content": "Why?"}]
     again = sketch(json.dumps({"messages": other}).encode())
     assert again.blocks[0] == as_chat.blocks[0]
@@ -117,10 +120,21 @@ def test_odd_prompts_do_not_raise() -> None:
 
 
 def test_a_huge_prompt_is_looked_at_only_so_far() -> None:
-    assert of("x" * (MAX_UNITS + 10_000)).tokens == MAX_UNITS // 4
+    assert of("x " * (3 * MAX_TOKENS)).tokens == MAX_TOKENS
 
 
-@given(st.text(max_size=400), st.text(max_size=50))
-def test_marks_of_a_text_are_among_those_of_any_text_around_it(inner: str, around: str) -> None:
-    whole = of(f"{around}{inner}{around}")
-    assert set(of(inner).marks) <= set(whole.marks)
+@given(st.text(min_size=1), st.randoms())
+def test_words_cover_a_text_and_are_the_same_in_any_other(inner: str, rng) -> None:
+    data = f" {inner} ".encode("utf-8", "replace")
+    starts, words = word_ids(data)
+    assert starts[0] == 0 and len(starts) == len(words) and list(starts) == sorted(set(starts))
+    before = f"{text(rng.random(), 5)} ".encode()
+    after = word_ids(before + data)[1]
+    assert len(words) < 2 or list(after[-len(words) + 1 :]) == list(words[1:])
+
+
+def test_languages_without_spaces_have_marks_too() -> None:
+    rng = random.Random(0)
+    chinese = "".join(chr(rng.randrange(0x4E00, 0x9000)) for _ in range(600))
+    alone, inside = of(chinese), of(f"前文{chinese[300:]}。{chinese[:300]}")
+    assert len(alone.marks) > 30 and shared(alone, inside) > 0.8

@@ -4,11 +4,11 @@ A prompt is reduced to two kinds of 64-bit numbers:
 
 - *blocks*: hashes of its beginning, each chained to the one before. Two prompts that share their
   first n blocks share their beginning, which a server reuses exactly.
-- *marks*: the windows whose own hash is 0 modulo ``every``. The text alone decides which windows
-  these are, so a passage has the same marks wherever it is in a prompt.
+- *marks* (tokens/marks.py): a passage has the same marks wherever it is in a prompt.
 
-No tokenizer is needed: text is taken as UTF-8 bytes, four for a token. Prompts of token ids work
-too. Both kinds of hashes depend on the tenant, so text of one tenant says nothing about another's.
+No tokenizer is needed: text is marked by its words, and four bytes are taken for a token. Prompts
+of token ids work too. Both kinds of hashes depend on the tenant, so text of one tenant says nothing
+about another's.
 """
 
 from __future__ import annotations
@@ -22,29 +22,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvboost.tokens.hashing import ChunkKey, window_hashes
+from kvboost.tokens.hashing import TokenIds
+from kvboost.tokens.marks import marked
 
-MAX_UNITS = 2 * 1024**2
-"""Bytes or token ids of a prompt that are looked at. A longer prompt is routed by its beginning."""
+BLOCK_TOKENS = 64
+MARK_TOKENS = 10
+"""About how many tokens there are for each mark."""
+TOKEN_BYTES = 4
+"""About how many bytes of text make a token."""
+MAX_TOKENS = 512 * 1024
+"""Tokens of a prompt that are looked at. A longer prompt is routed by these."""
 _KEY_BYTES = 64
-
-
-@dataclass(frozen=True)
-class Grain:
-    """How finely a kind of prompt is looked at. Sizes are in units: bytes, or token ids."""
-
-    window: int
-    every: int
-    """One window in so many is a mark."""
-    block: int
-    tokens_per_unit: float
-
-
-TEXT = Grain(window=128, every=64, block=256, tokens_per_unit=0.25)
-IDS = Grain(window=32, every=16, block=64, tokens_per_unit=1.0)
-MARK_TOKENS = round(TEXT.every * TEXT.tokens_per_unit)
-"""Tokens for each mark, on average."""
-BLOCK_TOKENS = round(TEXT.block * TEXT.tokens_per_unit)
+_POWERS = np.cumprod(np.full(256, 0x01000193, dtype=np.uint32), dtype=np.uint32)
 
 
 @dataclass(frozen=True)
@@ -89,9 +78,32 @@ def sketch(body: bytes, tenant: bytes = b"", *, secret: bytes = b"") -> Sketch:
     space = _space(tenant, salt if isinstance(salt, str) else "", secret)
     reuses = _REUSES.get(mode, "content") if isinstance(mode, str) else "content"
     if (ids := _token_ids(request.get("prompt"))) is not None:
-        return _sketch(ids[:MAX_UNITS], IDS, space, reuses)
-    text = "\0".join(_texts(request)).encode("utf-8", "replace")[:MAX_UNITS]
-    return _sketch(np.frombuffer(text, dtype=np.uint8), TEXT, space, reuses) if text else NOTHING
+        places, marks = marked(ids, secret=secret, salt=space)
+        return _made(len(ids), ids.tobytes(), places, marks, space, reuses)
+    text = "\0".join(_texts(request)).encode("utf-8", "replace")[: MAX_TOKENS * TOKEN_BYTES]
+    if not text:
+        return NOTHING
+    begins, words = word_ids(text)
+    numbers, marks = marked(words, secret=secret, salt=space)
+    tokens = len(text) // TOKEN_BYTES
+    return _made(tokens, text, begins[numbers] // TOKEN_BYTES, marks, space, reuses)
+
+
+def word_ids(text: bytes) -> tuple[npt.NDArray[np.int64], TokenIds]:
+    """Where the words of a UTF-8 text begin, and a number for each. A word is a run of ASCII
+    letters and digits with what follows it, or a single other letter with what follows it: that
+    also divides languages that are written without spaces."""
+    data = np.frombuffer(text, dtype=np.uint8)
+    folded = data | 0x20
+    is_letter = ((folded >= 0x61) & (folded <= 0x7A)) | ((data >= 0x30) & (data <= 0x39))
+    begins = is_letter.copy()
+    begins[1:] &= ~is_letter[:-1]
+    begins |= data >= 0xC0  # the first byte of a character that is not ASCII
+    begins[:1] = True
+    starts = np.flatnonzero(begins)
+    offsets = np.arange(len(data)) - np.repeat(starts, np.diff(starts, append=len(data)))
+    mixed = (data + np.uint32(1)) * _POWERS[offsets % len(_POWERS)]
+    return starts, np.add.reduceat(mixed, starts).astype(np.uint32).view(np.int32)
 
 
 def _space(tenant: bytes, salt: str, secret: bytes) -> bytes:
@@ -103,24 +115,24 @@ def _space(tenant: bytes, salt: str, secret: bytes) -> bytes:
     return digest.digest()
 
 
-def _sketch(units: npt.NDArray[Any], grain: Grain, space: bytes, reuses: str) -> Sketch:
-    hashes = window_hashes(ChunkKey(space.hex()), units.astype(np.int32), grain.window)
-    places = np.flatnonzero(hashes % np.uint64(grain.every) == 0)
-    return Sketch(
-        round(len(units) * grain.tokens_per_unit),
-        tuple(_blocks(units, grain, space)),
-        tuple(hashes[places].tolist()),
-        tuple((places * grain.tokens_per_unit).astype(int).tolist()),
-        reuses,
-    )
+def _made(
+    tokens: int,
+    data: bytes,
+    places: npt.NDArray[np.int64],
+    marks: npt.NDArray[np.uint64],
+    space: bytes,
+    reuses: str,
+) -> Sketch:
+    """``data`` has ``TOKEN_BYTES`` bytes for a token, as text and as ids."""
+    blocks = tuple(_blocks(data, space))
+    return Sketch(tokens, blocks, tuple(marks.tolist()), tuple(places.tolist()), reuses)
 
 
-def _blocks(units: npt.NDArray[Any], grain: Grain, space: bytes) -> Iterator[int]:
+def _blocks(data: bytes, space: bytes) -> Iterator[int]:
     """The chained hashes of all complete blocks."""
-    chained = space
-    for start in range(0, len(units) - grain.block + 1, grain.block):
-        data = units[start : start + grain.block].tobytes()
-        chained = hashlib.blake2b(chained + data, digest_size=8).digest()
+    chained, size = space, BLOCK_TOKENS * TOKEN_BYTES
+    for start in range(0, len(data) - size + 1, size):
+        chained = hashlib.blake2b(chained + data[start : start + size], digest_size=8).digest()
         yield int.from_bytes(chained, "little")
 
 
@@ -131,7 +143,7 @@ def _token_ids(prompt: object) -> npt.NDArray[np.int32] | None:
     if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], str):
         return None
     try:
-        return np.array(prompt[:MAX_UNITS], dtype=np.int32)
+        return np.array(prompt[:MAX_TOKENS], dtype=np.int32)
     except (ValueError, TypeError, OverflowError):
         return None
 
