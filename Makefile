@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check services format peers bench clean
+.PHONY: help setup demo test test-ray check services format peers bench clean
 
 help:  ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,13 @@ check: $(READY)  ## format, lint and types
 
 test: check services  ## check, then every test
 	$(BIN)/pytest
+
+PEER := $(BIN)/python -c 'import sys; from kvboost.bench.peers import environments as e; \
+	print(e.peer_python(sys.argv[1]))'
+test-ray: $(READY) services  ## the tests of kvboost.deploy in Ray Serve (sets it up: minutes)
+	@$(BIN)/python scripts/setup_peers.py ray
+	KVBOOST_TEST_RAY=1 RAY_AUTH_MODE=disabled PYTHONPATH=src \
+		"$$($(PEER) ray)" -m pytest tests/deploy_ray
 
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 services:  ## install what tests talk to: redis-server, chromium

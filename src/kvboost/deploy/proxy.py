@@ -18,6 +18,7 @@ from uuid import uuid4
 
 import httpx
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -251,11 +252,10 @@ class Forward:
     async def _sketch(self, request: Request, body: bytes) -> Sketch:
         if request.method != "POST":
             return NOTHING
-        key = request.headers.get("authorization") or request.headers.get("x-api-key")
-        tenant = b""
-        if key is not None and not self._state.options.shared_cache:
-            tenant = tenant_of(key.encode("latin-1"))
-        return await self._state.workers.parse(len(body), _sketch_of, body, tenant)
+        shared = self._state.options.shared_cache
+        return await self._state.workers.parse(
+            len(body), request_sketch, request.headers, body, shared
+        )
 
     async def _forward(self, request: _Forwarded, answer: _Answer) -> None:
         """Tries upstreams, the best one first, until one of them answers."""
@@ -380,19 +380,30 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def break_off(self, content_type: str) -> None:
-        """Tells the client that the answer is not complete: by an error event between the events
-        of a stream, otherwise by closing the connection before the announced end."""
-        if content_type.startswith("text/event-stream") and self._last in (b"", b"\n\n"):
-            await self.end(event(_lost_in_answer().body()))
+        """Tells the client that the answer is not complete."""
+        parting = farewell(content_type, self._last)
+        if parting is not None:
+            await self.end(parting)
 
 
-def _sketch_of(body: bytes, tenant: bytes) -> Sketch:
-    """The sketch of a body; nothing of one that would take long to parse and that no server of
-    ours accepts."""
+def request_sketch(headers: Headers, body: bytes, shared_cache: bool) -> Sketch:
+    """The sketch of a request; nothing of a body that would take long to parse and that no server
+    of ours accepts."""
     for values, keys in count_values(body):
         if values > MAX_VALUES or keys > MAX_KEYS:
             return NOTHING
+    key = headers.get("authorization") or headers.get("x-api-key")
+    tenant = b"" if key is None or shared_cache else tenant_of(key.encode("latin-1"))
     return sketch(body, tenant)
+
+
+def farewell(content_type: str, last: bytes) -> bytes | None:
+    """What to send when an upstream is lost in an answer that ended in ``last`` so far: an error
+    event, if the answer is a stream and the last event is complete. None: close the connection
+    before the announced end, so that no client takes the answer for complete."""
+    if content_type.startswith("text/event-stream") and last in (b"", b"\n\n"):
+        return event(_lost_in_answer().body())
+    return None
 
 
 def _end_to_end(headers: list[tuple[bytes, bytes]], without: set[str]) -> list[tuple[bytes, bytes]]:

@@ -4,7 +4,7 @@ The router knows what it has sent to each upstream and what is still open there.
 the upstream where it is expected to be read soonest::
 
     score  =  beginning * 1  +  passages elsewhere * 0.85      tokens that need not be computed
-            - tokens that others still wait for                 the queue
+            - tokens that others still wait for * 0.25          the queue
             - open requests * what each of them costs
             - the text this upstream holds more than others     keeps memories equally full
 
@@ -15,7 +15,7 @@ because a server computes about 15 % of moved text again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvboost.config import one_of, whole
@@ -24,6 +24,10 @@ from kvboost.errors import ConfigError
 
 POLICIES = ("content", "beginning", "round-robin")
 MOVED_WORTH = 0.85
+WAITING = 0.25
+"""What a token costs that another request still has to compute there. On average half of it is done
+by now; and a token that is computed a second time, elsewhere, costs all users, while waiting costs
+one."""
 BALANCE = 1 / 8
 """What a token of text that an upstream holds more than another costs a request of new text.
 Without this, all requests that share a system prompt would stay with the first upstream that read
@@ -225,14 +229,22 @@ class Router:
         """The upstream has lost its memory, for instance because it was started anew."""
         self._upstreams[name].known = Known(self.settings.remember_tokens)
 
-    def rank(self, sketch: Sketch, among: Collection[str]) -> list[Choice]:
-        """The upstreams ``among`` which a request may choose, the best one first."""
+    def rank(
+        self, sketch: Sketch, among: Collection[str], elsewhere: Mapping[str, int] | None = None
+    ) -> list[Choice]:
+        """The upstreams ``among`` which a request may choose, the best one first. ``elsewhere``:
+        open requests that other routers have sent there."""
         policy = self.settings.policy
         candidates = {name: self._upstreams[name] for name in among}
         expected = {name: one.known.expect(sketch, policy) for name, one in candidates.items()}
         least = min((one.known.tokens for one in candidates.values()), default=0)
         choices = [
-            Choice(name, expected[name], self._score(one, expected[name], sketch, least))
+            Choice(
+                name,
+                expected[name],
+                self._score(one, expected[name], sketch, least)
+                - self.settings.request_tokens * (elsewhere or {}).get(name, 0),
+            )
             for name, one in candidates.items()
         ]
         choices.sort(key=lambda choice: self._order(choice, policy))
@@ -254,7 +266,7 @@ class Router:
 
     def _score(self, one: _Upstream, expected: Expected, sketch: Sketch, least: int) -> float:
         saved = expected.beginning + MOVED_WORTH * expected.elsewhere
-        queue = one.unread + self.settings.request_tokens * one.open
+        queue = WAITING * one.unread + self.settings.request_tokens * one.open
         share = expected.new / sketch.tokens if sketch.tokens else 0.0
         return saved - queue - BALANCE * share * (one.known.tokens - least)
 
