@@ -58,5 +58,5 @@ def test_arguments_of_a_command_line_are_checked() -> None:
     for wrong in ({"replica": 2}, {"replicas": 0}, {"replicas": 3, "max_replicas": 2}):
         with pytest.raises(ValidationError):
             DeployOptions(**wrong)
-    with pytest.raises(ValidationError, match="choose one of .content."):
+    with pytest.raises(ValidationError, match="choose one of 'content'"):
         DeployOptions(policy="best")
