@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvboost.deploy.content import NOTHING, Sketch
+from kvboost.deploy.content import MARK_TOKENS, NOTHING, Sketch
 from kvboost.deploy.router import Known, Recent, Router, RouterSettings
 from kvboost.errors import ConfigError
 from passages import of, text
@@ -160,6 +160,26 @@ def test_memory_is_bounded_and_forgets_what_was_used_longest_ago() -> None:
     for number in range(20):
         go(router, of(text(number)))
     assert router.known("a").tokens <= 1600
+
+
+def test_it_learns_how_much_an_upstream_keeps() -> None:
+    known = Known(200_000)
+    for number in range(80):
+        known.add(of(text(number)))
+    full = known.tokens
+    assert full > 30_000
+    known.learn(100, 0)  # too little to say anything
+    assert known.tokens == full
+    for _ in range(30):
+        known.learn(1000, 0)
+    assert known.tokens == pytest.approx(16 * 1024, abs=MARK_TOKENS)
+    assert known.expect(of(text(79))).beginning > 0  # the newest stays
+    limit = known.marks.limit
+    known.learn(1000, 900)
+    assert known.marks.limit > limit
+    for _ in range(1000):
+        known.learn(1000, 900)
+    assert known.marks.limit == 200_000 // MARK_TOKENS
 
 
 @pytest.mark.parametrize(

@@ -83,12 +83,16 @@ class RouteMetrics:
     def reported(self, headers: Mapping[str, str]) -> None:
         """Counts what an answer of KVBoost says about its prompt."""
         for name, kind in _REPORTED.items():
-            value = headers.get(f"x-kvboost-{name}-tokens", "")
-            if value.isascii() and value.isdigit():
-                self._reported.labels(kind).inc(int(value[:9]))
+            self._reported.labels(kind).inc(reported_tokens(headers, name) or 0)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+
+def reported_tokens(headers: Mapping[str, str], name: str) -> int | None:
+    """The prompt tokens of a kind that an answer of KVBoost reports; None if it does not."""
+    value = headers.get(f"x-kvboost-{name}-tokens", "")
+    return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else None
 
 
 class _Upstreams(Collector):

@@ -29,7 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvboost.config import at_least
 from kvboost.deploy.content import NOTHING, Sketch, sketch, tenant_of
-from kvboost.deploy.metrics import RouteMetrics
+from kvboost.deploy.metrics import RouteMetrics, reported_tokens
 from kvboost.deploy.router import Flight, Router, RouterSettings
 from kvboost.deploy.upstreams import Upstreams, upstream_url
 from kvboost.errors import ConfigError
@@ -308,11 +308,18 @@ class Forward:
                 return await self._refusal(upstream, response)
             answer.was_read = response.is_success
             flight.answering()
-            state.metrics.reported(response.headers)
+            self._learn(flight, response)
             await self._pass_on(upstream, response, answer)
             return None
         finally:
             await response.aclose()
+
+    def _learn(self, flight: Flight, response: httpx.Response) -> None:
+        """Compares what was expected with what the answer says, if it does."""
+        self._state.metrics.reported(response.headers)
+        exact = reported_tokens(response.headers, "exact")
+        if exact is not None:
+            flight.found(exact)
 
     async def _refusal(self, upstream: str, response: httpx.Response) -> _Refusal:
         body = bytearray()

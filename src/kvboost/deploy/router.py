@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import ceil
 
 from kvboost.config import one_of, whole
 from kvboost.deploy.content import BLOCK_TOKENS, MARK_TOKENS, NOTHING, Sketch
@@ -32,6 +33,11 @@ BALANCE = 1 / 8
 """What a token of text that an upstream holds more than another costs a request of new text.
 Without this, all requests that share a system prompt would stay with the first upstream that read
 it, and the memory of the others would stay empty."""
+LEAST_MEMORY = 16 * 1024
+"""Tokens that are always remembered, however often an upstream has lost them."""
+LEAST_EVIDENCE = 256
+"""Tokens of a beginning that was expected and not found, or found, that say something about an
+upstream's cache."""
 LEAST_HIT = 32
 """Tokens. Anything less is chance, and saves nothing."""
 
@@ -44,8 +50,9 @@ class RouterSettings:
     """``content``: by beginning and passages; ``beginning``: for upstreams that reuse prefixes
     only; ``round-robin``: in turn."""
     remember_tokens: int = 4 * 1024**2
-    """Tokens of text that the router remembers for each upstream. Best as much as the upstream's
-    cache holds."""
+    """Tokens of text that the router remembers for each upstream, at most. Best as much as the
+    upstream's cache holds; if it is more, the router learns from answers of KVBoost that say what
+    was found."""
     request_tokens: int = 64
     """What an open request costs the next one, as tokens to read."""
 
@@ -99,9 +106,13 @@ class Recent:
             else:
                 self._known[value] = None
                 new.append(value)
-        while len(self._known) > self.limit:
-            self._known.popitem(last=False)
+        self.resize(self.limit)
         return new
+
+    def resize(self, limit: int) -> None:
+        self.limit = limit
+        while len(self._known) > limit:
+            self._known.popitem(last=False)
 
     def discard(self, values: Iterable[int]) -> None:
         for value in values:
@@ -117,12 +128,26 @@ class Known:
     """What an upstream has read, as far as the router has seen."""
 
     def __init__(self, tokens: int) -> None:
+        self._most = tokens
         self.blocks = Recent(max(1, tokens // BLOCK_TOKENS))
         self.marks = Recent(max(1, tokens // MARK_TOKENS))
 
     @property
     def tokens(self) -> int:
         return len(self.marks) * MARK_TOKENS
+
+    def learn(self, expected: int, found: int) -> None:
+        """Learns how much the upstream keeps: it had ``found`` tokens of a beginning of which we
+        expected ``expected``."""
+        if expected < LEAST_EVIDENCE:
+            return
+        limit = self.marks.limit * MARK_TOKENS
+        if found < expected / 2:
+            limit = max(min(LEAST_MEMORY, self._most), round(0.9 * min(limit, self.tokens)))
+        else:
+            limit = min(self._most, ceil(1.01 * limit))
+        self.blocks.resize(max(1, limit // BLOCK_TOKENS))
+        self.marks.resize(max(1, limit // MARK_TOKENS))
 
     def expect(self, sketch: Sketch, policy: str = "content") -> Expected:
         beginning = elsewhere = 0
@@ -175,14 +200,19 @@ class Flight:
 
     upstream: str
     _state: _Upstream
+    _expected: Expected
     _unread: int
-    _added: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    _added: tuple[list[int], list[int]]
     _is_open: bool = True
 
     def answering(self) -> None:
         """The answer has begun: the prompt is read."""
         self._state.unread -= self._unread
         self._unread = 0
+
+    def found(self, beginning: int) -> None:
+        """The upstream says that it had ``beginning`` tokens of the prompt's beginning."""
+        self._state.known.learn(self._expected.beginning, beginning)
 
     def end(self, *, was_read: bool) -> None:
         """The request is over. If its prompt was not read, the upstream does not know it."""
@@ -262,7 +292,7 @@ class Router:
         state.last = self._sent
         state.unread += choice.expected.new
         added = state.known.add(sketch)
-        return Flight(choice.upstream, state, choice.expected.new, added)
+        return Flight(choice.upstream, state, choice.expected, choice.expected.new, added)
 
     def _score(self, one: _Upstream, expected: Expected, sketch: Sketch, least: int) -> float:
         saved = expected.beginning + MOVED_WORTH * expected.elsewhere
