@@ -20,14 +20,17 @@ FLUSH_SECONDS = 30.0
 
 def build(args: DeployOptions) -> Any:
     """Two deployments: fronts that read and route requests, replicas that answer them."""
+    draining = {
+        "graceful_shutdown_timeout_s": args.drain_seconds + FLUSH_SECONDS,
+        "graceful_shutdown_wait_loop_s": 0.5,
+    }
     replica = serve.deployment(Replica).options(
         name="Replica",
         max_ongoing_requests=args.max_ongoing,
         ray_actor_options={"num_cpus": args.cpus, "num_gpus": args.gpus},
         health_check_period_s=5.0,
         health_check_timeout_s=30.0,
-        graceful_shutdown_timeout_s=args.drain_seconds + FLUSH_SECONDS,
-        graceful_shutdown_wait_loop_s=0.5,
+        **draining,
         request_router_config=RequestRouterConfig(
             request_router_class=ROUTER,
             request_router_kwargs={"policy": args.policy, "remember": args.remember},
@@ -41,6 +44,7 @@ def build(args: DeployOptions) -> Any:
         num_replicas=args.fronts,
         max_ongoing_requests=1000,
         ray_actor_options={"num_cpus": 0.1},
+        **draining,  # answers pass through it
     )
     bound = replica.bind(args.model_dump())
     return front.bind(bound, shared_cache=args.shared_cache)
