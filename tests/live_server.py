@@ -13,7 +13,8 @@ from typing import Any
 
 from starlette.applications import Starlette
 
-from kvboost.deploy.proxy import ProxySettings, create_router
+from kvboost.deploy.proxy import create_router
+from kvboost.deploy.state import ProxySettings
 from kvboost.serve.app import create_app
 from kvboost.serve.process import Server, bind
 from kvboost.serve.settings import ServerSettings

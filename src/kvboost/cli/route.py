@@ -11,7 +11,7 @@ from kvboost.config import parse_bytes
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvboost.deploy.proxy import RouteState
+    from kvboost.deploy.state import RouteState
 
 
 def route(
@@ -99,8 +99,9 @@ def route(
     """
     with errors():
         try:
-            from kvboost.deploy.proxy import ProxySettings, create_router
+            from kvboost.deploy.proxy import create_router
             from kvboost.deploy.router import RouterSettings
+            from kvboost.deploy.state import ProxySettings
             from kvboost.serve.process import bind, run
             from kvboost.serve.settings import ServerSettings, is_loopback
         except ModuleNotFoundError as error:

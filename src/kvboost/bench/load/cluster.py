@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from kvboost.bench.kit.benchmark import Settings as Base
 from kvboost.bench.kit.goals import Goal
 from kvboost.bench.kit.tables import percent, table
 from kvboost.bench.peers.process import Running, running
-from kvboost.bench.peers.servers import KVBoostServer
+from kvboost.bench.peers.servers import KVBoostServer, RouteServer
 from kvboost.bench.peers.setting import Setting, Vocabulary, prepare
 from kvboost.bench.texts.prompts import docstrings, sources
 from kvboost.config import DEFAULT_MODEL, format_bytes
@@ -71,32 +70,6 @@ class Settings(Base):
     requests: int = option(72, "Requests with each policy.", least=1)
     kill_requests: int = option(32, "Requests while a server is killed.", least=KILL_CLIENTS)
     seed: int = option(0, "Another seed gives other requests.", least=0)
-
-
-class RouteServer:
-    """``kvboost route`` before ``upstreams``."""
-
-    ready_path = "/ready"
-
-    def __init__(self, upstreams: list[str], *options: str) -> None:
-        self.name = "kvboost route"
-        self._arguments = (*upstreams, *options)
-
-    def missing(self, setting: Setting) -> str | None:
-        return None
-
-    def version(self) -> str:
-        return KVBoostServer("kvboost", "chunk_kv_reuse").version()
-
-    def command(self, setting: Setting, port: int) -> list[str]:
-        called = (sys.executable, "-m", "kvboost", "route", *self._arguments)
-        return [*called, "--host", "127.0.0.1", "--port", str(port)]
-
-    def environment(self, setting: Setting) -> dict[str, str]:
-        return {}
-
-    def settings(self, setting: Setting) -> dict[str, object]:
-        return {}
 
 
 @dataclass

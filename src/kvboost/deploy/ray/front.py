@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from kvboost.deploy.content import NOTHING, Sketch
-from kvboost.deploy.proxy import farewell, request_sketch
+from kvboost.deploy.forward import farewell, request_sketch
 from kvboost.serve.bodies import receive_body
 from kvboost.serve.errors import ApiError
 from kvboost.serve.settings import ServerSettings

@@ -12,7 +12,7 @@ from typing import Any
 from ray import serve
 
 from kvboost.deploy.content import Sketch
-from kvboost.deploy.proxy import UPSTREAM_HEADER
+from kvboost.deploy.forward import UPSTREAM_HEADER
 from kvboost.deploy.ray.options import DeployOptions
 from kvboost.deploy.ray.scaling import autoscaling_stats
 from kvboost.deploy.router import Known
