@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvboost.deploy.ray.options import DeployOptions
+from kvboost.deploy.ray.replica import Progress
 from kvboost.deploy.ray.router import ContentRouter
 from kvboost.deploy.router import Known
 from passages import of, text
@@ -77,3 +79,40 @@ def test_a_sketch_is_known_by_its_attributes(router) -> None:
     assert router._scores.open_requests(chosen.unique_id) == 1
     router.on_request_completed(chosen, "1")
     assert router._scores.open_requests(chosen.unique_id) == 0
+
+
+def test_the_application_is_two_deployments_with_our_router_and_our_scaling() -> None:
+    from kvboost.deploy import app
+
+    built = app(
+        DeployOptions(replicas=1, max_replicas=3, fronts=2, policy="beginning", remember=640)
+    )
+    front = built._bound_deployment
+    (replica,) = (one._bound_deployment for one in front.init_args)
+    config = replica._deployment_config
+    assert (front.name, front.num_replicas) == ("Front", 2)
+    assert replica.name == "Replica" and config.autoscaling_config.max_replicas == 3
+    assert config.request_router_config.request_router_kwargs == {
+        "policy": "beginning",
+        "remember": 640,
+    }
+    assert config.request_router_config.get_request_router_class() is ContentRouter
+    idle = {"kv_used": {"a": 0.0, "b": 0.1}, "waiting": {"a": 0.0, "b": 0.0}}
+    context = SimpleNamespace(
+        current_num_replicas=2,
+        capacity_adjusted_min_replicas=1,
+        capacity_adjusted_max_replicas=3,
+        aggregated_metrics=idle,
+    )
+    assert config.autoscaling_config.policy.get_policy()(context) == (1, {})
+    drained = front._deployment_config.graceful_shutdown_timeout_s
+    assert drained == config.graceful_shutdown_timeout_s == 60
+
+
+def test_an_engine_that_takes_no_step_is_noticed() -> None:
+    progress = Progress(0.0)
+    assert not progress.stalled(True, 1, 100.0)
+    assert not progress.stalled(True, 1, 200.0)
+    assert progress.stalled(True, 1, 221.0)
+    assert not progress.stalled(True, 2, 300.0)
+    assert not progress.stalled(False, 2, 900.0)
