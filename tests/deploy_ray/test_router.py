@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvboost.deploy.ray.options import DeployOptions
 from kvboost.deploy.ray.replica import Progress
 from kvboost.deploy.ray.router import ContentRouter
 from kvboost.deploy.router import Known
@@ -84,9 +83,8 @@ def test_a_sketch_is_known_by_its_attributes(router) -> None:
 def test_the_application_is_two_deployments_with_our_router_and_our_scaling() -> None:
     from kvboost.deploy import app
 
-    built = app(
-        DeployOptions(replicas=1, max_replicas=3, fronts=2, policy="beginning", remember=640)
-    )
+    given = {"replicas": "1", "max_replicas": "3", "fronts": "2"}  # as a command line has them
+    built = app({**given, "policy": "beginning", "remember": 640})
     front = built._bound_deployment
     (replica,) = (one._bound_deployment for one in front.init_args)
     config = replica._deployment_config

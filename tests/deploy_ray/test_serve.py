@@ -16,8 +16,6 @@ import pytest
 import ray
 from ray import serve
 
-from kvboost.deploy.ray.options import DeployOptions
-
 QUERY = {"strategy": "query"}
 EXACT = {"mode": "prefix_cache"}
 SUBJECTS = ("bisect", "shlex", "textwrap", "sched")
@@ -34,7 +32,7 @@ def deploy(redis_url: str, **changes: object) -> None:
     given = {"dtype": "float32", "replicas": 2, "redis": redis_url, "max_cache_bytes": "512MiB"}
     from kvboost.deploy import app
 
-    serve.run(app(DeployOptions(**{**given, **changes})), name="kvboost", route_prefix="/")
+    serve.run(app({**given, **changes}), name="kvboost", route_prefix="/")
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
@@ -18,8 +19,13 @@ FLUSH_SECONDS = 30.0
 """Time to write the cache after the last answer."""
 
 
-def build(args: DeployOptions) -> Any:
-    """Two deployments: fronts that read and route requests, replicas that answer them."""
+def build(args: Mapping[str, Any]) -> Any:
+    """Two deployments: fronts that read and route requests, replicas that answer them. ``args`` are
+    the fields of DeployOptions, as Serve reads them from a command line or a file."""
+    return _build(DeployOptions(**args))
+
+
+def _build(args: DeployOptions) -> Any:
     draining = {
         "graceful_shutdown_timeout_s": args.drain_seconds + FLUSH_SECONDS,
         "graceful_shutdown_wait_loop_s": 0.5,
