@@ -18,7 +18,7 @@ def route(
     upstreams: Annotated[
         list[str],
         typer.Argument(
-            metavar="URL...",
+            metavar="URL",
             help="The servers, such as http://10.0.0.1:8000: KVBoost, vLLM, or any other with "
             "OpenAI's API. They must serve the same model.",
             show_default=False,
