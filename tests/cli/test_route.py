@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -70,6 +72,16 @@ def test_the_help_says_when_to_use_it() -> None:
     shown = " ".join(CliRunner().invoke(app, ["route", "--help"]).stdout.split())
     for part in ("x-kvboost-upstream", "503 with Retry-After", "kvboost serve --port 8001"):
         assert part in shown
+
+
+def test_a_router_needs_no_torch() -> None:
+    program = (
+        "import sys, kvboost.deploy.proxy, kvboost.serve.process; print(*sys.modules, sep=',')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    imported = set(done.stdout.strip().split(","))
+    assert "httpx" in imported and not imported & {"torch", "transformers", "ray"}
 
 
 def test_mistakes_are_one_line(started) -> None:

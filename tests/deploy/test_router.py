@@ -182,6 +182,21 @@ def test_it_learns_how_much_an_upstream_keeps() -> None:
     assert known.marks.limit == 200_000 // MARK_TOKENS
 
 
+def test_text_that_is_still_being_read_says_nothing_about_the_cache() -> None:
+    router = make("a", remember_tokens=200_000)
+    long, limit = of(text(1)), router.known("a").marks.limit
+    flights = [router.send(router.rank(long, ("a",))[0], long) for _ in range(4)]
+    for flight in flights:
+        flight.answering()
+        flight.found(0)
+        flight.end(was_read=True)
+    assert router.known("a").marks.limit == limit
+    flight = router.send(router.rank(long, ("a",))[0], long)
+    flight.found(0)
+    flight.end(was_read=True)
+    assert router.known("a").marks.limit < limit
+
+
 @pytest.mark.parametrize(
     "settings", [{"policy": "best"}, {"remember_tokens": 3}, {"request_tokens": -1}]
 )

@@ -14,9 +14,9 @@ because a server computes about 15 % of moved text again.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
 from kvboost.config import one_of, whole
@@ -142,7 +142,7 @@ class Known:
         if expected < LEAST_EVIDENCE:
             return
         limit = self.marks.limit * MARK_TOKENS
-        if found < expected / 2:
+        if found < expected / 4:  # both are estimates
             limit = max(min(LEAST_MEMORY, self._most), round(0.9 * min(limit, self.tokens)))
         else:
             limit = min(self._most, ceil(1.01 * limit))
@@ -192,6 +192,8 @@ class _Upstream:
     """Tokens that requests without an answer still have to compute."""
     last: int = 0
     """The number of the last request that was sent there."""
+    reading: Counter[int] = field(default_factory=Counter)
+    """The first blocks of prompts that have no answer yet."""
 
 
 @dataclass
@@ -201,18 +203,27 @@ class Flight:
     upstream: str
     _state: _Upstream
     _expected: Expected
-    _unread: int
+    _first: int | None
+    """The first block of its prompt."""
     _added: tuple[list[int], list[int]]
+    _is_evidence: bool
+    """Whether the beginning that is expected was read before, and is not being read now."""
+    _is_reading: bool = True
     _is_open: bool = True
 
     def answering(self) -> None:
         """The answer has begun: the prompt is read."""
-        self._state.unread -= self._unread
-        self._unread = 0
+        if not self._is_reading:
+            return
+        self._is_reading = False
+        self._state.unread -= self._expected.new
+        if self._first is not None:
+            self._state.reading -= Counter([self._first])
 
     def found(self, beginning: int) -> None:
         """The upstream says that it had ``beginning`` tokens of the prompt's beginning."""
-        self._state.known.learn(self._expected.beginning, beginning)
+        if self._is_evidence:
+            self._state.known.learn(self._expected.beginning, beginning)
 
     def end(self, *, was_read: bool) -> None:
         """The request is over. If its prompt was not read, the upstream does not know it."""
@@ -291,8 +302,12 @@ class Router:
         state.open += 1
         state.last = self._sent
         state.unread += choice.expected.new
+        first = sketch.blocks[0] if sketch.blocks else None
+        is_evidence = first not in state.reading
+        if first is not None:
+            state.reading[first] += 1
         added = state.known.add(sketch)
-        return Flight(choice.upstream, state, choice.expected, choice.expected.new, added)
+        return Flight(choice.upstream, state, choice.expected, first, added, is_evidence)
 
     def _score(self, one: _Upstream, expected: Expected, sketch: Sketch, least: int) -> float:
         saved = expected.beginning + MOVED_WORTH * expected.elsewhere
