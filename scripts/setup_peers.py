@@ -48,7 +48,7 @@ from kvboost.progress import Progress, Step
 
 LISTS = Path(__file__).parent / "peers"
 LEAST_PYTHON = {VLLM: (3, 11), LLAMA_CPP: (3, 10), OPENVINO: (3, 11), KVBOOST_090: (3, 11)}
-LEAST_PYTHON[RAY] = (3, 10)
+LEAST_PYTHON |= {RAY: (3, 11)}
 READ_GGUF = {LLAMA_CPP, OPENVINO}
 KNOWN = (*ENVIRONMENTS, RAY)
 
