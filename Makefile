@@ -6,10 +6,10 @@ READY  := $(VENV)/.ready
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check services format peers bench clean
+.PHONY: help setup demo test test-ray check services format peers bench clean
 
 help:  ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,13 @@ check: $(READY)  ## format, lint and types
 test: export PYTHONDONTWRITEBYTECODE :=
 test: check services  ## check, then every test, in two processes (WORKERS=2)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal
+
+PEER := $(BIN)/python -c 'import sys; from kvboost.bench.peers import environments as e; \
+	print(e.peer_python(sys.argv[1]))'
+test-ray: $(READY) services  ## the tests of kvboost.deploy in Ray Serve (sets it up: minutes)
+	@$(BIN)/python scripts/setup_peers.py ray
+	KVBOOST_TEST_RAY=1 RAY_AUTH_MODE=disabled PYTHONPATH=src \
+		"$$($(PEER) ray)" -m pytest tests/deploy_ray
 
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 services:  ## install what tests talk to: redis-server, chromium

@@ -2,10 +2,12 @@
 
     python scripts/setup_peers.py              # all of them
     python scripts/setup_peers.py xllamacpp    # one
+    python scripts/setup_peers.py ray          # for make test-ray; only when it is named
 
 They go to $KVBOOST_HOME/peers/NAME and never touch the package's own environment. Versions are
 pinned in scripts/peers/NAME.txt, with markers for packages that only some machines need; the
-program that speaks to the engine is scripts/peers/NAME.py. What is there already is left alone, so
+program that speaks to the engine is scripts/peers/NAME.py. The environment "ray" is no engine: it
+holds Ray Serve and what KVBoost itself needs. What is there already is left alone, so
 this can be run again at any time, also after an interruption. An engine that cannot be set up on
 this machine is reported and skipped: benchmarks then leave it out and say why. vLLM takes 3.4 GB
 of disk and some minutes.
@@ -30,6 +32,7 @@ from kvboost.bench.peers.environments import (
     KVBOOST_090,
     LLAMA_CPP,
     OPENVINO,
+    RAY,
     READY,
     VLLM,
     failure_file,
@@ -45,7 +48,9 @@ from kvboost.progress import Progress, Step
 
 LISTS = Path(__file__).parent / "peers"
 LEAST_PYTHON = {VLLM: (3, 11), LLAMA_CPP: (3, 10), OPENVINO: (3, 11), KVBOOST_090: (3, 11)}
+LEAST_PYTHON |= {RAY: (3, 11)}
 READ_GGUF = {LLAMA_CPP, OPENVINO}
+KNOWN = (*ENVIRONMENTS, RAY)
 
 
 def set_up(name: str, progress: Progress) -> None:
@@ -59,15 +64,20 @@ def set_up(name: str, progress: Progress) -> None:
     ready = folder / READY
     if ready.is_file() and ready.read_text() == listed:
         with progress.step(f"{name} is there already", 1):
-            shutil.copyfile(LISTS / f"{name}.py", peer_program(name))
+            _copy_program(name)
             return
     shutil.rmtree(folder, ignore_errors=True)
     packages = [line for line in listed.splitlines() if line and not line.startswith("#")]
     with progress.step(f"{name}: {len(packages)} packages", 2 * len(packages)) as step:
         venv.create(folder, with_pip=True)
         _install(name, step)
-    shutil.copyfile(LISTS / f"{name}.py", peer_program(name))
+    _copy_program(name)
     ready.write_text(listed)
+
+
+def _copy_program(name: str) -> None:
+    if name in ENVIRONMENTS:
+        shutil.copyfile(LISTS / f"{name}.py", peer_program(name))
 
 
 def set_up_all(names: list[str], progress: Progress) -> dict[str, str]:
@@ -135,14 +145,15 @@ def fetch_gguf(progress: Progress) -> None:
 
 def main(
     names: Annotated[
-        list[str] | None, typer.Argument(help=f"{', '.join(ENVIRONMENTS)}; all if none is given.")
+        list[str] | None,
+        typer.Argument(help=f"{', '.join(ENVIRONMENTS)}, or {RAY}; all engines if none is given."),
     ] = None,
 ) -> None:
     """Set up the engines to measure against. One that cannot be set up here is reported and
     skipped; ends with status 2 only if none of them is there."""
     for name in names or ():
-        if name not in ENVIRONMENTS:
-            raise typer.BadParameter(f"{name!r} is unknown; there are {', '.join(ENVIRONMENTS)}")
+        if name not in KNOWN:
+            raise typer.BadParameter(f"{name!r} is unknown; there are {', '.join(KNOWN)}")
     chosen = names or list(ENVIRONMENTS)
     try:
         peers_dir().mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.applications import Starlette
+
+from kvboost.deploy.proxy import create_router
+from kvboost.deploy.state import ProxySettings
 from kvboost.serve.app import create_app
 from kvboost.serve.process import Server, bind
 from kvboost.serve.settings import ServerSettings
@@ -30,11 +34,29 @@ class LiveServer:
 @contextmanager
 def live_server(engine: Any, **settings: Any) -> Iterator[LiveServer]:
     """``engine`` on the network, until the block is left."""
-    listening = bind("127.0.0.1", 0)
-    port = listening.getsockname()[1]
     options = {"drain_seconds": 5.0, **settings}
+    with live_app(create_app(engine, ServerSettings(**options))) as server:
+        yield server
+
+
+@contextmanager
+def live_router(
+    *upstreams: str, limits: dict[str, Any] | None = None, **settings: Any
+) -> Iterator[LiveServer]:
+    """A router for ``upstreams`` on the network, which has checked them once."""
+    options = {"health_seconds": 0.1, **settings}
+    limited = ServerSettings(**{"drain_seconds": 5.0, **(limits or {})})
+    with live_app(create_router(ProxySettings(upstreams, limits=limited, **options))) as router:
+        yield router
+
+
+@contextmanager
+def live_app(app: Starlette, port: int = 0) -> Iterator[LiveServer]:
+    """``app`` on the network, until the block is left."""
+    listening = bind("127.0.0.1", port)
+    port = listening.getsockname()[1]
     ready = threading.Event()
-    server = Server(create_app(engine, ServerSettings(**options)), ready.set)
+    server = Server(app, ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     assert ready.wait(20), "the server did not start"

@@ -1,4 +1,4 @@
-"""``kvboost serve`` as a process of the test's own."""
+"""``kvboost serve`` or ``kvboost route`` as a process of the test's own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ class ServerProcess:
     """Started on a free port; its address is known once it listens. What it writes to standard
     error is kept in ``log``."""
 
-    def __init__(self, *arguments: str, folder: Path, **environment: str) -> None:
-        self._errors = folder / "server.log"
+    def __init__(
+        self, *arguments: str, folder: Path, command: str = "serve", **environment: str
+    ) -> None:
+        self._errors = folder / f"{command}.log"
         with self._errors.open("ab") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvboost", "serve", "--port", "0", *arguments],
+                [sys.executable, "-m", "kvboost", command, "--port", "0", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
@@ -43,6 +45,9 @@ class ServerProcess:
     @property
     def root(self) -> str:
         return self.url.removesuffix("/v1")
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def terminate(self) -> None:
         self._process.send_signal(signal.SIGTERM)

@@ -25,14 +25,18 @@ MAY_IMPORT = {  # the architecture: a room imports the rooms that it names here,
     "engine": BASE | {"tokens", "model", "reuse", "runtime", "checks"},
     "kvboost": BASE | {"model", "runtime", "engine"},
     "serve": BASE | {"tokens", "runtime", "kvboost"},
+    "deploy": BASE | {"tokens", "serve", "kvboost"},
     "faults": BASE | {"cache", "model", "kvboost"},
     "bench": BASE
     | {"tokens", "cache", "model", "reuse", "runtime", "integrations", "faults", "kvboost"},
-    "cli": BASE | {"cache", "model", "checks", "integrations", "serve", "bench", "kvboost"},
+    "cli": BASE
+    | {"cache", "model", "checks", "integrations", "serve", "deploy", "bench", "kvboost"},
     "__main__": {"cli"},
 }
 FORBIDDEN_LIBRARIES = {
     "tokens": {"torch", "transformers"},
+    "deploy/content.py": {"torch"},
+    "deploy/router.py": {"torch"},
     "cache/lookup": {"torch"},
     "cache/eviction": {"torch"},
     "runtime/scheduler.py": {"torch", "transformers"},
@@ -82,6 +86,8 @@ def test_only_the_model_room_imports_transformers(path: Path) -> None:
     libraries = {name.split(".")[0] for name in imports_of(path)}
     if room_of(path) != "model" and path.parent != WORKERS:
         assert "transformers" not in libraries
+    if "ray" in libraries:
+        assert path.parent == SRC / "deploy" / "ray"
     for place, forbidden in FORBIDDEN_LIBRARIES.items():
         if str(path.relative_to(SRC)).startswith(place):
             assert not libraries & forbidden

@@ -10,7 +10,7 @@ import typer
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
-from kvboost.bench.peers.environments import ENVIRONMENTS, READY, why_missing
+from kvboost.bench.peers.environments import ENVIRONMENTS, RAY, READY, why_missing
 from kvboost.errors import KVBoostError
 from load_script import SCRIPTS, load_script
 
@@ -70,16 +70,26 @@ def test_a_later_success_removes_the_reason(home, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_every_engine_has_a_complete_list_and_a_program(name: str) -> None:
+def test_every_engine_has_a_program(name: str) -> None:
     assert "class Engine" in (SCRIPTS / "peers" / f"{name}.py").read_text()
+
+
+@pytest.mark.parametrize("name", [*ENVIRONMENTS, RAY])
+def test_every_environment_has_a_complete_list(name: str) -> None:
     lines = (SCRIPTS / "peers" / f"{name}.txt").read_text().splitlines()
     pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
     assert pinned and all(len(one.specifier) == 1 for one in pinned)
     assert all(str(one.specifier).startswith("==") for one in pinned)
 
 
+def test_ray_is_set_up_only_when_it_is_named(home, monkeypatch) -> None:
+    monkeypatch.setattr(setup, "set_up", lambda name, progress: install(name, set()))
+    assert "ray" not in run().stdout
+    assert "ready: ray" in run("ray").stdout and why_missing("ray") is None
+
+
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-@pytest.mark.parametrize("name", ENVIRONMENTS)
+@pytest.mark.parametrize("name", [*ENVIRONMENTS, RAY])
 def test_a_machine_gets_every_package_once_and_no_intel_library_on_arm(name, machine) -> None:
     lines = (SCRIPTS / "peers" / f"{name}.txt").read_text().splitlines()
     pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]

@@ -93,6 +93,18 @@ _ENTRIES = (
         plots=True,
     ),
     Benchmark(
+        "cluster",
+        "What does routing by content gain over taking turns, and what if a server is killed?",
+        "kvboost.bench.load.cluster",
+        goals=(
+            "content routing: at least 1.6 × the share of tokens not computed of round robin",
+            "a server killed under load: every request answered or failed with a retryable error; "
+            "none wrong",
+        ),
+        in_all="",
+        seconds=240,
+    ),
+    Benchmark(
         "overload",
         "Does the server stay sound at twice the load it can sustain, with hostile clients?",
         "kvboost.bench.load.overload",

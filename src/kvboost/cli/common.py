@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,6 +58,27 @@ KVBits = Annotated[
 ]
 
 out = Console()
+say = Console(stderr=True, highlight=False, soft_wrap=True)
+"""What a server says besides its address, which goes to standard output for scripts."""
+
+Host = Annotated[str, typer.Option(help="The address to listen on.")]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(help="Another host name of this server; may be repeated; * allows any."),
+]
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+def address(host: str, port: int) -> str:
+    """Where a server that listens on ``host`` can be reached from this machine."""
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown}:{port}"
+
+
+def only_local(more: Sequence[str]) -> tuple[str, ...]:
+    """The host names of a server that only this machine can reach: a web page can make a browser
+    call 127.0.0.1 under the page's own host name. Empty, which allows all, if ``more`` has *."""
+    return () if "*" in more else (*_LOCAL, *more)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from rich.table import Table
 
 import kvboost
 from kvboost.bench.benchmarks import BENCHMARKS
-from kvboost.cli import bench, cache, serve
+from kvboost.cli import bench, cache, route, serve
 from kvboost.cli.chat import Conversation, ask_in_terminal, edit_lines
 from kvboost.cli.common import (
     AsJson,
@@ -45,6 +45,7 @@ app.add_typer(models_app, name="models")
 app.add_typer(cache.app, name="cache")
 app.add_typer(bench.app, name="bench")
 app.command()(serve.serve)
+app.command()(route.route)
 
 
 def _show_version(asked: bool) -> None:

@@ -7,9 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from kvboost.cli.common import CacheDir, Device, Dtype, KVBits, Mode, Model, errors
+from kvboost.cli.common import (
+    AllowHost,
+    CacheDir,
+    Device,
+    Dtype,
+    Host,
+    KVBits,
+    Mode,
+    Model,
+    address,
+    errors,
+    only_local,
+    say,
+)
 from kvboost.config import (
     DEFAULT_MODEL,
     EngineConfig,
@@ -23,14 +35,10 @@ from kvboost.errors import ConfigError
 if TYPE_CHECKING:
     from kvboost.serve.settings import ApiKey, ServerSettings
 
-say = Console(stderr=True, highlight=False, soft_wrap=True)
-
-_LOCAL = ("localhost", "127.0.0.1", "::1")
-
 
 def serve(
     model: Model = DEFAULT_MODEL,
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")
     ] = 8000,
@@ -94,10 +102,7 @@ def serve(
     served_name: Annotated[
         list[str] | None, typer.Option(help="The model's name in requests; may be repeated.")
     ] = None,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(help="Another host name of this server; may be repeated; * allows any."),
-    ] = None,
+    allow_host: AllowHost = None,
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
@@ -120,7 +125,6 @@ def serve(
             ) from None
 
         keys = _keys(keys_file)
-        hosts = tuple(allow_host or ())
         settings = ServerSettings(
             served_names=tuple(served_name or ()),
             mode=mode,
@@ -130,10 +134,7 @@ def serve(
             drain_seconds=drain_seconds,
             metrics=metrics,
             log_prompts=log_prompts,
-            # A web page can make a browser call 127.0.0.1 under the page's own host name.
-            allowed_hosts=(*_LOCAL, *hosts)
-            if is_loopback(host) and not keys and "*" not in hosts
-            else (),
+            allowed_hosts=only_local(allow_host or ()) if is_loopback(host) and not keys else (),
         )
         folder = cache_dir or chosen_cache_dir()
         listening = bind(host, port)
@@ -174,8 +175,7 @@ def _announce(engine: Any, settings: ServerSettings, host: str, port: int) -> No
     from kvboost.serve.server import served_names
     from kvboost.serve.settings import is_loopback
 
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    address = f"http://{shown}:{port}"
+    url = address(host, port)
     name = served_names(engine, settings)[0]
     body = {
         "model": name,
@@ -183,10 +183,10 @@ def _announce(engine: Any, settings: ServerSettings, host: str, port: int) -> No
     }
     key = " -H 'Authorization: Bearer KEY'" if settings.needs_key else ""
     say.print(f"serving {_description(engine, name)}", markup=False)
-    print(f"{address}/v1", flush=True)
+    print(f"{url}/v1", flush=True)
     for line in (
         "A page at / shows where each prompt's rows come from. To try it:",
-        f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
         f"-d '{json.dumps(body)}'",
     ):
         say.print(line, markup=False)

@@ -72,8 +72,21 @@ class _CheckedRequest(Request):
 
 async def read(request: Request, settings: ServerSettings) -> bytes:
     """The whole body. Raises ApiError if it is too large, too slow, or not JSON by its headers."""
+    body = await receive_body(request, settings)
+    if not body:
+        raise ApiError(400, "the request has no body; send JSON", code="invalid_json")
+    if not _is_json(request.headers.get("content-type", "")):
+        raise ApiError(
+            415, "the body must be JSON: send 'Content-Type: application/json'", code="not_json"
+        )
+    return body
+
+
+async def receive_body(request: Request, settings: ServerSettings) -> bytes:
+    """The whole body, of any kind; empty if there is none. Raises ApiError if it is too large or
+    too slow."""
     try:
-        return await asyncio.wait_for(_read(request, settings), settings.body_seconds or None)
+        return await asyncio.wait_for(_receive(request, settings), settings.body_seconds or None)
     except asyncio.TimeoutError:
         raise ApiError(
             408,
@@ -84,7 +97,7 @@ async def read(request: Request, settings: ServerSettings) -> bytes:
         ) from None
 
 
-async def _read(request: Request, settings: ServerSettings) -> bytes:
+async def _receive(request: Request, settings: ServerSettings) -> bytes:
     declared = request.headers.get("content-length", "0")
     if not (declared.isascii() and declared.isdigit()) or len(declared) > 18:
         raise ApiError(400, "content-length is not a number")
@@ -100,12 +113,6 @@ async def _read(request: Request, settings: ServerSettings) -> bytes:
         more = message.get("more_body", False)
         if len(body) > settings.max_body_bytes:
             raise await _too_large(None, settings, request.receive if more else None)
-    if not body:
-        raise ApiError(400, "the request has no body; send JSON", code="invalid_json")
-    if not _is_json(request.headers.get("content-type", "")):
-        raise ApiError(
-            415, "the body must be JSON: send 'Content-Type: application/json'", code="not_json"
-        )
     return bytes(body)
 
 

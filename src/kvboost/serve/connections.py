@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-if TYPE_CHECKING:
-    from kvboost.serve.server import ServerState
+from kvboost.serve.settings import ServerSettings
 
 HEAD_BYTES = 4 * 1024
 """Bytes read at a time of heads and of chunked bodies. The parser handles all of them before other
 connections are served, and a body in chunks of one byte has thousands of parts."""
 BODY_BYTES = 64 * 1024
 """Bytes read at a time of other bodies, which are not parsed."""
+
+
+class NetworkState(Protocol):
+    """What an application on the network keeps as ``app.state.server``."""
+
+    settings: ServerSettings
+    waiting_connections: dict[H11Protocol, None]
+    """Connections without a request, the one that has waited longest first."""
+    draining: bool
 
 
 class Connection(H11Protocol):
@@ -25,7 +33,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._state: ServerState = self.config.app.state.server  # type: ignore[union-attr]
+        self._state: NetworkState = self.config.app.state.server  # type: ignore[union-attr]
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 

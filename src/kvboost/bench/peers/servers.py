@@ -87,6 +87,32 @@ class KVBoostServer:
         return _settings(setting, setting.dtype, self.mode, kv_gib=kv_gib)
 
 
+class RouteServer:
+    """``kvboost route`` before ``upstreams``."""
+
+    ready_path = "/ready"
+
+    def __init__(self, upstreams: list[str], *options: str) -> None:
+        self.name = "kvboost route"
+        self._arguments = (*upstreams, *options)
+
+    def missing(self, setting: Setting) -> str | None:
+        return None
+
+    def version(self) -> str:
+        return f"kvboost {version('kvboost')}"
+
+    def command(self, setting: Setting, port: int) -> list[str]:
+        called = (sys.executable, "-m", "kvboost", "route", *self._arguments)
+        return [*called, "--host", "127.0.0.1", "--port", str(port)]
+
+    def environment(self, setting: Setting) -> dict[str, str]:
+        return {}
+
+    def settings(self, setting: Setting) -> dict[str, object]:
+        return {}
+
+
 class VLLMServer:
     """vLLM on CPUs with automatic prefix caching. It compiles the model at its first start, which
     takes minutes, and keeps the result in its environment."""

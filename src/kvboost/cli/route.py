@@ -1,0 +1,147 @@
+"""``kvboost route``: several servers behind one address."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvboost.cli.common import AllowHost, Host, address, errors, only_local, say
+from kvboost.config import parse_bytes
+from kvboost.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvboost.deploy.state import RouteState
+
+
+def route(
+    upstreams: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="URL",
+            help="The servers, such as http://10.0.0.1:8000: KVBoost, vLLM, or any other with "
+            "OpenAI's API. They must serve the same model.",
+            show_default=False,
+        ),
+    ],
+    host: Host = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")
+    ] = 8080,
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="content: to the server that has read the prompt's beginning or its passages; "
+            "beginning: for servers that reuse prefixes only, as vLLM does; round-robin: in turn."
+        ),
+    ] = "content",
+    remember: Annotated[
+        int,
+        typer.Option(
+            min=64,
+            help="Tokens of text to remember for each server; best as many as its cache holds.",
+        ),
+    ] = 4 * 1024**2,
+    request_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="What a running request counts, in prompt tokens, when servers are compared. "
+            "More spreads the load, less keeps text together.",
+        ),
+    ] = 64,
+    shared_cache: Annotated[
+        bool,
+        typer.Option(
+            "--shared-cache",
+            help="The servers share cached text between API keys (kvboost serve --shared-cache, "
+            "or vLLM). By default text of one key says nothing about another's.",
+        ),
+    ] = False,
+    health_seconds: Annotated[
+        float, typer.Option(min=0.05, help="Seconds between two checks of a server.")
+    ] = 2.0,
+    timeout: Annotated[
+        float,
+        typer.Option(min=0.0, help="Seconds that a server may send nothing; 0 sets no limit."),
+    ] = 600.0,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0.0, help="Seconds that running answers get when the router stops.")
+    ] = 30.0,
+    max_body: Annotated[str, typer.Option(help="The largest request, such as 8MiB.")] = "8MiB",
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="Requests that may be open at once; more are answered 503.")
+    ] = 512,
+    metrics: Annotated[str, typer.Option(help="open or off: whether /metrics is there.")] = "open",
+    allow_host: AllowHost = None,
+) -> None:
+    """Put one address before several servers, and send each request where its text was read.
+
+    A server reuses only what it has read itself. So the router looks into each prompt: a request
+    goes to the server that knows most of its beginning and of its passages, wherever they are in
+    the prompt, unless that server is so busy that another one is done sooner. The router keeps no
+    text, needs no tokenizer and no database, and can be restarted at any time.
+
+    Answers pass through unchanged, streams included; the header x-kvboost-upstream names the server
+    that answered. Keys pass through too: the servers check them. A server that is down or draining
+    gets no requests until it is back; a request that got no answer from it is sent to another one.
+    If none is left, the answer is 503 with Retry-After.
+
+    /health: the router runs. /ready: a server is there. /metrics: for Prometheus.
+
+    Example: two servers on this machine, then the router:
+
+      [bold]kvboost serve --port 8001[/bold]
+
+      [bold]kvboost serve --port 8002[/bold]
+
+      [bold]kvboost route http://127.0.0.1:8001 http://127.0.0.1:8002[/bold]
+    """
+    with errors():
+        try:
+            from kvboost.deploy.proxy import create_router
+            from kvboost.deploy.router import RouterSettings
+            from kvboost.deploy.state import ProxySettings
+            from kvboost.serve.process import bind, run
+            from kvboost.serve.settings import ServerSettings, is_loopback
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"kvboost route needs {error.name}; install the packages of a server with: "
+                "pip install fastapi uvicorn prometheus-client httpx"
+            ) from None
+        if metrics not in ("open", "off"):
+            raise ConfigError(f"metrics={metrics!r} is not available; choose 'open' or 'off'")
+        settings = ProxySettings(
+            tuple(upstreams),
+            RouterSettings(policy, remember, request_tokens),
+            shared_cache=shared_cache,
+            health_seconds=health_seconds,
+            timeout=timeout or None,
+            limits=ServerSettings(
+                max_body_bytes=parse_bytes(max_body, "max_body"),
+                max_requests=max_requests,
+                max_anonymous_requests=max_requests,
+                max_connections=max(ServerSettings.max_connections, 2 * max_requests),
+                drain_seconds=drain_seconds,
+                metrics=metrics,
+                allowed_hosts=only_local(allow_host or ()) if is_loopback(host) else (),
+            ),
+        )
+        app = create_router(settings)
+        with bind(host, port) as listening:
+            port = listening.getsockname()[1]
+            run(app, listening, lambda: _announce(app.state.server, address(host, port)))
+    say.print("stopped", markup=False)
+
+
+def _announce(state: RouteState, url: str) -> None:
+    """Says where requests go, and which server is missing. Only the address goes to standard
+    output, for scripts."""
+    servers = state.upstreams.states
+    policy = state.options.router.policy
+    say.print(f"routing by {policy} to {len(servers)} servers", markup=False)
+    print(f"{url}/v1", flush=True)
+    for upstream, why in state.upstreams.missing.items():
+        say.print(f"warning: {upstream} gets no requests yet: {why}", style="yellow", markup=False)
+    if len(servers) == 1:
+        say.print("note: with one server there is nothing to choose", style="yellow", markup=False)

@@ -1,0 +1,1 @@
+"""KVBoost in Ray Serve: the only package that imports ray."""

@@ -1,0 +1,72 @@
+"""The settings of a router, and what all of its requests share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import httpx
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvboost.config import at_least
+from kvboost.deploy.metrics import RouteMetrics
+from kvboost.deploy.router import Router, RouterSettings
+from kvboost.deploy.upstreams import Upstreams, upstream_url
+from kvboost.errors import ConfigError
+from kvboost.serve.settings import ServerSettings
+from kvboost.serve.workers import Workers
+
+CONNECT_SECONDS = 5.0
+WRITE_SECONDS = 30.0
+KEEP_ALIVE = 5.0
+"""Seconds. Shorter than a server keeps an idle connection, so that none is used while it closes."""
+
+
+@dataclass(frozen=True)
+class ProxySettings:
+    """The settings of one router. Validated on creation."""
+
+    upstreams: tuple[str, ...]
+    """The servers, as ``http://host:port``."""
+    router: RouterSettings = field(default_factory=RouterSettings)
+    shared_cache: bool = False
+    """Whether the upstreams share cached text between API keys."""
+    health_seconds: float = 2.0
+    """Seconds between two checks of an upstream."""
+    timeout: float | None = 600.0
+    """Seconds for which an upstream may send nothing."""
+    limits: ServerSettings = field(default_factory=ServerSettings)
+    """The limits that clients meet: bodies, headers, connections; and the time to drain."""
+
+    def __post_init__(self) -> None:
+        if not self.upstreams:
+            raise ConfigError("no upstream is given; name the servers, such as http://host:8000")
+        object.__setattr__(self, "upstreams", tuple(map(upstream_url, self.upstreams)))
+        at_least(self.health_seconds, 0.05, "health_seconds")
+        if self.timeout is not None:
+            at_least(self.timeout, 0.0, "timeout")
+
+
+class RouteState:
+    """What all requests share."""
+
+    def __init__(self, settings: ProxySettings) -> None:
+        self.options = settings
+        self.settings = settings.limits
+        self.router = Router(settings.upstreams, settings.router)
+        self.client = httpx.AsyncClient(
+            timeout=httpx.Timeout(
+                settings.timeout, connect=CONNECT_SECONDS, write=WRITE_SECONDS, pool=None
+            ),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE
+            ),
+            trust_env=False,
+            follow_redirects=False,
+        )
+        self.upstreams = Upstreams(
+            settings.upstreams, self.client, settings.health_seconds, self.router.forget
+        )
+        self.metrics = RouteMetrics(self.router, lambda: self.upstreams.states)
+        self.workers = Workers()
+        self.waiting_connections: dict[H11Protocol, None] = {}
+        self.draining = False

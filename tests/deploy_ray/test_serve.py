@@ -1,0 +1,188 @@
+"""``serve run kvboost.deploy:app`` with two replicas of the embedded model and a real Redis.
+
+The tests run in this order: the first starts the application, later ones kill and replace replicas.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from importlib import import_module
+
+import httpx
+import pytest
+import ray
+from ray import serve
+
+QUERY = {"strategy": "query"}
+EXACT = {"mode": "prefix_cache"}
+SUBJECTS = ("bisect", "shlex", "textwrap", "sched")
+
+
+def document(number: int) -> str:
+    """Some 250 tokens of source code."""
+    name = SUBJECTS[number]
+    with open(import_module(name).__file__) as source:
+        return f"# {name}\n{source.read()[200:1100]}"
+
+
+def deploy(redis_url: str, **changes: object) -> None:
+    given = {"dtype": "float32", "replicas": 2, "redis": redis_url, "max_cache_bytes": "512MiB"}
+    from kvboost.deploy import app
+
+    serve.run(app({**given, **changes}), name="kvboost", route_prefix="/")
+
+
+@pytest.fixture(scope="module")
+def url(serve_url: str, redis_url: str) -> Iterator[str]:
+    deploy(redis_url)
+    yield serve_url
+
+
+def body(prompt: str, tokens: int = 4, **more: object) -> dict[str, object]:
+    asked = {"model": "smollm2-135m", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    return {**asked, "kvboost": QUERY, **more}
+
+
+def ask(url: str, prompt: str, key: str = "k-ann", **more) -> httpx.Response:
+    return httpx.post(
+        f"{url}/v1/completions",
+        json=body(prompt, **more),
+        headers={"authorization": f"Bearer {key}"},
+        timeout=300,
+        trust_env=False,
+    )
+
+
+def states() -> dict[str, int]:
+    """How many replicas are in which state."""
+    found = serve.status().applications["kvboost"].deployments["Replica"].replica_states
+    return {str(getattr(state, "value", state)): number for state, number in found.items()}
+
+
+def wait_for(condition, seconds: float = 180.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.2)
+
+
+def test_documents_are_spread_and_found_again_wherever_they_are(url) -> None:
+    first = [ask(url, document(number)) for number in range(4)]
+    assert [answer.status_code for answer in first] == [200] * 4
+    replicas = [answer.headers["x-kvboost-upstream"] for answer in first]
+    assert sorted(map(replicas.count, set(replicas))) == [2, 2]
+    for number in (2, 0, 3, 1):
+        again = ask(url, f"Another beginning, number {number}.\n{document(number)}\nWhy?")
+        assert again.headers["x-kvboost-upstream"] == replicas[number]
+        assert again.json()["kvboost"]["moved_tokens"] > 150
+    assert ask(url, "Hello", key="wrong").status_code == 401
+    other = ask(url, document(0), key="k-bob").json()
+    assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_answers_stream_and_other_paths_work(url) -> None:
+    whole = ask(url, document(0), kvboost=EXACT).json()["choices"][0]["text"]
+    with httpx.stream(
+        "POST",
+        f"{url}/v1/completions",
+        json=body(document(0), kvboost=EXACT, stream=True),
+        headers={"authorization": "Bearer k-ann"},
+        timeout=300,
+    ) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines.pop() == "[DONE]" and len(lines) > 2
+    events = [json.loads(line) for line in lines]
+    assert "".join(one["choices"][0]["text"] for one in events if one["choices"]) == whole
+    assert httpx.get(f"{url}/health", timeout=60).json() == {"status": "ok"}
+    assert ask(url, "x", colour="red").status_code == 400
+
+
+def listen(url: str, prompt: str, tokens: int, begun: threading.Event, outcomes: list) -> None:
+    """Notes the replica and the text of a stream, or the error that ended it."""
+    seen = {"text": "", "end": "cut off", "replica": None}
+    outcomes.append(seen)
+    try:
+        with httpx.stream(
+            "POST",
+            f"{url}/v1/completions",
+            json=body(prompt, tokens, kvboost=EXACT, stream=True, logit_bias={"0": -100}),
+            headers={"authorization": "Bearer k-ann"},
+            timeout=300,
+        ) as answer:
+            seen["replica"] = answer.headers.get("x-kvboost-upstream")
+            if answer.status_code != 200:
+                seen["end"] = answer.status_code
+                return
+            for line in answer.iter_lines():
+                if line == "data: [DONE]":
+                    seen["end"] = "done"
+                elif line:
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        seen["end"] = event["error"]["code"]
+                        return
+                    seen["text"] += event["choices"][0]["text"] if event["choices"] else ""
+                    begun.set()
+    except httpx.TransportError as error:
+        seen["end"] = type(error).__name__
+
+
+def start(
+    url: str, prompt: str, tokens: int, outcomes: list
+) -> tuple[threading.Thread, threading.Event]:
+    begun = threading.Event()
+    thread = threading.Thread(target=listen, args=(url, prompt, tokens, begun, outcomes))
+    thread.start()
+    return thread, begun
+
+
+def test_a_replica_killed_in_mid_stream_breaks_no_other_request(url) -> None:
+    right = {
+        number: ask(
+            url, document(number), max_tokens=200, kvboost=EXACT, logit_bias={"0": -100}
+        ).json()["choices"][0]["text"]
+        for number in range(2)
+    }
+    outcomes: list[dict] = []
+    threads = []
+    for number in range(2):
+        thread, begun = start(url, document(number), 200, outcomes)
+        assert begun.wait(120)
+        threads.append(thread)
+    victim = outcomes[0]["replica"]
+    actor = f"SERVE_REPLICA::kvboost#Replica#{victim}"
+    ray.kill(ray.get_actor(actor, namespace="serve"), no_restart=True)
+    after = ask(url, document(1), max_tokens=4)
+    for thread in threads:
+        thread.join(300)
+    assert after.status_code == 200 and after.headers["x-kvboost-upstream"] != victim
+    assert outcomes[0]["end"] in ("upstream_lost", "RemoteProtocolError", "ReadError")
+    for number, seen in enumerate(outcomes):
+        assert seen["end"] != "done" or seen["text"] == right[number]
+        assert right[number].startswith(seen["text"])
+    wait_for(lambda: states().get("RUNNING") == 2)  # Serve starts another one
+
+
+def test_a_replica_that_is_stopped_finishes_its_answers(url, redis_url) -> None:
+    outcomes: list[dict] = []
+    threads = [start(url, document(number), 150, outcomes) for number in range(2)]
+    for _, begun in threads:
+        assert begun.wait(120)
+    deploy(redis_url, replicas=1)
+    for thread, _ in threads:
+        thread.join(300)
+    assert [seen["end"] for seen in outcomes] == ["done", "done"]
+    wait_for(lambda: states() == {"RUNNING": 1})
+
+
+def test_new_replicas_find_in_redis_what_others_have_read(url, redis_url) -> None:
+    serve.delete("kvboost")
+    deploy(redis_url, replicas=1)
+    answer = ask(url, document(0), kvboost=EXACT)
+    report = answer.json()["kvboost"]
+    assert report["exact_tokens"] > 100
+    assert {span["tier"] for span in report["spans"] if span["kind"] == "exact"} == {"remote"}
