@@ -72,7 +72,10 @@ def run_worker(place: Place, options: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="kvboost-path-") as folder, sigterm_as_exit():
         # Only our package: others beside it must not go before those of vLLM's environment.
         (Path(folder) / "kvboost").symlink_to(Path(kvboost.__file__).parent)
-        variables = {**os.environ, **place.variables, "PYTHONPATH": folder}
+        path = [folder]
+        if place.python == sys.executable:
+            path += filter(None, [os.environ.get("PYTHONPATH")])
+        variables = {**os.environ, **place.variables, "PYTHONPATH": os.pathsep.join(path)}
         command = [place.python, "-m", WORKER, *options]
         process = Process(name, command, variables, pipes=True)
         try:

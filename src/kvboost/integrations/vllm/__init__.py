@@ -2,5 +2,6 @@
 
 ``connector.py`` is what vLLM loads. In vLLM's scheduler process it asks the ``planner``; in its
 worker processes it drives the ``worker``. They speak in ``messages``. This is the only room that
-imports vLLM, and ``planner``, ``branches`` and ``pages`` do without it.
+imports vLLM, and ``planner``, ``branches``, ``events``, ``pages`` and ``environment`` do without
+it.
 """
