@@ -156,7 +156,9 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(report, Report):
             self._planner.gone(report.gone)
             self._planner.learn(report.measured)
-            self._recomputed.update(report.recomputed)
+            for request_id, rows in report.recomputed.items():
+                if request_id in self._loading or request_id in self._loaded:
+                    self._recomputed[request_id] = rows
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -30,6 +30,9 @@ from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, root_key
 from kvboost.tokens.marks import WINDOW
 
+LOAD_SECONDS = 0.015
+"""What moving costs beside its forwards, as measured on an H200: a step of the scheduler more, and
+launching what runs between the layers. On a CPU it hardly counts."""
 WORTHWHILE_RATIO = 0.9
 """Moved text is reused if that is expected to take less than this share of computing it."""
 LEAST_ROWS = 64
@@ -284,6 +287,8 @@ class Planner:
         recomputed = round(repair.ratio * plan.num_moved)
         moved = self._cost.forward(unknown + recomputed, total)
         moved += self._cost.forward(min(unknown, PROBE_ROWS), total)
+        if self._cost.is_measured:  # in seconds
+            moved += LOAD_SECONDS
         return moved < WORTHWHILE_RATIO * plain
 
     def _refresh(self) -> None:
