@@ -111,6 +111,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         self._planned.pop(request_id, None)
         if request.num_preemptions or request_id in self._loaded or not self._serves(request):
             return 0, False
+        if request.skip_reading_prefix_cache:  # it wants the log probabilities of its prompt
+            return 0, False
         branch = self._branches.of(request_id)
         if branch is not None and num_computed_tokens <= branch.first * self._page:
             # None of its pages is there any more, or it was planned before: plan anew.
@@ -237,6 +239,10 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             except ConfigError as error:
                 logger.warning("KVBoost ignores what request %s asks: %s", request_id, error)
                 self._asked[request_id] = RequestOptions.parse(None, self._options)
+            asked = self._asked[request_id]
+            if request.lora_request is not None and asked.mode == "repaired":
+                # Our forwards run without the adapter.
+                self._asked[request_id] = replace(asked, mode="exact")
         return self._asked[request_id]
 
     def _serves(self, request: Request) -> bool:
