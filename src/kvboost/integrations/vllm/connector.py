@@ -152,6 +152,9 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             self._planner.gone(report.gone)
             self._planner.learn(report.measured)
             self._recomputed.update(report.recomputed)
+            for request_id in report.failed:
+                if (load := self._loaded.get(request_id)) is not None:
+                    self._loaded[request_id] = load.failed()
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -69,6 +69,10 @@ class Load:
         hits = (*self.in_place, *(hit for run in self.moved for hit in run.hits))
         return [hit.chunk for hit in hits]
 
+    def failed(self) -> Load:
+        """What is left of it when its rows could not be loaded."""
+        return replace(self, end=self.first, in_place=(), moved=())
+
     def computed(self) -> list[range]:
         """The rows that are neither in place nor moved."""
         known = [(hit.start, hit.end) for hit in self.in_place]
