@@ -6,10 +6,10 @@ READY  := $(VENV)/.ready
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check services format peers bench clean
+.PHONY: help setup demo test test-vllm check services format peers bench clean
 
 help:  ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,18 @@ check: $(READY)  ## format, lint and types
 test: export PYTHONDONTWRITEBYTECODE :=
 test: check services  ## check, then every test, in two processes (WORKERS=2)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal
+
+# A process has one engine of vLLM, so every file is a run of its own.
+VLLM_PYTHON = $(shell $(BIN)/python -c 'from kvboost.bench.peers import environments as e; print(e.peer_python(e.VLLM))')
+test-vllm: $(READY) services  ## KVBoost inside vLLM, in the environment of make peers (minutes)
+	@"$(VLLM_PYTHON)" -c 'import vllm, pytest, gguf, redis, xxhash' 2>/dev/null || \
+		{ echo "vLLM is not set up, or an old list was: make peers"; exit 2; }
+	@$(BIN)/python -c 'from kvboost.model.weights import pull_model; pull_model("smollm2-135m")'
+	@failed=; for file in tests/vllm/test_*.py; do \
+		echo "$$file"; PYTHONPATH=src "$(VLLM_PYTHON)" -m pytest --confcutdir=tests/vllm \
+			-o pythonpath='tests tests/vllm' -o filterwarnings=default \
+			-p no:cacheprovider --disable-warnings $$file || failed="$$failed $$file"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 services:  ## install what tests talk to: redis-server, chromium

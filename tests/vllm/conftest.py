@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 
-os.environ.setdefault("VLLM_CACHE_ROOT", tempfile.mkdtemp(prefix="kvboost-vllm-"))
+_FOLDER = tempfile.TemporaryDirectory(prefix="kvboost-vllm-")  # removed at the end
+os.environ.setdefault("VLLM_CACHE_ROOT", _FOLDER.name)
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker are here, to be looked at
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -16,9 +17,8 @@ os.environ |= {
 
 import pytest  # noqa: E402
 
-from engines import Engine, Texts  # noqa: E402
-
 pytest.register_assert_rewrite("engines")
+from engines import Engine, Texts  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -20,6 +19,7 @@ from kvboost.cache.chunk import Lineage
 from kvboost.integrations.vllm.connector import KVBoostConnector
 from kvboost.integrations.vllm.worker import Worker
 from kvboost.model.weights import models_dir
+from vllm import LLM, SamplingParams
 
 MODEL = models_dir() / "smollm2-135m"
 PAGE = 32
@@ -112,9 +112,10 @@ class Engine:
         """Runs everything; the answers by request."""
         answers = {}
         while self.engine.has_unfinished_requests():
-            answers |= {
-                out.request_id: Answer.of(out) for out in self.engine.step() if out.finished
-            }
+            outputs = self.engine.step()
+            answers |= {out.request_id: Answer.of(out) for out in outputs if out.finished}
+        # In a process of its own vLLM takes one more step by itself, in which rows are kept.
+        self.engine.step()
         return answers
 
     def fresh(self) -> None:

@@ -7,8 +7,9 @@ import json
 import sys
 from dataclasses import asdict
 
-import conftest  # noqa: F401  sets the environment
 from engines import Engine, Texts
+
+import conftest  # noqa: F401  sets the environment
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from redis_server import MISSING, RedisServer
 
 PROGRAM = Path(__file__).with_name("one_engine.py")
@@ -97,14 +98,15 @@ def test_another_process_loads_what_the_first_has_written(
     answer = other.ask(0, 1, 2)
     assert answer["tokens"] == first["tokens"]
     assert answer["usage"]["exact_tokens"] == answer["cached"] > 0.85 * 900
-    # A damaged file is computed, and put aside.
+    # Damaged files are computed, and put aside. At most one of the two is in memory.
     files = sorted(folder.glob("??/*.safetensors"), key=lambda path: path.stat().st_size)
-    files[-1].write_bytes(files[-1].read_bytes()[:-64])
+    for path in files[-2:]:
+        path.write_bytes(path.read_bytes()[:-64])
     answer = other.ask(0, 1, 2)
     assert answer["tokens"] == first["tokens"]
     assert answer["usage"]["exact_tokens"] == 0
-    assert len(list((folder / "quarantine").iterdir())) == 1
-    # It was written again.
+    assert list((folder / "quarantine").iterdir())
+    # They were written again.
     answer = other.ask(0, 1, 2)
     assert answer["tokens"] == first["tokens"] and answer["usage"]["exact_tokens"] > 0.85 * 900
 
