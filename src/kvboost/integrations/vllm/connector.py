@@ -161,6 +161,9 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             for request_id, rows in report.recomputed.items():
                 if request_id in self._loading or request_id in self._loaded:
                     self._recomputed[request_id] = rows
+            for request_id in report.failed:
+                if (load := self._loaded.get(request_id)) is not None:
+                    self._loaded[request_id] = load.failed()
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -43,9 +43,12 @@ class Report(KVConnectorWorkerMetadata):
     """Moved rows that were computed again, by request."""
     measured: list[tuple[int, int, float]] = field(default_factory=list)
     """Forwards that were timed: rows, keys, seconds."""
+    failed: list[str] = field(default_factory=list)
+    """Requests whose rows could not be loaded."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
         """What is gone from one worker is gone: each holds some heads of every chunk."""
         assert isinstance(other, Report)
         gone = list(dict.fromkeys([*self.gone, *other.gone]))
-        return Report(gone, {**other.recomputed, **self.recomputed}, self.measured)
+        failed = list(dict.fromkeys([*self.failed, *other.failed]))
+        return Report(gone, {**other.recomputed, **self.recomputed}, self.measured, failed)

@@ -78,6 +78,10 @@ class Load:
         """The chunks it needs, in order."""
         return [hit.chunk for hit in self.hits]
 
+    def failed(self) -> Load:
+        """What is left of it when its rows could not be loaded."""
+        return replace(self, end=self.first, in_place=(), moved=())
+
     def computed(self) -> list[range]:
         """The rows that are neither in place nor moved."""
         known = [(hit.start, hit.end) for hit in self.in_place]

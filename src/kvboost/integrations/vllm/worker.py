@@ -206,7 +206,7 @@ class Worker:
         report, self._report = self._report, Report()
         if self._pages is not None:
             report.gone = self._data.take_gone()
-        return report if report.gone or report.recomputed or report.measured else None
+        return None if report == Report() else report
 
     def close(self) -> None:
         if self._pages is not None and hasattr(self, "_data"):
@@ -231,6 +231,7 @@ class Worker:
             return -1
         except Lost:
             self._failed_pages.update(load.pages[load.first // self._open_pages.size :])
+            self._report.failed.append(load.request_id)
             return -1
 
     def _serve(self, load: Load) -> Loading:
