@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -19,7 +20,6 @@ from kvboost.cache.chunk import Lineage
 from kvboost.integrations.vllm.connector import KVBoostConnector
 from kvboost.integrations.vllm.worker import Worker
 from kvboost.model.weights import models_dir
-from vllm import LLM, SamplingParams
 
 MODEL = models_dir() / "smollm2-135m"
 PAGE = 32
