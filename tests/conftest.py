@@ -30,7 +30,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several share the cores, and so do th
 settings.register_profile("kvboost", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvboost")
 
-collect_ignore = ["vllm"]  # in an environment of their own: make test-vllm
+collect_ignore = ["inside_vllm"]  # in an environment of their own: make test-vllm
 
 
 def pytest_configure(config: pytest.Config) -> None:
