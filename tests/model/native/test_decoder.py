@@ -19,7 +19,7 @@ from kvboost.model.fast_layers import can_pack, pack_layers
 from kvboost.model.forward import Forward
 from kvboost.model.kv import RequestKV
 from kvboost.model.native import decoder
-from kvboost.model.native.decoder import MOST_ROWS, restore_forward
+from kvboost.model.native.decoder import MOST_NARROW_ROWS, MOST_ROWS, restore_forward
 from kvboost.model.segment import Segment
 
 SIZES = {
@@ -142,7 +142,7 @@ def test_a_probe_ends_in_its_layer(dtype: torch.dtype) -> None:
 def test_a_whole_prompt_as_stock_runs_the_models_own_layers(
     dtype: torch.dtype, narrow: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So do more rows than our layers are faster for, in wide layers."""
+    """So do more rows than our layers are faster for; in wide layers these are fewer."""
     monkeypatch.setattr(decoder, "NARROW", narrow)
     model = make("llama", dtype)
     forward = forward_of(model)
@@ -151,7 +151,8 @@ def test_a_whole_prompt_as_stock_runs_the_models_own_layers(
         layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
     kv = RequestKV(forward.shape, 700)
     ids = torch.zeros(600, dtype=torch.long)
-    few = 600 if narrow else MOST_ROWS[dtype] or 600
+    few = MOST_NARROW_ROWS if narrow else MOST_ROWS
+    few = few if dtype == torch.float32 else 600
     forward([Segment(kv, ids[:few], range(1, few + 1))])
     assert not calls
     fast = forward([Segment(kv, ids[:few], range(few))])

@@ -16,13 +16,13 @@ from kvboost.model.native.layers import Product, rounded_up
 
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
 """Norm, attention, norm, gated layer; rotary positions in halves; no norm of queries or keys."""
-MOST_ROWS = {torch.bfloat16: None, torch.float32: 96}
-"""How many rows our wide layers take at once: any number, or as many as they multiply faster than
-torch does."""
-NARROW = 576
-"""A layer of at most this width takes any number of rows. In float32, torch multiplies many rows
-about a tenth faster, but in narrow layers its operations between the products cost more than that.
-Measured at this width; wider layers were not."""
+MOST_ROWS = 96
+"""How many rows our layers take at once in float32: as many as they multiply faster than torch
+does. In bfloat16 they take any number."""
+NARROW, MOST_NARROW_ROWS = 576, 512
+"""Layers of at most this width take more rows. torch multiplies them about a tenth faster, but its
+operations between the products cost more than that. Measured at this width; wider layers were not.
+Longer texts, which are read in slices of 2,048 rows, go through torch's products."""
 
 
 class _Layer(ctypes.Structure):
@@ -56,7 +56,9 @@ class DecoderLayer:
         self._address = ctypes.addressof(self._layer)
         self._qkv, self._width = qkv.width, qkv.depth
         self._library = native.library(qkv.dtype)
-        self._most_rows = None if qkv.depth <= NARROW else MOST_ROWS[qkv.dtype]
+        self._most_rows: int | None = None
+        if qkv.dtype == torch.float32:
+            self._most_rows = MOST_NARROW_ROWS if qkv.depth <= NARROW else MOST_ROWS
 
     def takes(self, rows: int) -> bool:
         """Whether this layer is faster than the model's own for so many rows."""
