@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from kvboost.model import weights
 from kvboost.model.compat import Support, check, context_length
 from kvboost.model.device import pick_device, pick_dtype
 from kvboost.model.fast_layers import can_pack, pack_layers
+from kvboost.model.fingerprint import fingerprint
 from kvboost.model.forward import Forward
 from kvboost.model.gguf import check_gguf
 from kvboost.model.hub import why_unreachable
@@ -206,7 +206,7 @@ def wrap(
     if model.generation_config is None:
         raise ModelError(f"{type(model).__name__} cannot generate text")
     warn_about_defaults(model.generation_config)
-    identity = fingerprint(model)
+    identity = fingerprint(model, model.config)
     packs = own and can_pack(model.device, model.dtype)
     forward = Forward(
         model,
@@ -352,39 +352,9 @@ def _auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText
 
 
-def fingerprint(model: PreTrainedModel) -> str:
-    """Identifies config, weights, dtype, RoPE parameters and adapters of ``model``.
-
-    It covers the name, shape, dtype, sum of bits and a sample of the values of each tensor, so an
-    adapter, another revision or a single edited row gives another fingerprint.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    config = model.config.to_dict()
-    for volatile in (
-        "_name_or_path",
-        "_model_name_or_path",
-        "transformers_version",
-        "_commit_hash",
-    ):
-        config.pop(volatile, None)
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    for tensor_name, tensor in model.state_dict().items():
-        digest.update(f"{tensor_name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        flat = tensor.detach().reshape(-1)
-        if flat.numel():
-            bits = flat.view(_BITS.get(flat.element_size(), torch.uint8))
-            total = int(bits.sum(dtype=torch.int64))
-            sample = bits[:: max(1, len(bits) // 64)].tolist()
-            digest.update(f"{total}{sample}".encode())
-    return digest.hexdigest()
-
-
 def machine_key(model: LoadedModel) -> str:
     """Identifies a model and what it runs on: the cost of a forward depends on both."""
     device = model.device
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     identity = f"{model.fingerprint} {device.type} {chip} {torch.get_num_threads()}"
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

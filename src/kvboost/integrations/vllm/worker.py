@@ -27,13 +27,13 @@ from kvboost.cache.quantize import KVFormat, Quantizer, plain
 from kvboost.cache.tiers.open import open_tiers
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm import check, paged, rope
-from kvboost.integrations.vllm.fingerprint import fingerprint
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.options import Options
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.planner import Hello, Keep, Load
 from kvboost.integrations.vllm.sparse import LayerHook, SparseForward, find_runner
 from kvboost.model import triton
+from kvboost.model.fingerprint import fingerprint
 from kvboost.model.segment import Hook
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.repair import STRATEGIES, MovedRows
