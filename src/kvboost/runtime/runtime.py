@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvboost.cache.chunk import Origin
 from kvboost.cache.eviction.learned import LearnedPolicy
 from kvboost.cache.lookup.anchors import anchor_window
@@ -15,7 +17,10 @@ from kvboost.cache.tiers.open import open_tiers
 from kvboost.config import EngineConfig
 from kvboost.model.kv import KVPool
 from kvboost.model.load import LoadedModel
+from kvboost.model.machine import memory_bytes
 from kvboost.model.native.moved_rows import move_keys
+from kvboost.model.paged.choose import PagesChoice, choose_pages, make_capture
+from kvboost.model.paged.pool import PagedPool
 from kvboost.results import ReuseReport
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.rope import Rotation
@@ -29,6 +34,8 @@ from kvboost.tokens.hashing import ChunkKey, TokenIds, root_key
 
 INITIAL_ANSWER_ROWS = 512
 """Rows reserved for an answer at first. A longer answer makes the request's KV grow."""
+MEMORY_SHARE = 0.25
+"""Of a machine's memory, or twice that of what is free on a GPU, for the KV of running requests."""
 SLICE_ON_CPU = 2048
 SLICE_ON_GPU = 16384  # a forward costs launches first: fewer, larger ones
 
@@ -39,8 +46,10 @@ class Runtime:
     def __init__(self, model: LoadedModel, config: EngineConfig, costs: Path | None = None) -> None:
         self.model = model
         self._config = config
-        self.pool = KVPool(model.forward.shape, max_idle=8)
         tiers = open_tiers(config, model.device)
+        self.max_kv_bytes = _kv_budget(config, model.device)
+        self.pages = choose_pages(model.forward.packed, model.forward.model)
+        self.pool = _make_pool(model, config, self.max_kv_bytes, self.pages)
         self.store = ChunkStore(
             tiers,
             cut=Cutter(
@@ -131,7 +140,33 @@ class Runtime:
         self.cost.save()
         self.store.close()
         self.pool.clear()
+        self.model.forward.leave_pages()
         self.model.forward.release()
+
+
+def _kv_budget(config: EngineConfig, device: torch.device) -> int:
+    """How many bytes the KV of running requests may take."""
+    if config.max_kv_bytes is not None:
+        return config.max_kv_bytes
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * 2 * MEMORY_SHARE)
+    return int(memory_bytes() * MEMORY_SHARE) or 4 * 1024**3
+
+
+def _make_pool(
+    model: LoadedModel, config: EngineConfig, num_bytes: int, pages: PagesChoice
+) -> KVPool:
+    forward = model.forward
+    if not pages.used:
+        return KVPool(forward.shape, max_idle=8)
+    captures = make_capture(forward.shape.device, config.graphs)
+    return PagedPool(
+        forward.shape,
+        num_bytes,
+        config.max_running,
+        model.context_length,
+        on_slab=lambda slab: forward.use_pages(slab, captures),
+    )
 
 
 def _kv_format(model: LoadedModel, config: EngineConfig) -> KVFormat:
