@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvboost.model.triton import attention, mass, move, shift
+from kvboost.model.triton import attention, mass, move, shift, write
 
 HOPPER = GPUTarget("cuda", 90, 32)
 NUMBERS = {"query", "pages", "like", "keys", "values", "out"}
@@ -40,7 +40,7 @@ SIZES = {
     "WIDE_PAIRS": 16,
     "PAGE": 16,
     "HEADS": 6,
-    "WIDE_HEADS": 8,
+    "SPLITS": 32,
     "ROWS": 16,
     "KEYS": 16,
     "SPLIT": False,
@@ -52,6 +52,7 @@ VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (attention._attend_kernel, "bf16", {"SPLIT": True}),
     (attention._attend_kernel, "fp32", {"absent": None, "window": None, "cap": None}),
     (attention._combine_kernel, "bf16", {}),
+    (write._write_kernel, "bf16", {}),
     (mass._mass_kernel, "bf16", {}),
     (move._move_kernel, "bf16", {}),
     (move._move_kernel, "fp32", {"INTERLEAVED": True}),

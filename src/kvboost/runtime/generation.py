@@ -268,10 +268,10 @@ class Generation:
             return given
         if self._records:
             state.recorded.append(given.clone())
-        if isinstance(sampler, Sampler):
-            return sampler(given)
-        ids = state.token_ids or self._request.token_ids
-        return sampler.pick(given, state.rows, int(ids[-1]))
+        if isinstance(sampler, RowSampler):
+            ids = state.token_ids or self._request.token_ids
+            return sampler.pick(given, state.rows, int(ids[-1]))
+        return sampler(given)
 
     @property
     def _records(self) -> bool:
