@@ -92,6 +92,7 @@ class DeviceSampling:
             self._seen = torch.zeros(size, dtype=torch.bool, device=self._device)
         return self._seen
 
+    @torch.inference_mode()
     def pick(
         self,
         logits: torch.Tensor,

@@ -234,12 +234,13 @@ class Steps:
         return [found.get() for found in ready if found is not None]
 
     def _claim(self, segment: Segment) -> _Pending | None:
-        """The result of a segment that an earlier call has launched."""
-        found = self._pending.get(_row(segment))
-        wanted = (_serial(segment), segment.first)
-        if found is None or (found.serial, found.position) != wanted:
+        """The result of a segment that an earlier call has launched. It is a token: a segment that
+        asks for logits runs again."""
+        found = self._pending.pop(_row(segment), None)
+        if found is None or segment.sampler is None:
             return None
-        return self._pending.pop(_row(segment))
+        wanted = (_serial(segment), segment.first)
+        return found if (found.serial, found.position) == wanted else None
 
     def _looks_ahead(self, segment: Segment) -> bool:
         return segment.ahead and segment.sampler is not None and segment.end < segment.kv.capacity
