@@ -30,6 +30,7 @@ from kvboost.model.segment import Segment
 
 if TYPE_CHECKING:
     from kvboost.model.paged.graphs import Capture
+    from kvboost.model.paged.layers import StepLayers
     from kvboost.model.paged.sampling import RowSampler
     from kvboost.model.paged.slab import Slab
     from kvboost.model.paged.steps import Steps
@@ -70,6 +71,7 @@ class Forward:
         self.release()  # another engine may have bound it
         self.shape, self._num_logits = _probe(model)
         self._steps: Steps | None = None
+        self.step_layers: StepLayers | None = None
         self._adapters: tuple[str, ...] = ()
         self.packed_bytes = fast_layers.num_bytes if fast_layers else 0
         """The memory of packed copies of weights."""
@@ -165,12 +167,20 @@ class Forward:
         from kvboost.model.paged.steps import Steps
 
         if self.packed and self._alone_beyond is None:
-            self._steps = Steps(slab, self._run_step, self._num_logits, capture)
+            from kvboost.model.paged.layers import StepLayers
+
+            with self._lock:
+                self.bind()
+                self.step_layers = StepLayers(self.model, slab, self._run_step)
+                self._steps = Steps(slab, self._run_step, self._num_logits, capture)
 
     def leave_pages(self) -> None:
         """Forgets the slab, and the graphs over it."""
         with self._lock:
             self._steps = None
+            if self.step_layers is not None:
+                self.step_layers.restore()
+                self.step_layers = None
 
     @property
     def steps(self) -> Steps | None:

@@ -56,8 +56,8 @@ class StepBatch(Batch):
         return self._tiles[:, 0]
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        pages = self._slab.layers[layer]
-        write(keys[0].transpose(0, 1), values[0].transpose(0, 1), pages, self.slots)
+        rows = keys[0].transpose(0, 1), values[0].transpose(0, 1)
+        write(*rows, self.pages(layer), self.slots)
 
     def attend(
         self,
@@ -69,10 +69,24 @@ class StepBatch(Batch):
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        rows = self._rows_for(query.shape[1])
-        pages = self._slab.layers[layer]
         queries = query[0].transpose(0, 1)
-        return attend(queries, pages, rows, scale, window=window, soft_cap=softcap)[None]
+        return self.attend_rows(layer, queries, scale, window, softcap)[None]
+
+    def pages(self, layer: int) -> torch.Tensor:
+        """A layer's pages, ``[pages, kv_heads, page, 2 * dim]``."""
+        return self._slab.layers[layer]
+
+    def attend_rows(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Attention of ``query``, ``[rows, heads, dim]``; returns the same shape."""
+        rows = self._rows_for(query.shape[1])
+        return attend(query, self.pages(layer), rows, scale, window=window, soft_cap=softcap)
 
     def _rows_for(self, heads: int) -> PagedRows:
         """The rows for the kernel. A tile is split over its keys as far as the device has programs
