@@ -15,8 +15,11 @@ import argparse
 import json
 import statistics
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,23 +56,40 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "decode": {},
     }
     config = EngineConfig(max_running=max(args.requests), graphs=args.graphs)
-    with KVBoost.from_model(model, make_tokenizer(), config=config) as engine:
+    decode: dict[int, dict[str, Any]] = {requests: {} for requests in args.requests}
+    report["decode"] = decode
+    with phase("engine"):
+        engine = KVBoost.from_model(model, make_tokenizer(), config=config)
+    with engine:
         for requests in args.requests:
-            report["decode"][requests] = ours = measure_engine(engine, requests, args)
-            print(f"{requests} requests: {ours}", flush=True)
-        report["notes"] = notes_of(engine)
-        print(report["notes"], flush=True)
+            with told(report, f"{requests} requests"):
+                decode[requests] |= measure_engine(engine, requests, args)
+                print(f"{requests} requests: {decode[requests]}", flush=True)
+        with told(report, "reading"), phase("reading"):
+            report |= measure_reading(engine)
+        with told(report, "notes"):
+            report["notes"] = notes_of(engine)
+            print(report["notes"], flush=True)
         if args.profile:
             for requests in args.requests:
-                profile(engine, requests)
+                with told(report, f"profile of {requests}"):
+                    profile(engine, requests)
+        if args.plain_layers and (steps := engine._model.forward.steps) is not None:
+            with told(report, "plain layers"), phase("graphs of the model's own layers"):
+                engine._model.forward.step_layers.restore()  # type: ignore[union-attr]
+                steps.forget_graphs()
+                for requests in args.requests:
+                    prompts = prompts_for(requests)
+                    engine.generate_batch(prompts, 4, "baseline", ignore_eos=True)
+                    plain = replays(engine, requests)
+                    decode[requests]["plain_graph_ms"] = plain.get("graph_ms")
     if args.stock:
         for requests in args.requests:
-            with phase(f"stock transformers, {requests} requests"):
-                report["decode"][requests]["stock_ms"] = measure_stock(model, requests, args)
-    for requests, found in report["decode"].items():
+            with told(report, "stock"), phase(f"stock transformers, {requests} requests"):
+                decode[requests]["stock_ms"] = measure_stock(model, requests, args)
+    for requests, found in decode.items():
         print(f"{args.shape} {requests:3} requests: {found}")
     print(json.dumps(report))
 
@@ -82,6 +102,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--graphs", default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--plain-layers", action="store_true", help="also the model's own layers")
     parser.add_argument("--no-stock", dest="stock", action="store_false")
     return parser.parse_args()
 
@@ -227,34 +248,86 @@ def notes_of(engine: KVBoost) -> dict[str, Any]:
         "graphs": getattr(capture, "num_graphs", 0),
         "graph_mb": round(getattr(capture, "used_bytes", 0) / 1e6),
         "note": capture.note,
+        "layers": engine._model.forward.step_layers and engine._model.forward.step_layers.note,
         "leaks": slab.check_integrity(),
     }
 
 
 def profile(engine: KVBoost, requests: int) -> None:
-    """Prints the kernels of 20 steps, and how long the GPU had nothing to do."""
-    from torch.profiler import ProfilerActivity
+    """Prints the kernels of a replayed step, and how busy the GPU is while an answer comes."""
+    steps = engine._model.forward.steps
+    bucket = steps._buckets.get(requests) if steps is not None else None
+    if bucket is None or bucket._run is None:
+        print(f"--- {requests} requests: no step to profile")
+        return
+    replayed = bucket._run
+
+    def replay() -> None:
+        with torch.inference_mode(), engine._model.forward._lock:
+            for _ in range(10):
+                replayed()
+
+    found = kernels_of(replay)
+    busy = sum(end - start for _, start, end in found) / 10
+    wall = (found[-1][2] - found[0][1]) / 10
+    print(f"--- {requests} requests: {len(found) // 10} kernels a step, busy {busy / 1e3:.3f} of")
+    print(f"    {wall / 1e3:.3f} ms; microseconds a step, kernels a step, name:")
+    spent: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for name, start, end in found:
+        spent[name] += end - start
+        count[name] += 1
+    for name, total in spent.most_common(18):
+        print(f"    {total / 10:8.1f} {count[name] / 10:6.1f}  {name[:90]}")
 
     prompts = prompts_for(requests)
-    tokens = 22
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
-        engine.generate_batch(prompts, tokens, "prefix_cache", ignore_eos=True, keep=False)
+    found = kernels_of(lambda: engine.generate_batch(prompts, 40, "baseline", ignore_eos=True))
+    found = found[len(found) * 2 // 3 :]  # the last steps: nothing is read then
+    busy, wall = sum(end - start for _, start, end in found), found[-1][2] - found[0][1]
+    gaps = sorted((after[1] - before[2] for before, after in pairwise(found)), reverse=True)[:10]
+    print(f"    while answering: busy {busy / 1e3:.1f} of {wall / 1e3:.1f} ms;", end=" ")
+    print(f"longest gaps in microseconds: {[round(gap) for gap in gaps]}", flush=True)
+
+
+def kernels_of(run: Callable[[], object]) -> list[tuple[str, float, float]]:
+    """Name, start and end in microseconds of everything that the GPU does during ``run``."""
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as seen:
+        run()
         torch.cuda.synchronize()
-    kernels = [event for event in seen.events() if event.device_type.name == "CUDA"]
-    kernels.sort(key=lambda event: event.time_range.start)
-    cut = (
-        kernels[-1].time_range.start
-        - (kernels[-1].time_range.end - kernels[0].time_range.start) / 2
-    )
-    late = [event for event in kernels if event.time_range.start > cut]
-    busy = sum(event.time_range.elapsed_us() for event in late)
-    wall = late[-1].time_range.end - late[0].time_range.start
-    print(f"--- {requests} requests: GPU busy {busy / 1e3:.1f} of {wall / 1e3:.1f} ms")
-    print(
-        seen.key_averages().table(
-            sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=70
-        )
-    )
+    found = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in seen.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    return sorted(found, key=lambda kernel: kernel[1])
+
+
+def measure_reading(engine: KVBoost) -> dict[str, float]:
+    """Milliseconds to the first token of 8,192 tokens: all to be read, and all known but one."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, VOCAB, (8192,), generator=generator).tolist()
+    found = {}
+    for name, mode in (("read_8k", "baseline"), ("known_8k", "prefix_cache")):
+        times = []
+        for _ in range(4):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            engine.generate(ids, 1, mode, ignore_eos=True)
+            times.append((time.perf_counter() - start) * 1e3)
+        found[name] = round(statistics.median(times[1:]), 1)
+    return found
+
+
+@contextmanager
+def told(report: dict[str, Any], name: str) -> Iterator[None]:
+    """A failure is printed and noted, and what follows still runs."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        report.setdefault("failures", []).append(f"{name}: {type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

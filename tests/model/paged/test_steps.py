@@ -31,7 +31,9 @@ class ReplayAgain:
         self.captured: list[Callable[[], torch.Tensor]] = []
         self.replays = 0
 
-    def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def __call__(
+        self, function: Callable[[], torch.Tensor], name: str
+    ) -> Callable[[], torch.Tensor]:
         function()
         function()
         self.captured.append(function)
@@ -209,4 +211,4 @@ def test_without_capture_functions_run_as_they_are() -> None:
     def function() -> torch.Tensor:
         return torch.ones(1)
 
-    assert capture(function) is function and capture.note == "graphs='off'"
+    assert capture(function, "nothing") is function and capture.note == "graphs='off'"

@@ -20,7 +20,7 @@ MEMORY_SHARE = 0.05
 class Capture(Protocol):
     """Turns a function into one that does the same with less work of the host."""
 
-    def __call__(self, function: Function) -> Function: ...
+    def __call__(self, function: Function, name: str) -> Function: ...
 
     @property
     def note(self) -> str | None:
@@ -31,37 +31,49 @@ class NoCapture:
     """Functions run as they are."""
 
     def __init__(self, note: str | None = None) -> None:
-        self.note = note
+        self._note = note
 
-    def __call__(self, function: Function) -> Function:
+    @property
+    def note(self) -> str | None:
+        return self._note
+
+    def __call__(self, function: Function, name: str) -> Function:
         return function
 
 
 class GraphCapture:
     """Captures CUDA graphs, all in one pool of memory, until they take ``max_bytes``. A function
-    that cannot be captured runs as it is, and so do all later ones."""
+    that cannot be captured runs as it is, and so do later ones of the same name."""
 
     def __init__(self, device: torch.device, max_bytes: int | None = None) -> None:
         self._device = device
         total = torch.cuda.get_device_properties(device).total_memory
         self._max_bytes = int(total * MEMORY_SHARE) if max_bytes is None else max_bytes
         self._pool = torch.cuda.graph_pool_handle()
+        self._reasons: dict[str, str] = {}
         self.used_bytes = 0
         self.num_graphs = 0
-        self.note: str | None = None
 
-    def __call__(self, function: Function) -> Function:
-        if self.note is not None:
+    @property
+    def note(self) -> str | None:
+        if not self._reasons:
+            return None
+        return "; ".join(f"no CUDA graph of {name}: {why}" for name, why in self._reasons.items())
+
+    def __call__(self, function: Function, name: str) -> Function:
+        if name in self._reasons:
             return function
         free = torch.cuda.mem_get_info(self._device)[0]
         if self.used_bytes > self._max_bytes:
-            self._stop(f"they take {self.used_bytes:,} bytes, more than {self._max_bytes:,}")
+            taken = f"{self.num_graphs} graphs take {self.used_bytes:,} bytes"
+            self._refuse(name, f"{taken}, more than {self._max_bytes:,}")
             return function
         try:
             graph, result = self._record(function)
         except Exception as error:
+            torch.cuda.synchronize(self._device)
             reason = str(error).strip().splitlines() or [""]
-            self._stop(f"{type(error).__name__}: {reason[0]}")
+            self._refuse(name, f"{type(error).__name__}: {reason[0]}")
             return function
         self.num_graphs += 1
         self.used_bytes += max(0, free - torch.cuda.mem_get_info(self._device)[0])
@@ -86,7 +98,6 @@ class GraphCapture:
             result = function()
         return graph, result
 
-    def _stop(self, reason: str) -> None:
-        torch.cuda.synchronize(self._device)
-        self.note = f"no more CUDA graphs after {self.num_graphs}: {reason}"
-        log.warning("%s; other decode steps run without", self.note)
+    def _refuse(self, name: str, reason: str) -> None:
+        self._reasons[name] = reason
+        log.warning("no CUDA graph of %s, which runs without: %s", name, reason)

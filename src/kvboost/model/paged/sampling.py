@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig
 
@@ -51,6 +52,7 @@ class DeviceSampling:
         self._numbers = torch.ones(num_rows, 4, device=device)
         self._whole = torch.zeros(num_rows, 3, dtype=torch.int64, device=device)
         self._seen: torch.Tensor | None = None
+        self._true = torch.ones((), dtype=torch.bool, device=device)
 
     @torch.inference_mode()
     def register(
@@ -80,7 +82,7 @@ class DeviceSampling:
         )
         if kind.penalizes:
             seen = self._seen_tokens()
-            ids = torch.as_tensor(prompt_ids).to(self._device, torch.int64)
+            ids = torch.from_numpy(np.array(prompt_ids, np.int64)).to(self._device)
             seen[row] = False
             seen[row, ids] = True
         return RowSampler(self, row, kind)
@@ -110,7 +112,7 @@ class DeviceSampling:
         temperature, top_p, min_p, penalty = self._numbers[rows][:, :, None].unbind(1)
         if kind.penalizes:
             seen = self._seen_tokens()
-            seen[rows, last] = True
+            seen.index_put_((rows, last), self._true)
             lowered = torch.where(scores < 0, scores * penalty, scores / penalty)
             scores = torch.where(seen[rows], lowered, scores)
         token = scores.argmax(-1)
@@ -159,7 +161,8 @@ def _kept(
     """Probabilities of the tokens with these descending scores, zero for those that the options
     remove; they need not add up to one. As transformers' warpers: ``top_k`` (0 keeps all) also
     keeps what equals its last score, and the first token always stays."""
-    last = (torch.where(top_k > 0, top_k, values.shape[1]) - 1).clamp(max=values.shape[1] - 1)
+    most = values.shape[1]
+    last = (top_k + (top_k <= 0) * most - 1).clamp(max=most - 1)
     values = values.masked_fill(values < values.gather(1, last), float("-inf"))
     shares = values.softmax(-1)
     before = shares.cumsum(-1) - shares

@@ -133,10 +133,11 @@ class _Bucket:
             self._requests = padded
             self.rows.copy_(to_device(padded, torch.int64, self.rows.device))
         if self._run is None:
-            self._run = self._steps.capture(self._forward)
+            self._run = self._steps.capture(self._forward, "the model")
         self.logits = self._run()
         if kind not in self._samplers:
-            self._samplers[kind] = self._steps.capture(lambda: self._sample(kind))
+            name = f"sampling ({kind})"
+            self._samplers[kind] = self._steps.capture(lambda: self._sample(kind), name)
         return self._samplers[kind]()
 
     def _forward(self) -> torch.Tensor:
@@ -155,7 +156,7 @@ class _Bucket:
         token = steps.sampling.pick(self.logits, self.rows, after, self.ids, kind)
         self.picked.copy_(token)
         steps.tokens.index_copy_(0, self.rows, self.picked)
-        steps.lengths.index_copy_(0, self.rows, torch.where(self.rows > SCRATCH, after, 0))
+        steps.lengths.index_copy_(0, self.rows, after * (self.rows > SCRATCH))
         return self.picked
 
 
