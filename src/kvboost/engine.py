@@ -168,6 +168,12 @@ class KVBoost:
         """Token ids are smaller than this."""
         return self._model.vocab_size
 
+    @property
+    def notes(self) -> list[str]:
+        """What runs slower on this GPU than it could, and why. Graphs are recorded while requests
+        run, so there may be more notes later."""
+        return self._runtime.notes()
+
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt."""
         ids: list[int] = self._prompts.read(prompt).tolist()

@@ -135,6 +135,16 @@ class Runtime:
             **store.as_dict(),
         }
 
+    def notes(self) -> list[str]:
+        """Why decoding runs slower on a GPU than it could."""
+        if self.model.device.type != "cuda":
+            return []
+        if not self.pages.used:
+            return [f"requests have no pages: {self.pages.reason}"]
+        steps, layers = self.model.forward.steps, self.model.forward.step_layers
+        found = [steps.capture.note if steps else None, layers.note if layers else None]
+        return [note for note in found if note is not None]
+
     def close(self) -> None:
         """Saves the learned costs, closes the store and restores the model's own attention."""
         self.cost.save()
