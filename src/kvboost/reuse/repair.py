@@ -32,6 +32,12 @@ SHIFT_TOKENS = 256
 """Rows that share one shift; a longer run is split into several spans."""
 
 
+def probed_layers(num_layers: int) -> range:
+    """The layers in which a probe observes attention."""
+    low, high = (round(depth * num_layers) for depth in PROBE_BAND)
+    return range(min(low, high - 1), high)
+
+
 AttentionProbe = Callable[[torch.Tensor, Hook, int, "torch.Tensor | None"], None]
 """``probe(positions, hook, until, absent)`` runs rows of the prompt through the model up to layer
 ``until``. Rows that are ``absent`` are not attended to."""
@@ -94,8 +100,7 @@ class MovedRows:
         tail = torch.arange(start, self.live_end, device=self.device)
         absent = self.unknown[: self.live_end].clone()
         absent[start:] = False
-        low, high = (round(depth * self.num_layers) for depth in PROBE_BAND)
-        band = range(min(low, high - 1), high)
+        band = probed_layers(self.num_layers)
         mass = AttentionMass(band, start, absent[:start])
         self._run_probe(tail, mass, band[-1], absent if bool(absent.any()) else None)
         scores = torch.zeros(len(self.rows), device=self.device)

@@ -27,11 +27,12 @@ from kvboost.cache.quantize import KVFormat, Quantizer, plain
 from kvboost.cache.tiers.open import open_tiers
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm import check, paged, rope
+from kvboost.integrations.vllm.hooks import LayerHook
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.options import Options
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.planner import Hello, Keep, Load
-from kvboost.integrations.vllm.sparse import LayerHook, SparseForward, find_runner
+from kvboost.integrations.vllm.sparse import SparseForward, find_runner
 from kvboost.model import triton
 from kvboost.model.fingerprint import fingerprint
 from kvboost.model.segment import Hook
@@ -112,7 +113,9 @@ class Worker:
             problem = self._moved_problem()
             self._rotation = rope.rotation(model, len(pages.caches))
             self._kernels = _gpu_kernels(pages, self._rotation)
-            self._forward = SparseForward(self._runner, self._config, pages, self._kernels)
+            self._forward = SparseForward(
+                self._runner, self._config, pages, self._kernels, graphs=problem is None
+            )
             if problem is None and self._options.self_check:
                 problem = check.find_problem(pages, self._forward, self._rotation, vocab)
         except UnsupportedModelError as error:
@@ -308,7 +311,9 @@ class Worker:
             self._run(ids, rows, table, self._probe_hook(hook, tail, table))
             probed[0] += len(rows)
 
-        moved = MovedRows(load, total, len(pages.caches), pages.device, probe)
+        # Our kernels leave the choice to the host: a GPU would wait for its many small steps.
+        device = pages.device if self._kernels is None else torch.device("cpu")
+        moved = MovedRows(load, total, len(pages.caches), device, probe)
         choice = STRATEGIES[load.repair.strategy](moved, load.repair)
         yield probed[0]
         rows = (choice.rows | moved.unknown)[: load.end].nonzero()[:, 0].cpu()

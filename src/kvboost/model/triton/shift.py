@@ -33,7 +33,8 @@ class ShiftPlan:
     bounds: torch.Tensor
     """int64 ``[spans + 1]``: where the recomputed rows of each span begin."""
     stale: torch.Tensor
-    """int64 ``[3, stale]``: spans, slots and positions of moved rows that are not recomputed."""
+    """int64 ``[3, stale]``: spans, slots and positions of moved rows that are not recomputed. A
+    slot of -1 is padding."""
     end: int
     """One past the last moved position."""
     parts: int
@@ -72,8 +73,36 @@ class ShiftPlan:
             bounds,
             torch.stack([spans, slots_of(stale, table, page), stale]),
             int((span_of >= 0).nonzero()[-1]) + 1 if num_spans else 0,
-            min(-(-most // ROWS_PER_PART), MOST_PARTS),
+            cls.pick_parts(most),
         )
+
+    @staticmethod
+    def pick_parts(most: int) -> int:
+        """How many programs sum up a span of up to ``most`` recomputed rows."""
+        return min(-(-most // ROWS_PER_PART), MOST_PARTS)
+
+    def load(self, other: ShiftPlan) -> bool:
+        """Takes over what ``other`` holds, padded; False if it does not fit."""
+        fresh, spans, stale = other.fresh.shape[1], len(other.bounds), other.stale.shape[1]
+        if (
+            fresh > self.fresh.shape[1]
+            or spans > len(self.bounds)
+            or stale > self.stale.shape[1]
+            or other.end > self.end
+        ):
+            return False
+        self.fresh[:, :fresh].copy_(other.fresh)
+        self.weights[:fresh].copy_(other.weights)
+        self.bounds[:spans].copy_(other.bounds)
+        self.bounds[spans:].fill_(fresh)
+        self.stale[:, :stale].copy_(other.stale)
+        self.stale[1, stale:].fill_(-1)
+        return True
+
+    def clear(self) -> None:
+        """Shifts nothing."""
+        self.bounds.zero_()
+        self.stale[1].fill_(-1)
 
 
 @triton.jit(
@@ -188,8 +217,11 @@ def _shift_kernel(
     """Adds the offsets of their spans to some rows, in one head."""
     row, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
     used = row < num_stale
+    slot = tl.load(stale + num_stale + row, mask=used, other=-1)
+    used = slot >= 0
+    if tl.max(slot, 0) < 0:
+        return
     span = tl.load(stale + row, mask=used, other=0)
-    slot = tl.load(stale + num_stale + row, mask=used, other=0)
     position = tl.load(stale + 2 * num_stale + row, mask=used, other=0)
     to = pages + head * head_stride
     to += ((slot // PAGE) * page_stride + (slot % PAGE) * token_stride)[:, None]
