@@ -9,6 +9,7 @@ them are moved, repaired or computed on the way. vLLM never asks how rows came t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         self._loaded: dict[str, Load] = {}
         self._recomputed: dict[str, int] = {}
         self._step = Step()
+        self._ended: list[Callable[[], None]] = []
+        """What is left to do for requests whose answers are on their way."""
 
     # The scheduler's side.
 
@@ -118,6 +121,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             # None of its pages is there any more, or it was planned before: plan anew.
             self._branches.leave(request_id, request.block_hashes)
             branch = None
+        self._finish_ended()
         load = self._planner.plan(
             request_id,
             prompt_ids(request.prompt_token_ids or ()),
@@ -146,6 +150,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             self._step.loads.append(load)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
+        self._finish_ended()
         step, self._step = self._step, Step()
         step.is_busy = scheduler_output.total_num_scheduled_tokens > 0
         return step
@@ -182,29 +187,43 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             return False, None
         num_rows = min(request.num_computed_tokens, request.num_tokens - 1)
         num_rows = min(num_rows, len(block_ids) * self._page)
+        exact_rows = num_rows if branch is None else min(num_rows, self._exact_rows(branch, load))
+        # Hashes of approximate pages are ours.
+        exact_pages = num_rows // self._page if branch is None else branch.first
+        pages = tuple(block_ids)
+        self._ended.append(
+            lambda: self._keep(request, asked, pages, num_rows, exact_rows, exact_pages)
+        )
+        # vLLM frees the pages now. The next step is the first that can write to them, and it
+        # begins with the copy.
+        return False, _usage(load, recomputed)
+
+    def _finish_ended(self) -> None:
+        """Enters what ended requests leave. Their answers need not wait for that, so it is done
+        when the next step is planned."""
+        ended, self._ended = self._ended, []
+        for finish in ended:
+            finish()
+
+    def _keep(
+        self,
+        request: Request,
+        asked: RequestOptions,
+        pages: tuple[int, ...],
+        num_rows: int,
+        exact_rows: int,
+        exact_pages: int,
+    ) -> None:
+        token_ids, salt = prompt_ids(request.all_token_ids[:num_rows]), self._salt(request)
         keep, replaced = self._planner.keep(
-            request_id,
-            prompt_ids(request.all_token_ids[:num_rows]),
-            block_ids,
-            self._salt(request),
-            asked,
-            num_rows if branch is None else min(num_rows, self._exact_rows(branch, load)),
+            request.request_id, token_ids, pages, salt, asked, exact_rows
         )
         self._step.dropped += replaced
         if keep is not None:
             self._step.keeps.append(keep)
         if asked.mode != "off" and request.cache_salt is None and request.lora_request is None:
-            # Hashes of approximate pages are ours. Salts and adapters would have to be published
-            # with the blocks.
-            blocks = num_rows // self._page if branch is None else branch.first
-            self._planner.announce(
-                request.block_hashes[:blocks],
-                prompt_ids(request.all_token_ids[:num_rows]),
-                self._salt(request),
-            )
-        # vLLM frees the pages now. The next step is the first that can write to them, and it
-        # begins with the copy.
-        return False, _usage(load, recomputed)
+            # Salts and adapters would have to be published with the blocks.
+            self._planner.announce(request.block_hashes[:exact_pages], token_ids, salt)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -213,6 +232,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> list[KVCacheEvent]:
         """Blocks that our tiers hold now, or hold no longer."""
+        self._finish_ended()
         announced = self._planner.take_announcements()
         if not announced:
             return []
@@ -227,6 +247,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         """Forgets everything."""
+        self._finish_ended()
         self._step.dropped += self._planner.forget()
         self._branches.clear()
         return True

@@ -8,9 +8,9 @@ model; one thread of our own moves chunks between memory and the slow tiers.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -186,13 +186,16 @@ class Worker:
             self._thread.submit(self._data.drop, step.dropped)
         for load in step.loads:
             self._loading[load.request_id] = (load, self._serve(load))
-        budget = self._options.slice_rows if step.is_busy else None
+        with _one_thread() if self._kernels is not None else nullcontext():
+            self._go_on(self._options.slice_rows if step.is_busy else None)
+
+    def _go_on(self, budget: int | None) -> None:
         for request_id, (load, serving) in list(self._loading.items()):
             if budget is not None and budget <= 0:
                 break
-            done = self._advance(load, serving, budget)
-            budget = None if budget is None else budget - done
-            if done < 0:
+            rows, has_ended = self._advance(load, serving, budget)
+            budget = None if budget is None else budget - rows
+            if has_ended:
                 del self._loading[request_id]
                 self._received.add(request_id)
 
@@ -219,23 +222,23 @@ class Worker:
 
     # Loading.
 
-    def _advance(self, load: Load, serving: Loading, budget: int | None) -> int:
-        """Goes on with a load; returns the rows it has computed, or -1 if it has ended. A load that
-        fails is computed by vLLM: its pages are reported."""
+    def _advance(self, load: Load, serving: Loading, budget: int | None) -> tuple[int, bool]:
+        """Goes on with a load; returns the rows it has computed, and whether it has ended. A load
+        that fails is computed by vLLM: its pages are reported."""
         rows = 0
         try:
             while budget is None or rows < budget:
                 computed = next(serving)
                 if computed == 0 and budget is not None:  # it waits for data
-                    return rows
+                    return rows, False
                 rows += computed
-            return rows
+            return rows, False
         except StopIteration:
-            return -1
+            return rows, True
         except Lost:
             self._failed_pages.update(load.pages[load.first // self._open_pages.size :])
             self._report.failed.append(load.request_id)
-            return -1
+            return rows, True
 
     def _serve(self, load: Load) -> Loading:
         """Fetch, place, and for moved text choose and repair."""
@@ -397,6 +400,18 @@ class Worker:
             self._data.put(chunks)
             if self._stream is not None:
                 self._stream.synchronize()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch spreads work on the host over all cores, and waking them takes longer than the little
+    that is to be done between two forwards."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _gpu_kernels(pages: Pages, rotation: Rotation) -> GpuKernels | None:
