@@ -16,7 +16,6 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.outputs import RequestOutput
 
-from kvboost.cache.chunk import Lineage
 from kvboost.integrations.vllm.connector import KVBoostConnector
 from kvboost.integrations.vllm.worker import Worker
 from kvboost.model.weights import models_dir
@@ -134,14 +133,11 @@ class Engine:
         self.fresh()
         return answer
 
-    def forget_approximate(self) -> None:
-        """Else a second request continues from the rows that a first one has repaired."""
-        index = self.connector._planner._index
-        assert index is not None
-        infos = index._catalogue.infos().values()
-        keys = [info.key for info in infos if info.lineage is Lineage.APPROXIMATE]
-        index.remove(keys)
-        self.connector._step.dropped += keys
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks our store has."""
+        assert self.connector._planner._index is not None
+        return len(self.connector._planner._index)
 
     def set_slices(self, rows: int) -> None:
         self.worker._options = replace(self.worker._options, slice_rows=rows)

@@ -191,9 +191,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         # Hashes of approximate pages are ours.
         exact_pages = num_rows // self._page if branch is None else branch.first
         pages = tuple(block_ids)
-        self._ended.append(
-            lambda: self._keep(request, asked, pages, num_rows, exact_rows, exact_pages)
-        )
+        self._ended.append(lambda: self._keep(request, asked, pages, exact_rows, exact_pages))
         # vLLM frees the pages now. The next step is the first that can write to them, and it
         # begins with the copy.
         return False, _usage(load, recomputed)
@@ -210,14 +208,11 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         request: Request,
         asked: RequestOptions,
         pages: tuple[int, ...],
-        num_rows: int,
         exact_rows: int,
         exact_pages: int,
     ) -> None:
-        token_ids, salt = prompt_ids(request.all_token_ids[:num_rows]), self._salt(request)
-        keep, replaced = self._planner.keep(
-            request.request_id, token_ids, pages, salt, asked, exact_rows
-        )
+        token_ids, salt = prompt_ids(request.all_token_ids[:exact_rows]), self._salt(request)
+        keep, replaced = self._planner.keep(request.request_id, token_ids, pages, salt, asked)
         self._step.dropped += replaced
         if keep is not None:
             self._step.keeps.append(keep)
