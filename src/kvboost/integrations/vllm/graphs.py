@@ -265,7 +265,7 @@ class FixedMass:
 
     def finish(self, hook: LayerHook | None) -> None:
         assert isinstance(hook, MassHook)
-        hook.seen.mass += self._mass[: len(hook.seen.mass)].to(hook.seen.mass.device)
+        hook.give(self._mass[: len(hook.seen.mass)])
 
 
 def capture_cuda() -> Capture:

@@ -119,8 +119,19 @@ class MassHook:
             absent=self._absent,
         )
         if layer == self.seen.layers[-1]:
-            self.seen.mass += self._mass.to(self.seen.mass.device)
+            self.give(self._mass)
             raise EnoughLayers
+
+    def give(self, mass: torch.Tensor) -> None:
+        """Hands over what was seen. The host goes on meanwhile."""
+        if mass.device.type != "cuda":
+            self.seen.mass = mass.clone()
+            return
+        self.seen.mass = torch.empty(len(mass), pin_memory=True)
+        self.seen.mass.copy_(mass, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        self.seen.wait = copied.synchronize
 
 
 class ShiftHook:

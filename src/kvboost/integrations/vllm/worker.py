@@ -37,7 +37,7 @@ from kvboost.model import triton
 from kvboost.model.fingerprint import fingerprint
 from kvboost.model.segment import Hook
 from kvboost.reuse.probe import AttentionMass
-from kvboost.reuse.repair import STRATEGIES, MovedRows
+from kvboost.reuse.repair import STRATEGIES, MovedRows, asks_attention
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
 
@@ -57,6 +57,8 @@ vLLM keeps it as a placeholder that nothing attends to."""
 logger = init_logger("vllm.kvboost")
 
 Loading = Generator[int, None, None]
+"""Yields the rows it has computed, or ``WAITS``."""
+WAITS = 0
 
 
 class Lost(Exception):
@@ -187,13 +189,18 @@ class Worker:
         for load in step.loads:
             self._loading[load.request_id] = (load, self._serve(load))
         with _one_thread() if self._kernels is not None else nullcontext():
-            self._go_on(self._options.slice_rows if step.is_busy else None)
+            if step.is_busy:
+                self._go_on(self._options.slice_rows, waits=False)
+            else:
+                if len(self._loading) > 1:  # one waits while the others go on
+                    self._go_on(None, waits=False)
+                self._go_on(None, waits=True)
 
-    def _go_on(self, budget: int | None) -> None:
+    def _go_on(self, budget: int | None, *, waits: bool) -> None:
         for request_id, (load, serving) in list(self._loading.items()):
             if budget is not None and budget <= 0:
                 break
-            rows, has_ended = self._advance(load, serving, budget)
+            rows, has_ended = self._advance(load, serving, budget, waits)
             budget = None if budget is None else budget - rows
             if has_ended:
                 del self._loading[request_id]
@@ -222,14 +229,17 @@ class Worker:
 
     # Loading.
 
-    def _advance(self, load: Load, serving: Loading, budget: int | None) -> tuple[int, bool]:
-        """Goes on with a load; returns the rows it has computed, and whether it has ended. A load
-        that fails is computed by vLLM: its pages are reported."""
+    def _advance(
+        self, load: Load, serving: Loading, budget: int | None, waits: bool
+    ) -> tuple[int, bool]:
+        """Goes on with a load for ``budget`` rows, and beyond where it ``waits``; returns the rows
+        it has computed, and whether it has ended. A load that fails is computed by vLLM: its pages
+        are reported."""
         rows = 0
         try:
             while budget is None or rows < budget:
                 computed = next(serving)
-                if computed == 0 and budget is not None:  # it waits for data
+                if computed == WAITS and not waits:
                     return rows, False
                 rows += computed
             return rows, False
@@ -253,7 +263,7 @@ class Worker:
         else:
             coming: Future[list[KVChunk] | None] = self._thread.submit(self._data.fetch, load.infos)
             while not coming.done():
-                yield 0
+                yield WAITS
                 time.sleep(0.0005)
             chunks = coming.result()
         if chunks is None:
@@ -317,6 +327,9 @@ class Worker:
         # Our kernels leave the choice to the host: a GPU would wait for its many small steps.
         device = pages.device if self._kernels is None else torch.device("cpu")
         moved = MovedRows(load, total, len(pages.caches), device, probe)
+        if asks_attention(load.repair):
+            moved.start_attention()
+            yield WAITS  # a GPU probes while the host goes on with others
         choice = STRATEGIES[load.repair.strategy](moved, load.repair)
         yield probed[0]
         rows = (choice.rows | moved.unknown)[: load.end].nonzero()[:, 0].cpu()
