@@ -8,6 +8,7 @@ import inspect
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -53,9 +54,12 @@ class Answer:
 
 
 class Engine:
-    """vLLM in this process: scheduler and worker can be looked at."""
+    """vLLM in this process: its scheduler can be looked at, and its worker, unless there are several
+    or it has a process of its own."""
 
-    def __init__(self, extra: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self, extra: dict[str, Any] | None = None, model: Path = MODEL, **options: Any
+    ) -> None:
         transfer = KVTransferConfig(
             kv_connector="KVBoostConnector",
             kv_connector_module_path="kvboost.integrations.vllm.connector",
@@ -64,7 +68,7 @@ class Engine:
         )
         options = {"max_model_len": 2048, "enforce_eager": True, **options}
         self.llm = LLM(
-            str(MODEL),
+            str(model),
             dtype="float32",
             block_size=PAGE,
             max_num_seqs=4,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk
@@ -31,6 +32,7 @@ from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.options import Options
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.planner import Hello, Keep, Load
+from kvboost.integrations.vllm.ranks import Ranks
 from kvboost.integrations.vllm.sparse import LayerHook, SparseForward, find_runner
 from kvboost.model import triton
 from kvboost.model.fingerprint import fingerprint
@@ -91,9 +93,12 @@ class Worker:
 
     def greet(self) -> Greeting:
         """Checks and measures; called once, when vLLM is ready and before any request."""
-        if self._pages is None:
-            logger.warning("KVBoost reuses nothing: %s", self._problem)
-            return Greeting(None, self._problem)
+        self._ranks = Ranks(get_tp_group())
+        if self._ranks.least(self._pages is not None) == 0 or self._pages is None:
+            problem = self._problem if self._pages is None else "another worker cannot"
+            self._pages = None
+            logger.warning("KVBoost reuses nothing: %s", problem)
+            return Greeting(None, problem)
         pages, model = self._pages, self._runner.model
         parallel = self._config.parallel_config
         hello = Hello(
@@ -114,7 +119,9 @@ class Worker:
             self._kernels = _gpu_kernels(pages, self._rotation)
             self._forward = SparseForward(self._runner, self._config, pages, self._kernels)
             if problem is None and self._options.self_check:
-                problem = check.find_problem(pages, self._forward, self._rotation, vocab)
+                problem = check.find_problem(
+                    pages, self._forward, self._rotation, vocab, self._ranks
+                )
         except UnsupportedModelError as error:
             problem = str(error)
         if problem is None:
@@ -242,15 +249,18 @@ class Worker:
             yield from self._repair(load)
 
     def _fetch(self, load: Load) -> Generator[int, None, list[KVChunk]]:
+        """Raises ``Lost`` unless every worker has its heads of every chunk. All of them go on in
+        the same step: the forwards that follow run in all of them together."""
         if self._data.is_ready([info.key for info in load.infos]):
-            chunks = self._data.fetch(load.infos)
+            chunks, coming = self._data.fetch(load.infos), None
         else:
-            coming: Future[list[KVChunk] | None] = self._thread.submit(self._data.fetch, load.infos)
-            while not coming.done():
-                yield 0
-                time.sleep(0.0005)
+            chunks, coming = None, self._thread.submit(self._data.fetch, load.infos)
+        while self._ranks.least(coming is None or coming.done()) == 0:
+            yield 0
+            time.sleep(0.0005)
+        if coming is not None:
             chunks = coming.result()
-        if chunks is None:
+        if self._ranks.least(chunks is not None) == 0 or chunks is None:
             raise Lost(load.request_id)
         return chunks
 
@@ -306,6 +316,7 @@ class Worker:
             if absent is not None:
                 rows = torch.cat([absent.nonzero()[:, 0].cpu(), tail])
             self._run(ids, rows, table, self._probe_hook(hook, tail, table))
+            hook.mass = self._ranks.total(hook.mass)
             probed[0] += len(rows)
 
         moved = MovedRows(load, total, len(pages.caches), pages.device, probe)
