@@ -53,9 +53,16 @@ class Answer:
         return max(abs(mine[token] - its[token]) for token in common)
 
 
+def here() -> Any:
+    """The worker in this process."""
+    group = get_kv_transfer_group()
+    assert isinstance(group, KVBoostConnector)
+    return group._worker
+
+
 class Engine:
-    """vLLM in this process: its scheduler can be looked at, and its worker, unless there are several
-    or it has a process of its own."""
+    """vLLM in this process: its scheduler can be looked at, and its worker, unless workers have
+    processes of their own."""
 
     def __init__(
         self, extra: dict[str, Any] | None = None, model: Path = MODEL, **options: Any
@@ -82,9 +89,8 @@ class Engine:
 
     @property
     def worker(self) -> Worker:
-        group = get_kv_transfer_group()
-        assert isinstance(group, KVBoostConnector)
-        return group._worker
+        worker: Worker = here()
+        return worker
 
     @property
     def rows(self) -> int:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ALWAYS, Answer, Engine, Texts
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from engines import Answer, Engine, Texts, here
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvboost.integrations.vllm.worker import Worker
@@ -37,27 +35,9 @@ def prompts() -> Texts:
 
 
 @pytest.fixture(scope="module")
-def start(model: Path) -> Iterator[Callable[..., Engine]]:
-    """Starts engines, one after another: each ends the one before."""
-    running: list[Engine] = []
-
-    def start(workers: int, **extra: Any) -> Engine:
-        while running:
-            running.pop().close()
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join("01"[:workers])
-        options = {"tensor_parallel_size": workers, "distributed_executor_backend": "mp"}
-        running.append(Engine({**ALWAYS, **extra}, model, **options))
-        return running[0]
-
-    yield start
-    while running:
-        running.pop().close()
-
-
-@pytest.fixture(scope="module")
 def alone(start: Callable[..., Engine], prompts: Texts) -> dict[str, Answer]:
     """The answers of one worker."""
-    engine = start(1)
+    engine = start({})
     answers = {"full": engine.full(prompts.prompt(2, 1, 0))}
     answers["first"] = engine.ask(prompts.prompt(0, 1, 2))
     engine.fresh()
@@ -76,11 +56,11 @@ def engine(
 ) -> Engine:
     """Two workers, which have read the documents in one order and written them to the folder. They
     were started again since, so they have nothing in memory."""
-    engine = start(2, disk_cache_dir=str(folder))
+    engine = start({"disk_cache_dir": str(folder)}, workers=2)
     first = engine.ask(prompts.prompt(0, 1, 2))
     assert first.cached == 0 and first.usage is None
     assert first.tokens == alone["first"].tokens and first.difference(alone["first"]) < 1e-4
-    return start(2, disk_cache_dir=str(folder))
+    return start({"disk_cache_dir": str(folder)}, workers=2)
 
 
 @pytest.fixture(autouse=True)
@@ -95,12 +75,6 @@ def on_each(engine: Engine, look: Callable[[Any], Any]) -> list[Any]:
     found: list[Any] = engine.llm.collective_rpc(look)
     assert len(found) == 2
     return found
-
-
-def here() -> Any:
-    worker = get_kv_transfer_group()._worker
-    assert isinstance(worker, Worker)
-    return worker
 
 
 def watch(_: object) -> None:

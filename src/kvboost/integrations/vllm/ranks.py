@@ -26,7 +26,8 @@ class Ranks:
         ranks, so that equal scores are ranked alike."""
         if self._group is None:
             return part
-        return self._group.all_gather(part[None].contiguous(), dim=0).sum(0)
+        parts: torch.Tensor = self._group.all_gather(part[None].contiguous(), dim=0)
+        return parts.sum(0)
 
     def least(self, number: float) -> float:
         """The smallest ``number`` of all workers. They wait for each other."""

@@ -34,6 +34,7 @@ from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.planner import Hello, Keep, Load
 from kvboost.integrations.vllm.ranks import Ranks
 from kvboost.integrations.vllm.sparse import LayerHook, SparseForward, find_runner
+from kvboost.integrations.vllm.support import why_not_moved
 from kvboost.model import triton
 from kvboost.model.fingerprint import fingerprint
 from kvboost.model.segment import Hook
@@ -65,8 +66,11 @@ class Lost(Exception):
 
 
 class Worker:
-    def __init__(self, config: VllmConfig, options: Options) -> None:
+    """``declined`` says why nothing is reused; it is None if something is."""
+
+    def __init__(self, config: VllmConfig, options: Options, declined: str | None) -> None:
         self._config = config
+        self._declined = declined
         self._options = options
         self._pages: Pages | None = None
         self._problem = "no KV cache was registered"
@@ -84,7 +88,8 @@ class Worker:
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """vLLM has allocated its pages."""
         try:
-            self._refuse()
+            if self._declined is not None:
+                raise UnsupportedModelError(self._declined)
             layers = self._config.compilation_config.static_forward_context
             self._runner = find_runner()
             self._pages = Pages(caches, [layers[name] for name in caches])
@@ -95,10 +100,10 @@ class Worker:
         """Checks and measures; called once, when vLLM is ready and before any request."""
         self._ranks = Ranks(get_tp_group())
         if self._ranks.least(self._pages is not None) == 0 or self._pages is None:
-            problem = self._problem if self._pages is None else "another worker cannot"
-            self._pages = None
-            logger.warning("KVBoost reuses nothing: %s", problem)
-            return Greeting(None, problem)
+            if self._pages is not None:
+                self._pages, self._problem = None, "another worker has a problem"
+            logger.warning("KVBoost reuses nothing: %s", self._problem)
+            return Greeting(None, self._problem)
         pages, model = self._pages, self._runner.model
         parallel = self._config.parallel_config
         hello = Hello(
@@ -114,7 +119,7 @@ class Worker:
         )
         vocab = self._config.model_config.get_vocab_size()
         try:
-            problem = self._moved_problem()
+            problem = why_not_moved(self._config, pages.layers)
             self._rotation = rope.rotation(model, len(pages.caches))
             self._kernels = _gpu_kernels(pages, self._rotation)
             self._forward = SparseForward(self._runner, self._config, pages, self._kernels)
@@ -139,39 +144,6 @@ class Worker:
         if pages.device.type == "cuda":
             self._stream = torch.cuda.Stream(pages.device)
         return Greeting(hello)
-
-    def _refuse(self) -> None:
-        """Raises ``UnsupportedModelError`` where not even exact text is reused."""
-        config = self._config
-        if config.parallel_config.pipeline_parallel_size > 1:
-            raise UnsupportedModelError("pipeline parallelism is not supported yet")
-        if config.model_config.use_mla:
-            raise UnsupportedModelError("MLA is not supported yet")
-        if config.parallel_config.tensor_parallel_size > 1 and (
-            self._options.engine.remote_cache_url is not None
-        ):
-            raise UnsupportedModelError(
-                "a remote store is not supported with tensor parallelism yet; leave out "
-                "remote_cache_url"
-            )
-
-    def _moved_problem(self) -> str | None:
-        """Why moved text is not reused with this configuration; None if it may be."""
-        config = self._config
-        if config.speculative_config is not None:
-            return "speculative decoding is not supported with it yet"
-        if config.parallel_config.data_parallel_size > 1:
-            return "data parallelism is not supported with it yet"
-        if config.model_config.is_multimodal_model:
-            return "models with images or audio are not supported with it yet"
-        for layer in self._open_pages.layers:
-            if getattr(layer.impl, "sliding_window", None) not in (None, (-1, -1), -1):
-                return "sliding windows are not supported with it yet"
-            if getattr(layer.impl, "alibi_slopes", None) is not None:
-                return "ALiBi has no positions that could be moved"
-            if getattr(layer.impl, "logits_soft_cap", None):
-                return "soft caps of attention are not supported with it yet"
-        return None
 
     @property
     def _open_pages(self) -> Pages:
