@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from engines import Engine, Texts, here
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
+from kvboost.integrations.vllm.options import Options
+from kvboost.integrations.vllm.support import why_nothing
 from tiny import byte_tokenizer, tiny_model
 
 WINDOW = 64
@@ -75,3 +80,14 @@ def test_without_the_hybrid_manager_exact_text_is_reused(
     again = engine.ask(ids)
     assert again.usage is not None and again.usage["exact_tokens"] == again.cached > 600
     assert again.tokens == full.tokens and again.difference(full) < 1e-4
+
+
+def test_mamba_layers_are_declined_by_name() -> None:
+    """Their kernels need Triton, so vLLM for CPUs cannot run such a model."""
+    spec = MambaSpec(block_size=32, shapes=((8, 8),), dtypes=(torch.float32,))
+    caches = KVCacheConfig(1, [], [KVCacheGroupSpec(["layer"], spec)])
+    parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1)
+    config: Any = SimpleNamespace(
+        parallel_config=parallel, model_config=SimpleNamespace(use_mla=False)
+    )
+    assert "Mamba" in (why_nothing(config, Options.parse({}), caches) or "")
