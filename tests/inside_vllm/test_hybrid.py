@@ -58,7 +58,7 @@ def test_without_the_hybrid_manager_exact_text_is_reused(
 ) -> None:
     options: dict[str, Any] = {"disable_hybrid_kv_cache_manager": True}
     engine = start({"disk_cache_dir": str(tmp_path)}, **options)
-    assert {-1, WINDOW - 1} == set(engine.llm.collective_rpc(windows)[0])
+    assert {-1, WINDOW} == set(engine.llm.collective_rpc(windows)[0])
     assert engine.connector._planner.is_open and not engine.connector._planner._moves
     texts = Texts(byte_tokenizer())
     ids = texts.prompt(0, 1, 2)
