@@ -8,6 +8,7 @@ import inspect
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -51,10 +52,20 @@ class Answer:
         return max(abs(mine[token] - its[token]) for token in common)
 
 
-class Engine:
-    """vLLM in this process: scheduler and worker can be looked at."""
+def here() -> Any:
+    """The worker in this process."""
+    group = get_kv_transfer_group()
+    assert isinstance(group, KVBoostConnector)
+    return group._worker
 
-    def __init__(self, extra: dict[str, Any] | None = None, **options: Any) -> None:
+
+class Engine:
+    """vLLM in this process: its scheduler can be looked at, and its worker, unless workers have
+    processes of their own."""
+
+    def __init__(
+        self, extra: dict[str, Any] | None = None, model: Path = MODEL, **options: Any
+    ) -> None:
         transfer = KVTransferConfig(
             kv_connector="KVBoostConnector",
             kv_connector_module_path="kvboost.integrations.vllm.connector",
@@ -63,7 +74,7 @@ class Engine:
         )
         options = {"max_model_len": 2048, "enforce_eager": True, **options}
         self.llm = LLM(
-            str(MODEL),
+            str(model),
             dtype="float32",
             block_size=PAGE,
             max_num_seqs=4,
@@ -77,9 +88,8 @@ class Engine:
 
     @property
     def worker(self) -> Worker:
-        group = get_kv_transfer_group()
-        assert isinstance(group, KVBoostConnector)
-        return group._worker
+        worker: Worker = here()
+        return worker
 
     @property
     def rows(self) -> int:

@@ -29,6 +29,7 @@ from kvboost.integrations.vllm.events import Announcements
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.options import Options, RequestOptions
 from kvboost.integrations.vllm.planner import Load, Planner, prompt_ids, repair_name, salt_of
+from kvboost.integrations.vllm.support import why_nothing
 from kvboost.integrations.vllm.worker import Worker
 
 if TYPE_CHECKING:
@@ -56,9 +57,9 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         transfer.kv_load_failure_policy = "recompute"
         self._options = Options.parse(transfer.kv_connector_extra_config)
         if role is KVConnectorRole.WORKER:
-            self._worker = Worker(vllm_config, self._options)
+            declined = why_nothing(vllm_config, self._options, kv_cache_config)
+            self._worker = Worker(vllm_config, self._options, declined)
             return
-        self._num_groups = len(kv_cache_config.kv_cache_groups)
         self._page = vllm_config.cache_config.block_size
         events = vllm_config.kv_events_config
         listened = events is not None and events.enable_kv_cache_events
@@ -86,9 +87,6 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         """The workers are ready."""
         greetings = [metadata[rank] for rank in sorted(metadata)]
         hellos = [one.hello for one in greetings if isinstance(one, Greeting) and one.hello]
-        if self._num_groups != 1:
-            logger.warning("KVBoost reuses nothing: hybrid models are not supported yet")
-            return
         if len(hellos) != len(greetings) or self._pool is None:
             return
         self._planner.open(hellos)
