@@ -18,7 +18,7 @@ from kvboost.model.triton.rows import PagedRows
 from kvboost.model.triton.warm import warm_up
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.rope import CosSin, Rotation
-from kvboost.reuse.shift import Shift, Spans
+from kvboost.reuse.shift import Spans, shift_weights
 
 
 class GpuKernels:
@@ -65,10 +65,9 @@ class GpuKernels:
     def shift(self, part: torch.Tensor, spans: Spans, table: torch.Tensor) -> ShiftHook | None:
         """A hook that shifts the moved rows of ``spans``; None if there is nothing to shift.
         Both are on the host."""
-        planned = Shift(self.rotation, part, spans)
-        if not planned.useful:
+        if (weights := shift_weights(part, spans)) is None:
             return None
-        plan = shift.ShiftPlan.of(part, spans.span_of, planned.weights, table, self.pages.size)
+        plan = shift.ShiftPlan.of(part, spans.span_of, weights, table, self.pages.size)
         return ShiftHook(self, plan)
 
     def rows(self, rows: torch.Tensor, table: torch.Tensor, heads: int) -> PagedRows:

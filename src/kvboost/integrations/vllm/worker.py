@@ -315,11 +315,11 @@ class Worker:
         if asks_attention(load.repair):
             moved.start_attention()
             yield WAITS  # a GPU probes while the host goes on with others
+        spans, since = moved.spans().to("cpu"), 0
         choice = STRATEGIES[load.repair.strategy](moved, load.repair)
         yield probed[0]
         rows = (choice.rows | moved.unknown)[: load.end].nonzero()[:, 0].cpu()
         self._report.recomputed[load.request_id] = int(choice.rows[: load.end].sum())
-        spans, since = moved.spans().to("cpu"), 0
         for part in torch.split(rows, self._options.slice_rows):
             hook = None
             if choice.shift:
