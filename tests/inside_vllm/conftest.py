@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="kvboost-vllm-")  # removed at the end
 os.environ.setdefault("VLLM_CACHE_ROOT", _FOLDER.name)
@@ -18,9 +21,27 @@ os.environ |= {
 import pytest  # noqa: E402
 
 pytest.register_assert_rewrite("engines")
-from engines import Engine, Texts  # noqa: E402
+from engines import ALWAYS, Engine, Texts  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def texts(engine: Engine) -> Texts:
     return Texts(engine.llm.get_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def start(model: Path) -> Iterator[Callable[..., Engine]]:
+    """Starts engines whose workers have processes of their own. Each ends the one before."""
+    running: list[Engine] = []
+
+    def start(extra: dict[str, Any], workers: int = 1, **options: Any) -> Engine:
+        while running:
+            running.pop().close()
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join("01"[:workers])
+        options |= {"tensor_parallel_size": workers, "distributed_executor_backend": "mp"}
+        running.append(Engine({**ALWAYS, **extra}, model, **options))
+        return running[0]
+
+    yield start
+    while running:
+        running.pop().close()

@@ -8,6 +8,7 @@ import inspect
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -16,7 +17,6 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.outputs import RequestOutput
 
-from kvboost.cache.chunk import Lineage
 from kvboost.integrations.vllm.connector import KVBoostConnector
 from kvboost.integrations.vllm.worker import Worker
 from kvboost.model.weights import models_dir
@@ -52,10 +52,20 @@ class Answer:
         return max(abs(mine[token] - its[token]) for token in common)
 
 
-class Engine:
-    """vLLM in this process: scheduler and worker can be looked at."""
+def here() -> Any:
+    """The worker in this process."""
+    group = get_kv_transfer_group()
+    assert isinstance(group, KVBoostConnector)
+    return group._worker
 
-    def __init__(self, extra: dict[str, Any] | None = None, **options: Any) -> None:
+
+class Engine:
+    """vLLM in this process: its scheduler can be looked at, and its worker, unless workers have
+    processes of their own."""
+
+    def __init__(
+        self, extra: dict[str, Any] | None = None, model: Path = MODEL, **options: Any
+    ) -> None:
         transfer = KVTransferConfig(
             kv_connector="KVBoostConnector",
             kv_connector_module_path="kvboost.integrations.vllm.connector",
@@ -64,7 +74,7 @@ class Engine:
         )
         options = {"max_model_len": 2048, "enforce_eager": True, **options}
         self.llm = LLM(
-            str(MODEL),
+            str(model),
             dtype="float32",
             block_size=PAGE,
             max_num_seqs=4,
@@ -78,9 +88,8 @@ class Engine:
 
     @property
     def worker(self) -> Worker:
-        group = get_kv_transfer_group()
-        assert isinstance(group, KVBoostConnector)
-        return group._worker
+        worker: Worker = here()
+        return worker
 
     @property
     def rows(self) -> int:
@@ -134,14 +143,11 @@ class Engine:
         self.fresh()
         return answer
 
-    def forget_approximate(self) -> None:
-        """Else a second request continues from the rows that a first one has repaired."""
-        index = self.connector._planner._index
-        assert index is not None
-        infos = index._catalogue.infos().values()
-        keys = [info.key for info in infos if info.lineage is Lineage.APPROXIMATE]
-        index.remove(keys)
-        self.connector._step.dropped += keys
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks our store has."""
+        assert self.connector._planner._index is not None
+        return len(self.connector._planner._index)
 
     def set_slices(self, rows: int) -> None:
         self.worker._options = replace(self.worker._options, slice_rows=rows)

@@ -23,9 +23,8 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(autouse=True)
 def ready(engine: Engine) -> Iterator[None]:
-    """vLLM's own cache is empty, and ours has nothing approximate."""
+    """vLLM's own cache is empty."""
     engine.fresh()
-    engine.forget_approximate()
     engine.set_slices(2048)
     engine.set_repair("auto")
     yield
@@ -164,6 +163,17 @@ def test_the_next_turn_finds_its_own_pages_and_nobody_else_does(
 
 
 @pytest.mark.usefixtures("read")
+def test_rows_after_moved_ones_are_not_stored(engine: Engine, texts: Texts) -> None:
+    """They would push out the text that they were made from."""
+    engine.ask(texts.question, "off")  # its step stores what was read before
+    chunks = engine.num_chunks
+    moved = engine.ask(texts.prompt(2, 1, 0), tokens=33)
+    assert moved.usage is not None and moved.usage["moved_tokens"] > 400
+    engine.ask(texts.question, "off")
+    assert engine.num_chunks == chunks
+
+
+@pytest.mark.usefixtures("read")
 def test_generated_pages_chain_onto_the_branch(engine: Engine, texts: Texts) -> None:
     """An answer after moved text is computed on top of approximate rows."""
     ids = texts.prompt(2, 1, 0)
@@ -186,7 +196,6 @@ def test_slices_between_steps_change_nothing_and_harm_nobody(engine: Engine, tex
     assert at_once.usage is not None and at_once.usage["recomputed_tokens"] > 64
     for slice_rows in (16, 48):
         engine.fresh()
-        engine.forget_approximate()
         engine.set_slices(slice_rows)
         bystander = engine.add(short, "off", 40)
         for _ in range(4):
@@ -217,7 +226,6 @@ def test_an_aborted_load_frees_its_pages(engine: Engine, texts: Texts) -> None:
     ids = texts.prompt(2, 1, 0)
     expected = engine.ask(ids)
     engine.fresh()
-    engine.forget_approximate()
     free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     engine.set_slices(16)
     bystander = engine.add(texts.question, "off", 40)

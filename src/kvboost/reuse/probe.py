@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kvboost.model.kv import RequestKV
@@ -19,6 +21,8 @@ class AttentionMass:
         self.layers = layers
         self.absent = absent
         self.mass = torch.zeros(start, device=absent.device)
+        self.wait: Callable[[], None] = lambda: None
+        """Returns when ``mass`` is complete: a GPU may still be at it."""
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def on_fresh(

@@ -32,6 +32,12 @@ SHIFT_TOKENS = 256
 """Rows that share one shift; a longer run is split into several spans."""
 
 
+def probed_layers(num_layers: int) -> range:
+    """The layers in which a probe observes attention."""
+    low, high = (round(depth * num_layers) for depth in PROBE_BAND)
+    return range(min(low, high - 1), high)
+
+
 AttentionProbe = Callable[[torch.Tensor, Hook, int, "torch.Tensor | None"], None]
 """``probe(positions, hook, until, absent)`` runs rows of the prompt through the model up to layer
 ``until``. Rows that are ``absent`` are not attended to."""
@@ -74,6 +80,7 @@ class MovedRows:
     device: torch.device
     probe: AttentionProbe
     charged_tokens: float = field(default=0.0, init=False)
+    _seen: AttentionMass | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.rows = torch.zeros(self.plan.num_tokens, dtype=torch.bool, device=self.device)
@@ -88,19 +95,25 @@ class MovedRows:
         return self.plan.moved
 
     def attention(self) -> torch.Tensor:
-        """How much the prompt's last rows attend to each moved row: ``[prompt]``. They run over the
-        moved KV as it is and do not attend to rows that are not computed yet."""
+        """How much the prompt's last rows attend to each moved row: ``[prompt]``."""
+        if self._seen is None:
+            self.start_attention()
+        assert self._seen is not None
+        self._seen.wait()
+        scores = torch.zeros(len(self.rows), device=self.device)
+        scores[: len(self._seen.mass)] = self._seen.mass
+        return scores * self.rows
+
+    def start_attention(self) -> None:
+        """Starts the probe for ``attention``: the last rows run over the moved KV as it is and do
+        not attend to rows that are not computed yet."""
         start = max(self.runs[-1].end, self.live_end - PROBE_ROWS)
         tail = torch.arange(start, self.live_end, device=self.device)
         absent = self.unknown[: self.live_end].clone()
         absent[start:] = False
-        low, high = (round(depth * self.num_layers) for depth in PROBE_BAND)
-        band = range(min(low, high - 1), high)
-        mass = AttentionMass(band, start, absent[:start])
-        self._run_probe(tail, mass, band[-1], absent if bool(absent.any()) else None)
-        scores = torch.zeros(len(self.rows), device=self.device)
-        scores[:start] = mass.mass
-        return scores * self.rows
+        band = probed_layers(self.num_layers)
+        self._seen = AttentionMass(band, start, absent[:start])
+        self._run_probe(tail, self._seen, band[-1], absent if bool(absent.any()) else None)
 
     def deviation(self) -> torch.Tensor:
         """How far each moved row's keys and values in layer 1 are from those computed at its new
@@ -161,6 +174,11 @@ def cacheblend(moved: MovedRows, repair: RepairParams) -> RepairChoice:
     fresh rows of layer 1 stay; only the chosen rows continue from there."""
     num_rows = round(repair.ratio * moved.plan.num_moved)
     return RepairChoice(moved.top(moved.deviation(), num_rows))
+
+
+def asks_attention(repair: RepairParams) -> bool:
+    """Whether a repair chooses rows by ``MovedRows.attention``."""
+    return repair.strategy in ("auto", "query") and 0 < repair.ratio < 1
 
 
 def query(moved: MovedRows, repair: RepairParams) -> RepairChoice:

@@ -41,6 +41,16 @@ class Spans:
         return Spans(span_of, self.resemblance)
 
 
+def shift_weights(positions: torch.Tensor, spans: Spans) -> torch.Tensor | None:
+    """What each moved one of the recomputed ``positions`` adds to the offset of its span; None if
+    there are no rows to learn from or none to shift."""
+    which = spans.span_of[positions]
+    which = which[which >= 0]
+    if not 2 <= len(which) < int((spans.span_of >= 0).sum()):
+        return None
+    return row_weights(which, spans.resemblance)
+
+
 def row_weights(which: torch.Tensor, resemblance: torch.Tensor) -> torch.Tensor:
     """What each recomputed row adds to the offset of its span; ``which``, ``[rows]``, are the
     spans, and ``resemblance`` is that of :class:`Spans`."""
@@ -61,13 +71,13 @@ class Shift:
 
     def __init__(self, rotation: Rotation, positions: torch.Tensor, spans: Spans) -> None:
         self._rotation = rotation
+        weights = shift_weights(positions, spans)
+        self.useful = weights is not None
+        if weights is None:
+            return
         self._index = (spans.span_of[positions] >= 0).nonzero()[:, 0]
         self._fresh = positions[self._index]
         moved = (spans.span_of >= 0).nonzero()[:, 0]
-        self.useful = 2 <= len(self._fresh) < len(moved)
-        """Whether there are rows to learn from and rows to shift."""
-        if not self.useful:
-            return
         # The shift touches all rows between the first and the last moved one. Rows that are not
         # moved get a zero offset, and fresh rows are overwritten right after.
         self._start, self._end = int(moved[0]), int(moved[-1]) + 1
@@ -76,7 +86,6 @@ class Shift:
         self._offset_of = torch.where(between >= 0, between, num_spans)
         numbers = torch.arange(num_spans + 1, device=positions.device)[:, None]
         which = spans.span_of[self._fresh]
-        weights = row_weights(which, spans.resemblance)
         self._rows = (self._index, self._fresh, which, (which == numbers) * weights, weights)
         self._cos_sin: dict[int, tuple[CosSin, CosSin]] = {}
 
@@ -84,11 +93,6 @@ class Shift:
     def touched(self) -> range:
         """The rows that may change. Only if it is useful."""
         return range(self._start, self._end)
-
-    @property
-    def weights(self) -> torch.Tensor:
-        """What each recomputed moved row adds to the offset of its span. Only if it is useful."""
-        return self._rows[-1]
 
     def on_fresh(self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer == 0:  # its keys and values depend on the token alone, so none is stale

@@ -26,6 +26,17 @@ with open({asked!r}, "a") as asked:
 assert (pathlib.Path(os.environ["PYTHONPATH"]) / "kvboost" / "engine.py").is_file()
 print("INFO vLLM says a lot")
 print("{{'not': 'JSON'}}")
+if "--restart" in given:
+    folder = pathlib.Path(given[given.index("--folder") + 1])
+    if given[given.index("--restart") + 1] == "write":
+        (folder / "written").touch()
+        print(json.dumps({{"restart": {{"documents": 5}}}}))
+        sys.exit()
+    assert (folder / "written").exists()
+    tokens = int(given[given.index("--lengths") + 1])
+    found = {{"tokens": tokens, "documents": 5, "disk_ms": 20.0, "full_ms": 160.0}}
+    print(json.dumps({{"restart": found}}))
+    sys.exit()
 plain = "--plain" in given
 lengths = given[given.index("--lengths") + 1].split(",")
 decode = {{"requests": 64, "step_ms": 10 if plain else 10.2}}
@@ -74,12 +85,15 @@ def test_the_table_compares_both_and_the_goals_are_judged(
 ) -> None:
     record, shown = perform(place, monkeypatch)
     runs = asked(tmp_path)
-    assert ["--plain" in one["given"] for one in runs] == [False, True, False, True]
+    assert ["--plain" in one["given"] for one in runs[:4]] == [False, True, False, True]
+    assert [one["given"][-1] for one in runs[4:]] == ["write", "read"]
     assert runs[0]["given"][:4] == ["-m", WORKER, "--lengths", "2048,8192,32768"]
     assert "--shape" in runs[0]["given"] and "--eager" not in runs[0]["given"]
     assert record["moved"] == {"2048": 0.3, "8192": 0.3, "32768": 0.3}
     assert record["cold"]["8192"] == 1.02
-    assert [goal["met"] for goal in record["goals"]] == [True, True, False, True, True]
+    assert [goal["met"] for goal in record["goals"]] == [True, True, False, True, True, True]
+    assert record["restart"]["ratio"] == 0.125 and record["restart"]["tokens"] == 4096
+    assert "4,096 tokens ÷ an unknown one" in shown and "0.125" in shown
     assert "8,192 tokens: moved ÷ computed" in shown and "0.300" in shown
     assert "starts vLLM 4 times" in shown and "left" in shown
     assert "CPUs" not in shown
@@ -94,14 +108,18 @@ def test_on_cpus_a_small_model_runs_and_no_goal_is_judged(
     assert given[given.index("--lengths") + 1] == "768"
     assert given[given.index("--model") + 1] == str(tmp_path)
     assert {"--eager", "float32"} <= set(given)
-    assert all(goal["met"] is None for goal in record["goals"])
+    *compared, from_disk = record["goals"]
+    assert all(goal["met"] is None for goal in compared)
+    assert from_disk["met"] is True  # the same engine, on the same machine
     assert "do not compare engines" in " ".join(shown.split())
 
 
 def test_another_shape_is_measured_but_not_judged(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record, _ = perform(place, monkeypatch, shape="0.5b", lengths=(2048,), turns=1)
+    given = {"shape": "0.5b", "lengths": (2048,), "turns": 1, "restart": 0}
+    record, _ = perform(place, monkeypatch, **given)
+    assert record["restart"] is None
     assert all(goal["met"] is None for goal in record["goals"])
     assert record["goals"][1]["figure"] == "not measured"
 

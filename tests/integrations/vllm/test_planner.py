@@ -64,10 +64,8 @@ def keep(
     ids: TokenIds,
     salt: str = "",
     asked: RequestOptions = asked(),  # noqa: B008
-    exact_rows: int | None = None,
 ) -> tuple[ChunkInfo, ...]:
-    rows = len(ids) if exact_rows is None else exact_rows
-    kept, _ = planner.keep("kept", ids, range(1, 100), salt, asked, rows)
+    kept, _ = planner.keep("kept", ids, range(1, 100), salt, asked)
     return kept.infos if kept is not None else ()
 
 
@@ -111,7 +109,7 @@ def test_nothing_is_planned_before_the_workers_are_ready() -> None:
     planner = Planner(Options.parse({}), PAGE)
     assert not planner.is_open
     assert planner.plan("request", text(1, 300), 0, "", asked()) is None
-    assert planner.keep("request", text(1, 300), [1], "", asked(), 300) == (None, [])
+    assert planner.keep("request", text(1, 300), [1], "", asked()) == (None, [])
     assert planner.forget() == []
     planner.gone([ChunkKey("00")])
 
@@ -209,20 +207,6 @@ def test_where_the_self_check_failed_nothing_is_moved(start: Start) -> None:
     keep(planner, ids)
     assert plan(planner, join(text(2, 40), ids)) is None
     assert plan(planner, ids) is not None
-
-
-def test_rows_after_moved_ones_are_kept_in_a_branch_and_continued_only_by_the_same_repair(
-    start: Start,
-) -> None:
-    planner, head, rest = start(), text(1, 64), text(2, 160)
-    keep(planner, join(head, rest), exact_rows=64)
-    longer = join(head, rest, text(3, 40))
-    again = plan(planner, longer)
-    assert again is not None and (again.end, again.exact_rows, again.moved) == (224, 64, ())
-    exact = plan(planner, longer, asked=asked("exact"))
-    assert exact is not None and exact.end == 64
-    other = plan(planner, longer, asked=asked(ratio=0.5))
-    assert other is not None and other.moved and other.repair.ratio == 0.5
 
 
 def test_the_ratio_of_a_request_reaches_the_worker(start: Start) -> None:
@@ -412,7 +396,7 @@ def test_forget_a_text(start: Start) -> None:
 def test_a_shorter_chunk_that_is_replaced_is_dropped(start: Start) -> None:
     planner, ids = start(), text(1, 200)
     short = keep(planner, ids[:150])
-    kept, replaced = planner.keep("request", ids, range(9), "", asked(), 200)
+    kept, replaced = planner.keep("request", ids, range(9), "", asked())
     assert kept is not None and replaced == [short[-1].key]
     assert [info.base_position for info in kept.infos] == [128, 160, 192]
 

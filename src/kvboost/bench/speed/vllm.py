@@ -7,6 +7,7 @@ comparison of engines.
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ GPU_LENGTHS, CPU_LENGTHS = (2048, 8192, 32768), (768,)
 MOST_MOVED = {2048: 0.6, 8192: 0.33, 32768: 0.25}
 """The goals: first token over moved text, as a share of a full prefill's."""
 MOST_OVERHEAD = 1.03
+MOST_FROM_DISK = 0.15
+GOAL_DOCUMENT = 4096
 GOAL_SHAPE = "7b"
 DECODING = {"cuda": 64, "cpu": 8}
 ON_CPUS = (
@@ -48,6 +51,11 @@ class Settings(benchmark.Settings):
     ratio: float = option(0.15, "The share of moved rows that is recomputed.", least=0.0, most=1.0)
     rounds: int = option(5, f"{ROUNDS} The first is not counted.", least=2, most=50)
     turns: int = option(2, "How often vLLM starts with the connector and without.", least=1, most=9)
+    restart: int = option(
+        GOAL_DOCUMENT,
+        "Tokens of the documents that a vLLM started anew reads from disk; 0: none.",
+        least=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -78,15 +86,23 @@ def run(settings: Settings, bench: Bench) -> Report:
     dtype = "bfloat16" if place.on_gpu else "float32"
     bench.describe(place.device, dtype, vllm=place.version)
     reports = _measure(settings, bench, place, lengths)
+    from_disk = _restart(settings, bench, place) if settings.restart else None
     figures = Figures(*(_median(some) for some in reports.values()))
     shown: list[RenderableType] = [_table(figures, lengths)]
+    if from_disk is not None:
+        shown.append(_restart_table(from_disk))
     if not place.on_gpu:
         shown.append(dim(ON_CPUS))
     judged = place.on_gpu and settings.shape == GOAL_SHAPE
     return Report(
-        {"lengths": list(lengths), "runs": reports, **_ratios(figures, lengths)},
+        {
+            "lengths": list(lengths),
+            "runs": reports,
+            **_ratios(figures, lengths),
+            "restart": from_disk,
+        },
         shown,
-        _goals(figures, lengths, judged),
+        [*_goals(figures, lengths, judged), _restart_goal(from_disk)],
     )
 
 
@@ -108,6 +124,17 @@ def _measure(
         told = f"{name}: done after {duration(time.monotonic() - started)}"
         bench.say(told + (f"; about {duration(seconds * left)} left" if left else ""))
     return reports
+
+
+def _restart(settings: Settings, bench: Bench, place: Place) -> dict[str, Any]:
+    """One vLLM writes documents to a folder and ends; another reads them."""
+    bench.say("starts vLLM twice more: one writes documents to disk, the next reads them")
+    options = worker_options(settings, place, [settings.restart])
+    with tempfile.TemporaryDirectory(prefix="kvboost-restart-") as folder:
+        for what in ("write", "read"):
+            report = run_worker(place, [*options, "--folder", folder, "--restart", what])
+    found: dict[str, Any] = report["restart"]
+    return {**found, "ratio": round(found["disk_ms"] / found["full_ms"], 3)}
 
 
 def worker_options(settings: Settings, place: Place, lengths: Sequence[int]) -> list[str]:
@@ -149,6 +176,19 @@ def _table(figures: Figures, lengths: Sequence[int]) -> RenderableType:
     return table("KVBoost in vLLM: first token", ("",), ("ms", "÷ ms", "ratio"), rows)
 
 
+def _restart_table(found: dict[str, Any]) -> RenderableType:
+    title = f"a known document of {found['tokens']:,} tokens ÷ an unknown one"
+    row = (title, ms(found["disk_ms"]), ms(found["full_ms"]), f"{found['ratio']:.3f}")
+    return table("vLLM, started anew: first token from disk", ("",), ("ms", "÷ ms", "ratio"), [row])
+
+
+def _restart_goal(found: dict[str, Any] | None) -> Goal:
+    text = BENCHMARKS["vllm"].goals[-1]
+    if found is None or found["tokens"] != GOAL_DOCUMENT:
+        return Goal(text, None, "not measured")
+    return Goal(text, found["ratio"] <= MOST_FROM_DISK, f"{found['ratio']:.3f}")
+
+
 def _ratios(figures: Figures, lengths: Sequence[int]) -> dict[str, Any]:
     return {
         "moved": {str(length): round(figures.moved(length), 3) for length in lengths},
@@ -159,7 +199,7 @@ def _ratios(figures: Figures, lengths: Sequence[int]) -> dict[str, Any]:
 
 def _goals(figures: Figures, lengths: Sequence[int], judged: bool) -> list[Goal]:
     """Only a GPU and the shape of the goals are judged."""
-    *moved, cold, decode = BENCHMARKS["vllm"].goals
+    *moved, cold, decode, _ = BENCHMARKS["vllm"].goals
     goals = []
     for text, (length, most) in zip(moved, MOST_MOVED.items(), strict=True):
         if length in lengths:

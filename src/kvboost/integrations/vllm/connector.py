@@ -9,6 +9,7 @@ them are moved, repaired or computed on the way. vLLM never asks how rows came t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from kvboost.integrations.vllm.events import Announcements
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.options import Options, RequestOptions
 from kvboost.integrations.vllm.planner import Load, Planner, prompt_ids, repair_name, salt_of
+from kvboost.integrations.vllm.support import why_nothing
 from kvboost.integrations.vllm.worker import Worker
 
 if TYPE_CHECKING:
@@ -55,9 +57,9 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         transfer.kv_load_failure_policy = "recompute"
         self._options = Options.parse(transfer.kv_connector_extra_config)
         if role is KVConnectorRole.WORKER:
-            self._worker = Worker(vllm_config, self._options)
+            declined = why_nothing(vllm_config, self._options, kv_cache_config)
+            self._worker = Worker(vllm_config, self._options, declined)
             return
-        self._num_groups = len(kv_cache_config.kv_cache_groups)
         self._page = vllm_config.cache_config.block_size
         events = vllm_config.kv_events_config
         listened = events is not None and events.enable_kv_cache_events
@@ -71,6 +73,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         self._loaded: dict[str, Load] = {}
         self._recomputed: dict[str, int] = {}
         self._step = Step()
+        self._ended: list[Callable[[], None]] = []
+        """What is left to do for requests whose answers are on their way."""
 
     # The scheduler's side.
 
@@ -83,9 +87,6 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         """The workers are ready."""
         greetings = [metadata[rank] for rank in sorted(metadata)]
         hellos = [one.hello for one in greetings if isinstance(one, Greeting) and one.hello]
-        if self._num_groups != 1:
-            logger.warning("KVBoost reuses nothing: hybrid models are not supported yet")
-            return
         if len(hellos) != len(greetings) or self._pool is None:
             return
         self._planner.open(hellos)
@@ -118,6 +119,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             # None of its pages is there any more, or it was planned before: plan anew.
             self._branches.leave(request_id, request.block_hashes)
             branch = None
+        self._finish_ended()
         load = self._planner.plan(
             request_id,
             prompt_ids(request.prompt_token_ids or ()),
@@ -146,6 +148,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             self._step.loads.append(load)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
+        self._finish_ended()
         step, self._step = self._step, Step()
         step.is_busy = scheduler_output.total_num_scheduled_tokens > 0
         return step
@@ -182,29 +185,38 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             return False, None
         num_rows = min(request.num_computed_tokens, request.num_tokens - 1)
         num_rows = min(num_rows, len(block_ids) * self._page)
-        keep, replaced = self._planner.keep(
-            request_id,
-            prompt_ids(request.all_token_ids[:num_rows]),
-            block_ids,
-            self._salt(request),
-            asked,
-            num_rows if branch is None else min(num_rows, self._exact_rows(branch, load)),
-        )
+        exact_rows = num_rows if branch is None else min(num_rows, self._exact_rows(branch, load))
+        # Hashes of approximate pages are ours.
+        exact_pages = num_rows // self._page if branch is None else branch.first
+        pages = tuple(block_ids)
+        self._ended.append(lambda: self._keep(request, asked, pages, exact_rows, exact_pages))
+        # vLLM frees the pages now. The next step is the first that can write to them, and it
+        # begins with the copy.
+        return False, _usage(load, recomputed)
+
+    def _finish_ended(self) -> None:
+        """Enters what ended requests leave. Their answers need not wait for that, so it is done
+        when the next step is planned."""
+        ended, self._ended = self._ended, []
+        for finish in ended:
+            finish()
+
+    def _keep(
+        self,
+        request: Request,
+        asked: RequestOptions,
+        pages: tuple[int, ...],
+        exact_rows: int,
+        exact_pages: int,
+    ) -> None:
+        token_ids, salt = prompt_ids(request.all_token_ids[:exact_rows]), self._salt(request)
+        keep, replaced = self._planner.keep(request.request_id, token_ids, pages, salt, asked)
         self._step.dropped += replaced
         if keep is not None:
             self._step.keeps.append(keep)
         if asked.mode != "off" and request.cache_salt is None and request.lora_request is None:
-            # Hashes of approximate pages are ours. Salts and adapters would have to be published
-            # with the blocks.
-            blocks = num_rows // self._page if branch is None else branch.first
-            self._planner.announce(
-                request.block_hashes[:blocks],
-                prompt_ids(request.all_token_ids[:num_rows]),
-                self._salt(request),
-            )
-        # vLLM frees the pages now. The next step is the first that can write to them, and it
-        # begins with the copy.
-        return False, _usage(load, recomputed)
+            # Salts and adapters would have to be published with the blocks.
+            self._planner.announce(request.block_hashes[:exact_pages], token_ids, salt)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -213,6 +225,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> list[KVCacheEvent]:
         """Blocks that our tiers hold now, or hold no longer."""
+        self._finish_ended()
         announced = self._planner.take_announcements()
         if not announced:
             return []
@@ -227,6 +240,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         """Forgets everything."""
+        self._finish_ended()
         self._step.dropped += self._planner.forget()
         self._branches.clear()
         return True

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from kvboost.integrations.vllm.hooks import EnoughLayers
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.model.kv import KVShape
 from kvboost.reuse.probe import AttentionMass
@@ -62,6 +63,8 @@ class ProbeHook:
         self._kv.gather(layer)
         last = _heads_first(query[-self._num_rows :])
         self._mass.on_query(layer, self._kv, last, scale, None)  # type: ignore[arg-type]
+        if layer == self._mass.layers[-1]:
+            raise EnoughLayers
 
 
 class ShiftHook:

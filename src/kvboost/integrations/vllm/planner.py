@@ -104,9 +104,7 @@ class Load:
     @property
     def exact_rows(self) -> int:
         """Where the first approximate row is; ``end`` if there is none."""
-        starts = [hit.start for hit in self.in_place if hit.chunk.lineage.value != "exact"]
-        starts += [run.start for run in self.moved]
-        return min(starts, default=self.end)
+        return self.moved[0].start if self.moved else self.end
 
 
 @dataclass(frozen=True)
@@ -186,8 +184,7 @@ class Planner:
         index = self._index
 
         def lookup() -> KnownRows:
-            name = repair_name(repair)
-            return index.lookup(root, ids, moved_before=moved_before, repair=name)
+            return index.lookup(root, ids, moved_before=moved_before)
 
         in_remote = self._ask_remote(root, ids)
         known = lookup()
@@ -211,16 +208,16 @@ class Planner:
         pages: Sequence[int],
         salt: str,
         asked: RequestOptions,
-        exact_rows: int,
     ) -> tuple[Keep | None, list[ChunkKey]]:
-        """What to keep of a request that has ended, and the chunks that this replaces."""
+        """What to keep of a request that has ended, and the chunks that this replaces.
+        ``token_ids`` are those of its exact rows. The others stay in vLLM's pages alone: stored,
+        they would push out the text that they were made from."""
         if self._index is None or asked.mode == "off":
             return None, []
         new, replaced = self._index.store(
             self.root(salt),
             token_ids,
-            exact_rows=exact_rows,
-            repair=repair_name(self.repair(asked)),
+            exact_rows=len(token_ids),
             boundaries=asked.boundaries,
         )
         return Keep(request_id, tuple(new), tuple(pages)) if new else None, replaced

@@ -10,41 +10,26 @@ This is the only code that touches vLLM's model runner.
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvboost.errors import UnsupportedModelError
+from kvboost.integrations.vllm.hooks import Attention, EnoughLayers, LayerHook
 from kvboost.integrations.vllm.pages import Pages
 
+if TYPE_CHECKING:
+    from kvboost.integrations.vllm.graphs import Graphs
+    from kvboost.integrations.vllm.kernels import GpuKernels
 
-class LayerHook(Protocol):
-    """Sees our forward in every layer."""
-
-    def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Before fresh rows, ``[rows, kv_heads, dim]``, are written."""
-
-    def on_query(self, layer: int, query: torch.Tensor, scale: float) -> None:
-        """Before ``query``, ``[rows, heads, dim]``, attends; the fresh rows are in their pages."""
-
-
-class Attention(Protocol):
-    """Attends for the rows of one forward in place of vLLM's backend."""
-
-    def __call__(
-        self, layer: int, query: torch.Tensor, scale: float, out: torch.Tensor
-    ) -> None: ...
-
-
-class Kernels(Protocol):
-    """Makes attention for scattered rows."""
-
-    def attention(self, rows: torch.Tensor, table: torch.Tensor, heads: int) -> Attention: ...
+logger = init_logger("vllm.kvboost")
 
 
 def find_runner() -> Any:
@@ -60,10 +45,17 @@ def find_runner() -> Any:
 
 
 class SparseForward:
-    """``kernels`` attend if they are given; otherwise vLLM's backend does."""
+    """``kernels`` attend if they are given; otherwise vLLM's backend does. With ``graphs``, small
+    forwards are captured now and replayed."""
 
     def __init__(
-        self, runner: Any, config: VllmConfig, pages: Pages, kernels: Kernels | None = None
+        self,
+        runner: Any,
+        config: VllmConfig,
+        pages: Pages,
+        kernels: GpuKernels | None = None,
+        *,
+        graphs: bool = False,
     ) -> None:
         self._runner = runner
         self._config = config
@@ -72,9 +64,12 @@ class SparseForward:
         self._names = [
             name for groups in runner.attn_groups for g in groups for name in g.layer_names
         ]
-        self._find_graphs()
+        self._heads = pages.layers[0].impl.num_heads
         self.num_rows = 0
         """Rows computed so far."""
+        self._graphs: Graphs | None = None
+        if graphs and kernels is not None:
+            self._graphs = self._capture(kernels)
 
     def __call__(
         self,
@@ -88,83 +83,67 @@ class SparseForward:
         """Runs the tokens at ``rows``, which increase, of the sequence whose pages are ``table``.
         ``token_ids`` and ``rows`` are int64 on the host. ``stock`` attends with vLLM's backend and
         replays no graphs."""
-        device, count = self._pages.device, len(rows)
+        self.num_rows += len(rows)
+        if not stock and self._graphs is not None and self._graphs(token_ids, rows, table, hook):
+            return
+        device = self._pages.device
         ids = token_ids.to(device, torch.int32, non_blocking=True)
         positions = rows.to(device, non_blocking=True)
         slots = self._pages.slots(table, positions)
-        attention = None
-        metadata: dict[str, Any] = dict.fromkeys(self._names)
         if self._kernels is not None and not stock:
-            heads = self._pages.layers[0].impl.num_heads
-            attention = self._kernels.attention(rows, table, heads)
+            attention = self._kernels.attention(rows, table, self._heads)
+            self._run(ids, positions, slots, hook, attention)
         else:
             metadata = self._metadata(rows, positions, slots, table)
+            self._run(ids, positions, slots, hook, None, metadata)
+
+    def _run(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        hook: LayerHook | None,
+        attention: Attention | None,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        """One forward of vLLM's model; ``metadata`` is for its own attention. The compiled model
+        has no guards: dtypes must be those of vLLM's own buffers, int32 and int64."""
         with (
             torch.inference_mode(),
-            self._hooked(hook, attention, count),
-            self._in_buffers(ids, positions, attention is not None) as (ids, positions, graphs),
+            self._hooked(hook, attention),
             set_forward_context(
-                metadata,
+                metadata or dict.fromkeys(self._names),
                 self._config,
                 num_tokens=len(ids),
-                slot_mapping=dict.fromkeys(metadata, slots),
-                **graphs,
+                slot_mapping=dict.fromkeys(self._names, slots),
             ),
+            suppress(EnoughLayers),
         ):
-            # The compiled model has no guards: these dtypes must be those of vLLM's own buffers.
             self._runner.model(input_ids=ids, positions=positions)
-        self.num_rows += count
 
-    @contextmanager
-    def _in_buffers(
-        self, ids: torch.Tensor, positions: torch.Tensor, wanted: bool
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
-        """The inputs in the buffers that vLLM captured its graphs with, padded, and how to replay
-        them; as they are if there is no graph for them. vLLM may have prepared its next forward in
-        these buffers, so they are restored."""
-        count, size = len(ids), self._graph_size(len(ids)) if wanted else None
-        if size is None:
-            yield ids, positions, {}
-            return
-        buffers = [buffer[:size] for buffer in self._buffers]
-        saved = [buffer.clone() for buffer in buffers]
-        for buffer, given in zip(buffers, (ids, positions), strict=True):
-            buffer[:count].copy_(given)
-            buffer[count:].zero_()
+    def _capture(self, kernels: GpuKernels) -> Graphs | None:
+        """Graphs of small forwards; None where vLLM captures none either, and where nobody has
+        tried it."""
+        from kvboost.integrations.vllm.graphs import Graphs
+
+        config = self._config
+        if (
+            config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+            or config.lora_config is not None
+            or config.parallel_config.tensor_parallel_size > 1
+        ):
+            return None
+        # One page more than a prompt has: the scratch page of a probe.
+        capacity = config.model_config.max_model_len + 2 * self._pages.size
+        started = time.perf_counter()
         try:
-            yield (
-                *buffers,
-                {
-                    "cudagraph_runtime_mode": CUDAGraphMode.PIECEWISE,
-                    "batch_descriptor": BatchDescriptor(num_tokens=size),
-                },
-            )
-        finally:
-            for buffer, before in zip(buffers, saved, strict=True):
-                buffer.copy_(before)
-
-    def _graph_size(self, count: int) -> int | None:
-        """The size of the smallest captured graph for ``count`` rows. Graphs of pieces leave
-        attention to Python."""
-        return next((size for size in self._graph_sizes if size >= count), None)
-
-    def _find_graphs(self) -> None:
-        """The buffers that vLLM captured its graphs with, and their sizes: its model runner keeps
-        them in one of two ways."""
-        runner = self._runner
-        self._graph_sizes: list[int] = []
-        if self._config.lora_config is not None:
-            return
-        if (dispatcher := getattr(runner, "cudagraph_dispatcher", None)) is not None:
-            captured = dict(dispatcher.get_capture_descs())
-            self._buffers = (runner.input_ids.gpu, runner.positions)
-        elif (manager := getattr(runner, "cudagraph_manager", None)) is not None:
-            captured = {} if manager.use_breakable_cg else manager._capture_descs
-            self._buffers = (runner.input_buffers.input_ids, runner.input_buffers.positions)
-        else:
-            return
-        pieces = captured.get(CUDAGraphMode.PIECEWISE, ())
-        self._graph_sizes = sorted({one.num_tokens for one in pieces})
+            graphs = Graphs(self._run, kernels, self._heads, capacity)
+        except RuntimeError as error:  # of memory, or of what cannot be captured
+            logger.warning("KVBoost runs without CUDA graphs of its own: %s", error)
+            return None
+        seconds = time.perf_counter() - started
+        logger.info("KVBoost captured its CUDA graphs in %.1f s", seconds)
+        return graphs
 
     def _metadata(
         self,
@@ -201,14 +180,12 @@ class SparseForward:
         return metadata
 
     @contextmanager
-    def _hooked(
-        self, hook: LayerHook | None, attention: Attention | None, count: int
-    ) -> Iterator[None]:
+    def _hooked(self, hook: LayerHook | None, attention: Attention | None) -> Iterator[None]:
         """``hook`` sees every layer, and ``attention`` serves it. Compiled models are split at
         attention, so this is plain Python there too."""
         impls = [layer.impl for layer in self._pages.layers]
         for number, impl in enumerate(impls):
-            _observe(impl, number, hook, attention, count)
+            _observe(impl, number, hook, attention)
         try:
             yield
         finally:
@@ -216,26 +193,23 @@ class SparseForward:
                 del impl.do_kv_cache_update, impl.forward
 
 
-def _observe(
-    impl: Any, number: int, hook: LayerHook | None, attention: Attention | None, count: int
-) -> None:
+def _observe(impl: Any, number: int, hook: LayerHook | None, attention: Attention | None) -> None:
     update, forward, scale = impl.do_kv_cache_update, impl.forward, impl.scale
 
     def observed_update(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
         if hook is not None:
-            hook.on_fresh(number, key[:count], value[:count])
+            hook.on_fresh(number, key, value)
         update(layer, key, value, cache, slots)
 
     def observed_forward(
         layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, **more: Any
     ) -> Any:
-        rows = query[:count]
         if hook is not None:
-            hook.on_query(number, rows, scale)
+            hook.on_query(number, query, scale)
         if attention is None:
             return forward(layer, query, key, value, cache, metadata, **more)
         out = more["output"]
-        attention(number, rows, scale, out[:count].view(rows.shape))
+        attention(number, query, scale, out.view(query.shape))
         return out
 
     impl.do_kv_cache_update, impl.forward = observed_update, observed_forward

@@ -8,9 +8,9 @@ model; one thread of our own moves chunks between memory and the slow tiers.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk
@@ -27,16 +28,19 @@ from kvboost.cache.quantize import KVFormat, Quantizer, plain
 from kvboost.cache.tiers.open import open_tiers
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm import check, paged, rope
+from kvboost.integrations.vllm.hooks import LayerHook
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.options import Options
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.planner import Hello, Keep, Load
-from kvboost.integrations.vllm.sparse import LayerHook, SparseForward, find_runner
+from kvboost.integrations.vllm.ranks import Ranks
+from kvboost.integrations.vllm.sparse import SparseForward, find_runner
+from kvboost.integrations.vllm.support import why_not_moved
 from kvboost.model import triton
 from kvboost.model.fingerprint import fingerprint
 from kvboost.model.segment import Hook
 from kvboost.reuse.probe import AttentionMass
-from kvboost.reuse.repair import STRATEGIES, MovedRows
+from kvboost.reuse.repair import STRATEGIES, MovedRows, asks_attention
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
 
@@ -56,6 +60,8 @@ vLLM keeps it as a placeholder that nothing attends to."""
 logger = init_logger("vllm.kvboost")
 
 Loading = Generator[int, None, None]
+"""Yields the rows it has computed, or ``WAITS``."""
+WAITS = 0
 
 
 class Lost(Exception):
@@ -63,8 +69,11 @@ class Lost(Exception):
 
 
 class Worker:
-    def __init__(self, config: VllmConfig, options: Options) -> None:
+    """``declined`` says why nothing is reused; it is None if something is."""
+
+    def __init__(self, config: VllmConfig, options: Options, declined: str | None) -> None:
         self._config = config
+        self._declined = declined
         self._options = options
         self._pages: Pages | None = None
         self._problem = "no KV cache was registered"
@@ -82,7 +91,8 @@ class Worker:
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """vLLM has allocated its pages."""
         try:
-            self._refuse()
+            if self._declined is not None:
+                raise UnsupportedModelError(self._declined)
             layers = self._config.compilation_config.static_forward_context
             self._runner = find_runner()
             self._pages = Pages(caches, [layers[name] for name in caches])
@@ -91,7 +101,10 @@ class Worker:
 
     def greet(self) -> Greeting:
         """Checks and measures; called once, when vLLM is ready and before any request."""
-        if self._pages is None:
+        self._ranks = Ranks(get_tp_group())
+        if self._ranks.least(self._pages is not None) == 0 or self._pages is None:
+            if self._pages is not None:
+                self._pages, self._problem = None, "another worker has a problem"
             logger.warning("KVBoost reuses nothing: %s", self._problem)
             return Greeting(None, self._problem)
         pages, model = self._pages, self._runner.model
@@ -109,12 +122,16 @@ class Worker:
         )
         vocab = self._config.model_config.get_vocab_size()
         try:
-            problem = self._moved_problem()
+            problem = why_not_moved(self._config, pages.layers)
             self._rotation = rope.rotation(model, len(pages.caches))
             self._kernels = _gpu_kernels(pages, self._rotation)
-            self._forward = SparseForward(self._runner, self._config, pages, self._kernels)
+            self._forward = SparseForward(
+                self._runner, self._config, pages, self._kernels, graphs=problem is None
+            )
             if problem is None and self._options.self_check:
-                problem = check.find_problem(pages, self._forward, self._rotation, vocab)
+                problem = check.find_problem(
+                    pages, self._forward, self._rotation, vocab, self._ranks
+                )
         except UnsupportedModelError as error:
             problem = str(error)
         if problem is None:
@@ -133,39 +150,6 @@ class Worker:
             self._stream = torch.cuda.Stream(pages.device)
         return Greeting(hello)
 
-    def _refuse(self) -> None:
-        """Raises ``UnsupportedModelError`` where not even exact text is reused."""
-        config = self._config
-        if config.parallel_config.pipeline_parallel_size > 1:
-            raise UnsupportedModelError("pipeline parallelism is not supported yet")
-        if config.model_config.use_mla:
-            raise UnsupportedModelError("MLA is not supported yet")
-        if config.parallel_config.tensor_parallel_size > 1 and (
-            self._options.engine.remote_cache_url is not None
-        ):
-            raise UnsupportedModelError(
-                "a remote store is not supported with tensor parallelism yet; leave out "
-                "remote_cache_url"
-            )
-
-    def _moved_problem(self) -> str | None:
-        """Why moved text is not reused with this configuration; None if it may be."""
-        config = self._config
-        if config.speculative_config is not None:
-            return "speculative decoding is not supported with it yet"
-        if config.parallel_config.data_parallel_size > 1:
-            return "data parallelism is not supported with it yet"
-        if config.model_config.is_multimodal_model:
-            return "models with images or audio are not supported with it yet"
-        for layer in self._open_pages.layers:
-            if getattr(layer.impl, "sliding_window", None) not in (None, (-1, -1), -1):
-                return "sliding windows are not supported with it yet"
-            if getattr(layer.impl, "alibi_slopes", None) is not None:
-                return "ALiBi has no positions that could be moved"
-            if getattr(layer.impl, "logits_soft_cap", None):
-                return "soft caps of attention are not supported with it yet"
-        return None
-
     @property
     def _open_pages(self) -> Pages:
         assert self._pages is not None
@@ -183,13 +167,21 @@ class Worker:
             self._thread.submit(self._data.drop, step.dropped)
         for load in step.loads:
             self._loading[load.request_id] = (load, self._serve(load))
-        budget = self._options.slice_rows if step.is_busy else None
+        with _one_thread() if self._kernels is not None else nullcontext():
+            if step.is_busy:
+                self._go_on(self._options.slice_rows, waits=False)
+            else:
+                if len(self._loading) > 1:  # one waits while the others go on
+                    self._go_on(None, waits=False)
+                self._go_on(None, waits=True)
+
+    def _go_on(self, budget: int | None, *, waits: bool) -> None:
         for request_id, (load, serving) in list(self._loading.items()):
             if budget is not None and budget <= 0:
                 break
-            done = self._advance(load, serving, budget)
-            budget = None if budget is None else budget - done
-            if done < 0:
+            rows, has_ended = self._advance(load, serving, budget, waits)
+            budget = None if budget is None else budget - rows
+            if has_ended:
                 del self._loading[request_id]
                 self._received.add(request_id)
 
@@ -216,23 +208,26 @@ class Worker:
 
     # Loading.
 
-    def _advance(self, load: Load, serving: Loading, budget: int | None) -> int:
-        """Goes on with a load; returns the rows it has computed, or -1 if it has ended. A load that
-        fails is computed by vLLM: its pages are reported."""
+    def _advance(
+        self, load: Load, serving: Loading, budget: int | None, waits: bool
+    ) -> tuple[int, bool]:
+        """Goes on with a load for ``budget`` rows, and beyond where it ``waits``; returns the rows
+        it has computed, and whether it has ended. A load that fails is computed by vLLM: its pages
+        are reported."""
         rows = 0
         try:
             while budget is None or rows < budget:
                 computed = next(serving)
-                if computed == 0 and budget is not None:  # it waits for data
-                    return rows
+                if computed == WAITS and not waits:
+                    return rows, False
                 rows += computed
-            return rows
+            return rows, False
         except StopIteration:
-            return -1
+            return rows, True
         except Lost:
             self._failed_pages.update(load.pages[load.first // self._open_pages.size :])
             self._report.failed.append(load.request_id)
-            return -1
+            return rows, True
 
     def _serve(self, load: Load) -> Loading:
         """Fetch, place, and for moved text choose and repair."""
@@ -242,15 +237,18 @@ class Worker:
             yield from self._repair(load)
 
     def _fetch(self, load: Load) -> Generator[int, None, list[KVChunk]]:
+        """Raises ``Lost`` unless every worker has its heads of every chunk. All of them go on in
+        the same step: the forwards that follow run in all of them together."""
         if self._data.is_ready([info.key for info in load.infos]):
-            chunks = self._data.fetch(load.infos)
+            chunks, coming = self._data.fetch(load.infos), None
         else:
-            coming: Future[list[KVChunk] | None] = self._thread.submit(self._data.fetch, load.infos)
-            while not coming.done():
-                yield 0
-                time.sleep(0.0005)
+            chunks, coming = None, self._thread.submit(self._data.fetch, load.infos)
+        while self._ranks.least(coming is None or coming.done()) == 0:
+            yield WAITS
+            time.sleep(0.0005)
+        if coming is not None:
             chunks = coming.result()
-        if chunks is None:
+        if self._ranks.least(chunks is not None) == 0 or chunks is None:
             raise Lost(load.request_id)
         return chunks
 
@@ -306,14 +304,22 @@ class Worker:
             if absent is not None:
                 rows = torch.cat([absent.nonzero()[:, 0].cpu(), tail])
             self._run(ids, rows, table, self._probe_hook(hook, tail, table))
+            if self._ranks.are_several:
+                hook.wait()
+                hook.mass = self._ranks.total(hook.mass.to(pages.device)).to(hook.mass.device)
             probed[0] += len(rows)
 
-        moved = MovedRows(load, total, len(pages.caches), pages.device, probe)
+        # Our kernels leave the choice to the host: a GPU would wait for its many small steps.
+        device = pages.device if self._kernels is None else torch.device("cpu")
+        moved = MovedRows(load, total, len(pages.caches), device, probe)
+        if asks_attention(load.repair):
+            moved.start_attention()
+            yield WAITS  # a GPU probes while the host goes on with others
+        spans, since = moved.spans().to("cpu"), 0
         choice = STRATEGIES[load.repair.strategy](moved, load.repair)
         yield probed[0]
         rows = (choice.rows | moved.unknown)[: load.end].nonzero()[:, 0].cpu()
         self._report.recomputed[load.request_id] = int(choice.rows[: load.end].sum())
-        spans, since = moved.spans().to("cpu"), 0
         for part in torch.split(rows, self._options.slice_rows):
             hook = None
             if choice.shift:
@@ -392,6 +398,18 @@ class Worker:
             self._data.put(chunks)
             if self._stream is not None:
                 self._stream.synchronize()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch spreads work on the host over all cores, and waking them takes longer than the little
+    that is to be done between two forwards."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _gpu_kernels(pages: Pages, rotation: Rotation) -> GpuKernels | None:

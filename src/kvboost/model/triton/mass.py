@@ -57,6 +57,9 @@ def _mass_kernel(
     tile = tl.program_id(0)
     key = tile * KEYS + tl.arange(0, KEYS)
     present = is_present(key, absent, num_keys)
+    if tl.max(present.to(tl.int32), 0) == 0:
+        tl.store(mass + key, tl.zeros([KEYS], tl.float32), mask=key < num_keys)
+        return
     page = page_of(table, key, num_keys, PAGE)
     factor = factor_of(scale, cap)
     channel = tl.arange(0, WIDE)
@@ -70,6 +73,7 @@ def _mass_kernel(
             row, own_head = fold // GROUP, head * GROUP + fold % GROUP
             used = row < num_rows
             position = tl.load(positions + row, mask=used, other=-1)
+            used = position >= 0  # others are padding
             log_sum = tl.load(lse + row * (KV_HEADS * GROUP) + own_head, mask=used, other=0.0)
             query_at = row.to(tl.int64) * query_row_stride + own_head * query_head_stride
             queries = tl.load(

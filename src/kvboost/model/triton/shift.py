@@ -18,6 +18,9 @@ ROWS = 32
 ROWS_PER_PART = 256
 """If spans have more recomputed rows than this, several programs sum them up."""
 MOST_PARTS = 32
+MOST_PROGRAMS = 256
+"""Programs that shift rows of one head, several times if there are more rows. A captured plan is
+mostly padding, and a program that finds none but that ends."""
 WARPS = 4
 
 
@@ -33,7 +36,8 @@ class ShiftPlan:
     bounds: torch.Tensor
     """int64 ``[spans + 1]``: where the recomputed rows of each span begin."""
     stale: torch.Tensor
-    """int64 ``[3, stale]``: spans, slots and positions of moved rows that are not recomputed."""
+    """int64 ``[3, stale]``: spans, slots and positions of moved rows that are not recomputed. A
+    slot of -1 is padding."""
     end: int
     """One past the last moved position."""
     parts: int
@@ -72,8 +76,36 @@ class ShiftPlan:
             bounds,
             torch.stack([spans, slots_of(stale, table, page), stale]),
             int((span_of >= 0).nonzero()[-1]) + 1 if num_spans else 0,
-            min(-(-most // ROWS_PER_PART), MOST_PARTS),
+            cls.pick_parts(most),
         )
+
+    @staticmethod
+    def pick_parts(most: int) -> int:
+        """How many programs sum up a span of up to ``most`` recomputed rows."""
+        return min(-(-most // ROWS_PER_PART), MOST_PARTS)
+
+    def load(self, other: ShiftPlan) -> bool:
+        """Takes over what ``other`` holds, padded; False if it does not fit."""
+        fresh, spans, stale = other.fresh.shape[1], len(other.bounds), other.stale.shape[1]
+        if (
+            fresh > self.fresh.shape[1]
+            or spans > len(self.bounds)
+            or stale > self.stale.shape[1]
+            or other.end > self.end
+        ):
+            return False
+        self.fresh[:, :fresh].copy_(other.fresh)
+        self.weights[:fresh].copy_(other.weights)
+        self.bounds[:spans].copy_(other.bounds)
+        self.bounds[spans:].fill_(fresh)
+        self.stale[:, :stale].copy_(other.stale)
+        self.stale[1, stale:].fill_(-1)
+        return True
+
+    def clear(self) -> None:
+        """Shifts nothing."""
+        self.bounds.zero_()
+        self.stale[1].fill_(-1)
 
 
 @triton.jit(
@@ -185,31 +217,35 @@ def _shift_kernel(
     INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Adds the offsets of their spans to some rows, in one head."""
-    row, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
-    used = row < num_stale
-    span = tl.load(stale + row, mask=used, other=0)
-    slot = tl.load(stale + num_stale + row, mask=used, other=0)
-    position = tl.load(stale + 2 * num_stale + row, mask=used, other=0)
-    to = pages + head * head_stride
-    to += ((slot // PAGE) * page_stride + (slot % PAGE) * token_stride)[:, None]
-    offset = offsets + ((span * tl.num_programs(1) + head) * (2 * DIM))[:, None]
-
+    """Adds the offsets of their spans to some rows, in one head. Padding is at the end."""
+    head = tl.program_id(1).to(tl.int64)
     pair, channel = tl.arange(0, WIDE_PAIRS)[None, :], tl.arange(0, WIDE)[None, :]
     first, second = channels_of(pair, PAIRS, INTERLEAVED)
-    rotates = used[:, None] & (pair < PAIRS)
-    cosine = tl.load(cos + position[:, None] * PAIRS + pair, mask=rotates, other=1.0)
-    sine = tl.load(sin + position[:, None] * PAIRS + pair, mask=rotates, other=0.0)
-    x = tl.load(offset + first, mask=rotates, other=0.0)
-    y = tl.load(offset + second, mask=rotates, other=0.0)
-    _add(to + first, x * cosine - y * sine, rotates)
-    _add(to + second, y * cosine + x * sine, rotates)
-    if 2 * PAIRS < DIM:
-        plain = used[:, None] & (channel >= 2 * PAIRS) & (channel < DIM)
-        _add(to + channel, tl.load(offset + channel, mask=plain, other=0.0), plain)
-    inside = used[:, None] & (channel < DIM)
-    of_values = tl.load(offset + (DIM + channel), mask=inside, other=0.0)
-    _add(to + (DIM + channel), of_values, inside)
+    start = tl.program_id(0) * ROWS
+    while start < num_stale:
+        row = start + tl.arange(0, ROWS)
+        slot = tl.load(stale + num_stale + row, mask=row < num_stale, other=-1)
+        used = slot >= 0
+        start = tl.where(tl.max(slot, 0) < 0, num_stale, start + tl.num_programs(0) * ROWS)
+        span = tl.load(stale + row, mask=used, other=0)
+        position = tl.load(stale + 2 * num_stale + row, mask=used, other=0)
+        to = pages + head * head_stride
+        to += ((slot // PAGE) * page_stride + (slot % PAGE) * token_stride)[:, None]
+        offset = offsets + ((span * tl.num_programs(1) + head) * (2 * DIM))[:, None]
+
+        rotates = used[:, None] & (pair < PAIRS)
+        cosine = tl.load(cos + position[:, None] * PAIRS + pair, mask=rotates, other=1.0)
+        sine = tl.load(sin + position[:, None] * PAIRS + pair, mask=rotates, other=0.0)
+        x = tl.load(offset + first, mask=rotates, other=0.0)
+        y = tl.load(offset + second, mask=rotates, other=0.0)
+        _add(to + first, x * cosine - y * sine, rotates)
+        _add(to + second, y * cosine + x * sine, rotates)
+        if 2 * PAIRS < DIM:
+            plain = used[:, None] & (channel >= 2 * PAIRS) & (channel < DIM)
+            _add(to + channel, tl.load(offset + channel, mask=plain, other=0.0), plain)
+        inside = used[:, None] & (channel < DIM)
+        of_values = tl.load(offset + (DIM + channel), mask=inside, other=0.0)
+        _add(to + (DIM + channel), of_values, inside)
 
 
 def shift(
@@ -253,6 +289,6 @@ def shift(
         **constants,
     )
     offsets = offsets.sum(0) if plan.parts > 1 else offsets[0]
-    _shift_kernel[(triton.cdiv(num_stale, ROWS), kv_heads)](
+    _shift_kernel[(min(triton.cdiv(num_stale, ROWS), MOST_PROGRAMS), kv_heads)](
         *(pages, *pages.stride()[:3], plan.stale, num_stale, cos, sin, offsets), **constants
     )

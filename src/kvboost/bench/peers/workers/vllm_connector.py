@@ -43,6 +43,10 @@ def main() -> None:
     parser.add_argument("--decoding", type=int, default=64, help="requests that decode together")
     parser.add_argument("--traffic", type=int, default=0, help="questions over shared documents")
     parser.add_argument("--users", type=int, default=16, help="requests that run together")
+    parser.add_argument("--folder", help="chunks on disk, which outlive the process")
+    parser.add_argument(
+        "--restart", choices=("write", "read"), help="write documents to --folder, or read them"
+    )
     parser.add_argument("--plain", action="store_true", help="without the connector")
     parser.add_argument("--eager", action="store_true", help="do not compile the model")
     parser.add_argument("--profile", action="store_true", help="time the parts of a moved request")
@@ -52,6 +56,11 @@ def main() -> None:
     report: dict[str, Any] = {"shape": options.shape, "plain": options.plain}
     if options.traffic:
         report["traffic"] = traffic(llm, options.traffic)
+        print(json.dumps(report))
+        return
+    if options.restart:
+        report["restart"] = restart(llm, options, max(lengths))
+        llm.llm_engine.engine_core.shutdown()  # writes what is not written yet
         print(json.dumps(report))
         return
     report["decode"] = decode(llm, options.decoding)
@@ -80,6 +89,7 @@ def start(options: argparse.Namespace, longest: int) -> Any:
                 "reuse_moved": "always",
                 "max_cache_bytes": "16GiB",
                 "gpu_cache_bytes": options.gpu_cache,
+                "disk_cache_dir": options.folder,
             },
         )
     if not options.model:
@@ -203,6 +213,33 @@ def measure(llm: Any, options: argparse.Namespace, length: int) -> dict[str, Any
         report["moved_over_off"] = round(report["moved_ms"] / report["off_ms"], 3)
         report |= used
     return report
+
+
+def restart(llm: Any, options: argparse.Namespace, length: int) -> dict[str, Any]:
+    """Time to the first token over documents that another process has written to the folder, each
+    read once, and over unknown ones, in turns."""
+    rng = random.Random(options.restart)
+    documents = [
+        random_tokens(random.Random(number), length) for number in range(max(3, options.rounds))
+    ]
+    if options.restart == "write":
+        for document in documents:
+            ask(llm, [document], "exact")
+        ask(llm, [random_tokens(rng, 64)], "off")  # its step stores the last one
+        return {"documents": len(documents)}
+    times: dict[str, list[float]] = {"full": [], "disk": []}
+    ask(llm, [random_tokens(rng, length + QUESTION)], "off")  # compiles what is not yet
+    for document in documents:
+        for name, mode, text in (
+            ("full", "off", random_tokens(rng, length)),
+            ("disk", "exact", document),
+        ):
+            milliseconds, answers = ask(llm, [[*text, *random_tokens(rng, QUESTION)]], mode)
+            times[name].append(milliseconds)
+        used = (answers[0].kv_transfer_params or {}).get("kvboost", {})
+        assert used.get("exact_tokens", 0) > 0.9 * length, f"little was on disk: {used}"
+    medians = {f"{name}_ms": round(statistics.median(some), 1) for name, some in times.items()}
+    return {"tokens": length, "documents": len(documents), **medians}
 
 
 def traffic(llm: Any, number: int, answer: int = 32) -> dict[str, Any]:

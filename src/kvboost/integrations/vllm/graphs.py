@@ -1,0 +1,282 @@
+"""Forwards over vLLM's pages as CUDA graphs.
+
+A forward of a few hundred rows is over sooner than Python can launch its kernels. So the whole
+forward, with our attention and our hooks in it, is captured once for each size, when vLLM starts.
+What differs between requests is data in buffers of fixed size: padding has position -1, writes
+nothing, and is attended to by nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kvboost.integrations.vllm.hooks import Attention, EnoughLayers, LayerHook
+from kvboost.integrations.vllm.kernels import GpuKernels, MassHook, ShiftHook
+from kvboost.model.triton import mass
+from kvboost.model.triton.pages import slots_of
+from kvboost.model.triton.rows import PagedRows, Tile, pick_splits, programs_at_once
+from kvboost.model.triton.shift import ShiftPlan
+from kvboost.reuse.repair import PROBE_ROWS, probed_layers
+
+SIZES = (*range(64, 512, 64), *range(512, 1025, 128))
+"""Rows of the graphs. Larger forwards keep a GPU busy without one."""
+MOST_SPANS = 128
+"""Spans that one forward can shift."""
+
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Runs a function and returns one that does the same again."""
+
+
+class Model(Protocol):
+    """vLLM's model over its pages; ``attention`` and ``hook`` serve every layer."""
+
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        hook: LayerHook | None,
+        attention: Attention,
+    ) -> None: ...
+
+
+class Graphs:
+    """Captured forwards for requests of up to ``capacity`` rows."""
+
+    def __init__(
+        self,
+        model: Model,
+        kernels: GpuKernels,
+        heads: int,
+        capacity: int,
+        *,
+        sizes: tuple[int, ...] = SIZES,
+        capture: Capture | None = None,
+    ) -> None:
+        capture = capture or capture_cuda()
+
+        def forward(size: int, lead: int) -> CapturedForward:
+            rows = FixedRows(kernels, heads, size, capacity, lead)
+            hook = FixedMass(kernels, rows) if lead else FixedShift(kernels, size, capacity)
+            return CapturedForward(model, kernels, rows, hook, capture)
+
+        # The largest first: the others then fit into its memory.
+        self._repairs = {size: forward(size, 0) for size in sorted(sizes, reverse=True)}
+        self._probes = {size: forward(size, PROBE_ROWS) for size in sorted(sizes, reverse=True)}
+        self.num_replays = 0
+
+    def __call__(
+        self, ids: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, hook: LayerHook | None
+    ) -> bool:
+        """Runs a forward as ``SparseForward`` does; False if there is no graph for it."""
+        if isinstance(hook, MassHook):
+            forwards, needed = self._probes, PROBE_ROWS + len(rows) - hook.num_rows
+        elif hook is None or isinstance(hook, ShiftHook):
+            forwards, needed = self._repairs, len(rows)
+        else:
+            return False
+        size = min((size for size in forwards if size >= needed), default=None)
+        if size is None or not forwards[size].run(ids, rows, table, hook):
+            return False
+        self.num_replays += 1
+        return True
+
+
+class CapturedForward:
+    """A captured forward: of a repair or of a probe."""
+
+    def __init__(
+        self,
+        model: Model,
+        kernels: GpuKernels,
+        rows: FixedRows,
+        hook: FixedShift | FixedMass,
+        capture: Capture,
+    ) -> None:
+        self._rows, self._hook = rows, hook
+        attention = kernels.attend_rows(rows.paged)
+
+        def forward() -> None:
+            hook.begin()
+            model(*rows.inputs(), hook, attention)
+
+        self._replay = capture(forward)
+
+    def run(
+        self, ids: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, hook: LayerHook | None
+    ) -> bool:
+        if not self._rows.fits(table) or not self._hook.load(hook):
+            return False
+        self._rows.load(ids, rows, table, self._hook.num_last(hook))
+        self._replay()
+        self._hook.finish(hook)
+        return True
+
+
+class FixedRows:
+    """The inputs of a forward of up to ``size`` rows. The last rows of a prompt come first, in
+    ``lead`` places of their own, if a probe is to find them."""
+
+    def __init__(
+        self, kernels: GpuKernels, heads: int, size: int, capacity: int, lead: int = 0
+    ) -> None:
+        pages = kernels.pages
+        self._page, self._size, self._lead = pages.size, size, lead
+        group = heads // pages.num_kv_heads
+        tile = Tile.pick(group * size, pages.dtype)
+        lead_tile = Tile.pick(group * lead, pages.dtype)
+        self._tiles = _tiles(0, lead, tile, group) + _tiles(lead, size, tile, group)
+        self._lead_tiles = _tiles(0, lead, lead_tile, group)
+        parts = [size, size, 3 * len(self._tiles), 3 * len(self._lead_tiles)]
+        self._inputs = torch.zeros(sum(parts), dtype=torch.int32, device=pages.device)
+        self._ids, self._positions, tiles, lead_tiles = self._inputs.split(parts)
+        self._positions.fill_(-1)
+        self._table = torch.zeros(
+            -(-capacity // pages.size), dtype=torch.int32, device=pages.device
+        )
+
+        def paged(positions: torch.Tensor, tiles: torch.Tensor, tile: Tile) -> PagedRows:
+            ends = torch.full([max(1, len(tiles) // 3)], capacity)
+            at_once = programs_at_once(pages.device, tile)
+            splits = pick_splits(ends, pages.num_kv_heads, at_once)
+            table = self._table[None]
+            return PagedRows(positions, tiles.view(-1, 3), table, tile, splits, capacity, group)
+
+        self.paged = paged(self._positions, tiles, tile)
+        self.lead = paged(self._positions[:lead], lead_tiles, lead_tile)
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids, positions and slots as vLLM's model takes them."""
+        positions = self._positions.clamp(min=0).long()
+        slots = slots_of(positions, self._table, self._page)
+        return self._ids, positions, torch.where(self._positions < 0, -1, slots)
+
+    def fits(self, table: torch.Tensor) -> bool:
+        return len(table) <= len(self._table)
+
+    def load(
+        self, ids: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, num_last: int
+    ) -> None:
+        """``ids`` and ``rows`` are on the host; ``num_last`` of them go into the lead."""
+        rest = len(rows) - num_last
+        sent = np.zeros(len(self._inputs), np.int32)
+        positions = sent[self._size : 2 * self._size]
+        positions.fill(-1)
+        for given, to in ((ids.numpy(), sent[: self._size]), (rows.numpy(), positions)):
+            to[:num_last] = given[rest:]
+            to[self._lead : self._lead + rest] = given[:rest]
+        tiles = sent[2 * self._size :].reshape(-1, 3)
+        for at, (start, most) in enumerate(self._tiles + self._lead_tiles):
+            end = num_last if start < self._lead else self._lead + rest
+            tiles[at] = 0, start, max(0, min(most, end - start))
+        self._inputs.copy_(torch.from_numpy(sent), non_blocking=True)
+        self._table[: len(table)].copy_(table, non_blocking=True)
+
+
+def _tiles(begin: int, end: int, tile: Tile, group: int) -> list[tuple[int, int]]:
+    """Where the tiles of rows ``[begin, end)`` start and how many rows they have; those with the
+    most keys first."""
+    step = tile.rows // group
+    return [(at, min(step, end - at)) for at in range(begin, end, step)][::-1]
+
+
+class FixedShift:
+    """The shift of any repair of up to ``size`` rows; of none if nothing is to be shifted."""
+
+    def __init__(self, kernels: GpuKernels, size: int, capacity: int) -> None:
+        device = kernels.pages.device
+        self._plan = ShiftPlan(
+            torch.zeros(3, size, dtype=torch.int64, device=device),
+            torch.zeros(size, device=device),
+            torch.zeros(MOST_SPANS + 1, dtype=torch.int64, device=device),
+            torch.full((3, capacity), -1, dtype=torch.int64, device=device),
+            capacity,
+            ShiftPlan.pick_parts(size),
+        )
+        self._apply = ShiftHook(kernels, self._plan)
+
+    def begin(self) -> None: ...
+
+    def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._apply.on_fresh(layer, keys, values)
+
+    def on_query(self, layer: int, query: torch.Tensor, scale: float) -> None: ...
+
+    def num_last(self, hook: LayerHook | None) -> int:
+        return 0
+
+    def load(self, hook: LayerHook | None) -> bool:
+        if hook is None:
+            self._plan.clear()
+            return True
+        assert isinstance(hook, ShiftHook)
+        return self._plan.load(hook.plan)
+
+    def finish(self, hook: LayerHook | None) -> None: ...
+
+
+class FixedMass:
+    """What the last rows of any prompt attend to. They are the lead of ``rows``."""
+
+    def __init__(self, kernels: GpuKernels, rows: FixedRows) -> None:
+        device, capacity = kernels.pages.device, rows.lead.end
+        self._kernels, self._rows = kernels, rows.lead
+        self._layers = probed_layers(len(kernels.pages.caches))
+        self._absent = torch.ones(capacity, dtype=torch.bool, device=device)
+        self._mass = torch.zeros(capacity, device=device)
+
+    def begin(self) -> None:
+        self._mass.zero_()
+
+    def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None: ...
+
+    def on_query(self, layer: int, query: torch.Tensor, scale: float) -> None:
+        if layer not in self._layers:
+            return
+        self._mass += mass.attention_mass(
+            query[: len(self._rows.positions)],
+            self._kernels.pages.caches[layer],
+            self._rows,
+            scale,
+            len(self._mass),
+            absent=self._absent,
+        )
+        if layer == self._layers[-1]:
+            raise EnoughLayers
+
+    def num_last(self, hook: LayerHook | None) -> int:
+        assert isinstance(hook, MassHook)
+        return hook.num_rows
+
+    def load(self, hook: LayerHook | None) -> bool:
+        assert isinstance(hook, MassHook)
+        known = hook.seen.absent
+        if hook.num_rows > len(self._rows.positions) or hook.seen.layers != self._layers:
+            return False
+        absent = torch.ones(len(self._absent), dtype=torch.bool)
+        absent[: len(known)] = known
+        absent[len(known) : len(known) + hook.num_rows] = False
+        self._absent.copy_(absent, non_blocking=True)
+        return True
+
+    def finish(self, hook: LayerHook | None) -> None:
+        assert isinstance(hook, MassHook)
+        hook.give(self._mass[: len(hook.seen.mass)])
+
+
+def capture_cuda() -> Capture:
+    """Captures into memory that all graphs share: they never run at the same time."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
+        run()  # compiles what is not compiled yet
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+    return capture

@@ -1,0 +1,55 @@
+"""What KVBoost does not serve in vLLM: the reasons, as the log gives them at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+
+from kvboost.integrations.vllm.options import Options
+
+if TYPE_CHECKING:
+    from kvboost.integrations.vllm.pages import Layer
+
+
+def why_nothing(config: VllmConfig, options: Options, caches: KVCacheConfig) -> str | None:
+    """Why not even exact text is reused; None if it is."""
+    if config.parallel_config.pipeline_parallel_size > 1:
+        return "pipeline parallelism is not supported yet"
+    if config.model_config.use_mla:
+        return "MLA is not supported yet"
+    if config.parallel_config.tensor_parallel_size > 1 and options.engine.remote_cache_url:
+        return (
+            "a remote store is not supported with tensor parallelism yet; leave out "
+            "remote_cache_url"
+        )
+    specs = [group.kv_cache_spec for group in caches.kv_cache_groups]
+    if any(isinstance(spec, MambaSpec) for spec in specs):
+        return "the state of Mamba layers cannot be cut into chunks"
+    if len(specs) != 1:
+        kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+        return (
+            f"vLLM frees the rows of some layers early ({len(specs)} groups of KV: {kinds}); start "
+            "it with --disable-hybrid-kv-cache-manager to reuse exact text"
+        )
+    return None
+
+
+def why_not_moved(config: VllmConfig, layers: Sequence[Layer]) -> str | None:
+    """Why moved text is not reused with this configuration; None if it may be."""
+    if config.speculative_config is not None:
+        return "speculative decoding is not supported with it yet"
+    if config.parallel_config.data_parallel_size > 1:
+        return "data parallelism is not supported with it yet"
+    if config.model_config.is_multimodal_model:
+        return "models with images or audio are not supported with it yet"
+    for layer in layers:
+        if getattr(layer.impl, "sliding_window", None) not in (None, (-1, -1), -1):
+            return "sliding windows are not supported with it yet"
+        if getattr(layer.impl, "alibi_slopes", None) is not None:
+            return "ALiBi has no positions that could be moved"
+        if getattr(layer.impl, "logits_soft_cap", None):
+            return "soft caps of attention are not supported with it yet"
+    return None

@@ -1,0 +1,93 @@
+"""A model of which some layers see a window only: Gemma 3's architecture, with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines import Engine, Texts, here
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+
+from kvboost.integrations.vllm.options import Options
+from kvboost.integrations.vllm.support import why_nothing
+from tiny import byte_tokenizer, tiny_model
+
+WINDOW = 64
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"head_dim": 32, "query_pre_attn_scalar": 32, "max_position_embeddings": 2048}
+    tiny_model("gemma3_text", sliding_window=WINDOW, **sizes).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def windows(_: object) -> list[int]:
+    return [layer.impl.sliding_window for layer in here()._open_pages.layers]
+
+
+def problem(_: object) -> str:
+    said: str = here()._problem
+    return said
+
+
+def test_with_the_hybrid_manager_nothing_is_reused_and_the_log_says_what_to_do(
+    start: Callable[..., Engine],
+) -> None:
+    engine = start({})
+    groups = engine.scheduler.kv_cache_config.kv_cache_groups
+    assert len(groups) > 1
+    (said,) = engine.llm.collective_rpc(problem)
+    assert "FullAttentionSpec, SlidingWindowSpec" in said
+    assert "--disable-hybrid-kv-cache-manager" in said
+    ids = Texts(byte_tokenizer()).prompt(0, 1)
+    first = engine.ask(ids)
+    engine.fresh()
+    again = engine.ask(ids)
+    assert again.cached == 0 and again.usage is None and again.tokens == first.tokens
+
+
+def test_without_the_hybrid_manager_exact_text_is_reused(
+    start: Callable[..., Engine], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"disable_hybrid_kv_cache_manager": True}
+    engine = start({"disk_cache_dir": str(tmp_path)}, **options)
+    assert {-1, WINDOW} == set(engine.llm.collective_rpc(windows)[0])
+    assert engine.connector._planner.is_open and not engine.connector._planner._moves
+    texts = Texts(byte_tokenizer())
+    ids = texts.prompt(0, 1, 2)
+    full = engine.full(ids)
+    longer = engine.full([*ids, *full.tokens, *texts.question])
+    first = engine.ask(ids)
+    engine.fresh()
+    again = engine.ask(ids)
+    assert again.usage is not None and again.usage["exact_tokens"] == again.cached > 600
+    assert again.tokens == full.tokens and again.difference(full) < 1e-4
+    engine.fresh()
+    turn = engine.ask([*ids, *first.tokens, *texts.question])
+    assert turn.usage is not None and turn.usage["exact_tokens"] >= len(ids) - 32
+    assert turn.tokens == longer.tokens and turn.difference(longer) < 1e-4
+    engine.fresh()
+    other = texts.prompt(2, 1, 0)
+    assert engine.ask(other).usage is None  # moved text is off
+    engine = start({"disk_cache_dir": str(tmp_path)}, **options)
+    again = engine.ask(ids)
+    assert again.usage is not None and again.usage["exact_tokens"] == again.cached > 600
+    assert again.tokens == full.tokens and again.difference(full) < 1e-4
+
+
+def test_mamba_layers_are_declined_by_name() -> None:
+    """Their kernels need Triton, so vLLM for CPUs cannot run such a model."""
+    spec = MambaSpec(block_size=32, shapes=((8, 8),), dtypes=(torch.float32,))
+    caches = KVCacheConfig(1, [], [KVCacheGroupSpec(["layer"], spec)])
+    parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1)
+    config: Any = SimpleNamespace(
+        parallel_config=parallel, model_config=SimpleNamespace(use_mla=False)
+    )
+    assert "Mamba" in (why_nothing(config, Options.parse({}), caches) or "")

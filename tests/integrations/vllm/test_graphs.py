@@ -1,0 +1,210 @@
+"""Forwards with inputs of fixed size, as graphs need them, against forwards of just their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost.model import triton
+from kvboost.model.triton.pages import slots_of
+from kvboost.reuse.probe import AttentionMass
+from kvboost.reuse.repair import probed_layers
+from kvboost.reuse.rope import Rotation
+from kvboost.reuse.shift import Spans
+from paged_kv import make_pages, make_tables, random, scattered
+from tiny import DEVICE
+
+if not triton.is_available():
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from kvboost.integrations.vllm.graphs import Graphs, capture_cuda
+from kvboost.integrations.vllm.hooks import Attention, EnoughLayers, LayerHook
+from kvboost.integrations.vllm.kernels import GpuKernels
+
+LAYERS, HEADS, KV_HEADS, PAGE, DIM, PROMPT, VOCAB = 4, 4, 2, 16, 16, 90, 50
+PROBE_ROWS, CAPACITY = 16, 7 * PAGE
+
+
+def again(run: Callable[[], None]) -> Callable[[], None]:
+    """Stands in for a graph where there is none: it reads the same buffers."""
+    return run
+
+
+class Model:
+    """A few layers that attend over pages."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(5)
+        self.rows_in: list[int] = []
+        self.layers_run = 0
+        self._queries = random(LAYERS, VOCAB, HEADS, DIM)
+        self._kv = random(2, LAYERS, VOCAB, KV_HEADS, DIM)
+        self.caches = [
+            make_pages(14, KV_HEADS, PAGE, DIM, torch.float32, "tokens first")
+            for _ in range(LAYERS)
+        ]
+
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        hook: LayerHook | None,
+        attention: Attention,
+    ) -> None:
+        assert (ids.dtype, positions.dtype, slots.dtype) == (torch.int32, *2 * [torch.int64])
+        self.rows_in.append(len(ids))
+        seen = torch.zeros(len(ids), HEADS, DIM, device=ids.device)
+        for layer in range(LAYERS):
+            self.layers_run += 1
+            keys, values = self._kv[:, layer, ids.long()]
+            keys = keys + seen[:, :KV_HEADS] * 0.3
+            if hook is not None:
+                hook.on_fresh(layer, keys, values)
+            for row in range(len(slots)) if ids.device.type == "cpu" else [slice(None)]:
+                self._write(layer, slots[row], keys[row], values[row])
+            query = self._queries[layer, ids.long()] + seen
+            try:
+                if hook is not None:
+                    hook.on_query(layer, query, DIM**-0.5)
+            except EnoughLayers:
+                return
+            out = torch.full_like(query, float("nan"))
+            attention(layer, query, DIM**-0.5, out)
+            seen = out
+
+    def _write(self, layer: int, slot: Any, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Padding, with slot -1, goes to the last page, which nothing else uses."""
+        both = torch.cat([key, value], -1)
+        slot = torch.where(slot < 0, 14 * PAGE - 1, slot)
+        self.caches[layer][slot // PAGE, :, slot % PAGE] = both
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture
+def kernels(model: Model) -> GpuKernels:
+    pages: Any = SimpleNamespace(
+        caches=model.caches,
+        size=PAGE,
+        num_kv_heads=KV_HEADS,
+        dtype=torch.float32,
+        device=torch.device(DEVICE),
+    )
+    return GpuKernels(pages, Rotation(torch.rand(1, DIM // 2).expand(LAYERS, -1)))
+
+
+@pytest.fixture(autouse=True)
+def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter is slow."""
+    monkeypatch.setattr("kvboost.integrations.vllm.graphs.MOST_SPANS", 3)
+    monkeypatch.setattr("kvboost.integrations.vllm.graphs.PROBE_ROWS", PROBE_ROWS)
+
+
+@pytest.fixture
+def table() -> torch.Tensor:
+    return make_tables(1, 6, 12)[0]
+
+
+def make_graphs(model: Model, kernels: GpuKernels, *sizes: int) -> Graphs:
+    capture = capture_cuda() if DEVICE == "cuda" else again
+    return Graphs(model, kernels, HEADS, CAPACITY, sizes=sizes, capture=capture)
+
+
+def run_plainly(
+    model: Model,
+    kernels: GpuKernels,
+    ids: torch.Tensor,
+    rows: torch.Tensor,
+    table: torch.Tensor,
+    hook: LayerHook | None,
+) -> None:
+    slots = slots_of(rows.to(DEVICE), table, PAGE)
+    attention = kernels.attention(rows, table, HEADS)
+    model(ids.to(DEVICE, torch.int32), rows.to(DEVICE), slots, hook, attention)
+
+
+def content(model: Model, table: torch.Tensor) -> torch.Tensor:
+    return torch.stack([cache[table.long()].clone() for cache in model.caches])
+
+
+def spans() -> Spans:
+    span_of = torch.full((PROMPT,), -1)
+    span_of[7:40], span_of[50:80] = 0, 1
+    return Spans(span_of, torch.tensor([0.5, 0.1]))
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_a_repair_in_buffers_is_the_repair(
+    model: Model, kernels: GpuKernels, table: torch.Tensor, shifted: bool
+) -> None:
+    graphs = make_graphs(model, kernels, 32)
+    start = [cache.clone() for cache in model.caches]
+    for count in (30, 12):  # the buffers keep nothing of a longer repair
+        rows = scattered(count, PROMPT)
+        ids = torch.randint(0, VOCAB, (count,))
+        found = []
+        for run in (graphs, lambda *given: run_plainly(model, kernels, *given)):
+            for cache, before in zip(model.caches, start, strict=True):
+                cache.copy_(before)
+            hook = kernels.shift(rows, spans(), table) if shifted else None
+            assert (hook is not None) == shifted
+            ran = run(ids, rows, table, hook)
+            assert ran is (True if run is graphs else None)
+            found.append(content(model, table))
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+        assert not torch.equal(found[0], torch.stack([one[table.long()] for one in start]))
+    assert graphs.num_replays == 2
+
+
+@pytest.mark.parametrize("tail", [PROBE_ROWS, 9])
+def test_a_probe_in_buffers_sees_what_the_probe_sees(
+    model: Model, kernels: GpuKernels, table: torch.Tensor, tail: int
+) -> None:
+    graphs = make_graphs(model, kernels, 16, 32)
+    start = PROMPT - tail
+    absent = torch.zeros(start, dtype=torch.bool)
+    absent[:12] = tail < PROBE_ROWS
+    last = torch.arange(start, PROMPT)
+    rows = torch.cat([absent.nonzero()[:, 0], last])
+    ids = torch.randint(0, VOCAB, (len(rows),))
+    found = []
+    for run in (graphs, lambda *given: run_plainly(model, kernels, *given)):
+        seen = AttentionMass(probed_layers(LAYERS), start, absent)
+        model.layers_run = 0
+        ran = run(ids, rows, table, kernels.probe(seen, last, table))
+        assert ran is (True if run is graphs else None)
+        if DEVICE == "cpu":
+            assert model.layers_run == probed_layers(LAYERS).stop < LAYERS
+        found.append(seen.mass)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert float(found[0].sum()) > 0
+    assert not found[0][absent].any()
+
+
+def test_what_has_no_graph_is_left_to_others(
+    model: Model, kernels: GpuKernels, table: torch.Tensor
+) -> None:
+    graphs = make_graphs(model, kernels, 32)
+    before = content(model, table)
+
+    class OtherHook:
+        def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None: ...
+        def on_query(self, layer: int, query: torch.Tensor, scale: float) -> None: ...
+
+    few, many = scattered(20, PROMPT), scattered(33, PROMPT)
+    ids = torch.zeros(33, dtype=torch.int64)
+    assert not graphs(ids, many, table, None)  # too many rows
+    assert not graphs(ids[:20], few, table, OtherHook())
+    assert not graphs(ids[:20], few, table.repeat(2), None)  # too many pages
+    crowded = Spans(torch.arange(PROMPT) % 4, torch.zeros(4))
+    assert not graphs(ids[:20], few, table, kernels.shift(few, crowded, table))
+    assert torch.equal(content(model, table), before)
+    assert graphs.num_replays == 0
