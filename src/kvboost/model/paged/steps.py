@@ -134,11 +134,19 @@ class _Bucket:
             self.rows.copy_(to_device(padded, torch.int64, self.rows.device))
         if self._run is None:
             self._run = self._steps.capture(self._forward, "the model")
-        self.logits = self._run()
+        self._keep(self._run())
         if kind not in self._samplers:
             name = f"sampling ({kind})"
             self._samplers[kind] = self._steps.capture(lambda: self._sample(kind), name)
         return self._samplers[kind]()
+
+    def _keep(self, logits: torch.Tensor) -> None:
+        """Sampling reads logits where those of the first step were: it may be a graph even if the
+        model, whose logits are elsewhere in every step then, is none."""
+        if not len(self.logits):
+            self.logits = logits
+        elif logits is not self.logits:
+            self.logits.copy_(logits)
 
     def _forward(self) -> torch.Tensor:
         steps, batch = self._steps, self._batch

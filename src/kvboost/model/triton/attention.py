@@ -15,9 +15,9 @@ import triton.language as tl
 from kvboost.model.triton.pages import check_pages
 from kvboost.model.triton.rows import MOST_SPLITS, PagedRows
 from kvboost.model.triton.scores import (
-    HIDDEN,
     LN_2,
     LOG2_E,
+    LOWEST,
     factor_of,
     is_present,
     page_of,
@@ -156,7 +156,7 @@ def _attend_kernel(
         absent = absent + request.to(tl.int64) * absent_stride
     acc = tl.zeros([ROWS, WIDE], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    best = tl.full([ROWS], HIDDEN, tl.float32)
+    best = tl.full([ROWS], LOWEST, tl.float32)
     if window is None and absent is None:
         acc, total, best = _attend_keys(
             acc, total, best, queries, position, pages, table, absent, head, first, plain, end,
@@ -201,7 +201,7 @@ def _combine_kernel(
     split, channel = tl.arange(0, SPLITS), tl.arange(0, WIDE)
     used = split < splits
     at = row * HEADS + head + split.to(tl.int64) * part_stride
-    weight = tl.load(part_lse + at, mask=used, other=HIDDEN) * LOG2_E
+    weight = tl.load(part_lse + at, mask=used, other=LOWEST) * LOG2_E
     best = tl.max(weight, 0)
     weight = tl.exp2(weight - best)
     total = tl.sum(weight, 0)
