@@ -23,17 +23,20 @@ GREEDY = SamplingParams()
 
 class ReplayAgain:
     """Stands in for CUDA graphs: a capture runs the function as a real one does, and a replay is
-    the function called again. Notes what was captured."""
+    the function called again. Notes what was captured; does not capture what is ``refused``."""
 
     note = None
 
-    def __init__(self) -> None:
+    def __init__(self, refused: str = "") -> None:
+        self.refused = refused
         self.captured: list[Callable[[], torch.Tensor]] = []
         self.replays = 0
 
     def __call__(
         self, function: Callable[[], torch.Tensor], name: str
     ) -> Callable[[], torch.Tensor]:
+        if name == self.refused:
+            return function
         function()
         function()
         self.captured.append(function)
@@ -147,6 +150,22 @@ def test_a_capture_is_made_once_and_the_buffers_stay(requests: Requests) -> None
     ]
     for number, prompt in ((first, 8), (second, 5), (third, 6)):
         assert requests.ids[number] == requests.expected(number, prompt)
+
+
+def test_sampling_is_captured_although_the_model_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logits stay where they were when it was captured, and are those of the step."""
+    capture = ReplayAgain(refused="the model")
+    requests = Requests(paged_engine(monkeypatch, pages=False), 2, capture)
+    first = requests.start(8)
+    places, logits = set(), []
+    for _ in range(3):
+        requests.step(first, ahead=False)
+        bucket = requests.steps._buckets[1]
+        places.add(bucket.logits.data_ptr())
+        logits.append(bucket.logits.clone())
+    assert len(capture.captured) == 1 and capture.replays == 3
+    assert len(places) == 1 and not torch.equal(logits[0], logits[1])
+    assert requests.ids[first] == requests.expected(first, 8)
 
 
 def test_a_row_of_the_table_that_another_request_takes_over(requests: Requests) -> None:
