@@ -135,8 +135,9 @@ class Forward:
         the device, else its logits ``[num_logits, vocab]``. The next rows of requests with pages
         are a decode step of their own; the others are packed into one forward."""
         results: list[torch.Tensor | Picked | None] = [None] * len(segments)
-        next_rows = [index for index, each in enumerate(segments) if self._is_step(each)]
-        others = [index for index in range(len(segments)) if index not in set(next_rows)]
+        next_rows, others = [], []
+        for index, segment in enumerate(segments):
+            (next_rows if self._is_step(segment) else others).append(index)
         if others:
             packed = [segments[index] for index in others]
             parts = torch.split(self(packed), [segment.num_logits for segment in packed])

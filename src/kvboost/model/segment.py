@@ -65,7 +65,7 @@ class Segment:
     _own_mask: torch.Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self._num_rows = len(self.token_ids)  # read in every layer
+        self._num_rows = self.token_ids.shape[0]  # read in every layer
         if isinstance(self.positions, torch.Tensor):
             self.positions = self.positions.to(self.kv.shape.device)
 

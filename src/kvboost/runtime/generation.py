@@ -65,6 +65,8 @@ class Generation:
         self._num_logits = num_logits
         self._live_end = len(state.request.token_ids) - num_logits + 1
         self._kv: RequestKV
+        self._last_token = np.zeros(1, np.int64)
+        self._last_ids = torch.from_numpy(self._last_token)  # the same memory
 
     def steps(self) -> Steps:
         """The whole request. Progress and text appear in its ``RequestState``."""
@@ -294,9 +296,10 @@ class Generation:
         else:
             kv.reserve(start + 1)
             on_device = isinstance(sampler, RowSampler) and not self._records
+            self._last_token[0] = state.token_ids[-1]
             given = yield Segment(
                 kv,
-                torch.tensor(state.token_ids[-1:]),
+                self._last_ids,
                 range(start, start + 1),
                 as_stock=self._as_stock,
                 sampler=sampler if on_device and isinstance(sampler, RowSampler) else None,
