@@ -146,19 +146,15 @@ def draw_bars(
     *,
     title: str,
     y: Sequence[str],
-    log_y: bool = False,
-    notes: Mapping[tuple[str, str], str] | None = None,
-    colours: Mapping[str, str] | None = None,
 ) -> Figure:
     """Panels side by side, each with its own label of ``y``; in each a cluster of bars per group,
-    and in that a bar per series. Spreads are lines; ``notes`` are above bars, by series and
-    group."""
+    and in that a bar per series. Spreads are lines."""
     from matplotlib.patches import Patch
 
     if not any(heights for bars in panels.values() for heights in bars.values()):
         raise ValueError("nothing to plot: there are no bars")
     names = list(dict.fromkeys(name for bars in panels.values() for name in bars))
-    looks = dict(zip(names, cycle(COLOURS), strict=False)) | dict(colours or {})
+    looks = dict(zip(names, cycle(COLOURS), strict=False))
     figure, row = _panels(title, len(panels), width=9.0 / len(panels))
     for axes, own, (panel, bars) in zip(row, y, panels.items(), strict=True):
         _label(axes, "", own, panel)
@@ -172,15 +168,9 @@ def draw_bars(
                 if one.high > one.low:
                     line = [[one.middle - one.low], [one.high - one.middle]]
                     axes.errorbar(place, one.middle, line, color=INK, linewidth=0.9, capsize=2)
-                if note := (notes or {}).get((name, group)):
-                    at, style = (place, one.high), {"ha": "center", "fontsize": 7, "color": INK}
-                    axes.annotate(note, at, (0, 3), textcoords="offset points", **style)
         axes.set_xticks(range(len(groups)), groups)
         axes.grid(axis="x", visible=False)
         axes.margins(y=0.12)
-        if log_y:
-            axes.set_yscale("log")
-            plain_log_labels(axes.yaxis)
     return _with_legend(figure, [Patch(color=looks[name], label=name) for name in names])
 
 
