@@ -272,7 +272,8 @@ def test_a_whole_run_with_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     tiny_model("llama", max_position_embeddings=2048).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     picture = tmp_path / "ttft.svg"
-    options = ("--quick", "--rounds", "1", "--peer-rounds", "1", "--plot", str(picture))
+    few = ("--rounds", "1", "--peer-rounds", "1", "--turns", "2", "--tokens", "256")
+    options = ("--quick", *few, "--length", "128", "--plot", str(picture))
     engines = ("--peer", "stock", "--peer", "kvboost", "--peer", "vllm", "--dtype", "float32")
     done = CliRunner().invoke(app, ["bench", "ttft", "-m", str(tmp_path), *options, *engines])
     assert done.exit_code == 0, done.output

@@ -77,11 +77,10 @@ def draw_lines(
     x: str,
     y: str,
     log_x: bool = False,
-    floor: tuple[str, float] | None = None,
     styles: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Figure:
     """Panels side by side, in each a line per name with its spread, on a log axis. A name looks
-    the same in every panel; ``styles`` adds to its look. ``floor`` is a named dashed line.
+    the same in every panel; ``styles`` adds to its look.
 
     A log axis has no place for zero: such points are drawn hollow, below all others.
     """
@@ -91,7 +90,7 @@ def draw_lines(
     if not points:
         raise ValueError("nothing to plot: no panel has a line with points")
     values = [Value.of(value) for _, value in points]
-    heights = [value.middle for value in values] + ([floor[1]] if floor else [])
+    heights = [value.middle for value in values]
     if not all(math.isfinite(number) for number in (*heights, *(at for at, _ in points))):
         raise ValueError("every number of a plot must be finite")
     zero_at = _below(heights)
@@ -109,17 +108,12 @@ def draw_lines(
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.set_yscale("log")
         plain_log_labels(axes.yaxis)
-        if floor is not None:
-            axes.axhline(max(floor[1], zero_at), color=INK, linestyle="--", linewidth=1.2)
         for name, line in lines.items():
             _draw_line(axes, sorted(line, key=lambda point: point[0]), looks[name], zero_at)
     low, high = min(max(one, zero_at) for one in heights), max(heights)
     row[0].set_ylim(low / 1.6, max(high, zero_at, *(one.high for one in values)) * 1.6)
     shown = [look for look in looks.values() if not look["label"].startswith("_")]
     handles = [Line2D([], [], **look) for look in shown]
-    if floor is not None:
-        label = f"{floor[0]} ({floor[1]:.2g})"
-        handles.append(Line2D([], [], color=INK, linestyle="--", linewidth=1.2, label=label))
     if min(value.middle for value in values) <= 0:
         label = f"hollow: 0, drawn at {zero_at:.0e}"
         handles.append(Line2D([], [], color=INK, marker="o", mfc="white", ls="none", label=label))
