@@ -9,14 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
+from kvboost.cache.chunk import ChunkInfo
 from kvboost.cache.lookup.catalogue import Catalogue
 from kvboost.cache.lookup.hits import KnownRows
-from kvboost.cache.parts import Cut
-from kvboost.cache.secret import Secret
+from kvboost.cache.parts import Naming
 from kvboost.cache.tiers.residency import Residency
 from kvboost.cache.tiers.transfers import Transfers
-from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, chain_key
+from kvboost.tokens.hashing import ChunkKey, TokenIds
 from kvboost.tokens.marks import WINDOW
 
 
@@ -30,46 +29,21 @@ class RemoteLookup:
         residency: Residency,
         transfers: Transfers,
         lock: threading.RLock,
-        *,
-        cut: Cut,
-        origin: Origin,
-        secret: Secret | None,
+        naming: Naming,
     ) -> None:
         self._catalogue = catalogue
         self._residency = residency
         self._transfers = transfers
         self._lock = lock
-        self._cut = cut
-        self._origin = origin
-        self._naming = b"" if secret is None else secret.naming
-        self._has_secret = secret is not None
+        self._naming = naming
 
     def ask_for_prefix(self, root: ChunkKey, token_ids: TokenIds) -> list[ChunkKey]:
         """Asks by key for the chunks that continue what is known of ``token_ids``."""
         if not self._transfers.has_remote:
             return []
-        unknown: list[ChunkInfo] = []
-        parent = root
+        chunks = list(self._naming.exact_chunks(root, token_ids))
         with self._lock:
-            for start, end in self._cut(token_ids, ()):
-                ids = as_token_ids(token_ids[start:end])
-                key = chain_key(parent, ids, secret=self._naming)
-                if key not in self._catalogue:
-                    unknown.append(
-                        ChunkInfo(
-                            key=key,
-                            parent=parent,
-                            before=parent,
-                            root=root,
-                            token_ids=ids,
-                            base_position=start,
-                            lineage=Lineage.EXACT,
-                            bits=16,
-                            nbytes=0,
-                            origin=self._origin,
-                        )
-                    )
-                parent = key
+            unknown = [info for info in chunks if info.key not in self._catalogue]
         there = self._transfers.remote_has([info.key for info in unknown])
         return self._enter([info for info, has in zip(unknown, there, strict=False) if has])
 
@@ -113,8 +87,7 @@ class RemoteLookup:
 
     def _enter_usable(self, infos: Sequence[ChunkInfo]) -> list[ChunkKey]:
         """Enters chunks by what their headers say."""
-        origin, has_secret = self._origin, self._has_secret
-        return self._enter([info for info in infos if info.is_usable(origin, has_secret)])
+        return self._enter([info for info in infos if self._naming.can_use(info)])
 
     def _enter(self, infos: Sequence[ChunkInfo]) -> list[ChunkKey]:
         entered: list[ChunkKey] = []

@@ -25,7 +25,6 @@ from kvboost.integrations.vllm.events import Announcements, Removed, Stored
 from kvboost.integrations.vllm.options import Options, RequestOptions
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.plan import LIVE_TOKENS, Plan, make_plan
-from kvboost.reuse.repair import PROBE_ROWS
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, root_key
 from kvboost.tokens.marks import WINDOW
@@ -33,8 +32,6 @@ from kvboost.tokens.marks import WINDOW
 LOAD_SECONDS = 0.015
 """What moving costs beside its forwards, as measured on an H200: a step of the scheduler more, and
 launching what runs between the layers. On a CPU it hardly counts."""
-WORTHWHILE_RATIO = 0.9
-"""Moved text is reused if that is expected to take less than this share of computing it."""
 LEAST_ROWS = 64
 """Fewer known rows are computed: a load costs a step of the scheduler."""
 
@@ -197,7 +194,7 @@ class Planner:
             in_remote += found
             known = lookup()
         plan = make_plan(total, known, local)
-        if plan.moved and not self._pays(plan, repair):
+        if not self._cost.moving_pays(plan, repair, more_seconds=LOAD_SECONDS):
             plan = plan.without_moved()
         load = self._load(request_id, token_ids, local, plan, repair)
         used = {info.key for info in load.infos} if load is not None else set()
@@ -279,22 +276,6 @@ class Planner:
         in_place = tuple(hit.clip(local, end) for hit in plan.in_place if hit.start < end)
         return Load(request_id, token_ids, local, end, in_place, moved, repair)
 
-    def _pays(self, plan: Plan, repair: RepairParams) -> bool:
-        """Whether moving is expected to be faster than computing: probe and sparse forward against
-        a plain one. Only strategy ``auto`` asks."""
-        if repair.strategy != "auto" or repair.reuse_moved == "always":
-            return True
-        total = plan.num_tokens
-        known = plan.in_place[-1].end if plan.in_place else plan.num_shared
-        plain = self._cost.forward(total - known, (known + total) // 2)
-        unknown = sum(len(rows) for rows in plan.computed())
-        recomputed = round(repair.ratio * plan.num_moved)
-        moved = self._cost.forward(unknown + recomputed, total)
-        moved += self._cost.forward(min(unknown, PROBE_ROWS), total)
-        if self._cost.is_measured:  # in seconds
-            moved += LOAD_SECONDS
-        return moved < WORTHWHILE_RATIO * plain
-
     def _refresh(self) -> None:
         """Notices what processes have written to the folder or removed from it."""
         if self._disk is None or self._index is None:
@@ -344,7 +325,7 @@ def _cut(num_tokens: int, boundaries: tuple[int, ...], chunk_size: int) -> list[
 
 def repair_name(repair: RepairParams) -> str:
     """Names a repair. Requests with the same repair may continue from each other's rows."""
-    return f"vllm {repair.strategy} {repair.ratio} {repair.overlap}"
+    return f"vllm {repair.name}"
 
 
 def salt_of(cache_salt: str | None, adapter: str | None) -> str:
