@@ -31,7 +31,7 @@ class Index:
         window: int = WINDOW,
         on_removed: Callable[[Sequence[ChunkKey]], None] = lambda keys: None,
     ) -> None:
-        self._naming = Naming(cut, origin, secret=naming, row_bytes=row_bytes)
+        self.naming = Naming(cut, origin, secret=naming, row_bytes=row_bytes)
         self._catalogue = Catalogue(window)
         self._tiers: dict[ChunkKey, str] = {}
         self._on_removed = on_removed
@@ -39,7 +39,7 @@ class Index:
     def __len__(self) -> int:
         return len(self._catalogue)
 
-    def __contains__(self, key: ChunkKey) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._catalogue
 
     def tier(self, key: ChunkKey) -> str | None:
@@ -54,7 +54,7 @@ class Index:
 
     def add(self, info: ChunkInfo, tier: str) -> None:
         """A chunk is in ``tier``. Chunks that this model cannot use only take room there."""
-        if not self._naming.can_use(info):
+        if not self.naming.can_use(info):
             return
         if info.key not in self._catalogue:
             self._catalogue.add(info)
@@ -79,12 +79,6 @@ class Index:
         """Every chunk that contains a piece of ``texts``, or follows such a chunk."""
         return holding(self._catalogue.infos(), texts)
 
-    def unknown(self, root: ChunkKey, token_ids: TokenIds) -> list[ChunkInfo]:
-        """The exact chunks of ``token_ids`` that are not known here. Another machine may have
-        stored them."""
-        chunks = self._naming.exact_chunks(root, token_ids)
-        return [info for info in chunks if info.key not in self._catalogue]
-
     def store(
         self,
         root: ChunkKey,
@@ -100,7 +94,7 @@ class Index:
         ``exact_rows`` are exact; the others go into a branch beside the exact tree."""
         new: list[ChunkInfo] = []
         replaced: list[ChunkKey] = []
-        for place in self._naming.places(
+        for place in self.naming.places(
             root, token_ids, exact_rows=exact_rows, repair=repair, boundaries=boundaries
         ):
             parent, ids = place.parent, place.token_ids
@@ -108,7 +102,7 @@ class Index:
             if sibling and place.is_held_by(self._catalogue.info(sibling[0]), sibling[1]):
                 place.key = sibling[0]
                 continue
-            info = self._naming.describe(place)
+            info = self.naming.describe(place)
             if (shorter := self._catalogue.leaf_extended_by(parent, ids)) is not None:
                 self.remove([shorter])
                 replaced.append(shorter)

@@ -76,9 +76,11 @@ class ChunkStore:
             attention_share=attention_share,
         )
         self._transfers = Transfers(tiers, self._residency, self._lock, format)
-        self._remote = RemoteLookup(
-            self._catalogue, self._residency, self._transfers, self._lock, self._naming
-        )
+        self._remote: RemoteLookup | None = None
+        if tiers.remote is not None:
+            self._remote = RemoteLookup(
+                tiers.remote, self._naming, self._catalogue, self._on_found_in_remote, self._lock
+            )
         self._transfers.open()
 
     @contextmanager
@@ -106,9 +108,8 @@ class ChunkStore:
             return self._match(root, token_ids, moved_before, repair)
 
         in_remote: list[ChunkKey] = []
-        if ask_remote:
-            in_remote += self._remote.ask_for_prefix(root, token_ids)
-            in_remote += self._remote.search(root, token_ids, moved_before, match)
+        if ask_remote and self._remote is not None:
+            in_remote = self._remote.ask(root, token_ids, moved_before, match)
         with self._lock:
             known = match()
             keys = list(known.keys()) if pin else []
@@ -381,6 +382,10 @@ class ChunkStore:
         self._kept.pop(key, None)
 
     # Everything below is called with the lock held.
+
+    def _on_found_in_remote(self, info: ChunkInfo) -> None:
+        self._catalogue.add(info)
+        self._residency.add_remote([info.key])
 
     def _match(
         self, root: ChunkKey, token_ids: TokenIds, moved_before: int, repair: str
