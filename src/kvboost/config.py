@@ -360,6 +360,11 @@ class RepairParams:
         within(self.ratio, 0.0, 1.0, "recompute_ratio")
         whole(self.overlap, 0, "recompute_overlap")
 
+    @property
+    def name(self) -> str:
+        """Requests whose repairs have the same name may continue from each other's rows."""
+        return f"{self.strategy} {self.ratio} {self.overlap}"
+
 
 @dataclass(frozen=True)
 class SamplingParams:

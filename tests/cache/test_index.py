@@ -84,14 +84,12 @@ def test_a_secret_gives_other_keys_and_signs() -> None:
     assert known_rows(index, list(range(4))) == 4
 
 
-def test_unknown_lists_the_exact_chunks_that_are_not_here() -> None:
-    index, other = make_index(), make_index()
+def test_the_exact_chunks_of_a_text_have_the_same_names_everywhere() -> None:
     ids = as_token_ids(range(10))
-    stored, _ = other.store(ROOT, ids, exact_rows=10)
-    index.store(ROOT, ids[:4], exact_rows=4)
-    unknown = index.unknown(ROOT, ids)
-    assert [info.key for info in unknown] == [info.key for info in stored[1:]]
-    assert all(info.is_as_planned(there) for info, there in zip(unknown, stored[1:], strict=True))
+    stored, _ = make_index().store(ROOT, ids, exact_rows=10)
+    named = list(make_index().naming.exact_chunks(ROOT, ids))
+    assert [info.key for info in named] == [info.key for info in stored]
+    assert all(info.is_as_planned(there) for info, there in zip(named, stored, strict=True))
 
 
 def test_containing_finds_the_chunks_of_a_text_and_those_after_it() -> None:

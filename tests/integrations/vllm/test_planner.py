@@ -25,6 +25,7 @@ from kvboost.integrations.vllm.planner import (
 from kvboost.reuse.plan import LIVE_TOKENS
 from kvboost.tokens.hashing import ChunkKey, TokenIds
 from planting import chunk_files
+from redis_server import MISSING, RedisServer
 
 PAGE, CHUNK = 32, 32
 WEIGHTS = Hello("weights", "a model", row_bytes=2 * 4)
@@ -364,6 +365,21 @@ def test_the_remote_store_is_asked_for_what_is_not_here(start: Start, tmp_path: 
     unused = start(**remote)
     assert plan(unused, ids, local=160) is None
     assert unused._index is not None and len(unused._index) == 0
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_moved_text_that_only_redis_has_is_planned(start: Start, tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    server.start()
+    try:
+        ids = text(1, 210)
+        write(start(remote_cache_url=server.url, chunk_size=64), ids, remote_cache_url=server.url)
+        mine = start(remote_cache_url=server.url, chunk_size=64)
+        load = plan(mine, join(text(2, 40), ids, text(3, 40)))
+    finally:
+        server.close()
+    assert load is not None and {hit.tier for hit in load.hits} == {"remote"}
+    assert load.num_moved == 210  # the last chunk is too short for a mark, and follows the others
 
 
 def test_what_a_worker_lost_is_not_planned_again(start: Start) -> None:
