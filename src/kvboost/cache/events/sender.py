@@ -3,6 +3,7 @@ messages, and may ask for those that they have missed."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ MAX_UNSENT = 10_000
 """Messages that wait for one slow subscriber; then it misses some."""
 REPLAY_BYTES = 64 * 1024**2
 """Payloads that are kept for subscribers that have missed some."""
-LINGER_MS = 500
+LINGER_SECONDS = 0.5
 """How long the last messages may take."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
@@ -85,7 +86,14 @@ class Sender:
             return
 
     def close(self) -> None:
-        self._context.destroy(LINGER_MS)
+        """Waits a moment for the last messages to be sent."""
+        for socket in (self._publish, self._replay):
+            if socket is not None:
+                socket.close(int(LINGER_SECONDS * 1000))
+        # It returns when all is sent, but now and then it never does, whatever the limit says.
+        ending = threading.Thread(target=self._context.term, name="kvboost-events", daemon=True)
+        ending.start()
+        ending.join(2 * LINGER_SECONDS)
 
     def _open(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         import zmq
