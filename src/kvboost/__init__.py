@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvboost.config import EngineConfig, GenerationMode
+from kvboost.config import EngineConfig, GenerationMode, KVEvents
 from kvboost.errors import (
     CacheFolderError,
     ChecksumError,
@@ -54,6 +54,7 @@ __all__ = [
     "GenerationResult",
     "KVBoost",
     "KVBoostError",
+    "KVEvents",
     "KVTooLargeError",
     "ModelError",
     "ModelInfo",

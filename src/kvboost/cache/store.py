@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Origin
+from kvboost.cache.events.listener import StoreListener
 from kvboost.cache.eviction.learned import LearnedPolicy
 from kvboost.cache.eviction.policy import EvictionPolicy
 from kvboost.cache.lookup.anchors import WINDOW
@@ -81,7 +82,20 @@ class ChunkStore:
             self._remote = RemoteLookup(
                 tiers.remote, self._naming, self._catalogue, self._on_found_in_remote, self._lock
             )
+        self._listener: StoreListener | None = None
+        self._announced_root: ChunkKey | None = None
         self._transfers.open()
+
+    def listen(self, listener: StoreListener, root: ChunkKey) -> None:
+        """Tells ``listener`` of exact chunks of ``root`` that requests store or use, and of every
+        chunk that is gone."""
+        with self._lock:
+            self._listener, self._announced_root = listener, root
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        """Whether a chunk is in some tier."""
+        with self._lock:
+            return key in self._catalogue and self._residency.where(key) is not None
 
     @contextmanager
     def lookup(
@@ -181,6 +195,9 @@ class ChunkStore:
                 with self._lock:
                     self._residency.order_new()
                     self._unpin(pinned)
+                    if self._listener is not None and root == self._announced_root:
+                        known = self._match(root, token_ids, 0, "")
+                        self._listener.on_stored(token_ids, known.exact)
         finally:
             self._admission.release()
         return new
@@ -309,6 +326,8 @@ class ChunkStore:
             with self._lock:
                 keys = [key for key in self._catalogue if key not in self._pins]
                 self._drop(keys)
+                if self._listener is not None:
+                    self._listener.on_cleared()
             self._transfers.await_writing()
             self._transfers.remove_files(keys)
 
@@ -379,6 +398,8 @@ class ChunkStore:
     def on_gone(self, key: ChunkKey) -> None:
         if key in self._catalogue:
             self._catalogue.remove(key)
+            if self._listener is not None:
+                self._listener.on_gone(key)
         self._kept.pop(key, None)
 
     # Everything below is called with the lock held.

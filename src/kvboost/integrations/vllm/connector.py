@@ -23,9 +23,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
+from kvboost.cache.events.announcements import Announcements
+from kvboost.cache.events.layout import medium
 from kvboost.errors import ConfigError
 from kvboost.integrations.vllm.branches import Branch, Branches
-from kvboost.integrations.vllm.events import Announcements
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.options import Options, RequestOptions
 from kvboost.integrations.vllm.planner import Load, Planner, prompt_ids, repair_name, salt_of
@@ -235,7 +236,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         return as_events(
             announced,
             page=self._page,
-            is_slow=bool(engine.disk_cache_dir or engine.remote_cache_url),
+            medium=medium(is_slow=bool(engine.disk_cache_dir or engine.remote_cache_url)),
         )
 
     def reset_cache(self) -> bool:

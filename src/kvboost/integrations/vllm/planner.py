@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvboost.cache.chunk import ChunkInfo, Origin
+from kvboost.cache.events.announcements import Announcements, Removed, Stored
 from kvboost.cache.index import Index
 from kvboost.cache.lookup.anchors import anchor_window
 from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
@@ -22,7 +23,6 @@ from kvboost.cache.secret import Secret
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
 from kvboost.config import RepairParams
-from kvboost.integrations.vllm.events import Announcements, Removed, Stored
 from kvboost.integrations.vllm.options import Options, RequestOptions
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.plan import LIVE_TOKENS, Plan, make_plan
