@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
 from kvboost.cache.lookup.anchors import WINDOW
-from kvboost.cache.lookup.catalogue import Catalogue, holding
+from kvboost.cache.lookup.catalogue import Catalogue
 from kvboost.cache.lookup.hits import KnownRows
 from kvboost.cache.parts import Cut, Part, cut_parts
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, branch_key, chain_key
@@ -78,9 +78,9 @@ class Index:
         self._on_removed(keys)
         return keys
 
-    def containing(self, texts: Sequence[TokenIds]) -> list[ChunkKey]:
-        """Every chunk that contains a piece of ``texts``, or follows such a chunk."""
-        return holding(self._catalogue.infos(), texts)
+    def infos(self, root: ChunkKey) -> dict[ChunkKey, ChunkInfo]:
+        """The chunks of ``root``, a copy that can be searched in another thread."""
+        return {key: info for key, info in self._catalogue.infos().items() if info.root == root}
 
     def unknown(self, root: ChunkKey, token_ids: TokenIds) -> list[ChunkInfo]:
         """The exact chunks of ``token_ids`` that are not known here. Another machine may have
