@@ -9,16 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvboost.errors import ConfigError, ForgetError, KVBoostError
+from kvboost.errors import ConfigError, ForgetError, ServerError
 from kvboost.integrations.vllm.options import EVERYTHING
 from kvboost.tokens.prompt import inside
 
 SECONDS = 600.0
 """To read a long document may take minutes."""
-
-
-class ServerError(KVBoostError):
-    """A vLLM server cannot be reached, refuses a request, or runs without KVBoost."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +135,9 @@ class VllmServer:
                 f"the server at {self._url} refuses {path}: {error.code} {reason or error.reason}"
             ) from None
         except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", str(error))
             raise ServerError(
-                f"there is no answer from {self._url}{path}: {getattr(error, 'reason', str(error))}; "
-                "give the address of vLLM's API"
+                f"{self._url}{path} does not answer: {reason}; give the address of vLLM's API"
             ) from None
 
 

@@ -143,5 +143,7 @@ class RequestOptions:
 
 
 def _are_numbers(given: object) -> bool:
-    """Whether it is a list of numbers from 0 on."""
-    return isinstance(given, Sequence) and all(type(one) is int and one >= 0 for one in given)
+    """Whether it is a list of whole numbers from 0 on, none of them too large for a token."""
+    return isinstance(given, Sequence) and all(
+        type(one) is int and 0 <= one < 2**31 for one in given
+    )
