@@ -23,7 +23,7 @@ def hit(start: int, end: int, lineage: Lineage = Lineage.EXACT) -> Hit:
         nbytes=8,
         origin=Origin("weights", "a model"),
     )
-    return Hit(info, start, 0, end - start, "ram")
+    return Hit(info, start, end - start)
 
 
 def load_of(name: str = "a request") -> Load:
