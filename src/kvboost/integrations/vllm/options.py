@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -100,12 +101,12 @@ class Command:
             return cls(name)
         if not isinstance(given, list) or not given or not all(map(_are_numbers, given)):
             raise ConfigError(
-                f"forget={given!r} must be {EVERYTHING!r}, or a list of texts, each a list of "
-                "token ids"
+                f"forget={reprlib.repr(given)} must be {EVERYTHING!r}, or a list of texts, each a "
+                "list of token ids"
             )
         texts = tuple(tuple(ids) for ids in given)
         if not all(texts):
-            raise ConfigError(f"forget={given!r} has a text without tokens")
+            raise ConfigError(f"forget={reprlib.repr(given)} has a text without tokens")
         return cls(name, texts)
 
 
