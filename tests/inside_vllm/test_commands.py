@@ -63,8 +63,7 @@ def test_stats_count_what_requests_load(engine: Engine, texts: Texts) -> None:
     assert counted["recomputed"] == repaired.usage["recomputed_tokens"] > 0
     assert counted["moved"] + counted["recomputed"] == repaired.usage["moved_tokens"] > 400
     # vLLM counts all of these rows as cached.
-    local = repaired.cached - (len(moved) - 1) // PAGE * PAGE
-    assert local == 0 and sum(counted.values()) == exact.cached + repaired.cached
+    assert sum(counted.values()) == exact.cached + repaired.cached
     assert after["loads"]["loaded"] == before["loads"]["loaded"] + 2
     assert after["load_seconds"] > before["load_seconds"]
     assert after["chunks"] == after["tiers"]["ram"]["chunks"] > 0
