@@ -22,6 +22,7 @@ import pytest
 from engines import ALWAYS, MODEL, PAGE
 from typer.testing import CliRunner
 
+import kvboost
 from kvboost.cli import app
 from kvboost.integrations.vllm.environment import TRANSFER
 
@@ -54,7 +55,7 @@ class Server:
             cwd=folder,
             env={
                 **os.environ,
-                "PYTHONPATH": str(Path("src").resolve()),
+                "PYTHONPATH": str(Path(kvboost.__file__).parents[1]),
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
                 "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
             },
