@@ -176,7 +176,9 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             self._tally.hear(report.tiers)
             self._commands.hear(report.replies)
             loading = self._loading.keys()
-            self._recomputed |= {id: report.recomputed[id] for id in loading & report.recomputed}
+            self._recomputed |= {
+                one: rows for one, rows in report.recomputed.items() if one in loading
+            }
             self._failed |= loading & set(report.failed)
         for request_id in connector_output.finished_recving or ():
             if (load := self._loading.pop(request_id, None)) is not None:
