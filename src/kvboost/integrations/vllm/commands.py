@@ -86,25 +86,22 @@ class Commands:
         if not self._planner.is_open:
             self._answers[request_id] = {"error": CLOSED}
             return
-        pending = self._pending[request_id] = _Pending(command, salt)
+        self._pending[request_id] = _Pending(command, salt)
         if command.name == "stats":
             self._orders.append(Order(request_id))
-            return
-        texts = None if command.texts is None else [prompt_ids(ids) for ids in command.texts]
-        pending.search = self._thread.submit(self._planner.search(salt, texts))
 
     def waits(self, request_id: str) -> bool:
         """Whether the answer to a command is not there yet. Goes on with it."""
         pending = self._pending.get(request_id)
         if pending is None:
             return False
-        if pending.search is None or not pending.search.done():
+        if pending.search is None or pending.found is not None or not pending.search.done():
             return True
         if (error := pending.search.exception()) is not None:
             del self._pending[request_id]
             self._answers[request_id] = {"error": f"{type(error).__name__}: {error}"}
             return False
-        pending.found, pending.search = pending.search.result(), None
+        pending.found = pending.search.result()
         self._planner.gone(pending.found.keys)
         self._orders.append(Order(request_id, tuple(pending.found.keys)))
         return True
@@ -117,6 +114,10 @@ class Commands:
         )
 
     def take_orders(self) -> list[Order]:
+        """For the next step. Searches begin: what requests before them have left is entered now."""
+        for pending in self._pending.values():
+            if pending.command.name == "forget" and pending.search is None:
+                self._search(pending)
         orders, self._orders = self._orders, []
         return orders
 
@@ -138,6 +139,11 @@ class Commands:
 
     def close(self) -> None:
         self._thread.shutdown()
+
+    def _search(self, pending: _Pending) -> None:
+        texts = pending.command.texts
+        ids = None if texts is None else [prompt_ids(one) for one in texts]
+        pending.search = self._thread.submit(self._planner.search(pending.salt, ids))
 
     def _answer(self, pending: _Pending) -> dict[str, Any]:
         for reply in pending.replies:

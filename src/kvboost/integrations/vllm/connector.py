@@ -190,6 +190,15 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        later, params = self._finish(request, block_ids)
+        answer = self._commands.take_answer(request.request_id)
+        if (error := self._errors.pop(request.request_id, None)) is not None:
+            answer = {"error": error}
+        if answer is not None:
+            params = {"kvboost": {**(params or {}).get("kvboost", {}), **answer}}
+        return later, params
+
+    def _finish(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         request_id = request.request_id
         branch, load = self._branches.of(request_id), self._loaded.pop(request_id, None)
         asked = self._ask(request)
@@ -200,19 +209,13 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         self._salts.pop(request_id, None)
         is_kept = request_id not in self._unkept
         self._unkept.discard(request_id)
-        error = self._errors.pop(request_id, None)
-        if (answer := self._commands.take_answer(request_id)) is not None:
-            return False, {"kvboost": answer}
         if self._loading.pop(request_id, None) is not None:
             self._tally.cancel(request_id)
             self._failed.discard(request_id)
             self._step.cancelled.append(request_id)
             return False, None
-        told: dict[str, Any] = {} if error is None else {"error": error}
-        told |= {} if load is None else usage(load, recomputed)
-        params = {"kvboost": told} if told else None
         if not is_kept or not self._serves(request):
-            return False, params
+            return False, _usage(load, recomputed)
         num_rows = min(request.num_computed_tokens, request.num_tokens - 1)
         num_rows = min(num_rows, len(block_ids) * self._page)
         keep, replaced = self._planner.keep(
@@ -237,7 +240,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             )
         # vLLM frees the pages now. The next step is the first that can write to them, and it
         # begins with the copy.
-        return False, params
+        return False, _usage(load, recomputed)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -375,3 +378,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._commands.close()
             self._planner.close()
+
+
+def _usage(load: Load | None, recomputed: int) -> dict[str, Any] | None:
+    """What is said of a request in its answer's ``kv_transfer_params``."""
+    return None if load is None else {"kvboost": usage(load, recomputed)}
