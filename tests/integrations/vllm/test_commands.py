@@ -15,7 +15,7 @@ from kvboost.cache.data import ChunkData
 from kvboost.cache.quantize import plain
 from kvboost.cache.tiers.open import open_tiers
 from kvboost.config import EngineConfig
-from kvboost.integrations.vllm.commands import CLOSED, Commands, Order, Reply, obey
+from kvboost.integrations.vllm.commands import CLOSED, Commands, Order, Reply
 from kvboost.integrations.vllm.options import Command, Options, RequestOptions
 from kvboost.integrations.vllm.planner import Hello, Planner, prompt_ids
 from kvboost.integrations.vllm.tally import Tally
@@ -50,7 +50,7 @@ class Cache:
         self.commands.begin("asked", command, salt)
         while self.commands.waits("asked"):
             for order in self.commands.take_orders():
-                self.commands.hear({order.request_id: [obey(self.data, order)]})
+                self.commands.hear({order.request_id: [order.obey(self.data)]})
         answer = self.commands.take_answer("asked")
         assert answer is not None
         assert self.commands.take_answer("asked") is None

@@ -28,15 +28,6 @@ _FIGURES = ("chunks", "bytes", "max_bytes", "hits")
 
 
 @dataclass(frozen=True)
-class Order:
-    """To every worker: remove ``keys`` from every tier, and say what the tiers hold."""
-
-    request_id: str
-    keys: tuple[ChunkKey, ...] | None = None
-    """None removes nothing."""
-
-
-@dataclass(frozen=True)
 class Reply:
     """From a worker."""
 
@@ -46,16 +37,24 @@ class Reply:
     problem: str = ""
 
 
-def obey(data: ChunkData, order: Order) -> Reply:
-    """What a worker does. Waits for files and the network."""
-    try:
-        left = {} if order.keys is None else data.purge(order.keys)
-        tiers = {name: tier.as_dict() for name, tier in data.stats().items()}
-        if (remote := data.remote_stats()) is not None:
-            tiers["remote"] = remote.as_dict()
-        return Reply(tiers, left)
-    except Exception as error:  # nothing that goes wrong here may stop vLLM
-        return Reply(problem=f"{type(error).__name__}: {error}")
+@dataclass(frozen=True)
+class Order:
+    """To every worker: remove ``keys`` from every tier, and say what the tiers hold."""
+
+    request_id: str
+    keys: tuple[ChunkKey, ...] | None = None
+    """None removes nothing."""
+
+    def obey(self, data: ChunkData) -> Reply:
+        """In a worker. Waits for files and the network."""
+        try:
+            left = {} if self.keys is None else data.purge(self.keys)
+            tiers = {name: tier.as_dict() for name, tier in data.stats().items()}
+            if (remote := data.remote_stats()) is not None:
+                tiers["remote"] = remote.as_dict()
+            return Reply(tiers, left)
+        except Exception as error:  # nothing that goes wrong here may stop vLLM
+            return Reply(problem=f"{type(error).__name__}: {error}")
 
 
 @dataclass

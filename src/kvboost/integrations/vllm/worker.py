@@ -28,7 +28,6 @@ from kvboost.cache.tiers.open import open_tiers
 from kvboost.cache.tiers.stats import TierStats
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm import check, paged, rope
-from kvboost.integrations.vllm.commands import Reply, obey
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.options import Options
 from kvboost.integrations.vllm.pages import Pages
@@ -43,6 +42,7 @@ from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
 
 if TYPE_CHECKING:
+    from kvboost.integrations.vllm.commands import Reply
     from kvboost.integrations.vllm.kernels import GpuKernels
 
 PLACED_ROWS = 4096
@@ -186,7 +186,7 @@ class Worker:
         if step.dropped:
             self._thread.submit(self._data.drop, step.dropped)
         for order in step.orders:
-            self._orders[order.request_id] = self._thread.submit(obey, self._data, order)
+            self._orders[order.request_id] = self._thread.submit(order.obey, self._data)
         for load in step.loads:
             self._loading[load.request_id] = (load, self._serve(load))
         budget = self._options.slice_rows if step.is_busy else None
