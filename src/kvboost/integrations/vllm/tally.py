@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvboost.cache.chunk import Lineage
 from kvboost.cache.tiers.stats import TierStats
 from kvboost.integrations.vllm.planner import Load
 
@@ -22,11 +23,12 @@ TIER_FIGURES = ("bytes", "max_bytes", "chunks")
 
 def usage(load: Load, recomputed: int) -> dict[str, int]:
     """What is said of a request in its answer."""
-    in_place = sum(hit.num_tokens for hit in load.in_place)
-    exact = min(in_place, min(load.exact_rows, load.end) - load.first)
+    rows: Counter[Lineage] = Counter()
+    for hit in load.in_place:
+        rows[hit.chunk.lineage] += hit.num_tokens
     return {
-        "exact_tokens": exact,
-        "approximate_tokens": in_place - exact,
+        "exact_tokens": rows[Lineage.EXACT],
+        "approximate_tokens": rows[Lineage.APPROXIMATE],
         "moved_tokens": load.num_moved,
         "recomputed_tokens": recomputed,
     }
