@@ -16,6 +16,7 @@ from kvboost.errors import (
     ModelNotFoundError,
     PromptError,
     QueueFullError,
+    ServerError,
     ShuttingDownError,
     UnsupportedModelError,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "QueueFullError",
     "ReuseReport",
     "Score",
+    "ServerError",
     "ShuttingDownError",
     "Span",
     "SpanKind",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvboost.cache.chunk import ChunkInfo, Origin
 from kvboost.cache.lookup.anchors import WINDOW
-from kvboost.cache.lookup.catalogue import Catalogue, holding
+from kvboost.cache.lookup.catalogue import Catalogue
 from kvboost.cache.lookup.hits import KnownRows
 from kvboost.cache.parts import Cut, Naming
 from kvboost.tokens.hashing import ChunkKey, TokenIds
@@ -75,9 +75,9 @@ class Index:
         self._on_removed(keys)
         return keys
 
-    def containing(self, texts: Sequence[TokenIds]) -> list[ChunkKey]:
-        """Every chunk that contains a piece of ``texts``, or follows such a chunk."""
-        return holding(self._catalogue.infos(), texts)
+    def infos(self, root: ChunkKey) -> dict[ChunkKey, ChunkInfo]:
+        """The chunks of ``root``, a copy that can be searched in another thread."""
+        return {key: info for key, info in self._catalogue.infos().items() if info.root == root}
 
     def store(
         self,

@@ -6,7 +6,7 @@ calls it from one thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -17,6 +17,7 @@ from kvboost.cache.chunk import ChunkInfo, Origin
 from kvboost.cache.events.announcements import Announcements, Removed, Stored
 from kvboost.cache.index import Index
 from kvboost.cache.lookup.anchors import anchor_window
+from kvboost.cache.lookup.catalogue import holding
 from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
 from kvboost.cache.remote_lookup import RemoteLookup
 from kvboost.cache.secret import Secret
@@ -111,6 +112,15 @@ class Keep:
     request_id: str
     infos: tuple[ChunkInfo, ...]
     pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Chunks that are to be forgotten."""
+
+    keys: list[ChunkKey]
+    is_complete: bool
+    """Whether the remote store has answered, if there is one."""
 
 
 class Planner:
@@ -242,16 +252,36 @@ class Planner:
         for rows, keys, seconds in measured:
             self._cost.observe(rows, keys, seconds)
 
-    def forget(self, texts: Sequence[TokenIds] | None = None) -> list[ChunkKey]:
-        """Forgets every chunk that contains a piece of ``texts``, or everything; returns the keys,
-        which workers must drop."""
+    def forget(self) -> list[ChunkKey]:
+        """Forgets everything; returns the keys, which workers must drop."""
+        return [] if self._index is None else self._index.clear()
+
+    def search(self, salt: str, texts: Sequence[TokenIds] | None) -> Callable[[], Found]:
+        """A search for the chunks under ``salt`` that contain a piece of ``texts`` or follow such a
+        chunk; without ``texts``, for all of them. It is for another thread: it looks at every chunk
+        and lists the remote store."""
+        assert self._index is not None
+        self._refresh(now=True)
+        root, remote = self.root(salt), self._remote
+        here = self._index.infos(root)
+
+        def search() -> Found:
+            faults = 0 if remote is None else sum(remote.faults.values())
+            listed = () if remote is None else remote.infos()
+            infos = {info.key: info for info in listed if info.root == root} | here
+            keys = list(infos) if texts is None else holding(infos, texts)
+            is_complete = remote is None or (
+                remote.state == "closed" and sum(remote.faults.values()) == faults
+            )
+            return Found(keys, is_complete)
+
+        return search
+
+    def num_chunks(self, salt: str | None = None) -> int:
+        """How many chunks there are, or how many under ``salt``."""
         if self._index is None:
-            return []
-        if texts is None:
-            return self._index.clear()
-        keys = self._index.containing(texts)
-        self._index.remove(keys)
-        return keys
+            return 0
+        return len(self._index) if salt is None else len(self._index.infos(self.root(salt)))
 
     def close(self) -> None:
         for tier in (self._disk, self._remote):
@@ -273,11 +303,11 @@ class Planner:
         in_place = tuple(hit.clip(local, end) for hit in plan.in_place if hit.start < end)
         return Load(request_id, token_ids, local, end, in_place, moved, repair)
 
-    def _refresh(self) -> None:
+    def _refresh(self, *, now: bool = False) -> None:
         """Notices what processes have written to the folder or removed from it."""
         if self._disk is None or self._index is None:
             return
-        changes = self._disk.refresh()
+        changes = self._disk.refresh(now=now)
         self._index.remove([key for key in changes.gone if self._index.tier(key) == "disk"])
         for info in changes.added:
             if info.key not in self._index:
