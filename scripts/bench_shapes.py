@@ -20,7 +20,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvboost import EngineConfig, KVBoost, StockModel
 from kvboost.bench.kit.machine import describe
-from kvboost.bench.kit.record import as_json
 from kvboost.bench.speed.ttft import report
 from kvboost.bench.speed.ttft.patterns import measure_decode, measure_ttft
 
@@ -76,7 +75,7 @@ def main(
         console.print(shape, report.ttft_table(rows), report.decode_table(decode))
         results[shape] = {
             "rows": [row.as_json() for row in rows],
-            "decode": as_json(decode, "ours_over_stock"),
+            "decode": decode.as_json(),
         }
         del model, stock, engine
         if device == "cuda":

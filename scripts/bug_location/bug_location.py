@@ -9,6 +9,7 @@ outcome does not depend on earlier ones, and a run can be split, interrupted and
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
@@ -24,7 +25,7 @@ from rich.table import Table
 from kvboost import GenerationMode, KVBoost
 from kvboost.bench.kit.benchmark import Bench, ModelSettings, Report, check_folder, option
 from kvboost.bench.kit.goals import Goal
-from kvboost.bench.kit.stats import paired_bootstrap, wilson
+from kvboost.bench.kit.stats import paired_bootstrap
 from kvboost.bench.kit.tables import spread, table
 from kvboost.bench.kit.timing import Sample
 from kvboost.bench.texts.prompts import fragments
@@ -300,3 +301,15 @@ def bug_table(summaries: Sequence[BugSummary]) -> Table:
             for one in summaries
         ],
     )
+
+
+def wilson(successes: int, trials: int, *, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's interval of a share, 95 % unless ``z`` says otherwise. Unlike the usual interval it
+    stays within 0 and 1, and is not empty if all or none succeeded."""
+    if not 0 <= successes <= trials or trials < 1:
+        raise ValueError(f"{successes} of {trials} is no share; give at least one trial")
+    share = successes / trials
+    centre = share + z * z / (2 * trials)
+    spread = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
+    scale = 1 + z * z / trials
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvboost.config import EngineConfig, GenerationMode
+from kvboost.config import EngineConfig, GenerationMode, KVEvents
 from kvboost.errors import (
     CacheFolderError,
     ChecksumError,
@@ -16,6 +16,7 @@ from kvboost.errors import (
     ModelNotFoundError,
     PromptError,
     QueueFullError,
+    ServerError,
     ShuttingDownError,
     UnsupportedModelError,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "GenerationResult",
     "KVBoost",
     "KVBoostError",
+    "KVEvents",
     "KVTooLargeError",
     "ModelError",
     "ModelInfo",
@@ -62,6 +64,7 @@ __all__ = [
     "QueueFullError",
     "ReuseReport",
     "Score",
+    "ServerError",
     "ShuttingDownError",
     "Span",
     "SpanKind",

@@ -4,6 +4,7 @@ environment variables."""
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import math
 import os
 import re
@@ -126,6 +127,38 @@ def format_bytes(size: int) -> str:
 
 
 @dataclass(frozen=True)
+class KVEvents:
+    """Where and how to publish KV events, in vLLM's format. They contain the tokens of prompts."""
+
+    endpoint: str
+    """A ZeroMQ address: ``tcp://*:5557`` listens; ``tcp://host:5557`` connects to a subscriber that
+    listens; ``ipc://path`` stays on this machine."""
+    topic: str = ""
+    """The first frame of every message; llm-d expects ``kv@ADDRESS@MODEL``."""
+    replay_endpoint: str | None = None
+    """An address at which subscribers ask for messages that they have missed."""
+    block_size: int = 16
+    """Tokens in a block; the router must be set to the same number."""
+
+    def __post_init__(self) -> None:
+        for option in ("endpoint", "replay_endpoint"):
+            address = getattr(self, option)
+            if address is not None and not re.fullmatch(
+                r"tcp://[^\s/]+:\d{1,5}|(ipc|inproc)://\S+", address
+            ):
+                raise ConfigError(
+                    f"{option}={address!r} is not an address for KV events; write "
+                    "tcp://*:5557, tcp://host:5557 or ipc://path"
+                )
+        whole(self.block_size, 1, "block_size")
+        for name in ("zmq", "msgspec"):
+            if importlib.util.find_spec(name) is None:
+                raise ConfigError(
+                    f"KV events need {name}; install it with: pip install pyzmq msgspec"
+                )
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """How an engine keeps and reuses KV: every option, its default and its check.
 
@@ -196,6 +229,8 @@ class EngineConfig:
     """While some requests are answering, at most this many tokens of other prompts are read per
     step. Fewer keep the answers' pace, more read prompts faster; by default what suits the
     device."""
+    kv_events: KVEvents | None = None
+    """Where to publish which text the cache holds, for routers; by default nowhere."""
 
     @property
     def repair(self) -> RepairParams:
@@ -227,6 +262,10 @@ class EngineConfig:
         whole(self.max_running, 1, "max_running")
         whole(self.max_waiting, 0, "max_waiting")
         at_least(self.sharing_wait, 0.0, "sharing_wait")
+        if self.kv_events is not None and not isinstance(self.kv_events, KVEvents):
+            raise ConfigError(
+                f"kv_events={self.kv_events!r} must be KVEvents, such as KVEvents('tcp://*:5557')"
+            )
         for option in ("prefill_slice", "step_rows"):
             if (rows := getattr(self, option)) is not None:
                 whole(rows, 1, option)
@@ -290,6 +329,7 @@ class EngineOptions(TypedDict, total=False):
     sharing_wait: float
     graphs: str
     step_rows: int | None
+    kv_events: KVEvents | None
 
 
 class HubOptions(TypedDict, total=False):
@@ -365,6 +405,11 @@ class RepairParams:
         one_of(self.reuse_moved, REUSE_MOVED, "reuse_moved")
         within(self.ratio, 0.0, 1.0, "recompute_ratio")
         whole(self.overlap, 0, "recompute_overlap")
+
+    @property
+    def name(self) -> str:
+        """Requests whose repairs have the same name may continue from each other's rows."""
+        return f"{self.strategy} {self.ratio} {self.overlap}"
 
 
 @dataclass(frozen=True)

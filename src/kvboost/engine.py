@@ -111,6 +111,7 @@ class KVBoost:
           ``recompute_overlap=16``, ``reuse_moved="when_faster"``, ``audit_fraction=0.0``
         - requests: ``max_running=16``, ``max_waiting=256``, ``max_kv_bytes=None``,
           ``sharing_wait=2.0``, ``step_rows=None``, ``prefill_slice=None``, ``graphs="auto"``
+        - routers: ``kv_events=None``
 
         Options of transformers' ``from_pretrained`` that have a name here (``HubOptions``, such as
         ``revision``, ``token`` or ``trust_remote_code``) are passed on; any others go into

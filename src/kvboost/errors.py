@@ -12,7 +12,8 @@
     │   ├── UnsupportedModelError (ValueError)   its architecture does not allow what was asked
     │   └── ChecksumError                    downloaded weights have another checksum
     ├── CacheFolderError (OSError)           the cache folder cannot be used
-    └── ForgetError                          a text could not be removed everywhere
+    ├── ForgetError                          a text could not be removed everywhere
+    └── ServerError                          a server cannot be reached, or refuses what is asked
 
 An error about the caller's mistake names the value, what is allowed, and what to do.
 """
@@ -99,3 +100,7 @@ class ForgetError(KVBoostError):
 
 class CacheFolderError(KVBoostError, OSError):
     """The cache folder cannot be created or written."""
+
+
+class ServerError(KVBoostError):
+    """A server of another engine cannot be reached, refuses a request, or runs without KVBoost."""

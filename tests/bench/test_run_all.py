@@ -39,9 +39,9 @@ def test_a_benchmark_that_fails_or_hangs_does_not_stop_the_rest(tmp_path) -> Non
     def run(arguments, log: Path, seconds: float):
         asked.append(arguments)
         name = arguments[1]
-        if name == "interior":
+        if name == "serve":
             return None, ""
-        if name == "batch":
+        if name == "restart":
             log.write_text("Traceback\nValueError: wrong\n")
             return 1, ""
         if name == "moved":
@@ -56,11 +56,11 @@ def test_a_benchmark_that_fails_or_hangs_does_not_stop_the_rest(tmp_path) -> Non
         run=run,
     )
     states = results(report["outcomes"])
-    assert states["interior"] == "timed out"
-    assert states["batch"] == states["moved"] == "failed"
-    assert states["serve"] == states["ttft"] == "ok"
+    assert states["serve"] == "timed out"
+    assert states["restart"] == states["moved"] == "failed"
+    assert states["cluster"] == states["ttft"] == "ok"
     detail = {one["name"]: one["detail"] for one in report["outcomes"]}
-    assert detail["batch"] == "ValueError: wrong"
+    assert detail["restart"] == "ValueError: wrong"
     lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
     ok = [name for name, state in states.items() if state == "ok"]
     assert [json.loads(line)["benchmark"] for line in lines] == ok
@@ -85,8 +85,8 @@ def test_the_quick_form_runs_what_has_one_and_remembers_nothing(tmp_path) -> Non
     assert not file.exists()
     with pytest.raises(ConfigError, match="only='nonsense' is not available"):
         run_all(tmp_path, Console(quiet=True), only=["nonsense"], run=run)
-    chosen = run_all(tmp_path, Console(quiet=True), only=["interior"], quick=True, run=run)
-    assert results(chosen["outcomes"]) == {"interior": "ok"}
+    chosen = run_all(tmp_path, Console(quiet=True), only=["ttft"], quick=True, run=run)
+    assert results(chosen["outcomes"]) == {"ttft": "ok"}
 
 
 def test_nothing_begins_when_the_time_is_over(tmp_path, monkeypatch) -> None:
@@ -101,7 +101,7 @@ def test_nothing_begins_when_the_time_is_over(tmp_path, monkeypatch) -> None:
     report = run_all(tmp_path, Console(quiet=True), quick=True, run=run)
     assert given == [6]  # what is left, as it is less than they may take
     states = results(report["outcomes"])
-    assert states["interior"] == "left out" and states["serve"] == "skipped"
+    assert states["restart"] == "left out" and states["serve"] == "skipped"
 
 
 def outcome(name: str, **report: object) -> Outcome:
@@ -113,13 +113,13 @@ def goal(text: str, met: bool | None) -> dict[str, object]:
 
 
 def test_goals_are_met_not_met_or_not_run() -> None:
-    stock, peers, chat = BENCHMARKS["ttft"].goals
-    said = [goal(stock, True), goal(peers, False), goal(chat, None)]
-    judged = {one.text: one for one in judge([outcome("ttft", goals=said), outcome("batch")])}
-    assert [judged[text].met for text in (stock, peers, chat)] == [True, False, None]
+    stock, peers, moved, *_ = BENCHMARKS["ttft"].goals
+    said = [goal(stock, True), goal(peers, False), goal(moved, None)]
+    judged = {one.text: one for one in judge([outcome("ttft", goals=said), outcome("serve")])}
+    assert [judged[text].met for text in (stock, peers, moved)] == [True, False, None]
     assert judged[stock].figure == f"{stock}!"
-    (batch,) = BENCHMARKS["batch"].goals
-    assert (judged[batch].met, judged[batch].figure) == (None, "not run")
+    rag = BENCHMARKS["serve"].goals[0]
+    assert (judged[rag].met, judged[rag].figure) == (None, "not run")
 
 
 def test_the_goals_of_every_benchmark_are_judged() -> None:

@@ -14,7 +14,7 @@ from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.tokens.chunking import fixed
-from kvboost.tokens.hashing import TokenIds, as_token_ids
+from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids
 
 CHUNK = 4
 
@@ -84,24 +84,20 @@ def test_a_secret_gives_other_keys_and_signs() -> None:
     assert known_rows(index, list(range(4))) == 4
 
 
-def test_unknown_lists_the_exact_chunks_that_are_not_here() -> None:
-    index, other = make_index(), make_index()
+def test_the_exact_chunks_of_a_text_have_the_same_names_everywhere() -> None:
     ids = as_token_ids(range(10))
-    stored, _ = other.store(ROOT, ids, exact_rows=10)
-    index.store(ROOT, ids[:4], exact_rows=4)
-    unknown = index.unknown(ROOT, ids)
-    assert [info.key for info in unknown] == [info.key for info in stored[1:]]
-    assert all(info.is_as_planned(there) for info, there in zip(unknown, stored[1:], strict=True))
+    stored, _ = make_index().store(ROOT, ids, exact_rows=10)
+    named = list(make_index().naming.exact_chunks(ROOT, ids))
+    assert [info.key for info in named] == [info.key for info in stored]
+    assert all(info.is_as_planned(there) for info, there in zip(named, stored, strict=True))
 
 
-def test_containing_finds_the_chunks_of_a_text_and_those_after_it() -> None:
-    index = make_index()
-    index.store(ROOT, as_token_ids([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9]), exact_rows=12)
-    index.store(ROOT, as_token_ids([20, 21, 22, 23]), exact_rows=4)
-    keys = index.containing([as_token_ids([6, 7])])
-    index.remove(keys)
-    assert known_rows(index, [1, 2, 3, 4, 5, 6]) == 4
-    assert known_rows(index, [20, 21, 22, 23]) == 4 and len(index) == 2
+def test_infos_are_those_of_a_root() -> None:
+    index, other = make_index(), ChunkKey("00" * 16)
+    stored, _ = index.store(ROOT, as_token_ids([1, 2, 3, 4, 5]), exact_rows=5)
+    index.store(other, as_token_ids([1, 2, 3, 4]), exact_rows=4)
+    assert index.infos(ROOT) == {info.key: info for info in stored}
+    assert len(index.infos(other)) == 1 and len(index) == 3
 
 
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=18)
@@ -129,7 +125,7 @@ def test_index_and_store_keep_the_same_chunks(
         new, _ = index.store(ROOT, row, exact_rows=exact_rows, repair=repair)
         assert admitted == len(new)
         stored = {info.key: info for info in ram.infos()}
-        assert set(stored) == set(index.containing([as_token_ids([t]) for t in range(3)]))
+        assert set(stored) == set(index.infos(ROOT))
         for info in new:
             assert stored[info.key].is_as_planned(info) and stored[info.key].nbytes == info.nbytes
     for repair in "ab":

@@ -61,8 +61,8 @@ def test_listing_benchmarks_loads_none_of_them() -> None:
 
 def test_help_explains_an_option_with_its_choices_and_default() -> None:
     told = " ".join(run("serve", "--help").output.replace("│", " ").split())
-    assert "What users send. One of rag, chat, mixed. Can be given several times." in told
-    assert "[default: (rag, chat, mixed)]" in told
+    assert "What users send. One of rag, chat. Can be given several times." in told
+    assert "[default: (rag, chat)]" in told
 
 
 def test_a_benchmark_is_measured_drawn_and_remembered(model, tmp_path) -> None:
@@ -78,13 +78,10 @@ def test_a_benchmark_is_measured_drawn_and_remembered(model, tmp_path) -> None:
     assert json.loads(output.read_text()) == report == json.loads(history.read_text())
 
 
-def test_moved_text_and_batches_end_with_json(model) -> None:
+def test_moved_text_ends_with_json(model) -> None:
     report = report_of(run("moved", "-m", model, "--rounds", "1", "--conversations", "1"))
     assert {"stock", "auto", "cacheblend", "none", "no_hit", "over_stock"} <= set(report["moved"])
     assert len(report["turns"]) == 5 and report["machine"]["cores"] >= 1 and report["commit"]
-    report = report_of(run("batch", "-m", model, "--quick"))
-    assert {"slow", "fast", "factor"} == set(report["decode"])
-    assert report["goals"][0]["text"] == BENCHMARKS["batch"].goals[0]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +91,7 @@ def test_moved_text_and_batches_end_with_json(model) -> None:
         (("quality", "--bits", "3"), "bits=3 is not available"),
         (("quality", "--chunk-size", "4"), "chunk-size=4 must be"),
         (("quality", "--save", "/nowhere/rows"), "there is no folder '/nowhere'"),
-        (("batch", "--tokens", "64"), "tokens=64"),
+        (("restart", "--tokens", "64"), "tokens=64"),
         (("moved", "--plot", "a.doc"), "must end in"),
         (("all", "--only", "nonsense"), "only='nonsense'"),
     ],
@@ -108,5 +105,5 @@ def test_mistakes_are_one_line_and_found_before_a_model_is_loaded(arguments, mes
 
 
 def test_an_unknown_option_is_a_usage_error() -> None:
-    done = run("batch", "--colour", "red")
+    done = run("moved", "--colour", "red")
     assert done.exit_code == 2 and "--colour" in done.output

@@ -146,3 +146,35 @@ def test_mistakes_are_one_line_before_anything_is_loaded(started, tmp_path) -> N
         done = serve("--port", str(taken.getsockname()[1]))
     assert done.exit_code == 2 and "cannot listen on 127.0.0.1" in done.stderr
     assert "model" not in started
+
+
+def test_kv_events_are_set_up_as_asked(started) -> None:
+    done = serve(
+        *("--kv-events", "tcp://*:5557", "--kv-events-topic", "kv@here@m"),
+        *("--kv-events-replay", "tcp://*:5558", "--kv-events-block", "64"),
+    )
+    assert done.exit_code == 0, done.output
+    chosen = kvboost.KVEvents("tcp://*:5557", "kv@here@m", "tcp://*:5558", 64)
+    assert started["options"]["kv_events"] == chosen
+    assert "publishing KV events at tcp://*:5557" in done.output
+    assert serve().exit_code == 0 and started["options"]["kv_events"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--kv-events", "5557"], "endpoint='5557' is not an address for KV events"),
+        (["--kv-events-topic", "kv"], "--kv-events-topic and --kv-events-replay go with"),
+    ],
+)
+def test_kv_events_that_cannot_be_published_are_refused(started, arguments, said) -> None:
+    done = serve(*arguments)
+    assert done.exit_code == 2 and said in " ".join(done.output.split())
+    assert "options" not in started
+
+
+def test_kv_events_do_not_show_what_tenants_send(started, monkeypatch) -> None:
+    monkeypatch.setenv("KVBOOST_API_KEYS", "ann:k-ann,bob:k-bob")
+    done = serve("--kv-events", "tcp://*:5557")
+    assert done.exit_code == 2 and "--shared-cache" in done.output
+    assert serve("--kv-events", "tcp://*:5557", "--shared-cache").exit_code == 0

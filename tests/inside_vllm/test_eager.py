@@ -86,7 +86,6 @@ def test_exact_text_is_loaded_and_gives_the_same_answer(engine: Engine, texts: T
     assert again.cached == (len(ids) - 1) // PAGE * PAGE
     assert again.usage == {
         "exact_tokens": again.cached,
-        "approximate_tokens": 0,
         "moved_tokens": 0,
         "recomputed_tokens": 0,
     }

@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from chunks import make_chunk
+from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
+from kvboost.config import RepairParams
 from kvboost.reuse.cost import CostModel
+from kvboost.reuse.plan import Plan, make_plan
 
 FIXED, ROW, KEY = 0.05, 0.0005, 1e-7
 
@@ -53,3 +57,26 @@ def test_learned_costs_survive_the_process_and_damage_is_ignored(tmp_path) -> No
     assert not CostModel(3e-4, path).is_measured
     CostModel(3e-4, tmp_path / "no" / "file").save()  # nothing learned, nothing written
     assert not (tmp_path / "no").exists()
+
+
+def moved_plan(num_tokens: int, start: int, end: int) -> Plan:
+    hit = Hit(make_chunk(range(end - start)).info, start, end - start)
+    return make_plan(num_tokens, KnownRows(moved=(MovedRun((hit,), 0.0),)))
+
+
+def test_moving_pays_where_it_is_faster_by_a_tenth() -> None:
+    cost, auto = learned(), RepairParams()
+    assert cost.moving_pays(moved_plan(4000, 16, 3900), auto)
+    assert not cost.moving_pays(moved_plan(4000, 16, 3900), auto, more_seconds=3.0)
+    assert not cost.moving_pays(moved_plan(400, 16, 80), auto)
+    shallow, deep = (
+        cost.moving_pays(moved_plan(420, 16, 390), auto, probe_depth=x) for x in (0, 9)
+    )
+    assert shallow and not deep
+
+
+def test_only_auto_weighs_and_only_what_is_moved() -> None:
+    cost, short = learned(), moved_plan(400, 16, 80)
+    assert cost.moving_pays(short, RepairParams("query"))
+    assert cost.moving_pays(short, RepairParams(reuse_moved="always"))
+    assert cost.moving_pays(short.without_moved(), RepairParams())

@@ -15,25 +15,14 @@ _ENTRIES = (
         goals=(
             "exact hits at 2,048 tokens at least 8 × faster to first token than stock transformers",
             "exact hits at 2,048 tokens faster than every peer's warm prefix",
+            "moved and reordered text at 2,048 tokens at least 3 × faster than the best peer",
             "chat turn 8 takes at most 1.3 × as long as turn 2",
+            "answers decoded together at least 3 × as fast as one after the other",
         ),
         in_all="--peers --rounds 5",
-        seconds=1400,
+        seconds=1900,
         quick="--quick",
         quick_seconds=60,
-        plots=True,
-    ),
-    Benchmark(
-        "interior",
-        "What does every engine reuse of documents that come back at other places?",
-        "kvboost.bench.speed.interior.run",
-        goals=(
-            "interior and reordered reuse at 2,048 tokens at least 3 × faster than the best peer",
-        ),
-        in_all="--rounds 4",
-        seconds=720,
-        quick="--quick",
-        quick_seconds=45,
         plots=True,
     ),
     Benchmark(
@@ -42,6 +31,8 @@ _ENTRIES = (
         "kvboost.bench.speed.moved",
         in_all="",
         seconds=120,
+        quick="--quick",
+        quick_seconds=45,
     ),
     Benchmark(
         "vllm",
@@ -55,21 +46,6 @@ _ENTRIES = (
             "a step of 64 decoding requests in vLLM takes at most 1.03 × as long with it",
             "a restarted vLLM has 4,096 tokens from disk in at most 0.15 of a full prefill",
         ),
-    ),
-    Benchmark(
-        "batch",
-        "What do many requests at once gain over one after the other?",
-        "kvboost.bench.speed.batch",
-        goals=("answers decoded together at least 3 × as fast as one after the other",),
-        in_all="--rounds 3",
-        seconds=180,
-    ),
-    Benchmark(
-        "arrange",
-        "How many more exact hits does arranging the documents of a request give?",
-        "kvboost.bench.speed.arrange",
-        in_all="--requests 60",
-        seconds=45,
     ),
     Benchmark(
         "quality",
@@ -89,7 +65,7 @@ _ENTRIES = (
             "chat: p50 TTFT at most vllm's",
             "chat: at least vllm's requests/s",
         ),
-        in_all="--rounds 1 --workload rag --workload chat",
+        in_all="--rounds 1",
         seconds=600,
         plots=True,
     ),
@@ -104,11 +80,6 @@ _ENTRIES = (
         ),
         in_all="",
         seconds=240,
-    ),
-    Benchmark(
-        "overload",
-        "Does the server stay sound at twice the load it can sustain, with hostile clients?",
-        "kvboost.bench.load.overload",
     ),
     Benchmark(
         "faults",
@@ -128,6 +99,8 @@ _ENTRIES = (
         "kvboost.bench.cache.restart",
         in_all="",
         seconds=60,
+        quick="--quick",
+        quick_seconds=30,
     ),
 )
 

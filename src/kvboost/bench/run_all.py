@@ -124,7 +124,7 @@ def run_job(
         report = json.loads(printed.strip().rpartition("\n")[2])
     except ValueError:
         return Outcome(job.name, "failed", seconds, limit, "its last line is not JSON")
-    return Outcome(job.name, "ok", seconds, limit, job.note, report)
+    return Outcome(job.name, "ok", seconds, limit, "", report)
 
 
 def judge(outcomes: Sequence[Outcome]) -> list[Goal]:

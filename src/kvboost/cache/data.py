@@ -17,7 +17,7 @@ from kvboost.cache.eviction.policy import EvictionPolicy
 from kvboost.cache.quantize import KVFormat
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.residency import Residency
-from kvboost.cache.tiers.stats import TierStats
+from kvboost.cache.tiers.stats import RemoteStats, TierStats
 from kvboost.cache.tiers.transfers import Transfers
 from kvboost.tokens.hashing import ChunkKey
 
@@ -94,6 +94,10 @@ class ChunkData:
     def stats(self) -> dict[str, TierStats]:
         with self._lock:
             return self._residency.tier_stats()
+
+    def remote_stats(self) -> RemoteStats | None:
+        """Of the remote store, which is asked; None if there is none."""
+        return self._transfers.remote_stats()
 
     def flush(self) -> None:
         """Writes what is not written yet."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
+from kvboost.cache.chunk import ChunkInfo, Origin
 from kvboost.cache.lookup.anchors import WINDOW
-from kvboost.cache.lookup.catalogue import Catalogue, holding
+from kvboost.cache.lookup.catalogue import Catalogue
 from kvboost.cache.lookup.hits import KnownRows
-from kvboost.cache.parts import Cut, Part, cut_parts
-from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, branch_key, chain_key
+from kvboost.cache.parts import Cut, Naming
+from kvboost.tokens.hashing import ChunkKey, TokenIds
 
 
 class Index:
@@ -31,10 +31,7 @@ class Index:
         window: int = WINDOW,
         on_removed: Callable[[Sequence[ChunkKey]], None] = lambda keys: None,
     ) -> None:
-        self._cut = cut
-        self._origin = origin
-        self._row_bytes = row_bytes
-        self._naming = naming
+        self.naming = Naming(cut, origin, secret=naming, row_bytes=row_bytes)
         self._catalogue = Catalogue(window)
         self._tiers: dict[ChunkKey, str] = {}
         self._on_removed = on_removed
@@ -42,7 +39,7 @@ class Index:
     def __len__(self) -> int:
         return len(self._catalogue)
 
-    def __contains__(self, key: ChunkKey) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._catalogue
 
     def tier(self, key: ChunkKey) -> str | None:
@@ -57,7 +54,7 @@ class Index:
 
     def add(self, info: ChunkInfo, tier: str) -> None:
         """A chunk is in ``tier``. Chunks that this model cannot use only take room there."""
-        if not info.is_usable(self._origin, has_secret=bool(self._naming)):
+        if not self.naming.can_use(info):
             return
         if info.key not in self._catalogue:
             self._catalogue.add(info)
@@ -78,23 +75,9 @@ class Index:
         self._on_removed(keys)
         return keys
 
-    def containing(self, texts: Sequence[TokenIds]) -> list[ChunkKey]:
-        """Every chunk that contains a piece of ``texts``, or follows such a chunk."""
-        return holding(self._catalogue.infos(), texts)
-
-    def unknown(self, root: ChunkKey, token_ids: TokenIds) -> list[ChunkInfo]:
-        """The exact chunks of ``token_ids`` that are not known here. Another machine may have
-        stored them."""
-        unknown: list[ChunkInfo] = []
-        before = root
-        for depth, (start, end) in enumerate(self._cut(token_ids, ())):
-            ids = as_token_ids(token_ids[start:end])
-            part = Part(depth, start, end, Lineage.EXACT)
-            info = self._describe(root, before, before, part, ids)
-            if info.key not in self._catalogue:
-                unknown.append(info)
-            before = info.key
-        return unknown
+    def infos(self, root: ChunkKey) -> dict[ChunkKey, ChunkInfo]:
+        """The chunks of ``root``, a copy that can be searched in another thread."""
+        return {key: info for key, info in self._catalogue.infos().items() if info.root == root}
 
     def store(
         self,
@@ -111,44 +94,19 @@ class Index:
         ``exact_rows`` are exact; the others go into a branch beside the exact tree."""
         new: list[ChunkInfo] = []
         replaced: list[ChunkKey] = []
-        path: list[ChunkKey] = []
-        for part in cut_parts(self._cut(token_ids, boundaries), exact_rows):
-            before = path[part.depth - 1] if part.depth else root
-            parent = branch_key(before, repair) if part.branches else before
-            ids = as_token_ids(token_ids[part.start : part.end])
-            key = self._existing(parent, part, ids)
-            if key is None:
-                info = self._describe(root, before, parent, part, ids)
-                key = info.key
-                if (shorter := self._catalogue.leaf_extended_by(parent, ids)) is not None:
-                    self.remove([shorter])
-                    replaced.append(shorter)
-                self.add(info, tier)
-                new.append(info)
-            path[part.depth :] = [key]
+        for place in self.naming.places(
+            root, token_ids, exact_rows=exact_rows, repair=repair, boundaries=boundaries
+        ):
+            parent, ids = place.parent, place.token_ids
+            sibling = self._catalogue.sibling(parent, ids)
+            if sibling and place.is_held_by(self._catalogue.info(sibling[0]), sibling[1]):
+                place.key = sibling[0]
+                continue
+            info = self.naming.describe(place)
+            if (shorter := self._catalogue.leaf_extended_by(parent, ids)) is not None:
+                self.remove([shorter])
+                replaced.append(shorter)
+            self.add(info, tier)
+            new.append(info)
+            place.key = info.key
         return new, replaced
-
-    def _existing(self, parent: ChunkKey, part: Part, ids: TokenIds) -> ChunkKey | None:
-        """The stored chunk that holds ``part``; None if there is none."""
-        sibling = self._catalogue.sibling(parent, ids)
-        if sibling is None or sibling[1] < len(ids):
-            return None
-        length = self._catalogue.info(sibling[0]).num_tokens
-        return None if length > len(ids) and part.is_parent else sibling[0]
-
-    def _describe(
-        self, root: ChunkKey, before: ChunkKey, parent: ChunkKey, part: Part, ids: TokenIds
-    ) -> ChunkInfo:
-        return ChunkInfo(
-            key=chain_key(parent, ids, secret=self._naming),
-            parent=parent,
-            before=before,
-            root=root,
-            token_ids=ids,
-            base_position=part.start,
-            lineage=part.lineage,
-            bits=16,
-            nbytes=len(ids) * self._row_bytes,
-            origin=self._origin,
-            signed=bool(self._naming),
-        )

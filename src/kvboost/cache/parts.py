@@ -1,12 +1,13 @@
-"""The chunks that a sequence is stored as, exact and approximate."""
+"""The chunks that a sequence is stored as, exact and approximate, and their names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvboost.cache.chunk import Lineage
-from kvboost.tokens.hashing import TokenIds
+from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
+from kvboost.cache.quantize import KVData
+from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, branch_key, chain_key
 
 Cut = Callable[[TokenIds, Sequence[int]], list[tuple[int, int]]]
 """Cuts a sequence into chunks ``[start, end)`` without gaps, none across the given boundaries. The
@@ -25,6 +26,90 @@ class Part:
     """Whether it is the first of an approximate branch."""
     is_parent: bool = False
     """Whether another chunk follows it: then the stored chunk must end where it ends."""
+
+
+@dataclass
+class Place:
+    """Where a part belongs in the tree."""
+
+    part: Part
+    token_ids: TokenIds
+    root: ChunkKey
+    before: ChunkKey
+    parent: ChunkKey
+    key: ChunkKey | None = None
+    """The chunk that holds the part, once there is one."""
+
+    def is_held_by(self, info: ChunkInfo, common: int) -> bool:
+        """Whether a child of the same parent, which shares the first ``common`` tokens, holds the
+        part."""
+        length = len(self.token_ids)
+        return common == length and not (self.part.is_parent and info.num_tokens > length)
+
+
+class Naming:
+    """Cuts sequences of one model into chunks and names them. With a ``secret``, names are keyed
+    hashes and chunks are signed. ``row_bytes`` is the size of a token's KV, if it is known."""
+
+    def __init__(
+        self, cut: Cut, origin: Origin, *, secret: bytes = b"", row_bytes: int = 0
+    ) -> None:
+        self._cut = cut
+        self._origin = origin
+        self._secret = secret
+        self._row_bytes = row_bytes
+
+    def places(
+        self,
+        root: ChunkKey,
+        token_ids: TokenIds,
+        *,
+        exact_rows: int,
+        repair: str = "",
+        boundaries: Sequence[int] = (),
+    ) -> Iterator[Place]:
+        """The places of a sequence, parents first. The caller sets the ``key`` of each before it
+        takes the next; without one, this ends."""
+        path: list[ChunkKey] = []
+        for part in cut_parts(self._cut(token_ids, boundaries), exact_rows):
+            before = path[part.depth - 1] if part.depth else root
+            parent = branch_key(before, repair) if part.branches else before
+            # Ids of its own: a view would keep the whole prompt alive.
+            ids = as_token_ids(token_ids[part.start : part.end])
+            place = Place(part, ids, root, before, parent)
+            yield place
+            if place.key is None:
+                return
+            path[part.depth :] = [place.key]
+
+    def exact_chunks(self, root: ChunkKey, token_ids: TokenIds) -> Iterator[ChunkInfo]:
+        """The exact chunks of ``token_ids``, as any machine would store them."""
+        for place in self.places(root, token_ids, exact_rows=len(token_ids)):
+            info = self.describe(place)
+            place.key = info.key
+            yield info
+
+    def describe(self, place: Place, data: KVData | None = None) -> ChunkInfo:
+        """A new chunk at ``place``, of which the ``data`` need not be known."""
+        ids = place.token_ids
+        return ChunkInfo(
+            key=chain_key(place.parent, ids, secret=self._secret),
+            parent=place.parent,
+            before=place.before,
+            root=place.root,
+            token_ids=ids,
+            base_position=place.part.start,
+            lineage=place.part.lineage,
+            bits=16 if data is None else data.bits,
+            nbytes=len(ids) * self._row_bytes if data is None else data.nbytes,
+            origin=self._origin,
+            key_norm=0.0 if data is None else data.key_norm,
+            signed=bool(self._secret),
+        )
+
+    def can_use(self, info: ChunkInfo) -> bool:
+        """Chunks of other models, and signed ones that cannot be checked, only take room."""
+        return info.is_usable(self._origin, has_secret=bool(self._secret))
 
 
 def cut_parts(cuts: list[tuple[int, int]], exact_rows: int) -> Iterator[Part]:

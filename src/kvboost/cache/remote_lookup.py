@@ -1,95 +1,77 @@
 """Asking the remote store for the chunks that a prompt can use.
 
 What it says it has is entered into the catalogue, so that the search there finds it like any other
-chunk. Its data are read and checked when a request uses it.
+chunk. Its data are read and checked when a request uses it. The store and the index of another
+engine's scheduler both ask in this way.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
-from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
-from kvboost.cache.lookup.catalogue import Catalogue
+from kvboost.cache.chunk import ChunkInfo
 from kvboost.cache.lookup.hits import KnownRows
-from kvboost.cache.parts import Cut
-from kvboost.cache.secret import Secret
-from kvboost.cache.tiers.residency import Residency
-from kvboost.cache.tiers.transfers import Transfers
-from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, chain_key
+from kvboost.cache.parts import Naming
+from kvboost.cache.tiers.remote.tier import RemoteTier
+from kvboost.tokens.hashing import ChunkKey, TokenIds
 from kvboost.tokens.marks import WINDOW
+
+NO_LOCK = nullcontext()
 
 
 class RemoteLookup:
-    """Call no public method with ``lock``, the store's, held: the network is waited for. They
-    return the keys of what they entered."""
+    """``catalogue`` has the known chunks, and ``enter`` adds one. ``lock``, if there is one, guards
+    both."""
 
     def __init__(
         self,
-        catalogue: Catalogue,
-        residency: Residency,
-        transfers: Transfers,
-        lock: threading.RLock,
-        *,
-        cut: Cut,
-        origin: Origin,
-        secret: Secret | None,
+        remote: RemoteTier,
+        naming: Naming,
+        catalogue: Container[ChunkKey],
+        enter: Callable[[ChunkInfo], None],
+        lock: AbstractContextManager[object] = NO_LOCK,
     ) -> None:
+        self._remote = remote
+        self._naming = naming
         self._catalogue = catalogue
-        self._residency = residency
-        self._transfers = transfers
+        self._enter_one = enter
         self._lock = lock
-        self._cut = cut
-        self._origin = origin
-        self._naming = b"" if secret is None else secret.naming
-        self._has_secret = secret is not None
 
-    def ask_for_prefix(self, root: ChunkKey, token_ids: TokenIds) -> list[ChunkKey]:
+    def ask(
+        self, root: ChunkKey, token_ids: TokenIds, moved_before: int, match: Callable[[], KnownRows]
+    ) -> list[ChunkKey]:
+        """Enters what the remote store has of ``token_ids``: its prefix, and text of the rows
+        before ``moved_before`` that ``match``, called with the lock held, leaves uncovered. Returns
+        the keys. Call this without the lock: the network is waited for."""
+        found = self._ask_for_prefix(root, token_ids)
+        return found + self._search(root, token_ids, moved_before, match)
+
+    def _ask_for_prefix(self, root: ChunkKey, token_ids: TokenIds) -> list[ChunkKey]:
         """Asks by key for the chunks that continue what is known of ``token_ids``."""
-        if not self._transfers.has_remote:
-            return []
-        unknown: list[ChunkInfo] = []
-        parent = root
+        chunks = list(self._naming.exact_chunks(root, token_ids))
         with self._lock:
-            for start, end in self._cut(token_ids, ()):
-                ids = as_token_ids(token_ids[start:end])
-                key = chain_key(parent, ids, secret=self._naming)
-                if key not in self._catalogue:
-                    unknown.append(
-                        ChunkInfo(
-                            key=key,
-                            parent=parent,
-                            before=parent,
-                            root=root,
-                            token_ids=ids,
-                            base_position=start,
-                            lineage=Lineage.EXACT,
-                            bits=16,
-                            nbytes=0,
-                            origin=self._origin,
-                        )
-                    )
-                parent = key
-        there = self._transfers.remote_has([info.key for info in unknown])
-        return self._enter([info for info, has in zip(unknown, there, strict=False) if has])
+            unknown = [info for info in chunks if info.key not in self._catalogue]
+        there = self._remote.contains_many([info.key for info in unknown])
+        return self._enter([info for info, has in zip(unknown, there, strict=True) if has])
 
-    def search(
+    def _search(
         self, root: ChunkKey, token_ids: TokenIds, end: int, match: Callable[[], KnownRows]
     ) -> list[ChunkKey]:
         """Searches for chunks that contain text of ``token_ids[:end]`` at any position, where
-        ``match``, called with the lock held, leaves at least ``WINDOW`` rows uncovered."""
-        if end < WINDOW or not self._transfers.can_search_remote:
+        ``match`` leaves at least ``WINDOW`` rows uncovered."""
+        if end < WINDOW or not self._remote.has_index:
             return []
         with self._lock:
             gaps = match().gaps(end, WINDOW)
         if not gaps:
             return []
         texts = [token_ids[start:stop] for start, stop in gaps]
-        found = self._enter_usable(self._transfers.search_remote(root, texts))
+        found = self._enter_usable(self._remote.find(root, texts))
         if found:
             with self._lock:
                 before, after = self._around(match(), end)
-            around = self._transfers.search_remote_around(root, before, after)
+            around = self._remote.find_around(root, before, after)
             found += self._enter_usable(around)
         return found
 
@@ -113,15 +95,13 @@ class RemoteLookup:
 
     def _enter_usable(self, infos: Sequence[ChunkInfo]) -> list[ChunkKey]:
         """Enters chunks by what their headers say."""
-        origin, has_secret = self._origin, self._has_secret
-        return self._enter([info for info in infos if info.is_usable(origin, has_secret)])
+        return self._enter([info for info in infos if self._naming.can_use(info)])
 
     def _enter(self, infos: Sequence[ChunkInfo]) -> list[ChunkKey]:
         entered: list[ChunkKey] = []
         for info in infos:
             with self._lock:  # one at a time: other lookups need not wait for many
                 if info.key not in self._catalogue:
-                    self._catalogue.add(info)
-                    self._residency.add_remote([info.key])
+                    self._enter_one(info)
                     entered.append(info.key)
         return entered

@@ -12,16 +12,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Origin
+from kvboost.cache.events.listener import StoreListener
 from kvboost.cache.eviction.learned import LearnedPolicy
 from kvboost.cache.eviction.policy import EvictionPolicy
 from kvboost.cache.lookup.anchors import WINDOW
 from kvboost.cache.lookup.catalogue import Catalogue, holding
 from kvboost.cache.lookup.hits import Hit, KnownRows
-from kvboost.cache.parts import Cut, Part, cut_parts
+from kvboost.cache.parts import Cut, Naming, Place
 from kvboost.cache.quantize import KVData, KVFormat
 from kvboost.cache.remote_lookup import RemoteLookup
 from kvboost.cache.tiers.open import Tiers
@@ -29,7 +30,7 @@ from kvboost.cache.tiers.residency import Residency
 from kvboost.cache.tiers.stats import StoreStats
 from kvboost.cache.tiers.transfers import Transfers
 from kvboost.errors import ForgetError
-from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, branch_key, chain_key
+from kvboost.tokens.hashing import ChunkKey, TokenIds
 
 Pack = Callable[[int, int, "KVData | None", int], KVData]
 """``pack(start, end, like, common)`` returns rows ``[start, end)`` of a request's KV in memory of
@@ -38,15 +39,6 @@ their own. The first ``common`` of them are also those of ``like``."""
 
 class ChunkLost(Exception):
     """A chunk that was found is not available any more: the prompt must be planned again."""
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a chunk belongs in the tree."""
-
-    root: ChunkKey
-    before: ChunkKey
-    parent: ChunkKey
 
 
 class ChunkStore:
@@ -66,10 +58,8 @@ class ChunkStore:
         ``format`` is the shape of the model's KV; chunks from slow tiers that differ from it are
         refused. ``max_chunks`` bounds RAM in addition to its bytes. ``attention_share`` is the cost
         of attending to one token, in rows computed: chunks late in a text cost more to compute."""
-        self._cut = cut
-        self._origin = origin
-        self._secret = tiers.secret
-        self._naming = b"" if tiers.secret is None else tiers.secret.naming
+        secret = b"" if tiers.secret is None else tiers.secret.naming
+        self._naming = Naming(cut, origin, secret=secret)
         self._catalogue = Catalogue(window)
         self._pins: Counter[ChunkKey] = Counter()  # by requests, while they copy
         self._kept: Counter[ChunkKey] = Counter()  # by the user, until unpinned
@@ -87,16 +77,25 @@ class ChunkStore:
             attention_share=attention_share,
         )
         self._transfers = Transfers(tiers, self._residency, self._lock, format)
-        self._remote = RemoteLookup(
-            self._catalogue,
-            self._residency,
-            self._transfers,
-            self._lock,
-            cut=cut,
-            origin=origin,
-            secret=tiers.secret,
-        )
+        self._remote: RemoteLookup | None = None
+        if tiers.remote is not None:
+            self._remote = RemoteLookup(
+                tiers.remote, self._naming, self._catalogue, self._on_found_in_remote, self._lock
+            )
+        self._listener: StoreListener | None = None
+        self._announced_root: ChunkKey | None = None
         self._transfers.open()
+
+    def listen(self, listener: StoreListener, root: ChunkKey) -> None:
+        """Tells ``listener`` of exact chunks of ``root`` that requests store or use, and of every
+        chunk that is gone."""
+        with self._lock:
+            self._listener, self._announced_root = listener, root
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        """Whether a chunk is in some tier."""
+        with self._lock:
+            return key in self._catalogue and self._residency.where(key) is not None
 
     @contextmanager
     def lookup(
@@ -123,9 +122,8 @@ class ChunkStore:
             return self._match(root, token_ids, moved_before, repair)
 
         in_remote: list[ChunkKey] = []
-        if ask_remote:
-            in_remote += self._remote.ask_for_prefix(root, token_ids)
-            in_remote += self._remote.search(root, token_ids, moved_before, match)
+        if ask_remote and self._remote is not None:
+            in_remote = self._remote.ask(root, token_ids, moved_before, match)
         with self._lock:
             known = match()
             keys = list(known.keys()) if pin else []
@@ -177,7 +175,6 @@ class ChunkStore:
         while another request's chunks are admitted or something is being forgotten.
         """
         new = 0
-        path: list[ChunkKey] = []
         pinned: list[ChunkKey] = []
         if not self._admission.acquire(blocking=wait):
             return 0
@@ -185,67 +182,46 @@ class ChunkStore:
             if self._closed or epoch not in (None, self.epoch):
                 return 0
             try:
-                for part in cut_parts(self._cut(token_ids, boundaries), exact_rows):
-                    before = path[part.depth - 1] if part.depth else root
-                    parent = branch_key(before, repair) if part.branches else before
-                    # Ids of its own: a view would keep the whole prompt alive.
-                    ids = as_token_ids(token_ids[part.start : part.end])
-                    place = _Place(root, before, parent)
-                    key = self._find_existing(place, part, ids)
-                    if key is None:
-                        key = self._insert(self._describe(place, part, ids, pack))
-                        new += key is not None
-                    if key is None:
-                        break
-                    path[part.depth :] = [key]
-                    pinned.append(key)
+                for place in self._naming.places(
+                    root, token_ids, exact_rows=exact_rows, repair=repair, boundaries=boundaries
+                ):
+                    place.key = self._find_existing(place)
+                    if place.key is None:
+                        place.key = self._insert(self._describe(place, pack))
+                        new += place.key is not None
+                    if place.key is not None:
+                        pinned.append(place.key)
             finally:
                 with self._lock:
                     self._residency.order_new()
                     self._unpin(pinned)
+                    if self._listener is not None and root == self._announced_root:
+                        known = self._match(root, token_ids, 0, "")
+                        self._listener.on_stored(token_ids, known.exact)
         finally:
             self._admission.release()
         return new
 
-    def _find_existing(self, place: _Place, part: Part, ids: TokenIds) -> ChunkKey | None:
-        """The stored chunk that holds ``part``, pinned; None if there is none."""
+    def _find_existing(self, place: Place) -> ChunkKey | None:
+        """The stored chunk that holds the part, pinned; None if there is none."""
         with self._lock:
-            sibling, common = self._sibling(place.parent, ids)
-            if sibling is None or common < len(ids):
-                return None
-            length = self._catalogue.info(sibling).num_tokens
-            if length > len(ids) and part.is_parent:
+            sibling, common = self._sibling(place)
+            if sibling is None or not place.is_held_by(self._catalogue.info(sibling), common):
                 return None
             self._pins[sibling] += 1
             return sibling
 
-    def _describe(
-        self, place: _Place, part: Part, ids: TokenIds, pack: Pack
-    ) -> tuple[KVChunk, KVChunk] | None:
+    def _describe(self, place: Place, pack: Pack) -> tuple[KVChunk, KVChunk] | None:
         """A new chunk where its rows were computed, and its copy in host memory; None if there is
         no memory for the copies. Needs no lock for as long as it copies."""
         like: KVData | None = None
         with self._lock:
-            sibling, common = self._sibling(place.parent, ids)
+            sibling, common = self._sibling(place)
             if sibling is not None and (ready := self._residency.ready(sibling)) is not None:
                 like = ready.data
         try:
-            data = pack(part.start, part.end, like, common)
-            described = ChunkInfo(
-                key=chain_key(place.parent, ids, secret=self._naming),
-                parent=place.parent,
-                before=place.before,
-                root=place.root,
-                token_ids=ids,
-                base_position=part.start,
-                lineage=part.lineage,
-                bits=data.bits,
-                nbytes=data.nbytes,
-                origin=self._origin,
-                key_norm=data.key_norm,
-                signed=self._secret is not None,
-            )
-            chunk = KVChunk(described, data)
+            data = pack(place.part.start, place.part.end, like, common)
+            chunk = KVChunk(self._naming.describe(place, data), data)
             return chunk, self._transfers.adopt(chunk)
         except (MemoryError, RuntimeError):  # torch is out of memory
             with self._lock:
@@ -350,6 +326,8 @@ class ChunkStore:
             with self._lock:
                 keys = [key for key in self._catalogue if key not in self._pins]
                 self._drop(keys)
+                if self._listener is not None:
+                    self._listener.on_cleared()
             self._transfers.await_writing()
             self._transfers.remove_files(keys)
 
@@ -411,8 +389,7 @@ class ChunkStore:
         return key in self._catalogue
 
     def on_found(self, info: ChunkInfo) -> None:
-        has_secret = self._secret is not None
-        if info.is_usable(self._origin, has_secret) and info.key not in self._catalogue:
+        if self._naming.can_use(info) and info.key not in self._catalogue:
             self._catalogue.add(info)
 
     def on_described(self, info: ChunkInfo) -> None:
@@ -421,9 +398,15 @@ class ChunkStore:
     def on_gone(self, key: ChunkKey) -> None:
         if key in self._catalogue:
             self._catalogue.remove(key)
+            if self._listener is not None:
+                self._listener.on_gone(key)
         self._kept.pop(key, None)
 
     # Everything below is called with the lock held.
+
+    def _on_found_in_remote(self, info: ChunkInfo) -> None:
+        self._catalogue.add(info)
+        self._residency.add_remote([info.key])
 
     def _match(
         self, root: ChunkKey, token_ids: TokenIds, moved_before: int, repair: str
@@ -441,10 +424,10 @@ class ChunkStore:
             self._residency.mark_lost(key)
         return known
 
-    def _sibling(self, parent: ChunkKey, ids: TokenIds) -> tuple[ChunkKey | None, int]:
-        """The available child of ``parent`` that shares most leading tokens with ``ids``, and how
-        many those are."""
-        found = self._catalogue.sibling(parent, ids)
+    def _sibling(self, place: Place) -> tuple[ChunkKey | None, int]:
+        """The available child of the same parent that shares most leading tokens, and how many
+        those are."""
+        found = self._catalogue.sibling(place.parent, place.token_ids)
         if found is None:
             return None, 0
         if self._residency.where(found[0]) is None:

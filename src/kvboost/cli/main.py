@@ -1,4 +1,5 @@
-"""The ``kvboost`` command: its own commands, and the groups ``models``, ``cache`` and ``bench``."""
+"""The ``kvboost`` command: its own commands, and the groups ``models``, ``cache``, ``bench`` and
+``vllm``."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from rich.table import Table
 
 import kvboost
 from kvboost.bench.benchmarks import BENCHMARKS
-from kvboost.cli import bench, cache, route, serve
+from kvboost.cli import bench, cache, route, serve, vllm
 from kvboost.cli.chat import Conversation, ask_in_terminal, edit_lines
 from kvboost.cli.common import (
     AsJson,
@@ -44,6 +45,7 @@ models_app = typer.Typer(help="List and install models.", invoke_without_command
 app.add_typer(models_app, name="models")
 app.add_typer(cache.app, name="cache")
 app.add_typer(bench.app, name="bench")
+app.add_typer(vllm.app, name="vllm")
 app.command()(serve.serve)
 app.command()(route.route)
 

@@ -25,6 +25,7 @@ from kvboost.cli.common import (
 from kvboost.config import (
     DEFAULT_MODEL,
     EngineConfig,
+    KVEvents,
     api_keys,
     bound_kernel_caches,
     chosen_cache_dir,
@@ -99,6 +100,23 @@ def serve(
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Write prompts to the log.")
     ] = False,
+    kv_events: Annotated[
+        str | None,
+        typer.Option(
+            help="Publish which text the cache holds, as vLLM does, for routers such as llm-d and "
+            "Dynamo: tcp://*:5557."
+        ),
+    ] = None,
+    kv_events_topic: Annotated[
+        str, typer.Option(help="The topic of these events; llm-d expects kv@ADDRESS@MODEL.")
+    ] = "",
+    kv_events_replay: Annotated[
+        str | None,
+        typer.Option(help="Where routers ask for events that they have missed: tcp://*:5558."),
+    ] = None,
+    kv_events_block: Annotated[
+        int, typer.Option(min=1, help="Tokens in a block of these events, as the router expects.")
+    ] = 16,
     served_name: Annotated[
         list[str] | None, typer.Option(help="The model's name in requests; may be repeated.")
     ] = None,
@@ -136,6 +154,7 @@ def serve(
             log_prompts=log_prompts,
             allowed_hosts=only_local(allow_host or ()) if is_loopback(host) and not keys else (),
         )
+        events = _events(settings, kv_events, kv_events_topic, kv_events_replay, kv_events_block)
         folder = cache_dir or chosen_cache_dir()
         listening = bind(host, port)
         with (
@@ -154,6 +173,7 @@ def serve(
                 max_waiting=max_waiting,
                 max_kv_bytes=max_kv_bytes,
                 sharing_wait=sharing_wait,
+                kv_events=events,
             ) as engine,
         ):
             port = listening.getsockname()[1]
@@ -167,6 +187,21 @@ def _load(model: str, **options: Any) -> Any:
 
     say.print(f"loading {model}", markup=False)
     return kvboost.KVBoost.from_pretrained(model, **options)
+
+
+def _events(
+    settings: ServerSettings, endpoint: str | None, topic: str, replay: str | None, block: int
+) -> KVEvents | None:
+    if endpoint is None:
+        if topic or replay:
+            raise ConfigError("--kv-events-topic and --kv-events-replay go with --kv-events")
+        return None
+    if settings.needs_key and not settings.shared_cache:
+        raise ConfigError(
+            "--kv-events announces no text of tenants, since everybody who listens could read it, "
+            "and each key of --api-keys is a tenant; add --shared-cache, or leave --kv-events out"
+        )
+    return KVEvents(endpoint, topic, replay, block)
 
 
 def _announce(engine: Any, settings: ServerSettings, host: str, port: int) -> None:
@@ -190,6 +225,12 @@ def _announce(engine: Any, settings: ServerSettings, host: str, port: int) -> No
         f"-d '{json.dumps(body)}'",
     ):
         say.print(line, markup=False)
+    if (events := engine.config.kv_events) is not None:
+        say.print(
+            f"publishing KV events at {events.endpoint}: whoever can connect there can read the "
+            "tokens of prompts",
+            markup=False,
+        )
     if not settings.needs_key and not is_loopback(host):
         say.print(
             f"warning: other machines can reach {host}, and the server asks for no key: anyone "

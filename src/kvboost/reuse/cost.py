@@ -15,6 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
+from kvboost.config import RepairParams
+from kvboost.reuse.plan import Plan
+from kvboost.reuse.repair import PROBE_ROWS
+
+WORTHWHILE_RATIO = 0.9
+"""Moved text is reused if that is expected to take less than this share of computing it."""
 FIXED_ROWS = 24
 """The assumed fixed cost of a forward, in rows, until it has been measured."""
 _LEAST_SPREAD = 8
@@ -69,6 +75,31 @@ class CostModel:
         with self._lock:
             seen, seconds = self._place
             return rows * seconds / seen if seen and self.is_measured else 0.0
+
+    def moving_pays(
+        self,
+        plan: Plan,
+        repair: RepairParams,
+        *,
+        probe_depth: float = 1.0,
+        more_seconds: float = 0.0,
+    ) -> bool:
+        """Whether reusing the moved runs of ``plan`` should be faster than computing them: a probe
+        through ``probe_depth`` of the layers, copies, a sparse forward and ``more_seconds`` against
+        a plain forward. Always true for a ``repair`` that does not ask."""
+        if not plan.moved or repair.strategy != "auto" or repair.reuse_moved == "always":
+            return True
+        total = plan.num_tokens
+        known = plan.in_place[-1].end if plan.in_place else plan.num_shared
+        plain = self.forward(total - known, (known + total) // 2)
+        unknown = sum(len(rows) for rows in plan.computed())
+        recomputed = round(repair.ratio * plan.num_moved)
+        moving = self.forward(unknown + recomputed, total)
+        moving += self.forward(min(unknown, PROBE_ROWS), total) * probe_depth
+        moving += self.place(plan.num_moved + plan.num_shared)
+        if self.is_measured:  # else costs are not in seconds
+            moving += more_seconds
+        return moving < WORTHWHILE_RATIO * plain
 
     def save(self) -> None:
         """Writes the learned costs, if there are any. A folder that cannot be written is ignored:

@@ -30,7 +30,6 @@ from kvboost.reuse.assemble import place
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.repair import STRATEGIES, MovedRows
 from kvboost.reuse.shift import Shift
-from kvboost.runtime.planner import repair_name
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.tokens.hashing import TokenIds, as_token_ids
@@ -326,7 +325,7 @@ class Generation:
             ids,
             pack,
             exact_rows=state.exact_rows,
-            repair=repair_name(request.repair),
+            repair=request.repair.name,
             boundaries=request.boundaries,
             epoch=state.epoch,
             wait=wait,

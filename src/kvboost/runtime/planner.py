@@ -8,16 +8,13 @@ from contextlib import contextmanager
 
 from kvboost.cache.lookup.hits import KnownRows
 from kvboost.cache.store import ChunkStore
-from kvboost.config import GenerationMode, RepairParams
+from kvboost.config import GenerationMode
 from kvboost.model.compat import Support
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.plan import LIVE_TOKENS, Plan, make_plan
-from kvboost.reuse.repair import PROBE_BAND, PROBE_ROWS
+from kvboost.reuse.repair import PROBE_BAND
 from kvboost.runtime.request import Request
 from kvboost.tokens.hashing import ChunkKey
-
-WORTHWHILE_RATIO = 0.9
-"""Moved text is reused if that is expected to take less than this share of computing it."""
 
 
 class Planner:
@@ -58,7 +55,7 @@ class Planner:
             root,
             ids,
             moved_before=moved_before,
-            repair=repair_name(request.repair),
+            repair=request.repair.name,
             pin=pin,
             ask_remote=ask_remote,
         ) as known:
@@ -71,9 +68,7 @@ class Planner:
         caller."""
         plan = make_plan(len(request.token_ids), known, num_shared)
         notes = []
-        repair = request.repair
-        weighs = repair.strategy == "auto" and repair.reuse_moved == "when_faster"
-        if plan.moved and weighs and not self._pays(request, plan):
+        if not self._cost.moving_pays(plan, request.repair, probe_depth=PROBE_BAND[1]):
             plan = plan.without_moved()
             notes.append("moved text was computed: reusing it would not have been faster")
         if request.mode is GenerationMode.CHUNK_KV_REUSE and not self._moves:
@@ -86,27 +81,9 @@ class Planner:
             )
         return plan, tuple(notes)
 
-    def _pays(self, request: Request, plan: Plan) -> bool:
-        """Whether reusing the moved runs of ``plan`` should be faster than computing them: probe,
-        copies and sparse forward against a plain forward."""
-        total = plan.num_tokens
-        known = plan.in_place[-1].end if plan.in_place else plan.num_shared
-        plain = self._cost.forward(total - known, (known + total) // 2)
-        unknown = sum(len(rows) for rows in plan.computed())
-        recomputed = round(request.repair.ratio * plan.num_moved)
-        reused = self._cost.forward(unknown + recomputed, total)
-        reused += self._cost.forward(min(unknown, PROBE_ROWS), total) * PROBE_BAND[1]
-        reused += self._cost.place(plan.num_moved + plan.num_shared)
-        return reused < WORTHWHILE_RATIO * plain
-
     def reusable(self, request: Request) -> int:
         """How many of the first rows may be reused or kept."""
         limit = self._support.reuse_limit
         if limit is None:
             return sys.maxsize
         return limit if len(request.token_ids) < limit else 0
-
-
-def repair_name(repair: RepairParams) -> str:
-    """Names a repair. Requests with the same repair may continue from each other's rows."""
-    return f"{repair.strategy} {repair.ratio} {repair.overlap}"

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from kvboost.cache.chunk import Origin
+from kvboost.cache.events.layout import medium
+from kvboost.cache.events.publisher import EventPublisher
 from kvboost.cache.eviction.learned import LearnedPolicy
 from kvboost.cache.lookup.anchors import anchor_window
 from kvboost.cache.quantize import KVFormat, Quantizer
@@ -81,6 +83,7 @@ class Runtime:
         self.prefill_slice = config.prefill_slice or (
             SLICE_ON_CPU if model.device.type == "cpu" else SLICE_ON_GPU
         )
+        self._events = self._publish_events(config)
         self.trimmer = Trimmer()
         self.running = RunningRequests(shares=model.support.reuse_limit is None)
         self.totals = Totals(config.chunk_size)
@@ -133,6 +136,7 @@ class Runtime:
             **self.totals.stats().as_dict(),
             "idle_kv_bytes": self.pool.idle_bytes,
             **store.as_dict(),
+            **({} if self._events is None else {"kv_events": self._events.stats().as_dict()}),
         }
 
     def notes(self) -> list[str]:
@@ -149,9 +153,24 @@ class Runtime:
         """Saves the learned costs, closes the store and restores the model's own attention."""
         self.cost.save()
         self.store.close()
+        if self._events is not None:
+            self._events.close()
         self.pool.clear()
         self.model.forward.leave_pages()
         self.model.forward.release()
+
+    def _publish_events(self, config: EngineConfig) -> EventPublisher | None:
+        """Announces the text that is read without a salt: salts keep tenants apart, and events
+        would show what they send."""
+        if config.kv_events is None:
+            return None
+        is_slow = bool(config.disk_cache_dir or config.remote_cache_url)
+        root = self.root("")
+        publisher = EventPublisher(
+            config.kv_events, root, medium=medium(is_slow=is_slow), is_known=self.store.__contains__
+        )
+        self.store.listen(publisher, root)
+        return publisher
 
 
 def _kv_budget(config: EngineConfig, device: torch.device) -> int:

@@ -112,6 +112,7 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily(
             "kvboost_cache_chunks", "Chunks in the cache", value=cache["chunks"]
         )
+        yield from _events(cache.get("kv_events"))
         for name, help_ in (
             ("waiting", "Waiting requests"),
             ("running", "Running requests"),
@@ -156,6 +157,21 @@ def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
             faults.add_metric([tier, fault], count)
     yield hits
     yield faults
+
+
+def _events(events: Mapping[str, int] | None) -> Iterator[Metric]:
+    """What is published for routers."""
+    if events is None:
+        return
+    yield GaugeMetricFamily(
+        "kvboost_kv_events_blocks", "Blocks that are announced to routers", value=events["blocks"]
+    )
+    for name, help_ in (
+        ("messages", "Messages with KV events"),
+        ("dropped", "Changes of the cache that were not announced, because too many waited"),
+        ("failed", "Messages that could not be made or sent"),
+    ):
+        yield CounterMetricFamily(f"kvboost_kv_events_{name}", help_, value=events[name])
 
 
 def _batch_sizes(steps: Mapping[int, int]) -> Metric:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeGuard
 
 import numpy as np
@@ -52,12 +52,8 @@ class PromptReader:
         return self.join(frame[0]), self.join(question, frame[1])
 
     def inside(self, text: str) -> list[TokenIds]:
-        """The ids that find ``text`` inside other texts, in several variants: its first and last
-        token depend on the text around it."""
-        if not text.strip():
-            raise PromptError(f"a text to look for is not blank; got {_short(text)}")
-        ways = [self.join(f"{before}{text.strip()}") for before in ("", " ", "\n")]
-        return [ids[1:-1] if len(ids) > 8 else ids for ids in ways]
+        """The ids that find ``text`` inside other texts: see :func:`inside`."""
+        return inside(text, self._tokenizer.encode_fragment)
 
     def join(self, *fragments: str) -> TokenIds:
         """The ids of ``fragments``, each encoded on its own, joined in order."""
@@ -80,6 +76,15 @@ class PromptReader:
                 f"(0 to {self._vocab_size - 1:,})"
             )
         return as_token_ids(ids)
+
+
+def inside(text: str, encode: Callable[[str], Sequence[int]]) -> list[TokenIds]:
+    """The ids that find ``text`` inside other texts, in several variants: its first and last token
+    depend on the text around it. ``encode`` adds no special tokens."""
+    if not text.strip():
+        raise PromptError(f"a text to look for is not blank; got {_short(text)}")
+    ways = [as_token_ids(encode(f"{before}{text.strip()}")) for before in ("", " ", "\n")]
+    return [ids[1:-1] if len(ids) > 8 else ids for ids in ways]
 
 
 def _is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, str]]]:

@@ -22,9 +22,8 @@ PANELS = {
 }
 
 
-def quality_figure(panels, *, title: str, floor: float | None = None):
-    level = None if floor is None else ("noise floor of another dtype", floor)
-    return draw_lines(panels, title=title, x="share", y="KL", floor=level)
+def quality_figure(panels, *, title: str):
+    return draw_lines(panels, title=title, x="share", y="KL")
 
 
 def curve(axes, name):
@@ -39,7 +38,7 @@ def legend(figure) -> list[str]:
 @pytest.mark.parametrize(("suffix", "beginning"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
 def test_the_suffix_says_what_is_saved(tmp_path, suffix, beginning) -> None:
     path = tmp_path / f"quality{suffix}"
-    save(quality_figure(PANELS, title="Quality", floor=0.01), path)
+    save(quality_figure(PANELS, title="Quality"), path)
     assert path.read_bytes().startswith(beginning)
 
 
@@ -50,9 +49,9 @@ def test_each_panel_has_its_title_and_all_share_a_log_axis() -> None:
     assert first.get_shared_y_axes().joined(first, second)
 
 
-def test_the_axis_holds_every_point_and_the_floor() -> None:
-    low, high = quality_figure(PANELS, title="Quality", floor=0.002).axes[0].get_ylim()
-    assert low < 0.002 < 0.4 < high < 1
+def test_the_axis_holds_every_point() -> None:
+    low, high = quality_figure(PANELS, title="Quality").axes[0].get_ylim()
+    assert 0.001 < low < 0.01 < 0.4 < high < 1
 
 
 def test_points_are_joined_from_left_to_right() -> None:
@@ -73,23 +72,8 @@ def test_many_strategies_stay_distinguishable() -> None:
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == 30
 
 
-def test_the_legend_names_each_strategy_once_and_the_floor() -> None:
-    assert legend(quality_figure(PANELS, title="Quality", floor=0.012)) == [
-        "none",
-        "late",
-        "noise floor of another dtype (0.012)",
-    ]
-
-
-def test_the_floor_is_a_dashed_line_in_every_panel() -> None:
-    for axes in quality_figure(PANELS, title="Quality", floor=0.012).axes:
-        (line,) = [line for line in axes.lines if line.get_linestyle() == "--"]
-        assert list(line.get_ydata()) == [0.012, 0.012]
-
-
-def test_without_a_floor_no_line_is_dashed() -> None:
-    for axes in quality_figure(PANELS, title="Quality").axes:
-        assert all(line.get_linestyle() == "-" for line in axes.lines)
+def test_the_legend_names_each_strategy_once() -> None:
+    assert legend(quality_figure(PANELS, title="Quality")) == ["none", "late"]
 
 
 def test_zero_is_drawn_below_all_others_and_the_legend_says_so() -> None:
@@ -103,7 +87,7 @@ def test_zero_is_drawn_below_all_others_and_the_legend_says_so() -> None:
 
 def test_nothing_but_zeros_can_be_saved(tmp_path) -> None:
     zeros = {"": {"late": [(10, 0.0)]}}
-    save(quality_figure(zeros, title="Zero", floor=0.0), tmp_path / "zero.png")
+    save(quality_figure(zeros, title="Zero"), tmp_path / "zero.png")
     assert (tmp_path / "zero.png").stat().st_size > 1000
 
 
@@ -173,15 +157,11 @@ def test_lines_show_their_spread_and_take_a_style() -> None:
 BARS = {"ours": {"rag": 2.0, "chat": Sample(1.0, 0.5, 3.0)}, "theirs": {"rag": 4.0}}
 
 
-def test_bars_stand_side_by_side_with_spread_and_notes() -> None:
-    notes = {("ours", "rag"): "80%"}
-    left, right = draw_bars(
-        {"a": BARS, "b": BARS}, title="x", y=["seconds", "rate"], notes=notes, log_y=True
-    ).axes
+def test_bars_are_side_by_side_with_their_spread() -> None:
+    left, right = draw_bars({"a": BARS, "b": BARS}, title="x", y=["seconds", "rate"]).axes
     assert sorted(bar.get_height() for bar in left.patches) == [1.0, 2.0, 4.0]
     assert [label.get_text() for label in left.get_xticklabels()] == ["rag", "chat"]
     assert (left.get_ylabel(), right.get_ylabel()) == ("seconds", "rate")
-    assert [text.get_text() for text in left.texts] == ["80%"]
-    assert left.get_yscale() == "log"
+    assert len(left.lines) == 3  # the one spread and its caps
     with pytest.raises(ValueError, match="nothing to plot"):
         draw_bars({"a": {"ours": {}}}, title="x", y=["y"])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvboost.bench.kit.stats import f1, paired_bootstrap, wilson
+from kvboost.bench.kit.stats import f1, paired_bootstrap
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,3 @@ def test_equal_differences_leave_no_doubt() -> None:
 def test_no_differences_have_no_interval() -> None:
     with pytest.raises(ValueError, match="no differences"):
         paired_bootstrap([])
-
-
-def test_wilsons_interval_is_the_known_one_and_never_empty() -> None:
-    low, high = wilson(20, 100)
-    assert (low, high) == (pytest.approx(0.1334, abs=1e-4), pytest.approx(0.2888, abs=1e-4))
-    assert wilson(0, 10)[0] == 0 < wilson(0, 10)[1]
-    assert wilson(10, 10)[1] == pytest.approx(1) and wilson(10, 10)[0] < 0.8
-    for count, trials in ((3, 2), (-1, 5), (0, 0)):
-        with pytest.raises(ValueError, match="is no share"):
-            wilson(count, trials)

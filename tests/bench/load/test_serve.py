@@ -93,13 +93,8 @@ def test_chat_has_one_long_system_prompt_and_conversations_that_continue() -> No
         assert len({request.messages[-1]["content"] for request in user}) == len(user)
 
 
-def test_mixed_has_all_kinds() -> None:
-    made = workload("mixed", users=8)
-    assert {request.kind for user in made.users for request in user} == {"rag", "chat", "unrelated"}
-
-
 def test_an_unknown_workload_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"workload='ragg' .* 'rag', 'chat', 'mixed'"):
+    with pytest.raises(ConfigError, match=r"workload='ragg' .* 'rag', 'chat'"):
         workload("ragg")
 
 
@@ -120,7 +115,7 @@ def test_lines_of_an_event_stream(line: str, data: str | None) -> None:
 
 
 def test_a_chunk_may_hold_text_usage_both_or_an_error() -> None:
-    answer = Answer("rag", 0, 0.0)
+    answer = Answer(0.0)
     assert read_event('{"choices": [{"delta": {"role": "assistant"}}]}', answer) == ""
     assert read_event('{"choices": [{"delta": {"content": null}}]}', answer) == ""
     assert read_event('{"choices": [{"delta": {"content": "hi"}}], "usage": null}', answer) == "hi"
@@ -141,7 +136,7 @@ def test_a_chunk_may_hold_text_usage_both_or_an_error() -> None:
 def talk(*contents: str, continues: bool = True) -> tuple[Request, ...]:
     """Requests of one user, each of one message."""
     return tuple(
-        Request("chat", ({"role": "user", "content": content},), continues and number > 0)
+        Request(({"role": "user", "content": content},), continues and number > 0)
         for number, content in enumerate(contents)
     )
 
@@ -206,7 +201,7 @@ def test_a_slow_server_is_sent_no_more_when_time_is_up() -> None:
 
 def answered(ttft_s: float, sent_s: float = 0.0, error: str | None = None) -> Answer:
     return Answer(
-        *("rag", 0, sent_s),
+        sent_s,
         total_s=ttft_s + 0.3,
         ttft_s=None if error else ttft_s,
         gaps_s=[] if error else [0.1, 0.2],

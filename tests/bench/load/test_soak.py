@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvboost.bench.load.soak import CHUNKS, Soak, soak
+from kvboost.bench.load.soak import CHUNKS, Soak, levels, resident_mb, soak
 from kvboost.model.load import wrap
 from tiny import byte_tokenizer, tiny_model
 
@@ -20,3 +20,10 @@ def test_a_short_soak_finds_no_problem(tmp_path: Path) -> None:
 
 def test_growth_is_relative_to_the_settled_level() -> None:
     assert abs(Soak(settled_mb=200.0, most_mb=206.0).growth - 0.03) < 1e-9
+
+
+def test_memory_is_judged_by_medians_over_time() -> None:
+    samples = [100.0] * 50 + [500.0] + [110.0] * 49
+    assert levels(samples) == (100.0, 110.0, 110.0)
+    assert levels([7.0]) == (7.0, 7.0, 7.0)
+    assert resident_mb() > 10

@@ -18,7 +18,7 @@ from kvboost.errors import KVBoostError
 
 
 def ask(url: str) -> Answer:
-    request = Request("chat", ({"role": "user", "content": "hi"},))
+    request = Request(({"role": "user", "content": "hi"},))
     (answer,) = asyncio.run(closed_loop(Target(url, "fake", 2), [[request]]))
     return answer
 

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from rich.table import Table
+from typer.testing import CliRunner
 
 from fake_worker import fake_engine
 from kvboost import StockModel
@@ -30,17 +31,21 @@ from kvboost.bench.speed.ttft.patterns import (
     Pooled,
     break_even,
     break_evens,
+    measure_decode,
     measure_ttft,
 )
-from kvboost.bench.speed.ttft.peers import PeerTime, measure_peers, peer_break_evens
+from kvboost.bench.speed.ttft.peers import PeerTime, make_round, measure_peers
 from kvboost.bench.speed.ttft.report import (
+    faster_on_moved,
     faster_than_peers,
     faster_than_stock,
+    faster_together,
     flat_chat,
     ttft_figure,
 )
 from kvboost.bench.speed.ttft.run import Settings, run
 from kvboost.bench.texts.prompts import Unread
+from kvboost.cli import app
 from kvboost.errors import ConfigError
 from kvboost.progress import Progress
 from tiny import byte_tokenizer, make_engine, tiny_model
@@ -63,7 +68,11 @@ def ms(median: float) -> Sample:
 @pytest.fixture
 def crew(tmp_path: Path) -> Iterator[Contenders]:
     setting = Setting("m", tmp_path, 1, threads=1, context_length=4096)
-    engines = [fake_engine("quick"), fake_engine("silent", tells=False)]
+    engines = [
+        fake_engine("quick"),
+        fake_engine("silent", tells=False),
+        fake_engine("mortal", after=14, then="die"),
+    ]
     with Contenders(engines, setting, str) as made, Progress("") as progress:
         made.start(progress)
         yield made
@@ -137,26 +146,47 @@ def test_a_conversation_is_timed_by_turns(crew: Contenders) -> None:
             engine, StockModel(model()), crew, opening_tokens=64, turns=8, conversations=1
         )
     own = ["stock", "baseline", "prefix", "chunk", "floor"]
-    assert list(chat.turns) == [*own, "quick (pipe)", "silent (pipe)"]
+    assert list(chat.turns) == [*own, "quick (pipe)", "silent (pipe)"]  # the third has died
     assert all(len(samples) == 8 for samples in chat.turns.values())
     ratio = chat.turns["prefix"][7].median_ms / chat.turns["prefix"][1].median_ms
     assert chat.growth("prefix") == ratio
     assert f"{ratio:.2f}" in shown(report.chat_table(chat))
 
 
-def test_peers_are_cold_and_warm(crew: Contenders) -> None:
+def common(one: list[int], other: list[int]) -> int:
+    pairs = zip(one, other, strict=True)
+    return next(at for at, (a, b) in enumerate(pairs) if a != b)
+
+
+def test_documents_come_back_at_the_front_and_at_other_places() -> None:
+    unread = Unread(encode)
+    one, other = (make_round(encode, unread, number, 548, 32) for number in range(2))
+    assert {len(ids) for ids in one.values()} == {548}
+    cold, warm, moved, reordered = one.values()
+    assert common(cold, warm) == 548 - 32
+    assert moved[16:-32] == cold[16:-32] and common(cold, moved) < 16
+    parts = [cold[at : at + 100] for at in range(16, 516, 100)]
+    again = [reordered[at : at + 100] for at in range(16, 516, 100)]
+    assert sorted(again) == sorted(parts)
+    assert again[0] != parts[0] and again[-1] != parts[-1]
+    assert len({tuple(ids[-32:]) for ids in (*one.values(), *other.values())}) == 8
+    assert common(cold, other["cold"]) < 16
+
+
+def test_engines_are_asked_at_every_place_and_one_that_fails_is_left_out(crew: Contenders) -> None:
     rows = measure_peers(crew, encode, (128, 256), num_new=32, rounds=1)
     assert [(row.name, row.num_tokens) for row in rows] == [
         ("quick", 128),
         ("silent", 128),
+        ("mortal", 128),
         ("quick", 256),
         ("silent", 256),
     ]
-    assert [row.reused_share for row in rows] == [1.0, None, 1.0, None]
-    assert set(peer_break_evens(rows)) == {"quick", "silent"}
-    nothing = [replace(row, reused_share=0.0) for row in rows if row.name == "quick"]
-    assert set(peer_break_evens(nothing)) == set()
-    assert "100%" in shown(report.peers_table(rows)) and "–" in shown(report.peers_table(rows))
+    assert list(crew.failures) == ["mortal"]
+    quick, silent, *_ = rows
+    assert quick.reused["warm"] == 1.0 and quick.reused["moved"] < 0.2
+    assert set(silent.reused.values()) == {None}
+    assert "100%, " in shown(report.peers_table(rows)) and "–, –" in shown(report.peers_table(rows))
 
 
 def test_a_slow_engine_is_not_given_long_prompts(
@@ -167,8 +197,18 @@ def test_a_slow_engine_is_not_given_long_prompts(
     assert {row.num_tokens for row in rows} == {128}
 
 
-def peer(name: str, tokens: int, warm: float) -> PeerTime:
-    return PeerTime(name, tokens, ms(1000), ms(warm), None)
+def test_a_decode_step_is_timed_alone_and_together() -> None:
+    with make_engine(model()) as engine:
+        decode = measure_decode(engine, StockModel(model()), 200, rounds=1)
+        assert engine.cache_stats()["hot_chunks"] == 0
+    assert decode.together_gain == decode.ours.median_ms / decode.together.median_ms
+    assert faster_together(decode).met is (decode.together_gain >= 3)
+    assert f"{decode.together_gain:.1f} ×" in shown(report.decode_table(decode))
+
+
+def peer(name: str, tokens: int, warm: float, moved: float = 900) -> PeerTime:
+    reused = dict.fromkeys(("warm", "moved", "reordered"))
+    return PeerTime(name, tokens, ms(1000), ms(warm), ms(moved), ms(moved), reused)
 
 
 def test_goals_are_judged_where_they_were_set() -> None:
@@ -179,6 +219,11 @@ def test_goals_are_judged_where_they_were_set() -> None:
     assert faster_than_peers(rows).met is True
     assert faster_than_peers([*rows, peer("openvino", 2048, 70)]).met is False
     assert faster_than_peers(rows[:1]).met is None and faster_than_peers([]).met is None
+    ours, theirs = peer("kvboost", 2048, 90, moved=200), peer("vllm", 2048, 80, moved=620)
+    assert faster_on_moved([ours, theirs]).met is True
+    assert faster_on_moved([ours, theirs, peer("openvino", 2048, 70, moved=580)]).met is False
+    assert faster_on_moved([peer("kvboost", 512, 9, 20), peer("vllm", 512, 9, 70)]).met is None
+    assert faster_on_moved([theirs]).met is None and faster_on_moved([ours]).met is None
 
 
 def test_a_chat_is_flat_if_both_kinds_of_reuse_are() -> None:
@@ -198,7 +243,8 @@ ROWS = [peer("kvboost", 256, 50), peer("vllm", 256, 60), peer("vllm", 512, 65)]
 
 
 def test_a_panel_each_for_ours_and_for_engines_on_log_axes() -> None:
-    ours, engines = ttft_figure(POINTS, ROWS, "TTFT").axes
+    ours, engines, reordered = ttft_figure(POINTS, ROWS, "TTFT").axes
+    assert len(reordered.lines) == 2
     assert (ours.get_xscale(), engines.get_yscale()) == ("log", "log")
     assert len(ours.lines) == len(CONTENDERS)
     styles = {line.get_label(): line.get_linestyle() for line in engines.lines}
@@ -219,6 +265,25 @@ def test_a_panel_each_for_ours_and_for_engines_on_log_axes() -> None:
 def test_settings_that_make_no_sense_are_refused(wrong: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Settings(**wrong)
+
+
+def test_a_whole_run_with_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    tiny_model("llama", max_position_embeddings=2048).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    picture = tmp_path / "ttft.svg"
+    few = ("--rounds", "1", "--peer-rounds", "1", "--turns", "2", "--tokens", "256")
+    options = ("--quick", *few, "--length", "128", "--plot", str(picture))
+    engines = ("--peer", "stock", "--peer", "kvboost", "--peer", "vllm", "--dtype", "float32")
+    done = CliRunner().invoke(app, ["bench", "ttft", "-m", str(tmp_path), *options, *engines])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert "run make peers" in found["missing"]["vllm"] and "vllm is missing" in done.stdout
+    assert found["failures"] == {}
+    stock, ours = found["peers"]
+    assert (stock["name"], stock["num_tokens"], stock["reused"]["warm"]) == ("stock", 512, 0)
+    assert ours["reused"]["warm"] == 1
+    assert picture.read_bytes().startswith(b"<?xml")
 
 
 def test_turns_must_fit_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

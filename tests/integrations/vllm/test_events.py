@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from kvboost.integrations.vllm.events import Announcements, Removed, Stored
+from kvboost.cache.events.announcements import Announcements, Removed, Stored
 from kvboost.integrations.vllm.options import Options, RequestOptions
 from kvboost.integrations.vllm.planner import Hello, Planner, prompt_ids, salt_of
 from kvboost.tokens.hashing import ChunkKey, TokenIds

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvboost.errors import ConfigError
-from kvboost.integrations.vllm.options import Options, RequestOptions
+from kvboost.integrations.vllm.options import Command, Options, RequestOptions
 
 
 def test_defaults() -> None:
@@ -30,6 +30,7 @@ def test_options_of_the_cache_and_the_repair_are_passed_on() -> None:
         ({"slice_rows": 8}, "slice_rows=8"),
         ({"slice_rows": "64"}, "slice_rows='64'"),
         ({"self_check": "false"}, "self_check='false'"),
+        ({"commands": 1}, "commands=1"),
         ({"chunk_size": 0}, "chunk_size=0"),
         ({"recompute_ratio": 2}, "recompute_ratio=2"),
     ],
@@ -46,6 +47,21 @@ def test_a_request_says_a_mode_or_an_object_or_nothing() -> None:
     said = {"mode": "exact", "ratio": 1, "boundaries": [5, 9]}
     assert RequestOptions.parse(said, defaults) == RequestOptions("exact", 1.0, (5, 9))
     assert RequestOptions.parse(None, Options.parse({"mode": "off"})).mode == "off"
+
+
+@pytest.mark.parametrize(
+    ("said", "command"),
+    [
+        ({"stats": True}, Command("stats")),
+        ({"forget": "everything"}, Command("forget")),
+        ({"forget": [[5, 6], [7]]}, Command("forget", ((5, 6), (7,)))),
+    ],
+)
+def test_a_request_may_carry_a_command(said: dict[str, object], command: Command) -> None:
+    asked = RequestOptions.parse(said, Options.parse({}))
+    assert asked.command == command and asked.mode == "off"  # it reads and stores nothing
+    with pytest.raises(ConfigError, match="commands are off"):
+        RequestOptions.parse(said, Options.parse({"commands": False}))
 
 
 @pytest.mark.parametrize(
@@ -66,6 +82,16 @@ def test_a_request_says_a_mode_or_an_object_or_nothing() -> None:
         {"boundaries": [1.5]},
         {"boundaries": [-1]},
         {"boundaries": [True]},
+        {"stats": 1},
+        {"stats": True, "forget": "everything"},
+        {"stats": True, "mode": "exact"},
+        {"forget": True},
+        {"forget": "all"},
+        {"forget": []},
+        {"forget": [[]]},
+        {"forget": [5, 6]},
+        {"forget": [[5], "six"]},
+        {"forget": [[2**31]]},
     ],
 )
 def test_what_a_request_may_not_say(said: object) -> None:

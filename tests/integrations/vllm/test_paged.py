@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvboost.integrations.vllm.hooks import EnoughLayers
 from kvboost.integrations.vllm.paged import PagedRows, ProbeHook, ShiftHook
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.model.kv import KVShape, RequestKV
@@ -49,9 +50,11 @@ def test_the_probe_sees_the_same_attention(form: str) -> None:
     mine, its = (AttentionMass(range(1, 2), start, absent) for _ in range(2))
     hook = ProbeHook(mine, rows, 5)
     for layer in range(LAYERS):
-        hook.on_fresh(layer, query, query)
-        hook.on_query(layer, query, 0.3)
         its.on_query(layer, kv, query[-5:].transpose(0, 1)[None], 0.3, None)
+    hook.on_fresh(0, query, query)
+    hook.on_query(0, query, 0.3)
+    with pytest.raises(EnoughLayers):
+        hook.on_query(1, query, 0.3)
     assert its.mass.sum() > 1
     assert torch.allclose(mine.mass, its.mass, atol=1e-6)
 

@@ -25,6 +25,7 @@ from kvboost.integrations.vllm.planner import (
 from kvboost.reuse.plan import LIVE_TOKENS
 from kvboost.tokens.hashing import ChunkKey, TokenIds
 from planting import chunk_files
+from redis_server import MISSING, RedisServer
 
 PAGE, CHUNK = 32, 32
 WEIGHTS = Hello("weights", "a model", row_bytes=2 * 4)
@@ -366,6 +367,21 @@ def test_the_remote_store_is_asked_for_what_is_not_here(start: Start, tmp_path: 
     assert unused._index is not None and len(unused._index) == 0
 
 
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_moved_text_that_only_redis_has_is_planned(start: Start, tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    server.start()
+    try:
+        ids = text(1, 210)
+        write(start(remote_cache_url=server.url, chunk_size=64), ids, remote_cache_url=server.url)
+        mine = start(remote_cache_url=server.url, chunk_size=64)
+        load = plan(mine, join(text(2, 40), ids, text(3, 40)))
+    finally:
+        server.close()
+    assert load is not None and {hit.tier for hit in load.hits} == {"remote"}
+    assert load.num_moved == 210  # the last chunk is too short for a mark, and follows the others
+
+
 def test_what_a_worker_lost_is_not_planned_again(start: Start) -> None:
     planner, ids = start(), text(1, 200)
     infos = keep(planner, ids)
@@ -383,14 +399,42 @@ def test_forget_everything(start: Start) -> None:
     assert plan(planner, ids) is None
 
 
-def test_forget_a_text(start: Start) -> None:
+def test_a_search_finds_a_text_and_what_follows_it_under_one_salt(start: Start) -> None:
     planner, ids, other = start(), text(1, 200), text(2, 200)
     infos = keep(planner, ids)
     keep(planner, other)
-    dropped = planner.forget([ids[100:140]])
-    assert set(dropped) == {info.key for info in infos if info.end > 100}
+    mine = keep(planner, ids, salt="mine")
+    found = planner.search("", [ids[100:140]])()
+    assert found.is_complete
+    assert set(found.keys) == {info.key for info in infos if info.end > 100}
+    planner.gone(found.keys)
     assert known_keys(planner, ids) == {info.key for info in infos[:3]}
     assert len(known_keys(planner, other)) == 6
+    assert planner.num_chunks("mine") == len(mine) == 7
+    everything = planner.search("mine", None)()
+    assert set(everything.keys) == {info.key for info in mine}
+
+
+@pytest.mark.parametrize("place", ["disk_cache_dir", "remote_cache_url"])
+def test_a_search_finds_what_another_process_has_written(
+    start: Start, tmp_path: Path, place: str
+) -> None:
+    there: dict[str, Any] = {"disk_cache_dir": tmp_path}
+    if place == "remote_cache_url":
+        there = {place: f"file://{tmp_path}", "remote_cache_bytes": 1 << 24}
+    mine, other, ids = start(**there), start(**there), text(1, 200)
+    infos = write(other, ids, **there)
+    found = mine.search("", [ids[100:140]])()
+    assert set(found.keys) == {info.key for info in infos if info.end > 100}
+    assert found.is_complete
+    assert mine.search("mine", None)().keys == []
+
+
+def test_a_search_says_that_the_remote_store_is_silent(start: Start) -> None:
+    planner, ids = start(remote_cache_url="redis://127.0.0.1:1"), text(1, 200)
+    infos = keep(planner, ids)
+    found = planner.search("", None)()
+    assert set(found.keys) == {info.key for info in infos} and not found.is_complete
 
 
 def test_a_shorter_chunk_that_is_replaced_is_dropped(start: Start) -> None:

@@ -19,6 +19,7 @@ from bug_location import (
     load_rows,
     measure_bugs,
     summarize,
+    wilson,
 )
 from kvboost import KVBoost
 from kvboost.bench.kit.benchmark import Benchmark
@@ -153,3 +154,13 @@ def test_nonsense_is_refused_before_a_model_is_loaded(options, message) -> None:
     with pytest.raises(ConfigError, match=message):
         settings = Settings(model="no-such-model", questions=1, **options)
         BENCHMARK.perform(settings, Console())
+
+
+def test_wilsons_interval_is_the_known_one_and_never_empty() -> None:
+    low, high = wilson(20, 100)
+    assert (low, high) == (pytest.approx(0.1334, abs=1e-4), pytest.approx(0.2888, abs=1e-4))
+    assert wilson(0, 10)[0] == 0 < wilson(0, 10)[1]
+    assert wilson(10, 10)[1] == pytest.approx(1) and wilson(10, 10)[0] < 0.8
+    for count, trials in ((3, 2), (-1, 5), (0, 0)):
+        with pytest.raises(ValueError, match="is no share"):
+            wilson(count, trials)

@@ -148,7 +148,6 @@ class Benchmark:
     plots: bool = False
     long_running: bool = False
     """Whether the process bounds torch's kernel caches, as the server does."""
-    note: str = ""
 
     def load(self) -> Module:
         return cast(Module, import_module(self.module))

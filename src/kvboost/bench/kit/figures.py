@@ -77,11 +77,10 @@ def draw_lines(
     x: str,
     y: str,
     log_x: bool = False,
-    floor: tuple[str, float] | None = None,
     styles: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Figure:
     """Panels side by side, in each a line per name with its spread, on a log axis. A name looks
-    the same in every panel; ``styles`` adds to its look. ``floor`` is a named dashed line.
+    the same in every panel; ``styles`` adds to its look.
 
     A log axis has no place for zero: such points are drawn hollow, below all others.
     """
@@ -91,7 +90,7 @@ def draw_lines(
     if not points:
         raise ValueError("nothing to plot: no panel has a line with points")
     values = [Value.of(value) for _, value in points]
-    heights = [value.middle for value in values] + ([floor[1]] if floor else [])
+    heights = [value.middle for value in values]
     if not all(math.isfinite(number) for number in (*heights, *(at for at, _ in points))):
         raise ValueError("every number of a plot must be finite")
     zero_at = _below(heights)
@@ -109,17 +108,12 @@ def draw_lines(
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.set_yscale("log")
         plain_log_labels(axes.yaxis)
-        if floor is not None:
-            axes.axhline(max(floor[1], zero_at), color=INK, linestyle="--", linewidth=1.2)
         for name, line in lines.items():
             _draw_line(axes, sorted(line, key=lambda point: point[0]), looks[name], zero_at)
     low, high = min(max(one, zero_at) for one in heights), max(heights)
     row[0].set_ylim(low / 1.6, max(high, zero_at, *(one.high for one in values)) * 1.6)
     shown = [look for look in looks.values() if not look["label"].startswith("_")]
     handles = [Line2D([], [], **look) for look in shown]
-    if floor is not None:
-        label = f"{floor[0]} ({floor[1]:.2g})"
-        handles.append(Line2D([], [], color=INK, linestyle="--", linewidth=1.2, label=label))
     if min(value.middle for value in values) <= 0:
         label = f"hollow: 0, drawn at {zero_at:.0e}"
         handles.append(Line2D([], [], color=INK, marker="o", mfc="white", ls="none", label=label))
@@ -146,19 +140,15 @@ def draw_bars(
     *,
     title: str,
     y: Sequence[str],
-    log_y: bool = False,
-    notes: Mapping[tuple[str, str], str] | None = None,
-    colours: Mapping[str, str] | None = None,
 ) -> Figure:
     """Panels side by side, each with its own label of ``y``; in each a cluster of bars per group,
-    and in that a bar per series. Spreads are lines; ``notes`` are above bars, by series and
-    group."""
+    and in that a bar per series. Spreads are lines."""
     from matplotlib.patches import Patch
 
     if not any(heights for bars in panels.values() for heights in bars.values()):
         raise ValueError("nothing to plot: there are no bars")
     names = list(dict.fromkeys(name for bars in panels.values() for name in bars))
-    looks = dict(zip(names, cycle(COLOURS), strict=False)) | dict(colours or {})
+    looks = dict(zip(names, cycle(COLOURS), strict=False))
     figure, row = _panels(title, len(panels), width=9.0 / len(panels))
     for axes, own, (panel, bars) in zip(row, y, panels.items(), strict=True):
         _label(axes, "", own, panel)
@@ -172,15 +162,9 @@ def draw_bars(
                 if one.high > one.low:
                     line = [[one.middle - one.low], [one.high - one.middle]]
                     axes.errorbar(place, one.middle, line, color=INK, linewidth=0.9, capsize=2)
-                if note := (notes or {}).get((name, group)):
-                    at, style = (place, one.high), {"ha": "center", "fontsize": 7, "color": INK}
-                    axes.annotate(note, at, (0, 3), textcoords="offset points", **style)
         axes.set_xticks(range(len(groups)), groups)
         axes.grid(axis="x", visible=False)
         axes.margins(y=0.12)
-        if log_y:
-            axes.set_yscale("log")
-            plain_log_labels(axes.yaxis)
     return _with_legend(figure, [Patch(color=looks[name], label=name) for name in names])
 
 

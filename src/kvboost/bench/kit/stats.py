@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import string
 from collections import Counter
@@ -37,18 +36,6 @@ def paired_bootstrap(
     tail = (1 - level) / 2
     low, high = np.quantile(values[picks].mean(axis=1), [tail, 1 - tail])
     return float(low), float(high)
-
-
-def wilson(successes: int, trials: int, *, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's interval of a share, 95 % unless ``z`` says otherwise. Unlike the usual interval it
-    stays within 0 and 1, and is not empty if all or none succeeded."""
-    if not 0 <= successes <= trials or trials < 1:
-        raise ValueError(f"{successes} of {trials} is no share; give at least one trial")
-    share = successes / trials
-    centre = share + z * z / (2 * trials)
-    spread = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
-    scale = 1 + z * z / trials
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
 def _words(text: str) -> list[str]:

@@ -109,14 +109,7 @@ def _watch_memory(minutes: float) -> Case:
         progress.step("seconds", minutes * 60) as step,
         case.trial(),
     ):
-        shown = 0.0
-
-        def show(elapsed: float) -> None:
-            nonlocal shown
-            step.advance(elapsed - shown)
-            shown = elapsed
-
-        seen = soak(small_model(), minutes * 60, Path(folder), show)
+        seen = soak(small_model(), minutes * 60, Path(folder), step.advance)
         case.note = (
             f"{seen.requests:,} requests, {seen.checked} answers compared; resident memory "
             f"{seen.settled_mb:,.0f} MB after a tenth of the time, then at most "

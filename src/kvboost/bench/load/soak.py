@@ -3,17 +3,18 @@ answers watched."""
 
 from __future__ import annotations
 
+import os
 import random
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 from kvboost import GenerationMode, GenerationResult, KVBoost
 from kvboost.bench.kit.benchmark import Bench, ModelSettings, Report, option
-from kvboost.bench.kit.memory import MOST_GROWTH, levels, resident_mb
 from kvboost.bench.texts.prompts import PATTERNS, fragments
 from kvboost.config import EngineConfig
 from kvboost.model.load import LoadedModel
@@ -23,6 +24,8 @@ from kvboost.results import kl_divergence
 CHUNKS = 64
 CHECKED = 0.1
 """This share of the requests is also answered by full prefill."""
+MOST_GROWTH = 0.03
+"""More growth of memory than this is a problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +61,13 @@ def soak(
     model: LoadedModel,
     seconds: float,
     folder: Path,
-    on_request: Callable[[float], None] = lambda _: None,
+    on_seconds: Callable[[float], None] = lambda _: None,
     *,
     least_requests: int = 0,
 ) -> Soak:
     """Sends requests of all kinds for ``seconds``: chats that grow, documents in new orders, long
     and short prompts, streams that end early, salts, forgetting and clearing; at least
-    ``least_requests`` of them."""
+    ``least_requests`` of them. After each, ``on_seconds`` is given the time since the last."""
     seen = Soak()
     chunk_bytes = _chunk_bytes(model)
     engine = KVBoost(
@@ -79,7 +82,7 @@ def soak(
     )
     traffic = _Traffic(engine, seed=0)
     memory: list[float] = []
-    start = time.monotonic()
+    start, shown = time.monotonic(), 0.0
     reused = prompt_tokens = 0
     while (elapsed := time.monotonic() - start) < seconds or seen.requests < least_requests:
         for result in traffic.next_request(seen):
@@ -89,7 +92,8 @@ def soak(
         _check_budgets(engine, seen)
         if elapsed > seconds / 10:
             memory.append(resident_mb())
-        on_request(elapsed)
+        on_seconds(elapsed - shown)
+        shown = elapsed
     seen.seconds = time.monotonic() - start
     seen.reused_share = reused / max(1, prompt_tokens)
     seen.settled_mb, seen.end_mb, seen.most_mb = levels(memory)
@@ -189,6 +193,19 @@ def _check_budgets(engine: KVBoost, seen: Soak) -> None:
         seen.problems.append(f"{tiers['ram']['chunks']} chunks in memory")
 
 
+def resident_mb() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def levels(samples: Sequence[float]) -> tuple[float, float, float]:
+    """The first, the last and the highest level of memory over time. A level is the median of a
+    twentieth of ``samples``, since requests take memory and give it back."""
+    few = -(-len(samples) // 20)
+    medians = [statistics.median(samples[i : i + few]) for i in range(0, len(samples), few)]
+    return medians[0], medians[-1], max(medians)
+
+
 def _chunk_bytes(model: LoadedModel) -> int:
     one = model.forward.shape.allocate(EngineConfig().chunk_size)
     return one.numel() * one.element_size()
@@ -199,16 +216,9 @@ def run(settings: Settings, bench: Bench) -> Report:
     with (
         tempfile.TemporaryDirectory(prefix="kvboost-soak-") as folder,
         Progress(f"requests for {settings.minutes:g} minutes over {CHUNKS} chunks") as progress,
-        progress.step("seconds", round(settings.minutes * 60)) as step,
+        progress.step("seconds", settings.minutes * 60) as step,
     ):
-        shown = 0
-
-        def show(elapsed: float) -> None:
-            nonlocal shown
-            step.advance(int(elapsed) - shown)
-            shown = int(elapsed)
-
-        seen = soak(loaded, settings.minutes * 60, Path(folder), show)
+        seen = soak(loaded, settings.minutes * 60, Path(folder), step.advance)
     told = (
         f"{seen.requests:,} requests in {seen.seconds / 60:.1f} minutes, {seen.reused_share:.0%} "
         f"of their tokens not read again; {seen.evicted:,} chunks evicted, "

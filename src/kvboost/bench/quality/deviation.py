@@ -20,7 +20,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rich.console import RenderableType
 from rich.table import Table
 
 from kvboost import ConfigError, GenerationMode, KVBoost, SpanKind
@@ -119,7 +118,6 @@ class Settings(Asking, ModelSettings):
     bits: tuple[int, ...] = option((16,), "Bits of a kept number.", choices=KV_BITS)
     limit: int | None = option(None, "Questions of every file; 20 if they are made up.", least=1)
     part: str = option("1/1", "2/3: every third question, from the second.")
-    floor: bool = option(False, "Also the deviation of the same model in another dtype.")
     save: str | None = option(None, "Keep every row, as JSON lines.")
     load: tuple[str, ...] = option((), "Show rows that were saved instead of measuring.")
 
@@ -197,7 +195,6 @@ class Summary:
 
 
 def run(settings: Settings, bench: Bench) -> Report:
-    noise: dict[str, Any] | None = None
     if settings.load:
         rows = load_rows(settings.load)
     else:
@@ -209,29 +206,20 @@ def run(settings: Settings, bench: Bench) -> Report:
             progress.step("served", total) as step,
         ):
             rows = list(measure(loaded, questions, settings, step.advance))
-        if settings.floor:
-            noise = noise_floor(loaded, settings, questions)
     if settings.save is not None:
         save_rows(rows, settings.save)
     summaries = summarize(rows)
-    shown: list[RenderableType] = [COLUMNS, *quality_tables(summaries)]
-    if noise is not None:
-        shown.append(
-            f"noise floor, the same model in {noise['dtype']}: mean KL {noise['mean_kl']:.4f}, "
-            f"median {noise['median_kl']:.4f}, same text {noise['same_text']:.0%}"
-        )
     pooled = pool(summaries, ("alone", "header", "other"))
     return Report(
         {
-            "noise_floor": noise,
             "summaries": [asdict(summary) for summary in summaries],
             "pooled": [
                 {"strategy": strategy, "ratio": ratio, "mean_kl": mean_kl}
                 for (strategy, ratio), mean_kl in pooled.items()
             ],
         },
-        shown,
-        draw=partial(quality_figure, summaries, noise["mean_kl"] if noise is not None else None),
+        [COLUMNS, *quality_tables(summaries)],
+        draw=partial(quality_figure, summaries),
     )
 
 
@@ -375,30 +363,6 @@ class Asked:
         return f1(result.output_text, self._question.answers)
 
 
-def noise_floor(
-    loaded: LoadedModel, settings: Settings, questions: Sequence[Question]
-) -> dict[str, Any]:
-    """How far the same model is from itself in another dtype, both prefilled in full."""
-    is_full = str(loaded.forward.shape.dtype) == "torch.float32"
-    dtype = "bfloat16" if is_full else "float32"
-    divergences, same = [], 0
-    with (
-        KVBoost(loaded, EngineConfig()) as engine,
-        KVBoost.from_pretrained(settings.model, device=settings.device, dtype=dtype) as other,
-    ):
-        for number, question in enumerate(questions):
-            asked = Asked(engine, question, question, settings, seed=number)
-            scored = other.score(asked.prompt, asked.answer, GenerationMode.BASELINE)
-            divergences.append(float(kl_divergence(asked.logits, scored.logits).mean()))
-            same += bool((asked.logits.argmax(-1) == scored.logits.argmax(-1)).all())
-    return {
-        "dtype": dtype,
-        "mean_kl": statistics.mean(divergences),
-        "median_kl": statistics.median(divergences),
-        "same_text": same / len(questions),
-    }
-
-
 def summarize(rows: Iterable[Row]) -> list[Summary]:
     """Rows by donor, way of keeping, strategy and ratio, in the order they came."""
     groups: dict[tuple[str, str, str, float], list[Row]] = {}
@@ -481,7 +445,7 @@ def _cells(one: Summary) -> list[str]:
     ]
 
 
-def quality_figure(summaries: Sequence[Summary], floor: float | None, title: str) -> Figure:
+def quality_figure(summaries: Sequence[Summary], title: str) -> Figure:
     """Mean KL against charged percent: a panel per donor kind, a curve per strategy and way of
     keeping."""
     many = len({one.kept for one in summaries}) > 1
@@ -495,5 +459,4 @@ def quality_figure(summaries: Sequence[Summary], floor: float | None, title: str
         title=title,
         x="charged share of moved tokens, %",
         y="mean KL against full prefill, nats",
-        floor=None if floor is None else ("noise floor of another dtype", floor),
     )

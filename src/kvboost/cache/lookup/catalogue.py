@@ -35,7 +35,7 @@ class Catalogue:
     def __len__(self) -> int:
         return len(self._infos)
 
-    def __contains__(self, key: ChunkKey) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._infos
 
     def __iter__(self) -> Iterator[ChunkKey]:

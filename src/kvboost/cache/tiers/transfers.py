@@ -21,7 +21,7 @@ from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.residency import Residency
 from kvboost.cache.tiers.stats import RemoteStats
 from kvboost.cache.tiers.writer import Writer
-from kvboost.tokens.hashing import ChunkKey, TokenIds
+from kvboost.tokens.hashing import ChunkKey
 
 FETCHED_AHEAD = 4
 """Chunks that are read from slow tiers while earlier ones are copied into place."""
@@ -103,29 +103,6 @@ class Transfers:
             with self._lock:
                 self._residency.add_found(changes.added)
                 self._residency.remove_gone(changes.gone)
-
-    @property
-    def has_remote(self) -> bool:
-        return self._remote is not None
-
-    def remote_has(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which of ``keys`` the remote store has."""
-        return self._remote.contains_many(keys) if self._remote is not None and keys else []
-
-    @property
-    def can_search_remote(self) -> bool:
-        """Whether the remote store can be asked for text at any position."""
-        return self._remote is not None and self._remote.has_index
-
-    def search_remote(self, root: ChunkKey, texts: Sequence[TokenIds]) -> list[ChunkInfo]:
-        """Chunks of ``root`` in the remote store that seem to share text with ``texts``."""
-        return self._remote.find(root, texts) if self._remote is not None else []
-
-    def search_remote_around(
-        self, root: ChunkKey, before: Sequence[ChunkKey], after: Sequence[ChunkKey]
-    ) -> list[ChunkInfo]:
-        """The chunks ``before``, and some that follow those in ``after``."""
-        return self._remote.find_around(root, before, after) if self._remote is not None else []
 
     def remote_infos(self) -> Iterator[ChunkInfo]:
         """Everything the remote store has. Slow."""

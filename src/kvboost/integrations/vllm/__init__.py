@@ -2,6 +2,5 @@
 
 ``connector.py`` is what vLLM loads. In vLLM's scheduler process it asks the ``planner``; in its
 worker processes it drives the ``worker``. They speak in ``messages``. This is the only room that
-imports vLLM, and ``planner``, ``branches``, ``events``, ``pages`` and ``environment`` do without
-it.
+imports vLLM, and ``planner``, ``branches``, ``pages`` and ``environment`` do without it.
 """

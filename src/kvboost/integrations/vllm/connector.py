@@ -23,13 +23,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
+from kvboost.cache.events.announcements import Announcements
+from kvboost.cache.events.layout import medium
 from kvboost.errors import ConfigError
 from kvboost.integrations.vllm.branches import Branch, Branches
-from kvboost.integrations.vllm.events import Announcements
+from kvboost.integrations.vllm.commands import Commands
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
-from kvboost.integrations.vllm.options import Options, RequestOptions
+from kvboost.integrations.vllm.metrics import Metrics, Stats
+from kvboost.integrations.vllm.options import Command, Options, RequestOptions
 from kvboost.integrations.vllm.planner import Load, Planner, prompt_ids, repair_name, salt_of
 from kvboost.integrations.vllm.support import why_nothing
+from kvboost.integrations.vllm.tally import Tally, usage
 from kvboost.integrations.vllm.worker import Worker
 
 if TYPE_CHECKING:
@@ -66,12 +70,19 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         announced = Announcements(self._page) if listened else None
         self._planner = Planner(self._options, self._page, announced)
         self._branches = Branches()
+        self._tally = Tally()
+        self._commands = Commands(self._planner, self._tally)
         self._pool: BlockPool | None = None
         self._asked: dict[str, RequestOptions] = {}
         self._planned: dict[str, Load] = {}
         self._loading: dict[str, Load] = {}
         self._loaded: dict[str, Load] = {}
         self._recomputed: dict[str, int] = {}
+        self._failed: set[str] = set()
+        self._salts: dict[str, str] = {}
+        self._unkept: set[str] = set()
+        """Requests that ran when something under their salt was forgotten."""
+        self._errors: dict[str, str] = {}
         self._step = Step()
         self._ended: list[Callable[[], None]] = []
         """What is left to do for requests whose answers are on their way."""
@@ -90,10 +101,14 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         if len(hellos) != len(greetings) or self._pool is None:
             return
         self._planner.open(hellos)
+        self._commands.open(len(hellos))
 
     def on_new_request(self, request: Request) -> None:
-        """A turn of a conversation whose pages are approximate continues in their branch."""
+        """A turn of a conversation whose pages are approximate continues in their branch. A
+        command begins."""
         asked = self._ask(request)
+        if asked.command is not None:
+            self._begin(request, asked.command)
         if asked.mode != "repaired" or self._pool is None or not self._serves(request):
             return
         pool = self._pool
@@ -109,6 +124,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         """May be asked several times before the request runs."""
         request_id = request.request_id
+        if self._commands.waits(request_id):
+            return None, False  # vLLM asks again
         self._planned.pop(request_id, None)
         if request.num_preemptions or request_id in self._loaded or not self._serves(request):
             return 0, False
@@ -145,32 +162,47 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             pages = tuple(blocks.get_block_ids()[0])[: load.end // self._page]
             load = replace(load, pages=pages)
             self._loading[request.request_id] = load
+            self._tally.start(request.request_id)
             self._step.loads.append(load)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
         self._finish_ended()
         step, self._step = self._step, Step()
+        step.orders = self._commands.take_orders()
         step.is_busy = scheduler_output.total_num_scheduled_tokens > 0
         return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        for request_id in connector_output.finished_recving or ():
-            if (load := self._loading.pop(request_id, None)) is not None:
-                self._loaded[request_id] = load
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, Report):
             self._planner.gone(report.gone)
             self._planner.learn(report.measured)
-            for request_id, rows in report.recomputed.items():
-                if request_id in self._loading or request_id in self._loaded:
-                    self._recomputed[request_id] = rows
-            for request_id in report.failed:
-                if (load := self._loaded.get(request_id)) is not None:
-                    self._loaded[request_id] = load.failed()
+            self._tally.hear(report.tiers)
+            self._commands.hear(report.replies)
+            loading = self._loading.keys()
+            self._recomputed |= {
+                one: rows for one, rows in report.recomputed.items() if one in loading
+            }
+            self._failed |= loading & set(report.failed)
+        for request_id in connector_output.finished_recving or ():
+            if (load := self._loading.pop(request_id, None)) is not None:
+                failed = request_id in self._failed
+                self._failed.discard(request_id)
+                self._loaded[request_id] = load.failed() if failed else load
+                self._tally.finish(load, self._recomputed.get(request_id, 0), failed=failed)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        later, params = self._finish(request, block_ids)
+        answer = self._commands.take_answer(request.request_id)
+        if (error := self._errors.pop(request.request_id, None)) is not None:
+            answer = {"error": error}
+        if answer is not None:
+            params = {"kvboost": {**(params or {}).get("kvboost", {}), **answer}}
+        return later, params
+
+    def _finish(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         request_id = request.request_id
         branch, load = self._branches.of(request_id), self._loaded.pop(request_id, None)
         asked = self._ask(request)
@@ -178,11 +210,16 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         self._branches.forget(request_id)
         self._asked.pop(request_id, None)
         self._planned.pop(request_id, None)
+        self._salts.pop(request_id, None)
+        is_kept = request_id not in self._unkept
+        self._unkept.discard(request_id)
         if self._loading.pop(request_id, None) is not None:
+            self._tally.cancel(request_id)
+            self._failed.discard(request_id)
             self._step.cancelled.append(request_id)
             return False, None
-        if not self._serves(request):
-            return False, None
+        if not is_kept or not self._serves(request):
+            return False, _usage(load, recomputed)
         num_rows = min(request.num_computed_tokens, request.num_tokens - 1)
         num_rows = min(num_rows, len(block_ids) * self._page)
         exact_rows = num_rows if branch is None else min(num_rows, self._exact_rows(branch, load))
@@ -235,8 +272,29 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         return as_events(
             announced,
             page=self._page,
-            is_slow=bool(engine.disk_cache_dir or engine.remote_cache_url),
+            medium=medium(is_slow=bool(engine.disk_cache_dir or engine.remote_cache_url)),
         )
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        """What has changed. Workers tell the scheduler's side, which tells all."""
+        if self._role is KVConnectorRole.WORKER:
+            return None
+        changed = self._tally.take(self._planner.num_chunks())
+        return None if changed is None else Stats(changed)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Metrics:
+        return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def reset_cache(self) -> bool:
         """Forgets everything."""
@@ -255,12 +313,23 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
                 self._asked[request_id] = RequestOptions.parse(given, self._options)
             except ConfigError as error:
                 logger.warning("KVBoost ignores what request %s asks: %s", request_id, error)
+                self._errors[request_id] = str(error)
                 self._asked[request_id] = RequestOptions.parse(None, self._options)
             asked = self._asked[request_id]
+            self._salts[request_id] = salt = self._salt(request)
+            if self._commands.is_forgetting(salt):
+                self._unkept.add(request_id)
             if request.lora_request is not None and asked.mode == "repaired":
                 # Our forwards run without the adapter.
                 self._asked[request_id] = replace(asked, mode="exact")
         return self._asked[request_id]
+
+    def _begin(self, request: Request, command: Command) -> None:
+        salt = self._salt(request)
+        if command.name == "forget":
+            # Its tokens may be in the rows that requests compute now.
+            self._unkept |= {one for one, its in self._salts.items() if its == salt}
+        self._commands.begin(request.request_id, command, salt)
 
     def _serves(self, request: Request) -> bool:
         """Whether the KV of a request depends on its tokens alone."""
@@ -322,20 +391,10 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         if self._role is KVConnectorRole.WORKER:
             self._worker.close()
         else:
+            self._commands.close()
             self._planner.close()
 
 
 def _usage(load: Load | None, recomputed: int) -> dict[str, Any] | None:
     """What is said of a request in its answer's ``kv_transfer_params``."""
-    if load is None:
-        return None
-    in_place = sum(hit.num_tokens for hit in load.in_place)
-    exact = min(load.exact_rows, load.end) - load.first
-    return {
-        "kvboost": {
-            "exact_tokens": min(in_place, exact),
-            "approximate_tokens": in_place - min(in_place, exact),
-            "moved_tokens": load.num_moved,
-            "recomputed_tokens": recomputed,
-        }
-    }
+    return None if load is None else {"kvboost": usage(load, recomputed)}

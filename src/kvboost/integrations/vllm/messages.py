@@ -10,6 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvboost.cache.tiers.stats import TierStats
+from kvboost.integrations.vllm.commands import Order, Reply
 from kvboost.integrations.vllm.planner import Hello, Keep, Load
 from kvboost.tokens.hashing import ChunkKey
 
@@ -30,6 +32,7 @@ class Step(KVConnectorMetadata):
     keeps: list[Keep] = field(default_factory=list)
     dropped: list[ChunkKey] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    orders: list[Order] = field(default_factory=list)
     is_busy: bool = False
     """Whether other requests compute in this step."""
 
@@ -45,10 +48,25 @@ class Report(KVConnectorWorkerMetadata):
     """Forwards that were timed: rows, keys, seconds."""
     failed: list[str] = field(default_factory=list)
     """Requests whose rows could not be loaded."""
+    tiers: dict[int, dict[str, TierStats]] = field(default_factory=dict)
+    """What the tiers hold, by the worker's rank, if it has changed."""
+    replies: dict[str, list[Reply]] = field(default_factory=dict)
+    """To orders, by request."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
         """What is gone from one worker is gone: each holds some heads of every chunk."""
         assert isinstance(other, Report)
         gone = list(dict.fromkeys([*self.gone, *other.gone]))
         failed = list(dict.fromkeys([*self.failed, *other.failed]))
-        return Report(gone, {**other.recomputed, **self.recomputed}, self.measured, failed)
+        replies = {
+            request_id: [*self.replies.get(request_id, ()), *other.replies.get(request_id, ())]
+            for request_id in (*self.replies, *other.replies)
+        }
+        return Report(
+            gone,
+            {**other.recomputed, **self.recomputed},
+            self.measured,
+            failed,
+            {**self.tiers, **other.tiers},
+            replies,
+        )

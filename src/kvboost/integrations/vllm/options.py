@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ MODES = ("repaired", "exact", "off")
 """What a request may reuse: moved text too, only what begins it, or nothing."""
 STRATEGIES = ("auto", "query", "selective", "none")
 """All but ``cacheblend``, for which forwards in vLLM have no hook."""
+COMMANDS = ("stats", "forget")
+EVERYTHING = "everything"
 _ENGINE_OPTIONS = (
     "chunk_size",
     "max_cache_bytes",
@@ -43,6 +46,8 @@ class Options:
     self_check: bool = True
     """Whether moved reuse is compared with a plain forward at the start, and turned off if they
     differ."""
+    commands: bool = True
+    """Whether requests may ask for statistics and forget what was read under their own salt."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> Options:
@@ -59,8 +64,9 @@ class Options:
         one_of(options.mode, MODES, "mode")
         one_of(options.engine.recompute_strategy, STRATEGIES, "recompute_strategy")
         whole(options.slice_rows, 16, "slice_rows")
-        if not isinstance(options.self_check, bool):
-            raise ConfigError(f"self_check={options.self_check!r} must be true or false")
+        for name in ("self_check", "commands"):
+            if not isinstance(value := getattr(options, name), bool):
+                raise ConfigError(f"{name}={value!r} must be true or false")
         return options
 
     def engine_of(self, rank: int, num_ranks: int) -> EngineConfig:
@@ -72,30 +78,73 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Command:
+    """What a request asks of the cache instead of an answer: ``{"stats": true}``,
+    ``{"forget": [[1, 2, 3], ...]}`` with the tokens of texts, or ``{"forget": "everything"}``."""
+
+    name: str
+    texts: tuple[tuple[int, ...], ...] | None = None
+    """What to forget; None is everything."""
+
+    @classmethod
+    def parse(cls, said: Mapping[str, Any]) -> Command:
+        if len(said) > 1:
+            raise ConfigError(
+                f"{', '.join(said)} cannot be asked in one request; a command is asked alone"
+            )
+        ((name, given),) = said.items()
+        if name == "stats":
+            if given is not True:
+                raise ConfigError(f"stats={given!r} must be true")
+            return cls(name)
+        if given == EVERYTHING:
+            return cls(name)
+        if not isinstance(given, list) or not given or not all(map(_are_numbers, given)):
+            raise ConfigError(
+                f"forget={reprlib.repr(given)} must be {EVERYTHING!r}, or a list of texts, each a "
+                "list of token ids"
+            )
+        texts = tuple(tuple(ids) for ids in given)
+        if not all(texts):
+            raise ConfigError(f"forget={reprlib.repr(given)} has a text without tokens")
+        return cls(name, texts)
+
+
+@dataclass(frozen=True)
 class RequestOptions:
     """What a request says in ``kv_transfer_params["kvboost"]``: a mode, or a dict with ``mode``,
-    ``ratio`` and ``boundaries``."""
+    ``ratio`` and ``boundaries``; or, instead of them, a command."""
 
     mode: str
     ratio: float
     boundaries: tuple[int, ...] = field(default=())
+    command: Command | None = None
 
     @classmethod
     def parse(cls, given: object, defaults: Options) -> RequestOptions:
         """Raises ``ConfigError`` if ``given`` is not as described."""
         said: Mapping[str, Any] = {"mode": given} if isinstance(given, str) else given or {}  # type: ignore[assignment]
+        if isinstance(said, Mapping) and set(said) & set(COMMANDS):
+            if not defaults.commands:
+                raise ConfigError(f"commands are off here, so {', '.join(said)} cannot be asked")
+            return cls("off", 0.0, command=Command.parse(said))
         if not isinstance(said, Mapping) or set(said) - {"mode", "ratio", "boundaries"}:
             raise ConfigError(
                 f"kvboost={given!r} must be one of {', '.join(MODES)}, or an object with mode, "
-                "ratio and boundaries"
+                "ratio and boundaries, or a command"
             )
         mode = said.get("mode", defaults.mode)
         one_of(mode, MODES, "mode")
         ratio = said.get("ratio", defaults.engine.recompute_ratio)
         within(ratio, 0.0, 1.0, "ratio")
         boundaries = said.get("boundaries", ())
-        if not isinstance(boundaries, Sequence) or not all(
-            type(place) is int and place >= 0 for place in boundaries
-        ):
+        if not _are_numbers(boundaries):
             raise ConfigError(f"boundaries={boundaries!r} must be a list of token positions")
         return cls(mode, float(ratio), tuple(boundaries))
+
+
+def _are_numbers(given: object) -> bool:
+    """Whether it is a list of whole numbers from 0 on, none of them too large for a token."""
+    return isinstance(given, Sequence) and all(
+        type(one) is int and 0 <= one < 2**31 for one in given
+    )

@@ -6,7 +6,7 @@ calls it from one thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -14,27 +14,25 @@ from itertools import pairwise
 import numpy as np
 
 from kvboost.cache.chunk import ChunkInfo, Origin
+from kvboost.cache.events.announcements import Announcements, Removed, Stored
 from kvboost.cache.index import Index
 from kvboost.cache.lookup.anchors import anchor_window
+from kvboost.cache.lookup.catalogue import holding
 from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
+from kvboost.cache.remote_lookup import RemoteLookup
 from kvboost.cache.secret import Secret
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
 from kvboost.config import RepairParams
-from kvboost.integrations.vllm.events import Announcements, Removed, Stored
 from kvboost.integrations.vllm.options import Options, RequestOptions
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.plan import LIVE_TOKENS, Plan, make_plan
-from kvboost.reuse.repair import PROBE_ROWS
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, root_key
-from kvboost.tokens.marks import WINDOW
 
 LOAD_SECONDS = 0.015
 """What moving costs beside its forwards, as measured on an H200: a step of the scheduler more, and
 launching what runs between the layers. On a CPU it hardly counts."""
-WORTHWHILE_RATIO = 0.9
-"""Moved text is reused if that is expected to take less than this share of computing it."""
 LEAST_ROWS = 64
 """Fewer known rows are computed: a load costs a step of the scheduler."""
 
@@ -116,6 +114,15 @@ class Keep:
     pages: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Found:
+    """Chunks that are to be forgotten."""
+
+    keys: list[ChunkKey]
+    is_complete: bool
+    """Whether the remote store has answered, if there is one."""
+
+
 class Planner:
     """``page`` is the number of rows in one of vLLM's pages. ``announced`` is told which blocks are
     stored, if somebody listens."""
@@ -128,6 +135,7 @@ class Planner:
         self._moves = False
         self._disk: DiskTier | None = None
         self._remote: RemoteTier | None = None
+        self._in_remote: RemoteLookup | None = None
         self._announced = announced
 
     def open(self, workers: Sequence[Hello]) -> None:
@@ -141,7 +149,7 @@ class Planner:
         for rows, keys, seconds in workers[0].measured:
             self._cost.observe(rows, keys, seconds)
         chunk_size = config.chunk_size
-        self._index = Index(
+        index = self._index = Index(
             lambda ids, boundaries: _cut(len(ids), tuple(boundaries), chunk_size),
             Origin(workers[0].fingerprint, workers[0].name),
             row_bytes=workers[0].row_bytes,
@@ -155,6 +163,9 @@ class Planner:
         if config.remote_cache_url is not None:
             self._remote = open_remote(
                 config.remote_cache_url, config.remote_cache_bytes, secret=secret
+            )
+            self._in_remote = RemoteLookup(
+                self._remote, index.naming, index, lambda info: index.add(info, "remote")
             )
 
     @property
@@ -186,15 +197,11 @@ class Planner:
         def lookup() -> KnownRows:
             return index.lookup(root, ids, moved_before=moved_before)
 
-        in_remote = self._ask_remote(root, ids)
-        known = lookup()
-        if self._remote is not None and (
-            found := self._search_remote(root, ids, known, moved_before)
-        ):
-            in_remote += found
-            known = lookup()
-        plan = make_plan(total, known, local)
-        if plan.moved and not self._pays(plan, repair):
+        in_remote: list[ChunkKey] = []
+        if self._in_remote is not None:
+            in_remote = self._in_remote.ask(root, ids, moved_before, lookup)
+        plan = make_plan(total, lookup(), local)
+        if not self._cost.moving_pays(plan, repair, more_seconds=LOAD_SECONDS):
             plan = plan.without_moved()
         load = self._load(request_id, token_ids, local, plan, repair)
         used = {info.key for info in load.infos} if load is not None else set()
@@ -245,16 +252,36 @@ class Planner:
         for rows, keys, seconds in measured:
             self._cost.observe(rows, keys, seconds)
 
-    def forget(self, texts: Sequence[TokenIds] | None = None) -> list[ChunkKey]:
-        """Forgets every chunk that contains a piece of ``texts``, or everything; returns the keys,
-        which workers must drop."""
+    def forget(self) -> list[ChunkKey]:
+        """Forgets everything; returns the keys, which workers must drop."""
+        return [] if self._index is None else self._index.clear()
+
+    def search(self, salt: str, texts: Sequence[TokenIds] | None) -> Callable[[], Found]:
+        """A search for the chunks under ``salt`` that contain a piece of ``texts`` or follow such a
+        chunk; without ``texts``, for all of them. It is for another thread: it looks at every chunk
+        and lists the remote store."""
+        assert self._index is not None
+        self._refresh(now=True)
+        root, remote = self.root(salt), self._remote
+        here = self._index.infos(root)
+
+        def search() -> Found:
+            faults = 0 if remote is None else sum(remote.faults.values())
+            listed = () if remote is None else remote.infos()
+            infos = {info.key: info for info in listed if info.root == root} | here
+            keys = list(infos) if texts is None else holding(infos, texts)
+            is_complete = remote is None or (
+                remote.state == "closed" and sum(remote.faults.values()) == faults
+            )
+            return Found(keys, is_complete)
+
+        return search
+
+    def num_chunks(self, salt: str | None = None) -> int:
+        """How many chunks there are, or how many under ``salt``."""
         if self._index is None:
-            return []
-        if texts is None:
-            return self._index.clear()
-        keys = self._index.containing(texts)
-        self._index.remove(keys)
-        return keys
+            return 0
+        return len(self._index) if salt is None else len(self._index.infos(self.root(salt)))
 
     def close(self) -> None:
         for tier in (self._disk, self._remote):
@@ -276,57 +303,15 @@ class Planner:
         in_place = tuple(hit.clip(local, end) for hit in plan.in_place if hit.start < end)
         return Load(request_id, token_ids, local, end, in_place, moved, repair)
 
-    def _pays(self, plan: Plan, repair: RepairParams) -> bool:
-        """Whether moving is expected to be faster than computing: probe and sparse forward against
-        a plain one. Only strategy ``auto`` asks."""
-        if repair.strategy != "auto" or repair.reuse_moved == "always":
-            return True
-        total = plan.num_tokens
-        known = plan.in_place[-1].end if plan.in_place else plan.num_shared
-        plain = self._cost.forward(total - known, (known + total) // 2)
-        unknown = sum(len(rows) for rows in plan.computed())
-        recomputed = round(repair.ratio * plan.num_moved)
-        moved = self._cost.forward(unknown + recomputed, total)
-        moved += self._cost.forward(min(unknown, PROBE_ROWS), total)
-        if self._cost.is_measured:  # in seconds
-            moved += LOAD_SECONDS
-        return moved < WORTHWHILE_RATIO * plain
-
-    def _refresh(self) -> None:
+    def _refresh(self, *, now: bool = False) -> None:
         """Notices what processes have written to the folder or removed from it."""
         if self._disk is None or self._index is None:
             return
-        changes = self._disk.refresh()
+        changes = self._disk.refresh(now=now)
         self._index.remove([key for key in changes.gone if self._index.tier(key) == "disk"])
         for info in changes.added:
             if info.key not in self._index:
                 self._index.add(info, "disk")
-
-    def _ask_remote(self, root: ChunkKey, token_ids: TokenIds) -> list[ChunkKey]:
-        """Enters the chunks of ``token_ids`` that only the remote store has; returns their keys."""
-        if self._remote is None or self._index is None:
-            return []
-        unknown = self._index.unknown(root, token_ids)
-        there = self._remote.contains_many([info.key for info in unknown])
-        found = [info for info, has in zip(unknown, there, strict=True) if has]
-        for info in found:
-            self._index.add(info, "remote")
-        return [info.key for info in found]
-
-    def _search_remote(
-        self, root: ChunkKey, token_ids: TokenIds, known: KnownRows, moved_before: int
-    ) -> list[ChunkKey]:
-        """Enters chunks of the remote store that hold unknown text of the prompt; returns their
-        keys."""
-        assert self._remote is not None and self._index is not None
-        gaps = known.gaps(moved_before, WINDOW) if self._remote.has_index else []
-        if not gaps:
-            return []
-        infos = self._remote.find(root, [token_ids[start:end] for start, end in gaps])
-        new = [info for info in infos if info.key not in self._index]
-        for info in new:
-            self._index.add(info, "remote")
-        return [info.key for info in new]
 
 
 @lru_cache(maxsize=256)
@@ -341,7 +326,7 @@ def _cut(num_tokens: int, boundaries: tuple[int, ...], chunk_size: int) -> list[
 
 def repair_name(repair: RepairParams) -> str:
     """Names a repair. Requests with the same repair may continue from each other's rows."""
-    return f"vllm {repair.strategy} {repair.ratio} {repair.overlap}"
+    return f"vllm {repair.name}"
 
 
 def salt_of(cache_salt: str | None, adapter: str | None) -> str:

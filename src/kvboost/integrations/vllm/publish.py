@@ -7,17 +7,12 @@ from collections.abc import Sequence
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvboost.integrations.vllm.events import Removed, Stored
-
-MEMORY, STORAGE = "CPU", "STORAGE"
+from kvboost.cache.events.announcements import Removed, Stored
 
 
 def as_events(
-    announced: Sequence[Stored | Removed], *, page: int, is_slow: bool
+    announced: Sequence[Stored | Removed], *, page: int, medium: str
 ) -> list[KVCacheEvent]:
-    """``is_slow`` says that there is a folder or a remote store: a block may then be in memory, but
-    only storage is promised."""
-    medium = STORAGE if is_slow else MEMORY
     events: list[KVCacheEvent] = []
     for one in announced:
         hashes = [_external(name) for name in one.hashes]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from kvboost.cache.data import ChunkData
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import KVFormat, Quantizer, plain
 from kvboost.cache.tiers.open import open_tiers
+from kvboost.cache.tiers.stats import TierStats
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm import check, paged, rope
 from kvboost.integrations.vllm.hooks import LayerHook
@@ -45,6 +46,7 @@ from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
 
 if TYPE_CHECKING:
+    from kvboost.integrations.vllm.commands import Reply
     from kvboost.integrations.vllm.kernels import GpuKernels
 
 PLACED_ROWS = 4096
@@ -81,6 +83,8 @@ class Worker:
         self._received: set[str] = set()
         self._failed_pages: set[int] = set()
         self._report = Report()
+        self._tiers: dict[str, TierStats] = {}
+        self._orders: dict[str, Future[Reply]] = {}
         self._thread = ThreadPoolExecutor(1, "kvboost-data")
         self._stream: torch.cuda.Stream | None = None
         self._rotation: Rotation | None = None
@@ -165,6 +169,8 @@ class Worker:
                 self._received.add(request_id)
         if step.dropped:
             self._thread.submit(self._data.drop, step.dropped)
+        for order in step.orders:
+            self._orders[order.request_id] = self._thread.submit(order.obey, self._data)
         for load in step.loads:
             self._loading[load.request_id] = (load, self._serve(load))
         with _one_thread() if self._kernels is not None else nullcontext():
@@ -198,6 +204,11 @@ class Worker:
         report, self._report = self._report, Report()
         if self._pages is not None:
             report.gone = self._data.take_gone()
+            if (tiers := self._data.stats()) != self._tiers:
+                self._tiers = tiers
+                report.tiers = {self._config.parallel_config.rank: tiers}
+            for request_id in [one for one, reply in self._orders.items() if reply.done()]:
+                report.replies[request_id] = [self._orders.pop(request_id).result()]
         return None if report == Report() else report
 
     def close(self) -> None:

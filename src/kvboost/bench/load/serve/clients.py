@@ -51,8 +51,6 @@ class Target:
 class Answer:
     """One request and its outcome. Times are in seconds; ``sent_s`` since the load began."""
 
-    kind: str
-    user: int
     sent_s: float
     total_s: float = 0.0
     ttft_s: float | None = None
@@ -134,25 +132,6 @@ async def ask(
         answer.error = "no text came"
 
 
-class User:
-    """A user with a conversation: remembers what was said."""
-
-    def __init__(self, number: int, client: httpx.AsyncClient, target: Target) -> None:
-        self._number = number
-        self._client = client
-        self._target = target
-        self._said: list[Message] = []
-
-    async def send(self, request: Request, since: float) -> Answer:
-        if not request.continues:
-            self._said = []
-        messages = [*self._said, *request.messages]
-        answer = Answer(request.kind, self._number, time.perf_counter() - since)
-        await ask(self._client, self._target, messages, answer)
-        self._said = [*messages, {"role": "assistant", "content": answer.text}]
-        return answer
-
-
 async def closed_loop(
     target: Target, users: Sequence[Sequence[Request]], on_answer: OnAnswer = lambda: None
 ) -> list[Answer]:
@@ -160,17 +139,22 @@ async def closed_loop(
     async with _client(target, len(users)) as client:
         since = time.perf_counter()
 
-        async def talk(number: int, requests: Sequence[Request]) -> list[Answer]:
-            user, answers = User(number, client, target), []
+        async def talk(requests: Sequence[Request]) -> list[Answer]:
+            answers: list[Answer] = []
+            said: list[Message] = []
             for request in requests:
-                if time.perf_counter() - since > target.seconds:
+                sent = time.perf_counter() - since
+                if sent > target.seconds:
                     break
-                answers.append(await user.send(request, since))
+                messages = [*(said if request.continues else ()), *request.messages]
+                answers.append(Answer(sent))
+                await ask(client, target, messages, answers[-1])
+                said = [*messages, {"role": "assistant", "content": answers[-1].text}]
                 on_answer()
             return answers
 
-        talks = [talk(number, requests) for number, requests in enumerate(users)]
-        return [answer for answers in await asyncio.gather(*talks) for answer in answers]
+        talks = await asyncio.gather(*map(talk, users))
+        return [answer for answers in talks for answer in answers]
 
 
 def _client(target: Target, connections: int) -> httpx.AsyncClient:

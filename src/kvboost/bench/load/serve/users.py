@@ -2,7 +2,6 @@
 
 ``rag``    6 to 8 of 12 passages, in an order that changes, and a question that is new
 ``chat``   conversations that grow over turns, after one long system prompt
-``mixed``  both, and prompts that share nothing
 
 A request is a list of chat messages. One that continues a conversation follows the server's own
 answer, as in real life: these words differ from server to server, and nothing else does.
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from itertools import count
 from zlib import crc32
 
-from kvboost.bench.texts.prompts import QUESTIONS, docstrings, sources
+from kvboost.bench.texts.prompts import QUESTIONS, docstrings
 from kvboost.config import one_of, whole
 
 Count = Callable[[str], int]
@@ -29,7 +28,6 @@ PASSAGES_OF_A_PROMPT = (6, 8)
 SYSTEM_TOKENS = 1024
 TURNS = 6
 """A conversation ends after this many, and the user begins another."""
-UNRELATED_TOKENS = (200, 800)
 WARMUPS = 4
 
 RAG_RULES = "Answer the question from the passages. If they do not say it, say so."
@@ -39,7 +37,6 @@ RAG_RULES = "Answer the question from the passages. If they do not say it, say s
 class Request:
     """One thing a user sends."""
 
-    kind: str
     messages: tuple[Message, ...]
     continues: bool = False
     """Whether the messages follow the answer to the user's request before."""
@@ -67,11 +64,11 @@ def make_workload(
     whole(users, 1, "users")
     whole(requests, 1, "requests")
     rng = random.Random(f"{name} {seed}")
-    makers = WORKLOADS[name](rng, Texts(count_tokens, rng, name))
+    maker = WORKLOADS[name](rng, Texts(count_tokens, rng, name))
     return Workload(
         name,
-        tuple(tuple(makers[user % len(makers)].requests(requests)) for user in range(users)),
-        tuple(tuple(makers[user % len(makers)].warmup(user)) for user in range(WARMUPS)),
+        tuple(tuple(maker.requests(requests)) for _ in range(users)),
+        tuple(tuple(maker.warmup(user)) for user in range(WARMUPS)),
     )
 
 
@@ -86,8 +83,6 @@ class Texts:
             found for found in docstrings() if crc32(found[0].encode()) % len(WORKLOADS) == number
         ]
         rng.shuffle(self._found)
-        self._files = list(sources())
-        rng.shuffle(self._files)
         self._next = 0
 
     def passage(self, num_tokens: int) -> tuple[str, str]:
@@ -96,13 +91,6 @@ class Texts:
         while self._count(pieces) < num_tokens:
             pieces += "\n\n" + self._take()[1]
         return title, self.cut(pieces, num_tokens)
-
-    def code(self, rng: random.Random, num_tokens: int) -> str:
-        """Lines from somewhere in a source file."""
-        _, text = rng.choice(self._files)
-        lines = text.splitlines()
-        start = rng.randrange(max(1, len(lines) // 2))
-        return self.cut("\n".join(lines[start : start + num_tokens]), num_tokens)
 
     def cut(self, text: str, num_tokens: int) -> str:
         """The longest beginning of ``text``, in whole words, of at most ``num_tokens`` tokens."""
@@ -148,7 +136,7 @@ class Rag:
         question = f"Question {next(self._numbers)}: what does {title} have to do with {about}? "
         shown = "\n\n".join(f"{title}\n{text}" for title, text in passages)
         content = f"{shown}\n\n{question}{self._rng.choice(QUESTIONS)}"
-        return Request("rag", (_system(RAG_RULES), _user(content)))
+        return Request((_system(RAG_RULES), _user(content)))
 
 
 class Chat:
@@ -166,42 +154,13 @@ class Chat:
             content = f"About {title}: {text}\n{self._rng.choice(QUESTIONS)}"
             begins = turn % TURNS == 0
             messages = (self._system, _user(content)) if begins else (_user(content),)
-            yield Request("chat", messages, continues=not begins)
+            yield Request(messages, continues=not begins)
 
     def warmup(self, user: int) -> Iterator[Request]:
         yield from self.requests(2)
 
 
-class Unrelated:
-    """Prompts that were never sent before."""
-
-    def __init__(self, rng: random.Random, texts: Texts) -> None:
-        self._rng = rng
-        self._texts = texts
-
-    def requests(self, number: int) -> Iterator[Request]:
-        for _ in range(number):
-            code = self._texts.code(self._rng, self._rng.randint(*UNRELATED_TOKENS))
-            begin = f"Note {self._rng.getrandbits(40):x}. {self._rng.choice(QUESTIONS)}"
-            yield Request("unrelated", (_user(f"{begin}\n\n{code}"),))
-
-    def warmup(self, user: int) -> Iterator[Request]:
-        yield from self.requests(1)
-
-
-Maker = Rag | Chat | Unrelated
-
-WORKLOADS: dict[str, Callable[[random.Random, Texts], list[Maker]]] = {
-    "rag": lambda rng, texts: [Rag(rng, texts)],
-    "chat": lambda rng, texts: [Chat(rng, texts)],
-    "mixed": lambda rng, texts: _mixed(rng, texts),
-}
-"""The makers take turns: user by user."""
-
-
-def _mixed(rng: random.Random, texts: Texts) -> list[Maker]:
-    rag, chat = Rag(rng, texts), Chat(rng, texts)
-    return [rag, chat, rag, chat, Unrelated(rng, texts)]
+WORKLOADS: dict[str, Callable[[random.Random, Texts], Rag | Chat]] = {"rag": Rag, "chat": Chat}
 
 
 def _system(content: str) -> Message:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvboost import GenerationMode, KVBoost, StockModel
 from kvboost.bench.kit.record import as_json
@@ -18,6 +19,8 @@ from kvboost.bench.kit.timing import Contender, Sample, interleave
 from kvboost.bench.texts.prompts import PATTERNS, fragments, question
 
 DECODE_TOKENS = 24
+TOGETHER = 8
+"""Answers that are decoded at once."""
 OPENING_TOKENS = 8
 CONTENDERS = ("stock", "baseline", "warm", "chunk", "floor")
 RATIOS = ("warm_over_floor", "baseline_over_stock", "speedup", "chunk_speedup")
@@ -82,10 +85,19 @@ class Decode:
     num_tokens: int
     stock: Sample
     ours: Sample
+    together: Sample
+    """Ours, with ``TOGETHER`` answers at once."""
 
     @property
     def ours_over_stock(self) -> float:
         return self.ours.median_ms / self.stock.median_ms
+
+    @property
+    def together_gain(self) -> float:
+        return self.ours.median_ms / self.together.median_ms
+
+    def as_json(self) -> dict[str, object]:
+        return as_json(self, "ours_over_stock", "together_gain")
 
 
 def measure_ttft(
@@ -147,15 +159,22 @@ def measure_decode(
     rounds: int = 5,
     on_round: Callable[[], None] = lambda: None,
 ) -> Decode:
-    """Whole calls over a known prompt, divided by the tokens they gave."""
-    prompt = PATTERNS["rag"].shared(fragments(engine.encode), num_tokens)
-    salt = f"decode-{num_tokens}"
-    engine.warm(prompt, cache_salt=salt)
+    """Whole calls over known prompts, divided by the tokens they gave. Prompts that are answered
+    together differ in their ends."""
+    encode = fragments(engine.encode)
+    prompt = PATTERNS["rag"].shared(encode, num_tokens)
+    several = [
+        prompt[:-OPENING_TOKENS] + question(encode, number, OPENING_TOKENS)
+        for number in range(TOGETHER)
+    ]
+    how: dict[str, Any] = {
+        "mode": GenerationMode.PREFIX_CACHE,
+        "cache_salt": f"decode-{num_tokens}",
+        "ignore_eos": True,
+    }
+    for known in (prompt, *several):
+        engine.warm(known, cache_salt=how["cache_salt"])
     cache = stock.prefill(prompt[:-1])
-
-    def ours(_: int) -> None:
-        exact = GenerationMode.PREFIX_CACHE
-        engine.generate(prompt, DECODE_TOKENS, exact, cache_salt=salt, ignore_eos=True)
 
     times = interleave(
         {
@@ -163,13 +182,15 @@ def measure_decode(
                 lambda _: stock.generate(prompt, DECODE_TOKENS, cache),
                 after=lambda: stock.rewind(cache, DECODE_TOKENS),
             ),
-            "ours": Contender(ours),
+            "ours": Contender(lambda _: engine.generate(prompt, DECODE_TOKENS, **how)),
+            "together": Contender(lambda _: engine.generate_batch(several, DECODE_TOKENS, **how)),
         },
         rounds,
         on_round,
     )
-    engine.forget_salt(salt)
+    engine.forget_salt(how["cache_salt"])
     per_token = {name: sample.per(DECODE_TOKENS) for name, sample in times.items()}
+    per_token["together"] = per_token["together"].per(TOGETHER)
     return Decode(num_tokens, **per_token)
 
 

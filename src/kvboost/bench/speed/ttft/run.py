@@ -12,7 +12,6 @@ from rich.console import RenderableType
 
 from kvboost import ConfigError, KVBoost, StockModel
 from kvboost.bench.kit.benchmark import ROUNDS, Bench, ModelSettings, Report, option
-from kvboost.bench.kit.record import as_json
 from kvboost.bench.kit.tables import warning
 from kvboost.bench.peers.contenders import Contenders
 from kvboost.bench.peers.engines import ENGINES
@@ -26,7 +25,13 @@ from kvboost.bench.speed.ttft.patterns import (
     measure_decode,
     measure_ttft,
 )
-from kvboost.bench.speed.ttft.peers import LENGTHS, PeerTime, measure_peers, peer_break_evens
+from kvboost.bench.speed.ttft.peers import (
+    DOCUMENTS,
+    INTRO_TOKENS,
+    LENGTHS,
+    PeerTime,
+    measure_peers,
+)
 from kvboost.bench.texts.prompts import PATTERNS, fragments
 from kvboost.progress import Progress
 
@@ -68,15 +73,18 @@ class Settings(ModelSettings):
         (), "Measure only these engines.", "peer", choices=tuple(ENGINES)
     )
     peer_tokens: tuple[int, ...] = option(LENGTHS, "Prompt lengths for the engines.")
-    peer_rounds: int = option(PEER_ROUNDS, "ROUNDS of the engines.", least=1)
+    peer_rounds: int = option(PEER_ROUNDS, "Rounds of the engines.", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for length in (*self.tokens, *self.lengths, *(self.peer_tokens if self.chosen else ())):
-            if length <= self.num_new + OPENING_TOKENS:
+        lengths = [(length, OPENING_TOKENS) for length in (*self.tokens, *self.lengths)]
+        if self.chosen:
+            lengths += [(length, INTRO_TOKENS + DOCUMENTS) for length in self.peer_tokens]
+        for length, beside in lengths:
+            if length <= self.num_new + beside:
                 raise ConfigError(
-                    f"tokens={length} must be more than the {self.num_new} new ones and "
-                    f"{OPENING_TOKENS} of an opening"
+                    f"tokens={length} must be more than the {self.num_new} new ones and {beside} "
+                    "to begin with"
                 )
 
     @property
@@ -131,7 +139,7 @@ def run(settings: Settings, bench: Bench) -> Report:
         peer_rows = _measure_peers(settings, engine, peers, progress)
     by_length = [[row for row in rows if row.num_tokens == length] for length in settings.tokens]
     pooled = [Pooled.of(group) for group in by_length]
-    even, peers_even = break_evens(points), peer_break_evens(peer_rows)
+    even = break_evens(points)
     shown: list[RenderableType] = [
         report.MEANINGS,
         report.ttft_table(rows, bench.console.width),
@@ -144,15 +152,14 @@ def run(settings: Settings, bench: Bench) -> Report:
     shown += [*report.break_even_lines(even, points[0].num_tokens), report.chat_table(chat)]
     if peers is not None:
         shown += [*peers.lines(), report.peers_table(peer_rows)]
-        shown += report.break_even_lines(peers_even, min(settings.peer_tokens))
     return Report(
         {
             "rounds": rounds,
             "rows": [row.as_json() for row in rows],
             "pooled": [vars(row) for row in pooled],
-            "decode": as_json(decode, "ours_over_stock"),
+            "decode": decode.as_json(),
             "lengths": [point.as_json() for point in points],
-            "break_even_tokens": even | {f"{name}, warm": at for name, at in peers_even.items()},
+            "break_even_tokens": even,
             "chat": chat.as_json(),
             "peers": [asdict(row) for row in peer_rows],
             **(peers.as_json() if peers is not None else {}),
@@ -161,7 +168,9 @@ def run(settings: Settings, bench: Bench) -> Report:
         [
             report.faster_than_stock(pooled),
             report.faster_than_peers(peer_rows),
+            report.faster_on_moved(peer_rows),
             report.flat_chat(chat),
+            report.faster_together(decode),
         ],
         draw=partial(report.ttft_figure, points, peer_rows),
     )

@@ -1,9 +1,9 @@
-"""Which of vLLM's blocks our tiers hold, for vLLM's KV events: routers send a request to the engine
-that holds its beginning.
+"""Which blocks of text our tiers hold, for KV events: routers send a request to the engine that
+holds its beginning.
 
-vLLM names a block by a hash that chains the tokens before it. A block is announced when exact
-chunks hold all of its rows, and is taken back when one of these chunks has left the last tier.
-Approximate pages have other hashes and are never announced.
+A block is a fixed number of tokens, named by a hash that chains the tokens before it. It is
+announced when exact chunks hold all of its rows, and is taken back when one of these chunks has
+left the last tier. Approximate rows are never announced.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ class Removed:
     hashes: tuple[bytes, ...]
 
 
+@dataclass(frozen=True)
+class Cleared:
+    """No block is held any more."""
+
+
 class Announcements:
     """What was announced, and what is to be said next. ``page`` is the number of rows in a block.
     Not thread-safe."""
@@ -39,6 +44,10 @@ class Announcements:
         self._blocks: dict[ChunkKey, set[bytes]] = {}
         self._stored: list[Stored] = []
         self._gone: list[ChunkKey] = []
+
+    def __len__(self) -> int:
+        """How many blocks are announced."""
+        return len(self._chunks)
 
     def store(self, hashes: Sequence[bytes], token_ids: TokenIds, hits: Sequence[Hit]) -> None:
         """``hashes`` name the first blocks of ``token_ids``, and the exact ``hits`` hold its first
@@ -64,6 +73,16 @@ class Announcements:
     def gone(self, keys: Iterable[ChunkKey]) -> None:
         """These chunks are in no tier any more, unless they are stored again meanwhile."""
         self._gone += [key for key in keys if key in self._blocks]
+
+    def clear(self) -> list[Stored | Removed | Cleared]:
+        """Forgets everything; what to say then. The blocks are named as well, because some routers
+        only log the event that clears them all."""
+        names = tuple(self._chunks)
+        self._chunks.clear()
+        self._blocks.clear()
+        self._stored.clear()
+        self._gone.clear()
+        return [*([Removed(names)] if names else []), Cleared()]
 
     def take(self, is_known: Callable[[ChunkKey], bool]) -> list[Stored | Removed]:
         """What to say now. ``is_known`` says whether a chunk is in some tier."""

@@ -1,0 +1,1 @@
+"""KV events: telling routers which blocks of text the cache holds, in vLLM's format."""

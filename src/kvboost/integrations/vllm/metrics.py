@@ -1,0 +1,106 @@
+"""The connector's figures on vLLM's ``/metrics`` and in its log."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from kvboost.integrations.vllm.tally import OUTCOMES, SOURCES, merge
+
+PREFIX = "vllm:kvboost_"
+"""vLLM removes metrics from the registry by their prefix when an engine is made anew."""
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
+_TIERS = {
+    "bytes": "Bytes in a tier, over all workers",
+    "max_bytes": "Bytes that a tier may hold, over all workers",
+    "chunks": "Chunks in a tier",
+}
+
+
+class Stats(KVConnectorStats):
+    """On its way from the scheduler to the API server. ``data`` is what :meth:`.Tally.take`
+    gives."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        merge(self.data, other.data)
+        return self
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's log."""
+        tokens, loads = self.data.get("tokens", {}), self.data.get("loads", {})
+        told: dict[str, int | float] = {f"kvboost {name} tokens": tokens[name] for name in tokens}
+        told |= {f"kvboost {name} loads": loads[name] for name in loads}
+        if seconds := self.data.get("seconds"):
+            told["kvboost seconds of a load"] = round(sum(seconds) / len(seconds), 4)
+        if "chunks" in self.data:
+            told["kvboost chunks"] = self.data["chunks"]
+        return told
+
+
+class Metrics(KVConnectorPromMetrics):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        names = list(self._labelnames)
+        self._tokens = self._counter_cls(
+            name=f"{PREFIX}prompt_tokens",
+            documentation="Prompt rows that KVBoost put into pages, by source; moved: used as "
+            "stored, recomputed: moved and then computed again, computed: not known",
+            labelnames=[*names, "source"],
+        )
+        self._loads = self._counter_cls(
+            name=f"{PREFIX}loads",
+            documentation="Requests that KVBoost loaded rows for; failed: vLLM computed them",
+            labelnames=[*names, "outcome"],
+        )
+        self._seconds = self._histogram_cls(
+            name=f"{PREFIX}load_seconds",
+            documentation="Time from the plan of a load until its rows are in pages",
+            buckets=_SECONDS,
+            labelnames=names,
+        )
+        self._chunks = self._gauge(
+            f"{PREFIX}cache_chunks", "Chunks in the cache, over all tiers", names
+        )
+        self._tiers = {
+            name: self._gauge(f"{PREFIX}tier_{name}", told, [*names, "tier"])
+            for name, told in _TIERS.items()
+        }
+        for values in self.per_engine_labelvalues.values():
+            for source in SOURCES:
+                self._tokens.labels(*values, source)
+            for outcome in OUTCOMES:
+                self._loads.labels(*values, outcome)
+            self._seconds.labels(*values)
+            self._chunks.labels(*values)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        values = self.per_engine_labelvalues[engine_idx]
+        for source, rows in transfer_stats_data.get("tokens", {}).items():
+            self._tokens.labels(*values, source).inc(rows)
+        for outcome, loads in transfer_stats_data.get("loads", {}).items():
+            self._loads.labels(*values, outcome).inc(loads)
+        for seconds in transfer_stats_data.get("seconds", ()):
+            self._seconds.labels(*values).observe(seconds)
+        if "chunks" in transfer_stats_data:
+            self._chunks.labels(*values).set(transfer_stats_data["chunks"])
+        for tier, figures in transfer_stats_data.get("tiers", {}).items():
+            for name, gauge in self._tiers.items():
+                gauge.labels(*values, tier).set(figures[name])
+
+    def _gauge(self, name: str, documentation: str, labelnames: list[str]) -> Any:
+        return self._gauge_cls(
+            name=name,
+            documentation=documentation,
+            labelnames=labelnames,
+            multiprocess_mode="mostrecent",
+        )

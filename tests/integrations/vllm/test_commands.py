@@ -1,0 +1,228 @@
+"""Commands with a real planner and the tiers of real workers, without vLLM between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvboost.cache.chunk import KVChunk
+from kvboost.cache.data import ChunkData
+from kvboost.cache.quantize import plain
+from kvboost.cache.tiers.open import open_tiers
+from kvboost.config import EngineConfig
+from kvboost.integrations.vllm.commands import CLOSED, Commands, Order, Reply
+from kvboost.integrations.vllm.options import Command, Options, RequestOptions
+from kvboost.integrations.vllm.planner import Hello, Planner, prompt_ids
+from kvboost.integrations.vllm.tally import Tally
+from kvboost.tokens.hashing import TokenIds
+from planting import chunk_files
+from redis_server import MISSING, RedisServer
+
+ASKED = RequestOptions("repaired", 0.15)
+STATS, EVERYTHING = Command("stats"), Command("forget")
+
+
+class Cache:
+    """A scheduler's side and one worker's."""
+
+    def __init__(self, **extra: Any) -> None:
+        self.planner = Planner(Options.parse({"chunk_size": 32, **extra}), page=32)
+        self.planner.open([Hello("weights", "a model", row_bytes=8)])
+        self.commands = Commands(self.planner, Tally())
+        self.commands.open(1)
+        self.data = ChunkData(open_tiers(EngineConfig(**extra), torch.device("cpu")))
+
+    def read(self, ids: TokenIds, salt: str = "") -> int:
+        assert self.planner._index is not None
+        root = self.planner.root(salt)
+        infos, _ = self.planner._index.store(root, ids, exact_rows=len(ids))
+        empty = [plain(torch.zeros(2, 1, 1, info.num_tokens, 1)) for info in infos]
+        self.data.put([KVChunk(info, kv) for info, kv in zip(infos, empty, strict=True)])
+        self.data.flush()
+        return len(infos)
+
+    def ask(self, command: Command, salt: str = "") -> dict[str, Any]:
+        self.commands.begin("asked", command, salt)
+        while self.commands.waits("asked"):
+            for order in self.commands.take_orders():
+                self.commands.hear({order.request_id: [order.obey(self.data)]})
+        answer = self.commands.take_answer("asked")
+        assert answer is not None
+        assert self.commands.take_answer("asked") is None
+        return answer
+
+    def close(self) -> None:
+        self.commands.close()
+        self.planner.close()
+        self.data.close()
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    if MISSING is not None:
+        pytest.skip(MISSING)
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    started: list[Cache] = []
+
+    def start(**extra: Any) -> Cache:
+        started.append(Cache(**extra))
+        return started[-1]
+
+    yield start
+    for cache in started:
+        cache.close()
+
+
+def text(seed: int, length: int = 200) -> TokenIds:
+    return prompt_ids(np.random.default_rng(seed).integers(0, 10_000, length).tolist())
+
+
+def forget(*texts: TokenIds) -> Command:
+    return Command("forget", tuple(tuple(ids.tolist()) for ids in texts))
+
+
+def test_stats_say_what_is_held(start: Any) -> None:
+    cache = start()
+    cache.read(text(1))
+    cache.read(text(2, 64), salt="mine")
+    stats = cache.ask(STATS, salt="mine")["stats"]
+    assert (stats["chunks"], stats["chunks_of_salt"]) == (9, 2)
+    ram = stats["tiers"]["ram"]
+    assert ram["chunks"] == 9 and ram["bytes"] == 264 * 8 and ram["faults"] == {}
+    assert stats["loads"] == {"loaded": 0, "failed": 0}
+
+
+def test_a_text_is_forgotten_in_memory_on_disk_and_in_redis(
+    start: Any, tmp_path: Path, redis: RedisServer
+) -> None:
+    cache = start(disk_cache_dir=tmp_path, remote_cache_url=redis.url)
+    assert cache.read(text(1)) == 7 and cache.read(text(2)) == 7
+    assert len(list(chunk_files(tmp_path))) == 14
+    remote = cache.planner._remote
+    assert remote is not None and len(remote.keys()) == 14
+    assert cache.ask(forget(text(1)[10:60])) == {"forgotten": 7}
+    stats = cache.ask(STATS)["stats"]
+    assert {name: tier.get("chunks") for name, tier in stats["tiers"].items()} == {
+        "ram": 7,
+        "disk": 7,
+        "remote": None,
+    }
+    assert len(remote.keys()) == 7 and len(list(chunk_files(tmp_path))) == 7
+    assert cache.planner.plan("next", text(1), 0, "", ASKED) is None
+    assert cache.planner.plan("next", text(2), 0, "", ASKED) is not None
+    assert cache.ask(EVERYTHING) == {"forgotten": 7}
+    assert remote.keys() == [] and not list(chunk_files(tmp_path))
+
+
+def test_what_only_redis_holds_is_forgotten(start: Any, redis: RedisServer) -> None:
+    first = start(remote_cache_url=redis.url)
+    first.read(text(3))
+    second = start(remote_cache_url=redis.url)
+    assert second.planner.num_chunks() == 0
+    assert second.ask(forget(text(3)[100:140])) == {"forgotten": 4}
+    assert len(second.planner._remote.keys()) == 3
+    assert second.ask(EVERYTHING) == {"forgotten": 3}
+
+
+def test_other_salts_are_left_alone(start: Any) -> None:
+    cache, ids = start(), text(1)
+    for salt in ("", "mine", "theirs"):
+        cache.read(ids, salt)
+    assert cache.ask(forget(ids), salt="mine") == {"forgotten": 7}
+    assert cache.ask(EVERYTHING, salt="nobody's") == {"forgotten": 0}
+    assert [cache.planner.num_chunks(salt) for salt in ("", "mine", "theirs")] == [7, 0, 7]
+    assert cache.ask(STATS)["stats"]["tiers"]["ram"]["chunks"] == 14
+
+
+def test_a_remote_store_that_is_down_is_named(start: Any) -> None:
+    cache = start(remote_cache_url="redis://127.0.0.1:1")
+    cache.read(text(1))
+    answer = cache.ask(EVERYTHING)
+    assert answer["forgotten"] == 7 and "7 in remote may be left" in answer["error"]
+    assert cache.planner.num_chunks() == 0
+    answer = cache.ask(EVERYTHING)
+    assert answer["forgotten"] == 0 and "does not answer" in answer["error"]
+
+
+def test_all_workers_must_reply() -> None:
+    planner = Planner(Options.parse({}), page=32)
+    planner.open([Hello("weights", "a model", row_bytes=8)] * 2)
+    commands = Commands(planner, Tally())
+    commands.open(2)
+    commands.begin("asked", STATS, "")
+    assert commands.take_orders() == [Order("asked")] and commands.take_orders() == []
+    of_worker = {"ram": {"chunks": 2, "bytes": 10, "max_bytes": 99, "hits": 1, "faults": {"x": 1}}}
+    commands.hear({"asked": [Reply(of_worker)], "gone": [Reply()]})
+    assert commands.waits("asked")
+    commands.hear({"asked": [Reply(of_worker)]})
+    assert not commands.waits("asked")
+    answer = commands.take_answer("asked")
+    assert answer is not None and answer["stats"]["tiers"]["ram"] == {
+        "chunks": 2,
+        "bytes": 20,
+        "max_bytes": 198,
+        "hits": 2,
+        "faults": {"x": 2},
+    }
+    commands.close()
+
+
+def test_a_client_that_goes_leaves_nothing(start: Any) -> None:
+    cache = start()
+    cache.commands.begin("asked", STATS, "")
+    assert cache.commands.waits("asked")
+    assert cache.commands.take_answer("asked") is None
+    assert not cache.commands.waits("asked")
+    cache.commands.hear({"asked": [Reply()]})
+    assert cache.commands.take_answer("asked") is None
+
+
+def test_forgetting_is_known_while_it_lasts(start: Any) -> None:
+    cache = start()
+    cache.commands.begin("asked", EVERYTHING, "mine")
+    assert cache.commands.is_forgetting("mine") and not cache.commands.is_forgetting("")
+    cache.commands.take_answer("asked")
+    assert not cache.commands.is_forgetting("mine")
+
+
+def test_where_nothing_is_reused_the_answer_says_so() -> None:
+    commands = Commands(Planner(Options.parse({}), page=32), Tally())
+    commands.begin("asked", STATS, "")
+    assert not commands.waits("asked")
+    assert commands.take_answer("asked") == {"error": CLOSED}
+    commands.close()
+
+
+def test_what_goes_wrong_in_a_worker_is_an_answer(start: Any) -> None:
+    cache = start()
+
+    def broken(keys: object) -> dict[str, int]:
+        raise OSError("the disk is on fire")
+
+    cache.data.purge = broken
+    assert cache.ask(EVERYTHING) == {"error": "OSError: the disk is on fire"}
+
+
+def test_what_goes_wrong_in_a_search_is_an_answer(start: Any) -> None:
+    cache = start()
+
+    def search(salt: str, texts: object) -> Any:
+        def broken() -> None:
+            raise OSError("the list is torn")
+
+        return broken
+
+    cache.planner.search = search
+    assert cache.ask(EVERYTHING) == {"error": "OSError: the list is torn"}
