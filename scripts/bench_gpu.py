@@ -135,9 +135,11 @@ def make_model(shape: str, dtype: str) -> PreTrainedModel:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte; the model's other tokens have no text."""
+    """One token per byte, and numbers for the model's other tokens: random weights choose any, and
+    all have a text, as those of a real model."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {symbol: number for number, symbol in enumerate(alphabet)}
+    words = [f"word{number}" for number in range(len(alphabet), VOCAB)]
+    vocab = {symbol: number for number, symbol in enumerate([*alphabet, *words])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
