@@ -135,7 +135,8 @@ class Forward:
         the device, else its logits ``[num_logits, vocab]``. The next rows of requests with pages
         are a decode step of their own; the others are packed into one forward."""
         results: list[torch.Tensor | Picked | None] = [None] * len(segments)
-        next_rows, others = [], []
+        next_rows: list[int] = []
+        others: list[int] = []
         for index, segment in enumerate(segments):
             (next_rows if self._is_step(segment) else others).append(index)
         if others:
