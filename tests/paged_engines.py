@@ -13,17 +13,24 @@ from kvboost.model.paged.pool import PagedPool
 from kvboost.model.paged.steps import Steps
 from tiny import OTHER_MODELS, make_engine, tiny_model
 
-SMALL = {"num_hidden_layers": 2}
+SMALL = {"num_hidden_layers": 1}
 """The interpreter takes its time for every layer."""
+TWO_LAYERS = {"num_hidden_layers": 2}
+"""For what differs between layers: windows, and what a hook sees."""
 
 
 def paged_engine(
-    monkeypatch: pytest.MonkeyPatch, name: str = "llama", *, pages: bool = True, **config: Any
+    monkeypatch: pytest.MonkeyPatch,
+    name: str = "llama",
+    *,
+    pages: bool = True,
+    sizes: dict[str, int] = SMALL,
+    **config: Any,
 ) -> KVBoost:
     """An engine with pages, or one without."""
     choice = PagesChoice() if pages else PagesChoice("this test compares with buffers")
     monkeypatch.setattr("kvboost.runtime.runtime.choose_pages", lambda *_: choice)
-    return make_engine(tiny_model(name, **SMALL), strict=name not in OTHER_MODELS, **config)
+    return make_engine(tiny_model(name, **sizes), strict=name not in OTHER_MODELS, **config)
 
 
 def steps_of(engine: KVBoost) -> Steps:

@@ -207,13 +207,13 @@ def test_logits_are_given_to_those_that_ask_for_them(requests: Requests) -> None
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(requests: Requests) -> None:
     params = SamplingParams(temperature=3.0, top_k=40, repetition_penalty=1.3, seed=11)
     alone, other = requests.start(10, params), requests.start(14)
-    for _ in range(3):
+    for _ in range(2):
         requests.step(alone)
     together = requests.start(10, params)
-    for _ in range(3):
+    for _ in range(2):
         requests.step(other, together)
     assert requests.ids[alone] == requests.ids[together]
-    assert len(set(requests.ids[alone][10:])) == 4  # the penalty avoids what was there
+    assert len(set(requests.ids[alone][10:])) == 3  # the penalty avoids what was there
 
 
 def test_buckets_hold_their_requests_without_much_padding() -> None:
