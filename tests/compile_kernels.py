@@ -12,10 +12,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvboost.model.triton import attention, mass, move, shift
+from kvboost.model.triton import attention, fused, mass, move, shift, write
 
 HOPPER = GPUTarget("cuda", 90, 32)
-NUMBERS = {"query", "pages", "like", "keys", "values", "out"}
+NUMBERS = {"query", "pages", "like", "keys", "values", "out", "qkv", "gate_up", "rows", "added"}
+NUMBERS |= {"summed", "weight", "query_norm", "key_norm"}
 TYPES = {
     "int32": {"positions", "tiles", "tables", "table"},
     "int64": {
@@ -40,10 +41,13 @@ SIZES = {
     "WIDE_PAIRS": 16,
     "PAGE": 16,
     "HEADS": 6,
-    "WIDE_HEADS": 8,
+    "SPLITS": 32,
     "ROWS": 16,
     "KEYS": 16,
     "SPLIT": False,
+    "HALF": 12,
+    "WIDTH": 24,
+    "BLOCK": 16,
     "ALIGN": 16,
     "INTERLEAVED": False,
 }
@@ -52,6 +56,12 @@ VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (attention._attend_kernel, "bf16", {"SPLIT": True}),
     (attention._attend_kernel, "fp32", {"absent": None, "window": None, "cap": None}),
     (attention._combine_kernel, "bf16", {}),
+    (write._write_kernel, "bf16", {}),
+    (fused._add_norm_kernel, "bf16", {}),
+    (fused._add_norm_kernel, "fp32", {"added": None, "summed": None}),
+    (fused._rotate_write_kernel, "bf16", {}),
+    (fused._rotate_write_kernel, "fp32", {"query_norm": None, "key_norm": None}),
+    (fused._gate_kernel, "bf16", {}),
     (mass._mass_kernel, "bf16", {}),
     (move._move_kernel, "bf16", {}),
     (move._move_kernel, "fp32", {"INTERLEAVED": True}),
@@ -68,7 +78,7 @@ def type_of(name: str, number: str) -> str:
     for pointed, names in TYPES.items():
         if name in names:
             return "*" + pointed.replace("uint", "u").replace("int", "i")
-    return "fp32" if name in ("scale", "cap") else "i32"
+    return "fp32" if name in ("scale", "cap", "eps") else "i32"
 
 
 def compile_kernel(kernel: Any, number: str, given: dict[str, Any]) -> None:

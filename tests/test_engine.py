@@ -240,9 +240,7 @@ def test_a_long_answer_makes_its_kv_grow(engine, monkeypatch) -> None:
 def test_a_stop_that_only_the_last_flush_completes_is_a_stop(engine, monkeypatch) -> None:
     tokenizer = engine._model.tokenizer
     half = tokenizer.encode("é")[0]
-    monkeypatch.setattr(
-        "kvboost.runtime.generation.Sampler", lambda *_: lambda logits: (half, None)
-    )
+    monkeypatch.setattr(engine._model.forward, "sampler", lambda *_: lambda logits: (half, None))
     result = engine.generate(TEXT, 1, stop="\ufffd")
     assert (result.finish_reason, result.output_text) == ("stop", "")
 

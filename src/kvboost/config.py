@@ -25,6 +25,7 @@ KV_BITS = (16, 8, 4)
 LEAST_SECRET = 16
 """Characters of a cache secret."""
 REUSE_MOVED = ("when_faster", "always")
+GRAPHS = ("auto", "off")
 DTYPES = ("float32", "bfloat16", "float16")
 
 EnumT = TypeVar("EnumT", bound=Enum)
@@ -221,6 +222,9 @@ class EngineConfig:
     sharing_wait: float = 2.0
     """If a running request is reading text that a new request shares, the new one waits up to this
     many seconds, and the text is read once. 0 disables the waiting."""
+    graphs: str = "auto"
+    """On a GPU: ``"auto"`` records decode steps as CUDA graphs where the model allows it, which
+    takes up to a twentieth of the GPU's memory; ``"off"`` does not."""
     step_rows: int | None = None
     """While some requests are answering, at most this many tokens of other prompts are read per
     step. Fewer keep the answers' pace, more read prompts faster; by default what suits the
@@ -254,6 +258,7 @@ class EngineConfig:
             )
         if self.disk_cache_dir is not None and not os.fspath(self.disk_cache_dir):
             raise ConfigError("disk_cache_dir='' must name a folder; None keeps nothing on disk")
+        one_of(self.graphs, GRAPHS, "graphs")
         whole(self.max_running, 1, "max_running")
         whole(self.max_waiting, 0, "max_waiting")
         at_least(self.sharing_wait, 0.0, "sharing_wait")
@@ -322,6 +327,7 @@ class EngineOptions(TypedDict, total=False):
     max_waiting: int
     max_kv_bytes: int | str | None
     sharing_wait: float
+    graphs: str
     step_rows: int | None
     kv_events: KVEvents | None
 

@@ -110,7 +110,7 @@ class KVBoost:
         - moved text: ``recompute_strategy="auto"``, ``recompute_ratio=0.15``,
           ``recompute_overlap=16``, ``reuse_moved="when_faster"``, ``audit_fraction=0.0``
         - requests: ``max_running=16``, ``max_waiting=256``, ``max_kv_bytes=None``,
-          ``sharing_wait=2.0``, ``step_rows=None``, ``prefill_slice=None``
+          ``sharing_wait=2.0``, ``step_rows=None``, ``prefill_slice=None``, ``graphs="auto"``
         - routers: ``kv_events=None``
 
         Options of transformers' ``from_pretrained`` that have a name here (``HubOptions``, such as
@@ -168,6 +168,12 @@ class KVBoost:
     def vocab_size(self) -> int:
         """Token ids are smaller than this."""
         return self._model.vocab_size
+
+    @property
+    def notes(self) -> list[str]:
+        """What runs slower on this GPU than it could, and why. Graphs are recorded while requests
+        run, so there may be more notes later."""
+        return self._runtime.notes()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt."""

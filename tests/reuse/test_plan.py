@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from hypothesis import given
@@ -95,6 +97,10 @@ class Rows:
 
     def rows(self, start: int, end: int) -> torch.Tensor:
         return self.data[:, :, :, start:end]
+
+    @contextmanager
+    def filling(self, start: int, end: int) -> Iterator[torch.Tensor]:
+        yield self.rows(start, end)
 
 
 def counted(base: int, length: int, dim: int = 1) -> KVData:

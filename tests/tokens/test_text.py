@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from kvboost.model.load import ModelTokenizer
 from kvboost.tokens.text import Detokenizer, StopMatcher
@@ -16,6 +20,36 @@ def test_pieces_add_up_to_the_text_and_never_show_half_a_character(text: str) ->
     pieces = [detokenizer.push(token) for token in TOKENIZER.encode(text)]
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
     assert "".join(pieces) + detokenizer.finish() == text
+
+
+def test_tokens_are_decoded_as_transformers_decodes_them() -> None:
+    hf = byte_tokenizer()
+    ids = [*hf.encode("a é ."), hf.eos_token_id, *hf.encode(" b")]
+    assert TOKENIZER.decode(ids) == hf.decode(ids, skip_special_tokens=True) == "a é . b"
+    assert TOKENIZER.decode(tuple(ids)) == "a é . b"
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked() -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def decode(self, *args: Any, **kwargs: Any) -> str:
+            return str(super().decode(*args, **kwargs)).upper()
+
+    shouting = Shouting(tokenizer_object=byte_tokenizer().backend_tokenizer)
+    assert ModelTokenizer(shouting).decode(TOKENIZER.encode("ab")) == "AB"
+
+
+def test_known_text_is_not_decoded_again() -> None:
+    decoded = []
+
+    class Counting(ModelTokenizer):
+        def decode(self, ids: Sequence[int]) -> str:
+            decoded.append(list(ids))
+            return super().decode(ids)
+
+    detokenizer = Detokenizer(Counting(byte_tokenizer()))
+    first, *others = TOKENIZER.encode("a€")
+    assert [detokenizer.push(token) for token in [first, *others]] == ["a", "", "", "€"]
+    assert len(decoded) == 5  # of each token, and of the first one again, before the next piece
 
 
 def test_an_unfinished_character_comes_out_at_the_end() -> None:

@@ -14,6 +14,7 @@ from kvboost.model import native, weights
 from kvboost.model.device import cpu_has_bf16, pick_device, pick_dtype
 from kvboost.model.fast_layers import can_pack
 from kvboost.model.machine import memory_bytes
+from kvboost.model.paged.choose import why_no_pages
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,12 @@ def examine(model: str, device: str | None = None, dtype: str | None = None) -> 
     }
     if chosen_device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(chosen_device)
+        reason = why_no_pages(chosen_device)
+        facts["pages and graphs"] = f"no: {reason}" if reason else "yes"
+        if reason:
+            advice.append(
+                f"decoding runs without pages and CUDA graphs, several times slower: {reason}"
+            )
     return Findings(facts, advice)
 
 

@@ -73,6 +73,35 @@ class Batch:
             if segment.until == layer:
                 raise StopForward
 
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Attention of ``query``, ``[1, heads, total, dim]``; returns ``[1, total, heads, dim]``.
+        ``key`` and ``value`` are the fresh rows, which have been written."""
+        segments = self.segments
+        windowed = any(segment.hides(window) for segment in segments)
+        if self.kernels is not None and softcap is None and not windowed:
+            return self.kernels.attend(self.plan, layer, query, scale)
+        queries = split(query, segments)
+        outputs: dict[int, torch.Tensor] = {}
+        if softcap is None:
+            outputs = shared_attention.attend_groups(queries, segments, layer, scale, window)
+        fresh = zip(segments, queries, split(key, segments), split(value, segments), strict=True)
+        for index, (segment, q, k, v) in enumerate(fresh):
+            if index not in outputs:
+                hidden = segment.hides(window)
+                outputs[index] = attend_segment(segment, q, k, v, layer, scale, hidden, softcap)
+        rows_first = [outputs[index].transpose(1, 2) for index in range(len(segments))]
+        packed = rows_first[0] if len(rows_first) == 1 else torch.cat(rows_first, dim=1)
+        return packed.contiguous()
+
 
 def attend(
     module: torch.nn.Module,
@@ -100,25 +129,10 @@ def attend(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     batch.show(layer, query, scale, sliding_window)
-    segments = batch.segments
-    windowed = any(segment.hides(sliding_window) for segment in segments)
-    if batch.kernels is not None and softcap is None and not windowed:
-        return batch.kernels.attend(batch.plan, layer, query, scale), None
-    queries = split(query, segments)
-    outputs: dict[int, torch.Tensor] = {}
-    if softcap is None:
-        outputs = shared_attention.attend_groups(queries, segments, layer, scale, sliding_window)
-    fresh = zip(segments, queries, split(key, segments), split(value, segments), strict=True)
-    for index, (segment, q, k, v) in enumerate(fresh):
-        if index not in outputs:
-            window = segment.hides(sliding_window)
-            outputs[index] = _attend_segment(segment, q, k, v, layer, scale, window, softcap)
-    rows_first = [outputs[index].transpose(1, 2) for index in range(len(segments))]
-    packed = rows_first[0] if len(rows_first) == 1 else torch.cat(rows_first, dim=1)
-    return packed.contiguous(), None
+    return batch.attend(layer, query, key, value, scale, sliding_window, softcap), None
 
 
-def _attend_segment(
+def attend_segment(
     segment: Segment,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -9,11 +9,14 @@ import inspect
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, GenerationConfig, PreTrainedModel
 
+from kvboost.config import SamplingParams
 from kvboost.errors import UnsupportedModelError
 from kvboost.model import attention
 from kvboost.model.attention import Batch
@@ -21,7 +24,16 @@ from kvboost.model.fast_layers import FastLayers, decoder_layers
 from kvboost.model.kv import KVShape, RequestKV
 from kvboost.model.native.decoder import replace_forward, restore_forward
 from kvboost.model.native.kernels import Kernels
+from kvboost.model.paged.kv import PagedKV
+from kvboost.model.sampling import Picked, Sampler
 from kvboost.model.segment import Segment
+
+if TYPE_CHECKING:
+    from kvboost.model.paged.graphs import Capture
+    from kvboost.model.paged.layers import StepLayers
+    from kvboost.model.paged.sampling import RowSampler
+    from kvboost.model.paged.slab import Slab
+    from kvboost.model.paged.steps import Steps
 
 log = logging.getLogger("kvboost")
 
@@ -57,7 +69,10 @@ class Forward:
         self._lock = threading.Lock()
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.release()  # another engine may have bound it
-        self.shape = _probe(model)
+        self.shape, self._num_logits = _probe(model)
+        self._steps: Steps | None = None
+        self.step_layers: StepLayers | None = None
+        self._adapters: tuple[str, ...] = ()
         self.packed_bytes = fast_layers.num_bytes if fast_layers else 0
         """The memory of packed copies of weights."""
         self._kernels = Kernels.for_shape(self.shape) if packed else None
@@ -115,11 +130,102 @@ class Forward:
             except attention.StopForward:
                 return torch.empty(0)
 
+    def run(self, segments: Sequence[Segment]) -> list[torch.Tensor | Picked]:
+        """What each segment asks for: the next token if it has a sampler and one can be picked on
+        the device, else its logits ``[num_logits, vocab]``. The next rows of requests with pages
+        are a decode step of their own; the others are packed into one forward."""
+        results: list[torch.Tensor | Picked | None] = [None] * len(segments)
+        next_rows: list[int] = []
+        others: list[int] = []
+        for index, segment in enumerate(segments):
+            (next_rows if self._is_step(segment) else others).append(index)
+        if others:
+            packed = [segments[index] for index in others]
+            parts = torch.split(self(packed), [segment.num_logits for segment in packed])
+            for index, part in zip(others, parts, strict=True):
+                results[index] = part
+        if next_rows and self._steps is not None:
+            with self._lock, torch.inference_mode():
+                self.bind()
+                self._follow_adapters(self._steps)
+                found = self._steps.run([segments[index] for index in next_rows])
+            for index, result in zip(next_rows, found, strict=True):
+                results[index] = result
+        return [result for result in results if result is not None]
+
+    def _follow_adapters(self, steps: Steps) -> None:
+        """A graph is of the adapters that were active when it was recorded."""
+        loaded = self.model._hf_peft_config_loaded
+        active = tuple(self.model.active_adapters()) if loaded else ()
+        if active != self._adapters:
+            self._adapters = active
+            steps.forget_graphs()
+
+    def _is_step(self, segment: Segment) -> bool:
+        return self._steps is not None and self._steps.takes(segment)
+
+    def use_pages(self, slab: Slab, capture: Capture) -> None:
+        """Runs the next rows of requests with pages of ``slab`` as decode steps."""
+        from kvboost.model.paged.steps import Steps
+
+        if self.packed and self._alone_beyond is None:
+            from kvboost.model.paged.layers import StepLayers
+
+            with self._lock:
+                self.bind()
+                self.step_layers = StepLayers(self.model, slab, self._run_step)
+                self._steps = Steps(slab, self._run_step, self._num_logits, capture)
+
+    def leave_pages(self) -> None:
+        """Forgets the slab, and the graphs over it."""
+        with self._lock:
+            self._steps = None
+            if self.step_layers is not None:
+                self.step_layers.restore()
+                self.step_layers = None
+
+    @property
+    def steps(self) -> Steps | None:
+        """What runs decode steps over pages."""
+        return self._steps
+
+    def sampler(
+        self,
+        kv: RequestKV,
+        params: SamplingParams,
+        defaults: GenerationConfig,
+        prompt_ids: Sequence[int] | npt.NDArray[np.integer[Any]],
+    ) -> Sampler | RowSampler:
+        """What picks the tokens of a request: on the device if its KV is in pages."""
+        if self._steps is not None and isinstance(kv, PagedKV) and kv.slab is self._steps.slab:
+            found = self._steps.sampling.register(kv.holding.row, params, defaults, prompt_ids)
+            if found is not None:
+                return found
+        return Sampler(params, defaults, prompt_ids, self.shape.device)
+
+    def _run_step(self, ids: torch.Tensor, positions: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Logits of all rows, ``[rows, vocab]``."""
+        logits: torch.Tensor = self.model(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            past_key_values=_PackedCache(batch),
+            use_cache=True,
+        ).logits[0]
+        return logits
+
     def _must_run_apart(self, segments: Sequence[Segment]) -> bool:
+        if len(segments) == 1:
+            return False
+        if len({isinstance(segment.kv, PagedKV) for segment in segments}) > 1:
+            return True
         limit = self._alone_beyond
-        return limit is not None and len(segments) > 1 and any(s.end > limit for s in segments)
+        return limit is not None and any(s.end > limit for s in segments)
 
     def _run_packed(self, segments: Sequence[Segment]) -> torch.Tensor:
+        if isinstance(segments[0].kv, PagedKV):
+            from kvboost.model.paged.batch import PagedBatch
+
+            return self._run(segments, _PackedCache(PagedBatch(segments)))
         kernels = None if self._runs_as_stock(segments) else self._kernels
         return self._run(segments, _PackedCache(Batch(segments, kernels)))
 
@@ -136,7 +242,7 @@ class Forward:
     ) -> torch.Tensor:
         device = self.shape.device
         kwargs: dict[str, Any] = {}
-        token_ids = torch.cat([segment.token_ids for segment in segments])
+        token_ids = _token_ids(segments, device)
         if self.packed:
             positions = [segment.position_ids(device) for segment in segments]
             kwargs["position_ids"] = torch.cat(positions)[None]
@@ -147,6 +253,14 @@ class Forward:
             input_ids=token_ids[None], past_key_values=cache, use_cache=True, **kwargs
         ).logits[0]
         return logits if self._selects_rows else logits[wanted]
+
+
+def _token_ids(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
+    """The token ids of all segments, sent in one copy if they are on the host."""
+    ids = [segment.token_ids for segment in segments]
+    if any(some.device != ids[0].device for some in ids):
+        ids = [some.to(device) for some in ids]
+    return torch.cat(ids).to(device)
 
 
 def _wanted_rows(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
@@ -229,13 +343,14 @@ class _ShapeProbe(_PackedCache):
         return keys, values
 
 
-def _probe(model: PreTrainedModel) -> KVShape:
-    """The shape of a model's KV, found by running one token through the unchanged model."""
+def _probe(model: PreTrainedModel) -> tuple[KVShape, int]:
+    """The shape of a model's KV and the number of its logits, found by running one token through
+    the unchanged model."""
     probe = _ShapeProbe()
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     try:
         with torch.inference_mode():
-            model(input_ids=token, past_key_values=probe, use_cache=True)
+            logits = model(input_ids=token, past_key_values=probe, use_cache=True).logits
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -254,4 +369,5 @@ def _probe(model: PreTrainedModel) -> KVShape:
             f"{sorted(probe.seen)}; KVBoost needs the same shape in every layer"
         )
     keys = probe.seen[0]
-    return KVShape(len(probe.seen), keys.shape[1], keys.shape[3], keys.dtype, keys.device)
+    shape = KVShape(len(probe.seen), keys.shape[1], keys.shape[3], keys.dtype, keys.device)
+    return shape, int(logits.shape[-1])

@@ -38,13 +38,20 @@ class KVShape:
         ).view(self.dtype)
 
 
-class SharedRows:
-    """The first ``count`` rows of a buffer. They are written, and several requests read them.
-    ``keys`` and ``values`` are views per layer, ``[1, kv_heads, count, head_dim]``."""
+@dataclass(eq=False)
+class Prefix:
+    """The first ``count`` rows of a request. They are written, and several requests read them."""
+
+    count: int
+
+
+class SharedRows(Prefix):
+    """The first rows of a buffer. ``keys`` and ``values`` are views per layer, ``[1, kv_heads,
+    count, head_dim]``."""
 
     def __init__(self, data: torch.Tensor, count: int, shorter: SharedRows | None = None) -> None:
+        super().__init__(count)
         self.data = data
-        self.count = count
         self._shorter: dict[int, SharedRows] = {}
         if shorter is not None:
             self._shorter = {shorter.count: shorter, **shorter._shorter}
@@ -131,6 +138,35 @@ class RequestKV:
             return shared
         return torch.cat([shared, self.data[:, :, :, : end - self.start]], dim=3)
 
+    @contextmanager
+    def filling(self, start: int, end: int) -> Iterator[torch.Tensor]:
+        """Rows ``[start, end)`` of all layers, ``[2, layers, kv_heads, rows, head_dim]``, to be
+        overwritten until the context exits. They must be the request's own."""
+        yield self.rows(start, end)
+
+    @contextmanager
+    def changing(
+        self, layer: int, start: int, end: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """One layer's keys and values in rows ``[start, end)``, ``[1, kv_heads, rows, head_dim]``,
+        to be changed until the context exits. They must be the request's own."""
+        yield self.layer(layer, start, end)
+
+    def memory(self) -> dict[int, int]:
+        """The memory that this request's rows are in: bytes by an identity, so that what several
+        requests share is counted once."""
+        held = {id(self.data): self.data.nbytes}
+        if self.base is not None:
+            held[id(self.base.data)] = self.base.data.nbytes
+        return held
+
+    @property
+    def spared_bytes(self) -> int:
+        """What this request would need in addition if it shared nothing."""
+        if self.base is None or self.base.data is self.data:
+            return 0
+        return self.base.count * self.shape.row_bytes
+
     def write(
         self, layer: int, positions: range | torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
@@ -180,9 +216,10 @@ class KVPool:
         self._lock = threading.Lock()
 
     @contextmanager
-    def lend(self, num_tokens: int, base: SharedRows | None = None) -> Iterator[RequestKV]:
+    def lend(self, num_tokens: int, base: Prefix | None = None) -> Iterator[RequestKV]:
         """A buffer for at least ``num_tokens`` rows, including those of ``base``, until the context
         is left."""
+        assert base is None or isinstance(base, SharedRows)
         kv = self._take(num_tokens - (base.count if base else 0))
         kv.attach_prefix(base)
         del base  # it is freed with the last request that reads it

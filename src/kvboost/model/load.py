@@ -22,6 +22,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 
 from kvboost.config import closest
@@ -88,6 +89,14 @@ class ModelTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.hf = tokenizer
+        # What transformers does around the fast decoder takes longer than decoding a token.
+        stock = PreTrainedTokenizerFast
+        kind = type(tokenizer)
+        is_stock = isinstance(tokenizer, stock) and (kind.decode, kind._decode) == (
+            stock.decode,
+            stock._decode,
+        )
+        self._fast = tokenizer.backend_tokenizer if is_stock else None
 
     def encode(self, text: str) -> list[int]:
         return list(self.hf(text, verbose=False)["input_ids"])
@@ -109,6 +118,8 @@ class ModelTokenizer:
         return (before, after) if found else None
 
     def decode(self, ids: Sequence[int]) -> str:
+        if self._fast is not None:
+            return str(self._fast.decode(list(ids), skip_special_tokens=True))
         return str(
             self.hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )

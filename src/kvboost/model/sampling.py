@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,10 @@ NOT_APPLIED = (
 )
 
 
+Picked = tuple[int, TokenLogprob | None]
+"""The next token, and its log probabilities if they were asked for."""
+
+
 class Sampler:
     """Picks the tokens of one request. It has its own random generator: a seed gives the same
     tokens, whatever else is running."""
@@ -68,7 +73,7 @@ class Sampler:
         if self._processors:
             self._seen = torch.tensor(prompt_ids, dtype=torch.long, device=device)
 
-    def __call__(self, logits: torch.Tensor) -> tuple[int, TokenLogprob | None]:
+    def __call__(self, logits: torch.Tensor) -> Picked:
         """The next token, given the model's logits ``[vocab]``."""
         if self._seen is None and self._generator is None:
             token_id = int(torch.argmax(logits))
@@ -134,28 +139,48 @@ def _processors(
     penalties = (params.presence_penalty or 0.0, params.frequency_penalty or 0.0)
     if any(penalties) or params.logit_bias:
         processors.append(GeneratedPenalty(prompt_tokens, *penalties, params.logit_bias or {}))
-    penalty = _first(params.repetition_penalty, defaults.repetition_penalty)
-    if penalty is not None and penalty != 1.0:
-        processors.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
+    options = chosen(params, defaults)
+    if options.repetition_penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
     if not params.samples:
         return processors
-    temperature = _first(params.temperature, defaults.temperature)
-    if temperature is not None and temperature != 1.0:
-        processors.append(TemperatureLogitsWarper(max(float(temperature), LEAST_TEMPERATURE)))
-    top_k = _first(params.top_k, defaults.top_k)
-    if top_k:
-        processors.append(TopKLogitsWarper(int(top_k)))
-    top_p = _first(params.top_p, defaults.top_p)
-    if top_p is not None and top_p < 1.0:
-        processors.append(TopPLogitsWarper(float(top_p)))
-    min_p = _first(params.min_p, defaults.min_p)
-    if min_p:
-        processors.append(MinPLogitsWarper(float(min_p)))
+    if options.temperature != 1.0:
+        processors.append(TemperatureLogitsWarper(max(options.temperature, LEAST_TEMPERATURE)))
+    if options.top_k:
+        processors.append(TopKLogitsWarper(options.top_k))
+    if options.top_p < 1.0:
+        processors.append(TopPLogitsWarper(options.top_p))
+    if options.min_p:
+        processors.append(MinPLogitsWarper(options.min_p))
     return processors
 
 
-def _first(given: float | None, default: float | None) -> float | None:
-    return default if given is None else given
+@dataclass(frozen=True)
+class ChosenOptions:
+    """A request's options, or what the model's generation config has instead."""
+
+    repetition_penalty: float
+    temperature: float
+    top_k: int
+    """0 keeps all tokens."""
+    top_p: float
+    min_p: float
+
+
+def chosen(params: SamplingParams, defaults: GenerationConfig) -> ChosenOptions:
+    def first(name: str, neutral: float) -> float:
+        for options in (params, defaults):
+            if (value := getattr(options, name)) is not None:
+                return float(value)
+        return neutral
+
+    return ChosenOptions(
+        first("repetition_penalty", 1.0),
+        first("temperature", 1.0),
+        int(first("top_k", 0)),
+        first("top_p", 1.0),
+        first("min_p", 0.0),
+    )
 
 
 def warn_about_defaults(defaults: GenerationConfig) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from kvboost.model.kv import RequestKV
+
+if TYPE_CHECKING:
+    from kvboost.model.paged.sampling import RowSampler
 
 BLOCK_ROWS = 512
 GRID = 64
@@ -43,7 +46,9 @@ class Segment:
     The forward returns logits of the last ``num_logits`` rows. With ``until``, it ends in that
     layer after its fresh rows are written and the hook has seen its queries; there are no logits.
     ``as_stock``: if it is alone in the forward, it makes the calls that stock transformers makes;
-    in bfloat16 only if it begins at position 0.
+    in bfloat16 only if it begins at position 0. ``sampler``: the result is to be the next token,
+    picked on the device, not logits. ``ahead``: the row after this one will be asked for with that
+    token, unless the request ends, so it may be computed before.
     """
 
     kv: RequestKV
@@ -54,15 +59,15 @@ class Segment:
     absent: torch.Tensor | None = None
     until: int | None = None
     as_stock: bool = False
+    sampler: RowSampler | None = None
+    ahead: bool = False
     _blocks: dict[int | None, list[Block]] = field(default_factory=dict, repr=False)
     _own_mask: torch.Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        device = self.kv.shape.device
-        self._num_rows = len(self.token_ids)  # read in every layer
-        self.token_ids = self.token_ids.to(device)
+        self._num_rows = self.token_ids.shape[0]  # read in every layer
         if isinstance(self.positions, torch.Tensor):
-            self.positions = self.positions.to(device)
+            self.positions = self.positions.to(self.kv.shape.device)
 
     def __len__(self) -> int:
         return self._num_rows

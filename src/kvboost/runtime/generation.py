@@ -22,7 +22,8 @@ from kvboost.cache.store import ChunkLost
 from kvboost.config import GenerationMode
 from kvboost.model.forward import Forward
 from kvboost.model.kv import RequestKV
-from kvboost.model.sampling import Sampler
+from kvboost.model.paged.sampling import RowSampler
+from kvboost.model.sampling import Picked, Sampler
 from kvboost.model.segment import Hook, Segment
 from kvboost.results import ReuseReport, SpanKind
 from kvboost.reuse.assemble import place
@@ -40,9 +41,12 @@ YIELD_AFTER_SECONDS = 0.02
 """How long a request of a batch may place rows before it lets the other requests run."""
 
 Result = TypeVar("Result")
-Computing = Generator[Segment | None, torch.Tensor | None, Result]
-"""Yields the rows it needs next and receives their logits; returns a result. ``None`` instead of
-rows is a pause: it needs nothing, but text can be shown and other requests can run."""
+Given = torch.Tensor | Picked
+"""The logits of some rows, or the next token where rows have a sampler and it ran on the device."""
+Computing = Generator[Segment | None, Given | None, Result]
+"""Yields the rows it needs next and receives their logits, or the next token; returns a result.
+``None`` instead of rows is a pause: it needs nothing, but text can be shown and other requests can
+run."""
 Steps = Computing[None]
 """A whole request."""
 
@@ -60,6 +64,8 @@ class Generation:
         self._num_logits = num_logits
         self._live_end = len(state.request.token_ids) - num_logits + 1
         self._kv: RequestKV
+        self._last_token = np.zeros(1, np.int64)
+        self._last_ids = torch.from_numpy(self._last_token)  # the same memory
 
     def steps(self) -> Steps:
         """The whole request. Progress and text appear in its ``RequestState``."""
@@ -192,7 +198,8 @@ class Generation:
             runtime.model.forward([segment])
 
         for unknown in plan.computed():  # a probe masks these rows, but NaN would still spread
-            kv.rows(unknown.start, unknown.stop).zero_()
+            with kv.filling(unknown.start, unknown.stop) as rows_to_come:
+                rows_to_come.zero_()
         moved = MovedRows(plan, self._live_end, kv.shape.num_layers, device, probe)
         choice = STRATEGIES[repair.strategy](moved, repair)
         state.clock.lap("probe")
@@ -209,7 +216,7 @@ class Generation:
                 hook = shift if shift.useful else None
             num_logits = int((part >= total - self._num_logits).sum())
             given = yield Segment(kv, ids[part], part, num_logits, hook=hook)
-            assert given is not None
+            assert isinstance(given, torch.Tensor)
             logits.append(given)
         state.rows = total
         recomputed = choice.rows.nonzero()[:, 0].tolist()
@@ -222,19 +229,19 @@ class Generation:
         state.clock.lap("repair")
         return logits[-1] if len(logits) == 1 else torch.cat(logits)
 
-    def _decode(self, logits: torch.Tensor) -> Steps:
+    def _decode(self, given: Given) -> Steps:
         """Generates tokens until the model, a stop string or the limit ends the answer."""
         request, state, model = self._request, self._state, self._runtime.model
         params = request.params
-        sample = Sampler(params, model.generation_config, request.token_ids, logits.device)
+        sampler = model.forward.sampler(
+            self._kv, params, model.generation_config, request.token_ids
+        )
         detokenizer = Detokenizer(model.tokenizer)
         stops = StopMatcher(params.stop)
         ends = frozenset[int]() if params.ignore_eos else model.eos_ids
         limit = self._runtime.answer_limit(request)
         while True:
-            if state.record and state.reuse.strategy and len(state.recorded) < AUDITED_TOKENS:
-                state.recorded.append(logits.clone())
-            token, logprob = sample(logits)
+            token, logprob = self._pick(sampler, given)
             self._observe_cost()
             state.accept(token, logprob)
             state.show(stops.push(detokenizer.push(token)))
@@ -248,16 +255,35 @@ class Generation:
                 yield None
                 self._admit(wait=False)
                 state.clock.lap("admit")
-            logits = yield from self._next_logits()
+            given = yield from self._next(sampler, has_more=len(state.token_ids) + 1 < limit)
         state.show(stops.push(detokenizer.finish()))
         state.show(stops.finish())
         if stops.stopped:
             state.finish_reason = "stop"
         yield None  # show the text before admission takes its time
 
-    def _next_logits(self) -> Computing[torch.Tensor]:
-        """Runs the last token; returns the logits of the next one."""
+    def _pick(self, sampler: Sampler | RowSampler, given: Given) -> Picked:
+        """The next token: the one given, or one picked from the logits given, ``[vocab]``."""
         state = self._state
+        if not isinstance(given, torch.Tensor):
+            return given
+        if self._records:
+            state.recorded.append(given.clone())
+        if isinstance(sampler, RowSampler):
+            ids = state.token_ids or self._request.token_ids
+            return sampler.pick(given, state.rows, int(ids[-1]))
+        return sampler(given)
+
+    @property
+    def _records(self) -> bool:
+        """Whether the next logits are to be kept for an audit."""
+        state = self._state
+        return bool(state.record and state.reuse.strategy and len(state.recorded) < AUDITED_TOKENS)
+
+    def _next(self, sampler: Sampler | RowSampler, *, has_more: bool) -> Computing[Given]:
+        """Runs the last token; returns the next one or its logits. ``has_more``: the token after
+        the next one will be needed too, unless the answer ends."""
+        state, kv = self._state, self._kv
         start = state.rows
         if self._runtime.model.support.switches_at(start):
             # From here on, every position rotates by other factors: compute the whole sequence
@@ -265,11 +291,22 @@ class Generation:
             state.kept = False
             ids = as_token_ids(np.concatenate([self._request.token_ids, state.token_ids]))
             logits = yield from self._compute(ids, range(len(ids)), 1)
+            given: Given | None = logits
         else:
-            last = as_token_ids(state.token_ids[-1:])
-            logits = yield from self._compute(last, range(start, start + 1), 1)
+            kv.reserve(start + 1)
+            on_device = isinstance(sampler, RowSampler) and not self._records
+            self._last_token[0] = state.token_ids[-1]
+            given = yield Segment(
+                kv,
+                self._last_ids,
+                range(start, start + 1),
+                as_stock=self._as_stock,
+                sampler=sampler if on_device and isinstance(sampler, RowSampler) else None,
+                ahead=has_more,
+            )
+        assert given is not None
         state.rows += 1  # only now: a request that is cancelled here keeps only computed rows
-        return logits[-1]
+        return given[-1] if isinstance(given, torch.Tensor) else given
 
     def _admit(self, *, wait: bool = True) -> int:
         """Keeps the rows this request computed, generated tokens included; returns how many
@@ -320,7 +357,7 @@ class Generation:
         self._kv.reserve(positions.stop)
         ids = torch.from_numpy(token_ids.astype(np.int64))
         logits = yield Segment(self._kv, ids, positions, num_logits, as_stock=self._as_stock)
-        assert logits is not None
+        assert isinstance(logits, torch.Tensor)
         return logits
 
     @cached_property
@@ -346,35 +383,35 @@ class Generation:
 
 def run_alone(forward: Forward, steps: Computing[Result]) -> Result:
     """Runs ``steps`` to the end, each segment in a forward of its own."""
-    logits = None
+    given = None
     while True:
         try:
-            segment = steps.send(logits)
+            segment = steps.send(given)
         except StopIteration as end:
             return cast(Result, end.value)
-        logits = None if segment is None else _logits(forward, steps, segment)
+        given = None if segment is None else _run(forward, steps, segment)
 
 
 def text_pieces(forward: Forward, steps: Steps, state: RequestState) -> Generator[str, None, None]:
     """Runs one request alone; yields the text that is safe to show."""
     shown = 0
     with closing(steps):
-        logits = None
+        given = None
         while True:
             try:
-                segment = steps.send(logits)
+                segment = steps.send(given)
             except StopIteration:
                 break
             new, shown = state.text[shown:], len(state.text)
             yield from new
-            logits = None if segment is None else _logits(forward, steps, segment)
+            given = None if segment is None else _run(forward, steps, segment)
     yield from state.text[shown:]
 
 
-def _logits(forward: Forward, steps: Computing[Any], segment: Segment) -> torch.Tensor:
-    """The logits of a segment. The steps see a failure first, so that they can clean up."""
+def _run(forward: Forward, steps: Computing[Any], segment: Segment) -> Given:
+    """What a segment asks for. The steps see a failure first, so that they can clean up."""
     try:
-        return forward([segment])
+        return forward.run([segment])[0]
     except BaseException as error:
         steps.throw(error)
         raise

@@ -14,13 +14,10 @@ from concurrent.futures import wait
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import KVBoostError, KVTooLargeError, ShuttingDownError
-from kvboost.model.machine import memory_bytes
 from kvboost.results import GenerationResult
-from kvboost.runtime.generation import Generation, Steps
+from kvboost.runtime.generation import Generation, Given, Steps
 from kvboost.runtime.job import Job
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
@@ -29,7 +26,6 @@ from kvboost.runtime.streams import AnswerListener, FutureAnswer
 
 STEP_ROWS_ON_CPU = 256
 STEP_ROWS_ON_GPU = 2048
-MEMORY_SHARE = 0.25
 
 Watch = Callable[[RequestState, Steps], Steps]
 
@@ -69,7 +65,7 @@ class Loop:
         on_cpu = device.type == "cpu"
         rows = config.step_rows or (STEP_ROWS_ON_CPU if on_cpu else STEP_ROWS_ON_GPU)
         self._scheduler = Scheduler(config, rows)
-        self.max_kv_bytes = _kv_budget(config, device)
+        self.max_kv_bytes = runtime.max_kv_bytes
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._draining = False
@@ -235,7 +231,7 @@ class Loop:
         self._counts["rows"] += sum(map(len, segments))
         self._batch_sizes[len(batch)] += 1
         try:
-            logits = self._forward(segments)
+            results = self._forward.run(segments)
         except Exception as error:
             if len(batch) == 1:
                 self._throw(batch[0], error)
@@ -243,9 +239,8 @@ class Loop:
                 for job in batch:
                     self._run_alone(job)
             return
-        parts = torch.split(logits, [segment.num_logits for segment in segments])
-        for job, part in zip(batch, parts, strict=True):
-            self._advance(job, part)
+        for job, result in zip(batch, results, strict=True):
+            self._advance(job, result)
 
     def _run_alone(self, job: Job) -> None:
         """Runs the rows of one request whose batch failed. If it has a hook, that may have changed
@@ -256,19 +251,19 @@ class Loop:
             job.steps, job.need, job.runs_alone = self._steps(job), None, True
             return
         try:
-            logits = self._forward([job.need])
+            (result,) = self._forward.run([job.need])
         except Exception as error:
             self._throw(job, error)
             return
-        self._advance(job, logits)
+        self._advance(job, result)
 
-    def _advance(self, job: Job, logits: torch.Tensor | None) -> None:
-        """Sends a request its logits and asks what it needs next."""
+    def _advance(self, job: Job, given: Given | None) -> None:
+        """Sends a request its logits, or its next token, and asks what it needs next."""
         assert job.steps is not None
         someone_answers = any(not other.is_reading for other in self._running())
         job.state.slice_rows = self._scheduler.slice_rows(someone_answers)
         try:
-            job.need = job.steps.send(logits)
+            job.need = job.steps.send(given)
         except StopIteration:
             self._finish(job, None)
         except BaseException as error:
@@ -342,11 +337,3 @@ class Loop:
 
     def _jobs(self) -> list[Job]:
         return [*self._scheduler.waiting, *self._scheduler.running]
-
-
-def _kv_budget(config: EngineConfig, device: torch.device) -> int:
-    if config.max_kv_bytes is not None:
-        return config.max_kv_bytes
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 2 * MEMORY_SHARE)
-    return int(memory_bytes() * MEMORY_SHARE) or 4 * 1024**3

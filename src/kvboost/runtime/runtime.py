@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvboost.cache.chunk import Origin
 from kvboost.cache.events.layout import medium
 from kvboost.cache.events.publisher import EventPublisher
@@ -17,7 +19,10 @@ from kvboost.cache.tiers.open import open_tiers
 from kvboost.config import EngineConfig
 from kvboost.model.kv import KVPool
 from kvboost.model.load import LoadedModel
+from kvboost.model.machine import memory_bytes
 from kvboost.model.native.moved_rows import move_keys
+from kvboost.model.paged.choose import PagesChoice, choose_pages, make_capture
+from kvboost.model.paged.pool import PagedPool
 from kvboost.results import ReuseReport
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.rope import Rotation
@@ -31,6 +36,8 @@ from kvboost.tokens.hashing import ChunkKey, TokenIds, root_key
 
 INITIAL_ANSWER_ROWS = 512
 """Rows reserved for an answer at first. A longer answer makes the request's KV grow."""
+MEMORY_SHARE = 0.25
+"""Of a machine's memory, or twice that of what is free on a GPU, for the KV of running requests."""
 SLICE_ON_CPU = 2048
 SLICE_ON_GPU = 16384  # a forward costs launches first: fewer, larger ones
 
@@ -41,8 +48,10 @@ class Runtime:
     def __init__(self, model: LoadedModel, config: EngineConfig, costs: Path | None = None) -> None:
         self.model = model
         self._config = config
-        self.pool = KVPool(model.forward.shape, max_idle=8)
         tiers = open_tiers(config, model.device)
+        self.max_kv_bytes = _kv_budget(config, model.device)
+        self.pages = choose_pages(model.forward.packed, model.forward.model)
+        self.pool = _make_pool(model, config, self.max_kv_bytes, self.pages)
         self.store = ChunkStore(
             tiers,
             cut=Cutter(
@@ -130,6 +139,16 @@ class Runtime:
             **({} if self._events is None else {"kv_events": self._events.stats().as_dict()}),
         }
 
+    def notes(self) -> list[str]:
+        """Why decoding runs slower on a GPU than it could."""
+        if self.model.device.type != "cuda":
+            return []
+        if not self.pages.used:
+            return [f"requests have no pages: {self.pages.reason}"]
+        steps, layers = self.model.forward.steps, self.model.forward.step_layers
+        found = [steps.capture.note if steps else None, layers.note if layers else None]
+        return [note for note in found if note is not None]
+
     def close(self) -> None:
         """Saves the learned costs, closes the store and restores the model's own attention."""
         self.cost.save()
@@ -137,6 +156,7 @@ class Runtime:
         if self._events is not None:
             self._events.close()
         self.pool.clear()
+        self.model.forward.leave_pages()
         self.model.forward.release()
 
     def _publish_events(self, config: EngineConfig) -> EventPublisher | None:
@@ -151,6 +171,31 @@ class Runtime:
         )
         self.store.listen(publisher, root)
         return publisher
+
+
+def _kv_budget(config: EngineConfig, device: torch.device) -> int:
+    """How many bytes the KV of running requests may take."""
+    if config.max_kv_bytes is not None:
+        return config.max_kv_bytes
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * 2 * MEMORY_SHARE)
+    return int(memory_bytes() * MEMORY_SHARE) or 4 * 1024**3
+
+
+def _make_pool(
+    model: LoadedModel, config: EngineConfig, num_bytes: int, pages: PagesChoice
+) -> KVPool:
+    forward = model.forward
+    if not pages.used:
+        return KVPool(forward.shape, max_idle=8)
+    captures = make_capture(forward.shape.device, config.graphs)
+    return PagedPool(
+        forward.shape,
+        num_bytes,
+        config.max_running,
+        model.context_length,
+        on_slab=lambda slab: forward.use_pages(slab, captures),
+    )
 
 
 def _kv_format(model: LoadedModel, config: EngineConfig) -> KVFormat:

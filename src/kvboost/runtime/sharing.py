@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvboost.config import GenerationMode
-from kvboost.model.kv import RequestKV, SharedRows
+from kvboost.model.kv import Prefix, RequestKV
 from kvboost.runtime.request import Request, RequestState
 from kvboost.tokens.hashing import ChunkKey, common_prefix
 
@@ -50,7 +50,7 @@ class RunningRequests:
             with self._lock:
                 self._running.remove(one)
 
-    def shared_prefix_for(self, request: Request, root: ChunkKey) -> SharedRows | None:
+    def shared_prefix_for(self, request: Request, root: ChunkKey) -> Prefix | None:
         """The prefix of ``request`` that a running request has in place, if there is one."""
         donor, count = self._find(request, root)
         return donor.kv.share(count) if donor is not None else None
@@ -60,17 +60,14 @@ class RunningRequests:
         return self._find(request, root)[1]
 
     def nbytes(self) -> tuple[int, int]:
-        """Bytes that running requests hold, each buffer counted once; and the bytes they would
+        """Bytes that running requests hold, shared memory counted once; and the bytes they would
         need in addition if they shared nothing."""
         with self._lock:
             kvs = [one.kv for one in self._running]
-        held = {id(kv.data): kv.data.nbytes for kv in kvs}
-        spared = 0
-        for kv, base in [(kv, kv.base) for kv in kvs]:
-            if base is not None:
-                held[id(base.data)] = base.data.nbytes
-                spared += base.count * kv.shape.row_bytes if base.data is not kv.data else 0
-        return sum(held.values()), spared
+        held: dict[int, int] = {}
+        for kv in kvs:
+            held |= kv.memory()
+        return sum(held.values()), sum(kv.spared_bytes for kv in kvs)
 
     def _find(self, request: Request, root: ChunkKey) -> tuple[_Running | None, int]:
         best: _Running | None = None

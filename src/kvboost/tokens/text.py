@@ -44,6 +44,8 @@ class Detokenizer:
         self._ids: list[int] = []
         self._prefix = 0
         self._read = 0
+        self._known: str | None = ""
+        """The text of ``prefix .. read``, if it has been decoded."""
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
@@ -54,11 +56,12 @@ class Detokenizer:
         return self._take(final=True)
 
     def _take(self, *, final: bool) -> str:
-        known = self._tokenizer.decode(self._ids[self._prefix : self._read])
-        text = self._tokenizer.decode(self._ids[self._prefix :])
+        if self._known is None:
+            self._known = self._tokenizer.decode(self._ids[self._prefix : self._read])
+        known, text = self._known, self._tokenizer.decode(self._ids[self._prefix :])
         if len(text) <= len(known) or (text.endswith("\ufffd") and not final):
             return ""
-        self._prefix, self._read = self._read, len(self._ids)
+        self._prefix, self._read, self._known = self._read, len(self._ids), None
         return text[len(known) :]
 
 

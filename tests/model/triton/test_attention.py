@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -97,6 +99,37 @@ def test_windows_caps_and_absent_rows(splits: int) -> None:
         pages[tables[number, lost // 16].long(), :, lost % 16] = float("nan")  # never written
     given = attend(query, pages, rows, SCALE, absent=absent)
     assert close(given, attention(query, pages.nan_to_num(), positions, tables, SCALE, absent)[0])
+
+
+def test_a_row_that_sees_no_key_of_a_part_takes_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hidden keys weigh exactly zero. If only a subtraction of scores made them so, a compiler that
+    fuses it with the product before would leave the rounding error of a huge number."""
+    parts = []
+
+    class Kept:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda written, lse, *_, **__: parts.extend([written, lse])
+
+    monkeypatch.setattr("kvboost.model.triton.attention._combine_kernel", Kept())
+    pages = make_pages(8, 1, 16, 32, torch.float32, "heads first")
+    rows = PagedRows.of(
+        [torch.tensor([0, 127])],
+        make_tables(1, 8, 8),
+        page=16,
+        heads=2,
+        kv_heads=1,
+        dtype=torch.float32,
+        tile=tile_for(torch.float32),
+        splits=2,
+    )
+    for options in ({}, {"window": 100}, {"soft_cap": 1.0}):
+        parts.clear()
+        attend(random(2, 2, 32), pages, rows, SCALE, **options)  # type: ignore[arg-type]
+        written, lse = parts
+        assert not written[1, 0].any() and bool((lse[1, 0] < -1e29).all())
+        assert written[1, 1].any() and bool(lse[1, 1].isfinite().all())
 
 
 def test_the_memory_after_the_last_row_is_not_used() -> None:

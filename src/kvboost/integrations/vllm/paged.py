@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from kvboost.integrations.vllm.hooks import EnoughLayers
@@ -31,6 +34,13 @@ class PagedRows:
     def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the gathered layer: ``[1, kv_heads, rows, dim]`` each."""
         return self._keys[:, :, start:end], self._values[:, :, start:end]
+
+    @contextmanager
+    def changing(
+        self, layer: int, start: int, end: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """As :meth:`layer`; ``write_back`` writes what was changed."""
+        yield self.layer(layer, start, end)
 
     def write_back(self, layer: int, rows: range) -> None:
         keys, values = (

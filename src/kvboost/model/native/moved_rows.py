@@ -123,19 +123,35 @@ def shift(
     ``[rows]``; the last one means none. Offsets are float32 ``[kv_heads, offsets, dim]``: those of
     keys along and across ``rotation``, the cosine and sine ``[rows, dim]``, and those of values.
     The rows must be the request's own."""
-    rows, dtype = len(which), kv.shape.dtype
-    own_keys, own_values = (part[0] for part in kv.layer(layer, start, start + rows))
-    if not serves(kv.shape):
-        along, across = (part.to(dtype).index_select(1, which) for part in keys)
-        own_keys.add_(along.mul_(rotation[0]).addcmul_(across, rotation[1]))
-        own_values.add_(values.to(dtype).index_select(1, which))
-        return
+    with kv.changing(layer, start, start + len(which)) as (own_keys, own_values):
+        add = _add_by_kernel if serves(kv.shape) else _add
+        add((own_keys[0], own_values[0]), which, keys, rotation, values)
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _add(own: Pair, which: torch.Tensor, keys: Pair, rotation: Pair, values: torch.Tensor) -> None:
+    """As :func:`shift`; ``own`` are keys and values, ``[kv_heads, rows, dim]``."""
+    own_keys, own_values = own
+    dtype = own_keys.dtype
+    along, across = (part.to(dtype).index_select(1, which) for part in keys)
+    own_keys.add_(along.mul_(rotation[0]).addcmul_(across, rotation[1]))
+    own_values.add_(values.to(dtype).index_select(1, which))
+
+
+def _add_by_kernel(
+    own: Pair, which: torch.Tensor, keys: Pair, rotation: Pair, values: torch.Tensor
+) -> None:
+    """As :func:`_add`."""
+    own_keys, own_values = own
+    dtype = own_keys.dtype
     heads, offsets, dim = values.shape
     read = [part.float().contiguous() for part in (*keys, values)]
     read += [part.to(dtype).contiguous() for part in rotation]
     native.library(dtype).kvboost_shift(
         *(own_keys.data_ptr(), own_values.data_ptr(), own_keys.stride(0)),
-        *(heads, dim, rows, which.data_ptr(), offsets),
+        *(heads, dim, len(which), which.data_ptr(), offsets),
         *(part.data_ptr() for part in read),
         torch.get_num_threads(),
     )

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 
 from kvboost.model.triton.pages import check_pages
-from kvboost.model.triton.rows import PagedRows
+from kvboost.model.triton.rows import MOST_SPLITS, PagedRows
 from kvboost.model.triton.scores import (
-    HIDDEN,
     LN_2,
     LOG2_E,
+    LOWEST,
     factor_of,
     is_present,
     page_of,
@@ -156,7 +156,7 @@ def _attend_kernel(
         absent = absent + request.to(tl.int64) * absent_stride
     acc = tl.zeros([ROWS, WIDE], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    best = tl.full([ROWS], HIDDEN, tl.float32)
+    best = tl.full([ROWS], LOWEST, tl.float32)
     if window is None and absent is None:
         acc, total, best = _attend_keys(
             acc, total, best, queries, position, pages, table, absent, head, first, plain, end,
@@ -192,35 +192,26 @@ def _combine_kernel(
     out_head_stride,
     lse,
     HEADS: tl.constexpr,
-    WIDE_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     WIDE: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """Combines the parts of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    head, channel = tl.arange(0, WIDE_HEADS), tl.arange(0, WIDE)
-    used = head < HEADS
+    """Combines the parts of one row and head, all at once."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    split, channel = tl.arange(0, SPLITS), tl.arange(0, WIDE)
+    used = split < splits
+    at = row * HEADS + head + split.to(tl.int64) * part_stride
+    weight = tl.load(part_lse + at, mask=used, other=LOWEST) * LOG2_E
+    best = tl.max(weight, 0)
+    weight = tl.exp2(weight - best)
+    total = tl.sum(weight, 0)
     inside = used[:, None] & (channel[None, :] < DIM)
-    at = row * HEADS + head
-    acc = tl.zeros([WIDE_HEADS, WIDE], tl.float32)
-    total = tl.zeros([WIDE_HEADS], tl.float32)
-    best = tl.full([WIDE_HEADS], HIDDEN, tl.float32)
-    step = part_stride.to(tl.int64)
-    for _ in range(splits):
-        weight = tl.load(part_lse + at, mask=used, other=0.0) * LOG2_E
-        part = tl.load(parts + at[:, None] * DIM + channel[None, :], mask=inside, other=0.0)
-        new_best = tl.maximum(best, weight)
-        fade, weight = tl.exp2(best - new_best), tl.exp2(weight - new_best)
-        acc = acc * fade[:, None] + part * weight[:, None]
-        total = total * fade + weight
-        best = new_best
-        part_lse += step
-        parts += step * DIM
-    out_at = row * out_row_stride + head * out_head_stride
-    done = (acc / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + out_at[:, None] + channel[None, :], done, mask=inside)
+    part = tl.load(parts + at[:, None] * DIM + channel[None, :], mask=inside, other=0.0)
+    done = tl.sum(part * weight[:, None], 0) / total
+    out_at = out + row * out_row_stride + head * out_head_stride + channel
+    tl.store(out_at, done.to(out.dtype.element_ty), mask=channel < DIM)
     if lse is not None:
-        tl.store(lse + at, (best + tl.log2(total)) * LN_2, mask=used)
+        tl.store(lse + row * HEADS + head, (best + tl.log2(total)) * LN_2)
 
 
 def _check_query(query: torch.Tensor, pages: torch.Tensor, rows: PagedRows) -> None:
@@ -285,12 +276,12 @@ def attend(
         num_stages=rows.tile.stages,
     )
     if rows.splits > 1:
-        _combine_kernel[(num_rows,)](
+        _combine_kernel[(num_rows, heads)](
             *(written, written_lse, part_stride, rows.splits),
             *(out, out.stride(0), out.stride(1), lse),
             HEADS=heads,
-            WIDE_HEADS=triton.next_power_of_2(heads),
             DIM=dim,
             WIDE=wide,
+            SPLITS=MOST_SPLITS,
         )
     return out

@@ -23,14 +23,17 @@ class Tile:
     stages: int
 
     @classmethod
-    def pick(cls, num_rows: int, dtype: torch.dtype) -> Tile:
+    def pick(cls, num_rows: int, dtype: torch.dtype, dim: int = 128) -> Tile:
         """The tile for requests of up to ``num_rows`` rows times heads that share a KV head."""
-        tiles = tiles_of(dtype)
+        tiles = tiles_of(dtype, dim)
         return next((tile for tile in tiles if num_rows <= tile.rows), tiles[-1])
 
 
-def tiles_of(dtype: torch.dtype) -> list[Tile]:
-    """All tiles that are picked, for few rows first."""
+def tiles_of(dtype: torch.dtype, dim: int = 128) -> list[Tile]:
+    """All tiles that are picked for heads of dimension ``dim``, for few rows first."""
+    if dim > 128:  # larger tiles would not fit the memory that programs share
+        stages = 1 if dtype == torch.float32 else 2
+        return [Tile(16, 32, 4, stages), Tile(32 if dtype == torch.float32 else 64, 32, 4, stages)]
     if dtype == torch.float32:  # it is multiplied without tensor cores
         return [Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)]
     return [Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)]

@@ -8,8 +8,12 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-HIDDEN = tl.constexpr(-1e30)
-"""The score of a key that a row does not see. Finite, so that no difference of two is NaN."""
+HIDDEN = tl.constexpr(float("-inf"))
+"""The score of a key that a row does not see. Its weight is exactly zero: the compiler multiplies
+and subtracts in one instruction, so a large finite score would not cancel itself out, but leave its
+rounding error, which is larger than any score."""
+LOWEST = tl.constexpr(-1e30)
+"""The best score of a row that has seen no key. Finite, so that no difference of two is NaN."""
 
 
 @triton.jit

@@ -1,0 +1,121 @@
+"""A request's KV in pages: the same contract as :class:`RequestKV`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from kvboost.errors import KVTooLargeError
+from kvboost.model.kv import Prefix, RequestKV
+from kvboost.model.paged.slab import PAGE, Holding, Slab, pages_for
+
+
+class SharedPages(Prefix):
+    """The first rows of a request: whole pages."""
+
+    def __init__(self, pages: list[int]) -> None:
+        super().__init__(len(pages) * PAGE)
+        self.pages = pages
+
+
+class PagedKV(RequestKV):
+    """Row ``p`` is in page ``p // PAGE`` of the request. ``base`` are pages that other requests
+    hold too; they are never written. Reading gathers rows into a copy."""
+
+    def __init__(self, slab: Slab, holding: Holding, base: SharedPages | None = None) -> None:
+        self.shape = slab.shape
+        self.slab = slab
+        self.holding = holding
+        self.start = 0
+        self._shared = base
+        self._borrowed = self.own_start
+
+    @property
+    def base(self) -> SharedPages | None:  # type: ignore[override]
+        return self._shared
+
+    @property
+    def capacity(self) -> int:
+        return len(self.holding.pages) * PAGE
+
+    @property
+    def own_start(self) -> int:
+        return 0 if self._shared is None else self._shared.count
+
+    def attach_prefix(self, base: Prefix | None) -> None:
+        raise RuntimeError("pages are shared when they are lent")
+
+    def share(self, count: int) -> SharedPages:  # type: ignore[override]
+        """The pages of at most the first ``count`` rows. They must not change from now on."""
+        shared = SharedPages(self.holding.pages[: count // PAGE])
+        if shared.count > self.own_start:
+            self._shared = shared
+        return shared
+
+    def detach_prefix(self) -> None:
+        if self._shared is not None:
+            if not self.slab.replace(self.holding, len(self._shared.pages)):
+                self._refuse(self.capacity)
+            self._shared, self._borrowed = None, 0
+
+    def reserve(self, num_tokens: int) -> None:
+        if num_tokens > self.capacity and not self.slab.extend(self.holding, num_tokens):
+            self._refuse(num_tokens)
+
+    def _refuse(self, num_tokens: int) -> None:
+        most = self.slab.num_pages * self.slab.page_bytes
+        raise KVTooLargeError(num_tokens, num_tokens * self.shape.row_bytes, most)
+
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        return self._gather(self.slab.data, start, end)
+
+    def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._gather(self.slab.layers[layer][None], start, end)
+        return keys, values
+
+    @contextmanager
+    def filling(self, start: int, end: int) -> Iterator[torch.Tensor]:
+        rows = self.shape.allocate(end - start)
+        yield rows
+        self._scatter(self.slab.data, torch.arange(start, end, device=rows.device), rows)
+
+    @contextmanager
+    def changing(
+        self, layer: int, start: int, end: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        keys, values = self.layer(layer, start, end)
+        yield keys, values
+        self.write(layer, range(start, end), keys, values)
+
+    def write(
+        self, layer: int, positions: range | torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        if isinstance(positions, range):
+            positions = torch.arange(positions.start, positions.stop, device=self.shape.device)
+        self._scatter(self.slab.layers[layer][None], positions, torch.stack([keys, values]))
+
+    def memory(self) -> dict[int, int]:
+        return {id(self.slab): self.slab.used_bytes}
+
+    @property
+    def spared_bytes(self) -> int:
+        return self._borrowed * self.shape.row_bytes
+
+    def _gather(self, layers: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """Rows ``[start, end)`` of ``[layers, pages, ...]``, as ``[2, layers, kv_heads, rows,
+        dim]``."""
+        first, last = start // PAGE, max(pages_for(end), start // PAGE)
+        pages = self.slab.table[self.holding.row, first:last].long()
+        found = layers.index_select(1, pages)
+        num_layers, num, heads, _, width = found.shape
+        found = found.view(num_layers, num, heads, PAGE, 2, width // 2).permute(4, 0, 2, 1, 3, 5)
+        dense = found.reshape(2, num_layers, heads, num * PAGE, width // 2)
+        return dense[:, :, :, start - first * PAGE : end - first * PAGE]
+
+    def _scatter(self, layers: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
+        """Writes ``rows``, ``[2, layers, kv_heads, rows, dim]``, over those at ``positions``."""
+        pages = self.slab.table[self.holding.row].index_select(0, positions // PAGE).long()
+        # An index between slices puts the indexed dimension first: [rows, layers, heads, 2 * dim].
+        layers[:, pages, :, positions % PAGE] = rows.permute(3, 1, 2, 0, 4).flatten(3)

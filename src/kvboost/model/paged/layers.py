@@ -1,0 +1,189 @@
+"""Decoder layers of the Llama kind in ten kernels instead of thirty-five, for decode steps.
+
+Their products are those of the model, of which some are merged: queries, keys and values are one,
+gate and up are one. The weights of merged layers become views of one tensor, so that they take no
+more memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from kvboost.model.paged.slab import Slab
+from kvboost.model.paged.steps import RunModel, StepBatch
+from kvboost.model.triton.fused import add_norm, gate, rotate_and_write
+
+log = logging.getLogger("kvboost")
+
+ROUNDING = {torch.float32: 1e-3}
+"""How far the logits may be apart after all layers, relative to the largest; elsewhere 2**-4."""
+KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+"""Norm, attention, norm, gated layer; rotary positions in halves; perhaps norms of queries and
+keys."""
+
+
+class Merged:
+    """Linear layers that read the same rows, as one product."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self.linears = linears
+        self.weight = torch.cat([each.weight.detach() for each in linears])
+        biases = [each.bias.detach() for each in linears if each.bias is not None]
+        self.bias = torch.cat(biases) if biases else None
+        sizes = [each.out_features for each in linears]
+        for each, weight in zip(linears, self.weight.split(sizes), strict=True):
+            each.weight.data = weight
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return linear(rows, self.weight, self.bias)
+
+    def separate(self) -> None:
+        """Gives each layer memory of its own again."""
+        for each in self.linears:
+            each.weight.data = each.weight.data.clone()
+
+
+class StepLayer:
+    """One decoder layer for the rows of a decode step."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._layer = layer
+        self._linears = linears_of(layer)
+        self.qkv = Merged([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.gate_up = Merged([mlp.gate_proj, mlp.up_proj])
+        self._norms, self._norm_eps = None, 0.0
+        if hasattr(attention, "q_norm"):
+            self._norms = attention.q_norm.weight, attention.k_norm.weight
+            self._norm_eps = attention.q_norm.variance_epsilon
+
+    def serves(self) -> bool:
+        """Whether the layer still has the linear layers that were merged: an adapter replaces
+        them."""
+        return linears_of(self._layer) == self._linears
+
+    def __call__(
+        self, hidden: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], batch: StepBatch
+    ) -> torch.Tensor:
+        """``hidden`` is ``[rows, width]``; cosine and sine are ``[rows, head_dim]``."""
+        layer = self._layer
+        attention, number = layer.self_attn, layer.self_attn.layer_idx
+        before, after = layer.input_layernorm, layer.post_attention_layernorm
+        normed, _ = add_norm(hidden, before.weight, before.variance_epsilon)
+        pages = batch.pages(number)
+        query = rotate_and_write(
+            self.qkv(normed), cos_sin, pages, batch.slots, self._norms, self._norm_eps
+        )
+        attended = batch.attend_rows(number, query, attention.scaling)
+        out = attention.o_proj(attended.flatten(1))
+        normed, summed = add_norm(out, after.weight, after.variance_epsilon, hidden)
+        # Adds the product in place: no kernel for the sum.
+        return summed.addmm_(gate(self.gate_up(normed)), layer.mlp.down_proj.weight.t())
+
+
+def linears_of(layer: Any) -> list[Any]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return [
+        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+        *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+    ]
+
+
+class StepLayers:
+    """The decoder layers of a model that run decode steps with fewer kernels."""
+
+    def __init__(self, model: nn.Module, slab: Slab, run_model: RunModel) -> None:
+        """Replaces them if the logits equal those of the model's own; ``note`` says why not."""
+        self._layers = {layer: StepLayer(layer) for layer in _decoders(model, slab.shape.dtype)}
+        self.note: str | None = None
+        if not self._layers:
+            self.note = "no decoder layers of a kind that has faster steps"
+            return
+        with torch.inference_mode():
+            expected = _probe(slab, run_model)
+            for layer, ours in self._layers.items():
+                replace_forward(layer, ours)
+            try:
+                given = _probe(slab, run_model)
+                far = float((given - expected).abs().max() / expected.abs().max())
+            except Exception as error:
+                self._give_up(f"failed ({type(error).__name__}: {error})")
+                return
+        if not far < ROUNDING.get(slab.shape.dtype, 2**-4):
+            self._give_up(f"were off by {far:.3f}")
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def _give_up(self, reason: str) -> None:
+        self.restore()
+        self.note = f"our layers for decode steps {reason}; the model's own are left alone"
+        log.warning(self.note)
+
+    def restore(self) -> None:
+        """Leaves the model as it was."""
+        for layer, ours in self._layers.items():
+            restore_forward(layer, ours)
+        self._layers = {}
+
+
+def _probe(slab: Slab, run_model: RunModel) -> torch.Tensor:
+    """Logits of two rows in the page for padding."""
+    batch = StepBatch(slab, 2)
+    positions = torch.tensor([3, 5], device=slab.shape.device)
+    batch.positions.copy_(positions)
+    batch.slots.copy_(positions)
+    return run_model(positions - 2, positions, batch).float()
+
+
+def _decoders(model: nn.Module, dtype: torch.dtype) -> Iterator[Any]:
+    """The decoder layers of the kinds we know, except those with a window or with weights that are
+    not plain."""
+    for module in model.modules():
+        if type(module).__name__ not in KINDS:
+            continue
+        layer: Any = module
+        config = layer.self_attn.config
+        window = getattr(config, "sliding_window", None)
+        linears = linears_of(layer)
+        plain = all(type(each) is nn.Linear and each.weight.dtype == dtype for each in linears)
+        biases = [[each.bias is None for each in group] for group in (linears[:3], linears[4:6])]
+        alike = all(len(set(group)) == 1 for group in biases) and linears[6].bias is None
+        if (
+            "forward" not in vars(layer)
+            and getattr(layer.self_attn, "sliding_window", window) is None
+            and config.hidden_act == "silu"
+            and layer.self_attn.head_dim % 2 == 0
+            and plain
+            and alike
+        ):
+            yield layer
+
+
+def replace_forward(module: nn.Module, ours: StepLayer) -> None:
+    """Makes ``ours`` run the rows of decode steps; other calls reach the layer as it was."""
+    stock = module.forward
+
+    def forward(
+        hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
+    ) -> Any:
+        batch = getattr(past_key_values, "batch", None)
+        if not isinstance(batch, StepBatch) or not ours.serves():
+            return stock(hidden_states, *args, past_key_values=past_key_values, **kwargs)
+        cos, sin = kwargs["position_embeddings"]
+        return ours(hidden_states[0], (cos[0], sin[0]), batch)[None]
+
+    module.forward = forward
+
+
+def restore_forward(module: nn.Module, ours: StepLayer) -> None:
+    """Undoes :func:`replace_forward` and the merging of weights."""
+    vars(module).pop("forward", None)
+    for merged in (ours.qkv, ours.gate_up):
+        merged.separate()

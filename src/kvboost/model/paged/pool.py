@@ -1,0 +1,75 @@
+"""Lends pages to requests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvboost.model.kv import KVPool, KVShape, Prefix, RequestKV, SharedRows
+from kvboost.model.paged.kv import PagedKV, SharedPages
+from kvboost.model.paged.slab import PAGE, Slab, pages_for
+
+SPARE_REQUESTS = 16
+"""Requests beyond those of the batch that can have pages: those that run alone."""
+
+
+class PagedPool(KVPool):
+    """Lends pages of a slab, which is allocated with the first request. A request that the slab
+    has no space for gets a buffer of its own: it is served as without pages."""
+
+    def __init__(
+        self,
+        shape: KVShape,
+        num_bytes: int,
+        max_running: int,
+        context: int | None,
+        on_slab: Callable[[Slab], None],
+    ) -> None:
+        """The slab has at most ``num_bytes``, and no more than so many requests of the model's
+        ``context`` need. ``on_slab`` is called with the slab before a request has pages of it."""
+        super().__init__(shape, max_idle=2)
+        self._requests = max_running + SPARE_REQUESTS
+        self._most_pages = pages_for(context) if context else None
+        pages = num_bytes // (PAGE * shape.row_bytes)
+        if self._most_pages is not None:
+            pages = min(pages, self._requests * self._most_pages)
+        self._num_pages = max(1, pages)
+        self._on_slab = on_slab
+        self._slab: Slab | None = None
+        self._making = threading.Lock()
+
+    @property
+    def slab(self) -> Slab:
+        with self._making:
+            if self._slab is None:
+                made = Slab(self.shape, self._num_pages, self._requests, self._most_pages)
+                self._on_slab(made)
+                self._slab = made
+            return self._slab
+
+    @contextmanager
+    def lend(self, num_tokens: int, base: Prefix | None = None) -> Iterator[RequestKV]:
+        if isinstance(base, SharedRows):
+            with super().lend(num_tokens, base) as kv:
+                yield kv
+            return
+        shared = base if isinstance(base, SharedPages) else None
+        slab = self.slab
+        holding = slab.take(num_tokens, shared.pages if shared else ())
+        if holding is None:
+            with super().lend(num_tokens) as kv:
+                yield kv
+            return
+        try:
+            yield PagedKV(slab, holding, shared)
+        finally:
+            slab.release(holding)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        return pages_for(num_tokens) * PAGE * self.shape.row_bytes
+
+    def clear(self) -> None:
+        super().clear()
+        with self._making:
+            self._slab = None

@@ -1,0 +1,197 @@
+"""The next tokens of many requests at once, on the device: the rules of ``model/sampling.py`` in
+batched form. A request's options are in tables on the device, in the row that it has in the slab's
+table, so that a CUDA graph can read them.
+
+A random number is a hash of the request's seed and of the token's position: the same in any batch.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+
+from kvboost.config import SamplingParams
+from kvboost.model.paged.slab import to_device
+from kvboost.model.sampling import LEAST_TEMPERATURE, Picked, chosen
+
+MOST_LIKELY = 256
+"""If all requests of a batch have a ``top_k`` up to this, only so many tokens are sorted."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What sampling for a request takes. A batch takes what any of its requests does."""
+
+    penalizes: bool = False
+    draws: bool = False
+    sorts_all: bool = False
+
+    def __or__(self, other: Kind) -> Kind:
+        return Kind(
+            self.penalizes or other.penalizes,
+            self.draws or other.draws,
+            self.sorts_all or other.sorts_all,
+        )
+
+
+GREEDY = Kind()
+
+
+class DeviceSampling:
+    """The options of all running requests, by their rows in the slab's table."""
+
+    def __init__(self, num_rows: int, num_logits: int, device: torch.device) -> None:
+        self._num_rows, self._num_logits, self._device = num_rows, num_logits, device
+        # temperature, top_p, min_p, penalty; draws, top_k, seed
+        self._numbers = torch.ones(num_rows, 4, device=device)
+        self._whole = torch.zeros(num_rows, 3, dtype=torch.int64, device=device)
+        self._seen: torch.Tensor | None = None
+        self._true = torch.ones((), dtype=torch.bool, device=device)
+
+    @torch.inference_mode()
+    def register(
+        self,
+        row: int,
+        params: SamplingParams,
+        defaults: GenerationConfig,
+        prompt_ids: Sequence[int] | Any,
+    ) -> RowSampler | None:
+        """Enters the options of a request; None if it has some that need its logits on the host's
+        path: log probabilities, penalties of generated tokens, or biases."""
+        needs_logits = (params.presence_penalty, params.frequency_penalty, params.logit_bias)
+        if params.logprobs is not None or any(needs_logits):
+            return None
+        options = chosen(params, defaults)
+        kind = Kind(
+            options.repetition_penalty != 1.0,
+            params.samples,
+            params.samples and not 0 < options.top_k <= MOST_LIKELY,
+        )
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        temperature = max(options.temperature, LEAST_TEMPERATURE)
+        numbers = [temperature, options.top_p, options.min_p, options.repetition_penalty]
+        self._numbers[row] = to_device(numbers, torch.float32, self._device)
+        self._whole[row] = to_device(
+            [int(params.samples), options.top_k, seed], torch.int64, self._device
+        )
+        if kind.penalizes:
+            seen = self._seen_tokens()
+            ids = torch.from_numpy(np.array(prompt_ids, np.int64)).to(self._device)
+            seen[row] = False
+            seen[row, ids] = True
+        return RowSampler(self, row, kind)
+
+    def _seen_tokens(self) -> torch.Tensor:
+        """Which tokens each request has read or generated; made when a request first needs it."""
+        if self._seen is None:
+            size = (self._num_rows, self._num_logits)
+            self._seen = torch.zeros(size, dtype=torch.bool, device=self._device)
+        return self._seen
+
+    @torch.inference_mode()
+    def pick(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        last: torch.Tensor,
+        kind: Kind,
+    ) -> torch.Tensor:
+        """The next tokens, int64 ``[rows]``, given ``logits``, ``[rows, vocab]``. ``rows`` are
+        those of the requests, ``positions`` those that the tokens will have, ``last`` the tokens
+        before them; all int64. Called again, it gives the same."""
+        if kind == GREEDY:
+            return logits.argmax(-1)
+        scores = logits.float()
+        temperature, top_p, min_p, penalty = self._numbers[rows][:, :, None].unbind(1)
+        if kind.penalizes:
+            seen = self._seen_tokens()
+            seen.index_put_((rows, last), self._true)
+            lowered = torch.where(scores < 0, scores * penalty, scores / penalty)
+            scores = torch.where(seen[rows], lowered, scores)
+        token = scores.argmax(-1)
+        if kind.draws:
+            draws, top_k, seed = self._whole[rows].unbind(1)
+            values, ids = _likeliest(scores / temperature, kind)
+            kept = _kept(values, top_k[:, None], top_p, min_p)
+            drawn = _draw(kept, uniform(seed, positions))
+            token = torch.where(draws > 0, ids.gather(1, drawn)[:, 0], token)
+        return token
+
+
+@dataclass(frozen=True)
+class RowSampler:
+    """Picks the tokens of one request on the device."""
+
+    sampling: DeviceSampling
+    row: int
+    kind: Kind
+
+    @torch.inference_mode()
+    def pick(self, logits: torch.Tensor, position: int, last: int) -> Picked:
+        """The token at ``position``, after the token ``last``, given the model's logits
+        ``[vocab]``; waits for it."""
+        given = to_device([self.row, position, last], torch.int64, logits.device)
+        row, at, before = given.view(3, 1).unbind(0)
+        token = self.sampling.pick(logits[None], row, at, before, self.kind)
+        return int(token), None
+
+
+def _likeliest(scores: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores in descending order and their tokens; among equal scores the lowest token first, in
+    any batch."""
+    if kind.sorts_all:
+        ordered = scores.sort(dim=-1, descending=True, stable=True)
+        return ordered.values, ordered.indices
+    found = scores.topk(min(MOST_LIKELY, scores.shape[1]), dim=-1)
+    ids = found.indices.sort(dim=-1).values
+    ordered = scores.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return ordered.values, ids.gather(1, ordered.indices)
+
+
+def _kept(
+    values: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Probabilities of the tokens with these descending scores, zero for those that the options
+    remove; they need not add up to one. As transformers' warpers: ``top_k`` (0 keeps all) also
+    keeps what equals its last score, and the first token always stays."""
+    most = values.shape[1]
+    last = (top_k + (top_k <= 0) * most - 1).clamp(max=most - 1)
+    values = values.masked_fill(values < values.gather(1, last), float("-inf"))
+    shares = values.softmax(-1)
+    before = shares.cumsum(-1) - shares
+    # What rounding makes of a sum must not remove a token if all are to be kept.
+    keeps = ((before < top_p) | (top_p >= 1)) & (shares >= min_p * shares[:, :1])
+    keeps[:, 0] = True
+    return shares.masked_fill(~keeps, 0.0)
+
+
+def _draw(shares: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """The index of one entry of each row, int64 ``[rows, 1]``, drawn by ``random``, ``[rows]``."""
+    sums = shares.cumsum(-1)
+    below = (sums <= random[:, None] * sums[:, -1:]).sum(-1, keepdim=True)
+    most = (shares > 0).sum(-1, keepdim=True) - 1  # rounding must not reach what was removed
+    return torch.minimum(below, most)
+
+
+_STEP, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+
+
+def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Numbers in [0, 1), a hash (splitmix64) of ``seed`` and ``position``, both int64."""
+    mixed = seed + (position + 1) * _STEP
+    mixed = (mixed ^ _shifted(mixed, 30)) * _FIRST
+    mixed = (mixed ^ _shifted(mixed, 27)) * _SECOND
+    mixed = mixed ^ _shifted(mixed, 31)
+    return _shifted(mixed, 40).float() * 2.0**-24
+
+
+def _shifted(number: torch.Tensor, bits: int) -> torch.Tensor:
+    """``number`` shifted right as if it had no sign."""
+    return (number >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,168 @@
+"""One slab of pages that holds the KV of all running requests."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+
+import torch
+
+from kvboost.model.kv import KVShape
+
+PAGE = 32
+"""Rows of a page."""
+SCRATCH = 0
+"""The page, and the row of the table, that padding uses."""
+
+_serials = count(1)
+
+
+class Holding:
+    """The pages of one request, in order, and its row of the slab's table."""
+
+    def __init__(self, row: int, pages: list[int]) -> None:
+        self.row = row
+        self.pages = pages
+        self.serial = next(_serials)
+        """Tells this request from others that had the same row."""
+
+
+class Slab:
+    """Pages, and which requests hold them; several may hold the same page. ``data`` is ``[layers,
+    pages, kv_heads, PAGE, 2 * head_dim]``: the key of a row, then its value. ``table`` is int32
+    ``[requests, most pages]`` on the device: the pages of each request. Thread-safe; ``release``
+    never waits."""
+
+    def __init__(
+        self, shape: KVShape, num_pages: int, num_requests: int, most_pages: int | None = None
+    ) -> None:
+        """``num_pages`` and ``num_requests`` do not count those for padding."""
+        self.shape = shape
+        self.num_pages = num_pages
+        self.num_requests = num_requests
+        self.page_bytes = PAGE * shape.row_bytes
+        size = (num_pages + 1, shape.num_kv_heads, PAGE, 2 * shape.head_dim)
+        self.data = torch.zeros(shape.num_layers, *size, dtype=shape.dtype, device=shape.device)
+        self.layers = self.data.unbind(0)
+        columns = min(most_pages or num_pages, num_pages)
+        self.table = torch.zeros(num_requests + 1, columns, dtype=torch.int32, device=shape.device)
+        self._free_pages = list(range(num_pages, 0, -1))
+        self._free_rows = list(range(num_requests, 0, -1))
+        self._holders = [0] * (num_pages + 1)
+        self._released: deque[Holding] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows of KV that one request can have."""
+        return self.table.shape[1] * PAGE
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of all pages that some request holds, each counted once."""
+        with self._lock:
+            self._collect()
+            return (self.num_pages - len(self._free_pages)) * self.page_bytes
+
+    def take(self, num_rows: int, shared: Sequence[int] = ()) -> Holding | None:
+        """Pages for ``num_rows`` rows. The first of them are ``shared``, which another request
+        holds too. None if there are too few pages, or too many requests."""
+        needed = max(0, pages_for(num_rows) - len(shared))
+        with self._lock:
+            self._collect()
+            fits = needed <= len(self._free_pages) and num_rows <= self.most_rows
+            if not fits or not self._free_rows:
+                return None
+            holding = Holding(self._free_rows.pop(), [*shared, *self._pop(needed)])
+            for page in holding.pages:
+                self._holders[page] += 1
+        self._enter(holding, 0)
+        return holding
+
+    def extend(self, holding: Holding, num_rows: int) -> bool:
+        """Adds pages until ``num_rows`` rows fit; False if there are too few."""
+        known = len(holding.pages)
+        with self._lock:
+            self._collect()
+            needed = pages_for(num_rows) - known
+            if needed > len(self._free_pages) or num_rows > self.most_rows:
+                return False
+            holding.pages += self._pop(needed)
+            for page in holding.pages[known:]:
+                self._holders[page] += 1
+        self._enter(holding, known)
+        return True
+
+    def replace(self, holding: Holding, num_pages: int) -> bool:
+        """Copies the first ``num_pages`` pages, which others hold too, into pages of its own; False
+        if there are too few."""
+        with self._lock:
+            self._collect()
+            if num_pages > len(self._free_pages):
+                return False
+            old, own = holding.pages[:num_pages], self._pop(num_pages)
+            for page in own:
+                self._holders[page] += 1
+            for page in old:
+                self._drop(page)
+        holding.pages[:num_pages] = own
+        self.data[:, own] = self.data[:, old]
+        self._enter(holding, 0)
+        return True
+
+    def release(self, holding: Holding) -> None:
+        """Returns a request's pages. The garbage collector may call this in a thread that holds
+        any lock, so it leaves the work to the next call if it cannot have the slab's."""
+        self._released.append(holding)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._collect()
+            finally:
+                self._lock.release()
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong when no request runs: nothing, unless there is a leak."""
+        with self._lock:
+            self._collect()
+            faults = [f"page {page} is held" for page, n in enumerate(self._holders) if n]
+            for name, free, total in (
+                ("pages", self._free_pages, self.num_pages),
+                ("rows of the table", self._free_rows, self.num_requests),
+            ):
+                if sorted(free) != list(range(1, total + 1)):
+                    faults.append(f"{len(free)} of {total} {name} are free")
+        return faults
+
+    def _pop(self, number: int) -> list[int]:
+        return [self._free_pages.pop() for _ in range(number)]
+
+    def _drop(self, page: int) -> None:
+        self._holders[page] -= 1
+        if not self._holders[page]:
+            self._free_pages.append(page)
+
+    def _collect(self) -> None:
+        while self._released:
+            holding = self._released.popleft()
+            for page in reversed(holding.pages):
+                self._drop(page)
+            self._free_rows.append(holding.row)
+
+    def _enter(self, holding: Holding, start: int) -> None:
+        """Writes pages from number ``start`` on into the table."""
+        pages = to_device(holding.pages[start:], torch.int32, self.shape.device)
+        self.table[holding.row, start : len(holding.pages)] = pages
+
+
+def pages_for(num_rows: int) -> int:
+    return -(-num_rows // PAGE)
+
+
+def to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of ``numbers``. A GPU is not waited for."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    pinned = torch.tensor(numbers, dtype=dtype, pin_memory=True)
+    return pinned.to(device, non_blocking=True)

@@ -1,0 +1,330 @@
+"""Decode steps: one row of each of several requests, through buffers that stay where they are.
+
+The last token and the length of every running request are on the device, in its row of the slab's
+table. A step reads them, and writes the next token and length there: nothing goes through the host
+but the rows that take part, and these only when they change. So a step can be a CUDA graph, and the
+next step can start before the host has seen the tokens of the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvboost.model.attention import Batch
+from kvboost.model.paged.graphs import Capture, Function
+from kvboost.model.paged.kv import PagedKV
+from kvboost.model.paged.sampling import GREEDY, DeviceSampling, Kind
+from kvboost.model.paged.slab import PAGE, SCRATCH, Slab, to_device
+from kvboost.model.sampling import Picked
+from kvboost.model.segment import Segment
+from kvboost.model.triton.attention import attend
+from kvboost.model.triton.rows import MOST_SPLITS, PagedRows, Tile, programs_at_once
+from kvboost.model.triton.write import write
+
+RunModel = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
+"""Runs token ids at positions, both int64 ``[rows]``; returns logits ``[rows, vocab]``."""
+
+
+def bucket_of(count: int) -> int:
+    """The number of rows that a step of ``count`` requests is padded to."""
+    if count <= 8:
+        return 1 << (count - 1).bit_length()
+    step = 8 if count <= 32 else 16 if count <= 64 else 32 if count <= 128 else 64
+    return -(-count // step) * step
+
+
+class StepBatch(Batch):
+    """Rows of different requests, each after all rows of its request. ``positions``, ``slots`` and
+    ``requests`` are filled before every step."""
+
+    def __init__(self, slab: Slab, size: int) -> None:
+        super().__init__(())
+        self._slab = slab
+        device = slab.shape.device
+        self.slots = torch.zeros(size, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(size, dtype=torch.int32, device=device)
+        row = torch.arange(size, dtype=torch.int32, device=device)
+        self._tiles = torch.stack([torch.zeros_like(row), row, torch.ones_like(row)], 1)
+        self._rows: dict[int, PagedRows] = {}
+
+    @property
+    def requests(self) -> torch.Tensor:
+        """int32 ``[rows]``: the rows of the requests in the slab's table."""
+        return self._tiles[:, 0]
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        rows = keys[0].transpose(0, 1), values[0].transpose(0, 1)
+        write(*rows, self.pages(layer), self.slots)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        queries = query[0].transpose(0, 1)
+        return self.attend_rows(layer, queries, scale, window, softcap)[None]
+
+    def pages(self, layer: int) -> torch.Tensor:
+        """A layer's pages, ``[pages, kv_heads, page, 2 * dim]``."""
+        return self._slab.layers[layer]
+
+    def attend_rows(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Attention of ``query``, ``[rows, heads, dim]``; returns the same shape."""
+        rows = self._rows_for(query.shape[1])
+        return attend(query, self.pages(layer), rows, scale, window=window, soft_cap=softcap)
+
+    def _rows_for(self, heads: int) -> PagedRows:
+        """The rows for the kernel. A tile is split over its keys as far as the device has programs
+        to spare: lengths are not known when a graph is recorded."""
+        if heads not in self._rows:
+            shape, size = self._slab.shape, len(self.slots)
+            group = heads // shape.num_kv_heads
+            tile = Tile.pick(group, shape.dtype, shape.head_dim)
+            spare = programs_at_once(shape.device, tile) // (size * shape.num_kv_heads)
+            splits = max(1, min(spare, MOST_SPLITS))
+            self._rows[heads] = PagedRows(
+                self.positions,
+                self._tiles,
+                self._slab.table,
+                tile,
+                splits,
+                self._slab.most_rows,
+                group,
+            )
+        return self._rows[heads]
+
+
+class _Bucket:
+    """Steps of one number of rows."""
+
+    def __init__(self, size: int, steps: Steps) -> None:
+        self.size = size
+        self._steps = steps
+        self._batch = StepBatch(steps.slab, size)
+        self._requests = [SCRATCH] * size
+        self.rows = torch.zeros(size, dtype=torch.int64, device=steps.slab.shape.device)
+        self.positions = torch.zeros_like(self.rows)
+        self.ids = torch.zeros_like(self.rows)
+        self.picked = torch.zeros_like(self.rows)
+        self.logits = torch.empty(0)
+        self._run: Function | None = None
+        self._samplers: dict[Kind, Function] = {}
+
+    def run(self, requests: Sequence[int], kind: Kind) -> torch.Tensor:
+        """The next tokens of the requests with these rows, int64 ``[size]``: the same tensor in
+        every step."""
+        padded = [*requests, *[SCRATCH] * (self.size - len(requests))]
+        if padded != self._requests:
+            self._requests = padded
+            self.rows.copy_(to_device(padded, torch.int64, self.rows.device))
+        if self._run is None:
+            self._run = self._steps.capture(self._forward, "the model")
+        self._keep(self._run())
+        if kind not in self._samplers:
+            name = f"sampling ({kind})"
+            self._samplers[kind] = self._steps.capture(lambda: self._sample(kind), name)
+        return self._samplers[kind]()
+
+    def _keep(self, logits: torch.Tensor) -> None:
+        """Sampling reads logits where those of the first step were: it may be a graph even if the
+        model, whose logits are elsewhere in every step then, is none."""
+        if not len(self.logits):
+            self.logits = logits
+        elif logits is not self.logits:
+            self.logits.copy_(logits)
+
+    def _forward(self) -> torch.Tensor:
+        steps, batch = self._steps, self._batch
+        self.positions.copy_(steps.lengths[self.rows])
+        batch.positions.copy_(self.positions)
+        batch.requests.copy_(self.rows)
+        page = steps.slab.table[self.rows, self.positions // PAGE].long()
+        torch.add(self.positions % PAGE, page, alpha=PAGE, out=batch.slots)
+        self.ids.copy_(steps.tokens[self.rows])
+        return steps.run_model(self.ids, self.positions, batch)
+
+    def _sample(self, kind: Kind) -> torch.Tensor:
+        """Gives the same result if it is called again: a capture runs it more than once."""
+        steps, after = self._steps, self.positions + 1
+        token = steps.sampling.pick(self.logits, self.rows, after, self.ids, kind)
+        self.picked.copy_(token)
+        steps.tokens.index_copy_(0, self.rows, self.picked)
+        steps.lengths.index_copy_(0, self.rows, after * (self.rows > SCRATCH))
+        return self.picked
+
+
+class _Tokens:
+    """Tokens on their way to the host."""
+
+    def __init__(self, picked: torch.Tensor) -> None:
+        self._copied: torch.cuda.Event | None = None
+        if picked.device.type == "cuda":
+            self._host = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=True)
+            self._host.copy_(picked, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        else:
+            self._host = picked.clone()
+        self._list: list[int] | None = None
+
+    def __getitem__(self, index: int) -> int:
+        if self._list is None:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._list = self._host.tolist()
+        return self._list[index]
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """The result of a row that has been launched."""
+
+    serial: int
+    position: int
+    tokens: _Tokens
+    index: int
+    logits: torch.Tensor | None
+
+    def get(self) -> torch.Tensor | Picked:
+        return (self.tokens[self.index], None) if self.logits is None else self.logits
+
+
+class Steps:
+    """Runs decode steps of the requests in one slab. One thread at a time may call it."""
+
+    def __init__(self, slab: Slab, run_model: RunModel, num_logits: int, capture: Capture) -> None:
+        self.slab = slab
+        self.run_model = run_model
+        self.capture = capture
+        device = slab.shape.device
+        num_rows = slab.num_requests + 1
+        self.sampling = DeviceSampling(num_rows, num_logits, device)
+        self.tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.num_steps = self.num_ahead = 0
+        self._buckets: dict[int, _Bucket] = {}
+        self._next: dict[int, tuple[int, int]] = {}
+        """By row: the serial of its request, and the position whose token the device has."""
+        self._pending: dict[int, _Pending] = {}
+
+    def forget_graphs(self) -> None:
+        """Records all steps anew: the model has changed."""
+        self._buckets.clear()
+
+    def takes(self, segment: Segment) -> bool:
+        """Whether a segment is the next row of a request with pages of this slab."""
+        kv = segment.kv
+        return (
+            isinstance(kv, PagedKV)
+            and kv.slab is self.slab
+            and len(segment) == 1
+            and segment.is_plain
+            and segment.num_logits == 1
+            and segment.hook is None
+            and segment.until is None
+        )
+
+    def run(self, segments: Sequence[Segment]) -> list[torch.Tensor | Picked]:
+        """The next token of each segment that has a sampler, logits ``[1, vocab]`` of the others.
+        Launches the steps after these, if ``ahead`` says that they will be asked for; then the
+        results of an earlier call may already be on their way."""
+        ready = [self._claim(segment) for segment in segments]
+        missing = [index for index, found in enumerate(ready) if found is None]
+        if missing:
+            launched = self._launch([segments[index] for index in missing])
+            for index, found in zip(missing, launched, strict=True):
+                ready[index] = found
+        ahead = [_after(segment) for segment in segments if self._looks_ahead(segment)]
+        if ahead:
+            self.num_ahead += 1
+            for segment, result in zip(ahead, self._launch(ahead), strict=True):
+                self._pending[_row(segment)] = result
+        return [found.get() for found in ready if found is not None]
+
+    def _claim(self, segment: Segment) -> _Pending | None:
+        """The result of a segment that an earlier call has launched. It is a token: a segment that
+        asks for logits runs again."""
+        found = self._pending.pop(_row(segment), None)
+        if found is None or segment.sampler is None:
+            return None
+        wanted = (_serial(segment), segment.first)
+        return found if (found.serial, found.position) == wanted else None
+
+    def _looks_ahead(self, segment: Segment) -> bool:
+        return segment.ahead and segment.sampler is not None and segment.end < segment.kv.capacity
+
+    def _launch(self, segments: Sequence[Segment]) -> list[_Pending]:
+        """Starts a step of these segments."""
+        self._upload(segments)
+        count = len(segments)
+        size = bucket_of(count)
+        if size not in self._buckets:
+            self._buckets[size] = _Bucket(size, self)
+        bucket = self._buckets[size]
+        kind = GREEDY
+        for segment in segments:
+            kind = kind | segment.sampler.kind if segment.sampler is not None else kind
+        tokens = _Tokens(bucket.run([_row(segment) for segment in segments], kind))
+        self.num_steps += 1
+        launched = []
+        for index, segment in enumerate(segments):
+            row, serial, position = _row(segment), _serial(segment), segment.first
+            logits = None
+            if segment.sampler is None:
+                logits = bucket.logits[index : index + 1].clone()
+                self._next.pop(row, None)  # another token than the one picked here will follow
+            else:
+                self._next[row] = (serial, position + 1)
+            launched.append(_Pending(serial, position, tokens, index, logits))
+        return launched
+
+    def _upload(self, segments: Sequence[Segment]) -> None:
+        """Tells the device the tokens and positions that it does not have."""
+        unknown = [
+            segment
+            for segment in segments
+            if self._next.get(_row(segment)) != (_serial(segment), segment.first)
+        ]
+        if unknown:
+            rows = [_row(segment) for segment in unknown]
+            ids = [int(segment.token_ids[0]) for segment in unknown]
+            positions = [segment.first for segment in unknown]
+            sent = to_device([*rows, *ids, *positions], torch.int64, self.tokens.device)
+            at, ids_there, positions_there = sent.view(3, -1)
+            self.tokens.index_copy_(0, at, ids_there)
+            self.lengths.index_copy_(0, at, positions_there)
+
+
+def _row(segment: Segment) -> int:
+    assert isinstance(segment.kv, PagedKV)
+    return segment.kv.holding.row
+
+
+def _serial(segment: Segment) -> int:
+    assert isinstance(segment.kv, PagedKV)
+    return segment.kv.holding.serial
+
+
+def _after(segment: Segment) -> Segment:
+    """The row after this one. The device has its token."""
+    return Segment(
+        segment.kv,
+        segment.token_ids,
+        range(segment.end, segment.end + 1),
+        sampler=segment.sampler,
+    )

@@ -1,0 +1,176 @@
+"""What a decoder layer does between its products, one kernel each: norms with the sum before them,
+rotation with the writing of fresh rows, and gates. They round where the model's own modules do."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvboost.model.triton.pages import check_pages
+
+GATED = 1024
+"""Channels of one program that gates."""
+
+
+@triton.jit
+def _normed(x, total, width, eps, weight, element: tl.constexpr):
+    """``x``, in float32, divided by its root mean square and multiplied by ``weight``."""
+    x = (x * tl.rsqrt(total / width + eps)).to(element).to(tl.float32)
+    return (x * weight.to(tl.float32)).to(element)
+
+
+@triton.jit
+def _add_norm_kernel(
+    rows,
+    added,
+    summed,
+    weight,
+    out,
+    eps,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    element = out.dtype.element_ty
+    channel = tl.arange(0, WIDE)
+    inside = channel < WIDTH
+    at = tl.program_id(0).to(tl.int64) * WIDTH + channel
+    x = tl.load(rows + at, mask=inside, other=0.0).to(tl.float32)
+    if added is not None:
+        x += tl.load(added + at, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(element)
+        tl.store(summed + at, x, mask=inside)
+        x = x.to(tl.float32)
+    scale = tl.load(weight + channel, mask=inside, other=0.0)
+    tl.store(out + at, _normed(x, tl.sum(x * x, 0), WIDTH, eps, scale, element), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _rotate_write_kernel(
+    qkv,
+    qkv_stride,
+    cos,
+    sin,
+    cos_stride,
+    query_norm,
+    key_norm,
+    eps,
+    slots,
+    pages,
+    page_stride,
+    head_stride,
+    token_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    element = qkv.dtype.element_ty
+    pair = tl.arange(0, WIDE)
+    inside = pair < HALF
+    at = qkv + row * qkv_stride + head * (2 * HALF) + pair
+    first = tl.load(at, mask=inside, other=0.0)
+    second = tl.load(at + HALF, mask=inside, other=0.0)
+    slot = tl.load(slots + row)
+    own = tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS)
+    to = pages + (
+        (slot // PAGE) * page_stride + own.to(tl.int64) * head_stride + (slot % PAGE) * token_stride
+    )
+    if head >= HEADS + KV_HEADS:
+        tl.store(to + 2 * HALF + pair, first, mask=inside)
+        tl.store(to + 3 * HALF + pair, second, mask=inside)
+    else:
+        x, y = first.to(tl.float32), second.to(tl.float32)
+        if query_norm is not None:
+            weights = key_norm
+            if head < HEADS:
+                weights = query_norm
+            total = tl.sum(x * x, 0) + tl.sum(y * y, 0)
+            x_weight = tl.load(weights + pair, mask=inside, other=0.0)
+            y_weight = tl.load(weights + HALF + pair, mask=inside, other=0.0)
+            x = _normed(x, total, 2 * HALF, eps, x_weight, element).to(tl.float32)
+            y = _normed(y, total, 2 * HALF, eps, y_weight, element).to(tl.float32)
+        turn = row * cos_stride + pair
+        x_cos = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
+        y_cos = tl.load(cos + turn + HALF, mask=inside, other=0.0).to(tl.float32)
+        x_sin = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
+        y_sin = tl.load(sin + turn + HALF, mask=inside, other=0.0).to(tl.float32)
+        # As the model rounds: each product, then the sum.
+        new_x = (x * x_cos).to(element).to(tl.float32) - (y * x_sin).to(element).to(tl.float32)
+        new_y = (y * y_cos).to(element).to(tl.float32) + (x * y_sin).to(element).to(tl.float32)
+        if head < HEADS:
+            tl.store(at, new_x.to(element), mask=inside)
+            tl.store(at + HALF, new_y.to(element), mask=inside)
+        else:
+            tl.store(to + pair, new_x.to(element), mask=inside)
+            tl.store(to + HALF + pair, new_y.to(element), mask=inside)
+
+
+@triton.jit
+def _gate_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < WIDTH
+    at = gate_up + row * (2 * WIDTH) + channel
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    element = out.dtype.element_ty
+    gate = (gate * tl.sigmoid(gate)).to(element).to(tl.float32)
+    tl.store(out + row * WIDTH + channel, (gate * up).to(element), mask=inside)
+
+
+def add_norm(
+    rows: torch.Tensor, weight: torch.Tensor, eps: float, added: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The root-mean-square norm of ``rows``, contiguous ``[rows, width]``, or of ``rows + added``;
+    and what was normed."""
+    out = torch.empty_like(rows)
+    summed = rows if added is None else torch.empty_like(rows)
+    width = rows.shape[1]
+    _add_norm_kernel[(len(rows),)](
+        *(rows, added, summed, weight, out, eps),
+        WIDTH=width,
+        WIDE=triton.next_power_of_2(width),
+        num_warps=8 if width > 1024 else 4,
+    )
+    return out, summed
+
+
+def rotate_and_write(
+    qkv: torch.Tensor,
+    cos_sin: tuple[torch.Tensor, torch.Tensor],
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """Rotates queries and keys by ``cos_sin``, ``[rows, dim]`` each, channels ``(i, i + dim / 2)``
+    as pairs, and writes keys and values into a layer's ``pages`` at ``slots``. ``qkv`` is
+    contiguous ``[rows, (heads + 2 * kv_heads) * dim]``; returns its part with the queries, which
+    are rotated in place, as ``[rows, heads, dim]``. ``norms`` are the weights of norms of each
+    query and key."""
+    kv_heads, page, dim = check_pages(pages)
+    cos, sin = cos_sin
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    query_norm, key_norm = norms or (None, None)
+    _rotate_write_kernel[(len(qkv), heads + 2 * kv_heads)](
+        *(qkv, qkv.stride(0), cos, sin, cos.stride(0), query_norm, key_norm, eps),
+        *(slots, pages, *pages.stride()[:3]),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HALF=dim // 2,
+        WIDE=triton.next_power_of_2(dim // 2),
+        PAGE=page,
+        num_warps=1,
+    )
+    return qkv[:, : heads * dim].view(len(qkv), heads, dim)
+
+
+def gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` of contiguous ``[rows, 2 * width]``."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    _gate_kernel[(rows, -(-width // GATED))](gate_up, out, WIDTH=width, BLOCK=GATED)
+    return out

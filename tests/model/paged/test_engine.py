@@ -1,0 +1,111 @@
+"""Whole requests over pages: the answers are those over buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvboost.model.paged.choose import choose_pages, make_capture
+from paged_engines import leaks, paged_engine, steps_of
+from tiny import DEVICE, tiny_model
+
+TEXT = "A request has pages of one slab, and a table says which. "
+PASSAGES = [
+    "The first passage is about rivers and the towns beside them, mostly in spring. ",
+    "The second passage counts the stars, one after another, until the morning comes. ",
+]
+
+
+def answers(engine: Any, **options: Any) -> list[list[int]]:
+    prompts = [TEXT, TEXT[:30] + "What else?", "Another text."]
+    alone = [engine.generate(prompt, 3, ignore_eos=True, **options) for prompt in prompts]
+    return [result.token_ids for result in alone]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_answers_equal_those_over_buffers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with paged_engine(monkeypatch, name, pages=False) as plain:
+        expected = answers(plain)
+        assert plain._model.forward.steps is None
+    with paged_engine(monkeypatch, name) as engine:
+        assert answers(engine) == expected
+        again = engine.generate(TEXT, 3, ignore_eos=True)
+        assert again.token_ids == expected[0] and again.exact_tokens > 30
+        steps = steps_of(engine)
+        assert steps.num_steps >= 8 and steps.num_ahead >= 4
+        assert leaks(engine) == []
+
+
+def test_a_batch_with_a_shared_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of the beginning are held by all; the answers are those of requests alone."""
+    shared = list(range(200)) * 3
+    prompts = [[*shared[:576], 7, number] for number in range(3)]
+    big = {"max_position_embeddings": 1024}
+    monkeypatch.setattr("paged_engines.SMALL", {"num_hidden_layers": 1, **big})
+    with paged_engine(monkeypatch, pages=False) as plain:
+        expected = [plain.generate(ids, 3, "baseline", ignore_eos=True) for ids in prompts]
+    with paged_engine(monkeypatch) as engine:
+        found = engine.generate_batch(prompts, 3, "prefix_cache", ignore_eos=True, keep=False)
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+        assert leaks(engine) == []
+
+
+def test_moved_text_is_placed_probed_and_repaired_in_pages(monkeypatch) -> None:
+    def run(pages: bool) -> tuple[list[int], int, tuple[int, ...]]:
+        options = {"recompute_strategy": "query", "reuse_moved": "always", "chunk_size": 32}
+        with paged_engine(monkeypatch, pages=pages, **options) as engine:
+            engine.generate(PASSAGES[0] + PASSAGES[1], 1, ignore_eos=True)
+            result = engine.generate(PASSAGES[1] + "So?", 2, ignore_eos=True)
+            if pages:
+                assert steps_of(engine).num_steps and leaks(engine) == []
+            return result.token_ids, result.moved_tokens, result.reuse.recomputed
+
+    tokens, moved, recomputed = run(pages=False)
+    assert moved > 32 and recomputed
+    assert run(pages=True) == (tokens, moved, recomputed)
+
+
+def test_requests_with_options_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy, sampled, with log probabilities and stopped early, in one batch as alone."""
+    each: list[Any] = [
+        {},
+        {"temperature": 5.0, "seed": 3},
+        {"logprobs": 2},
+        {"max_new_tokens": 1},
+    ]
+    prompts = [TEXT[:20], TEXT[:20], TEXT[:25], TEXT[:9]]
+    with paged_engine(monkeypatch) as engine:
+        together = engine.generate_batch(prompts, 3, "baseline", each=each, ignore_eos=True)
+        for prompt, own, result in zip(prompts, each, together, strict=True):
+            options = {"max_new_tokens": 3, **own}
+            alone = engine.generate(prompt, mode="baseline", ignore_eos=True, **options)
+            assert alone.token_ids == result.token_ids
+            assert [one.token_id for one in result.logprobs or ()] == (
+                result.token_ids if "logprobs" in own else []
+            )
+        assert together[0].token_ids != together[1].token_ids
+        assert leaks(engine) == []
+
+
+def test_a_stream_that_is_closed_returns_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    with paged_engine(monkeypatch) as engine:
+        with engine.stream(TEXT, 50, ignore_eos=True) as stream:
+            next(iter(stream))
+        assert leaks(engine) == []
+
+
+def test_a_slab_that_is_full_leaves_requests_with_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with paged_engine(monkeypatch, pages=False) as plain:
+        expected = plain.generate(TEXT, 2, ignore_eos=True).token_ids
+    with paged_engine(monkeypatch, max_kv_bytes="1KiB") as engine:
+        assert engine.generate(TEXT, 2, ignore_eos=True).token_ids == expected
+        assert steps_of(engine).num_steps == 0
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="what a CPU is told")
+def test_cpus_have_buffers_and_say_why() -> None:
+    choice = choose_pages(True, tiny_model("llama"))
+    assert not choice.used and "NVIDIA" in choice.reason
+    device = next(tiny_model("llama").parameters()).device
+    assert make_capture(device, "auto").note == "CUDA graphs need a GPU"

@@ -1,0 +1,60 @@
+"""Layers for decode steps: they give what the model's own give, and leave the model as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from kvboost.model.paged import layers
+from kvboost.model.paged.graphs import NoCapture
+from kvboost.model.paged.slab import Slab
+from paged_engines import SMALL
+from tiny import make_engine, tiny_model
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_layers_replace_the_models_own_and_leave_no_trace(name: str) -> None:
+    model = tiny_model(name, **SMALL)
+    before = {key: weight.clone() for key, weight in model.state_dict().items()}
+    engine = make_engine(model)
+    forward = engine._model.forward
+    slab = Slab(forward.shape, num_pages=4, num_requests=1)
+    forward.use_pages(slab, NoCapture())
+    assert forward.step_layers is not None
+    assert forward.step_layers.note is None and len(forward.step_layers) == 2
+    attention = model.model.layers[0].self_attn
+    whole = attention.q_proj.weight.untyped_storage().data_ptr()
+    assert attention.k_proj.weight.untyped_storage().data_ptr() == whole
+    forward.leave_pages()
+    assert "forward" not in vars(model.model.layers[0])
+    assert attention.k_proj.weight.untyped_storage().data_ptr() != whole
+    for key, weight in model.state_dict().items():
+        assert torch.equal(weight, before[key])
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2", "phi3"])
+def test_other_layers_are_left_alone(name: str) -> None:
+    engine = make_engine(tiny_model(name, **SMALL))
+    forward = engine._model.forward
+    forward.use_pages(Slab(forward.shape, num_pages=4, num_requests=1), NoCapture())
+    assert forward.step_layers is not None and len(forward.step_layers) == 0
+    assert "no decoder layers" in str(forward.step_layers.note)
+
+
+def test_layers_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "gate", lambda rows: rows[:, : rows.shape[1] // 2])
+    model = tiny_model("llama", **SMALL)
+    forward = make_engine(model)._model.forward
+    forward.use_pages(Slab(forward.shape, num_pages=4, num_requests=1), NoCapture())
+    assert forward.step_layers is not None and "were off by" in str(forward.step_layers.note)
+    assert "forward" not in vars(model.model.layers[0])
+
+
+def test_a_layer_whose_linears_were_replaced_runs_as_it_is() -> None:
+    """As an adapter replaces them."""
+    layer = tiny_model("llama", **SMALL).model.layers[0]
+    ours = layers.StepLayer(layer)
+    assert ours.serves()
+    layer.mlp.up_proj = nn.Linear(64, 96)
+    assert not ours.serves()

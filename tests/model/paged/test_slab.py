@@ -1,0 +1,134 @@
+"""Pages: who has them, and that none is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvboost.model.kv import KVShape
+from kvboost.model.paged.kv import PagedKV
+from kvboost.model.paged.pool import PagedPool
+from kvboost.model.paged.slab import PAGE, SCRATCH, Holding, Slab, pages_for
+from tiny import DEVICE
+
+SHAPE = KVShape(2, 2, 4, torch.float32, torch.device(DEVICE))
+
+
+def test_a_request_has_whole_pages_and_a_row_of_the_table() -> None:
+    slab = Slab(SHAPE, num_pages=8, num_requests=2)
+    one = slab.take(PAGE + 1)
+    assert one is not None and len(one.pages) == 2 and one.row != SCRATCH
+    assert SCRATCH not in one.pages
+    assert slab.table[one.row, :2].tolist() == one.pages
+    assert slab.used_bytes == 2 * PAGE * SHAPE.row_bytes
+    assert slab.extend(one, 4 * PAGE) and len(one.pages) == 4
+    assert slab.table[one.row, :4].tolist() == one.pages
+    slab.release(one)
+    assert slab.used_bytes == 0 and slab.check_integrity() == []
+
+
+def test_too_many_pages_or_requests_are_refused_and_change_nothing() -> None:
+    slab = Slab(SHAPE, num_pages=4, num_requests=2, most_pages=3)
+    assert slab.take(4 * PAGE) is None  # more than one request may have
+    first, second = slab.take(2 * PAGE), slab.take(PAGE)
+    assert first is not None and second is not None
+    assert slab.take(PAGE) is None  # no row of the table is left
+    assert not slab.extend(second, 3 * PAGE)
+    assert len(second.pages) == 1
+    for holding in (first, second):
+        slab.release(holding)
+    assert slab.check_integrity() == []
+
+
+def test_shared_pages_are_counted_once_and_freed_with_the_last_request() -> None:
+    slab = Slab(SHAPE, num_pages=8, num_requests=3)
+    first = slab.take(3 * PAGE)
+    assert first is not None
+    second = slab.take(4 * PAGE, first.pages[:2])
+    assert second is not None and second.pages[:2] == first.pages[:2]
+    assert slab.used_bytes == 5 * slab.page_bytes
+    slab.release(first)
+    assert slab.used_bytes == 4 * slab.page_bytes
+    slab.release(second)
+    assert slab.check_integrity() == []
+
+
+def test_replacing_shared_pages_copies_them() -> None:
+    slab = Slab(SHAPE, num_pages=8, num_requests=3)
+    first = slab.take(2 * PAGE)
+    assert first is not None
+    slab.data[:, first.pages] = torch.randn_like(slab.data[:, first.pages])
+    second = slab.take(3 * PAGE, first.pages)
+    assert second is not None and slab.replace(second, 2)
+    assert not set(first.pages) & set(second.pages)
+    assert torch.equal(slab.data[:, second.pages[:2]], slab.data[:, first.pages])
+    assert slab.table[second.row, :3].tolist() == second.pages
+
+
+def test_a_leak_is_found() -> None:
+    slab = Slab(SHAPE, num_pages=2, num_requests=1)
+    assert slab.take(1) is not None
+    assert any("is held" in fault for fault in slab.check_integrity())
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5 * PAGE)), max_size=30))
+def test_no_page_is_lost_or_given_twice(moves: list[tuple[int, int]]) -> None:
+    slab = Slab(SHAPE, num_pages=12, num_requests=4)
+    held: list[Holding] = []
+    for kind, rows in moves:
+        if kind == 0 and held:
+            slab.release(held.pop(rows % len(held)))
+        elif kind == 1 and held:
+            slab.extend(held[rows % len(held)], rows)
+        elif kind == 2 and held:
+            shared = held[rows % len(held)].pages[:2]
+            taken = slab.take(max(rows, len(shared) * PAGE), shared)
+            held += [taken] if taken is not None else []
+        elif (taken := slab.take(rows)) is not None:
+            assert not set(taken.pages) & {page for other in held for page in other.pages}
+            held.append(taken)
+        used = {page for holding in held for page in holding.pages}
+        assert slab.used_bytes == len(used) * slab.page_bytes
+        assert len({holding.row for holding in held}) == len(held)
+    for holding in held:
+        slab.release(holding)
+    assert slab.check_integrity() == []
+
+
+def test_a_pool_without_space_lends_a_buffer() -> None:
+    slabs: list[Slab] = []
+    size = 3 * PAGE * SHAPE.row_bytes
+    pool = PagedPool(SHAPE, size, max_running=4, context=1024, on_slab=slabs.append)
+    assert not slabs  # nothing is allocated before a request comes
+    with pool.lend(2 * PAGE) as paged, pool.lend(2 * PAGE) as buffer:
+        assert isinstance(paged, PagedKV) and not isinstance(buffer, PagedKV)
+        assert buffer.capacity >= 2 * PAGE
+    assert slabs == [pool.slab] and slabs[0].num_pages == 3
+    assert pool.bytes_for(PAGE + 1) == 2 * pool.slab.page_bytes
+    assert pool.slab.check_integrity() == []
+
+
+def test_a_pool_shares_pages() -> None:
+    pool = PagedPool(SHAPE, 1 << 20, max_running=4, context=256, on_slab=lambda _: None)
+    with pool.lend(100) as first:
+        prefix = first.share(2 * PAGE + 5)
+        assert prefix.count == 2 * PAGE
+        with pool.lend(150, prefix) as second:
+            assert second.own_start == 2 * PAGE and second.spared_bytes == 64 * SHAPE.row_bytes
+            assert first.spared_bytes == 0
+            held = first.memory() | second.memory()
+            own = pages_for(100) + pages_for(150) - 2
+            assert sum(held.values()) == own * pool.slab.page_bytes
+            second.detach_prefix()
+            assert second.own_start == 0 and second.base is None
+    assert pool.slab.check_integrity() == []
+
+
+def test_a_request_that_outgrows_the_slab_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvboost import KVTooLargeError
+
+    pool = PagedPool(SHAPE, 2 * PAGE * SHAPE.row_bytes, 1, 1024, on_slab=lambda _: None)
+    with pool.lend(PAGE) as kv, pytest.raises(KVTooLargeError, match="max_kv_bytes"):
+        kv.reserve(5 * PAGE)

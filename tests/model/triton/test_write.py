@@ -1,0 +1,34 @@
+"""Fresh rows, written into pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvboost.model.triton.write import write
+from paged_kv import each_dtype, make_pages, random
+from tiny import DEVICE
+
+
+@each_dtype
+@pytest.mark.parametrize("dim", [16, 24])
+@pytest.mark.parametrize("layout", ["heads first", "tokens first"])
+def test_rows_go_to_their_slots_and_nothing_else_changes(
+    dtype: torch.dtype, dim: int, layout: str
+) -> None:
+    pages = make_pages(6, 2, 8, dim, dtype, layout)
+    slots = torch.tensor([47, 3, 8, 9, 10, *range(16, 32)], device=DEVICE)
+    keys, values = (random(1, 2, len(slots), dim, dtype=dtype)[0].transpose(0, 1) for _ in "kv")
+    expected = pages.clone()
+    for row, slot in enumerate(slots.tolist()):
+        expected[slot // 8, :, slot % 8] = torch.cat([keys[row], values[row]], -1)
+    write(keys, values, pages, slots)
+    assert torch.equal(pages, expected)
+
+
+def test_rows_that_do_not_fit_the_pages_are_named() -> None:
+    pages = make_pages(2, 2, 8, 16, torch.float32, "heads first")
+    slots = torch.tensor([1, 2], device=DEVICE)
+    rows = random(2, 2, 24)
+    with pytest.raises(ValueError, match=r"keys are torch.float32 of shape \(2, 2, 24\)"):
+        write(rows, rows, pages, slots)
