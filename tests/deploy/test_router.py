@@ -78,6 +78,22 @@ def test_a_busy_upstream_is_left_when_waiting_costs_more_than_reading() -> None:
     assert router.open_requests(name) == 0
 
 
+@pytest.mark.parametrize("words", [20, 2000])
+def test_an_open_request_costs_what_it_has_to_read_or_the_least_and_not_both(words: int) -> None:
+    router, asked, other = make("a"), of(text(1)), of(text(2, words))
+
+    def score() -> float:
+        return router.rank(asked, ("a",))[0].score
+
+    idle = score()
+    flight = router.send(router.rank(other, ("a",))[0], other)
+    assert idle - score() == max(64, 0.25 * other.tokens)
+    flight.answering()
+    assert idle - score() == 64
+    flight.end(was_read=True)
+    assert score() == idle
+
+
 def test_requests_without_a_prompt_go_to_the_least_busy() -> None:
     router = make("a", "b", "c")
     names = ("a", "b", "c")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from importlib import import_module
 
@@ -15,6 +14,8 @@ import httpx
 import pytest
 import ray
 from ray import serve
+
+from live_server import wait_for
 
 QUERY = {"strategy": "query"}
 EXACT = {"mode": "prefix_cache"}
@@ -60,13 +61,6 @@ def states() -> dict[str, int]:
     """How many replicas are in which state."""
     found = serve.status().applications["kvboost"].deployments["Replica"].replica_states
     return {str(getattr(state, "value", state)): number for state, number in found.items()}
-
-
-def wait_for(condition, seconds: float = 180.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.2)
 
 
 def test_documents_are_spread_and_found_again_wherever_they_are(url) -> None:
@@ -164,7 +158,7 @@ def test_a_replica_killed_in_mid_stream_breaks_no_other_request(url) -> None:
     for number, seen in enumerate(outcomes):
         assert seen["end"] != "done" or seen["text"] == right[number]
         assert right[number].startswith(seen["text"])
-    wait_for(lambda: states().get("RUNNING") == 2)  # Serve starts another one
+    wait_for(lambda: states().get("RUNNING") == 2, 180)  # Serve starts another one
 
 
 def test_a_replica_that_is_stopped_finishes_its_answers(url, redis_url) -> None:
@@ -176,7 +170,7 @@ def test_a_replica_that_is_stopped_finishes_its_answers(url, redis_url) -> None:
     for thread, _ in threads:
         thread.join(300)
     assert [seen["end"] for seen in outcomes] == ["done", "done"]
-    wait_for(lambda: states() == {"RUNNING": 1})
+    wait_for(lambda: states() == {"RUNNING": 1}, 180)
 
 
 def test_new_replicas_find_in_redis_what_others_have_read(url, redis_url) -> None:

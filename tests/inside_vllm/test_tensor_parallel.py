@@ -65,17 +65,14 @@ def engine(
 
 @pytest.fixture(autouse=True)
 def fresh(engine: Engine) -> None:
-    """vLLM's own cache is empty, and neither memory nor the folder has anything approximate."""
+    """vLLM's own cache is empty, and nothing is left to be written."""
     engine.fresh()
-    engine.llm.collective_rpc(settle)
-    engine.forget_approximate()
-    engine.engine.step()
     engine.llm.collective_rpc(settle)
     engine.llm.collective_rpc(watch)
 
 
 def settle(_: object) -> None:
-    """Returns when everything is written or removed."""
+    """Returns when everything is written."""
     worker = here()
     worker._thread.submit(worker._data.flush).result()
 

@@ -4,8 +4,8 @@ The router knows what it has sent to each upstream and what is still open there.
 the upstream where it is expected to be read soonest::
 
     score  =  beginning * 1  +  passages elsewhere * 0.85      tokens that need not be computed
-            - tokens that others still wait for * 0.25          the queue
-            - open requests * what each of them costs
+            - for each open request: what it costs, or          the queue
+              the tokens it still has to read * 0.25, if that is more
             - the text this upstream holds more than others     keeps memories equally full
 
 All terms are in prompt tokens, so no speed needs to be known. Passages elsewhere count 0.85,
@@ -188,8 +188,8 @@ class _Upstream:
     known: Known
     open: int = 0
     """Requests without a complete answer."""
-    unread: int = 0
-    """Tokens that requests without an answer still have to compute."""
+    extra: float = 0.0
+    """What requests that are still read cost more than one that is being answered."""
     last: int = 0
     """The number of the last request that was sent there."""
     reading: Counter[int] = field(default_factory=Counter)
@@ -203,6 +203,7 @@ class Flight:
     upstream: str
     _state: _Upstream
     _expected: Expected
+    _extra: float
     _first: int | None
     """The first block of its prompt."""
     _added: tuple[list[int], list[int]]
@@ -216,7 +217,7 @@ class Flight:
         if not self._is_reading:
             return
         self._is_reading = False
-        self._state.unread -= self._expected.new
+        self._state.extra -= self._extra
         if self._first is not None:
             self._state.reading -= Counter([self._first])
 
@@ -301,17 +302,18 @@ class Router:
         self._sent += 1
         state.open += 1
         state.last = self._sent
-        state.unread += choice.expected.new
+        extra = max(0.0, WAITING * choice.expected.new - self.settings.request_tokens)
+        state.extra += extra
         first = sketch.blocks[0] if sketch.blocks else None
         is_evidence = first not in state.reading
         if first is not None:
             state.reading[first] += 1
         added = state.known.add(sketch)
-        return Flight(choice.upstream, state, choice.expected, first, added, is_evidence)
+        return Flight(choice.upstream, state, choice.expected, extra, first, added, is_evidence)
 
     def _score(self, one: _Upstream, expected: Expected, sketch: Sketch, least: int) -> float:
         saved = expected.beginning + MOVED_WORTH * expected.elsewhere
-        queue = WAITING * one.unread + self.settings.request_tokens * one.open
+        queue = one.extra + self.settings.request_tokens * one.open
         share = expected.new / sketch.tokens if sketch.tokens else 0.0
         return saved - queue - BALANCE * share * (one.known.tokens - least)
 

@@ -65,7 +65,7 @@ class Settings(Base):
     documents: int = option(24, "Documents that requests ask about.", least=2)
     held: int = option(6, "Documents that the cache of one server has room for.", least=1)
     requests: int = option(72, "Requests with each policy.", least=1)
-    kill_requests: int = option(32, "Requests while a server is killed.", least=KILL_CLIENTS)
+    kill_requests: int = option(32, "Requests while a server is killed.", least=3 * KILL_CLIENTS)
     seed: int = option(0, "Another seed gives other requests.", least=0)
 
 

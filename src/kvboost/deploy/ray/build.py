@@ -15,6 +15,8 @@ from kvboost.deploy.ray.replica import Replica
 ROUTER = "kvboost.deploy.ray.router.ContentRouter"
 SCALING = "kvboost.deploy.ray.scaling.kv_pressure"
 REPORT_SECONDS = 2.0
+LOOK_BACK_SECONDS = 10.0
+"""Replicas are judged by the mean of what they report in this time."""
 FLUSH_SECONDS = 30.0
 """Time to write the cache after the last answer."""
 
@@ -64,6 +66,10 @@ def _scaling(args: DeployOptions) -> dict[str, Any]:
             min_replicas=args.replicas,
             max_replicas=args.max_replicas,
             initial_replicas=args.replicas,
+            upscale_delay_s=args.upscale_seconds,
+            downscale_delay_s=args.downscale_seconds,
+            metrics_interval_s=REPORT_SECONDS,
+            look_back_period_s=LOOK_BACK_SECONDS,
             policy=AutoscalingPolicy(policy_function=SCALING),
         )
     }
