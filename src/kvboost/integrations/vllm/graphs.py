@@ -22,8 +22,10 @@ from kvboost.model.triton.rows import PagedRows, Tile, pick_splits, programs_at_
 from kvboost.model.triton.shift import ShiftPlan
 from kvboost.reuse.repair import PROBE_ROWS, probed_layers
 
-SIZES = (*range(64, 512, 64), *range(512, 1025, 128))
-"""Rows of the graphs. Larger forwards keep a GPU busy without one."""
+SIZES = (*range(64, 512, 64), *range(512, 2049, 128))
+"""Rows of the graphs: up to what a load computes at a time (``slice_rows``)."""
+MOST_PROBED = 512
+"""A probe of more rows, with text that is not known, has no graph."""
 MOST_SPANS = 128
 """Spans that one forward can shift."""
 
@@ -66,7 +68,11 @@ class Graphs:
 
         # The largest first: the others then fit into its memory.
         self._repairs = {size: forward(size, 0) for size in sorted(sizes, reverse=True)}
-        self._probes = {size: forward(size, PROBE_ROWS) for size in sorted(sizes, reverse=True)}
+        self._probes = {
+            size: forward(size, PROBE_ROWS)
+            for size in sorted(sizes, reverse=True)
+            if size <= MOST_PROBED
+        }
         self.num_replays = 0
 
     def __call__(
