@@ -66,8 +66,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._page = vllm_config.cache_config.block_size
         events = vllm_config.kv_events_config
-        listened = events is not None and events.enable_kv_cache_events
-        announced = Announcements(self._page) if listened else None
+        self._is_heard = events is not None and events.enable_kv_cache_events
+        announced = Announcements(self._page) if self._is_heard else None
         self._planner = Planner(self._options, self._page, announced)
         self._branches = Branches()
         self._tally = Tally()
@@ -262,7 +262,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> list[KVCacheEvent]:
         """Blocks that our tiers hold now, or hold no longer."""
-        self._finish_ended()
+        if self._is_heard:
+            self._finish_ended()
         announced = self._planner.take_announcements()
         if not announced:
             return []
