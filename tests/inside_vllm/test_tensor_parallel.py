@@ -11,7 +11,7 @@ import pytest
 from engines import Answer, Engine, Texts, here
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from kvboost.integrations.vllm.worker import Worker
+from kvboost.integrations.vllm.repair import Repairer
 from tiny import byte_tokenizer, tiny_model
 
 MOVED = 400
@@ -87,13 +87,13 @@ def on_each(engine: Engine, look: Callable[[Any], Any]) -> list[Any]:
 def watch(_: object) -> None:
     """Notes the rows of our forwards from now on."""
     worker: Any = here()
-    worker.seen = []
+    worker.seen, repairer = [], worker._repairer
 
     def run(ids: Any, rows: Any, table: Any, hook: Any) -> None:
         worker.seen.append(rows.tolist())
-        Worker._run(worker, ids, rows, table, hook)
+        Repairer.run(repairer, ids, rows, table, hook)
 
-    worker._run = run
+    repairer.run = run
 
 
 def seen(_: object) -> list[list[int]]:
@@ -218,3 +218,22 @@ def test_what_one_worker_has_lost_is_computed_and_kept_again(
         assert exact.tokens == alone["first"].tokens
         assert exact.difference(alone["first"]) < 1e-4
     assert exact.usage is not None and exact.usage["exact_tokens"] == exact.cached > 600
+
+
+def held(_: object) -> tuple[int, int]:
+    """Chunks and bytes in the memory of a worker."""
+    ram = here()._data.stats()["ram"]
+    return ram.chunks, ram.nbytes
+
+
+def test_commands_reach_both_workers(engine: Engine, prompts: Texts, folder: Path) -> None:
+    engine.ask(prompts.prompt(0, 1, 2), "exact", tokens=1)
+    said = engine.ask([5], {"stats": True}, tokens=1).usage
+    assert said is not None
+    ram: Any = said["stats"]["tiers"]["ram"]
+    first, second = on_each(engine, held)
+    assert first == second and first[0] == ram["chunks"] > 3
+    assert ram["bytes"] == first[1] + second[1]
+    assert engine.ask([5], {"forget": "everything"}, tokens=1).usage is not None
+    assert on_each(engine, held) == [(0, 0), (0, 0)]
+    assert not list(folder.glob("*/??/*.safetensors"))

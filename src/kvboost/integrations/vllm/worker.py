@@ -1,8 +1,7 @@
 """The workers' side: puts known rows into vLLM's pages, repairs moved ones, and keeps new ones.
 
-A load is a generator that yields whenever it has computed some rows or waits for data, so that
-other requests' steps come in between. All work on pages happens in the thread that runs vLLM's
-model; one thread of our own moves chunks between memory and the slow tiers.
+All work on pages happens in the thread that runs vLLM's model; one thread of our own moves chunks
+between memory and the slow tiers.
 """
 
 from __future__ import annotations
@@ -28,22 +27,18 @@ from kvboost.cache.quantize import KVFormat, Quantizer, plain
 from kvboost.cache.tiers.open import open_tiers
 from kvboost.cache.tiers.stats import TierStats
 from kvboost.errors import UnsupportedModelError
-from kvboost.integrations.vllm import check, paged, rope
-from kvboost.integrations.vllm.hooks import LayerHook
+from kvboost.integrations.vllm import check, rope
 from kvboost.integrations.vllm.messages import Greeting, Report, Step
 from kvboost.integrations.vllm.options import Options
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.planner import Hello, Keep, Load
 from kvboost.integrations.vllm.ranks import Ranks
+from kvboost.integrations.vllm.repair import WAITS, Loading, Repairer
 from kvboost.integrations.vllm.sparse import SparseForward, find_runner
 from kvboost.integrations.vllm.support import why_not_moved
 from kvboost.model import triton
 from kvboost.model.fingerprint import fingerprint
-from kvboost.model.segment import Hook
-from kvboost.reuse.probe import AttentionMass
-from kvboost.reuse.repair import STRATEGIES, MovedRows, asks_attention
 from kvboost.reuse.rope import Rotation
-from kvboost.reuse.shift import Shift, Spans
 
 if TYPE_CHECKING:
     from kvboost.integrations.vllm.commands import Reply
@@ -55,15 +50,8 @@ KEPT_ROWS = 4096
 """Rows that are copied out of pages together."""
 MEASURED_ROWS = {"cuda": 2048, "cpu": 128}
 """The largest forward that is timed at the start."""
-SCRATCH_PAGE = 0
-"""The last rows of a prompt, for which vLLM has allocated no page yet, are probed in this one.
-vLLM keeps it as a placeholder that nothing attends to."""
 
 logger = init_logger("vllm.kvboost")
-
-Loading = Generator[int, None, None]
-"""Yields the rows it has computed, or ``WAITS``."""
-WAITS = 0
 
 
 class Lost(Exception):
@@ -89,6 +77,7 @@ class Worker:
         self._stream: torch.cuda.Stream | None = None
         self._rotation: Rotation | None = None
         self._kernels: GpuKernels | None = None
+        self._repairer: Repairer | None = None
 
     # At the start.
 
@@ -131,6 +120,9 @@ class Worker:
             self._kernels = _gpu_kernels(pages, self._rotation)
             self._forward = SparseForward(
                 self._runner, self._config, pages, self._kernels, graphs=problem is None
+            )
+            self._repairer = Repairer(
+                pages, self._forward, self._rotation, self._kernels, self._ranks
             )
             if problem is None and self._options.self_check:
                 problem = check.find_problem(
@@ -202,6 +194,9 @@ class Worker:
 
     def take_report(self) -> Report | None:
         report, self._report = self._report, Report()
+        if (repairer := self._repairer) is not None:
+            report.recomputed, repairer.recomputed = repairer.recomputed, {}
+            report.measured, repairer.measured = repairer.measured, []
         if self._pages is not None:
             report.gone = self._data.take_gone()
             if (tiers := self._data.stats()) != self._tiers:
@@ -245,7 +240,8 @@ class Worker:
         chunks = yield from self._fetch(load)
         self._place(load, chunks)
         if load.moved:
-            yield from self._repair(load)
+            assert self._repairer is not None
+            yield from self._repairer.repair(load, self._options.slice_rows)
 
     def _fetch(self, load: Load) -> Generator[int, None, list[KVChunk]]:
         """Raises ``Lost`` unless every worker has its heads of every chunk. All of them go on in
@@ -296,85 +292,6 @@ class Worker:
             row += hit.num_tokens
         positions = np.concatenate([np.arange(hit.start, hit.end) for hit in hits])
         pages.write_all(buffer, pages.slots(table, torch.from_numpy(positions).to(pages.device)))
-
-    def _repair(self, load: Load) -> Loading:
-        """Chooses moved rows with the strategy of the request and computes them, together with the
-        rows that are not known, slice by slice."""
-        pages, total = self._open_pages, len(load.token_ids)
-        ids = torch.from_numpy(load.token_ids.astype(np.int64))
-        table = torch.tensor([*load.pages, SCRATCH_PAGE], device=pages.device)
-        probed = [0]
-
-        def probe(
-            positions: torch.Tensor, hook: Hook, until: int, absent: torch.Tensor | None
-        ) -> None:
-            """vLLM's model runs to its last layer and its attention knows no absent rows: they
-            are computed with the probe instead."""
-            assert isinstance(hook, AttentionMass)
-            tail = rows = positions.cpu()
-            if absent is not None:
-                rows = torch.cat([absent.nonzero()[:, 0].cpu(), tail])
-            self._run(ids, rows, table, self._probe_hook(hook, tail, table))
-            if self._ranks.are_several:
-                hook.wait()
-                hook.mass = self._ranks.total(hook.mass.to(pages.device)).to(hook.mass.device)
-            probed[0] += len(rows)
-
-        # Our kernels leave the choice to the host: a GPU would wait for its many small steps.
-        device = pages.device if self._kernels is None else torch.device("cpu")
-        moved = MovedRows(load, total, len(pages.caches), device, probe)
-        if asks_attention(load.repair):
-            moved.start_attention()
-            yield WAITS  # a GPU probes while the host goes on with others
-        spans, since = moved.spans().to("cpu"), 0
-        choice = STRATEGIES[load.repair.strategy](moved, load.repair)
-        yield probed[0]
-        rows = (choice.rows | moved.unknown)[: load.end].nonzero()[:, 0].cpu()
-        self._report.recomputed[load.request_id] = int(choice.rows[: load.end].sum())
-        for part in torch.split(rows, self._options.slice_rows):
-            hook = None
-            if choice.shift:
-                until = int(part[-1]) + 1
-                hook = self._shift_hook(part, spans.between(since, until), table)
-                since = until
-            self._run(ids, part, table, hook)
-            yield len(part)
-
-    def _probe_hook(
-        self, mass: AttentionMass, rows: torch.Tensor, table: torch.Tensor
-    ) -> LayerHook:
-        if self._kernels is not None:
-            return self._kernels.probe(mass, rows, table)
-        pages = self._open_pages
-        slots = pages.slots(table, torch.arange(int(rows[-1]) + 1, device=pages.device))
-        return paged.ProbeHook(mass, paged.PagedRows(pages, slots), len(rows))
-
-    def _shift_hook(
-        self, part: torch.Tensor, spans: Spans, table: torch.Tensor
-    ) -> LayerHook | None:
-        """Shifts the moved rows of ``spans``; None if there is nothing to shift."""
-        if self._kernels is not None:
-            return self._kernels.shift(part, spans, table)
-        assert self._rotation is not None
-        pages = self._open_pages
-        shift = Shift(self._rotation, part.to(pages.device), spans.to(pages.device))
-        if not shift.useful:
-            return None
-        slots = pages.slots(table, torch.arange(shift.touched.stop, device=pages.device))
-        return paged.ShiftHook(shift, paged.PagedRows(pages, slots))
-
-    def _run(
-        self,
-        ids: torch.Tensor,
-        rows: torch.Tensor,
-        table: torch.Tensor,
-        hook: LayerHook | None,
-    ) -> None:
-        started = time.perf_counter()
-        self._forward(ids[rows], rows, table, hook)
-        if table.device.type == "cpu":
-            seconds = time.perf_counter() - started
-            self._report.measured.append((len(rows), int(rows[-1]) // 2, seconds))
 
     # Keeping.
 

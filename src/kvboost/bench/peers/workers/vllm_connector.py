@@ -283,9 +283,11 @@ class profiled:
         import torch
 
         from kvboost.integrations.vllm.planner import Planner
+        from kvboost.integrations.vllm.repair import Repairer
         from kvboost.integrations.vllm.worker import Worker
 
-        timed_parts = [(Worker, "_place"), (Worker, "_run"), (Worker, "step"), (Planner, "plan")]
+        timed_parts: list[tuple[type, str]] = [(Planner, "plan"), (Repairer, "run")]
+        timed_parts += [(Worker, "_place"), (Worker, "step")]
         timed_parts += [(Worker, "_put"), (Worker, "keep")]
         self._plain = [(owner, name, getattr(owner, name)) for owner, name in timed_parts]
         parts: dict[str, float] = {}
@@ -296,7 +298,7 @@ class profiled:
                 started = time.perf_counter()
                 result = _plain(*args, **more)
                 torch.cuda.synchronize()
-                label = f"{_name} {len(args[2])}" if _name == "_run" else _name
+                label = f"{_name} {len(args[2])}" if _name == "run" else _name
                 parts[label] = parts.get(label, 0.0) + (time.perf_counter() - started) * 1e3
                 return result
 
