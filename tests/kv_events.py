@@ -13,8 +13,7 @@ class Subscriber:
     """Knows which blocks are announced, and complains about what no router could follow."""
 
     def __init__(self, endpoint: str, topic: str = "") -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.SUB)
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.connect(endpoint.replace("0.0.0.0", "127.0.0.1"))
         self._socket.setsockopt_string(zmq.SUBSCRIBE, topic)
         self.topics: set[bytes] = set()
@@ -77,4 +76,4 @@ class Subscriber:
         return found
 
     def close(self) -> None:
-        self._context.destroy(0)
+        self._socket.close(0)

@@ -3,7 +3,6 @@ messages, and may ask for those that they have missed."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -37,15 +36,14 @@ class Sender:
         self._numbers = count()
         self._sent: deque[tuple[bytes, bytes]] = deque()
         self._sent_bytes = 0
-        self._context = zmq.Context()
         self._replay: zmq.Socket[bytes] | None = None
-        try:
-            self._publish = self._open(zmq.PUB, settings.endpoint)
-            if settings.replay_endpoint is not None:
+        self._publish = self._open(zmq.PUB, settings.endpoint)
+        if settings.replay_endpoint is not None:
+            try:
                 self._replay = self._open(zmq.ROUTER, settings.replay_endpoint)
-        except ConfigError:
-            self._context.destroy(0)
-            raise
+            except ConfigError:
+                self._publish.close(0)
+                raise
         self.endpoint = self._publish.getsockopt_string(zmq.LAST_ENDPOINT)
         """Where messages are published: the endpoint of the settings, with its port."""
 
@@ -86,19 +84,17 @@ class Sender:
             return
 
     def close(self) -> None:
-        """Waits a moment for the last messages to be sent."""
+        """ZeroMQ's own thread sends the last messages."""
         for socket in (self._publish, self._replay):
             if socket is not None:
                 socket.close(int(LINGER_SECONDS * 1000))
-        # It returns when all is sent, but now and then it never does, whatever the limit says.
-        ending = threading.Thread(target=self._context.term, name="kvboost-events", daemon=True)
-        ending.start()
-        ending.join(2 * LINGER_SECONDS)
 
     def _open(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         import zmq
 
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        # The context of the process, which is never ended: ending one may wait for ever, even when
+        # it is collected as garbage.
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
         socket.set_hwm(MAX_UNSENT)
         binds = kind == zmq.ROUTER or "*" in endpoint or endpoint.startswith(("ipc:", "inproc:"))
         try:
@@ -107,6 +103,7 @@ class Sender:
             else:
                 socket.connect(endpoint)
         except zmq.ZMQError as error:
+            socket.close(0)
             raise ConfigError(
                 f"KV events cannot be published at {endpoint}: {error.strerror}; use another "
                 "endpoint, such as tcp://*:5557"
