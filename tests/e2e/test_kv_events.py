@@ -47,7 +47,7 @@ def test_a_router_follows_a_server(server: ServerProcess, tmp_path: Path) -> Non
     assert "kvboost_kv_events_dropped_total 0.0" in metrics
 
     forgotten = httpx.post(f"{server.root}/kvboost/forget", json={"cache_salt": ""})
-    assert forgotten.status_code == 200 and forgotten.json()["chunks"] >= 2, forgotten.text
+    assert forgotten.status_code == 200 and forgotten.json()["forgotten"] >= 2, forgotten.text
     router.listen_until(lambda router: not router.blocks)
     read(server, text)
     router.listen_until(lambda router: tuple(text) in router.texts)
