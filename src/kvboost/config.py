@@ -37,7 +37,8 @@ class GenerationMode(str, Enum):
     BASELINE = "baseline"
     """No reuse: the request reads nothing from the cache and adds nothing to it. A single prompt
     is computed exactly as stock transformers computes it; the other modes use KVBoost's own
-    kernels where there are any."""
+    kernels where there are any. On a GPU, tokens after the first come from KVBoost's kernels too,
+    and may round differently."""
     PREFIX_CACHE = "prefix_cache"
     """Exact hits only: the answer is the one that the model gives without a cache."""
     CHUNK_KV_REUSE = "chunk_kv_reuse"
