@@ -59,12 +59,12 @@ class Repairer:
         self.measured: list[tuple[int, int, float]] = []
         """Forwards that were timed: rows, keys, seconds."""
 
-    def repair(self, load: Load, slice_rows: int) -> Loading:
+    def repair(self, load: Load, table: torch.Tensor, slice_rows: int) -> Loading:
         """Chooses moved rows with the strategy of the request and computes them, together with the
-        rows that are not known, ``slice_rows`` at a time."""
+        rows that are not known, ``slice_rows`` at a time. ``table`` has the pages of the request,
+        and ``SCRATCH_PAGE``."""
         pages, total = self._pages, len(load.token_ids)
         ids = torch.from_numpy(load.token_ids.astype(np.int64))
-        table = torch.tensor([*load.pages, SCRATCH_PAGE], device=pages.device)
         probed = [0]
 
         def probe(

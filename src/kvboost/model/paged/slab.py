@@ -6,7 +6,9 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
+from typing import Any
 
+import numpy as np
 import torch
 
 from kvboost.model.kv import KVShape
@@ -160,7 +162,9 @@ def pages_for(num_rows: int) -> int:
     return -(-num_rows // PAGE)
 
 
-def to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def to_device(
+    numbers: Sequence[float] | np.ndarray[Any, Any], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """A tensor of ``numbers``. A GPU is not waited for."""
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
