@@ -139,6 +139,10 @@ class Runtime:
             **({} if self._events is None else {"kv_events": self._events.stats().as_dict()}),
         }
 
+    def check_integrity(self) -> list[str]:
+        """What is wrong with the records of the cache and of running requests."""
+        return self.store.check_integrity() + self.pool.check_integrity()
+
     def notes(self) -> list[str]:
         """Why decoding runs slower on a GPU than it could."""
         if self.model.device.type != "cuda":
