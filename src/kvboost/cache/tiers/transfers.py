@@ -211,6 +211,7 @@ class Transfers:
 
     def _write(self, chunk: KVChunk) -> bool:
         """Called by the writer's thread; returns whether ``chunk`` is finished."""
+        self._ram.settle()
         done = self._disk is None or self._write_to_disk(chunk, self._disk)
         if self._remote is not None:
             self._remote.put(chunk)
