@@ -96,6 +96,11 @@ class RequestKV:
         """The first position that is not read from ``base``."""
         return 0 if self.base is None else self.base.count
 
+    @property
+    def positions_on(self) -> torch.device:
+        """Where the positions of rows to write are needed."""
+        return self.shape.device
+
     def attach_prefix(self, base: SharedRows | None) -> None:
         """Begins a new request after ``base``; earlier rows are discarded."""
         self.base = base

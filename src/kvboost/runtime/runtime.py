@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,14 +17,16 @@ from kvboost.cache.quantize import KVFormat, Quantizer
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.open import open_tiers
 from kvboost.config import EngineConfig
-from kvboost.model.kv import KVPool
+from kvboost.model.kv import KVPool, RequestKV
 from kvboost.model.load import LoadedModel
 from kvboost.model.machine import memory_bytes
 from kvboost.model.native.moved_rows import move_keys
-from kvboost.model.paged.choose import PagesChoice, choose_pages, make_capture
+from kvboost.model.paged.choose import choose_pages, make_capture
+from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.pool import PagedPool
 from kvboost.results import ReuseReport
 from kvboost.reuse.cost import CostModel
+from kvboost.reuse.request import BufferedRows, RequestRows
 from kvboost.reuse.rope import Rotation
 from kvboost.runtime.memory import Trimmer
 from kvboost.runtime.planner import Planner
@@ -33,6 +35,10 @@ from kvboost.runtime.sharing import RunningRequests
 from kvboost.runtime.totals import Totals
 from kvboost.tokens.chunking import Cutter
 from kvboost.tokens.hashing import ChunkKey, TokenIds, root_key
+
+if TYPE_CHECKING:
+    from kvboost.model.paged.slab import Slab
+    from kvboost.reuse.paged.forwards import SegmentForwards
 
 INITIAL_ANSWER_ROWS = 512
 """Rows reserved for an answer at first. A longer answer makes the request's KV grow."""
@@ -51,7 +57,8 @@ class Runtime:
         tiers = open_tiers(config, model.device)
         self.max_kv_bytes = _kv_budget(config, model.device)
         self.pages = choose_pages(model.forward.packed, model.forward.model)
-        self.pool = _make_pool(model, config, self.max_kv_bytes, self.pages)
+        self.pool = self._make_pool()
+        self._forwards: SegmentForwards | None = None
         self.store = ChunkStore(
             tiers,
             cut=Cutter(
@@ -150,7 +157,8 @@ class Runtime:
         if not self.pages.used:
             return [f"requests have no pages: {self.pages.reason}"]
         steps, layers = self.model.forward.steps, self.model.forward.step_layers
-        found = [steps.capture.note if steps else None, layers.note if layers else None]
+        own = self._forwards.note if self._forwards else None
+        found = [steps.capture.note if steps else None, layers.note if layers else None, own]
         return [note for note in found if note is not None]
 
     def close(self) -> None:
@@ -160,8 +168,45 @@ class Runtime:
         if self._events is not None:
             self._events.close()
         self.pool.clear()
+        self._forwards = None
         self.model.forward.leave_pages()
         self.model.forward.release()
+
+    def rows_of(self, kv: RequestKV) -> RequestRows:
+        """The rows of a request, for reuse."""
+        forwards = self._forwards
+        if forwards is None or not isinstance(kv, PagedKV) or kv.slab is not forwards.slab:
+            return BufferedRows(kv, self.quantizer, self.rotation)
+        from kvboost.reuse.paged.request import PagedRequest
+
+        return PagedRequest(kv, forwards.kernels, self.quantizer, forwards.most_rows)
+
+    def _make_pool(self) -> KVPool:
+        model = self.model
+        shape = model.forward.shape
+        if not self.pages.used:
+            return KVPool(shape, max_idle=8)
+        return PagedPool(
+            shape,
+            self.max_kv_bytes,
+            self._config.max_running,
+            model.context_length,
+            on_slab=self._use_slab,
+        )
+
+    def _use_slab(self, slab: Slab) -> None:
+        """The first request is about to have pages."""
+        from kvboost.reuse.paged.forwards import SegmentForwards, SlabPages
+        from kvboost.reuse.paged.kernels import GpuKernels
+
+        forward = self.model.forward
+        capture = make_capture(forward.shape.device, self._config.graphs)
+        forward.use_pages(slab, capture)
+        if forward.steps is not None:
+            kernels = GpuKernels(SlabPages(slab), self.rotation)
+            heads = self.model.num_heads
+            self._forwards = SegmentForwards(kernels, slab, heads, forward.run_rows, capture)
+            forward.use_runner(self._forwards)
 
     def _publish_events(self, config: EngineConfig) -> EventPublisher | None:
         """Announces the text that is read without a salt: salts keep tenants apart, and events
@@ -184,22 +229,6 @@ def _kv_budget(config: EngineConfig, device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * 2 * MEMORY_SHARE)
     return int(memory_bytes() * MEMORY_SHARE) or 4 * 1024**3
-
-
-def _make_pool(
-    model: LoadedModel, config: EngineConfig, num_bytes: int, pages: PagesChoice
-) -> KVPool:
-    forward = model.forward
-    if not pages.used:
-        return KVPool(forward.shape, max_idle=8)
-    captures = make_capture(forward.shape.device, config.graphs)
-    return PagedPool(
-        forward.shape,
-        num_bytes,
-        config.max_running,
-        model.context_length,
-        on_slab=lambda slab: forward.use_pages(slab, captures),
-    )
 
 
 def _kv_format(model: LoadedModel, config: EngineConfig) -> KVFormat:
