@@ -145,7 +145,7 @@ class Runtime:
             return []
         if not self.pages.used:
             return [f"requests have no pages: {self.pages.reason}"]
-        steps, layers = self.model.forward.steps, self.model.forward.step_layers
+        steps, layers = self.model.forward.steps, self.model.forward.fused_layers
         found = [steps.capture.note if steps else None, layers.note if layers else None]
         return [note for note in found if note is not None]
 
