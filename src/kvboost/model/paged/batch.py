@@ -119,7 +119,9 @@ class PagedBatch(RowBatch):
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for run, kernel in work.long:
             own = query[run.rows], (fresh[0][run.rows], fresh[1][run.rows])
-            self._attend_long(run, kernel, layer, *own, scale, out[run.rows])
+            table = self._slab.table[self._kvs[run.segment].holding.row]
+            before = self._first(run)
+            attend_after(kernel, *own, self.pages(layer), table, before, scale, out[run.rows])
         for run in work.dense:
             q, k, v = (part[run.rows].transpose(0, 1)[None] for part in (query, *fresh))
             found = attend_segment(self.segments[run.segment], q, k, v, layer, scale, None, None)
@@ -143,25 +145,6 @@ class PagedBatch(RowBatch):
     def _first(self, run: Run) -> int:
         """The position of its first row."""
         return self.segments[run.segment].first + run.first
-
-    def _attend_long(
-        self,
-        run: Run,
-        kernel: LongKernel,
-        layer: int,
-        query: torch.Tensor,
-        fresh: Fresh,
-        scale: float,
-        out: torch.Tensor,
-    ) -> None:
-        own = _by_kernel(kernel, query, fresh, scale, causal=True)
-        if not (before := self._first(run)):
-            out.copy_(own[0])
-            return
-        table = self._slab.table[self._kvs[run.segment].holding.row]
-        keys, values = gather(self.pages(layer), table, before)
-        past = keys.transpose(0, 1), values.transpose(0, 1)
-        merge(_by_kernel(kernel, query, past, scale, causal=False), own, out)
 
     def _plan(self, window: int | None, softcap: float | None, heads: int) -> Work:
         shape = self._slab.shape
@@ -224,6 +207,26 @@ class PagedBatch(RowBatch):
             if segment.absent is not None:
                 row[: len(segment.absent)] = segment.absent
         return absent
+
+
+def attend_after(
+    kernel: LongKernel,
+    query: torch.Tensor,
+    fresh: Fresh,
+    pages: torch.Tensor,
+    table: torch.Tensor,
+    before: int,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Attention of consecutive rows, ``[rows, heads, dim]``, over the ``before`` rows of the
+    request that ``table`` names in ``pages`` and over their own keys and values."""
+    own = _by_kernel(kernel, query, fresh, scale, causal=True)
+    if not before:
+        out.copy_(own[0])
+        return
+    keys, values = (part.transpose(0, 1) for part in gather(pages, table, before))
+    merge(_by_kernel(kernel, query, (keys, values), scale, causal=False), own, out)
 
 
 def _by_kernel(
