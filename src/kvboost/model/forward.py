@@ -25,12 +25,13 @@ from kvboost.model.kv import RequestKV
 from kvboost.model.native.decoder import replace_forward, restore_forward
 from kvboost.model.native.kernels import Kernels
 from kvboost.model.paged.kv import PagedKV
+from kvboost.model.paged.slab import to_device
 from kvboost.model.sampling import Picked, Sampler
 from kvboost.model.segment import Segment
 
 if TYPE_CHECKING:
     from kvboost.model.paged.graphs import Capture
-    from kvboost.model.paged.layers import StepLayers
+    from kvboost.model.paged.layers import FusedLayers
     from kvboost.model.paged.sampling import RowSampler
     from kvboost.model.paged.slab import Slab
     from kvboost.model.paged.steps import Steps
@@ -85,7 +86,7 @@ class Forward:
         self.shape, self._num_logits = observe_shape(model)
         self._steps: Steps | None = None
         self._runner: SegmentRunner | None = None
-        self.step_layers: StepLayers | None = None
+        self.fused_layers: FusedLayers | None = None
         self._adapters: tuple[str, ...] = ()
         self.packed_bytes = fast_layers.num_bytes if fast_layers else 0
         """The memory of packed copies of weights."""
@@ -195,15 +196,16 @@ class Forward:
         return self._steps is not None and self._steps.takes(segment)
 
     def use_pages(self, slab: Slab, capture: Capture) -> None:
-        """Runs the next rows of requests with pages of ``slab`` as decode steps."""
+        """Runs the next rows of requests with pages of ``slab`` as decode steps, and all their
+        rows through layers of ours, if the model has such."""
         from kvboost.model.paged.steps import Steps
 
         if self.packed and self._alone_beyond is None:
-            from kvboost.model.paged.layers import StepLayers
+            from kvboost.model.paged.layers import FusedLayers
 
             with self._lock:
                 self.bind()
-                self.step_layers = StepLayers(self.model, slab, self.run_rows)
+                self.fused_layers = FusedLayers(self.model, slab, self.run_rows)
                 self._steps = Steps(slab, self.run_rows, self._num_logits, capture)
 
     def use_runner(self, runner: SegmentRunner) -> None:
@@ -215,9 +217,9 @@ class Forward:
         """Forgets the slab, and the graphs over it."""
         with self._lock:
             self._steps = self._runner = None
-            if self.step_layers is not None:
-                self.step_layers.restore()
-                self.step_layers = None
+            if self.fused_layers is not None:
+                self.fused_layers.restore()
+                self.fused_layers = None
 
     @property
     def steps(self) -> Steps | None:
@@ -302,7 +304,7 @@ def _token_ids(segments: Sequence[Segment], device: torch.device) -> torch.Tenso
     ids = [segment.token_ids for segment in segments]
     if any(some.device != ids[0].device for some in ids):
         ids = [some.to(device) for some in ids]
-    return torch.cat(ids).to(device)
+    return to_device(torch.cat(ids), torch.int64, device)
 
 
 def _wanted_rows(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
@@ -311,4 +313,4 @@ def _wanted_rows(segments: Sequence[Segment], device: torch.device) -> torch.Ten
     for segment in segments:
         end += len(segment)
         rows += range(end - segment.num_logits, end)
-    return torch.tensor(rows, device=device, dtype=torch.long)
+    return to_device(rows, torch.int64, device)

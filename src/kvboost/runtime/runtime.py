@@ -156,7 +156,7 @@ class Runtime:
             return []
         if not self.pages.used:
             return [f"requests have no pages: {self.pages.reason}"]
-        steps, layers = self.model.forward.steps, self.model.forward.step_layers
+        steps, layers = self.model.forward.steps, self.model.forward.fused_layers
         own = self._forwards.note if self._forwards else None
         found = [steps.capture.note if steps else None, layers.note if layers else None, own]
         return [note for note in found if note is not None]

@@ -47,7 +47,8 @@ def test_a_batch_with_a_shared_beginning(monkeypatch: pytest.MonkeyPatch) -> Non
     take = Slab.take
 
     def taking(self: Slab, num_rows: int, shared: Sequence[int] = ()) -> Holding | None:
-        given.append(len(shared))
+        if num_rows > 192:  # layers are compared with fewer rows
+            given.append(len(shared))
         return take(self, num_rows, shared)
 
     monkeypatch.setattr(Slab, "take", taking)

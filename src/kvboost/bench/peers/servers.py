@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 from typing import Protocol
 
-from kvboost import __version__
+import kvboost
 from kvboost.bench.peers.environments import (
     LLAMA_CPP,
     VLLM,
@@ -64,7 +64,7 @@ class KVBoostServer:
         return None
 
     def version(self) -> str:
-        return f"kvboost {__version__}"
+        return f"kvboost {kvboost.__version__}"
 
     def command(self, setting: Setting, port: int) -> list[str]:
         return [
@@ -101,7 +101,7 @@ class RouteServer:
         return None
 
     def version(self) -> str:
-        return f"kvboost {__version__}"
+        return f"kvboost {kvboost.__version__}"
 
     def command(self, setting: Setting, port: int) -> list[str]:
         called = (sys.executable, "-m", "kvboost", "route", *self._arguments)

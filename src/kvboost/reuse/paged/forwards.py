@@ -14,6 +14,7 @@ import torch
 
 from kvboost.model.paged.graphs import Capture
 from kvboost.model.paged.kv import PagedKV
+from kvboost.model.paged.row_batch import Fresh
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
 from kvboost.model.paged.steps import StepBatch
 from kvboost.model.segment import Segment
@@ -115,6 +116,8 @@ class RowsBatch(StepBatch):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        *,
+        fresh: Fresh | None = None,
     ) -> torch.Tensor:
         """Called by layers that have written the fresh rows to ``pages``."""
         if self._hook is not None and self._fresh is not None:

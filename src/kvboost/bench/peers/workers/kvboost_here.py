@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from kvboost import KVBoost, __version__
+import kvboost
+from kvboost import KVBoost
 
 
 class Engine:
@@ -20,7 +21,7 @@ class Engine:
             dtype=given["dtype"],
         )
         self._mode = given["mode"]
-        self.version = f"kvboost {__version__}, torch {torch.__version__}"
+        self.version = f"kvboost {kvboost.__version__}, torch {torch.__version__}"
         self.weights = given["dtype"]
 
     def generate(self, request: dict[str, Any], first: Callable[[], None]) -> dict[str, Any]:
