@@ -9,6 +9,7 @@ import pytest
 
 from kvboost.model.paged.choose import choose_pages, make_capture
 from kvboost.model.paged.slab import Holding, Slab
+from kvboost.reuse.paged.forwards import PROBES, REPAIRS, ROWS
 from paged_engines import TWO_LAYERS, leaks, paged_engine, steps_of
 from tiny import DEVICE, tiny_model
 
@@ -60,14 +61,20 @@ def test_a_batch_with_a_shared_beginning(monkeypatch: pytest.MonkeyPatch) -> Non
         assert leaks(engine) == []
 
 
-def test_moved_text_is_placed_probed_and_repaired_in_pages(monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["phi3", "gemma3_text"] if DEVICE == "cpu" else ["llama", "phi3"])
+@pytest.mark.parametrize("strategy", ["query", "cacheblend"])
+def test_moved_text_is_placed_probed_and_repaired_in_pages(monkeypatch, name, strategy) -> None:
     def run(pages: bool) -> tuple[list[int], int, tuple[int, ...]]:
-        options = {"recompute_strategy": "query", "reuse_moved": "always", "chunk_size": 32}
-        with paged_engine(monkeypatch, pages=pages, sizes=TWO_LAYERS, **options) as engine:
+        options = {"recompute_strategy": strategy, "reuse_moved": "always", "chunk_size": 32}
+        with paged_engine(monkeypatch, name, pages=pages, sizes=TWO_LAYERS, **options) as engine:
             engine.generate(PASSAGES[0] + PASSAGES[1], 1, ignore_eos=True)
             result = engine.generate(PASSAGES[1] + "So?", 2, ignore_eos=True)
             if pages:
                 assert steps_of(engine).num_steps and leaks(engine) == []
+                forwards = engine._runtime._forwards
+                assert forwards is not None and forwards.note is None
+                kinds = {kind for kind, _ in forwards._forwards}
+                assert kinds >= ({REPAIRS, PROBES} if strategy == "query" else {ROWS})
             return result.token_ids, result.moved_tokens, result.reuse.recomputed
 
     tokens, moved, recomputed = run(pages=False)
