@@ -19,6 +19,10 @@ class ReplayAgain:
         self.names: list[str] = []
         self.replays = 0
 
+    @property
+    def num_graphs(self) -> int:
+        return len(self.captured)
+
     def __call__(
         self, function: Callable[[], torch.Tensor], name: str
     ) -> Callable[[], torch.Tensor]:
