@@ -40,6 +40,8 @@ log = logging.getLogger("kvboost")
 
 PROBED = 8
 """Rows that show whether our layers do what the model's do."""
+MOST_APART = 4
+"""Segments that run by themselves in one step: from more on, packing them is faster."""
 LAYER_ROUNDING = {torch.bfloat16: 2**-4, torch.float32: 1e-3}
 """How far the logits may be apart after all layers, relative to the largest."""
 
@@ -148,17 +150,18 @@ class Forward:
     def run(self, segments: Sequence[Segment]) -> list[torch.Tensor | Picked]:
         """What each segment asks for: the next token if it has a sampler and one can be picked on
         the device, else its logits ``[num_logits, vocab]``. The next rows of requests with pages
-        are a decode step of their own, and segments that the runner takes are forwards of their
-        own; the others are packed into one forward."""
+        are a decode step of their own, and a few segments that the runner takes are forwards of
+        their own; the others are packed into one forward."""
         results: list[torch.Tensor | Picked | None] = [None] * len(segments)
         next_rows: list[int] = []
-        others: list[int] = []
+        rest: list[int] = []
         for index, segment in enumerate(segments):
-            if self._is_step(segment):
-                next_rows.append(index)
-            elif (found := self._run_by_itself(segment)) is not None:
-                results[index] = found
-            else:
+            (next_rows if self._is_step(segment) else rest).append(index)
+        apart = self._runs_apart([segments[index] for index in rest])
+        others: list[int] = []
+        for index, alone in zip(rest, apart, strict=True):
+            results[index] = self._run_by_itself(segments[index]) if alone else None
+            if results[index] is None:
                 others.append(index)
         if others:
             packed = [segments[index] for index in others]
@@ -174,9 +177,19 @@ class Forward:
                 results[index] = result
         return [result for result in results if result is not None]
 
+    def _runs_apart(self, segments: Sequence[Segment]) -> list[bool]:
+        """Which segments the runner runs: those that it takes, unless there are many. Segments with
+        hooks would slow down all that they are packed with."""
+        if self._runner is None:
+            return [False] * len(segments)
+        taken = [self._runner.takes(segment) for segment in segments]
+        if sum(taken) > MOST_APART:
+            hooks = [segment.hook is not None for segment in segments]
+            taken = [both and hooked for both, hooked in zip(taken, hooks, strict=True)]
+        return taken
+
     def _run_by_itself(self, segment: Segment) -> torch.Tensor | None:
-        if self._runner is None or not self._runner.takes(segment):
-            return None
+        assert self._runner is not None
         with self._lock, torch.inference_mode():
             self.bind()
             self._follow_adapters()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -142,6 +142,10 @@ class RequestKV:
         if end <= self.start:
             return shared
         return torch.cat([shared, self.data[:, :, :, : end - self.start]], dim=3)
+
+    def reading(self, end: int) -> Callable[[int, int], torch.Tensor]:
+        """``rows`` for one who reads parts of the first ``end`` rows in order."""
+        return self.rows
 
     @contextmanager
     def filling(self, start: int, end: int) -> Iterator[torch.Tensor]:

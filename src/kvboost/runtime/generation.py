@@ -266,8 +266,10 @@ class Generation:
         num_rows = min(state.rows, self._reusable_rows)
         ids = as_token_ids(np.concatenate([request.token_ids, state.token_ids])[:num_rows])
 
+        rows = kv.reading(num_rows)
+
         def pack(start: int, end: int, like: KVData | None, common: int) -> KVData:
-            return runtime.quantizer.pack(kv.rows(start, end), start, like, common)
+            return runtime.quantizer.pack(rows(start, end), start, like, common)
 
         new = runtime.store.admit(
             runtime.root(request.salt),

@@ -99,9 +99,11 @@ class Repairing:
     def _one_thread(self) -> Iterator[None]:
         """Torch spreads work on the host over all cores, and waking them takes longer than the
         little that is to be done between two forwards."""
+        if not self._is_on_host:
+            yield
+            return
         threads = torch.get_num_threads()
-        if self._is_on_host:
-            torch.set_num_threads(1)
+        torch.set_num_threads(1)
         try:
             yield
         finally:

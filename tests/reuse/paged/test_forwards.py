@@ -7,6 +7,7 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.model import triton
+from kvboost.model.forward import MOST_APART
 from kvboost.model.kv import RequestKV
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import SCRATCH, Slab
@@ -59,7 +60,8 @@ class Two:
 
     def logits(self, kv: RequestKV, rows: range | torch.Tensor, **options: object) -> torch.Tensor:
         at = torch.arange(rows.start, rows.stop) if isinstance(rows, range) else rows
-        (found,) = self.forward.run([Segment(kv, IDS[at].to(kv.positions_on), rows, **options)])
+        ids = IDS[at.cpu()].to(kv.positions_on)
+        (found,) = self.forward.run([Segment(kv, ids, rows, **options)])
         assert isinstance(found, torch.Tensor)
         return found
 
@@ -88,7 +90,8 @@ def test_rows_after_known_ones_are_those_of_a_packed_forward(
     two.check(range(45, PROMPT))
     two.check(torch.tensor([3, 4, 20, 50, 59]))
     assert two.capture.names == [ROWS] and two.capture.replays == 2
-    assert two.logits(two.paged, range(45, 50), num_logits=0).numel() == 0
+    none = two.logits(two.paged, range(45, 50), num_logits=0)
+    assert none.shape == (0, two.logits(two.plain, range(45, 50)).shape[1])
     assert two.forwards.note is None
 
 
@@ -180,6 +183,25 @@ def test_forwards_that_cannot_be_captured_run_all_the_same(monkeypatch: pytest.M
     two.check(range(45, PROMPT))
     two.check(range(50, PROMPT))
     assert two.capture.names == []
+
+
+def test_many_segments_are_packed_and_those_with_hooks_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    two = Two(paged_engine(monkeypatch, "phi3", sizes=TWO_LAYERS), monkeypatch)
+    repaired = torch.tensor([5, 9, 13, 30, 31, 44])
+    hook = two.runtime.rows_of(two.paged).shift(repaired, SPANS)
+    shifting = Segment(two.paged, IDS[repaired], repaired, hook=hook)
+    tails = [
+        Segment(two.paged, IDS[start:PROMPT], range(start, PROMPT))
+        for start in range(45, 46 + MOST_APART)
+    ]
+    assert all(map(two.forwards.takes, [shifting, *tails]))
+    found = two.forward.run([tails[0], shifting, *tails[1:]])
+    assert two.forwards.num_runs == 1 and two.capture.names == [REPAIRS]
+    two.forward.run(tails[:MOST_APART])
+    assert two.forwards.num_runs == 1 + MOST_APART
+    assert len(found) == 2 + MOST_APART
 
 
 def test_graphs_are_of_the_adapters_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:

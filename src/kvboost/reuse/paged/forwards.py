@@ -216,10 +216,8 @@ class SegmentForwards:
         if not forward.run(segment.token_ids.to(host), rows, table, hook):
             return None
         self.num_runs += 1
-        if not segment.num_logits:
-            return torch.empty(0)
         logits: torch.Tensor = forward.result
-        return logits.clone()
+        return logits[: segment.num_logits].clone()
 
     def _find(self, kind: str, size: int) -> CapturedForward | None:
         if (kind, size) not in self._forwards:
