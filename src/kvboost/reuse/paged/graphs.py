@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from kvboost.model.paged.graphs import Recorded
 from kvboost.model.triton import mass
 from kvboost.model.triton.host import send_into
 from kvboost.model.triton.pages import slots_of
@@ -301,12 +302,6 @@ def capture_cuda() -> Capture:
         run()  # compiles what is not compiled yet
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            result = run()
-
-        def replay() -> Any:
-            graph.replay()
-            return result
-
-        return replay
+            return Recorded(run, graph, run())
 
     return capture
