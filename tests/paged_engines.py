@@ -11,7 +11,7 @@ from kvboost import KVBoost
 from kvboost.model.paged.choose import PagesChoice
 from kvboost.model.paged.pool import PagedPool
 from kvboost.model.paged.steps import Steps
-from tiny import OTHER_MODELS, make_engine, tiny_model
+from tiny import DEVICE, OTHER_MODELS, make_engine, tiny_model
 
 SMALL = {"num_hidden_layers": 1}
 """The interpreter takes its time for every layer."""
@@ -35,6 +35,8 @@ def paged_engine(
     monkeypatch.setattr("kvboost.runtime.runtime.choose_pages", lambda *_: choice)
     monkeypatch.setattr("kvboost.reuse.paged.forwards.SIZES", SMALL_FORWARDS)
     monkeypatch.setattr("kvboost.reuse.paged.graphs.MOST_SPANS", 4)
+    if DEVICE == "cpu":  # more rows of a program are fewer programs to interpret
+        monkeypatch.setattr("kvboost.model.triton.fused.MANY_ROWS", 2, raising=False)
     for module in ("kvboost.reuse.repair", "kvboost.reuse.paged.forwards"):
         monkeypatch.setattr(f"{module}.PROBE_ROWS", SMALL_FORWARDS[0])
     return make_engine(tiny_model(name, **sizes), strict=name not in OTHER_MODELS, **config)
