@@ -105,6 +105,7 @@ def _agree(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
                     log.warning("cuDNN's attention is off by %.3f; FlashAttention is used", far)
                     return False
     except RuntimeError as error:
-        log.warning("cuDNN's attention does not run here (%s); FlashAttention is used", error)
+        reason = str(error).partition("\n")[0]
+        log.warning("cuDNN's attention does not run here (%s); FlashAttention is used", reason)
         return False
     return True
