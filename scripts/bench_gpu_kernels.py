@@ -252,7 +252,7 @@ def time_long(name: str, case: Case) -> dict[str, Any]:
             check(f"{name}, {way}", found, expected)
             us = time_gpu(call)
         except Exception as error:
-            print(f"  {way}: {type(error).__name__}: {error}")
+            print(f"  {way}: {type(error).__name__}: {str(error).partition('.')[0]}")
             continue
         report[way] = {"us": us, "tflops": case.flops / us / 1e6, "first_ms": first_ms}
         print(f"  {us:8.1f} µs {case.flops / us / 1e6:5.0f} TFLOPS, first {first_ms:.0f} ms: {way}")

@@ -156,10 +156,10 @@ def _probe(slab: Slab, run_model: RunModel) -> torch.Tensor:
         positions = torch.arange(PROBED_ROWS[device.type], device=device)
         ids = positions % 199
         prompt = Segment(PagedKV(slab, holding), ids, range(len(ids)))
-        logits = run_model(ids, positions, PagedBatch([prompt])).float()
+        logits = run_model(ids, positions, PagedBatch([prompt]))
     finally:
         slab.release(holding)
-    return torch.cat([step, logits[:2], logits[-2:]])
+    return torch.cat([step, logits[:2].float(), logits[-2:].float()])
 
 
 def _decoders(model: nn.Module, dtype: torch.dtype) -> Iterator[Any]:

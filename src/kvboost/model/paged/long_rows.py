@@ -62,7 +62,7 @@ def _cudnn(
 ) -> Part:
     run = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, sums, *_ = run(query, keys, values, None, True, 0.0, causal, False, scale=scale)
-    return out, sums.view(query.shape[:3])
+    return out, sums.reshape(query.shape[:3])  # some versions keep a last dimension of 1
 
 
 FLASH = LongKernel("FlashAttention", _flash, grid=1, least_rows=256)
@@ -105,6 +105,7 @@ def _agree(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
                     log.warning("cuDNN's attention is off by %.3f; FlashAttention is used", far)
                     return False
     except RuntimeError as error:
-        log.warning("cuDNN's attention does not run here (%s); FlashAttention is used", error)
+        reason = str(error).partition("\n")[0]
+        log.warning("cuDNN's attention does not run here (%s); FlashAttention is used", reason)
         return False
     return True
