@@ -1,4 +1,4 @@
-"""Copies cached KV into a request's own buffer, rotating the keys of moved text."""
+"""Copies rows between chunks and a request's own KV, rotating the keys of moved text."""
 
 from __future__ import annotations
 
@@ -18,8 +18,27 @@ class KVRows(Protocol):
         """Rows ``[start, end)``, ``[2, layers, kv_heads, end - start, head_dim]``, to be
         overwritten until the context exits."""
 
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        """Rows ``[start, end)``, in the same shape."""
+
 
 def place(hit: Hit, data: KVData, kv: KVRows, packer: Quantizer) -> None:
     """Copies the rows of a hit from its chunk's ``data`` into ``kv``."""
     with kv.filling(hit.start, hit.end) as rows:
         packer.place(data, hit.chunk.base_position, hit.offset, hit.start, rows)
+
+
+class Packer:
+    """Copies rows of chunks into requests, and rows of requests for chunks."""
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        self._quantizer = quantizer
+
+    def place(self, hit: Hit, data: KVData, kv: KVRows) -> None:
+        """As :func:`place`."""
+        place(hit, data, kv, self._quantizer)
+
+    def pack(self, kv: KVRows, start: int, end: int, like: KVData | None, common: int) -> KVData:
+        """Rows ``[start, end)`` of ``kv`` in memory of their own. The first ``common`` of them are
+        also those of ``like``."""
+        return self._quantizer.pack(kv.rows(start, end), start, like, common)

@@ -26,7 +26,6 @@ from kvboost.model.paged.sampling import RowSampler
 from kvboost.model.sampling import Picked, Sampler
 from kvboost.model.segment import Hook, Segment
 from kvboost.results import ReuseReport, SpanKind
-from kvboost.reuse.assemble import place
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.repair import STRATEGIES, MovedRows
 from kvboost.reuse.shift import Shift
@@ -153,7 +152,7 @@ class Generation:
             try:
                 for hit, data in store.fetch(plan.hits):
                     spent = clock.lap("fetch")
-                    place(hit, data, self._kv, runtime.quantizer)
+                    runtime.packer.place(hit, data, self._kv)
                     spent += clock.lap("assemble")
                     seconds += spent
                     since_pause += spent
@@ -318,7 +317,7 @@ class Generation:
         ids = as_token_ids(np.concatenate([request.token_ids, state.token_ids])[:num_rows])
 
         def pack(start: int, end: int, like: KVData | None, common: int) -> KVData:
-            return runtime.quantizer.pack(kv.rows(start, end), start, like, common)
+            return runtime.packer.pack(kv, start, end, like, common)
 
         new = runtime.store.admit(
             runtime.root(request.salt),

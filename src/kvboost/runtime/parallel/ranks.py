@@ -1,0 +1,222 @@
+"""The processes of the other ranks, as rank 0 sees them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from kvboost.errors import ConfigError, KVBoostError, RankLostError
+from kvboost.runtime.parallel.messages import Failure, Message, Release
+
+START_SECONDS = 300.0
+"""How long a process may take to import what it needs."""
+STEP_SECONDS = 300.0
+"""How long a rank waits for the others in a forward, and rank 0 for an answer."""
+END_SECONDS = 10.0
+"""How long a process may take to end before it is killed."""
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class Handle:
+    """A number that all ranks know a buffer or a chunk by. When the last owner of the handle is
+    gone, the other ranks release theirs."""
+
+    def __init__(self, number: int, released: deque[int]) -> None:
+        self.number = number
+        # The garbage collector may run this in a thread that holds any lock, so it takes none.
+        weakref.finalize(self, released.append, number).atexit = False
+
+
+class Link:
+    """Objects over a connection, in plain pickle: torch's own way would share memory."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def send(self, item: object) -> None:
+        self._connection.send_bytes(pickle.dumps(item))
+
+    def receive(self, seconds: float | None = None) -> Any:
+        """The next object. Raises ``EOFError`` if the other side has ended, ``TimeoutError`` after
+        ``seconds``."""
+        if not self._connection.poll(seconds):
+            raise TimeoutError(f"no answer within {seconds:g} s")
+        try:
+            return pickle.loads(self._connection.recv_bytes())
+        except OSError as error:
+            raise EOFError(str(error)) from error
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Ranks:
+    """The other ranks of this process, which is rank 0. Thread-safe.
+
+    Messages arrive in the order in which they are sent. If a rank is lost, or fails in the middle
+    of a forward, the ranks are out of step for good: every call from then on raises
+    ``RankLostError``.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        """Starts ``size - 1`` processes and waits until they are ready."""
+        if distributed.is_initialized():
+            raise ConfigError(
+                f"tp_size={size}: this process has a process group of torch.distributed already; "
+                "close the other engine with tp_size first, and do not use torchrun: KVBoost "
+                "starts its processes itself"
+            )
+        self.size = size
+        self._numbers = iter(range(sys.maxsize))
+        self._released: deque[int] = deque()
+        self._lock = threading.RLock()
+        self._stepping = threading.Lock()
+        self._failure: RankLostError | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._links: list[Link] = []
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        try:
+            for rank in range(1, size):
+                self._start(rank, store.port, backend)
+            with self._explained():
+                for link in self._links:  # each says that it is there
+                    link.receive(START_SECONDS)
+                join_group(store, backend, 0, size)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, rank: int, port: int, backend: str) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            arguments = [rank, self.size, port, backend, theirs.fileno(), _threads(self.size)]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "kvboost.runtime.parallel.follower", *map(str, arguments)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for rank 0, which then ends the others
+            )
+        self._processes.append(process)
+        self._links.append(Link(Connection(ours.detach())))
+
+    def new_handle(self) -> Handle:
+        with self._lock:
+            return Handle(next(self._numbers), self._released)
+
+    def cast(self, message: Message) -> None:
+        """Tells all other ranks."""
+        assert not message.answered
+        with self._lock, self._explained():
+            self._send([message] * len(self._links))
+
+    def ask(self, message: Message) -> list[Any]:
+        """What each of the other ranks answers, in their order."""
+        return self.ask_each([message] * len(self._links))
+
+    def ask_each(self, messages: Sequence[Message]) -> list[Any]:
+        """Asks each of the other ranks something of its own. Raises ``RuntimeError`` if one cannot
+        do it, such as for lack of memory."""
+        assert all(message.answered for message in messages)
+        with self._lock, self._explained():
+            self._send(messages)
+            answers = [link.receive(STEP_SECONDS) for link in self._links]
+            for rank, answer in enumerate(answers, 1):
+                if isinstance(answer, Failure) and answer.fatal:
+                    raise EOFError(f"rank {rank}: {answer.reason}")
+        for answer in answers:
+            if isinstance(answer, Failure):
+                raise RuntimeError(answer.reason)
+        return answers
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Something that all ranks do at the same time: tell them first, then do it here. One
+        thread at a time."""
+        with self._stepping, self._explained():
+            yield
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        for link in self._links:
+            link.close()
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
+            process.kill()
+            process.wait()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        if self._failure is None:
+            self._failure = RankLostError("the other ranks of this engine have been closed")
+
+    def _send(self, messages: Sequence[Message]) -> None:
+        released = []
+        while self._released:
+            released.append(self._released.popleft())
+        for link, message in zip(self._links, messages, strict=True):
+            if released:
+                link.send(Release(tuple(released)))
+            link.send(message)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns any failure into ``RankLostError`` and ends the other ranks: they may be waiting in
+        a forward that will never go on."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except RankLostError:
+            raise
+        except BaseException as error:
+            self._failure = RankLostError(
+                f"{self._reason(error)}; the model is split over {self.size} ranks, which must all "
+                "run, so this engine serves no more requests: close it and make another one"
+            )
+            for process in self._processes:
+                process.kill()
+            if isinstance(error, KVBoostError) or not isinstance(error, Exception):
+                raise  # it says what is wrong, or is an interrupt
+            raise self._failure from error
+
+    def _reason(self, error: BaseException) -> str:
+        for rank, (process, link) in enumerate(zip(self._processes, self._links, strict=True), 1):
+            with suppress(EOFError, TimeoutError):
+                while True:
+                    answer = link.receive(0.5)
+                    if isinstance(answer, Failure) and answer.fatal:
+                        return f"rank {rank} has failed: {answer.reason}"
+            with suppress(subprocess.TimeoutExpired):
+                return f"rank {rank} has ended with exit status {process.wait(0.5)}"
+        return f"rank 0 has failed while the others waited: {type(error).__name__}: {error}"
+
+
+def join_group(store: TCPStore, backend: str, rank: int, size: int) -> None:
+    """Makes this process a rank of torch's default process group, over this machine's loopback."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    distributed.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=STEP_SECONDS)
+    )
+
+
+def _threads(size: int) -> int:
+    """How many threads of the CPU each of the other ranks uses."""
+    return max(1, torch.get_num_threads() // size)
