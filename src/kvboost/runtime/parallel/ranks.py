@@ -65,6 +65,11 @@ class Link:
         self._connection.close()
 
 
+class _RankFailed(Exception):
+    def __init__(self, rank: int, failure: Failure) -> None:
+        super().__init__(f"rank {rank} has failed: {failure.reason}")
+
+
 class Ranks:
     """The other ranks of this process, which is rank 0. Thread-safe.
 
@@ -140,7 +145,7 @@ class Ranks:
             answers = [link.receive(STEP_SECONDS) for link in self._links]
             for rank, answer in enumerate(answers, 1):
                 if isinstance(answer, Failure) and answer.fatal:
-                    raise EOFError(f"rank {rank}: {answer.reason}")
+                    raise _RankFailed(rank, answer)
         for answer in answers:
             if isinstance(answer, Failure):
                 raise RuntimeError(answer.reason)
@@ -198,12 +203,14 @@ class Ranks:
             raise self._failure from error
 
     def _reason(self, error: BaseException) -> str:
+        if isinstance(error, _RankFailed):
+            return str(error)
         for rank, (process, link) in enumerate(zip(self._processes, self._links, strict=True), 1):
             with suppress(EOFError, TimeoutError):
                 while True:
                     answer = link.receive(0.5)
                     if isinstance(answer, Failure) and answer.fatal:
-                        return f"rank {rank} has failed: {answer.reason}"
+                        return str(_RankFailed(rank, answer))
             with suppress(subprocess.TimeoutExpired):
                 return f"rank {rank} has ended with exit status {process.wait(0.5)}"
         return f"rank 0 has failed while the others waited: {type(error).__name__}: {error}"
