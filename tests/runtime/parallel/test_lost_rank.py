@@ -65,7 +65,7 @@ def test_a_size_that_cannot_be_is_refused_before_anything_starts(
 
 
 def test_a_model_without_a_plan_is_refused(models: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="no tensor-parallel plan .* use tp_size=1"):
+    with pytest.raises(UnsupportedModelError, match=r"no tensor-parallel plan .* use tp_size=1"):
         KVBoost.from_pretrained(save_model("stablelm", models), tp_size=2)
 
 
@@ -76,7 +76,7 @@ def test_a_killed_rank_ends_requests_with_an_error(engine: KVBoost, models: Path
     stream = engine.stream(TEXT + "More.", 200, ignore_eos=True)
     next(stream)
     ranks_of(engine)._processes[0].kill()
-    with pytest.raises(RankLostError, match="rank 1 has ended with exit status -9.*another one"):
+    with pytest.raises(RankLostError, match=r"rank 1 has ended with exit status -9.*another one"):
         list(stream)
     with pytest.raises(RankLostError, match="rank 1 has ended"):
         engine.generate_batch([TEXT, TEXT + "Else."], 4)
@@ -88,7 +88,7 @@ def test_a_rank_that_fails_says_why(engine: KVBoost) -> None:
     with engine._runtime.pool.lend(8) as kv:
         assert isinstance(kv, ShardedKV)
         ranks.cast(Release((kv.number,)))  # the next request uses the same idle buffer
-    with pytest.raises(RankLostError, match="rank 1 has failed: KeyError.*another one"):
+    with pytest.raises(RankLostError, match=r"rank 1 has failed: KeyError.*another one"):
         engine.generate(TEXT + "More.", 4)
     with pytest.raises(RankLostError, match="rank 1 has failed"):
         engine.warm(TEXT)

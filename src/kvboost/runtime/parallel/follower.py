@@ -9,7 +9,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kvboost.cache.quantize import KVData, Quantizer
 from kvboost.cache.tiers.ram import RamTier
@@ -165,16 +164,11 @@ class Follower:
         )
 
 
-def main(rank: int, size: int, port: int, backend: str, file: int, threads: int) -> None:
+def main(rank: int, size: int, meeting: str, backend: str, file: int, threads: int) -> None:
+    """``meeting``: where the ranks find each other; ``file``: the connection to rank 0."""
     torch.set_num_threads(threads)
     os.environ["LOCAL_RANK"] = str(rank)  # transformers picks the device by it
     link = Link(Connection(file))
     link.send("ready")
-    store = TCPStore("127.0.0.1", port, size, is_master=False)
-    join_group(store, backend, rank, size)
+    join_group(meeting, backend, rank, size)
     Follower(link).serve()
-
-
-if __name__ == "__main__":
-    _, number, num_ranks, at_port, group, handle, num_threads = sys.argv
-    main(int(number), int(num_ranks), int(at_port), group, int(handle), int(num_threads))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections import deque
@@ -18,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from kvboost.errors import ConfigError, KVBoostError, RankLostError
 from kvboost.runtime.parallel.messages import Failure, Message, Release
@@ -29,6 +31,13 @@ STEP_SECONDS = 300.0
 """How long a rank waits for the others in a forward, and rank 0 for an answer."""
 END_SECONDS = 10.0
 """How long a process may take to end before it is killed."""
+PROGRAM = """
+import json, sys
+sys.path[:], *arguments = json.loads(sys.argv[1])
+from kvboost.runtime.parallel.follower import main
+main(*arguments)
+"""
+"""What another rank runs. It imports from where this process does."""
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -94,26 +103,27 @@ class Ranks:
         self._failure: RankLostError | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[Link] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="kvboost-ranks-")
+        meeting = os.path.join(self._folder.name, "store")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
         try:
             for rank in range(1, size):
-                self._start(rank, store.port, backend)
+                self._start(rank, meeting, backend)
             with self._explained():
                 for link in self._links:  # each says that it is there
                     link.receive(START_SECONDS)
-                join_group(store, backend, 0, size)
+                join_group(meeting, backend, 0, size)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, rank: int, port: int, backend: str) -> None:
+    def _start(self, rank: int, meeting: str, backend: str) -> None:
         ours, theirs = socket.socketpair()
+        threads = max(1, torch.get_num_threads() // self.size)
         with theirs:
-            arguments = [rank, self.size, port, backend, theirs.fileno(), _threads(self.size)]
+            arguments = [sys.path, rank, self.size, meeting, backend, theirs.fileno(), threads]
             process = subprocess.Popen(
-                [sys.executable, "-m", "kvboost.runtime.parallel.follower", *map(str, arguments)],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                [sys.executable, "-c", PROGRAM, json.dumps(arguments)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -169,6 +179,7 @@ class Ranks:
             process.wait()
         if distributed.is_initialized():
             distributed.destroy_process_group()
+        self._folder.cleanup()
         if self._failure is None:
             self._failure = RankLostError("the other ranks of this engine have been closed")
 
@@ -216,14 +227,14 @@ class Ranks:
         return f"rank 0 has failed while the others waited: {type(error).__name__}: {error}"
 
 
-def join_group(store: TCPStore, backend: str, rank: int, size: int) -> None:
-    """Makes this process a rank of torch's default process group, over this machine's loopback."""
+def join_group(meeting: str, backend: str, rank: int, size: int) -> None:
+    """Makes this process a rank of torch's default process group, over this machine's loopback.
+    The ranks meet in the file ``meeting``."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     distributed.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=STEP_SECONDS)
+        backend,
+        store=FileStore(meeting, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=STEP_SECONDS),
     )
-
-
-def _threads(size: int) -> int:
-    """How many threads of the CPU each of the other ranks uses."""
-    return max(1, torch.get_num_threads() // size)
