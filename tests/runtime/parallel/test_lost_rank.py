@@ -12,9 +12,7 @@ from torch import distributed
 from kvboost import KVBoost
 from kvboost.errors import ConfigError, RankLostError, UnsupportedModelError
 from kvboost.runtime.parallel import runtime
-from kvboost.runtime.parallel.messages import Release
 from kvboost.runtime.parallel.ranks import Ranks
-from kvboost.runtime.parallel.rows import ShardedKV
 from kvboost.runtime.parallel.runtime import ParallelRuntime
 from split_models import save_model
 
@@ -59,7 +57,7 @@ def test_a_size_that_cannot_be_is_refused_before_anything_starts(
     models: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runtime, "Ranks", None)
+    monkeypatch.setattr(runtime, "open_ranks", None)
     with pytest.raises(ConfigError, match=message):
         KVBoost.from_pretrained(save_model(name, models), tp_size=tp_size, **options)
 
@@ -80,15 +78,3 @@ def test_a_killed_rank_ends_requests_with_an_error(engine: KVBoost, models: Path
         list(stream)
     with pytest.raises(RankLostError, match="rank 1 has ended"):
         engine.generate_batch([TEXT, TEXT + "Else."], 4)
-
-
-def test_a_rank_that_fails_says_why(engine: KVBoost) -> None:
-    ranks = ranks_of(engine)
-    engine.generate(TEXT, 4)
-    with engine._runtime.pool.lend(8) as kv:
-        assert isinstance(kv, ShardedKV)
-        ranks.cast(Release((kv.number,)))  # the next request uses the same idle buffer
-    with pytest.raises(RankLostError, match=r"rank 1 has failed: KeyError.*another one"):
-        engine.generate(TEXT + "More.", 4)
-    with pytest.raises(RankLostError, match="rank 1 has failed"):
-        engine.warm(TEXT)

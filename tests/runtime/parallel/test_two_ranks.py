@@ -13,6 +13,7 @@ from kvboost import KVBoost
 from kvboost.results import SpanKind
 from kvboost.runtime.parallel.chunks import ShardedData
 from kvboost.runtime.parallel.messages import Has, Release
+from kvboost.runtime.parallel.processes import open_ranks
 from kvboost.runtime.parallel.ranks import Ranks
 from split_models import save_model, split_engine, whole_engine
 
@@ -37,7 +38,7 @@ Make = Callable[..., KVBoost]
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    started = Ranks(2, torch.device("cpu"))
+    started = open_ranks(2, torch.device("cpu"))
     yield started
     started.close()
 

@@ -20,7 +20,8 @@ from kvboost.reuse.rope import Rotation
 from kvboost.runtime.parallel import messages
 from kvboost.runtime.parallel.hooks import make_hook, observed
 from kvboost.runtime.parallel.messages import Failure, Message, Packed
-from kvboost.runtime.parallel.ranks import Link, join_group
+from kvboost.runtime.parallel.processes import join_group
+from kvboost.runtime.parallel.ranks import Link
 from kvboost.runtime.runtime import make_quantizer, rotation_of
 
 

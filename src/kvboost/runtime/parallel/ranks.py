@@ -1,44 +1,27 @@
-"""The processes of the other ranks, as rank 0 sees them."""
+"""The other ranks, as rank 0 sees them."""
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-from torch import distributed
-from torch.distributed import FileStore  # type: ignore[attr-defined]
-
-from kvboost.errors import ConfigError, KVBoostError, RankLostError
+from kvboost.errors import KVBoostError, RankLostError
 from kvboost.runtime.parallel.messages import Failure, Message, Release
 
-START_SECONDS = 300.0
-"""How long a process may take to import what it needs."""
 STEP_SECONDS = 300.0
 """How long a rank waits for the others in a forward, and rank 0 for an answer."""
 END_SECONDS = 10.0
 """How long a process may take to end before it is killed."""
-PROGRAM = """
-import json, sys
-sys.path[:], *arguments = json.loads(sys.argv[1])
-from kvboost.runtime.parallel.follower import main
-main(*arguments)
-"""
-"""What another rank runs. It imports from where this process does."""
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+REASON_SECONDS = 0.5
+"""How long to wait for the reason of a failure that has already happened."""
 
 
 class Handle:
@@ -63,20 +46,17 @@ class Link:
     def receive(self, seconds: float | None = None) -> Any:
         """The next object. Raises ``EOFError`` if the other side has ended, ``TimeoutError`` after
         ``seconds``."""
-        if not self._connection.poll(seconds):
-            raise TimeoutError(f"no answer within {seconds:g} s")
         try:
+            if not self._connection.poll(seconds):
+                raise TimeoutError(f"no answer within {seconds:g} s")
             return pickle.loads(self._connection.recv_bytes())
+        except TimeoutError:
+            raise
         except OSError as error:
             raise EOFError(str(error)) from error
 
     def close(self) -> None:
         self._connection.close()
-
-
-class _RankFailed(Exception):
-    def __init__(self, rank: int, failure: Failure) -> None:
-        super().__init__(f"rank {rank} has failed: {failure.reason}")
 
 
 class Ranks:
@@ -87,50 +67,21 @@ class Ranks:
     ``RankLostError``.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        """Starts ``size - 1`` processes and waits until they are ready."""
-        if distributed.is_initialized():
-            raise ConfigError(
-                f"tp_size={size}: this process has a process group of torch.distributed already; "
-                "close the other engine with tp_size first, and do not use torchrun: KVBoost "
-                "starts its processes itself"
-            )
-        self.size = size
+    def __init__(
+        self,
+        processes: Sequence[subprocess.Popen[bytes]],
+        links: Sequence[Link],
+        on_close: Callable[[], None],
+    ) -> None:
+        self.size = len(links) + 1
+        self._processes = processes
+        self._links = links
+        self._on_close = on_close
         self._numbers = iter(range(sys.maxsize))
         self._released: deque[int] = deque()
         self._lock = threading.RLock()
         self._stepping = threading.Lock()
         self._failure: RankLostError | None = None
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._links: list[Link] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="kvboost-ranks-")
-        meeting = os.path.join(self._folder.name, "store")
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        try:
-            for rank in range(1, size):
-                self._start(rank, meeting, backend)
-            with self._explained():
-                for link in self._links:  # each says that it is there
-                    link.receive(START_SECONDS)
-                join_group(meeting, backend, 0, size)
-        except BaseException:
-            self.close()
-            raise
-
-    def _start(self, rank: int, meeting: str, backend: str) -> None:
-        ours, theirs = socket.socketpair()
-        threads = max(1, torch.get_num_threads() // self.size)
-        with theirs:
-            arguments = [sys.path, rank, self.size, meeting, backend, theirs.fileno(), threads]
-            process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, json.dumps(arguments)],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for rank 0, which then ends the others
-            )
-        self._processes.append(process)
-        self._links.append(Link(Connection(ours.detach())))
 
     def new_handle(self) -> Handle:
         with self._lock:
@@ -177,11 +128,9 @@ class Ranks:
                 process.wait(END_SECONDS)
             process.kill()
             process.wait()
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
-        self._folder.cleanup()
         if self._failure is None:
             self._failure = RankLostError("the other ranks of this engine have been closed")
+        self._on_close()
 
     def _send(self, messages: Sequence[Message]) -> None:
         released = []
@@ -219,22 +168,16 @@ class Ranks:
         for rank, (process, link) in enumerate(zip(self._processes, self._links, strict=True), 1):
             with suppress(EOFError, TimeoutError):
                 while True:
-                    answer = link.receive(0.5)
+                    answer = link.receive(REASON_SECONDS)
                     if isinstance(answer, Failure) and answer.fatal:
                         return str(_RankFailed(rank, answer))
             with suppress(subprocess.TimeoutExpired):
-                return f"rank {rank} has ended with exit status {process.wait(0.5)}"
+                return f"rank {rank} has ended with exit status {process.wait(REASON_SECONDS)}"
+        if isinstance(error, TimeoutError):
+            return f"a rank is stuck: {error}"
         return f"rank 0 has failed while the others waited: {type(error).__name__}: {error}"
 
 
-def join_group(meeting: str, backend: str, rank: int, size: int) -> None:
-    """Makes this process a rank of torch's default process group, over this machine's loopback.
-    The ranks meet in the file ``meeting``."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    distributed.init_process_group(
-        backend,
-        store=FileStore(meeting, size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=STEP_SECONDS),
-    )
+class _RankFailed(Exception):
+    def __init__(self, rank: int, failure: Failure) -> None:
+        super().__init__(f"rank {rank} has failed: {failure.reason}")

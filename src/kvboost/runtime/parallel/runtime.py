@@ -23,6 +23,7 @@ from kvboost.reuse.assemble import Packer
 from kvboost.runtime.parallel.chunks import RankShards, ShardedPacker
 from kvboost.runtime.parallel.hooks import add_up, describe, observed
 from kvboost.runtime.parallel.messages import Load, Observed, Run, SegmentMessage, Serve
+from kvboost.runtime.parallel.processes import open_ranks
 from kvboost.runtime.parallel.ranks import Ranks
 from kvboost.runtime.parallel.rows import ShardedKV, ShardedPool
 from kvboost.runtime.runtime import MAX_IDLE, Runtime
@@ -129,7 +130,7 @@ def start_ranks(
 ) -> Ranks:
     """The processes for a model, if ``tp_size`` of them can serve it."""
     kind = check_split(name, tp_size, strict=strict, device=device, **hf_kwargs)
-    return Ranks(tp_size, kind)
+    return open_ranks(tp_size, kind)
 
 
 def load_parallel(
