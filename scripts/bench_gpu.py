@@ -78,7 +78,7 @@ def main() -> None:
                     profile(engine, requests)
         if args.plain_layers and (steps := engine._model.forward.steps) is not None:
             with told(report, "plain layers"), phase("graphs of the model's own layers"):
-                engine._model.forward.step_layers.restore()  # type: ignore[union-attr]
+                engine._model.forward.fused_layers.restore()  # type: ignore[union-attr]
                 steps.forget_graphs()
                 for requests in args.requests:
                     prompts = prompts_for(requests)
@@ -250,7 +250,7 @@ def notes_of(engine: KVBoost) -> dict[str, Any]:
         "graphs": getattr(capture, "num_graphs", 0),
         "graph_mb": round(getattr(capture, "used_bytes", 0) / 1e6),
         "note": capture.note,
-        "layers": engine._model.forward.step_layers and engine._model.forward.step_layers.note,
+        "layers": engine._model.forward.fused_layers and engine._model.forward.fused_layers.note,
         "leaks": slab.check_integrity(),
     }
 

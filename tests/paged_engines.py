@@ -18,6 +18,9 @@ SMALL = {"num_hidden_layers": 1}
 TWO_LAYERS = {"num_hidden_layers": 2}
 """For what differs between layers: windows, and what a hook sees."""
 
+SMALL_FORWARDS = (32, 64)
+"""Forwards with buffers of fixed size: the interpreter also takes its time for padding."""
+
 
 def paged_engine(
     monkeypatch: pytest.MonkeyPatch,
@@ -30,6 +33,8 @@ def paged_engine(
     """An engine with pages, or one without."""
     choice = PagesChoice() if pages else PagesChoice("this test compares with buffers")
     monkeypatch.setattr("kvboost.runtime.runtime.choose_pages", lambda *_: choice)
+    monkeypatch.setattr("kvboost.reuse.paged.forwards.SIZES", SMALL_FORWARDS)
+    monkeypatch.setattr("kvboost.reuse.paged.graphs.MOST_SPANS", 4)
     return make_engine(tiny_model(name, **sizes), strict=name not in OTHER_MODELS, **config)
 
 

@@ -479,8 +479,9 @@ class KVBoost:
         self.clear()
 
     def check_integrity(self) -> list[str]:
-        """Inconsistencies in the cache's own records, across all tiers; empty if there are none."""
-        return self._runtime.store.check_integrity()
+        """Inconsistencies in the cache's own records, across all tiers; empty if there are none. On
+        a GPU also pages that are held although no request runs."""
+        return self._runtime.check_integrity()
 
     def flush(self) -> None:
         """Writes chunks that are only in memory to disk and to the remote store now."""

@@ -46,11 +46,9 @@ class Index:
         """Where a chunk was when it was added; None if it is not known."""
         return self._tiers.get(key)
 
-    def lookup(
-        self, root: ChunkKey, token_ids: TokenIds, *, moved_before: int = 0, repair: str = ""
-    ) -> KnownRows:
+    def lookup(self, root: ChunkKey, token_ids: TokenIds, *, moved_before: int = 0) -> KnownRows:
         """What is known of ``token_ids``, as :meth:`kvboost.cache.store.ChunkStore.lookup`."""
-        return self._catalogue.match(root, token_ids, moved_before, repair, self._tiers.get)
+        return self._catalogue.match(root, token_ids, moved_before, "", self._tiers.get)
 
     def add(self, info: ChunkInfo, tier: str) -> None:
         """A chunk is in ``tier``. Chunks that this model cannot use only take room there."""
@@ -84,18 +82,16 @@ class Index:
         root: ChunkKey,
         token_ids: TokenIds,
         *,
-        exact_rows: int,
-        repair: str = "",
         boundaries: Sequence[int] = (),
         tier: str = "ram",
     ) -> tuple[list[ChunkInfo], list[ChunkKey]]:
-        """The chunks to be stored so that ``token_ids``, which begin a sequence, are known, parents
-        first, and those that they replace. They count as stored in ``tier`` from now on. The first
-        ``exact_rows`` are exact; the others go into a branch beside the exact tree."""
+        """The chunks to be stored so that ``token_ids``, exact rows that begin a sequence, are
+        known, parents first, and those that they replace. They count as stored in ``tier`` from now
+        on."""
         new: list[ChunkInfo] = []
         replaced: list[ChunkKey] = []
         for place in self.naming.places(
-            root, token_ids, exact_rows=exact_rows, repair=repair, boundaries=boundaries
+            root, token_ids, exact_rows=len(token_ids), repair="", boundaries=boundaries
         ):
             parent, ids = place.parent, place.token_ids
             sibling = self._catalogue.sibling(parent, ids)

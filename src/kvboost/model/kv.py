@@ -96,6 +96,11 @@ class RequestKV:
         """The first position that is not read from ``base``."""
         return 0 if self.base is None else self.base.count
 
+    @property
+    def positions_on(self) -> torch.device:
+        """Where the positions of rows to write are needed."""
+        return self.shape.device
+
     def attach_prefix(self, base: SharedRows | None) -> None:
         """Begins a new request after ``base``; earlier rows are discarded."""
         self.base = base
@@ -227,6 +232,10 @@ class KVPool:
             yield kv
         finally:
             self._give(kv)
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong with what no request has; nothing, where requests have buffers."""
+        return []
 
     def bytes_for(self, num_tokens: int) -> int:
         """How much memory ``lend`` would use now for so many rows of a request's own."""

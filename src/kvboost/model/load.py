@@ -59,11 +59,15 @@ class LoadedModel:
         return int(self.forward.model.get_input_embeddings().num_embeddings)
 
     @property
+    def num_heads(self) -> int:
+        """Query heads of a layer."""
+        return int(self.forward.model.config.get_text_config().num_attention_heads)
+
+    @property
     def attention_share(self) -> float:
         """What attending to one key costs, as a share of what one row costs in the weights."""
-        config = self.forward.model.config.get_text_config()
         shape = self.forward.shape
-        per_key = 2 * config.num_attention_heads * shape.head_dim * shape.num_layers
+        per_key = 2 * self.num_heads * shape.head_dim * shape.num_layers
         return float(per_key / self.forward.model.num_parameters(exclude_embeddings=True))
 
     @property

@@ -80,9 +80,10 @@ class Deviation:
         if layer != self.layer:
             return
         known = kv.layer(layer, 0, int(self.positions[-1]) + 1)
+        positions = self.positions.to(keys.device)
         for fresh, stale in zip((keys, values), known, strict=True):
-            distance = fresh.float() - stale[:, :, self.positions].float()
-            self.squared += distance.square().sum((0, 1, 3))
+            distance = fresh.float() - stale[:, :, positions].float()
+            self.squared += distance.square().sum((0, 1, 3)).to(self.squared.device)
 
     def on_query(
         self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None

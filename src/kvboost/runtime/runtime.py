@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,15 +18,17 @@ from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.open import Tiers, open_tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.config import EngineConfig
-from kvboost.model.kv import KVPool
+from kvboost.model.kv import KVPool, RequestKV
 from kvboost.model.load import LoadedModel
 from kvboost.model.machine import memory_bytes
 from kvboost.model.native.moved_rows import move_keys
 from kvboost.model.paged.choose import PagesChoice, choose_pages, make_capture
+from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.pool import PagedPool
 from kvboost.results import ReuseReport
 from kvboost.reuse.assemble import Packer
 from kvboost.reuse.cost import CostModel
+from kvboost.reuse.request import BufferedRows, RequestRows
 from kvboost.reuse.rope import Rotation
 from kvboost.runtime.memory import Trimmer
 from kvboost.runtime.planner import Planner
@@ -35,6 +37,10 @@ from kvboost.runtime.sharing import RunningRequests
 from kvboost.runtime.totals import Totals
 from kvboost.tokens.chunking import Cutter
 from kvboost.tokens.hashing import ChunkKey, TokenIds, root_key
+
+if TYPE_CHECKING:
+    from kvboost.model.paged.slab import Slab
+    from kvboost.reuse.paged.forwards import SegmentForwards
 
 INITIAL_ANSWER_ROWS = 512
 """Rows reserved for an answer at first. A longer answer makes the request's KV grow."""
@@ -56,6 +62,7 @@ class Runtime:
         self.max_kv_bytes = _kv_budget(config, model.device)
         self.pages = self._choose_pages()
         self.pool = self._make_pool()
+        self._forwards: SegmentForwards | None = None
         self.store = ChunkStore(
             tiers,
             cut=Cutter(
@@ -78,9 +85,10 @@ class Runtime:
         self.planner = Planner(
             self.store, self.cost, model.support, self.root, moves=self.rotation is not None
         )
-        self.packer = self._make_packer(
-            make_quantizer(model, self.rotation, tiers.ram, config.kv_cache_bits, config.key_norms)
+        self._quantizer = make_quantizer(
+            model, self.rotation, tiers.ram, config.kv_cache_bits, config.key_norms
         )
+        self.packer = self._make_packer(self._quantizer)
         self.prefill_slice = config.prefill_slice or (
             SLICE_ON_CPU if model.device.type == "cpu" else SLICE_ON_GPU
         )
@@ -140,14 +148,19 @@ class Runtime:
             **({} if self._events is None else {"kv_events": self._events.stats().as_dict()}),
         }
 
+    def check_integrity(self) -> list[str]:
+        """What is wrong with the records of the cache and of running requests."""
+        return self.store.check_integrity() + self.pool.check_integrity()
+
     def notes(self) -> list[str]:
         """Why decoding runs slower on a GPU than it could."""
         if self.model.device.type != "cuda":
             return []
         if not self.pages.used:
             return [f"requests have no pages: {self.pages.reason}"]
-        steps, layers = self.model.forward.steps, self.model.forward.step_layers
-        found = [steps.capture.note if steps else None, layers.note if layers else None]
+        steps, layers = self.model.forward.steps, self.model.forward.fused_layers
+        own = self._forwards.note if self._forwards else None
+        found = [steps.capture.note if steps else None, layers.note if layers else None, own]
         return [note for note in found if note is not None]
 
     def close(self) -> None:
@@ -157,8 +170,18 @@ class Runtime:
         if self._events is not None:
             self._events.close()
         self.pool.clear()
+        self._forwards = None
         self.model.forward.leave_pages()
         self.model.forward.release()
+
+    def rows_of(self, kv: RequestKV) -> RequestRows:
+        """The rows of a request, for reuse."""
+        forwards = self._forwards
+        if forwards is None or not isinstance(kv, PagedKV) or kv.slab is not forwards.slab:
+            return BufferedRows(kv, self.packer, self.rotation)
+        from kvboost.reuse.paged.request import PagedRequest
+
+        return PagedRequest(kv, forwards.kernels, self._quantizer, forwards.most_rows)
 
     # What differs if the model is split over several ranks: see runtime/parallel.
 
@@ -169,16 +192,16 @@ class Runtime:
         return choose_pages(self.model.forward.packed, self.model.forward.model)
 
     def _make_pool(self) -> KVPool:
-        forward, config = self.model.forward, self._config
+        model = self.model
+        shape = model.forward.shape
         if not self.pages.used:
-            return KVPool(forward.shape, MAX_IDLE)
-        captures = make_capture(forward.shape.device, config.graphs)
+            return KVPool(shape, MAX_IDLE)
         return PagedPool(
-            forward.shape,
+            shape,
             self.max_kv_bytes,
-            config.max_running,
-            self.model.context_length,
-            on_slab=lambda slab: forward.use_pages(slab, captures),
+            self._config.max_running,
+            model.context_length,
+            on_slab=self._use_slab,
         )
 
     def _make_packer(self, quantizer: Quantizer) -> Packer:
@@ -198,6 +221,20 @@ class Runtime:
     def _shares_rows(self) -> bool:
         """Whether running requests may read each other's rows."""
         return self.model.support.reuse_limit is None
+
+    def _use_slab(self, slab: Slab) -> None:
+        """The first request is about to have pages."""
+        from kvboost.reuse.paged.forwards import SegmentForwards, SlabPages
+        from kvboost.reuse.paged.kernels import GpuKernels
+
+        forward = self.model.forward
+        capture = make_capture(forward.shape.device, self._config.graphs)
+        forward.use_pages(slab, capture)
+        if forward.steps is not None:
+            kernels = GpuKernels(SlabPages(slab), self.rotation)
+            heads = self.model.num_heads
+            self._forwards = SegmentForwards(kernels, slab, heads, forward.run_rows, capture)
+            forward.use_runner(self._forwards)
 
     def _publish_events(self, config: EngineConfig) -> EventPublisher | None:
         """Announces the text that is read without a salt: salts keep tenants apart, and events

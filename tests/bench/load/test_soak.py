@@ -2,15 +2,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvboost.bench.load.soak import CHUNKS, Soak, levels, resident_mb, soak
+import pytest
+import torch
+
+from kvboost.bench.load.soak import CHUNKS, Soak, levels, soak, used_mb
 from kvboost.model.load import wrap
 from tiny import byte_tokenizer, tiny_model
 
 
-def test_a_short_soak_finds_no_problem(tmp_path: Path) -> None:
+@pytest.mark.parametrize("users", [1, 8])
+def test_a_short_soak_finds_no_problem(tmp_path: Path, users: int) -> None:
     """The command's short form: all kinds of requests over 64 chunks, memory and disk."""
     model = wrap(tiny_model("llama", max_position_embeddings=2048), byte_tokenizer())
-    seen = soak(model, 6.0, tmp_path, least_requests=80)
+    seen = soak(model, 6.0, tmp_path, users=users, least_requests=80)
     # So short a run is still filling its pools when it begins to be watched.
     assert [problem for problem in seen.problems if not problem.startswith("memory")] == []
     assert seen.growth < 0.3
@@ -26,4 +30,4 @@ def test_memory_is_judged_by_medians_over_time() -> None:
     samples = [100.0] * 50 + [500.0] + [110.0] * 49
     assert levels(samples) == (100.0, 110.0, 110.0)
     assert levels([7.0]) == (7.0, 7.0, 7.0)
-    assert resident_mb() > 10
+    assert used_mb(torch.device("cpu")) > 10

@@ -40,7 +40,7 @@ class Cache:
     def read(self, ids: TokenIds, salt: str = "") -> int:
         assert self.planner._index is not None
         root = self.planner.root(salt)
-        infos, _ = self.planner._index.store(root, ids, exact_rows=len(ids))
+        infos, _ = self.planner._index.store(root, ids)
         empty = [plain(torch.zeros(2, 1, 1, info.num_tokens, 1)) for info in infos]
         self.data.put([KVChunk(info, kv) for info, kv in zip(infos, empty, strict=True)])
         self.data.flush()

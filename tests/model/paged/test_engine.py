@@ -47,7 +47,8 @@ def test_a_batch_with_a_shared_beginning(monkeypatch: pytest.MonkeyPatch) -> Non
     take = Slab.take
 
     def taking(self: Slab, num_rows: int, shared: Sequence[int] = ()) -> Holding | None:
-        given.append(len(shared))
+        if num_rows > 192:  # layers are compared with fewer rows
+            given.append(len(shared))
         return take(self, num_rows, shared)
 
     monkeypatch.setattr(Slab, "take", taking)
@@ -99,7 +100,7 @@ def test_requests_with_options_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_stream_that_is_closed_returns_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     with paged_engine(monkeypatch) as engine:
-        with engine.stream(TEXT, 50, ignore_eos=True) as stream:
+        with engine.stream(TEXT[:30], 50, ignore_eos=True) as stream:
             next(iter(stream))
         assert leaks(engine) == []
 

@@ -3,6 +3,7 @@ answers watched."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import statistics
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import ClassVar
+
+import torch
 
 from kvboost import GenerationMode, GenerationResult, KVBoost
 from kvboost.bench.kit.benchmark import Bench, ModelSettings, Report, option
@@ -24,6 +27,9 @@ from kvboost.results import kl_divergence
 CHUNKS = 64
 CHECKED = 0.1
 """This share of the requests is also answered by full prefill."""
+LEAVES = 0.1
+"""This share of the streams is left early."""
+MODES = (GenerationMode.PREFIX_CACHE, GenerationMode.CHUNK_KV_REUSE)
 MOST_GROWTH = 0.03
 """More growth of memory than this is a problem."""
 
@@ -33,6 +39,7 @@ class Settings(ModelSettings):
     QUICK: ClassVar = {"minutes": 1.0}
 
     minutes: float = option(10.0, "How long requests are sent.", least=0.05)
+    users: int = option(1, "Users at once; one user's requests run alone.", least=1)
 
 
 @dataclass
@@ -41,10 +48,12 @@ class Soak:
 
     seconds: float = 0.0
     requests: int = 0
-    reused_share: float = 0.0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
     checked: int = 0
     settled_mb: float = 0.0
-    """Resident memory once a tenth of the time (a minute of ten) is over."""
+    """Memory of the process, and on a GPU also of its tensors there, once a tenth of the time (a
+    minute of ten) is over."""
     end_mb: float = 0.0
     most_mb: float = 0.0
     evicted: int = 0
@@ -56,6 +65,15 @@ class Soak:
     def growth(self) -> float:
         return self.most_mb / self.settled_mb - 1
 
+    @property
+    def reused_share(self) -> float:
+        return self.reused_tokens / max(1, self.prompt_tokens)
+
+    def count(self, result: GenerationResult) -> None:
+        self.requests += 1
+        self.prompt_tokens += result.prompt_tokens
+        self.reused_tokens += result.cached_tokens
+
 
 def soak(
     model: LoadedModel,
@@ -63,6 +81,7 @@ def soak(
     folder: Path,
     on_seconds: Callable[[float], None] = lambda _: None,
     *,
+    users: int = 1,
     least_requests: int = 0,
 ) -> Soak:
     """Sends requests of all kinds for ``seconds``: chats that grow, documents in new orders, long
@@ -78,24 +97,31 @@ def soak(
             disk_cache_dir=folder,
             disk_cache_bytes=3 * CHUNKS * (chunk_bytes + 16_384),
             reuse_moved="always",
+            max_running=max(users, EngineConfig().max_running),
         ),
     )
     traffic = _Traffic(engine, seed=0)
     memory: list[float] = []
     start, shown = time.monotonic(), 0.0
-    reused = prompt_tokens = 0
-    while (elapsed := time.monotonic() - start) < seconds or seen.requests < least_requests:
-        for result in traffic.next_request(seen):
-            seen.requests += 1
-            reused += result.cached_tokens
-            prompt_tokens += result.prompt_tokens
-        _check_budgets(engine, seen)
-        if elapsed > seconds / 10:
-            memory.append(resident_mb())
-        on_seconds(elapsed - shown)
-        shown = elapsed
+
+    def goes_on() -> bool:
+        nonlocal shown
+        elapsed = time.monotonic() - start
+        if seen.requests:
+            _check_budgets(engine, seen)
+            if elapsed > seconds / 10:
+                memory.append(used_mb(engine.device))
+            on_seconds(elapsed - shown)
+            shown = elapsed
+        return elapsed < seconds or seen.requests < least_requests
+
+    if users == 1:
+        while goes_on():
+            for result in traffic.next_request(seen):
+                seen.count(result)
+    else:
+        asyncio.run(_serve(traffic, users, seen, goes_on))
     seen.seconds = time.monotonic() - start
-    seen.reused_share = reused / max(1, prompt_tokens)
     seen.settled_mb, seen.end_mb, seen.most_mb = levels(memory)
     if seen.growth > MOST_GROWTH:
         seen.problems.append(
@@ -112,6 +138,18 @@ def soak(
         seen.problems.append(f"{stats['in_use']} chunks are still in use")
     engine.close()
     return seen
+
+
+async def _serve(traffic: _Traffic, users: int, seen: Soak, goes_on: Callable[[], bool]) -> None:
+    """Every user sends one request after the other."""
+
+    async def user() -> None:
+        while goes_on():
+            await traffic.send(seen)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(users):
+            group.create_task(user())
 
 
 class _Traffic:
@@ -132,30 +170,55 @@ class _Traffic:
     def next_request(self, seen: Soak) -> Iterator[GenerationResult]:
         """Sends one, or forgets something."""
         rng, engine = self._random, self._engine
-        kind = rng.random()
-        if kind < 0.02:
-            engine.forget_salt(f"tenant-{rng.randrange(3)}")
+        if self._forgets():
             return
-        if kind < 0.03:
-            engine.forget(rng.choice(self._documents))
-            return
-        if kind < 0.032:
-            engine.clear()
-            return
-        prompt, salt = self._prompt(), rng.choice(["", "", f"tenant-{rng.randrange(3)}"])
-        if rng.random() < 0.1:
+        prompt, salt = self._prompt(), self._salt()
+        if rng.random() < LEAVES:
             with engine.stream(prompt, 8, cache_salt=salt) as stream:
                 next(stream, None)
             yield stream.result
             return
-        mode = rng.choice([GenerationMode.PREFIX_CACHE, GenerationMode.CHUNK_KV_REUSE])
-        result = engine.generate(prompt, 4, mode, cache_salt=salt)
-        yield result
+        mode = rng.choice(MODES)
+        yield engine.generate(prompt, 4, mode, cache_salt=salt)
         if mode is GenerationMode.PREFIX_CACHE and rng.random() < CHECKED:
-            seen.checked += 1
-            full = engine.generate(prompt, 4, GenerationMode.BASELINE)
-            if not _agree(engine, prompt, full.token_ids, salt):
-                seen.problems.append(f"request {seen.requests} was answered differently")
+            self._compare(prompt, salt, seen)
+
+    async def send(self, seen: Soak) -> None:
+        """As ``next_request``, beside others."""
+        rng, engine = self._random, self._engine
+        if self._forgets():
+            return
+        prompt, salt, mode = self._prompt(), self._salt(), rng.choice(MODES)
+        leaves = rng.random() < LEAVES
+        tokens = rng.randrange(4, 64)
+        async with engine.astream(prompt, tokens, mode, cache_salt=salt) as stream:
+            async for _ in stream:
+                if leaves:
+                    break
+        seen.count(stream.result)
+        if mode is GenerationMode.PREFIX_CACHE and rng.random() < CHECKED:
+            await asyncio.to_thread(self._compare, prompt, salt, seen)
+
+    def _forgets(self) -> bool:
+        """Whether something was forgotten instead of a request."""
+        rng, engine = self._random, self._engine
+        kind = rng.random()
+        if kind < 0.02:
+            engine.forget_salt(f"tenant-{rng.randrange(3)}")
+        elif kind < 0.03:
+            engine.forget(rng.choice(self._documents))
+        elif kind < 0.032:
+            engine.clear()
+        return kind < 0.032
+
+    def _salt(self) -> str:
+        return self._random.choice(["", "", f"tenant-{self._random.randrange(3)}"])
+
+    def _compare(self, prompt: list[int], salt: str, seen: Soak) -> None:
+        seen.checked += 1
+        full = self._engine.generate(prompt, 4, GenerationMode.BASELINE)
+        if not _agree(self._engine, prompt, full.token_ids, salt):
+            seen.problems.append(f"request {seen.requests} was answered differently")
 
     def _prompt(self) -> list[int]:
         rng = self._random
@@ -193,9 +256,12 @@ def _check_budgets(engine: KVBoost, seen: Soak) -> None:
         seen.problems.append(f"{tiers['ram']['chunks']} chunks in memory")
 
 
-def resident_mb() -> float:
+def used_mb(device: torch.device) -> float:
+    """Resident memory, and what tensors on a GPU take."""
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    on_gpu = torch.cuda.memory_allocated(device) / 1e6 if device.type == "cuda" else 0.0
+    return resident + on_gpu
 
 
 def levels(samples: Sequence[float]) -> tuple[float, float, float]:
@@ -218,14 +284,15 @@ def run(settings: Settings, bench: Bench) -> Report:
         Progress(f"requests for {settings.minutes:g} minutes over {CHUNKS} chunks") as progress,
         progress.step("seconds", settings.minutes * 60) as step,
     ):
-        seen = soak(loaded, settings.minutes * 60, Path(folder), step.advance)
+        seen = soak(loaded, settings.minutes * 60, Path(folder), step.advance, users=settings.users)
     told = (
         f"{seen.requests:,} requests in {seen.seconds / 60:.1f} minutes, {seen.reused_share:.0%} "
         f"of their tokens not read again; {seen.evicted:,} chunks evicted, "
         f"{seen.demoted:,} demoted, {seen.promoted:,} promoted; {seen.checked} answers compared\n"
-        f"resident memory {seen.settled_mb:,.0f} MB after a tenth of the time, at most "
+        f"memory {seen.settled_mb:,.0f} MB after a tenth of the time, at most "
         f"{seen.most_mb:,.0f} later ({seen.growth:+.1%}), {seen.end_mb:,.0f} at the end"
     )
     if not seen.problems:
         told += "\nbudgets held, nothing leaked, everything adds up"
-    return Report(asdict(seen) | {"growth": seen.growth}, [told], problems=seen.problems)
+    shares = {"growth": seen.growth, "reused_share": seen.reused_share}
+    return Report(asdict(seen) | shares, [told], problems=seen.problems)

@@ -215,6 +215,7 @@ class Transfers:
 
     def _write(self, chunk: KVChunk) -> bool:
         """Called by the writer's thread; returns whether ``chunk`` is finished."""
+        self._ram.settle()
         whole = self._tiers.shards.join(chunk)
         if whole is None:
             return True

@@ -16,6 +16,9 @@ MODES = ("repaired", "exact", "off")
 STRATEGIES = ("auto", "query", "selective", "none")
 """All but ``cacheblend``, for which forwards in vLLM have no hook."""
 COMMANDS = ("stats", "forget")
+CHUNK_SIZE = 256
+"""Tokens in a chunk, unless an option says otherwise: twice as many as elsewhere, because every
+chunk costs the scheduler's and the worker's Python some time, for which a GPU waits."""
 EVERYTHING = "everything"
 _ENGINE_OPTIONS = (
     "chunk_size",
@@ -58,7 +61,7 @@ class Options:
                 f"kv_connector_extra_config has unknown options: {', '.join(unknown)}. Known are: "
                 f"{known}"
             )
-        engine: dict[str, Any] = {"gpu_cache_bytes": 0}
+        engine: dict[str, Any] = {"gpu_cache_bytes": 0, "chunk_size": CHUNK_SIZE}
         engine |= {name: extra[name] for name in _ENGINE_OPTIONS if name in extra}
         options = cls(EngineConfig(**engine), **{name: extra[name] for name in own & set(extra)})
         one_of(options.mode, MODES, "mode")

@@ -221,12 +221,7 @@ class Planner:
         they would push out the text that they were made from."""
         if self._index is None or asked.mode == "off":
             return None, []
-        new, replaced = self._index.store(
-            self.root(salt),
-            token_ids,
-            exact_rows=len(token_ids),
-            boundaries=asked.boundaries,
-        )
+        new, replaced = self._index.store(self.root(salt), token_ids, boundaries=asked.boundaries)
         return Keep(request_id, tuple(new), tuple(pages)) if new else None, replaced
 
     def announce(self, hashes: Sequence[bytes], token_ids: TokenIds, salt: str) -> None:

@@ -15,19 +15,19 @@ import numpy as np
 import torch
 
 from kvboost.integrations.vllm import paged
-from kvboost.integrations.vllm.hooks import LayerHook
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.planner import Load
 from kvboost.integrations.vllm.ranks import Ranks
 from kvboost.model.segment import Hook
+from kvboost.reuse.paged.hooks import LayerHook
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.repair import STRATEGIES, MovedRows, asks_attention
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
 
 if TYPE_CHECKING:
-    from kvboost.integrations.vllm.kernels import GpuKernels
     from kvboost.integrations.vllm.sparse import SparseForward
+    from kvboost.reuse.paged.kernels import GpuKernels
 
 SCRATCH_PAGE = 0
 """The last rows of a prompt, for which vLLM has allocated no page yet, are probed in this one.
@@ -59,12 +59,12 @@ class Repairer:
         self.measured: list[tuple[int, int, float]] = []
         """Forwards that were timed: rows, keys, seconds."""
 
-    def repair(self, load: Load, slice_rows: int) -> Loading:
+    def repair(self, load: Load, table: torch.Tensor, slice_rows: int) -> Loading:
         """Chooses moved rows with the strategy of the request and computes them, together with the
-        rows that are not known, ``slice_rows`` at a time."""
+        rows that are not known, ``slice_rows`` at a time. ``table`` has the pages of the request,
+        and ``SCRATCH_PAGE``."""
         pages, total = self._pages, len(load.token_ids)
         ids = torch.from_numpy(load.token_ids.astype(np.int64))
-        table = torch.tensor([*load.pages, SCRATCH_PAGE], device=pages.device)
         probed = [0]
 
         def probe(

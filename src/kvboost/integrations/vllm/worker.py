@@ -33,16 +33,17 @@ from kvboost.integrations.vllm.options import Options
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.planner import Hello, Keep, Load
 from kvboost.integrations.vllm.ranks import Ranks
-from kvboost.integrations.vllm.repair import WAITS, Loading, Repairer
+from kvboost.integrations.vllm.repair import SCRATCH_PAGE, WAITS, Loading, Repairer
 from kvboost.integrations.vllm.sparse import SparseForward, find_runner
 from kvboost.integrations.vllm.support import why_not_moved
 from kvboost.model import triton
 from kvboost.model.fingerprint import fingerprint
+from kvboost.model.paged.slab import to_device
 from kvboost.reuse.rope import Rotation
 
 if TYPE_CHECKING:
     from kvboost.integrations.vllm.commands import Reply
-    from kvboost.integrations.vllm.kernels import GpuKernels
+    from kvboost.reuse.paged.kernels import GpuKernels
 
 PLACED_ROWS = 4096
 """Rows that are put into pages together: a copy of them is made on the device."""
@@ -238,10 +239,11 @@ class Worker:
     def _serve(self, load: Load) -> Loading:
         """Fetch, place, and for moved text choose and repair."""
         chunks = yield from self._fetch(load)
-        self._place(load, chunks)
+        table = to_device([*load.pages, SCRATCH_PAGE], torch.int64, self._open_pages.device)
+        self._place(load, chunks, table)
         if load.moved:
             assert self._repairer is not None
-            yield from self._repairer.repair(load, self._options.slice_rows)
+            yield from self._repairer.repair(load, table, self._options.slice_rows)
 
     def _fetch(self, load: Load) -> Generator[int, None, list[KVChunk]]:
         """Raises ``Lost`` unless every worker has its heads of every chunk. All of them go on in
@@ -259,10 +261,8 @@ class Worker:
             raise Lost(load.request_id)
         return chunks
 
-    def _place(self, load: Load, chunks: Sequence[KVChunk]) -> None:
-        """Writes the known rows into pages, keys of moved ones rotated."""
-        pages = self._open_pages
-        table = torch.tensor(load.pages, device=pages.device)
+    def _place(self, load: Load, chunks: Sequence[KVChunk], table: torch.Tensor) -> None:
+        """Writes the known rows into the pages of ``table``, keys of moved ones rotated."""
         for batch in _batches(load.hits, PLACED_ROWS):
             some, chunks = chunks[: len(batch)], chunks[len(batch) :]
             if self._kernels is not None:
@@ -300,10 +300,10 @@ class Worker:
         this must come before anything that the next step writes; on a GPU, later writes are
         ordered after these reads."""
         pages = self._open_pages
-        table = torch.tensor(keep.pages, device=pages.device)
+        table = to_device(keep.pages, torch.int64, pages.device)
         for infos in _batches(keep.infos, KEPT_ROWS):
             rows = np.concatenate([np.arange(one.base_position, one.end) for one in infos])
-            slots = pages.slots(table, torch.from_numpy(rows).to(pages.device))
+            slots = pages.slots(table, to_device(rows, torch.int64, pages.device))
             kv = pages.read_all(slots)
             ready = None
             if self._stream is not None:
@@ -344,7 +344,7 @@ def _gpu_kernels(pages: Pages, rotation: Rotation) -> GpuKernels | None:
     """Our kernels, where they serve these pages."""
     if pages.device.type != "cuda" or not pages.is_plain or not triton.is_available():
         return None
-    from kvboost.integrations.vllm.kernels import GpuKernels
+    from kvboost.reuse.paged.kernels import GpuKernels
 
     kernels = GpuKernels(pages, rotation)
     kernels.warm_up(pages.layers[0].impl.num_heads)

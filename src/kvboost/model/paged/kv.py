@@ -41,6 +41,10 @@ class PagedKV(RequestKV):
         return len(self.holding.pages) * PAGE
 
     @property
+    def positions_on(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
     def own_start(self) -> int:
         return 0 if self._shared is None else self._shared.count
 

@@ -6,7 +6,9 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
+from typing import Any
 
+import numpy as np
 import torch
 
 from kvboost.model.kv import KVShape
@@ -160,9 +162,16 @@ def pages_for(num_rows: int) -> int:
     return -(-num_rows // PAGE)
 
 
-def to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def to_device(
+    numbers: Sequence[float] | np.ndarray[Any, Any] | torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
     """A tensor of ``numbers``. A GPU is not waited for."""
-    if device.type != "cuda":
-        return torch.tensor(numbers, dtype=dtype, device=device)
-    pinned = torch.tensor(numbers, dtype=dtype, pin_memory=True)
-    return pinned.to(device, non_blocking=True)
+    if not isinstance(numbers, torch.Tensor):
+        numbers = torch.tensor(numbers, dtype=dtype)
+    if numbers.device == device or device.type != "cuda":
+        return numbers.to(device, dtype)
+    if numbers.device.type == "cpu" and numbers.numel():
+        numbers = numbers.to(dtype).pin_memory()
+    return numbers.to(device, dtype, non_blocking=True)

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvboost.model.triton.host import send
 from kvboost.model.triton.pages import VECTOR_BYTES, PagedLayers, is_aligned, slots_of
 from kvboost.model.triton.rotation import channels_of
 
@@ -62,8 +63,7 @@ class MovedRows:
                 for span in spans
             ]
         )
-        sent = torch.cat([sources.flatten(), span_of, source_rows, positions])
-        sent = sent.to(table.device, non_blocking=True)
+        sent = send(torch.cat([sources.flatten(), span_of, source_rows, positions]), table.device)
         rows = len(span_of)
         addresses, span_of, source_rows, positions = sent.split([sources.numel(), rows, rows, rows])
         return cls(
@@ -154,8 +154,11 @@ def _move_kernel(
     x = tl.load(keys[:, None] + first, mask=rotates, other=0.0).to(tl.float32)
     y = tl.load(keys[:, None] + second, mask=rotates, other=0.0).to(tl.float32)
     element = like.dtype.element_ty
-    tl.store(to[:, None] + first, (x * cosine - y * sine).to(element), mask=rotates)
-    tl.store(to[:, None] + second, (y * cosine + x * sine).to(element), mask=rotates)
+    stays = (cosine == 1.0) & (sine == 0.0)  # else a negative zero could become a positive one
+    new_x = tl.where(stays, x, x * cosine - y * sine)
+    new_y = tl.where(stays, y, y * cosine + x * sine)
+    tl.store(to[:, None] + first, new_x.to(element), mask=rotates)
+    tl.store(to[:, None] + second, new_y.to(element), mask=rotates)
 
     channel = tl.arange(0, WIDE)[None, :]
     if 2 * PAIRS < DIM:  # channels that do not rotate
@@ -176,7 +179,8 @@ def move(
     """Writes ``rows`` into the pages of all layers. ``cos_sin`` are float32 ``[layers, spans,
     pairs]``, or ``[1, spans, pairs]`` if layers rotate alike: how far the keys of each span rotate.
     Pairs are channels ``(i, i + pairs)``, or neighbours if ``interleaved``; channels beyond ``2 *
-    pairs`` are not rotated. Computed in float32, rounded once."""
+    pairs`` are not rotated. Computed in float32, rounded once; keys that rotate by no angle keep
+    their bits."""
     cos, sin = (part.contiguous() for part in cos_sin)
     kinds, spans, pairs = cos.shape
     if kinds not in (1, len(layers)) or spans != len(rows.spans) or 2 * pairs > layers.dim:

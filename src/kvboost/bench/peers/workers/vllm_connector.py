@@ -55,7 +55,7 @@ def main() -> None:
     llm = start(options, max(lengths))
     report: dict[str, Any] = {"shape": options.shape, "plain": options.plain}
     if options.traffic:
-        report["traffic"] = traffic(llm, options.traffic)
+        report["traffic"] = {length: traffic(llm, options.traffic, length) for length in lengths}
         print(json.dumps(report))
         return
     if options.restart:
@@ -71,7 +71,8 @@ def main() -> None:
 
 
 def start(options: argparse.Namespace, longest: int) -> Any:
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    """With traffic, vLLM's engine runs in a process of its own, as in a server."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if options.traffic else "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -242,24 +243,25 @@ def restart(llm: Any, options: argparse.Namespace, length: int) -> dict[str, Any
     return {"tokens": length, "documents": len(documents), **medians}
 
 
-def traffic(llm: Any, number: int, answer: int = 32) -> dict[str, Any]:
-    """Questions that each come with six of 32 documents, popular ones more often, in any order:
+def traffic(llm: Any, number: int, length: int, answer: int = 32) -> dict[str, Any]:
+    """Questions that each come with eight of 32 documents, popular ones more often, in any order:
     questions per second with the connector and without it. vLLM's own prefix cache is on."""
     rng = random.Random(3)
-    system = random_tokens(rng, 64)
-    documents = [random_tokens(rng, 512) for _ in range(32)]
+    system = random_tokens(rng, 2 * HEADER)
+    size = (length - len(system) - QUESTION) // PASSAGES
+    documents = [random_tokens(rng, size) for _ in range(4 * PASSAGES)]
     weights = [1 / rank for rank in range(1, len(documents) + 1)]
 
     def question() -> list[int]:
         chosen: dict[int, None] = {}
-        while len(chosen) < 6:
+        while len(chosen) < PASSAGES:
             chosen[rng.choices(range(len(documents)), weights)[0]] = None
         order = rng.sample(list(chosen), len(chosen))
         text = chain.from_iterable(documents[one] for one in order)
-        return [*system, *text, *random_tokens(rng, 32)]
+        return [*system, *text, *random_tokens(rng, QUESTION)]
 
-    for start in range(0, len(documents), 8):
-        some = chain.from_iterable(documents[start : start + 8])
+    for start in range(0, len(documents), PASSAGES):
+        some = chain.from_iterable(documents[start : start + PASSAGES])
         ask(llm, [[*system, *some]], "repaired")
     ask(llm, [random_tokens(rng, 64)], "off")
     ask(llm, [question() for _ in range(16)], "repaired", answer)  # compiles what is not yet
@@ -270,9 +272,11 @@ def traffic(llm: Any, number: int, answer: int = 32) -> dict[str, Any]:
         report[f"{name} per second"] = round(number / milliseconds * 1e3, 2)
         used = [(one.kv_transfer_params or {}).get("kvboost", {}) for one in answers]
         moved = sum(one.get("moved_tokens", 0) for one in used)
-        report[f"{name} moved"] = round(
-            moved / sum(len(one.prompt_token_ids) for one in answers), 3
+        share = moved / sum(len(one.prompt_token_ids) for one in answers)
+        assert (share > 0.5) == (mode == "repaired"), (
+            f"{name}: {share:.2f} of the tokens were moved"
         )
+        report[f"{name} moved"] = round(share, 3)
     return report
 
 
