@@ -193,6 +193,11 @@ class KVBoost:
         return self._model.vocab_size
 
     @property
+    def failure(self) -> KVBoostError | None:
+        """Why this engine can serve no more requests, if something has failed for good."""
+        return self._runtime.failure
+
+    @property
     def notes(self) -> list[str]:
         """What runs slower on this GPU than it could, and why. Graphs are recorded while requests
         run, so there may be more notes later."""

@@ -77,7 +77,7 @@ def test_quantised_weights_are_refused(models: Path, tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_ends_requests_with_an_error(engine: KVBoost, models: Path) -> None:
-    assert engine.generate(TEXT, 4).token_ids
+    assert engine.generate(TEXT, 4).token_ids and engine.failure is None
     with pytest.raises(ConfigError, match="close the other engine with tp_size first"):
         KVBoost.from_pretrained(save_model("llama", models), tp_size=2)
     stream = engine.stream(TEXT + "More.", 200, ignore_eos=True)
@@ -87,3 +87,4 @@ def test_a_killed_rank_ends_requests_with_an_error(engine: KVBoost, models: Path
         list(stream)
     with pytest.raises(RankLostError, match="rank 1 has ended"):
         engine.generate_batch([TEXT, TEXT + "Else."], 4)
+    assert isinstance(engine.failure, RankLostError)
