@@ -54,7 +54,6 @@ from kvboost.runtime.options import (
     refuse_unknown,
     split,
 )
-from kvboost.runtime.parallel.runtime import ParallelRuntime, load_parallel, start_ranks
 from kvboost.runtime.request import Request, RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.streams import AsyncTextStream, TextStream
@@ -139,7 +138,13 @@ class KVBoost:
         whole(tp_size, 1, "tp_size")
         if tp_size == 1:
             model = load(model_name, strict=strict, device=device, dtype=dtype, **more)
-        else:
+        else:  # not every build of torch has torch.distributed
+            from kvboost.runtime.parallel.runtime import (
+                ParallelRuntime,
+                load_parallel,
+                start_ranks,
+            )
+
             ranks = start_ranks(model_name, tp_size, strict=strict, device=device, **more)
             model = load_parallel(ranks, model_name, {"strict": strict, "dtype": dtype, **more})
             make_runtime = partial(ParallelRuntime, ranks)
@@ -186,6 +191,11 @@ class KVBoost:
     def vocab_size(self) -> int:
         """Token ids are smaller than this."""
         return self._model.vocab_size
+
+    @property
+    def failure(self) -> KVBoostError | None:
+        """Why this engine can serve no more requests, if something has failed for good."""
+        return self._runtime.failure
 
     @property
     def notes(self) -> list[str]:

@@ -49,14 +49,18 @@ def check_split(
             f"tp_size={tp_size}: a GGUF file cannot be split; use tp_size=1 or a model folder"
         )
     config = read_config(name, strict=strict, **hf_kwargs)
-    _check_heads(name, config, tp_size, strict=strict)
+    _check_architecture(config, tp_size, strict=strict)
+    _check_heads(name, config, tp_size)
     return _check_devices(device, tp_size)
 
 
-def _check_heads(
-    name: str | os.PathLike[str], config: PretrainedConfig, tp_size: int, *, strict: bool
-) -> None:
+def _check_architecture(config: PretrainedConfig, tp_size: int, *, strict: bool) -> None:
     text = config.get_text_config()
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(
+            f"tp_size={tp_size}: the weights of this model are quantised, and KVBoost splits only "
+            "weights of 16 or 32 bits; use tp_size=1"
+        )
     if not getattr(text, "base_model_tp_plan", None):
         raise UnsupportedModelError(
             f"tp_size={tp_size}: transformers has no tensor-parallel plan for model type "
@@ -67,8 +71,11 @@ def _check_heads(
             f"tp_size={tp_size}: model type {config.model_type!r} keeps its own attention, which "
             "KVBoost does not split; use tp_size=1"
         )
-    heads = num_kv_heads(config)
-    allowed = [n for n in range(1, heads + 1) if heads % n == text.num_attention_heads % n == 0]
+
+
+def _check_heads(name: str | os.PathLike[str], config: PretrainedConfig, tp_size: int) -> None:
+    heads, queries = num_kv_heads(config), int(config.get_text_config().num_attention_heads)
+    allowed = [n for n in range(1, heads + 1) if heads % n == queries % n == 0]
     if tp_size not in allowed:
         raise ConfigError(
             f"tp_size={tp_size} does not divide the {heads} KV heads of {os.fspath(name)}, and a "

@@ -18,6 +18,7 @@ from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.open import Tiers, open_tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.config import EngineConfig
+from kvboost.errors import KVBoostError
 from kvboost.model.kv import KVPool, RequestKV
 from kvboost.model.load import LoadedModel
 from kvboost.model.machine import memory_bytes
@@ -162,6 +163,11 @@ class Runtime:
         own = self._forwards.note if self._forwards else None
         found = [steps.capture.note if steps else None, layers.note if layers else None, own]
         return [note for note in found if note is not None]
+
+    @property
+    def failure(self) -> KVBoostError | None:
+        """Why no more requests can be served; None if they can."""
+        return None
 
     def close(self) -> None:
         """Saves the learned costs, closes the store and restores the model's own attention."""

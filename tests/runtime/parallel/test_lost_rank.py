@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,16 @@ def test_a_model_without_a_plan_is_refused(models: Path) -> None:
         KVBoost.from_pretrained(save_model("stablelm", models), tp_size=2)
 
 
+def test_quantised_weights_are_refused(models: Path, tmp_path: Path) -> None:
+    config = json.loads((save_model("llama", models) / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"tp_size=2: .* quantised.* use tp_size=1"):
+        KVBoost.from_pretrained(tmp_path, tp_size=2)
+
+
 def test_a_killed_rank_ends_requests_with_an_error(engine: KVBoost, models: Path) -> None:
-    assert engine.generate(TEXT, 4).token_ids
+    assert engine.generate(TEXT, 4).token_ids and engine.failure is None
     with pytest.raises(ConfigError, match="close the other engine with tp_size first"):
         KVBoost.from_pretrained(save_model("llama", models), tp_size=2)
     stream = engine.stream(TEXT + "More.", 200, ignore_eos=True)
@@ -78,3 +87,4 @@ def test_a_killed_rank_ends_requests_with_an_error(engine: KVBoost, models: Path
         list(stream)
     with pytest.raises(RankLostError, match="rank 1 has ended"):
         engine.generate_batch([TEXT, TEXT + "Else."], 4)
+    assert isinstance(engine.failure, RankLostError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,17 @@ def test_batches_and_sampling(one: Make, two: Make) -> None:
         for engine in (one(), two())
     )
     assert [answer.token_ids for answer in given] == [answer.token_ids for answer in expected]
+
+
+def test_several_threads_at_once(one: Make, two: Make) -> None:
+    """Requests of other threads place rows and ask for chunks while a forward runs."""
+    prompts = [HEADER + TEXT, TEXT + QUESTION, DOCUMENT + TEXT, HEADER + DOCUMENT] * 2
+    whole, split = one(), two(max_cache_bytes="40KB")
+    expected = [whole.generate(prompt, 6, mode="baseline").token_ids for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        given = pool.map(lambda prompt: split.generate(prompt, 6, mode="prefix_cache"), prompts)
+        assert [answer.token_ids for answer in given] == expected
+    assert split.cache_stats()["evicted"] > 0
 
 
 def test_a_request_that_grows_and_a_prompt_in_slices(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from functools import singledispatchmethod
 from multiprocessing.connection import Connection
 from typing import Any
@@ -41,21 +42,20 @@ class Follower:
 
     def serve(self) -> None:
         """Returns when rank 0 has ended, or when this rank has failed."""
-        while True:
-            try:
+        with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+            while True:
                 message = self._link.receive()
-            except EOFError:
-                return
-            answer: object
-            try:
-                answer = self.do(message)
-            except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                answer = Failure(reason, fatal=not message.answered)
-            if message.answered or isinstance(answer, Failure):
-                self._link.send(answer)
-            if isinstance(answer, Failure) and answer.fatal:
-                return
+                answer = self._try(message)
+                if message.answered or isinstance(answer, Failure):
+                    self._link.send(answer)
+                if isinstance(answer, Failure) and answer.fatal:
+                    return
+
+    def _try(self, message: Message) -> object:
+        try:
+            return self.do(message)
+        except Exception as error:
+            return Failure(f"{type(error).__name__}: {error}", fatal=not message.answered)
 
     @singledispatchmethod
     def do(self, message: Message) -> Any:

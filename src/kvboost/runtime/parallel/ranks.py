@@ -81,7 +81,8 @@ class Ranks:
         self._released: deque[int] = deque()
         self._lock = threading.RLock()
         self._stepping = threading.Lock()
-        self._failure: RankLostError | None = None
+        self.failure: RankLostError | None = None
+        """Why the ranks are out of step."""
 
     def new_handle(self) -> Handle:
         with self._lock:
@@ -128,8 +129,8 @@ class Ranks:
                 process.wait(END_SECONDS)
             process.kill()
             process.wait()
-        if self._failure is None:
-            self._failure = RankLostError("the other ranks of this engine have been closed")
+        if self.failure is None:
+            self.failure = RankLostError("the other ranks of this engine have been closed")
         self._on_close()
 
     def _send(self, messages: Sequence[Message]) -> None:
@@ -145,14 +146,14 @@ class Ranks:
     def _explained(self) -> Iterator[None]:
         """Turns any failure into ``RankLostError`` and ends the other ranks: they may be waiting in
         a forward that will never go on."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         try:
             yield
         except RankLostError:
             raise
         except BaseException as error:
-            self._failure = RankLostError(
+            self.failure = RankLostError(
                 f"{self._reason(error)}; the model is split over {self.size} ranks, which must all "
                 "run, so this engine serves no more requests: close it and make another one"
             )
@@ -160,7 +161,7 @@ class Ranks:
                 process.kill()
             if isinstance(error, KVBoostError) or not isinstance(error, Exception):
                 raise  # it says what is wrong, or is an interrupt
-            raise self._failure from error
+            raise self.failure from error
 
     def _reason(self, error: BaseException) -> str:
         if isinstance(error, _RankFailed):

@@ -14,6 +14,7 @@ import torch
 from kvboost.cache.quantize import KVFormat, Quantizer
 from kvboost.cache.tiers.open import Tiers
 from kvboost.config import EngineConfig
+from kvboost.errors import KVBoostError
 from kvboost.model.kv import KVPool
 from kvboost.model.load import LoadedModel
 from kvboost.model.paged.choose import PagesChoice
@@ -84,6 +85,10 @@ class ParallelRuntime(Runtime):
         except BaseException:
             self._end_ranks()
             raise
+
+    @property
+    def failure(self) -> KVBoostError | None:
+        return self._ranks.failure
 
     def close(self) -> None:
         try:
