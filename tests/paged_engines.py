@@ -35,6 +35,8 @@ def paged_engine(
     monkeypatch.setattr("kvboost.runtime.runtime.choose_pages", lambda *_: choice)
     monkeypatch.setattr("kvboost.reuse.paged.forwards.SIZES", SMALL_FORWARDS)
     monkeypatch.setattr("kvboost.reuse.paged.graphs.MOST_SPANS", 4)
+    for module in ("kvboost.reuse.repair", "kvboost.reuse.paged.forwards"):
+        monkeypatch.setattr(f"{module}.PROBE_ROWS", SMALL_FORWARDS[0])
     return make_engine(tiny_model(name, **sizes), strict=name not in OTHER_MODELS, **config)
 
 

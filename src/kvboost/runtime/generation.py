@@ -51,6 +51,7 @@ class Generation:
         self._state = state
         self._num_logits = num_logits
         self._live_end = len(state.request.token_ids) - num_logits + 1
+        self._num_graphs = runtime.num_graphs
         self._kv: RequestKV
         self._last_token = np.zeros(1, np.int64)
         self._last_ids = torch.from_numpy(self._last_token)  # the same memory
@@ -283,20 +284,26 @@ class Generation:
 
     def _observe_cost(self) -> None:
         """Teaches the cost model from the prefill and from the first decode step; the other steps
-        of a request cost the same. A request that shared its forwards teaches nothing."""
+        of a request cost the same. A request that shared its forwards teaches nothing, nor does
+        one during which CUDA graphs were recorded."""
         state = self._state
         if not state.token_ids:
             state.clock.first_token()
             seconds = state.clock.lap("prefill")
             # A prefill through stock transformers' calls says little of what our kernels cost.
             is_typical = not (self._as_stock and self._runtime.model.forward.has_kernels)
-            if is_typical and not state.accompanied and not state.reuse.count(SpanKind.MOVED):
+            if is_typical and self._is_alone and not state.reuse.count(SpanKind.MOVED):
                 known, total = state.reuse.cached_tokens, state.reuse.prompt_tokens
                 self._runtime.cost.observe(total - known, (known + total) // 2, seconds)
         else:
             seconds = state.clock.lap("decode")
-            if len(state.token_ids) == 1 and not state.accompanied:
+            if len(state.token_ids) == 1 and self._is_alone:
                 self._runtime.cost.observe(1, state.rows, seconds)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether its forwards were those of no other request, and none was recorded meanwhile."""
+        return not self._state.accompanied and self._runtime.num_graphs == self._num_graphs
 
     def _compute(
         self, token_ids: TokenIds, positions: range, num_logits: int

@@ -169,6 +169,12 @@ class Runtime:
         """Why no more requests can be served; None if they can."""
         return None
 
+    @property
+    def num_graphs(self) -> int:
+        """How many CUDA graphs have been recorded."""
+        steps = self.model.forward.steps
+        return steps.capture.num_graphs if steps is not None else 0
+
     def close(self) -> None:
         """Saves the learned costs, closes the store and restores the model's own attention."""
         self.cost.save()
@@ -241,6 +247,7 @@ class Runtime:
             heads = self.model.num_heads
             self._forwards = SegmentForwards(kernels, slab, heads, forward.run_rows, capture)
             forward.use_runner(self._forwards)
+            self.cost.computed_rows = self._forwards.bucket_of
 
     def _publish_events(self, config: EngineConfig) -> EventPublisher | None:
         """Announces the text that is read without a salt: salts keep tenants apart, and events

@@ -95,8 +95,8 @@ def test_slices_of_a_prompt_are_cut_into_long_runs_and_the_rest(
 def test_our_layers_run_prompts_but_not_those_that_must_equal_stock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvboost.reuse.paged.forwards.SIZES", (32,))  # these have buffers
     engine = paged_engine(monkeypatch, sizes=TWO_LAYERS)
+    monkeypatch.setattr("kvboost.reuse.paged.forwards.SIZES", (32,))  # these have buffers
     ids = ids_of(40).tolist()
     batches: list[PagedBatch] = []
     init = PagedBatch.__init__

@@ -26,9 +26,15 @@ class Capture(Protocol):
     def note(self) -> str | None:
         """Why functions run as they are; None if they are captured."""
 
+    @property
+    def num_graphs(self) -> int:
+        """How many functions have been captured."""
+
 
 class NoCapture:
     """Functions run as they are."""
+
+    num_graphs = 0
 
     def __init__(self, note: str | None = None) -> None:
         self._note = note

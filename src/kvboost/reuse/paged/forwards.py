@@ -32,6 +32,8 @@ from kvboost.reuse.repair import PROBE_ROWS
 
 log = logging.getLogger("kvboost")
 
+MOST_KEYS = 1 << 18
+"""Requests with more rows of KV than this have no such forwards: buffers would take too much."""
 ROWS, REPAIRS, PROBES = "rows of prompts", "repairs", "probes"
 
 RunRows = Callable[[torch.Tensor, torch.Tensor, StepBatch, torch.Tensor], torch.Tensor]
@@ -174,7 +176,9 @@ class SegmentForwards:
         return self._sizes[-1]
 
     def bucket_of(self, rows: int) -> int:
-        """The number of rows that a forward of ``rows`` rows computes."""
+        """The number of rows that a forward of ``rows`` rows computes. One row is a step."""
+        if rows == 1:
+            return 1
         return min((size for size in self._sizes if size >= rows), default=rows)
 
     def forget_graphs(self) -> None:
@@ -193,21 +197,22 @@ class SegmentForwards:
             and segment.sampler is None
             and not segment.as_stock
             and kv.own_start <= segment.first
-            and segment.end <= kv.capacity
+            and segment.end <= kv.capacity <= MOST_KEYS
         )
 
     def run(self, segment: Segment) -> torch.Tensor | None:
         """The logits of a segment, ``[num_logits, vocab]``; None if it does not fit."""
         kind = _kind(segment)
         assert kind is not None and isinstance(segment.kv, PagedKV)
-        size = PROBE_ROWS if kind == PROBES else self.bucket_of(len(segment))
+        size = PROBE_ROWS if kind == PROBES else self.bucket_of(max(2, len(segment)))
         forward = self._find(kind, size)
         if forward is None:
             return None
         host = torch.device("cpu")
         rows = segment.position_ids(host)
         hook = segment.hook.hook if isinstance(segment.hook, SegmentHook) else None
-        table = self.slab.table[segment.kv.holding.row]
+        holding = segment.kv.holding
+        table = self.slab.table[holding.row, : len(holding.pages)]
         if not forward.run(segment.token_ids.to(host), rows, table, hook):
             return None
         self.num_runs += 1
@@ -227,7 +232,7 @@ class SegmentForwards:
         return self._forwards[kind, size]
 
     def _make(self, kind: str, size: int) -> CapturedForward:
-        kernels, capacity = self.kernels, self.slab.most_rows
+        kernels, capacity = self.kernels, min(self.slab.most_rows, MOST_KEYS)
         rows = FixedRows(kernels, self._heads, size, capacity, size if kind == PROBES else 0)
         hook: FixedShift | FixedMass | None = None
         if kind == PROBES:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvboost.model.triton import mass
-from kvboost.model.triton.host import send
+from kvboost.model.triton.host import send_into
 from kvboost.model.triton.pages import slots_of
 from kvboost.model.triton.rows import PagedRows, Tile, pick_splits, programs_at_once
 from kvboost.model.triton.shift import ShiftPlan
@@ -190,7 +190,7 @@ class FixedRows:
         ends = np.where(self._starts < self._lead, num_last, self._lead + rest)
         tiles[:, 1] = self._starts
         tiles[:, 2] = np.clip(ends - self._starts, 0, self._most)
-        self._inputs.copy_(send(torch.from_numpy(sent), self._inputs.device))
+        send_into(torch.from_numpy(sent), self._inputs)
         self._table[: len(table)].copy_(table, non_blocking=True)
 
 
@@ -285,7 +285,7 @@ class FixedMass:
         absent = torch.ones(len(self._absent), dtype=torch.bool)
         absent[: len(known)] = known
         absent[len(known) : len(known) + hook.num_rows] = False
-        self._absent.copy_(send(absent, self._absent.device))
+        send_into(absent, self._absent)
         return True
 
     def finish(self, hook: LayerHook | None) -> None:

@@ -76,7 +76,10 @@ class GpuKernels:
         device = table.device
         spans = [
             move.StoredSpan(
-                rows.to(device, non_blocking=True), hit.offset, hit.num_tokens, hit.start
+                rows if rows.device == device else rows.to(device, non_blocking=True),
+                hit.offset,
+                hit.num_tokens,
+                hit.start,
             )
             for hit, rows in zip(hits, stored, strict=True)
         ]
