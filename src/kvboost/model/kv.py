@@ -254,6 +254,9 @@ class KVPool:
             if idle is not None:
                 self._idle.remove(idle)
                 return idle
+        return self._make(num_tokens)
+
+    def _make(self, num_tokens: int) -> RequestKV:
         return RequestKV(self.shape, num_tokens)
 
     def _fitting(self, num_tokens: int) -> RequestKV | None:

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 
 from kvboost.cache.lookup.hits import Hit
-from kvboost.cache.quantize import KVData, Quantizer
+from kvboost.cache.quantize import KVData
 from kvboost.model.kv import RequestKV
 from kvboost.model.segment import Hook
-from kvboost.reuse.assemble import place
+from kvboost.reuse.assemble import Packer
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
 
@@ -48,15 +48,15 @@ class BufferedRows:
 
     slice_rows: int | None = None
 
-    def __init__(self, kv: RequestKV, quantizer: Quantizer, rotation: Rotation | None) -> None:
-        self._kv, self._quantizer, self._rotation = kv, quantizer, rotation
+    def __init__(self, kv: RequestKV, packer: Packer, rotation: Rotation | None) -> None:
+        self._kv, self._packer, self._rotation = kv, packer, rotation
 
     @property
     def device(self) -> torch.device:
         return self._kv.shape.device
 
     def place(self, hit: Hit, data: KVData) -> None:
-        place(hit, data, self._kv, self._quantizer)
+        self._packer.place(hit, data, self._kv)
 
     def finish(self) -> None: ...
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from kvboost.cache.chunk import Lineage
-from kvboost.cache.quantize import KVData
 from kvboost.cache.store import ChunkLost
 from kvboost.config import GenerationMode
 from kvboost.model.forward import Forward
@@ -266,15 +265,10 @@ class Generation:
         num_rows = min(state.rows, self._reusable_rows)
         ids = as_token_ids(np.concatenate([request.token_ids, state.token_ids])[:num_rows])
 
-        rows = kv.reading(num_rows)
-
-        def pack(start: int, end: int, like: KVData | None, common: int) -> KVData:
-            return runtime.quantizer.pack(rows(start, end), start, like, common)
-
         new = runtime.store.admit(
             runtime.root(request.salt),
             ids,
-            pack,
+            runtime.packer.packing(kv, num_rows),
             exact_rows=state.exact_rows,
             repair=request.repair.name,
             boundaries=request.boundaries,

@@ -15,16 +15,19 @@ from kvboost.cache.eviction.learned import LearnedPolicy
 from kvboost.cache.lookup.anchors import anchor_window
 from kvboost.cache.quantize import KVFormat, Quantizer
 from kvboost.cache.store import ChunkStore
-from kvboost.cache.tiers.open import open_tiers
+from kvboost.cache.tiers.open import Tiers, open_tiers
+from kvboost.cache.tiers.ram import RamTier
 from kvboost.config import EngineConfig
+from kvboost.errors import KVBoostError
 from kvboost.model.kv import KVPool, RequestKV
 from kvboost.model.load import LoadedModel
 from kvboost.model.machine import memory_bytes
 from kvboost.model.native.moved_rows import move_keys
-from kvboost.model.paged.choose import choose_pages, make_capture
+from kvboost.model.paged.choose import PagesChoice, choose_pages, make_capture
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.pool import PagedPool
 from kvboost.results import ReuseReport
+from kvboost.reuse.assemble import Packer
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.request import BufferedRows, RequestRows
 from kvboost.reuse.rope import Rotation
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
 
 INITIAL_ANSWER_ROWS = 512
 """Rows reserved for an answer at first. A longer answer makes the request's KV grow."""
+MAX_IDLE = 8
+"""KV buffers that are kept for the next requests."""
 MEMORY_SHARE = 0.25
 """Of a machine's memory, or twice that of what is free on a GPU, for the KV of running requests."""
 SLICE_ON_CPU = 2048
@@ -54,9 +59,9 @@ class Runtime:
     def __init__(self, model: LoadedModel, config: EngineConfig, costs: Path | None = None) -> None:
         self.model = model
         self._config = config
-        tiers = open_tiers(config, model.device)
+        tiers = self._open_tiers()
         self.max_kv_bytes = _kv_budget(config, model.device)
-        self.pages = choose_pages(model.forward.packed, model.forward.model)
+        self.pages = self._choose_pages()
         self.pool = self._make_pool()
         self._forwards: SegmentForwards | None = None
         self.store = ChunkStore(
@@ -69,7 +74,7 @@ class Runtime:
                 config.document_markers,
             ),
             origin=Origin(model.fingerprint, model.name),
-            format=_kv_format(model, config),
+            format=self._kv_format(),
             window=anchor_window(config.chunk_size),
             max_chunks=config.max_chunks,
             policy=partial(LearnedPolicy, use_importance=config.key_norms),
@@ -77,22 +82,20 @@ class Runtime:
         )
         self._naming = b"" if tiers.secret is None else tiers.secret.naming
         self.cost = CostModel(model.attention_share, costs)
-        self.rotation = _rotation(model)
+        self.rotation = rotation_of(model)
         self.planner = Planner(
             self.store, self.cost, model.support, self.root, moves=self.rotation is not None
         )
-        self.quantizer = Quantizer(
-            config.kv_cache_bits,
-            self.rotation,
-            own=tiers.ram.own if model.device.type == "cpu" else None,
-            measures_keys=config.key_norms,
+        self._quantizer = make_quantizer(
+            model, self.rotation, tiers.ram, config.kv_cache_bits, config.key_norms
         )
+        self.packer = self._make_packer(self._quantizer)
         self.prefill_slice = config.prefill_slice or (
             SLICE_ON_CPU if model.device.type == "cpu" else SLICE_ON_GPU
         )
         self._events = self._publish_events(config)
         self.trimmer = Trimmer()
-        self.running = RunningRequests(shares=model.support.reuse_limit is None)
+        self.running = RunningRequests(shares=self._shares_rows())
         self.totals = Totals(config.chunk_size)
 
     def root(self, salt: str) -> ChunkKey:
@@ -162,6 +165,11 @@ class Runtime:
         return [note for note in found if note is not None]
 
     @property
+    def failure(self) -> KVBoostError | None:
+        """Why no more requests can be served; None if they can."""
+        return None
+
+    @property
     def num_graphs(self) -> int:
         """How many CUDA graphs have been recorded."""
         steps = self.model.forward.steps
@@ -182,16 +190,24 @@ class Runtime:
         """The rows of a request, for reuse."""
         forwards = self._forwards
         if forwards is None or not isinstance(kv, PagedKV) or kv.slab is not forwards.slab:
-            return BufferedRows(kv, self.quantizer, self.rotation)
+            return BufferedRows(kv, self.packer, self.rotation)
         from kvboost.reuse.paged.request import PagedRequest
 
-        return PagedRequest(kv, forwards.kernels, self.quantizer, forwards.most_rows)
+        return PagedRequest(kv, forwards.kernels, self._quantizer, forwards.most_rows)
+
+    # What differs if the model is split over several ranks: see runtime/parallel.
+
+    def _open_tiers(self) -> Tiers:
+        return open_tiers(self._config, self.model.device)
+
+    def _choose_pages(self) -> PagesChoice:
+        return choose_pages(self.model.forward.packed, self.model.forward.model)
 
     def _make_pool(self) -> KVPool:
         model = self.model
         shape = model.forward.shape
         if not self.pages.used:
-            return KVPool(shape, max_idle=8)
+            return KVPool(shape, MAX_IDLE)
         return PagedPool(
             shape,
             self.max_kv_bytes,
@@ -199,6 +215,24 @@ class Runtime:
             model.context_length,
             on_slab=self._use_slab,
         )
+
+    def _make_packer(self, quantizer: Quantizer) -> Packer:
+        return Packer(quantizer)
+
+    def _kv_format(self) -> KVFormat:
+        """What chunks look like in slow tiers."""
+        shape = self.model.forward.shape
+        return KVFormat(
+            shape.num_layers,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.dtype,
+            self._config.kv_cache_bits,
+        )
+
+    def _shares_rows(self) -> bool:
+        """Whether running requests may read each other's rows."""
+        return self.model.support.reuse_limit is None
 
     def _use_slab(self, slab: Slab) -> None:
         """The first request is about to have pages."""
@@ -238,17 +272,17 @@ def _kv_budget(config: EngineConfig, device: torch.device) -> int:
     return int(memory_bytes() * MEMORY_SHARE) or 4 * 1024**3
 
 
-def _kv_format(model: LoadedModel, config: EngineConfig) -> KVFormat:
-    """What stored chunks of this engine look like."""
-    shape = model.forward.shape
-    return KVFormat(
-        shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype, config.kv_cache_bits
-    )
-
-
-def _rotation(model: LoadedModel) -> Rotation | None:
+def rotation_of(model: LoadedModel) -> Rotation | None:
     """How keys rotate to another position; None if the model has no rotary positions."""
     if model.frequencies is None:
         return None
     interleaved = model.support.architecture.interleaved
     return Rotation(model.frequencies, interleaved=interleaved, kernel=move_keys)
+
+
+def make_quantizer(
+    model: LoadedModel, rotation: Rotation | None, ram: RamTier, bits: int, measures_keys: bool
+) -> Quantizer:
+    """Where the model runs on the CPU, packed rows are in the memory of ``ram`` at once."""
+    own = ram.own if model.device.type == "cpu" else None
+    return Quantizer(bits, rotation, own=own, measures_keys=measures_keys)

@@ -101,7 +101,7 @@ def test_a_repair_shifts_as_over_buffers(name: str, monkeypatch: pytest.MonkeyPa
     two = Two(paged_engine(monkeypatch, name, sizes=TWO_LAYERS), monkeypatch)
     runtime, rows = two.runtime, torch.tensor([5, 9, 13, 30, 31, 44, *range(45, PROMPT)])
     before = two.plain.data.clone()
-    buffered = BufferedRows(two.plain, runtime.quantizer, runtime.rotation)
+    buffered = BufferedRows(two.plain, runtime.packer, runtime.rotation)
     paged = runtime.rows_of(two.paged)
     assert isinstance(paged, PagedRequest)
     found = two.logits(two.paged, rows, hook=paged.shift(rows, SPANS))

@@ -12,6 +12,7 @@ from kvboost.model import triton
 from kvboost.model.kv import KVShape, RequestKV
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import Slab
+from kvboost.reuse.assemble import Packer
 from kvboost.reuse.request import BufferedRows
 from kvboost.reuse.rope import Rotation
 from tiny import DEVICE
@@ -74,7 +75,7 @@ def place_both(
     kernels = GpuKernels(SlabPages(slab), rotation)
     for rows in (
         PagedRequest(paged, kernels, quantizer, 64),
-        BufferedRows(plain, quantizer, rotation),
+        BufferedRows(plain, Packer(quantizer), rotation),
     ):
         for hit, data in hits:
             rows.place(hit, data)
