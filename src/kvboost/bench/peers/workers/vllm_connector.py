@@ -17,7 +17,7 @@ import random
 import statistics
 import tempfile
 import time
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from kvboost.model.shapes import SHAPES, config_of
@@ -60,7 +60,9 @@ def main() -> None:
     report: dict[str, Any] = {"shape": options.shape, "plain": options.plain}
     report["version"] = vllm.__version__
     if options.traffic:
-        report["traffic"] = {length: traffic(llm, options.traffic, length) for length in lengths}
+        report["traffic"] = {
+            length: traffic(llm, options.traffic, length, options.users) for length in lengths
+        }
         print(json.dumps(report))
         return
     if options.restart:
@@ -109,7 +111,7 @@ def start(options: argparse.Namespace, longest: int) -> Any:
         max_model_len=longest + 1024,
         gpu_memory_utilization=options.memory,
         max_num_batched_tokens=16384,
-        max_num_seqs=options.users if options.traffic else 256,
+        max_num_seqs=256,
         enforce_eager=options.eager,
         disable_log_stats=True,
         **more,
@@ -125,17 +127,21 @@ def make_shape(shape: str) -> str:
     return folder
 
 
-def ask(llm: Any, prompts: list[list[int]], mode: str, tokens: int = 1) -> tuple[float, Any]:
-    """Milliseconds until all are answered, and the answers."""
+def sampling(mode: str, tokens: int) -> Any:
     from vllm import SamplingParams
 
-    params = SamplingParams(
+    return SamplingParams(
         temperature=0,
         max_tokens=tokens,
         ignore_eos=True,
         detokenize=False,
         extra_args={"kvboost": mode},
     )
+
+
+def ask(llm: Any, prompts: list[list[int]], mode: str, tokens: int = 1) -> tuple[float, Any]:
+    """Milliseconds until all are answered, and the answers."""
+    params = sampling(mode, tokens)
     started = time.perf_counter()
     answers = llm.generate([{"prompt_token_ids": one} for one in prompts], params, use_tqdm=False)
     return (time.perf_counter() - started) * 1e3, answers
@@ -236,7 +242,27 @@ def restart(llm: Any, options: argparse.Namespace, length: int) -> dict[str, Any
     return {"tokens": length, "documents": len(documents), **medians}
 
 
-def traffic(llm: Any, number: int, length: int, answer: int = 32) -> dict[str, Any]:
+def serve(
+    llm: Any, prompts: list[list[int]], mode: str, users: int, tokens: int = 32
+) -> tuple[float, list[Any]]:
+    """Seconds until ``users``, of whom each sends a prompt when the last is answered, have sent
+    all; and the answers."""
+    engine, params, waiting = llm.llm_engine, sampling(mode, tokens), enumerate(prompts)
+    answers: list[Any] = []
+    started = time.perf_counter()
+    for number, prompt in islice(waiting, users):
+        engine.add_request(f"{mode} {started} {number}", {"prompt_token_ids": prompt}, params)
+    while engine.has_unfinished_requests():
+        for answer in engine.step():
+            if answer.finished:
+                answers.append(answer)
+                for number, prompt in islice(waiting, 1):
+                    name = f"{mode} {started} {number}"
+                    engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    return time.perf_counter() - started, answers
+
+
+def traffic(llm: Any, number: int, length: int, users: int) -> dict[str, Any]:
     """Questions that each come with eight of 32 documents, popular ones more often, in any order:
     questions per second with the connector and without it. vLLM's own prefix cache is on."""
     rng = random.Random(3)
@@ -257,12 +283,14 @@ def traffic(llm: Any, number: int, length: int, answer: int = 32) -> dict[str, A
         some = chain.from_iterable(documents[start : start + PASSAGES])
         ask(llm, [[*system, *some]], "repaired")
     ask(llm, [random_tokens(rng, 64)], "off")
-    ask(llm, [question() for _ in range(16)], "repaired", answer)  # compiles what is not yet
-    report: dict[str, Any] = {"questions": number}
+    serve(
+        llm, [question() for _ in range(2 * users)], "repaired", users
+    )  # compiles what is not yet
+    report: dict[str, Any] = {"questions": number, "users": users}
     for name, mode in (("off", "off"), ("repaired", "repaired"), ("off again", "off")):
         llm.reset_prefix_cache()
-        milliseconds, answers = ask(llm, [question() for _ in range(number)], mode, answer)
-        report[f"{name} per second"] = round(number / milliseconds * 1e3, 2)
+        seconds, answers = serve(llm, [question() for _ in range(number)], mode, users)
+        report[f"{name} per second"] = round(number / seconds, 2)
         used = [(one.kv_transfer_params or {}).get("kvboost", {}) for one in answers]
         moved = sum(one.get("moved_tokens", 0) for one in used)
         share = moved / sum(len(one.prompt_token_ids) for one in answers)
