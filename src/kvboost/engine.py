@@ -213,10 +213,7 @@ class KVBoost:
         says what the answer must look like; it then ends where the format does, unless
         ``max_new_tokens`` ends it before. This needs the extra ``structured``.
         """
-        stream = self.stream(prompt, max_new_tokens, mode, **options)
-        for _ in stream:
-            pass
-        return stream.result
+        return _whole(self.stream(prompt, max_new_tokens, mode, **options))
 
     def chat(
         self,
@@ -236,12 +233,14 @@ class KVBoost:
         ``tool_calls`` and ``content`` are the parts of the answer, ``output_text`` is all of it.
         ``template_options`` go to the template, such as ``{"enable_thinking": False}``.
         """
+        clock = Clock()
         if isinstance(messages, str):
             raise PromptError("chat() takes messages; give text to generate()")
         use = tool_use(tools, tool_choice)
         ids = self.encode(Conversation(messages, use.offered, template_options or {}))
         prepared: Any = self.answer_options(ids, use, options)
-        result = self.generate(ids, max_new_tokens, mode, **prepared)
+        state = self._begin(ids, max_new_tokens, mode, prepared, clock)
+        result = _whole(self._stream(state))
         parser = self.answer_parser(ids, use)
         if parser is None:
             return result
@@ -262,7 +261,7 @@ class KVBoost:
             prepared["grammar"] = grammar
         if stops := use.stops(tokenizer.style, grammar):
             prepared["stop"] = [*stop_strings(options.get("stop")), *stops]
-        if use.offered and not use.is_forced and tokenizer.writes_special_tokens:
+        if tokenizer.writes_special_tokens and not use.is_forced:
             prepared["skip_special_tokens"] = False
         return prepared
 
@@ -281,9 +280,7 @@ class KVBoost:
         """Like :meth:`generate`, as an iterator of text pieces; ``.result`` is complete after the
         last one. Closing the stream early, or leaving its ``with`` block, keeps what was read.
         """
-        state = self._begin(prompt, max_new_tokens, mode, options)
-        steps = self._auditor.watch(state, Generation(self._runtime, state).steps())
-        return TextStream(text_pieces(self._model.forward, steps, state), state)
+        return self._stream(self._begin(prompt, max_new_tokens, mode, options))
 
     def generate_batch(
         self,
@@ -584,9 +581,10 @@ class KVBoost:
         max_new_tokens: int,
         mode: GenerationMode | str,
         options: RequestOptions,
+        clock: Clock | None = None,
     ) -> RequestState:
-        """A checked request. Its clock starts here."""
-        clock = Clock()
+        """A checked request. Its clock starts here, unless the caller has started it."""
+        clock = clock or Clock()
         params, reuse = split(max_new_tokens, options)
         for token in params.logit_bias or ():
             within(token, 0, self.vocab_size - 1, "logit_bias: a token id")
@@ -602,6 +600,10 @@ class KVBoost:
         )
         clock.lap("tokenize")
         return RequestState(request, clock)
+
+    def _stream(self, state: RequestState) -> TextStream:
+        steps = self._auditor.watch(state, Generation(self._runtime, state).steps())
+        return TextStream(text_pieces(self._model.forward, steps, state), state)
 
     def _submit(self, state: RequestState, timeout: float | None) -> AsyncTextStream:
         stream = AsyncTextStream(state)
@@ -642,6 +644,12 @@ class KVBoost:
         return make_request(
             token_ids, mode, params, repair, keep, boundaries, tenant, grammar, **reuse
         )
+
+
+def _whole(stream: TextStream) -> GenerationResult:
+    for _ in stream:
+        pass
+    return stream.result
 
 
 def _is_documents(text: object) -> TypeGuard[Sequence[str]]:

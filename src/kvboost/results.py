@@ -201,7 +201,7 @@ class GenerationResult:
     reuse: ReuseReport
     logprobs: list[TokenLogprob] | None = None
     parsed: ParsedAnswer | None = None
-    """The parts of an answer of ``chat``; None of others."""
+    """The parts of an answer of ``chat``; None if there is only content."""
 
     @property
     def content(self) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvboost.chat.parser import TextParser, collect
+from kvboost.chat.parser import OneCall, TextParser, collect
 from kvboost.chat.styles import BARE, TAGGED, CallStyle
 from kvboost.results import ParsedAnswer, ToolCall
 
@@ -71,6 +71,10 @@ CASES = {
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro',
         ParsedAnswer("", "", (ToolCall("weather", '{"city": "Ro'),)),
     ),
+    "a name that is not JSON": (
+        '<tool_call>{"name": "a\\q", "arguments": {}}</tool_call>',
+        ParsedAnswer('<tool_call>\n{"name": "a\\q", "arguments": {}}\n</tool_call>'),
+    ),
     "cut off before": (
         'Hi <tool_call>\n{"name": "weat',
         ParsedAnswer('Hi\n<tool_call>\n{"name": "weat'),
@@ -128,6 +132,13 @@ def test_arguments_are_passed_on_while_they_come() -> None:
     parser = TextParser(TAGGED, thinks=False)
     assert parser.feed('<tool_call>\n{"name": "now", "arguments": {"a"')[-1].text == '{"a"'
     assert [part.text for part in parser.feed(": 1")] == [": 1"]
+
+
+def test_all_calls_but_the_first_can_be_left_out() -> None:
+    parser = OneCall(TextParser(TAGGED, thinks=False))
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    found = collect([*parser.feed(f"A {call} B {call} C"), *parser.finish()])
+    assert found == ParsedAnswer("A\nB\nC", "", (ToolCall("now", "{}"),))
 
 
 def test_reasoning_that_the_prompt_began() -> None:

@@ -53,10 +53,11 @@ class CallReader:
             return [Part("arguments", character)]
         if opened and self._depth == 2 and not self._passed:
             found = _BEGINNING.fullmatch(self.text)
-            if found and self._is_tool(name := json.loads(found["name"])):
+            name = _parsed(found["name"]) if found else None
+            if isinstance(name, str) and self._is_tool(name):
                 self._passes_on = self._passed = True
                 return [Part("call", name), Part("arguments", character)]
-        if self._depth == 0 and (character in "}]"):
+        if self._depth == 0 and character in "}]":
             self.is_complete = True
             return [] if self._passed else self._whole()
         return []
@@ -82,10 +83,7 @@ class CallReader:
 
     def _whole(self) -> list[Part]:
         """The calls of a complete value."""
-        try:
-            value = json.loads(self.text)
-        except ValueError:
-            return []
+        value = _parsed(self.text)
         calls = [_call(one) for one in (value if isinstance(value, list) else [value])]
         if not calls or not all(call and self._is_tool(call[0]) for call in calls):
             return []
@@ -98,6 +96,14 @@ class CallReader:
 
     def _is_tool(self, name: str) -> bool:
         return self._names is None or name in self._names
+
+
+def _parsed(text: str) -> Any:
+    """The value of JSON text; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _call(value: Any) -> tuple[str, str] | None:

@@ -175,6 +175,28 @@ class TextParser:
         return [Part(self._kind, shown)]
 
 
+class OneCall:
+    """Leaves out all calls of an answer but the first."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+        self._num_calls = 0
+
+    def feed(self, text: str) -> list[Part]:
+        return self._kept(self._parser.feed(text))
+
+    def finish(self) -> list[Part]:
+        return self._kept(self._parser.finish())
+
+    def _kept(self, parts: Iterable[Part]) -> list[Part]:
+        kept = []
+        for part in parts:
+            self._num_calls += part.kind == "call"
+            if self._num_calls <= 1 or part.kind not in ("call", "arguments"):
+                kept.append(part)
+        return kept
+
+
 def _possible_start(text: str, marks: Iterable[str]) -> int:
     """Length of the longest end of ``text`` that may be the beginning of a mark."""
     longest = 0

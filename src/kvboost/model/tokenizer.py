@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from kvboost.chat.parser import AnswerParser, TextParser
+from kvboost.chat.parser import AnswerParser, OneCall, TextParser
 from kvboost.chat.plain import uses_tools, with_tools_as_text
 from kvboost.chat.styles import ChatStyle
 from kvboost.chat.tool_use import Reasoning, ToolUse, reasoning_in
@@ -20,10 +20,11 @@ from kvboost.model.answer_parser import XML_CALLS, TemplateParser
 
 _END_TOKENS = 64
 """So many tokens of a prompt show whether it has begun the answer."""
+_PROBE_NAME = "kvboost_probe"
 _PROBE = {
     "type": "function",
     "function": {
-        "name": "kvboost_probe",
+        "name": _PROBE_NAME,
         "description": "A tool to see what the template does with it.",
         "parameters": {"type": "object", "properties": {}},
     },
@@ -141,7 +142,7 @@ class ModelTokenizer:
                 text = self.hf.apply_chat_template(messages, tokenize=False, **options)
             except (TemplateError, TypeError):
                 continue
-            if _PROBE["function"]["name"] in str(text):  # type: ignore[index]
+            if _PROBE_NAME in str(text):
                 return name
         return None
 
@@ -172,7 +173,7 @@ class ModelTokenizer:
 
     @property
     def writes_special_tokens(self) -> bool:
-        """Whether special tokens are part of how the model writes calls."""
+        """Whether special tokens are part of how the model writes calls and reasoning."""
         return getattr(self.hf, "response_template", None) is not None
 
     def reasoning_after(self, prompt_ids: Sequence[int]) -> Reasoning:
@@ -180,8 +181,12 @@ class ModelTokenizer:
         return reasoning_in(self._end_of(prompt_ids), self.style)
 
     def answer_parser(self, prompt_ids: Sequence[int], use: ToolUse) -> AnswerParser | None:
-        """What splits the answer to a prompt into its parts; None if it has only one. Calls that a
-        grammar forces are in a style of ours."""
+        """What splits the answer to a prompt into its parts; None if it has only one."""
+        parser = self._parser(prompt_ids, use)
+        return parser if parser is None or use.parallel else OneCall(parser)
+
+    def _parser(self, prompt_ids: Sequence[int], use: ToolUse) -> AnswerParser | None:
+        """Calls that a grammar forces are in a style of ours."""
         style, template = self.style, self._response_template
         if template is not None and not use.is_forced:
             return TemplateParser(template, self._end_of(prompt_ids), use.offered)

@@ -218,7 +218,7 @@ async def open_answers(
     async with AsyncExitStack() as streams:
         choices: list[Choice] = []
         for prompt_ids in prompts:
-            options = await asyncio.to_thread(_options, server, call, prompt_ids)
+            options = await _options(server, call, prompt_ids)
             limit = _answer_limit(call.max_tokens, len(prompt_ids), server)
             for number in range(call.n):
                 stream = engine.astream(
@@ -243,13 +243,19 @@ async def open_answers(
         return answers
 
 
-def _options(server: ServerState, call: EngineCall, prompt_ids: list[int]) -> dict[str, Any]:
-    """The options of the engine. Compiles the format of the answer, which may take a second."""
-    try:
+async def _options(server: ServerState, call: EngineCall, prompt_ids: list[int]) -> dict[str, Any]:
+    """The options of the engine. Compiles the format of the answer in a thread: it may take a
+    second."""
+
+    def compiled() -> dict[str, Any]:
         if call.use is not None:
             return server.engine.answer_options(prompt_ids, call.use, call.options)
-        if call.format_field is not None:
-            server.engine.compile_format(call.options)
+        server.engine.compile_format(call.options)
+        return call.options
+
+    has_format = call.format_field is not None or bool(call.use and call.use.offered)
+    try:
+        return await asyncio.to_thread(compiled) if has_format else compiled()
     except StructuredOutputError as error:
         field = "tools" if error.option == "tools" else call.format_field
         raise ApiError(
@@ -258,7 +264,6 @@ def _options(server: ServerState, call: EngineCall, prompt_ids: list[int]) -> di
             code="unsupported_format",
             param=field,
         ) from None
-    return call.options
 
 
 async def _encode(server: ServerState, prompt: Prompt) -> list[int]:
