@@ -17,7 +17,8 @@ from typing import Any
 from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import KVBoostError, KVTooLargeError, ShuttingDownError
 from kvboost.results import GenerationResult
-from kvboost.runtime.generation import Generation, Given, Steps
+from kvboost.runtime.computing import Given, Steps
+from kvboost.runtime.generation import Generation
 from kvboost.runtime.job import Job
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
