@@ -14,7 +14,7 @@ WORKDIR /app
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src ./src
 RUN pip install --no-cache-dir -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
-    && pip install --no-cache-dir -c constraints.txt '.[serve,remote]'
+    && pip install --no-cache-dir -c constraints.txt '.[serve,structured,remote]'
 
 RUN useradd --create-home --uid 1000 kvboost && mkdir -p /data && chown kvboost /data
 USER kvboost

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from kvboost.chat.parser import AnswerParser, TextParser
+from kvboost.chat.styles import TAGGED
+from kvboost.chat.tool_use import ToolUse
 from kvboost.results import (
     PHASES,
     GenerationResult,
@@ -16,6 +19,7 @@ from kvboost.results import (
     Timings,
     TokenLogprob,
 )
+from kvboost.tokens.prompt import Conversation
 
 
 class FakeStream:
@@ -87,15 +91,32 @@ class FakeEngine:
         self.asked: list[dict[str, Any]] = []
         self.streams: list[FakeStream] = []
         self.drained = self.flushed = False
+        self.thinks = False
+        self.conversations: list[Conversation] = []
+        self.uses: list[ToolUse] = []
 
     def encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return list(prompt.encode())
-        if isinstance(prompt[0], dict):
-            return list(
-                "".join(f"{message['role']}:{message['content']}" for message in prompt).encode()
-            )
+        if isinstance(prompt, Conversation):
+            self.conversations.append(prompt)
+            texts = (f"{message['role']}:{message['content']}" for message in prompt.messages)
+            return list("".join(texts).encode())
         return list(prompt)
+
+    def answer_options(
+        self, prompt_ids: list[int], use: ToolUse, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        self.uses.append(use)
+        return options
+
+    def compile_format(self, options: dict[str, Any]) -> None:
+        pass
+
+    def answer_parser(self, prompt_ids: list[int], use: ToolUse) -> AnswerParser | None:
+        if not use.offered and not self.thinks:
+            return None
+        return TextParser(TAGGED if use.offered else None, thinks=self.thinks)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(one % 256 for one in ids).decode("utf-8", "replace")

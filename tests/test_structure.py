@@ -17,14 +17,16 @@ MAY_IMPORT = {  # the architecture: a room imports the rooms that it names here,
     "progress": {"config"},
     "tokens": BASE,
     "cache": BASE | {"tokens"},
-    "model": BASE,
+    "structured": BASE,
+    "chat": BASE | {"structured"},
+    "model": BASE | {"chat"},
     "reuse": BASE | {"tokens", "cache", "model"},
-    "runtime": BASE | {"tokens", "cache", "model", "reuse"},
+    "runtime": BASE | {"tokens", "cache", "model", "reuse", "structured"},
     "integrations": BASE | {"tokens", "cache", "model", "reuse"},
     "checks": BASE | {"tokens", "model", "runtime"},
-    "engine": BASE | {"tokens", "model", "reuse", "runtime", "checks"},
-    "kvboost": BASE | {"model", "runtime", "engine"},
-    "serve": BASE | {"tokens", "runtime", "kvboost"},
+    "engine": BASE | {"tokens", "chat", "structured", "model", "reuse", "runtime", "checks"},
+    "kvboost": BASE | {"tokens", "model", "runtime", "engine"},
+    "serve": BASE | {"tokens", "chat", "structured", "runtime", "kvboost"},
     "deploy": BASE | {"tokens", "serve", "kvboost"},
     "faults": BASE | {"cache", "model", "kvboost"},
     "bench": BASE
@@ -35,6 +37,8 @@ MAY_IMPORT = {  # the architecture: a room imports the rooms that it names here,
 }
 FORBIDDEN_LIBRARIES = {
     "tokens": {"torch", "transformers"},
+    "structured": {"torch", "transformers"},
+    "chat": {"torch", "transformers"},
     "deploy/content.py": {"torch"},
     "deploy/router.py": {"torch"},
     "cache/lookup": {"torch"},
@@ -86,6 +90,8 @@ def test_only_the_model_room_imports_transformers(path: Path) -> None:
     libraries = {name.split(".")[0] for name in imports_of(path)}
     if room_of(path) != "model" and path.parent != WORKERS:
         assert "transformers" not in libraries
+    if "llguidance" in libraries:
+        assert path == SRC / "structured" / "library.py"
     if "ray" in libraries:
         assert path.parent == SRC / "deploy" / "ray"
     for place, forbidden in FORBIDDEN_LIBRARIES.items():

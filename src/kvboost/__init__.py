@@ -19,18 +19,21 @@ from kvboost.errors import (
     RankLostError,
     ServerError,
     ShuttingDownError,
+    StructuredOutputError,
     UnsupportedModelError,
 )
 from kvboost.results import (
     Arrangement,
     Calibration,
     GenerationResult,
+    ParsedAnswer,
     ReuseReport,
     Score,
     Span,
     SpanKind,
     Timings,
     TokenLogprob,
+    ToolCall,
     VerificationReport,
 )
 
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from kvboost.model.reference import StockModel
     from kvboost.model.weights import ModelInfo, list_models, pull_model
     from kvboost.runtime.streams import AsyncTextStream, TextStream
+    from kvboost.tokens.prompt import Conversation
 
 __version__ = "1.0.0.dev0"
 
@@ -50,6 +54,7 @@ __all__ = [
     "ChecksumError",
     "ConfigError",
     "ContextLengthError",
+    "Conversation",
     "EngineConfig",
     "ForgetError",
     "GenerationMode",
@@ -61,6 +66,7 @@ __all__ = [
     "ModelError",
     "ModelInfo",
     "ModelNotFoundError",
+    "ParsedAnswer",
     "PromptError",
     "QueueFullError",
     "RankLostError",
@@ -71,9 +77,11 @@ __all__ = [
     "Span",
     "SpanKind",
     "StockModel",
+    "StructuredOutputError",
     "TextStream",
     "Timings",
     "TokenLogprob",
+    "ToolCall",
     "UnsupportedModelError",
     "VerificationReport",
     "list_models",
@@ -84,6 +92,7 @@ __all__ = [
 # and commands such as `kvboost --help` and `kvboost models` should not wait for them.
 _LAZY = {
     "AsyncTextStream": "kvboost.runtime.streams",
+    "Conversation": "kvboost.tokens.prompt",
     "KVBoost": "kvboost.engine",
     "ModelInfo": "kvboost.model.weights",
     "StockModel": "kvboost.model.reference",

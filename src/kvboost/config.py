@@ -439,6 +439,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    """Whether the text of the answer leaves out special tokens."""
 
     def __post_init__(self) -> None:
         whole(self.max_new_tokens, 1, "max_new_tokens")
@@ -467,8 +469,9 @@ class SamplingParams:
         if self.logprobs is not None:
             whole(self.logprobs, 0, "logprobs")
             within(self.logprobs, 0, 20, "logprobs")
-        if not isinstance(self.ignore_eos, bool):
-            raise ConfigError(f"ignore_eos={self.ignore_eos!r} must be True or False")
+        for option in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(value := getattr(self, option), bool):
+                raise ConfigError(f"{option}={value!r} must be True or False")
 
     @property
     def samples(self) -> bool:

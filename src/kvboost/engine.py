@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import numpy as np
 import torch
 
+from kvboost.chat.parser import AnswerParser, collect
+from kvboost.chat.tool_use import ToolUse, tool_use
 from kvboost.checks.audit import Auditor
 from kvboost.checks.calibrate import calibrate
 from kvboost.checks.verify import verify
@@ -28,6 +30,7 @@ from kvboost.config import (
     format_bytes,
     home,
     refuse_unknown_options,
+    stop_strings,
     whole,
     within,
 )
@@ -57,8 +60,10 @@ from kvboost.runtime.options import (
 from kvboost.runtime.request import Request, RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.streams import AsyncTextStream, TextStream
+from kvboost.structured.formats import FORMATS, grammar_for
+from kvboost.structured.grammars import Grammar, Grammars
 from kvboost.tokens.hashing import TokenIds, as_token_ids
-from kvboost.tokens.prompt import Prompt, PromptReader
+from kvboost.tokens.prompt import Conversation, Prompt, PromptReader
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -85,6 +90,11 @@ class KVBoost:
         self._model = model
         self._prompts = PromptReader(model.tokenizer, model.vocab_size)
         self._runtime = make_runtime(model, self.config, costs)
+        self._grammars = Grammars(
+            model.tokenizer.serialized,
+            max(model.vocab_size, model.tokenizer.size),
+            model.eos_ids or model.tokenizer.eos_ids,
+        )
         self._auditor = Auditor(self, self.config.audit_fraction)
         self._loop = Loop(self._runtime, self.config, self._auditor.watch)
         self._closed = False
@@ -226,23 +236,67 @@ class KVBoost:
         ``recompute_strategy`` and ``recompute_ratio`` say how moved text is repaired;
         ``keep=False`` leaves nothing of this request in the cache; ``boundaries`` says where its
         documents begin.
+
+        ``schema`` (a JSON schema or a model of pydantic's), ``regex``, ``grammar`` or ``choice``
+        says what the answer must look like; it then ends where the format does, unless
+        ``max_new_tokens`` ends it before. This needs the extra ``structured``.
         """
-        stream = self.stream(prompt, max_new_tokens, mode, **options)
-        for _ in stream:
-            pass
-        return stream.result
+        return _whole(self.stream(prompt, max_new_tokens, mode, **options))
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         max_new_tokens: int = 64,
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str = "auto",
+        template_options: Mapping[str, Any] | None = None,
         **options: Unpack[RequestOptions],
     ) -> GenerationResult:
-        """Answers a conversation in the model's own chat template."""
+        """Answers a conversation in the model's own chat template.
+
+        ``tools`` are in OpenAI's format. ``tool_choice`` is ``"auto"``, ``"none"``, ``"required"``
+        or the name of a tool; the last two need the extra ``structured``. The result's
+        ``tool_calls`` and ``content`` are the parts of the answer, ``output_text`` is all of it.
+        ``template_options`` go to the template, such as ``{"enable_thinking": False}``.
+        """
+        clock = Clock()
         if isinstance(messages, str):
             raise PromptError("chat() takes messages; give text to generate()")
-        return self.generate(messages, max_new_tokens, mode, **options)
+        use = tool_use(tools, tool_choice)
+        ids = self.encode(Conversation(messages, use.offered, template_options or {}))
+        prepared: Any = self.answer_options(ids, use, options)
+        state = self._begin(ids, max_new_tokens, mode, prepared, clock)
+        result = _whole(self._stream(state))
+        parser = self.answer_parser(ids, use)
+        if parser is None:
+            return result
+        parts = parser.feed(result.output_text) + parser.finish()
+        return replace(result, parsed=collect(parts))
+
+    def answer_options(
+        self, prompt_ids: Sequence[int], use: ToolUse, options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The options of a chat request as those of :meth:`generate`: the format covers reasoning
+        and calls of tools as well. Compiles it, see :meth:`compile_format`."""
+        tokenizer, answer = self._model.tokenizer, grammar_for(options)
+        grammar = use.grammar(tokenizer.style, answer, tokenizer.reasoning_after(prompt_ids))
+        prepared = {name: value for name, value in options.items() if name not in FORMATS}
+        if grammar is not None:
+            given = [name for name in FORMATS if options.get(name) is not None]
+            self._grammars.compile(grammar, "tools" if use.is_forced or not given else given[0])
+            prepared["grammar"] = grammar
+        if stops := use.stops(tokenizer.style, grammar):
+            prepared["stop"] = [*stop_strings(options.get("stop")), *stops]
+        if tokenizer.writes_special_tokens and not use.is_forced:
+            prepared["skip_special_tokens"] = False
+        return prepared
+
+    def answer_parser(self, prompt_ids: Sequence[int], use: ToolUse) -> AnswerParser | None:
+        """What splits the answer to a chat request into content, reasoning and calls of tools; None
+        if it has content only."""
+        return self._model.tokenizer.answer_parser(prompt_ids, use)
 
     def stream(
         self,
@@ -254,9 +308,7 @@ class KVBoost:
         """Like :meth:`generate`, as an iterator of text pieces; ``.result`` is complete after the
         last one. Closing the stream early, or leaving its ``with`` block, keeps what was read.
         """
-        state = self._begin(prompt, max_new_tokens, mode, options)
-        steps = self._auditor.watch(state, Generation(self._runtime, state).steps())
-        return TextStream(text_pieces(self._model.forward, steps, state), state)
+        return self._stream(self._begin(prompt, max_new_tokens, mode, options))
 
     def generate_batch(
         self,
@@ -314,6 +366,17 @@ class KVBoost:
         """Takes no new requests and waits for the others to end; False if that took longer than
         ``timeout`` seconds."""
         return await asyncio.to_thread(self._loop.drain, timeout)
+
+    def compile_format(self, options: Mapping[str, Any]) -> Grammar | None:
+        """The grammar of the format in ``options`` (``schema``, ``regex``, ``grammar`` or
+        ``choice``); None if there is none. Later requests with the same format find it compiled: a
+        large schema takes up to a second, and the first grammar of an engine another one. Raises
+        ``StructuredOutputError`` if answers cannot be held to the format."""
+        grammar = grammar_for(options)
+        if grammar is None:
+            return None
+        option = next(name for name in FORMATS if options.get(name) is not None)
+        return self._grammars.compile(grammar, option)
 
     def serving_stats(self) -> dict[str, Any]:
         """The requests of batches, coroutines and the server: how many wait and run, their KV, and
@@ -546,9 +609,10 @@ class KVBoost:
         max_new_tokens: int,
         mode: GenerationMode | str,
         options: RequestOptions,
+        clock: Clock | None = None,
     ) -> RequestState:
-        """A checked request. Its clock starts here."""
-        clock = Clock()
+        """A checked request. Its clock starts here, unless the caller has started it."""
+        clock = clock or Clock()
         params, reuse = split(max_new_tokens, options)
         for token in params.logit_bias or ():
             within(token, 0, self.vocab_size - 1, "logit_bias: a token id")
@@ -559,10 +623,15 @@ class KVBoost:
             options.get("keep", True),
             options.get("boundaries", ()),
             options.get("tenant", ""),
+            self.compile_format(options),
             **reuse,
         )
         clock.lap("tokenize")
         return RequestState(request, clock)
+
+    def _stream(self, state: RequestState) -> TextStream:
+        steps = self._auditor.watch(state, Generation(self._runtime, state).steps())
+        return TextStream(text_pieces(self._model.forward, steps, state), state)
 
     def _submit(self, state: RequestState, timeout: float | None) -> AsyncTextStream:
         stream = AsyncTextStream(state)
@@ -592,6 +661,7 @@ class KVBoost:
         keep: bool = True,
         boundaries: Sequence[int] = (),
         tenant: str = "",
+        grammar: Grammar | None = None,
         **reuse: Unpack[ReuseOptions],
     ) -> Request:
         self._check_open()
@@ -599,7 +669,15 @@ class KVBoost:
             raise ContextLengthError(len(token_ids), self.context_length)
         params = params or SamplingParams(max_new_tokens=1)
         repair = self.config.repair
-        return make_request(token_ids, mode, params, repair, keep, boundaries, tenant, **reuse)
+        return make_request(
+            token_ids, mode, params, repair, keep, boundaries, tenant, grammar, **reuse
+        )
+
+
+def _whole(stream: TextStream) -> GenerationResult:
+    for _ in stream:
+        pass
+    return stream.result
 
 
 def _is_documents(text: object) -> TypeGuard[Sequence[str]]:

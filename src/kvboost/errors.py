@@ -2,6 +2,7 @@
 
     KVBoostError
     ├── ConfigError (ValueError)             an unknown option, or a value that is not allowed
+    │   └── StructuredOutputError            a format that answers cannot be held to
     ├── PromptError (ValueError)             the prompt cannot be served
     │   ├── ContextLengthError               it is longer than the model's context
     │   └── KVTooLargeError                  its KV would not fit, even if it ran alone
@@ -26,6 +27,15 @@ class KVBoostError(Exception):
 
 class ConfigError(KVBoostError, ValueError):
     """An option is unknown, or its value is not allowed."""
+
+
+class StructuredOutputError(ConfigError):
+    """Answers cannot be held to the format that a request asks for."""
+
+    def __init__(self, option: str, reason: str) -> None:
+        super().__init__(f"{option} cannot be enforced: {reason}")
+        self.option = option
+        self.reason = reason
 
 
 class PromptError(KVBoostError, ValueError):

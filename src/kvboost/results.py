@@ -164,6 +164,27 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model asks for."""
+
+    name: str
+    """The tool's."""
+    arguments: str
+    """JSON text, as the model wrote it."""
+
+
+@dataclass(frozen=True)
+class ParsedAnswer:
+    """An answer in its parts."""
+
+    content: str
+    """The text for the user."""
+    reasoning: str = ""
+    """What the model wrote between ``<think>`` and ``</think>``."""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
 _SHOWN_CHARACTERS = 60
 
 
@@ -179,6 +200,18 @@ class GenerationResult:
     timings: Timings
     reuse: ReuseReport
     logprobs: list[TokenLogprob] | None = None
+    parsed: ParsedAnswer | None = None
+    """The parts of an answer of ``chat``; None if there is only content."""
+
+    @property
+    def content(self) -> str:
+        """The answer's text without reasoning and calls of tools."""
+        return self.output_text if self.parsed is None else self.parsed.content
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls that the model asks for."""
+        return () if self.parsed is None else self.parsed.tool_calls
 
     @property
     def spans(self) -> Sequence[Span]:

@@ -88,6 +88,19 @@ def test_generate_prints_text_or_json(model) -> None:
     assert parsed["timings"]["ttft_ms"] > 0
 
 
+def test_generate_keeps_to_a_format(model, tmp_path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"enum": ["yes", "no"]}')
+    asked = ("generate", "hello", "-m", model, "--json")
+    assert json.loads(run(*asked, "--schema", str(file)).stdout)["output_text"] in ('"yes"', '"no"')
+    assert json.loads(run(*asked, "--regex", "ab").stdout)["output_text"] == "ab"
+    file.write_text("[]")
+    refused = run(*asked, "--schema", str(file))
+    assert refused.exit_code == 2 and "must hold an object" in refused.output
+    missing = run(*asked, "--schema", str(tmp_path / "none.json"))
+    assert missing.exit_code == 2 and "cannot be read" in missing.output
+
+
 def test_chat_shows_how_much_each_turn_reused(model) -> None:
     shown = run("chat", "-m", model, "--max-new-tokens", "4", input="hello there friend\nmore\n\n")
     assert shown.exit_code == 0

@@ -15,6 +15,10 @@ def body(**more: Any) -> dict[str, Any]:
     return {"model": "fake", "messages": MESSAGES, **more}
 
 
+def tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
 def test_a_whole_answer(client) -> None:
     answer = client.post("/v1/chat/completions", json=body())
     assert answer.status_code == 200
@@ -148,11 +152,16 @@ def test_parts_and_developers_are_rewritten_for_the_template(client, fake) -> No
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("tools", [], "tools is not supported"),
+        ("tools", [{"type": "function"}], "tools[0].function is missing"),
+        ("tools", [{"type": "web_search"}], "tools[0].type: must be 'function'"),
+        ("tools", [tool("a"), tool("a")], "two of them have the same name"),
+        ("tools", [tool("a b")], "tools[0].function.name: string should match pattern"),
         ("functions", [{}], "functions is not supported"),
         ("modalities", ["audio"], "modalities[0]: must be 'text'"),
         ("service_tier", "flex", "must be 'auto' or 'default'"),
-        ("tool_choice", "required", "must be 'none' or 'auto'"),
+        ("tool_choice", "required", "tool_choice goes with tools"),
+        ("tool_choice", "always", "must be 'none', 'auto' or 'required'"),
+        ("tool_choice", 3, "must be 'none', 'auto', 'required' or {'type': 'function'"),
         ("reasoning_effort", "high", "must be 'none'"),
         ("top_k", -2, "greater than or equal to -1"),
         ("min_p", 1.5, "less than or equal to 1"),
@@ -160,7 +169,11 @@ def test_parts_and_developers_are_rewritten_for_the_template(client, fake) -> No
         ("metadata", {str(n): "x" for n in range(17)}, "17 entries; at most 16"),
         ("metadata", {"a": 1}, "must be a valid string"),
         ("store", True, "true is not supported"),
-        ("response_format", {"type": "json_object"}, "must be 'text'"),
+        ("response_format", {"type": "xml"}, "does not match any of the expected tags"),
+        ("response_format", {"type": "json_schema"}, "json_schema is missing"),
+        ("guided_choice", [], "at least 1 item"),
+        ("guided_json", "{", "must be a JSON schema"),
+        ("chat_template_kwargs", {"a": [1]}, "must be a valid"),
         ("nonsense", 1, "nonsense is not a field"),
         ("n", 9, "less than or equal to 8"),
         ("n", True, "must be a valid integer"),
@@ -187,14 +200,16 @@ def test_an_unsupported_field_is_refused_by_name(client, field, value, message) 
 @pytest.mark.parametrize(
     ("message", "param", "told"),
     [
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "role", "must be 'system'"),
-        ({"role": "user", "content": None}, "content", "must be a string or a list of parts"),
+        ({"role": "robot", "content": "x"}, "role", "must be 'system'"),
+        ({"role": "user", "content": None}, "content", "is missing"),
+        ({"role": "user", "content": 3}, "content", "must be a string or a list of parts"),
+        ({"role": "user", "content": "x", "tool_call_id": "1"}, "tool_call_id", "the role tool"),
         ({"role": "user"}, "content", "is missing"),
         ({"role": "user", "content": []}, "content", "at least 1 item"),
         (
             {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
-            "tool_calls",
-            "tool_calls is not supported",
+            "tool_calls[0].function",
+            "is missing",
         ),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},

@@ -10,6 +10,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from fake_engine import FakeEngine
 from kvboost import KVBoost
@@ -18,6 +19,12 @@ from kvboost.serve.openapi import numbers_below
 from kvboost.serve.settings import ApiKey, ServerSettings
 from live_server import LiveServer, live_server
 from tiny import byte_tokenizer, tiny_model
+
+JUDGED_LATER = re.compile(
+    r"tools|tool_choice|response_format|guided_|structured_outputs|template_options"
+    r"|messages\[\d+\]\.(content|tool_calls|tool_call_id|reasoning_content)"
+)
+"""Schemas, grammars, messages about tools: no OpenAPI document can say which of them are good."""
 
 KEY = "k-root"
 SETTINGS = ServerSettings(served_names=("tiny",), keys=(ApiKey("root", KEY),), drain_seconds=5.0)
@@ -56,7 +63,11 @@ def server() -> Iterator[LiveServer]:
 @fuzzed.parametrize()
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_responses_are_as_documented(case, server) -> None:
-    case.validate_response(case.call(base_url=server.url))
+    response = case.call(base_url=server.url)
+    error = response.json()["error"] if response.status_code == 400 else {}
+    is_judged_later = JUDGED_LATER.match(error.get("param") or "")
+    excluded = [positive_data_acceptance] if is_judged_later else []
+    case.validate_response(response, excluded_checks=excluded)
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**6))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from kvboost.model.load import ModelTokenizer
+from kvboost.model.tokenizer import ModelTokenizer
 from kvboost.tokens.text import Detokenizer, StopMatcher
 from tiny import byte_tokenizer
 
@@ -42,9 +42,9 @@ def test_known_text_is_not_decoded_again() -> None:
     decoded = []
 
     class Counting(ModelTokenizer):
-        def decode(self, ids: Sequence[int]) -> str:
+        def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
             decoded.append(list(ids))
-            return super().decode(ids)
+            return super().decode(ids, skip_special_tokens=skip_special_tokens)
 
     detokenizer = Detokenizer(Counting(byte_tokenizer()))
     first, *others = TOKENIZER.encode("a€")

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from kvboost.config import EngineConfig, chosen_cache_dir
-from kvboost.errors import KVBoostError
+from kvboost.errors import ConfigError, KVBoostError
 from kvboost.results import GenerationResult
 
 Model = Annotated[
@@ -90,6 +90,17 @@ def errors() -> Iterator[None]:
     except KVBoostError as error:
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
         raise typer.Exit(2) from None
+
+
+def read_schema(file: Path) -> dict[str, Any]:
+    """The JSON schema in ``file``."""
+    try:
+        schema = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--schema {file} cannot be read: {error}") from None
+    if not isinstance(schema, dict):
+        raise ConfigError(f'--schema {file} must hold an object, such as {{"type": "object"}}')
+    return schema
 
 
 def load_engine(

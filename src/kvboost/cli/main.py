@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,6 +32,7 @@ from kvboost.cli.common import (
     load_engine,
     out,
     print_json,
+    read_schema,
     summary,
 )
 from kvboost.config import DEFAULT_MODEL, EngineConfig, home
@@ -113,6 +115,13 @@ def generate(
     chat: Annotated[
         bool, typer.Option(help="Ask in the model's chat template; --no-chat continues the text.")
     ] = True,
+    schema: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Answer in JSON that keeps to the JSON schema in FILE."),
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Answer with text that this regular expression matches.")
+    ] = None,
     mode: Mode = "chunk_kv_reuse",
     cache_dir: CacheDir = None,
     kv_bits: KVBits = EngineConfig.kv_cache_bits,
@@ -127,6 +136,8 @@ def generate(
     Example: [bold]kvboost generate - --cache-dir ./kv < report.txt[/bold]
     """
     text = sys.stdin.read() if prompt == "-" else prompt
+    with errors():
+        format_options = {"schema": read_schema(schema) if schema else None, "regex": regex}
     with errors(), load_engine(model, device, dtype, cache_dir, kv_bits) as engine:
         stream = engine.stream(
             [{"role": "user", "content": text}] if chat else text,
@@ -135,6 +146,7 @@ def generate(
             temperature=temperature,
             seed=seed,
             stop=stop,
+            **format_options,
         )
         for piece in stream:
             if not as_json:

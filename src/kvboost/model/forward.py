@@ -26,7 +26,7 @@ from kvboost.model.native.decoder import replace_forward, restore_forward
 from kvboost.model.native.kernels import Kernels
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import to_device
-from kvboost.model.sampling import Picked, Sampler
+from kvboost.model.sampling import Picked, Sampler, TokenMask
 from kvboost.model.segment import Segment
 
 if TYPE_CHECKING:
@@ -245,13 +245,16 @@ class Forward:
         params: SamplingParams,
         defaults: GenerationConfig,
         prompt_ids: Sequence[int] | npt.NDArray[np.integer[Any]],
+        mask: TokenMask | None = None,
     ) -> Sampler | RowSampler:
-        """What picks the tokens of a request: on the device if its KV is in pages."""
-        if self._steps is not None and isinstance(kv, PagedKV) and kv.slab is self._steps.slab:
-            found = self._steps.sampling.register(kv.holding.row, params, defaults, prompt_ids)
+        """What picks the tokens of a request: on the device if its KV is in pages, unless a mask
+        on the host says which tokens are allowed."""
+        steps = self._steps if mask is None else None
+        if steps is not None and isinstance(kv, PagedKV) and kv.slab is steps.slab:
+            found = steps.sampling.register(kv.holding.row, params, defaults, prompt_ids)
             if found is not None:
                 return found
-        return Sampler(params, defaults, prompt_ids, self.shape.device)
+        return Sampler(params, defaults, prompt_ids, self.shape.device, mask)
 
     def run_rows(
         self,

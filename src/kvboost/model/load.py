@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -22,11 +21,10 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
 
 from kvboost.config import closest
-from kvboost.errors import ConfigError, KVBoostError, ModelError, ModelNotFoundError, PromptError
+from kvboost.errors import ConfigError, KVBoostError, ModelError, ModelNotFoundError
 from kvboost.model import weights
 from kvboost.model.compat import Support, check, context_length
 from kvboost.model.device import pick_device, pick_dtype
@@ -37,6 +35,7 @@ from kvboost.model.gguf import check_gguf
 from kvboost.model.hub import why_unreachable
 from kvboost.model.rope import frequencies
 from kvboost.model.sampling import eos_ids, warn_about_defaults
+from kvboost.model.tokenizer import ModelTokenizer
 
 
 @dataclass(frozen=True)
@@ -83,68 +82,6 @@ class LoadedModel:
     @property
     def device(self) -> torch.device:
         return self.forward.shape.device
-
-
-_CONTENT = "kvboost-placeholder-for-the-message-of-the-user"
-
-
-class ModelTokenizer:
-    """A transformers tokenizer, reduced to the methods that KVBoost needs."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.hf = tokenizer
-        # What transformers does around the fast decoder takes longer than decoding a token.
-        stock = PreTrainedTokenizerFast
-        kind = type(tokenizer)
-        is_stock = isinstance(tokenizer, stock) and (kind.decode, kind._decode) == (
-            stock.decode,
-            stock._decode,
-        )
-        self._fast = tokenizer.backend_tokenizer if is_stock else None
-
-    def encode(self, text: str) -> list[int]:
-        return list(self.hf(text, verbose=False)["input_ids"])
-
-    def encode_fragment(self, text: str) -> list[int]:
-        return list(self.hf(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    def chat_frame(self) -> tuple[str, str] | None:
-        if self.hf.chat_template is None:
-            return None
-        message = {"role": "user", "content": _CONTENT}
-        try:
-            text = self.hf.apply_chat_template(
-                [message], add_generation_prompt=True, tokenize=False
-            )
-        except TemplateError:
-            return None
-        before, found, after = str(text).partition(_CONTENT)
-        return (before, after) if found else None
-
-    def decode(self, ids: Sequence[int]) -> str:
-        if self._fast is not None:
-            return str(self._fast.decode(list(ids), skip_special_tokens=True))
-        return str(
-            self.hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
-
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
-    ) -> list[int]:
-        if self.hf.chat_template is None:
-            raise PromptError(
-                "this model has no chat template; build the prompt yourself and call generate()"
-            )
-        try:
-            ids = self.hf.apply_chat_template(
-                [dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                tokenize=True,
-                return_dict=False,
-            )
-        except TemplateError as error:
-            raise PromptError(f"the model's chat template refuses this: {error}") from error
-        return list(ids)
 
 
 def load(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,13 @@ Picked = tuple[int, TokenLogprob | None]
 """The next token, and its log probabilities if they were asked for."""
 
 
+class TokenMask(Protocol):
+    """Says which tokens may come next."""
+
+    def allowed(self) -> bytes:
+        """One bit per token, the lowest first."""
+
+
 class Sampler:
     """Picks the tokens of one request. It has its own random generator: a seed gives the same
     tokens, whatever else is running."""
@@ -59,6 +66,7 @@ class Sampler:
         defaults: GenerationConfig,
         prompt_ids: Sequence[int] | npt.NDArray[np.integer[Any]],
         device: torch.device,
+        mask: TokenMask | None = None,
     ) -> None:
         self._logprobs = params.logprobs
         self._generator: torch.Generator | None = None
@@ -68,7 +76,7 @@ class Sampler:
                 self._generator.seed()
             else:
                 self._generator.manual_seed(params.seed)
-        self._processors = _processors(params, defaults, len(prompt_ids))
+        self._processors = _processors(params, defaults, len(prompt_ids), mask)
         self._seen: torch.Tensor | None = None
         if self._processors:
             self._seen = torch.tensor(prompt_ids, dtype=torch.long, device=device)
@@ -91,6 +99,12 @@ class Sampler:
             self._seen = torch.cat([self._seen, token])
         token_id = int(token)
         return token_id, self._describe(logits, token_id)
+
+    def note(self, token_ids: Sequence[int]) -> None:
+        """Tokens that follow without having been picked here."""
+        if self._seen is not None:
+            more = torch.tensor(token_ids, dtype=torch.long, device=self._seen.device)
+            self._seen = torch.cat([self._seen, more])
 
     def _describe(self, logits: torch.Tensor, token_id: int) -> TokenLogprob | None:
         if self._logprobs is None:
@@ -131,10 +145,31 @@ class GeneratedPenalty:
         return scores
 
 
+class AllowedTokens:
+    """Removes the tokens that a mask does not allow, and the padding of the vocabulary."""
+
+    def __init__(self, mask: TokenMask) -> None:
+        self._mask = mask
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """As a logits processor: ``[1, tokens]`` and ``[1, vocab]``, in place."""
+        packed = torch.frombuffer(bytearray(self._mask.allowed()), dtype=torch.uint8)
+        packed = packed.to(scores.device)[:, None]
+        bits = packed >> torch.arange(8, dtype=torch.uint8, device=scores.device) & 1
+        allowed = bits.flatten()[: scores.shape[1]] > 0
+        scores[0, : len(allowed)].masked_fill_(~allowed, float("-inf"))
+        scores[0, len(allowed) :] = float("-inf")
+        return scores
+
+
 def _processors(
-    params: SamplingParams, defaults: GenerationConfig, prompt_tokens: int
+    params: SamplingParams,
+    defaults: GenerationConfig,
+    prompt_tokens: int,
+    mask: TokenMask | None,
 ) -> LogitsProcessorList:
-    """The processors, in the order in which transformers applies them."""
+    """The processors, in the order in which transformers applies them; a mask comes after the
+    penalties."""
     processors = LogitsProcessorList()
     penalties = (params.presence_penalty or 0.0, params.frequency_penalty or 0.0)
     if any(penalties) or params.logit_bias:
@@ -142,6 +177,8 @@ def _processors(
     options = chosen(params, defaults)
     if options.repetition_penalty != 1.0:
         processors.append(RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
+    if mask is not None:
+        processors.append(AllowedTokens(mask))
     if not params.samples:
         return processors
     if options.temperature != 1.0:

@@ -25,12 +25,13 @@ from kvboost.model.sampling import Picked, Sampler
 from kvboost.model.segment import Segment
 from kvboost.results import ReuseReport, SpanKind
 from kvboost.reuse.plan import Plan
+from kvboost.runtime.answer import Answer
 from kvboost.runtime.computing import Computing, Given, Result, Steps
 from kvboost.runtime.repairing import Repairing
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
+from kvboost.structured.grammars import Constraint
 from kvboost.tokens.hashing import TokenIds, as_token_ids
-from kvboost.tokens.text import Detokenizer, StopMatcher
 
 AUDITED_TOKENS = 8
 """How many tokens of an answer are audited. Later tokens build on the first ones."""
@@ -181,34 +182,42 @@ class Generation:
         """Generates tokens until the model, a stop string or the limit ends the answer."""
         request, state, model = self._request, self._state, self._runtime.model
         params = request.params
+        constraint = None
+        if request.grammar is not None:  # a forced token has no logits to describe
+            constraint = request.grammar.start(forces=params.logprobs is None)
         sampler = model.forward.sampler(
-            self._kv, params, model.generation_config, request.token_ids
+            self._kv, params, model.generation_config, request.token_ids, constraint
         )
-        detokenizer = Detokenizer(model.tokenizer)
-        stops = StopMatcher(params.stop)
-        ends = frozenset[int]() if params.ignore_eos else model.eos_ids
         limit = self._runtime.answer_limit(request)
+        answer = Answer(state, model.tokenizer, model.eos_ids, limit)
         while True:
-            token, logprob = self._pick(sampler, given)
+            is_first = not state.token_ids
+            picked = self._choose(sampler, constraint, given)
             self._observe_cost()
-            state.accept(token, logprob)
-            state.show(stops.push(detokenizer.push(token)))
-            if token in ends or stops.stopped:
-                state.finish_reason = "stop"
+            if answer.take(picked, completes=constraint is not None and constraint.is_complete):
                 break
-            if len(state.token_ids) == limit:
-                state.finish_reason = "length"
-                break
-            if state.batched and len(state.token_ids) == 1:  # others may wait for this prompt
+            if state.batched and is_first:  # others may wait for this prompt
                 yield None
                 self._admit(wait=False)
                 state.clock.lap("admit")
             given = yield from self._next(sampler, has_more=len(state.token_ids) + 1 < limit)
-        state.show(stops.push(detokenizer.finish()))
-        state.show(stops.finish())
-        if stops.stopped:
-            state.finish_reason = "stop"
+        answer.finish()
         yield None  # show the text before admission takes its time
+
+    def _choose(
+        self, sampler: Sampler | RowSampler, constraint: Constraint | None, given: Given
+    ) -> list[Picked]:
+        """The next token, and with a constraint the tokens that it forces before or after it."""
+        if constraint is None or isinstance(sampler, RowSampler):
+            return [self._pick(sampler, given)]
+        picked: list[Picked] = []
+        forced = constraint.take_forced()
+        if not forced:
+            picked.append(self._pick(sampler, given))
+            constraint.accept(picked[0][0])
+            forced = constraint.take_forced()
+        sampler.note(forced)
+        return [*picked, *((token, None) for token in forced)]
 
     def _pick(self, sampler: Sampler | RowSampler, given: Given) -> Picked:
         """The next token: the one given, or one picked from the logits given, ``[vocab]``."""
@@ -224,16 +233,20 @@ class Generation:
 
     @property
     def _records(self) -> bool:
-        """Whether the next logits are to be kept for an audit."""
+        """Whether the next logits are to be kept for an audit. It needs those of every token, and
+        tokens that a grammar forces have none."""
         state = self._state
+        if self._request.grammar is not None:
+            return False
         return bool(state.record and state.reuse.strategy and len(state.recorded) < AUDITED_TOKENS)
 
     def _next(self, sampler: Sampler | RowSampler, *, has_more: bool) -> Computing[Given]:
-        """Runs the last token; returns the next one or its logits. ``has_more``: the token after
-        the next one will be needed too, unless the answer ends."""
+        """Runs the tokens that have no rows yet: the last one, and those that a grammar forced.
+        Returns the next one or its logits. ``has_more``: the token after the next one will be
+        needed too, unless the answer ends."""
         state, kv = self._state, self._kv
-        start = state.rows
-        if self._runtime.model.support.switches_at(start):
+        start, end = state.rows, len(self._request.token_ids) + len(state.token_ids)
+        if any(map(self._runtime.model.support.switches_at, range(start, end))):
             # From here on, every position rotates by other factors: compute the whole sequence
             # again. Its KV fits no shorter prompt, so it is not kept.
             state.kept = False
@@ -241,19 +254,20 @@ class Generation:
             logits = yield from self._compute(ids, range(len(ids)), 1)
             given: Given | None = logits
         else:
-            kv.reserve(start + 1)
+            kv.reserve(end)
             on_device = isinstance(sampler, RowSampler) and not self._records
             self._last_token[0] = state.token_ids[-1]
+            forced = torch.tensor(state.token_ids[start - end :]) if end > start + 1 else None
             given = yield Segment(
                 kv,
-                self._last_ids,
-                range(start, start + 1),
+                self._last_ids if forced is None else forced,
+                range(start, end),
                 as_stock=self._as_stock,
                 sampler=sampler if on_device and isinstance(sampler, RowSampler) else None,
                 ahead=has_more,
             )
         assert given is not None
-        state.rows += 1  # only now: a request that is cancelled here keeps only computed rows
+        state.rows = end  # only now: a request that is cancelled here keeps only computed rows
         return given[-1] if isinstance(given, torch.Tensor) else given
 
     def _admit(self, *, wait: bool = True) -> int:

@@ -17,6 +17,8 @@ from kvboost.config import (
 )
 from kvboost.errors import ConfigError
 from kvboost.runtime.request import Request
+from kvboost.structured.formats import FORMATS, FormatOptions
+from kvboost.structured.grammars import Grammar
 from kvboost.tokens.hashing import TokenIds
 
 
@@ -36,6 +38,7 @@ class SamplingOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     logprobs: int | None
     ignore_eos: bool
+    skip_special_tokens: bool
 
 
 class ReuseOptions(TypedDict, total=False):
@@ -47,7 +50,7 @@ class ReuseOptions(TypedDict, total=False):
     reuse_moved: str | None
 
 
-class RequestOptions(SamplingOptions, ReuseOptions, total=False):
+class RequestOptions(SamplingOptions, ReuseOptions, FormatOptions, total=False):
     """What a request may choose. ``keep=False`` leaves nothing of it in the cache;
     ``boundaries`` are the token positions at which its documents begin: no chunk crosses one.
     ``tenant`` names the user it counts for: while requests wait, tenants take turns, and no tenant
@@ -69,7 +72,7 @@ def split(max_new_tokens: int, options: RequestOptions) -> tuple[SamplingParams,
     """Splits a request's options into sampling and reuse; an unknown option is an error."""
     sampling = {option.name for option in fields(SamplingParams)}
     reuse = set(ReuseOptions.__annotations__)
-    refuse_unknown(options, sampling | reuse | {"keep", "boundaries", "tenant"})
+    refuse_unknown(options, sampling | reuse | {"keep", "boundaries", "tenant", *FORMATS})
     given: dict[str, Any] = {name: options[name] for name in options if name in sampling}  # type: ignore[literal-required]
     given["stop"] = stop_strings(options.get("stop"))
     shared: Any = {name: value for name, value in options.items() if name in reuse}
@@ -90,6 +93,7 @@ def make_request(
     keep: bool,
     boundaries: Sequence[int],
     tenant: str = "",
+    grammar: Grammar | None = None,
     *,
     cache_salt: str = "",
     recompute_strategy: str | None = None,
@@ -111,5 +115,9 @@ def make_request(
         repair = replace(repair, ratio=recompute_ratio)
     if reuse_moved is not None:
         repair = replace(repair, reuse_moved=reuse_moved)
+    if grammar is not None and params.ignore_eos:
+        raise ConfigError("ignore_eos=True does not go with a format: the format says where to end")
     mode = choose(GenerationMode, mode, "mode")
-    return Request(token_ids, mode, cache_salt, params, repair, keep, tuple(boundaries), tenant)
+    return Request(
+        token_ids, mode, cache_salt, params, repair, keep, tuple(boundaries), tenant, grammar
+    )

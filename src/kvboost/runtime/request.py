@@ -13,6 +13,8 @@ from kvboost.tokens.hashing import TokenIds
 if TYPE_CHECKING:
     import torch
 
+    from kvboost.structured.grammars import Grammar
+
 
 @dataclass(frozen=True)
 class Request:
@@ -29,6 +31,8 @@ class Request:
     """Positions at which a document begins. No chunk crosses one."""
     tenant: str = ""
     """Whom the request counts for while requests wait. Tenants take turns."""
+    grammar: Grammar | None = None
+    """What the answer must look like."""
 
 
 @dataclass

@@ -9,8 +9,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvboost.chat.parser import AnswerParser
+from kvboost.chat.tool_use import ToolUse
+from kvboost.errors import StructuredOutputError
 from kvboost.results import GenerationResult
-from kvboost.serve.errors import internal, shutting_down, timed_out
+from kvboost.serve.errors import ApiError, internal, shutting_down, timed_out
 from kvboost.serve.logprobs import ShownToken, TokenReader
 from kvboost.serve.prompts import Prompt, encode, num_characters
 from kvboost.serve.request_fields import MAX_SEED
@@ -37,6 +40,10 @@ class EngineCall:
     seed: int | None
     options: dict[str, Any] = field(default_factory=dict)
     explain: bool = False
+    use: ToolUse | None = None
+    """The tools of a chat request; None for a completion."""
+    format_field: str | None = None
+    """The field that asks for a format."""
 
 
 class Choice:
@@ -56,6 +63,8 @@ class Choice:
         self._stream = stream
         self._received = received
         self._submitted = time.perf_counter()
+        self.parser: AnswerParser | None = None
+        """What splits the answer into content, reasoning and calls of tools."""
         self._tokens: TokenReader | None = None
         self._shown = 0
         self.ended: float | None = None
@@ -209,6 +218,7 @@ async def open_answers(
     async with AsyncExitStack() as streams:
         choices: list[Choice] = []
         for prompt_ids in prompts:
+            options = await _options(server, call, prompt_ids)
             limit = _answer_limit(call.max_tokens, len(prompt_ids), server)
             for number in range(call.n):
                 stream = engine.astream(
@@ -219,16 +229,41 @@ async def open_answers(
                     cache_salt=call.salt,
                     tenant=call.tenant,
                     seed=None if call.seed is None else (call.seed + number) % (MAX_SEED + 1),
-                    **call.options,
+                    **options,
                 )
                 await streams.enter_async_context(stream)
                 choice = Choice(len(choices), prompt_ids, call, stream, received)
                 if wants_logprobs:
                     choice.read_tokens(TokenReader(engine.decode, prompt_ids[-1]))
+                if call.use is not None:
+                    choice.parser = engine.answer_parser(prompt_ids, call.use)
                 choices.append(choice)
         answers = Answers(server, tenant, choices)
         answers.start(streams)
         return answers
+
+
+async def _options(server: ServerState, call: EngineCall, prompt_ids: list[int]) -> dict[str, Any]:
+    """The options of the engine. Compiles the format of the answer in a thread: it may take a
+    second."""
+
+    def compiled() -> dict[str, Any]:
+        if call.use is not None:
+            return server.engine.answer_options(prompt_ids, call.use, call.options)
+        server.engine.compile_format(call.options)
+        return call.options
+
+    has_format = call.format_field is not None or bool(call.use and call.use.offered)
+    try:
+        return await asyncio.to_thread(compiled) if has_format else compiled()
+    except StructuredOutputError as error:
+        field = "tools" if error.option == "tools" else call.format_field
+        raise ApiError(
+            400,
+            str(error) if field is None else f"{field} cannot be enforced: {error.reason}",
+            code="unsupported_format",
+            param=field,
+        ) from None
 
 
 async def _encode(server: ServerState, prompt: Prompt) -> list[int]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from kvboost.chat.calls import Part
+from kvboost.chat.parser import collect
+from kvboost.results import ToolCall
 from kvboost.serve.answers import Choice, EngineCall
 from kvboost.serve.auth import Tenant
 from kvboost.serve.bodies import BodyRoute
@@ -16,6 +21,7 @@ from kvboost.serve.request_models import ChatRequest
 from kvboost.serve.response_models import ChatCompletion
 from kvboost.serve.responses import engine_call, respond, response_options
 from kvboost.serve.server import Caller, Server, ServerState
+from kvboost.tokens.prompt import Conversation
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -36,14 +42,27 @@ async def create_chat_completion(
 
 def chat_call(server: ServerState, caller: Tenant, body: ChatRequest) -> EngineCall:
     limits = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
+    use = body.tool_use()
+    conversation = Conversation(
+        [message.for_template() for message in body.messages],
+        [_for_template(tool) for tool in use.offered],
+        body.template_options(),
+    )
     return engine_call(
         server,
         caller,
         body,
-        [[message.for_template() for message in body.messages]],
+        [conversation],
         min(limits, default=None),
         (body.top_logprobs or 0) if body.logprobs else None,
+        use,
     )
+
+
+def _for_template(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as prompts describe it: whether it is strict says nothing to the model."""
+    function = {name: value for name, value in tool["function"].items() if name != "strict"}
+    return {"type": "function", "function": function}
 
 
 class ChatFormat:
@@ -51,24 +70,109 @@ class ChatFormat:
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self) -> None:
+        self._deltas: dict[int, Deltas] = {}
+        """By the index of the choice."""
+
     def opening(self, choice: Choice) -> dict[str, Any]:
         return _chunk(choice, {"role": "assistant", "content": "", "refusal": None})
 
-    def piece(self, choice: Choice, text: str) -> dict[str, Any]:
-        return _chunk(choice, {"content": text}, choice.tokens_of(text))
+    def piece(self, choice: Choice, text: str) -> list[dict[str, Any]]:
+        tokens = choice.tokens_of(text)
+        if choice.parser is None:
+            return [_chunk(choice, {"content": text}, tokens)]
+        deltas = self._deltas.setdefault(choice.index, Deltas())
+        return deltas.chunks(choice, choice.parser.feed(text), tokens)
 
-    def closing(self, choice: Choice) -> dict[str, Any]:
-        return {**_chunk(choice, {}), "finish_reason": choice.result.finish_reason}
+    def closing(self, choice: Choice) -> list[dict[str, Any]]:
+        chunks, has_calls = [], False
+        if choice.parser is not None:
+            deltas = self._deltas.setdefault(choice.index, Deltas())
+            chunks = deltas.chunks(choice, choice.parser.finish(), None, final=True)
+            has_calls = deltas.num_calls > 0
+        return [*chunks, {**_chunk(choice, {}), "finish_reason": _reason(choice, has_calls)}]
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         result = choice.result
         tokens = choice.tokens_of(result.output_text)
+        message, has_calls = _message(choice)
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": result.output_text, "refusal": None},
+            "message": message,
             "logprobs": None if tokens is None else chat_logprobs(tokens),
-            "finish_reason": result.finish_reason,
+            "finish_reason": _reason(choice, has_calls),
         }
+
+
+class Deltas:
+    """The deltas of one streamed answer."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._waiting: list[ShownToken] = []
+        """Tokens whose text is held back."""
+
+    def chunks(
+        self,
+        choice: Choice,
+        parts: Sequence[Part],
+        tokens: list[ShownToken] | None,
+        *,
+        final: bool = False,
+    ) -> list[dict[str, Any]]:
+        """A chunk for each part; the first one has the log probabilities."""
+        self._waiting += tokens or []
+        deltas = [self._delta(part) for part in parts]
+        if final and self._waiting and not deltas:
+            deltas = [{}]
+        chunks = []
+        for delta in deltas:
+            shown, self._waiting = self._waiting, []
+            chunks.append(_chunk(choice, delta, shown or None))
+        return chunks
+
+    def _delta(self, part: Part) -> dict[str, Any]:
+        match part.kind:
+            case "content":
+                return {"content": part.text}
+            case "reasoning":
+                return {"reasoning_content": part.text}
+            case "call":
+                self.num_calls += 1
+                call = _call(ToolCall(part.text, ""))
+                return {"tool_calls": [{"index": self.num_calls - 1, **call}]}
+            case "arguments":
+                more = {"arguments": part.text}
+                return {"tool_calls": [{"index": self.num_calls - 1, "function": more}]}
+
+
+def _message(choice: Choice) -> tuple[dict[str, Any], bool]:
+    """The whole message, and whether it calls tools."""
+    text = choice.result.output_text
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if choice.parser is None:
+        return message, False
+    found = collect([*choice.parser.feed(text), *choice.parser.finish()])
+    message["content"] = found.content
+    if found.reasoning:
+        message["reasoning_content"] = found.reasoning
+    if found.tool_calls:
+        message["content"] = found.content or None
+        message["tool_calls"] = [_call(call) for call in found.tool_calls]
+    return message, bool(found.tool_calls)
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": f"call_{uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _reason(choice: Choice, has_calls: bool) -> str:
+    reason = choice.result.finish_reason
+    return "tool_calls" if has_calls and reason == "stop" else reason
 
 
 def _chunk(

@@ -61,11 +61,11 @@ class CompletionFormat:
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         return None if self._echo is None else _chunk(choice, self._prompt_text(choice))
 
-    def piece(self, choice: Choice, text: str) -> dict[str, Any]:
-        return _chunk(choice, text, choice.tokens_of(text))
+    def piece(self, choice: Choice, text: str) -> list[dict[str, Any]]:
+        return [_chunk(choice, text, choice.tokens_of(text))]
 
-    def closing(self, choice: Choice) -> dict[str, Any]:
-        return {**_chunk(choice, ""), "finish_reason": choice.result.finish_reason}
+    def closing(self, choice: Choice) -> list[dict[str, Any]]:
+        return [{**_chunk(choice, ""), "finish_reason": choice.result.finish_reason}]
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         result = choice.result

@@ -196,7 +196,9 @@ def invalid_body(error: ValidationError, body: object) -> ApiError:
     param = _path(first, body)
     match first["type"]:
         case "goes_with":
-            return ApiError(400, first["msg"], code="invalid_value", param=first["ctx"]["param"])
+            place, field = "" if param is None else f"{param}.", first["ctx"]["param"]
+            message = first["msg"] if param is None else f"{param}: {first['msg']}"
+            return ApiError(400, message, code="invalid_value", param=f"{place}{field}")
         case "missing":
             return ApiError(400, f"{param} is missing", code="missing", param=param)
         case "extra_forbidden":

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvboost.errors import ContextLengthError
 from kvboost.serve.errors import context_exceeded
+from kvboost.tokens.prompt import Conversation
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
 
-Prompt = str | list[int] | list[dict[str, str]]
+Prompt = str | list[int] | Conversation
 
 _PIECE_CHARACTERS = 32 * 1024
 _CUT_TOKENS = 16
@@ -33,11 +34,11 @@ def encode(engine: KVBoost, prompt: Prompt) -> list[int]:
     if limit is None:
         return engine.encode(prompt)
     refuse_long_text(engine, _texts(prompt), limit)
-    is_ids = not isinstance(prompt, str) and isinstance(prompt[0], int)
-    ids = prompt if is_ids and len(prompt) >= limit else engine.encode(prompt)
+    is_long = isinstance(prompt, list) and len(prompt) >= limit
+    ids = prompt if isinstance(prompt, list) and is_long else engine.encode(prompt)
     if len(ids) >= limit:
         raise ContextLengthError(len(ids), limit)
-    return ids  # type: ignore[return-value]
+    return ids
 
 
 def refuse_long_text(engine: KVBoost, texts: Sequence[str], limit: int) -> None:
@@ -58,6 +59,26 @@ def refuse_long_text(engine: KVBoost, texts: Sequence[str], limit: int) -> None:
 
 
 def _texts(prompt: Prompt) -> list[str]:
-    if isinstance(prompt, str):
-        return [prompt]
-    return [message["content"] for message in prompt if isinstance(message, dict)]
+    match prompt:
+        case str():
+            return [prompt]
+        case Conversation():
+            messages = [message["content"] for message in prompt.messages]
+            calls = [message.get("tool_calls", []) for message in prompt.messages]
+            return [*messages, *_strings(calls), *_strings(prompt.tools)]
+        case _:
+            return []
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All text in a JSON value, keys included."""
+    match value:
+        case str():
+            yield value
+        case Mapping():
+            for key, inside in value.items():
+                yield key
+                yield from _strings(inside)
+        case list() | tuple():
+            for inside in value:
+                yield from _strings(inside)

@@ -1,11 +1,19 @@
-"""The types of fields in request bodies, each with its limits."""
+"""The types of fields in request bodies, each with its limits, and the base of all bodies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 MAX_FIELDS = 64
@@ -21,6 +29,11 @@ MAX_DOCUMENTS = 256
 MAX_STOPS = 4
 MAX_BIASES = 1024
 MAX_METADATA = 16
+MAX_TOOLS = 128
+MAX_CALLS = 128
+"""Calls of tools in one message."""
+MAX_CHOICES = 1024
+"""Strings of ``guided_choice``."""
 MAX_SEED = 2**63 - 1
 """Larger seeds start again at 0."""
 
@@ -91,6 +104,11 @@ Metadata = Annotated[
     Field(max_length=MAX_METADATA),
     at_most(MAX_METADATA),
 ]
+TemplateOptions = Annotated[
+    dict[Annotated[Text, Field(max_length=64)], str | bool | int | float | None],
+    Field(max_length=MAX_METADATA),
+    at_most(MAX_METADATA),
+]
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31), WHOLE]
 
 
@@ -135,3 +153,27 @@ def _never(value: bool) -> bool:
 
 No = Annotated[bool, AfterValidator(_never), Field(json_schema_extra={"const": False})]
 """A switch that a request may name but not turn on."""
+
+
+def goes_with(param: str, message: str) -> PydanticCustomError:
+    """An object whose fields are right alone but not together; ``param`` names one of them."""
+    return PydanticCustomError("goes_with", message, {"param": param})
+
+
+class Body(BaseModel):
+    """Unknown fields are refused, and no value is converted to another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_number_of_fields(cls, value: Any) -> Any:
+        """There would be one error for each unknown field."""
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            unknown = next(name for name in value if name not in cls.model_fields)
+            raise PydanticCustomError(
+                "too_many_fields",
+                "has {count} fields, and {unknown} is not a field that this server knows",
+                {"count": f"{len(value):,}", "unknown": repr(unknown[:80])},
+            )
+        return value

@@ -10,27 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from typing_extensions import Self
 
+from kvboost.chat.tool_use import ToolUse
 from kvboost.serve.request_fields import (
     MAX_DOCUMENTS,
-    MAX_FIELDS,
     MAX_MESSAGES,
     MAX_N,
-    MAX_PARTS,
     MAX_PROMPTS,
     MAX_STOPS,
+    MAX_TOOLS,
     WHOLE,
+    Body,
     LogitBias,
     MaxTokens,
     Metadata,
@@ -39,20 +31,18 @@ from kvboost.serve.request_fields import (
     Share,
     ShortText,
     SomeText,
+    TemplateOptions,
     Text,
     TokenIds,
+    goes_with,
     one_of,
     prompt_kind,
     single_prompt_kind,
     some,
     stop_kind,
-    text_or_list,
 )
-
-
-def goes_with(param: str, message: str) -> PydanticCustomError:
-    """A field that is right alone but not together with another."""
-    return PydanticCustomError("goes_with", message, {"param": param})
+from kvboost.serve.request_formats import Formats, ResponseFormat, response_options
+from kvboost.serve.request_tools import Message, Tool, ToolChoice, make_use
 
 
 def _needs(field: str, kind: str, other: str) -> dict[str, Any]:
@@ -61,25 +51,6 @@ def _needs(field: str, kind: str, other: str) -> dict[str, Any]:
         "if": {"properties": {field: {"type": kind}}, "required": [field]},
         "then": {"properties": {other: {"const": True}}, "required": [other]},
     }
-
-
-class Body(BaseModel):
-    """Unknown fields are refused, and no value is converted to another type."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_number_of_fields(cls, value: Any) -> Any:
-        """There would be one error for each unknown field."""
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            unknown = next(name for name in value if name not in cls.model_fields)
-            raise PydanticCustomError(
-                "too_many_fields",
-                "has {count} fields, and {unknown} is not a field that this server knows",
-                {"count": f"{len(value):,}", "unknown": repr(unknown[:80])},
-            )
-        return value
 
 
 class ReuseOptions(Body):
@@ -97,7 +68,7 @@ class StreamOptions(Body):
     include_obfuscation: No | None = None
 
 
-class Generation(Body):
+class Generation(Formats):
     """The fields that chat and completions share."""
 
     model: Text
@@ -135,64 +106,6 @@ class Generation(Body):
         return self
 
 
-_OTHER_PARTS = {
-    "image_url": "images are",
-    "input_image": "images are",
-    "image": "images are",
-    "input_audio": "audio is",
-    "audio_url": "audio is",
-    "video_url": "videos are",
-    "file": "files are",
-    "input_file": "files are",
-}
-
-
-def _refuse_other_parts(kind: Any) -> Any:
-    if isinstance(kind, str) and kind in _OTHER_PARTS:
-        raise PydanticCustomError(
-            "unsupported",
-            "{what} not supported by this server; send parts of type 'text'",
-            {"what": _OTHER_PARTS[kind]},
-        )
-    return kind
-
-
-class TextPart(Body):
-    type: Annotated[Literal["text"], BeforeValidator(_refuse_other_parts)]
-    text: Text
-
-
-class Message(Body):
-    """The fields that are not supported come first: the error about a message names the first wrong
-    field, and with ``tool_calls`` a missing ``content`` is not the mistake."""
-
-    tool_calls: None = None
-    function_call: None = None
-    audio: None = None
-    refusal: None = None
-    annotations: None = None
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[Text, Tag("as text")]
-        | Annotated[list[TextPart], some(MAX_PARTS), Tag("as list")],
-        one_of(text_or_list, "a string or a list of parts like {'type': 'text', 'text': ...}"),
-    ]
-    name: ShortText | None = None
-    """Accepted, but not part of the prompt: chat templates have no place for it."""
-
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates expect it: a developer is a system, and parts become the
-        lines of one text."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
-
-
-class TextFormat(Body):
-    type: Literal["text"]
-
-
 class ChatRequest(Generation):
     model_config = ConfigDict(
         json_schema_extra={
@@ -204,20 +117,22 @@ class ChatRequest(Generation):
     )
 
     messages: Annotated[list[Message], some(MAX_MESSAGES)]
+    tools: Annotated[list[Tool], some(MAX_TOOLS, least=0)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: TemplateOptions | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     # Fields that may say what happens anyway.
     metadata: Metadata | None = None
     modalities: Annotated[list[Literal["text"]], some(1)] | None = None
-    parallel_tool_calls: bool | None = None
     prompt_cache_key: ShortText | None = None
     reasoning_effort: Literal["none"] | None = None
-    response_format: TextFormat | None = None
     safety_identifier: ShortText | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: No | None = None
-    tool_choice: Literal["none", "auto"] | None = None
     verbosity: Literal["medium"] | None = None
     # Fields that are not supported.
     audio: None = None
@@ -227,14 +142,25 @@ class ChatRequest(Generation):
     prediction: None = None
     prompt_cache_options: None = None
     prompt_cache_retention: None = None
-    tools: None = None
     web_search_options: None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise goes_with("top_logprobs", "top_logprobs goes with logprobs=true")
+        self.tool_use()
         return self
+
+    def tool_use(self) -> ToolUse:
+        return make_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def formats(self) -> dict[str, dict[str, Any]]:
+        return response_options(self.response_format) | super().formats()
+
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template is asked for."""
+        thinks = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        return thinks | (self.chat_template_kwargs or {})
 
 
 _NOTHING: dict[str, Any] = {"type": "null"}

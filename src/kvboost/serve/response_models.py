@@ -99,16 +99,31 @@ class ChatLogprobs(Reply):
     refusal: None
 
 
+class CalledFunction(Reply):
+    name: str
+    arguments: str
+    """JSON text."""
+
+
+class CallReply(Reply):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(Reply):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null if the answer only calls tools."""
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[CallReply] | None = None
 
 
 class ChatChoice(Reply):
     index: int
     message: ChatMessage
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     logprobs: ChatLogprobs | None
     kvboost: ReuseReply | None = None
 

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import kvboost
+from kvboost.chat.tool_use import ToolUse
 from kvboost.serve.answers import (
     Answers,
     Choice,
@@ -38,10 +39,11 @@ class ResponseFormat(Protocol):
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         """The object before the first piece, if there is one."""
 
-    def piece(self, choice: Choice, text: str) -> dict[str, Any]: ...
+    def piece(self, choice: Choice, text: str) -> list[dict[str, Any]]:
+        """The objects for the next piece; none if what it belongs to is not clear yet."""
 
-    def closing(self, choice: Choice) -> dict[str, Any]:
-        """The object after the last piece, with the finish reason."""
+    def closing(self, choice: Choice) -> list[dict[str, Any]]:
+        """The objects after the last piece. The last of them has the finish reason."""
 
     def whole(self, choice: Choice) -> dict[str, Any]: ...
 
@@ -67,6 +69,7 @@ def engine_call(
     prompts: Any,
     max_tokens: int | None,
     logprobs: int | None,
+    use: ToolUse | None = None,
 ) -> EngineCall:
     """What ``body`` asks of the engine. Raises ApiError 400 if it asks for more answers than the
     engine could ever queue. A tenant among others may use half of the queue."""
@@ -96,6 +99,10 @@ def engine_call(
         "recompute_strategy": body.kvboost.strategy,
         "recompute_ratio": body.kvboost.ratio,
     }
+    format_field = None
+    for field, options in body.formats().items():
+        format_field = field
+        given |= options
     return EngineCall(
         prompts,
         n,
@@ -106,6 +113,8 @@ def engine_call(
         body.seed,
         {name: value for name, value in given.items() if value is not None},
         body.kvboost.explain,
+        use,
+        format_field,
     )
 
 
@@ -183,10 +192,13 @@ async def _events(
             running = len(answers.choices)
             async for choice, piece in answers:
                 if piece is not None:
-                    yield chunk(response_format.piece(choice, piece))
+                    for one in response_format.piece(choice, piece):
+                        yield chunk(one)
                     continue
                 running -= 1
-                closing = response_format.closing(choice)
+                *others, closing = response_format.closing(choice)
+                for one in others:
+                    yield chunk(one)
                 if len(answers.choices) > 1:
                     closing["kvboost"] = await describe(server, choice)
                 more = {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeGuard
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -11,8 +12,19 @@ from kvboost.errors import PromptError
 from kvboost.tokens.hashing import TokenIds, as_token_ids
 from kvboost.tokens.text import Tokenizer
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or chat messages (``{"role": ..., "content": ...}``)."""
+
+@dataclass(frozen=True)
+class Conversation:
+    """Chat messages with the tools that the model may call (OpenAI's format), and options of the
+    model's chat template, such as ``{"enable_thinking": False}``."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Conversation
+"""Text, token ids, chat messages (``{"role": ..., "content": ...}``), or a conversation."""
 
 
 class PromptReader:
@@ -24,6 +36,16 @@ class PromptReader:
         """The token ids of ``prompt``; PromptError if there are none or it is no prompt."""
         if isinstance(prompt, str):  # an empty text is empty, even if a BOS token would precede it
             ids = as_token_ids(self._tokenizer.encode(prompt) if prompt else [])
+        elif isinstance(prompt, Conversation):
+            if not _is_chat(prompt.messages):
+                raise PromptError(
+                    f"a conversation has chat messages; got {_short(prompt.messages)}"
+                )
+            ids = as_token_ids(
+                self._tokenizer.encode_chat(
+                    prompt.messages, tools=prompt.tools, options=prompt.template_options
+                )
+            )
         elif _is_chat(prompt):
             ids = as_token_ids(self._tokenizer.encode_chat(prompt))
         else:
@@ -87,7 +109,7 @@ def inside(text: str, encode: Callable[[str], Sequence[int]]) -> list[TokenIds]:
     return [ids[1:-1] if len(ids) > 8 else ids for ids in ways]
 
 
-def _is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, str]]]:
+def _is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Whether ``prompt`` is a conversation; raises PromptError on a message we cannot read."""
     if not isinstance(prompt, Sequence):
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
@@ -19,13 +19,19 @@ class Tokenizer(Protocol):
         """What the chat template puts before and after a first user message, up to the answer;
         None if there is no template to say."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` without special tokens."""
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``."""
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Ids of a conversation in the model's own template, ready for the next answer."""
+        """Ids of a conversation in the model's own template, ready for the next answer.
+        ``options`` are the template's."""
 
 
 class Detokenizer:
@@ -39,8 +45,9 @@ class Detokenizer:
         piece  =  decode(prefix..end) - decode(prefix..read)
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skips = skip_special_tokens
         self._ids: list[int] = []
         self._prefix = 0
         self._read = 0
@@ -57,12 +64,15 @@ class Detokenizer:
 
     def _take(self, *, final: bool) -> str:
         if self._known is None:
-            self._known = self._tokenizer.decode(self._ids[self._prefix : self._read])
-        known, text = self._known, self._tokenizer.decode(self._ids[self._prefix :])
+            self._known = self._decode(self._ids[self._prefix : self._read])
+        known, text = self._known, self._decode(self._ids[self._prefix :])
         if len(text) <= len(known) or (text.endswith("\ufffd") and not final):
             return ""
         self._prefix, self._read, self._known = self._read, len(self._ids), None
         return text[len(known) :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips)
 
 
 class StopMatcher:

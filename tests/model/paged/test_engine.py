@@ -151,3 +151,29 @@ def test_cpus_have_buffers_and_say_why() -> None:
     assert not choice.used and "NVIDIA" in choice.reason
     device = next(tiny_model("llama").parameters()).device
     assert make_capture(device, "auto").note == "CUDA graphs need a GPU"
+
+
+def test_a_format_takes_the_path_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forced tokens are rows of one forward over pages, and the other request still has its tokens
+    picked on the device."""
+    options: list[Any] = [{"choice": ["abcdefgh-1", "abcdefgh-2"]}, {}]
+    prompts = [TEXT, "Another text."]
+    with paged_engine(monkeypatch, pages=False) as plain:
+        expected = [
+            plain.generate(prompt, 12, **chosen).token_ids
+            for prompt, chosen in zip(prompts, options, strict=True)
+        ]
+    with paged_engine(monkeypatch) as engine:
+        rows = []
+        run = engine._model.forward.run
+        monkeypatch.setattr(
+            engine._model.forward,
+            "run",
+            lambda segments: (
+                rows.extend((len(s), s.sampler is None) for s in segments) or run(segments)
+            ),
+        )
+        found = engine.generate_batch(prompts, 12, each=options)
+        assert [one.token_ids for one in found] == expected
+        assert (9, True) in rows and (1, False) in rows
+        assert leaks(engine) == []

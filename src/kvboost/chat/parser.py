@@ -1,0 +1,233 @@
+"""Splits an answer into reasoning, content and calls of tools while it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Literal, Protocol
+
+from kvboost.chat.calls import CallReader, Part
+from kvboost.chat.styles import PYTHON_TAG, THINK, THOUGHT, CallStyle
+from kvboost.results import ParsedAnswer, ToolCall
+
+
+class AnswerParser(Protocol):
+    """Reads an answer piece by piece. However it is cut, the joined parts are the same."""
+
+    def feed(self, text: str) -> list[Part]: ...
+
+    def finish(self) -> list[Part]:
+        """What was held back."""
+
+
+class TextParser:
+    """Reads reasoning in ``<think>`` and calls in a :class:`CallStyle`. Blanks between the three
+    kinds of parts are left out."""
+
+    def __init__(
+        self,
+        calls: CallStyle | None,
+        *,
+        thinks: bool,
+        begun: bool = False,
+        names: Collection[str] = (),
+    ) -> None:
+        """``calls``: None reads none. ``begun``: the prompt has opened the reasoning. ``names``:
+        those of the tools."""
+        self._calls = calls
+        self._names = names
+        self._thinks = thinks
+        self._kind: Literal["content", "reasoning"] = "reasoning" if begun else "content"
+        self._said: set[str] = set()
+        self._held = ""
+        self._blank = ""
+        self._is_fresh = True
+        """Whether nothing of the present part has been passed on."""
+        self._reader: CallReader | None = None
+        self._has_calls = False
+        self._in_tag = False
+
+    def feed(self, text: str) -> list[Part]:
+        self._held += text
+        return _joined(self._read(final=False))
+
+    def finish(self) -> list[Part]:
+        return _joined(self._read(final=True))
+
+    def _read(self, *, final: bool) -> list[Part]:
+        parts: list[Part] = []
+        while self._held:
+            before = self._held
+            if self._reader is not None:
+                parts += self._read_call(self._reader)
+            elif self._in_tag:
+                parts += self._read_in_tag(final=final)
+            elif begins := self._is_bare and self._begins_call():
+                self._reader = CallReader(self._names)
+            elif begins is None and not final:
+                break
+            else:
+                parts += self._read_text(final=final)
+            if self._held == before and self._reader is None:
+                break
+        if final and self._reader is not None and not self._reader.has_begun:
+            parts += self._say(self._frame[0] + self._reader.text)
+        return parts
+
+    @property
+    def _frame(self) -> tuple[str, str]:
+        """What is around a call."""
+        return ("", "") if self._calls is None else (self._calls.before, self._calls.after)
+
+    def _read_text(self, *, final: bool) -> list[Part]:
+        """Text up to the next mark."""
+        marks = self._marks()
+        found = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            parts = self._say(self._held[:at])
+            self._held = self._held[at + len(mark) :]
+            self._enter(mark)
+            return parts
+        safe = len(self._held) if final else len(self._held) - _possible_start(self._held, marks)
+        text, self._held = self._held[:safe], self._held[safe:]
+        return self._say(text)
+
+    def _marks(self) -> list[str]:
+        if self._kind == "reasoning":
+            return [THOUGHT]
+        tag = [self._calls.opens] if self._calls is not None and self._calls.opens else []
+        return [THINK, *tag] if self._thinks else tag
+
+    def _enter(self, mark: str) -> None:
+        self._blank, self._is_fresh = "", True
+        if mark == THINK:
+            self._kind = "reasoning"
+        elif mark == THOUGHT:
+            self._kind = "content"
+        else:
+            self._in_tag = True
+
+    @property
+    def _is_bare(self) -> bool:
+        """Whether a call without a tag may begin here: only where the content does."""
+        return (
+            self._calls is not None
+            and not self._calls.opens
+            and self._is_fresh
+            and self._kind == "content"
+        )
+
+    def _begins_call(self) -> bool | None:
+        """Whether a call begins here; None if more text must tell. What precedes it is dropped."""
+        rest = self._held.lstrip("; \n" if self._has_calls else None)
+        if PYTHON_TAG.startswith(rest):
+            return None
+        rest = rest.removeprefix(PYTHON_TAG).lstrip()
+        if not rest.startswith("{"):
+            return False if rest else None
+        self._held = rest
+        return True
+
+    def _read_in_tag(self, *, final: bool) -> list[Part]:
+        """What is between a call and the end of its tag: nothing, another call, or text that is no
+        call."""
+        assert self._calls is not None
+        rest = self._held.lstrip()
+        if rest[:1] in ("{", "["):
+            self._held, self._reader = rest, CallReader()
+            return []
+        at = self._held.find(self._calls.closes)
+        if at < 0 and not final:
+            return []
+        end = len(self._held) if at < 0 else at
+        text, self._held = self._held[:end], self._held[end + len(self._calls.closes) :]
+        self._in_tag = False
+        if not text.strip():
+            return []
+        return self._say(self._calls.opens + text + (self._calls.closes if at >= 0 else ""))
+
+    def _read_call(self, reader: CallReader) -> list[Part]:
+        parts: list[Part] = []
+        for number, character in enumerate(self._held, start=1):
+            parts += reader.push(character)
+            if reader.is_complete:
+                self._held, self._reader = self._held[number:], None
+                self._blank, self._is_fresh = "", True
+                self._has_calls |= reader.has_begun
+                before, after = self._frame
+                return parts if reader.has_begun else self._say(before + reader.text + after)
+        self._held = ""
+        return parts
+
+    def _say(self, text: str) -> list[Part]:
+        """Passes on text without the blanks at its beginning and end. Content after a call begins
+        in a new line."""
+        if self._is_fresh:
+            text = text.lstrip()
+            self._blank = "\n" if self._kind in self._said else ""
+        text = self._blank + text
+        shown = text.rstrip()
+        if not shown:
+            self._blank = "" if self._is_fresh else text
+            return []
+        self._blank, self._is_fresh = text[len(shown) :], False
+        self._said.add(self._kind)
+        return [Part(self._kind, shown)]
+
+
+class OneCall:
+    """Leaves out all calls of an answer but the first."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+        self._num_calls = 0
+
+    def feed(self, text: str) -> list[Part]:
+        return self._kept(self._parser.feed(text))
+
+    def finish(self) -> list[Part]:
+        return self._kept(self._parser.finish())
+
+    def _kept(self, parts: Iterable[Part]) -> list[Part]:
+        kept = []
+        for part in parts:
+            self._num_calls += part.kind == "call"
+            if self._num_calls <= 1 or part.kind not in ("call", "arguments"):
+                kept.append(part)
+        return kept
+
+
+def _possible_start(text: str, marks: Iterable[str]) -> int:
+    """Length of the longest end of ``text`` that may be the beginning of a mark."""
+    longest = 0
+    for mark in marks:
+        for length in range(min(len(mark) - 1, len(text)), longest, -1):
+            if mark.startswith(text[-length:]):
+                longest = length
+                break
+    return longest
+
+
+def _joined(parts: Iterable[Part]) -> list[Part]:
+    """Neighbouring parts of one text as one part."""
+    joined: list[Part] = []
+    for part in parts:
+        if joined and joined[-1].kind == part.kind != "call":
+            joined[-1] = Part(part.kind, joined[-1].text + part.text)
+        else:
+            joined.append(part)
+    return joined
+
+
+def collect(parts: Iterable[Part]) -> ParsedAnswer:
+    """The answer that ``parts`` make."""
+    texts = {"content": "", "reasoning": ""}
+    calls: list[ToolCall] = []
+    for part in parts:
+        if part.kind == "call":
+            calls.append(ToolCall(part.text, ""))
+        elif part.kind == "arguments":
+            calls[-1] = ToolCall(calls[-1].name, calls[-1].arguments + part.text)
+        else:
+            texts[part.kind] += part.text
+    return ParsedAnswer(texts["content"], texts["reasoning"], tuple(calls))

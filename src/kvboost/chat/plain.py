@@ -1,0 +1,64 @@
+"""Tools for chat templates that know none: as text, in the words that Qwen's templates use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvboost.chat.styles import TAGGED
+
+Message = Mapping[str, Any]
+
+_INTRODUCTION = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def uses_tools(messages: Sequence[Message]) -> bool:
+    """Whether a conversation has calls or results of tools."""
+    return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+
+
+def with_tools_as_text(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """``messages`` in the roles system, user and assistant, with all about tools in their text."""
+    shown: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if shown and shown[-1].get("is_result"):
+                shown[-1]["content"] += f"\n{text}"
+            else:
+                shown.append({"role": "user", "content": text, "is_result": True})
+        else:
+            shown.append({"role": message["role"], "content": _text(message)})
+    if tools:
+        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        introduction = _INTRODUCTION.format(tools=lines)
+        if shown and shown[0]["role"] == "system":
+            shown[0]["content"] += f"\n\n{introduction}"
+        else:
+            shown.insert(0, {"role": "system", "content": introduction})
+    return [{"role": one["role"], "content": one["content"]} for one in shown]
+
+
+def _text(message: Message) -> str:
+    calls = [
+        f"{TAGGED.before}{json.dumps(call['function'], ensure_ascii=False)}{TAGGED.after}"
+        for call in message.get("tool_calls") or ()
+    ]
+    content = [message["content"]] if message["content"] or not calls else []
+    return "\n".join([*content, *calls])

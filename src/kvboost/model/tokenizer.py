@@ -1,0 +1,203 @@
+"""A model's tokenizer and chat template."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from copy import copy
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from kvboost.chat.parser import AnswerParser, OneCall, TextParser
+from kvboost.chat.plain import uses_tools, with_tools_as_text
+from kvboost.chat.styles import ChatStyle
+from kvboost.chat.tool_use import Reasoning, ToolUse, reasoning_in
+from kvboost.errors import ConfigError, PromptError, StructuredOutputError
+from kvboost.model.answer_parser import XML_CALLS, TemplateParser
+
+_END_TOKENS = 64
+"""So many tokens of a prompt show whether it has begun the answer."""
+_PROBE_NAME = "kvboost_probe"
+_PROBE = {
+    "type": "function",
+    "function": {
+        "name": _PROBE_NAME,
+        "description": "A tool to see what the template does with it.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+
+_CONTENT = "kvboost-placeholder-for-the-message-of-the-user"
+
+
+class ModelTokenizer:
+    """A transformers tokenizer, reduced to the methods that KVBoost needs."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.hf = tokenizer
+        # What transformers does around the fast decoder takes longer than decoding a token.
+        stock = PreTrainedTokenizerFast
+        kind = type(tokenizer)
+        is_stock = isinstance(tokenizer, stock) and (kind.decode, kind._decode) == (
+            stock.decode,
+            stock._decode,
+        )
+        self._fast = tokenizer.backend_tokenizer if is_stock else None
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.hf(text, verbose=False)["input_ids"])
+
+    def encode_fragment(self, text: str) -> list[int]:
+        return list(self.hf(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def chat_frame(self) -> tuple[str, str] | None:
+        if self.hf.chat_template is None:
+            return None
+        message = {"role": "user", "content": _CONTENT}
+        try:
+            text = self.hf.apply_chat_template(
+                [message], add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError:
+            return None
+        before, found, after = str(text).partition(_CONTENT)
+        return (before, after) if found else None
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if self._fast is not None:
+            return str(self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        return str(
+            self.hf.decode(
+                list(ids),
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+    @property
+    def size(self) -> int:
+        """How many tokens it knows."""
+        return len(self.hf)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The token that ends a sequence, if there is one."""
+        return frozenset(() if self.hf.eos_token_id is None else [self.hf.eos_token_id])
+
+    def serialized(self) -> str:
+        """The tokenizer in the JSON format of the tokenizers library."""
+        if not isinstance(self.hf, PreTrainedTokenizerFast):
+            raise StructuredOutputError(
+                "the format of an answer",
+                f"that takes a fast tokenizer, and this model has a {type(self.hf).__name__}",
+            )
+        backend = copy(self.hf.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return str(backend.to_str())
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        if self.hf.chat_template is None:
+            raise PromptError(
+                "this model has no chat template; build the prompt yourself and call generate()"
+            )
+        given = dict(options or {})
+        self._check_options(given)
+        if (tools or uses_tools(messages)) and self._tools_option is None:
+            messages, tools = with_tools_as_text(messages, tools), ()
+        if tools and self._tools_option is not None:
+            given[self._tools_option] = [dict(tool) for tool in tools]
+        try:
+            ids = self.hf.apply_chat_template(
+                [dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=False,
+                **given,
+            )
+        except (TemplateError, TypeError) as error:
+            raise PromptError(f"the model's chat template refuses this: {error}") from error
+        return list(ids)
+
+    @cached_property
+    def _tools_option(self) -> str | None:
+        """Under which name the chat template takes tools; None if it knows none."""
+        template = self._template or ""
+        for name in ("tools", "xml_tools"):  # SmolLM 3 has the other name
+            if name not in template:
+                continue
+            messages = [{"role": "user", "content": "Hello"}]
+            options: dict[str, Any] = {name: [_PROBE]}
+            try:
+                text = self.hf.apply_chat_template(messages, tokenize=False, **options)
+            except (TemplateError, TypeError):
+                continue
+            if _PROBE_NAME in str(text):
+                return name
+        return None
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        taken = inspect.signature(self.hf.apply_chat_template).parameters
+        for name in options:
+            if name in taken or name in ("messages", "xml_tools"):
+                raise ConfigError(
+                    f"template_options: {name} is not an option of the model's chat template; "
+                    "options are names that the template itself uses, such as enable_thinking"
+                )
+
+    @cached_property
+    def _template(self) -> str | None:
+        """The chat template, or all of them if there are several."""
+        template = self.hf.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template
+
+    @cached_property
+    def style(self) -> ChatStyle:
+        """How the model writes reasoning and calls of tools."""
+        return ChatStyle.of(self._template)
+
+    @property
+    def _response_template(self) -> Mapping[str, Any] | None:
+        found: Mapping[str, Any] | None = getattr(self.hf, "response_template", None)
+        return XML_CALLS if found is None and self.style.names_parameters else found
+
+    @property
+    def writes_special_tokens(self) -> bool:
+        """Whether special tokens are part of how the model writes calls and reasoning."""
+        return getattr(self.hf, "response_template", None) is not None
+
+    def reasoning_after(self, prompt_ids: Sequence[int]) -> Reasoning:
+        """Whether the answer to a prompt may begin with reasoning."""
+        return reasoning_in(self._end_of(prompt_ids), self.style)
+
+    def answer_parser(self, prompt_ids: Sequence[int], use: ToolUse) -> AnswerParser | None:
+        """What splits the answer to a prompt into its parts; None if it has only one."""
+        parser = self._parser(prompt_ids, use)
+        return parser if parser is None or use.parallel else OneCall(parser)
+
+    def _parser(self, prompt_ids: Sequence[int], use: ToolUse) -> AnswerParser | None:
+        """Calls that a grammar forces are in a style of ours."""
+        style, template = self.style, self._response_template
+        if template is not None and not use.is_forced:
+            return TemplateParser(template, self._end_of(prompt_ids), use.offered)
+        if not use.offered and not style.thinks:
+            return None
+        return TextParser(
+            style.calls if use.offered else None,
+            thinks=style.thinks,
+            begun=self.reasoning_after(prompt_ids) == "begun",
+            names=use.names,
+        )
+
+    def _end_of(self, prompt_ids: Sequence[int]) -> str:
+        return self.decode(prompt_ids[-_END_TOKENS:], skip_special_tokens=False)

@@ -1,0 +1,129 @@
+"""The formats that a request may ask for: OpenAI's ``response_format``, and vLLM's names."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+from typing_extensions import Self
+
+from kvboost.serve.request_fields import MAX_CHOICES, Body, SomeText, Text, goes_with, some
+
+MAX_GRAMMAR = 256 * 1024
+"""Characters of a regular expression or grammar."""
+
+JsonSchema = Annotated[dict[str, Any], Field(json_schema_extra={"type": "object"})]
+
+
+def _parsed(value: Any) -> Any:
+    """vLLM's clients may send a schema as text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise PydanticCustomError("not_json", "it must be a JSON schema") from None
+
+
+SchemaOrText = Annotated[JsonSchema, BeforeValidator(_parsed)]
+GrammarText = Annotated[SomeText, Field(max_length=MAX_GRAMMAR)]
+Choices = Annotated[list[SomeText], some(MAX_CHOICES)]
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    type: Literal["json_object"]
+
+
+class SchemaDetails(Body):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")] = "answer"
+    description: Text | None = None
+    schema_: JsonSchema = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+    """Changes nothing: answers always keep to the schema."""
+
+
+class JsonSchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: SchemaDetails
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
+class StructuredOutputs(Body):
+    """vLLM's object; one of its fields."""
+
+    # A field of the name json would hide a method of pydantic's.
+    json_: SchemaOrText | None = Field(default=None, alias="json")
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None
+
+    def formats(self) -> dict[str, dict[str, Any]]:
+        return _given(
+            {
+                "structured_outputs.json": ("schema", self.json_),
+                "structured_outputs.regex": ("regex", self.regex),
+                "structured_outputs.choice": ("choice", self.choice),
+                "structured_outputs.grammar": ("grammar", self.grammar),
+                "structured_outputs.json_object": (
+                    "schema",
+                    {"type": "object"} if self.json_object else None,
+                ),
+            }
+        )
+
+
+class Formats(Body):
+    """The fields of vLLM, for chat and completions. At most one format may be given."""
+
+    guided_json: SchemaOrText | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def formats(self) -> dict[str, dict[str, Any]]:
+        """The formats that are asked for, by field, as options of the engine."""
+        own = _given(
+            {
+                "guided_json": ("schema", self.guided_json),
+                "guided_regex": ("regex", self.guided_regex),
+                "guided_choice": ("choice", self.guided_choice),
+                "guided_grammar": ("grammar", self.guided_grammar),
+            }
+        )
+        return own if self.structured_outputs is None else own | self.structured_outputs.formats()
+
+    @model_validator(mode="after")
+    def _check_formats(self) -> Self:
+        fields = list(self.formats())
+        if len(fields) > 1:
+            raise goes_with(fields[1], f"{fields[1]} does not go with {fields[0]}: give one format")
+        return self
+
+
+def response_options(chosen: Any) -> dict[str, dict[str, Any]]:
+    """``response_format`` as options of the engine, by field."""
+    match chosen:
+        case JsonObjectFormat():
+            return {"response_format": {"schema": {"type": "object"}}}
+        case JsonSchemaFormat():
+            return {"response_format": {"schema": chosen.json_schema.schema_}}
+        case _:
+            return {}
+
+
+def _given(formats: dict[str, tuple[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        field: {option: value} for field, (option, value) in formats.items() if value is not None
+    }

@@ -1,0 +1,199 @@
+"""Tools, and messages that call them, in OpenAI's format."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+from typing_extensions import Self
+
+from kvboost.chat.tool_use import ToolUse
+from kvboost.serve.request_fields import (
+    MAX_CALLS,
+    MAX_PARTS,
+    Body,
+    ShortText,
+    Text,
+    goes_with,
+    one_of,
+    some,
+    text_or_list,
+)
+from kvboost.serve.request_formats import JsonSchema
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(Body):
+    name: ToolName
+    description: Text | None = None
+    parameters: JsonSchema | None = None
+    strict: bool | None = None
+    """Whether calls must keep to the whole of ``parameters``."""
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+    def as_given(self) -> dict[str, Any]:
+        """As chat templates and grammars expect it."""
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
+
+
+class NamedFunction(Body):
+    name: ToolName
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _choice_kind(value: Any) -> str | None:
+    match value:
+        case str():
+            return "a word"
+        case dict() | NamedTool():
+            return "a tool"
+        case _:
+            return None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("a word")]
+    | Annotated[NamedTool, Tag("a tool")],
+    one_of(
+        _choice_kind,
+        "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}",
+    ),
+]
+
+
+def make_use(tools: list[Tool] | None, choice: Any, parallel: bool | None) -> ToolUse:
+    """What a request says about tools. Raises a validation error if it contradicts itself."""
+    names = [tool.function.name for tool in tools or ()]
+    if len(set(names)) < len(names):
+        raise goes_with("tools", "tools: two of them have the same name")
+    if not tools and choice not in (None, "none", "auto"):
+        raise goes_with("tool_choice", "tool_choice goes with tools")
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    if named is not None and named not in names:
+        raise goes_with(
+            "tool_choice", f"tool_choice: there is no tool {named}; there is {', '.join(names)}"
+        )
+    return ToolUse(
+        [tool.as_given() for tool in tools or ()],
+        "required" if named is not None else choice or "auto",
+        named,
+        parallel is not False,
+    )
+
+
+_OTHER_PARTS = {
+    "image_url": "images are",
+    "input_image": "images are",
+    "image": "images are",
+    "input_audio": "audio is",
+    "audio_url": "audio is",
+    "video_url": "videos are",
+    "file": "files are",
+    "input_file": "files are",
+}
+
+
+def _refuse_other_parts(kind: Any) -> Any:
+    if isinstance(kind, str) and kind in _OTHER_PARTS:
+        raise PydanticCustomError(
+            "unsupported",
+            "{what} not supported by this server; send parts of type 'text'",
+            {"what": _OTHER_PARTS[kind]},
+        )
+    return kind
+
+
+class TextPart(Body):
+    type: Annotated[Literal["text"], BeforeValidator(_refuse_other_parts)]
+    text: Text
+
+
+class CalledFunction(Body):
+    name: ToolName
+    arguments: Text
+
+    @model_validator(mode="after")
+    def _check_arguments(self) -> Self:
+        """Chat templates want the arguments themselves, not their text."""
+        try:
+            json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            raise goes_with("arguments", "arguments must be JSON text") from None
+        return self
+
+
+class Call(Body):
+    type: Literal["function"] = "function"
+    id: ShortText
+    function: CalledFunction
+    index: int | None = None
+    """Some clients send back what a stream has sent them."""
+
+    def for_template(self) -> dict[str, Any]:
+        arguments = json.loads(self.function.arguments or "{}")
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class Message(Body):
+    """The fields that are not supported come first: the error about a message names the first wrong
+    field."""
+
+    function_call: None = None
+    audio: None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: Annotated[list[Call], some(MAX_CALLS, least=0)] | None = None
+    tool_call_id: ShortText | None = None
+    reasoning_content: Text | None = None
+    content: (
+        Annotated[
+            Annotated[Text, Tag("as text")]
+            | Annotated[list[TextPart], some(MAX_PARTS), Tag("as list")],
+            one_of(text_or_list, "a string or a list of parts like {'type': 'text', 'text': ...}"),
+        ]
+        | None
+    ) = None
+    name: ShortText | None = None
+    """Accepted, but not part of the prompt: chat templates have no place for it."""
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise goes_with("content", "content is missing")
+        for field, role in (
+            ("tool_calls", "assistant"),
+            ("reasoning_content", "assistant"),
+            ("tool_call_id", "tool"),
+        ):
+            if getattr(self, field) and self.role != role:
+                raise goes_with(field, f"{field} goes with the role {role}")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: a developer is a system, and parts become the
+        lines of one text."""
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        if self.role == "tool":
+            message |= {"tool_call_id": self.tool_call_id or "", "name": self.name or ""}
+        return message

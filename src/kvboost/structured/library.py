@@ -1,0 +1,20 @@
+"""llguidance, the library that compiles grammars. It is optional."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvboost.errors import StructuredOutputError
+
+
+def library() -> Any:
+    """The module ``llguidance``; StructuredOutputError if it is not installed."""
+    try:
+        import llguidance
+    except ImportError:
+        raise StructuredOutputError(
+            "the format of an answer",
+            "llguidance is not installed; `pip install llguidance`, or install KVBoost with the "
+            "extra `structured`",
+        ) from None
+    return llguidance

@@ -1,0 +1,43 @@
+"""Tools as text."""
+
+from __future__ import annotations
+
+from kvboost.chat.plain import uses_tools, with_tools_as_text
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"a": "é"}}}
+USER = {"role": "user", "content": "Rain?"}
+
+
+def test_tools_are_introduced_in_a_system_message() -> None:
+    first, second = with_tools_as_text([USER], [TOOL])
+    assert first["role"] == "system" and '"name": "weather"' in first["content"]
+    assert second == USER
+
+
+def test_a_system_message_is_continued() -> None:
+    first, *_ = with_tools_as_text([{"role": "system", "content": "Be kind."}, USER], [TOOL])
+    assert first["content"].startswith("Be kind.\n\n# Tools")
+
+
+def test_calls_and_results_become_text() -> None:
+    messages = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]},
+        {"role": "tool", "content": "yes", "tool_call_id": "1"},
+        {"role": "tool", "content": "no", "tool_call_id": "1"},
+        {"role": "assistant", "content": "Both."},
+    ]
+    assert uses_tools(messages) and not uses_tools([USER])
+    shown = with_tools_as_text(messages, [])
+    call = '<tool_call>\n{"name": "weather", "arguments": {"a": "é"}}\n</tool_call>'
+    assert shown == [
+        USER,
+        {"role": "assistant", "content": f"{call}\n{call}"},
+        {
+            "role": "user",
+            "content": "<tool_response>\nyes\n</tool_response>\n<tool_response>\nno\n"
+            "</tool_response>",
+        },
+        {"role": "assistant", "content": "Both."},
+    ]

@@ -1,0 +1,74 @@
+"""Formats as grammars."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from pydantic import BaseModel
+
+from kvboost.errors import ConfigError, StructuredOutputError
+from kvboost.structured.formats import after_reasoning, grammar_for, json_grammar
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def test_no_format_is_no_grammar() -> None:
+    assert grammar_for({"temperature": 1.0, "schema": None}) is None
+
+
+def test_a_schema_is_written_as_json_dumps_writes() -> None:
+    (grammar,) = json.loads(json_grammar({"type": "object"}))["grammars"]
+    assert grammar["json_schema"]["type"] == "object"
+    assert grammar["json_schema"]["x-guidance"]["key_separator"] == ": "
+    assert not grammar["json_schema"]["x-guidance"]["lenient"]
+
+
+def test_a_schema_may_choose_how_it_is_written() -> None:
+    schema = {"type": "object", "x-guidance": {"key_separator": ":"}}
+    (grammar,) = json.loads(json_grammar(schema))["grammars"]
+    options = grammar["json_schema"]["x-guidance"]
+    assert options["key_separator"] == ":" and options["item_separator"] == ", "
+
+
+def test_a_model_of_pydantics_is_its_schema() -> None:
+    assert grammar_for({"schema": Person}) == grammar_for({"schema": Person.model_json_schema()})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"schema": 3}, "schema=3 must be a JSON schema"),
+        ({"schema": int}, "schema=int must be a JSON schema or a class with model_json_schema"),
+        ({"schema": {"enum": [object()]}}, "schema: it is not JSON"),
+        ({"regex": ""}, "regex='' must be a regular expression"),
+        ({"grammar": " "}, "grammar=' ' must be a grammar"),
+        ({"choice": []}, r"choice=\[\] must be several strings"),
+        ({"choice": "yes"}, "choice='yes' must be several strings"),
+        ({"choice": ["yes", ""]}, "must be several strings that are not empty"),
+        ({"regex": "a", "choice": ["b"]}, "regex and choice do not go together"),
+    ],
+)
+def test_a_wrong_format_says_what_is_wrong(options, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        grammar_for(options)
+
+
+def test_a_grammar_in_no_known_notation_is_refused() -> None:
+    with pytest.raises(StructuredOutputError, match=r"grammar cannot be enforced: .*GBNF"):
+        grammar_for({"grammar": "hello world"})
+
+
+def test_without_llguidance_the_error_has_the_remedy(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(StructuredOutputError, match="`pip install llguidance`"):
+        grammar_for({"regex": "a"})
+
+
+def test_reasoning_comes_before_the_answer() -> None:
+    outer, answer = json.loads(after_reasoning(json_grammar({}), begun=True))["grammars"]
+    assert "@answer" in outer["lark_grammar"] and answer["name"] == "answer"
