@@ -18,7 +18,7 @@ from kvboost.runtime.parallel.messages import (
     Give,
     Has,
     Message,
-    Pack,
+    PackRows,
     Release,
     Reserve,
 )
@@ -84,7 +84,7 @@ def test_a_rank_answers_in_order_until_rank_0_ends(open_two: Open) -> None:
     ranks.cast(Copy(2, 1, "cpu"))  # of a part that is lost
     assert ranks.ask(Has(2)) == [False]
     with pytest.raises(RuntimeError, match="KeyError"):
-        ranks.ask(Pack(1, 99, 0, 8, None, 0))
+        ranks.ask(PackRows(1, 99, 0, 8, None, 0))
     assert ranks.ask(Has(1)) == [False], "it goes on"
     ranks.close()
     with pytest.raises(RankLostError, match="closed"):
