@@ -21,9 +21,12 @@ from kvboost.errors import (
     UnsupportedModelError,
 )
 from kvboost.results import (
+    AnswerAudit,
     Arrangement,
     Calibration,
     GenerationResult,
+    Healing,
+    HealReport,
     ReuseReport,
     Score,
     Span,
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 __version__ = "1.0.0.dev0"
 
 __all__ = [
+    "AnswerAudit",
     "Arrangement",
     "AsyncTextStream",
     "CacheFolderError",
@@ -53,6 +57,8 @@ __all__ = [
     "ForgetError",
     "GenerationMode",
     "GenerationResult",
+    "HealReport",
+    "Healing",
     "KVBoost",
     "KVBoostError",
     "KVEvents",

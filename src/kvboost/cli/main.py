@@ -20,6 +20,7 @@ from kvboost.cli.common import (
     CacheDir,
     Device,
     Dtype,
+    Exactness,
     KVBits,
     MaxNewTokens,
     Mode,
@@ -114,6 +115,7 @@ def generate(
         bool, typer.Option(help="Ask in the model's chat template; --no-chat continues the text.")
     ] = True,
     mode: Mode = "chunk_kv_reuse",
+    exactness: Exactness = "repaired",
     cache_dir: CacheDir = None,
     kv_bits: KVBits = EngineConfig.kv_cache_bits,
     device: Device = None,
@@ -135,6 +137,7 @@ def generate(
             temperature=temperature,
             seed=seed,
             stop=stop,
+            exactness=exactness,
         )
         for piece in stream:
             if not as_json:
@@ -154,6 +157,7 @@ def chat(
     temperature: Temperature = 0.0,
     seed: Seed = None,
     mode: Mode = "chunk_kv_reuse",
+    exactness: Exactness = "repaired",
     cache_dir: CacheDir = None,
     kv_bits: KVBits = EngineConfig.kv_cache_bits,
     device: Device = None,
@@ -168,8 +172,8 @@ def chat(
     """
     with errors(), load_engine(model, device, dtype, cache_dir, kv_bits) as engine:
         edit_lines()
-        sampling = {"temperature": temperature, "seed": seed}
-        Conversation(engine, out, system, max_new_tokens, mode, sampling).run(ask_in_terminal)
+        options = {"temperature": temperature, "seed": seed, "exactness": exactness}
+        Conversation(engine, out, system, max_new_tokens, mode, options).run(ask_in_terminal)
 
 
 @models_app.callback()

@@ -23,20 +23,19 @@ from kvboost.config import GenerationMode
 from kvboost.model.forward import Forward
 from kvboost.model.kv import RequestKV
 from kvboost.model.paged.sampling import RowSampler
-from kvboost.model.sampling import Picked, Sampler
+from kvboost.model.sampling import Picked, Sampler, takes_likeliest
 from kvboost.model.segment import Hook, Segment
 from kvboost.results import ReuseReport, SpanKind
 from kvboost.reuse.assemble import place
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.repair import STRATEGIES, MovedRows
 from kvboost.reuse.shift import Shift
+from kvboost.runtime.audit import RECORDED_TOKENS, TopTokens
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.tokens.hashing import TokenIds, as_token_ids
 from kvboost.tokens.text import Detokenizer, StopMatcher
 
-AUDITED_TOKENS = 8
-"""How many tokens of an answer are audited. Later tokens build on the first ones."""
 YIELD_AFTER_SECONDS = 0.02
 """How long a request of a batch may place rows before it lets the other requests run."""
 
@@ -53,7 +52,10 @@ Steps = Computing[None]
 
 class Generation:
     """One request, from its plan to the chunks it leaves. Use each instance for one call of
-    ``steps``, ``read`` or ``score``."""
+    ``steps``, ``read``, ``score`` or ``heal``."""
+
+    picks_on_device = True
+    """Whether tokens may be picked where the logits are, and steps be launched ahead."""
 
     def __init__(self, runtime: Runtime, state: RequestState, num_logits: int = 1) -> None:
         """``num_logits``: how many of the prompt's last rows to return logits for. They are always
@@ -89,6 +91,15 @@ class Generation:
             self._state.clock.lap("prefill")
             return logits
 
+    def heal(self, epoch: int) -> Computing[torch.Tensor]:
+        """Computes the unknown part of the prompt and keeps every slice before it yields the next:
+        it may be closed at any moment. Keeps nothing if something was forgotten after ``epoch``."""
+        rows = self._runtime.rows_for(self._request, batched=False)
+        with self._runtime.pool.lend(rows) as self._kv:
+            yield from self._assemble()
+            self._state.epoch = epoch
+            return (yield from self._prefill(keep_slices=True))
+
     def _prompt_logits(self) -> Computing[torch.Tensor]:
         plan = yield from self._assemble()
         return (yield from (self._repair(plan) if plan.moved else self._prefill()))
@@ -101,6 +112,7 @@ class Generation:
         prefix = runtime.running.shared_prefix_for(request, root) if state.batched else None
         rows = runtime.rows_for(request, batched=state.batched)
         with (
+            runtime.unhealed.hold(),
             runtime.pool.lend(rows, prefix) as self._kv,
             runtime.running.register(state, root, self._kv),
         ):
@@ -124,6 +136,7 @@ class Generation:
             if settled:
                 state.clock.lap("decode")
                 self._admit()
+                self._leave_to_healing()
                 self._runtime.totals.add(state)
                 self._runtime.trimmer.after_request()
                 state.clock.lap("admit")
@@ -168,7 +181,7 @@ class Generation:
             runtime.cost.observe_place(plan.num_known, seconds)
         return plan
 
-    def _prefill(self) -> Computing[torch.Tensor]:
+    def _prefill(self, *, keep_slices: bool = False) -> Computing[torch.Tensor]:
         """Computes the rest of the prompt, slice by slice. Returns the logits of its last rows."""
         state, ids = self._state, self._request.token_ids
         state.rows = state.reuse.cached_tokens
@@ -178,6 +191,8 @@ class Generation:
             num_logits = max(0, end - max(start, self._live_end - 1))
             logits.append((yield from self._compute(ids[start:end], range(start, end), num_logits)))
             state.rows = end
+            if keep_slices:
+                self._admit()
         return logits[-1] if len(logits) == 1 else torch.cat(logits)
 
     def _repair(self, plan: Plan) -> Computing[torch.Tensor]:
@@ -244,6 +259,7 @@ class Generation:
             token, logprob = self._pick(sampler, given)
             self._observe_cost()
             state.accept(token, logprob)
+            self._record(given)
             state.show(stops.push(detokenizer.push(token)))
             if token in ends or stops.stopped:
                 state.finish_reason = "stop"
@@ -267,18 +283,19 @@ class Generation:
         state = self._state
         if not isinstance(given, torch.Tensor):
             return given
-        if self._records:
-            state.recorded.append(given.clone())
         if isinstance(sampler, RowSampler):
             ids = state.token_ids or self._request.token_ids
             return sampler.pick(given, state.rows, int(ids[-1]))
         return sampler(given)
 
-    @property
-    def _records(self) -> bool:
-        """Whether the next logits are to be kept for an audit."""
-        state = self._state
-        return bool(state.record and state.reuse.strategy and len(state.recorded) < AUDITED_TOKENS)
+    def _record(self, given: Given) -> None:
+        """Keeps what the last token was drawn from, to be compared when the request is healed. On a
+        GPU that picks tokens itself, there are logits of the first one only."""
+        state, request = self._state, self._request
+        if state.is_exact or request.heal == "off" or len(state.recorded) == RECORDED_TOKENS:
+            return
+        if isinstance(given, torch.Tensor) and len(state.recorded) + 1 == len(state.token_ids):
+            state.recorded.append(TopTokens.of(given))
 
     def _next(self, sampler: Sampler | RowSampler, *, has_more: bool) -> Computing[Given]:
         """Runs the last token; returns the next one or its logits. ``has_more``: the token after
@@ -294,7 +311,7 @@ class Generation:
             given: Given | None = logits
         else:
             kv.reserve(start + 1)
-            on_device = isinstance(sampler, RowSampler) and not self._records
+            on_device = self.picks_on_device
             self._last_token[0] = state.token_ids[-1]
             given = yield Segment(
                 kv,
@@ -312,7 +329,7 @@ class Generation:
         """Keeps the rows this request computed, generated tokens included; returns how many
         chunks are new. Without ``wait``, keeps nothing if the store is busy."""
         runtime, request, state, kv = self._runtime, self._request, self._state, self._kv
-        if request.mode is GenerationMode.BASELINE or not (state.kept and request.keep):
+        if not self._keeps_rows:
             return 0
         num_rows = min(state.rows, self._reusable_rows)
         ids = as_token_ids(np.concatenate([request.token_ids, state.token_ids])[:num_rows])
@@ -332,6 +349,20 @@ class Generation:
         )
         state.new_chunks += new
         return new
+
+    def _leave_to_healing(self) -> None:
+        """If rows that were kept are approximate, they become exact when there is time."""
+        runtime, request, state = self._runtime, self._request, self._state
+        if self._keeps_rows:
+            # A sequence that fills what may be reused could not be read again in parts.
+            num_rows = min(state.rows, self._reusable_rows - 1)
+            greedy = takes_likeliest(request.params, runtime.model.generation_config)
+            runtime.unhealed.add(state, num_rows, takes_likeliest=greedy)
+
+    @property
+    def _keeps_rows(self) -> bool:
+        reuses = self._request.mode is not GenerationMode.BASELINE
+        return reuses and self._request.keep and self._state.kept
 
     def _observe_cost(self) -> None:
         """Teaches the cost model from the prefill and from the first decode step; the other steps

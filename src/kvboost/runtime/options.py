@@ -7,10 +7,13 @@ from dataclasses import fields, replace
 from typing import Any, TypedDict
 
 from kvboost.config import (
+    EXACTNESS,
+    HEAL,
     GenerationMode,
     RepairParams,
     SamplingParams,
     choose,
+    one_of,
     stop_strings,
     unknown_option,
     within,
@@ -51,11 +54,14 @@ class RequestOptions(SamplingOptions, ReuseOptions, total=False):
     """What a request may choose. ``keep=False`` leaves nothing of it in the cache;
     ``boundaries`` are the token positions at which its documents begin: no chunk crosses one.
     ``tenant`` names the user it counts for: while requests wait, tenants take turns, and no tenant
-    can fill the queue. It does not separate caches; ``cache_salt`` does."""
+    can fill the queue. It does not separate caches; ``cache_salt`` does. ``heal`` overrides the
+    engine's. ``exactness="verified"`` gives the answer of exact rows."""
 
     keep: bool
     boundaries: Sequence[int]
     tenant: str
+    heal: str | None
+    exactness: str
 
 
 class BatchOptions(RequestOptions, total=False):
@@ -69,7 +75,8 @@ def split(max_new_tokens: int, options: RequestOptions) -> tuple[SamplingParams,
     """Splits a request's options into sampling and reuse; an unknown option is an error."""
     sampling = {option.name for option in fields(SamplingParams)}
     reuse = set(ReuseOptions.__annotations__)
-    refuse_unknown(options, sampling | reuse | {"keep", "boundaries", "tenant"})
+    others = set(RequestOptions.__annotations__)
+    refuse_unknown(options, sampling | others)
     given: dict[str, Any] = {name: options[name] for name in options if name in sampling}  # type: ignore[literal-required]
     given["stop"] = stop_strings(options.get("stop"))
     shared: Any = {name: value for name, value in options.items() if name in reuse}
@@ -90,6 +97,8 @@ def make_request(
     keep: bool,
     boundaries: Sequence[int],
     tenant: str = "",
+    heal: str = "auto",
+    exactness: str = "repaired",
     *,
     cache_salt: str = "",
     recompute_strategy: str | None = None,
@@ -112,4 +121,17 @@ def make_request(
     if reuse_moved is not None:
         repair = replace(repair, reuse_moved=reuse_moved)
     mode = choose(GenerationMode, mode, "mode")
-    return Request(token_ids, mode, cache_salt, params, repair, keep, tuple(boundaries), tenant)
+    one_of(heal, HEAL, "heal")
+    one_of(exactness, EXACTNESS, "exactness")
+    return Request(
+        token_ids,
+        mode,
+        cache_salt,
+        params,
+        repair,
+        keep,
+        tuple(boundaries),
+        tenant,
+        heal,
+        exactness,
+    )

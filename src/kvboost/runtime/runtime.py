@@ -31,6 +31,7 @@ from kvboost.runtime.planner import Planner
 from kvboost.runtime.request import Request
 from kvboost.runtime.sharing import RunningRequests
 from kvboost.runtime.totals import Totals
+from kvboost.runtime.unhealed import UnhealedQueue
 from kvboost.tokens.chunking import Cutter
 from kvboost.tokens.hashing import ChunkKey, TokenIds, root_key
 
@@ -87,6 +88,7 @@ class Runtime:
         self.trimmer = Trimmer()
         self.running = RunningRequests(shares=model.support.reuse_limit is None)
         self.totals = Totals(config.chunk_size)
+        self.unhealed = UnhealedQueue()
 
     def root(self, salt: str) -> ChunkKey:
         """The root of the prefix tree for this model, its adapters, the precision of stored KV
