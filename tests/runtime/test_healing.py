@@ -122,6 +122,23 @@ def test_healing_ends_anywhere_and_goes_on_from_there(engine, small_slices) -> N
     assert result.healing.audit.compared_tokens == 4
 
 
+def test_healing_ends_while_it_copies_rows_too(engine, monkeypatch) -> None:
+    result = engine.generate(prompt_of([3, 1]), 2, **SLOPPY)
+    monkeypatch.setattr("kvboost.runtime.generation.YIELD_AFTER_SECONDS", -1.0)
+    run = engine._model.forward._run_packed
+    forwards: list[int] = []
+
+    def spy(segments):
+        forwards.append(len(segments))
+        return run(segments)
+
+    monkeypatch.setattr(engine._model.forward, "_run_packed", spy)
+    engine._healer.heal_next(after(0))
+    assert result.healing.status == "waiting" and not forwards
+    engine.heal()
+    assert result.healing.status == "done" and forwards
+
+
 def test_admission_beyond_the_frontier_would_be_noticed(engine, monkeypatch) -> None:
     """A negative control of ``num_exact``: if healing admitted rows that it has not reached, they
     would be served as exact, and the check would fail."""

@@ -93,10 +93,11 @@ class Generation:
 
     def heal(self, epoch: int) -> Computing[torch.Tensor]:
         """Computes the unknown part of the prompt and keeps every slice before it yields the next:
-        it may be closed at any moment. Keeps nothing if something was forgotten after ``epoch``."""
+        it may be closed at any moment. Keeps nothing if something was forgotten after ``epoch``.
+        Does not wait for the remote store."""
         rows = self._runtime.rows_for(self._request, batched=False)
         with self._runtime.pool.lend(rows) as self._kv:
-            yield from self._assemble()
+            yield from self._assemble(ask_remote=False)
             self._state.epoch = epoch
             return (yield from self._prefill(keep_slices=True))
 
@@ -141,11 +142,11 @@ class Generation:
                 self._runtime.trimmer.after_request()
                 state.clock.lap("admit")
 
-    def _assemble(self) -> Generator[None, object, Plan]:
+    def _assemble(self, *, ask_remote: bool = True) -> Generator[None, object, Plan]:
         """Plans the prompt and copies the known rows into place. If a chunk turns out to be lost,
         plans again without it and without asking the remote store a second time."""
         self._state.epoch = self._runtime.store.epoch
-        plan = yield from self._try_assemble(ask_remote=True)
+        plan = yield from self._try_assemble(ask_remote=ask_remote)
         while plan is None:
             plan = yield from self._try_assemble(ask_remote=False)
         self._state.exact_rows = plan.exact_rows

@@ -46,9 +46,12 @@ class _Interrupt:
     def __init__(self, stop: Stop) -> None:
         self._stop = stop
 
-    def on_fresh(self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def check(self) -> None:
         if self._stop():
             raise _Interrupted
+
+    def on_fresh(self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.check()
 
     def on_query(
         self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
@@ -177,13 +180,17 @@ class Healer:
         """Computes and admits the rows of a conversation that are not exact; False if it ended
         before the last one."""
         store, counts = self._runtime.store, self._queue.counts
-        state = RequestState(one.request, slice_rows=SLICE_ROWS)
+        # It pauses while it copies many rows, as requests of a batch do.
+        state = RequestState(one.request, slice_rows=SLICE_ROWS, batched=True)
         interrupt = _Interrupt(lambda: self._closed or stop())
         with closing(Generation(self._runtime, state, one.num_logits).heal(one.epoch)) as steps:
             try:
                 segment = next(steps)
                 while one.epoch == store.epoch:
-                    assert segment is not None  # a request that is not in a batch does not pause
+                    if segment is None:
+                        interrupt.check()
+                        segment = next(steps)
+                        continue
                     segment.hook = interrupt
                     logits = self._runtime.model.forward([segment])
                     one.comparison.add(logits)
