@@ -202,14 +202,17 @@ def test_drafts_end_where_rotation_depends_on_the_length(model) -> None:
         assert result.token_ids == full.token_ids
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 1.2, "seed": 5}])
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.7, "seed": 5}], ids=["greedy", "sampled"])
 def test_answers_in_pages_are_verified_too(monkeypatch, how) -> None:
-    """Steps that the device launches ahead must not outlive the draft."""
+    """The last token of the draft is the first wrong one: the device, which has picked it, must not
+    take it for the one that follows."""
+    monkeypatch.setattr(verified, "MOST_DRAFTED", 2)
     with paged_engine(monkeypatch, sizes=TWO_LAYERS) as engine:
         engine.warm([*HEADER, *PASSAGES[1]])
-        prompt = [*words(4, 5), *PASSAGES[1], *QUESTION]
+        prompt = [*words(5, 5), *PASSAGES[1], *QUESTION]
         exact = engine.generate(prompt, 4, EXACT, keep=False, ignore_eos=True, **how)
         result = engine.generate(prompt, 4, **VERIFIED, **how)
-        assert result.drafted_tokens == 4 > result.confirmed_tokens
+        assert result.drafted_tokens == 2
+        assert result.confirmed_tokens == 1 or how  # a device draws other numbers
         assert result.token_ids == exact.token_ids
         assert steps_of(engine).num_steps > 0 and not leaks(engine)
