@@ -139,6 +139,19 @@ def test_healing_ends_while_it_copies_rows_too(engine, monkeypatch) -> None:
     assert result.healing.status == "done" and forwards
 
 
+def test_healing_ends_between_slices_where_forwards_cannot_end(
+    engine, monkeypatch, small_slices
+) -> None:
+    monkeypatch.setattr(engine._runtime, "ends_forwards", False)
+    result = engine.generate(prompt_of([3, 1]), 2, **SLOPPY)
+    reached = []
+    while result.healing.status == "waiting":
+        engine._healer.heal_next(after(1))  # one slice
+        reached.append(result.healed_tokens)
+    assert reached == sorted(set(reached)) and len(reached) > 3
+    assert result.healed_tokens == result.healing.approximate_tokens
+
+
 def test_admission_beyond_the_frontier_would_be_noticed(engine, monkeypatch) -> None:
     """A negative control of ``num_exact``: if healing admitted rows that it has not reached, they
     would be served as exact, and the check would fail."""

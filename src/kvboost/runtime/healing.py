@@ -191,7 +191,10 @@ class Healer:
                         interrupt.check()
                         segment = next(steps)
                         continue
-                    segment.hook = interrupt
+                    if self._runtime.ends_forwards:
+                        segment.hook = interrupt
+                    else:
+                        interrupt.check()
                     logits = self._runtime.model.forward([segment])
                     one.comparison.add(logits)
                     counts["computed_tokens"] += len(segment)

@@ -46,6 +46,9 @@ SLICE_ON_GPU = 16384  # a forward costs launches first: fewer, larger ones
 class Runtime:
     """One per engine. Thread-safe: each part has a lock of its own."""
 
+    ends_forwards = True
+    """Whether a forward may be ended between two layers, by a hook that raises."""
+
     def __init__(self, model: LoadedModel, config: EngineConfig, costs: Path | None = None) -> None:
         self.model = model
         self._config = config
