@@ -3,10 +3,11 @@
 Attention of scattered rows is timed over several tiles and numbers of splits, next to
 FlashAttention: vLLM's if it can be imported, which computes each run of consecutive rows as a
 request of its own, or torch's with a mask. Times are medians on the GPU, taken by CUDA events
-around a captured graph of several calls; "host" is what one call costs in Python. The last line is
-JSON.
+around a captured graph of several calls; "host" is what one call costs in Python. ``long`` compares
+what attends for the rows of a long prompt: torch's kernels and ours; "first" is what a new shape
+costs once. The last line is JSON.
 
-    python scripts/bench_gpu_kernels.py [--workers 10] [--only attention,move,mass,shift]
+    python scripts/bench_gpu_kernels.py [--workers 10] [--only long,attention,move,mass,shift]
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 from kvboost.model.kv import KVShape, RequestKV
+from kvboost.model.paged.batch import attend_after
+from kvboost.model.paged.long_rows import CUDNN, FLASH, LongKernel
 from kvboost.model.triton.attention import attend
+from kvboost.model.triton.dense import gather
 from kvboost.model.triton.mass import attention_mass
 from kvboost.model.triton.move import MovedRows, StoredSpan, move
 from kvboost.model.triton.pages import PagedLayers
@@ -46,6 +51,9 @@ TILES = [
     Tile(rows=64, keys=64, warps=4, stages=2),
 ]
 SPLITS = [1, 2, 4]
+LONG = [(8192, 8192), (2048, 8192), (4096, 32768), (8192, 32768)]
+"""Rows at the end of a sequence, and all its keys."""
+LARGE_TILES = [*TILES[:3], Tile(rows=128, keys=128, warps=8, stages=3)]
 LAYERS = 28
 FREQUENCIES = 1e6 ** -(torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)
 DTYPE = torch.bfloat16
@@ -57,7 +65,7 @@ REPORT: dict[str, Any] = {}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, default=10, help="processes that compile kernels")
-    parser.add_argument("--only", default="attention,move,mass,shift")
+    parser.add_argument("--only", default="long,attention,move,mass,shift")
     options = parser.parse_args()
     chosen = options.only.split(",")
     started = time.perf_counter()
@@ -68,6 +76,9 @@ def main() -> None:
         print(f"compiled {len(jobs)} kernels in {time.perf_counter() - started:.0f} s", flush=True)
     torch.manual_seed(0)
     REPORT["gpu"] = torch.cuda.get_device_name()
+    for model, (rows, keys) in product(MODELS, LONG) if "long" in chosen else ():
+        name = f"long {model}, {rows} rows, {keys} keys"
+        REPORT[name] = time_long(name, Case.of(model, torch.arange(keys - rows, keys), keys))
     if "attention" in chosen:
         attention()
     for model in MODELS:
@@ -193,6 +204,60 @@ def time_attention(name: str, case: Case) -> dict[str, Any]:
         "  {us:8.1f} µs default, {host_us:.0f} µs on the host; {theirs} {theirs_us:.1f} µs; ratio"
     )
     print(line.format(**report), f"{ratio:.2f}", flush=True)
+    return report
+
+
+def time_long(name: str, case: Case) -> dict[str, Any]:
+    """Every kernel for the last rows of a sequence, the keys of which are in pages."""
+    print(name)
+    rows, before = len(case.positions), int(case.positions[0])
+    keys, values = (part.transpose(0, 1) for part in dense(case.pages, case.tables[0]))
+    fresh = keys[before:].contiguous(), values[before:].contiguous()
+
+    def in_parts(kernel: LongKernel) -> torch.Tensor:
+        out = torch.empty_like(case.query)
+        attend_after(kernel, case.query, fresh, case.pages, case.tables[0], before, DIM**-0.5, out)
+        return out
+
+    def whole(run: Callable[..., torch.Tensor]) -> torch.Tensor:
+        all_rows = gather(case.pages, case.tables[0], before + rows)
+        query = case.query.transpose(0, 1)[None]
+        return run(query, *(part[None] for part in all_rows))[0].transpose(0, 1)
+
+    def chosen_by_torch(query: torch.Tensor, *keys_values: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = {"is_causal": True}
+        if before:
+            options = {"attn_mask": causal_lower_right(rows, before + rows)}
+        found = torch.nn.functional.scaled_dot_product_attention
+        return found(query, *keys_values, **options, scale=DIM**-0.5, enable_gqa=True)
+
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "FlashAttention, one call": lambda: whole(
+            lambda *given: FLASH.attend(*given, DIM**-0.5, True)[0]
+        ),
+        "torch's choice, one call": lambda: whole(chosen_by_torch),
+        **{f"{kernel.name}, parts": partial(in_parts, kernel) for kernel in (FLASH, CUDNN)},
+    }
+    for tile in LARGE_TILES:
+        plan = case.rows(tile, 1)
+        ways[f"ours, {describe(plan)}"] = partial(case.attend, plan)
+    expected = expected_attention(case)
+    report: dict[str, Any] = {}
+    for way, call in ways.items():
+        try:
+            started = time.perf_counter()
+            found = call()
+            torch.cuda.synchronize()
+            first_ms = (time.perf_counter() - started) * 1e3
+            check(f"{name}, {way}", found, expected)
+            us = time_gpu(call)
+        except Exception as error:
+            print(f"  {way}: {type(error).__name__}: {str(error).partition('.')[0]}")
+            continue
+        report[way] = {"us": us, "tflops": case.flops / us / 1e6, "first_ms": first_ms}
+        print(f"  {us:8.1f} µs {case.flops / us / 1e6:5.0f} TFLOPS, first {first_ms:.0f} ms: {way}")
+    report["gather_us"] = time_gpu(lambda: gather(case.pages, case.tables[0], before + rows))
+    print(f"  {report['gather_us']:8.1f} µs to gather all keys", flush=True)
     return report
 
 

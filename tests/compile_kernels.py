@@ -12,11 +12,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvboost.model.triton import attention, fused, mass, move, shift, write
+from kvboost.model.triton import attention, dense, fused, mass, move, shift, write
 
 HOPPER = GPUTarget("cuda", 90, 32)
 NUMBERS = {"query", "pages", "like", "keys", "values", "out", "qkv", "gate_up", "rows", "added"}
-NUMBERS |= {"summed", "weight", "query_norm", "key_norm"}
+NUMBERS |= {"summed", "weight", "query_norm", "key_norm", "past", "own"}
 TYPES = {
     "int32": {"positions", "tiles", "tables", "table"},
     "int64": {
@@ -29,7 +29,18 @@ TYPES = {
         "bounds",
         "stale",
     },
-    "fp32": {"lse", "parts", "part_lse", "mass", "cos", "sin", "weights", "offsets"},
+    "fp32": {
+        "lse",
+        "past_lse",
+        "own_lse",
+        "parts",
+        "part_lse",
+        "mass",
+        "cos",
+        "sin",
+        "weights",
+        "offsets",
+    },
     "uint8": {"absent"},
 }
 SIZES = {
@@ -62,6 +73,9 @@ VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (fused._rotate_write_kernel, "bf16", {}),
     (fused._rotate_write_kernel, "fp32", {"query_norm": None, "key_norm": None}),
     (fused._gate_kernel, "bf16", {}),
+    (dense._gather_kernel, "bf16", {}),
+    (dense._merge_kernel, "bf16", {}),
+    (fused._rotate_write_kernel, "bf16", {"ROWS": 1}),
     (mass._mass_kernel, "bf16", {}),
     (move._move_kernel, "bf16", {}),
     (move._move_kernel, "fp32", {"INTERLEAVED": True}),

@@ -83,6 +83,7 @@ class FakeEngine:
         self.pieces = pieces
         self.finish_reason = finish_reason
         self.refuse: Exception | None = None
+        self.failure: Exception | None = None
         self.asked: list[dict[str, Any]] = []
         self.streams: list[FakeStream] = []
         self.drained = self.flushed = False

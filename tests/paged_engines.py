@@ -11,12 +11,15 @@ from kvboost import KVBoost
 from kvboost.model.paged.choose import PagesChoice
 from kvboost.model.paged.pool import PagedPool
 from kvboost.model.paged.steps import Steps
-from tiny import OTHER_MODELS, make_engine, tiny_model
+from tiny import DEVICE, OTHER_MODELS, make_engine, tiny_model
 
 SMALL = {"num_hidden_layers": 1}
 """The interpreter takes its time for every layer."""
 TWO_LAYERS = {"num_hidden_layers": 2}
 """For what differs between layers: windows, and what a hook sees."""
+
+SMALL_FORWARDS = (32, 64)
+"""Forwards with buffers of fixed size: the interpreter also takes its time for padding."""
 
 
 def paged_engine(
@@ -30,6 +33,12 @@ def paged_engine(
     """An engine with pages, or one without."""
     choice = PagesChoice() if pages else PagesChoice("this test compares with buffers")
     monkeypatch.setattr("kvboost.runtime.runtime.choose_pages", lambda *_: choice)
+    monkeypatch.setattr("kvboost.reuse.paged.forwards.SIZES", SMALL_FORWARDS)
+    monkeypatch.setattr("kvboost.reuse.paged.graphs.MOST_SPANS", 4)
+    if DEVICE == "cpu":  # more rows of a program are fewer programs to interpret
+        monkeypatch.setattr("kvboost.model.triton.fused.MANY_ROWS", 2, raising=False)
+    for module in ("kvboost.reuse.repair", "kvboost.reuse.paged.forwards"):
+        monkeypatch.setattr(f"{module}.PROBE_ROWS", SMALL_FORWARDS[0])
     return make_engine(tiny_model(name, **sizes), strict=name not in OTHER_MODELS, **config)
 
 

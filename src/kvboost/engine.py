@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -71,19 +72,25 @@ log = logging.getLogger("kvboost")
 
 PREVIEW_TOKENS = 48
 
+MakeRuntime = Callable[[LoadedModel, EngineConfig, Path | None], Runtime]
+
 
 class KVBoost:
     """A model that does not read the same text twice. Thread-safe."""
 
     def __init__(
-        self, model: LoadedModel, config: EngineConfig | None = None, costs: Path | None = None
+        self,
+        model: LoadedModel,
+        config: EngineConfig | None = None,
+        costs: Path | None = None,
+        make_runtime: MakeRuntime = Runtime,
     ) -> None:
         """Most callers want :meth:`from_pretrained` or :meth:`from_model`. ``costs`` is a file
         that keeps the learned cost of forwards."""
         self.config = config or EngineConfig()
         self._model = model
         self._prompts = PromptReader(model.tokenizer, model.vocab_size)
-        self._runtime = Runtime(model, self.config, costs)
+        self._runtime = make_runtime(model, self.config, costs)
         self._healer = Healer(
             self._runtime, self.config.max_audit_kl, lambda: self.config.repair, self._repair_more
         )
@@ -99,6 +106,7 @@ class KVBoost:
         strict: bool = True,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        tp_size: int = 1,
         model_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[LoadOptions],
     ) -> Self:
@@ -106,6 +114,8 @@ class KVBoost:
 
         ``strict`` refuses architectures whose text can never be moved; ``strict=False`` serves
         them with exact prefix reuse. ``device`` and ``dtype`` default to what suits the machine.
+        ``tp_size`` splits the model over so many GPUs of this machine, each served by a process
+        that the engine starts; it must divide the model's KV heads.
 
         Options of the engine, with their defaults; :class:`EngineConfig` explains each. Sizes are
         bytes or strings such as ``"2GiB"``.
@@ -132,10 +142,23 @@ class KVBoost:
         }
         engine: Any = {name: value for name, value in options.items() if name not in hub}
         config = EngineConfig(**engine)
-        model = load(
-            model_name, strict=strict, device=device, dtype=dtype, **hub, **(model_kwargs or {})
-        )
-        return cls(model, config, home() / "costs" / f"{machine_key(model)}.json")
+        more: dict[str, Any] = {**hub, **(model_kwargs or {})}
+        make_runtime: MakeRuntime = Runtime
+        whole(tp_size, 1, "tp_size")
+        if tp_size == 1:
+            model = load(model_name, strict=strict, device=device, dtype=dtype, **more)
+        else:  # not every build of torch has torch.distributed
+            from kvboost.runtime.parallel.runtime import (
+                ParallelRuntime,
+                load_parallel,
+                start_ranks,
+            )
+
+            ranks = start_ranks(model_name, tp_size, strict=strict, device=device, **more)
+            model = load_parallel(ranks, model_name, {"strict": strict, "dtype": dtype, **more})
+            make_runtime = partial(ParallelRuntime, ranks)
+        costs = home() / "costs" / f"{machine_key(model, tp_size)}.json"
+        return cls(model, config, costs, make_runtime)
 
     @classmethod
     def from_model(
@@ -177,6 +200,11 @@ class KVBoost:
     def vocab_size(self) -> int:
         """Token ids are smaller than this."""
         return self._model.vocab_size
+
+    @property
+    def failure(self) -> KVBoostError | None:
+        """Why this engine can serve no more requests, if something has failed for good."""
+        return self._runtime.failure
 
     @property
     def notes(self) -> list[str]:

@@ -7,6 +7,7 @@
     │   └── KVTooLargeError                  its KV would not fit, even if it ran alone
     ├── QueueFullError                       too many requests are waiting
     ├── ShuttingDownError                    the engine takes no new requests
+    ├── RankLostError                        one of the processes that share a model has ended
     ├── ModelError                           the model cannot be loaded or used
     │   ├── ModelNotFoundError (FileNotFoundError)
     │   ├── UnsupportedModelError (ValueError)   its architecture does not allow what was asked
@@ -76,6 +77,10 @@ class QueueFullError(KVBoostError):
 
 class ShuttingDownError(KVBoostError):
     """The engine takes no new requests."""
+
+
+class RankLostError(KVBoostError):
+    """One of the processes over which a model is split has ended or failed."""
 
 
 class ModelError(KVBoostError):

@@ -44,7 +44,7 @@ def test_a_benchmark_that_fails_or_hangs_does_not_stop_the_rest(tmp_path) -> Non
         if name == "restart":
             log.write_text("Traceback\nValueError: wrong\n")
             return 1, ""
-        if name == "moved":
+        if name == "quality":
             return 0, "no json"
         report = {"benchmark": name, "machine": {"cpu": "x"}, "cost": _sample()}
         return 0, f"a table\n{json.dumps(report)}\n"
@@ -57,7 +57,7 @@ def test_a_benchmark_that_fails_or_hangs_does_not_stop_the_rest(tmp_path) -> Non
     )
     states = results(report["outcomes"])
     assert states["serve"] == "timed out"
-    assert states["restart"] == states["moved"] == "failed"
+    assert states["restart"] == states["quality"] == "failed"
     assert states["cluster"] == states["ttft"] == "ok"
     detail = {one["name"]: one["detail"] for one in report["outcomes"]}
     assert detail["restart"] == "ValueError: wrong"

@@ -11,6 +11,7 @@ from kvboost.cache.quantize import (
     KVData,
     KVFormat,
     Quantizer,
+    join_heads,
     plain,
     usable_rows,
 )
@@ -183,6 +184,22 @@ def test_every_packed_chunk_has_the_format_of_its_model(bits, position, num_toke
     renamed = {f"{name}_": tensor for name, tensor in data.tensors.items()}
     assert not model.describes(data.bits, num_tokens, position, renamed)
     assert not model.describes(data.bits, num_tokens, position, {})
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_heads_taken_apart_are_those_of_smaller_models(bits) -> None:
+    """A rank that holds some heads stores what the whole model would store of them."""
+    rows = rows_at(2, 40)
+    packer = Quantizer(bits, ROTATION)
+    whole = packer.pack(rows, 2)
+    parts = [whole.heads(head, head + 1) for head in range(HEADS)]
+    for head, part in enumerate(parts):
+        alone = packer.pack(rows[:, :, head : head + 1], 2)
+        assert part.tensors.keys() == alone.tensors.keys()
+        assert all(torch.equal(part.tensors[name], alone.tensors[name]) for name in alone.tensors)
+    joined = join_heads(parts)
+    assert joined.bits == bits
+    assert all(torch.equal(joined.tensors[name], whole.tensors[name]) for name in whole.tensors)
 
 
 def test_rows_that_cannot_be_quantized_have_the_format_of_their_model_too() -> None:

@@ -78,12 +78,6 @@ def test_a_benchmark_is_measured_drawn_and_remembered(model, tmp_path) -> None:
     assert json.loads(output.read_text()) == report == json.loads(history.read_text())
 
 
-def test_moved_text_ends_with_json(model) -> None:
-    report = report_of(run("moved", "-m", model, "--rounds", "1", "--conversations", "1"))
-    assert {"stock", "auto", "cacheblend", "none", "no_hit", "over_stock"} <= set(report["moved"])
-    assert len(report["turns"]) == 5 and report["machine"]["cores"] >= 1 and report["commit"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -92,7 +86,7 @@ def test_moved_text_ends_with_json(model) -> None:
         (("quality", "--chunk-size", "4"), "chunk-size=4 must be"),
         (("quality", "--save", "/nowhere/rows"), "there is no folder '/nowhere'"),
         (("restart", "--tokens", "64"), "tokens=64"),
-        (("moved", "--plot", "a.doc"), "must end in"),
+        (("ttft", "--plot", "a.doc"), "must end in"),
         (("all", "--only", "nonsense"), "only='nonsense'"),
     ],
 )
@@ -105,5 +99,5 @@ def test_mistakes_are_one_line_and_found_before_a_model_is_loaded(arguments, mes
 
 
 def test_an_unknown_option_is_a_usage_error() -> None:
-    done = run("moved", "--colour", "red")
+    done = run("restart", "--colour", "red")
     assert done.exit_code == 2 and "--colour" in done.output

@@ -63,12 +63,14 @@ def test_options_reach_the_engine_and_the_server(started) -> None:
         *("--disk-cache-bytes", "3GiB", "--remote-cache-bytes", "4GiB"),
         *("--heal", "off"),
         *("--mode", "prefix_cache", "--drain-seconds", "7", "--log-prompts", "--metrics", "off"),
+        *("--tp-size", "2"),
     )
     assert done.exit_code == 0, done.output
     options, settings = started["options"], started["settings"]
     assert started["model"] == "m" and options["max_running"] == 3 and options["max_waiting"] == 4
     assert options["max_kv_bytes"] == "1GiB" and options["sharing_wait"] == 0.5
     assert options["kv_cache_bits"] == 8 and str(options["disk_cache_dir"]) == "kv"
+    assert options["tp_size"] == 2
     config = started["engine"].config
     assert options["heal"] == "off" and options["max_audit_kl"] is None
     assert (config.disk_cache_bytes, config.remote_cache_bytes) == (3 * 1024**3, 4 * 1024**3)

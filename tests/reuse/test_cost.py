@@ -80,3 +80,15 @@ def test_only_auto_weighs_and_only_what_is_moved() -> None:
     assert cost.moving_pays(short, RepairParams("query"))
     assert cost.moving_pays(short, RepairParams(reuse_moved="always"))
     assert cost.moving_pays(short.without_moved(), RepairParams())
+
+
+def test_padded_forwards_cost_what_is_computed() -> None:
+    """As on a GPU, where forwards of up to 64 rows are one."""
+    cost = CostModel(3e-4)
+    cost.computed_rows = lambda rows: 1 if rows == 1 else -(-rows // 64) * 64
+    for _ in range(5):
+        for rows, keys in ((1, 500), (3, 2000), (60, 2000), (100, 250), (2000, 1000)):
+            cost.observe(rows, keys, seconds(cost.computed_rows(rows), keys))
+    assert cost.forward(3, 2000) == cost.forward(60, 2000)
+    assert cost.forward(40, 1000) == pytest.approx(seconds(64, 1000), rel=0.1)
+    assert cost.forward(1, 1000) == pytest.approx(seconds(1, 1000), rel=0.1)

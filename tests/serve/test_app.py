@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fake_engine import FakeEngine
+from kvboost.errors import RankLostError
 from kvboost.serve.app import create_app
 from kvboost.serve.server import ServerState
 
@@ -44,6 +45,13 @@ def test_the_server_is_ready_until_it_stops(client, fake) -> None:
     server: ServerState = client.app.state.server
     server.draining = True
     assert client.get("/ready").status_code == 503 and client.get("/health").is_success
+
+
+def test_a_server_whose_engine_has_failed_is_not_ready(client, fake) -> None:
+    fake.failure = RankLostError("rank 1 has ended")
+    answer = client.get("/ready")
+    assert answer.status_code == 503 and answer.json() == {"status": "failed"}
+    assert client.get("/health").is_success
 
 
 def test_stopping_waits_for_answers_and_flushes(serve_fake, fake) -> None:

@@ -12,6 +12,7 @@ from kvboost.errors import (
     KVTooLargeError,
     PromptError,
     QueueFullError,
+    RankLostError,
     ShuttingDownError,
 )
 
@@ -26,6 +27,7 @@ JSON = {"content-type": "application/json"}
         (KVTooLargeError(50, 2048, 1024), 413, "kv_bytes_exceeded"),
         (QueueFullError(64, 3), 429, "queue_full"),
         (ShuttingDownError(), 503, "shutting_down"),
+        (RankLostError("rank 1 has ended"), 503, "rank_lost"),
         (PromptError("no such token"), 400, "invalid_prompt"),
         (ConfigError("stop=() must hold strings"), 400, "invalid_value"),
         (RuntimeError("my secret plan failed"), 500, "internal_error"),

@@ -10,7 +10,7 @@ quantized only once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -60,6 +60,14 @@ class KVData:
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> KVData:
         """The same with every tensor changed, for example moved to another device."""
         return replace(self, tensors={name: change(one) for name, one in self.tensors.items()})
+
+    def heads(self, start: int, end: int) -> KVData:
+        """The KV heads ``[start, end)`` alone, as views."""
+        tensors = {
+            name: one.narrow(_head_axis(name), start, end - start)
+            for name, one in self.tensors.items()
+        }
+        return KVData(self.bits, tensors, self.key_norm)
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,20 @@ class Positions(Protocol):
 def plain(kv: torch.Tensor) -> KVData:
     assert kv.is_contiguous()
     return KVData(16, {PLAIN: kv})
+
+
+def join_heads(parts: Sequence[KVData]) -> KVData:
+    """What ``KVData.heads`` took apart. All parts must have the same precision."""
+    first = parts[0]
+    tensors = {
+        name: torch.cat([part.tensors[name] for part in parts], _head_axis(name))
+        for name in first.tensors
+    }
+    return KVData(first.bits, tensors, first.key_norm)
+
+
+def _head_axis(name: str) -> int:
+    return 2 if name in (PLAIN, "first") else 1
 
 
 def usable_rows(bits: int, num_tokens: int, wanted: int) -> int:

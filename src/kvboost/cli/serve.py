@@ -137,6 +137,9 @@ def serve(
     allow_host: AllowHost = None,
     device: Device = None,
     dtype: Dtype = None,
+    tp_size: Annotated[
+        int, typer.Option(min=1, help="GPUs to split the model over; must divide its KV heads.")
+    ] = 1,
 ) -> None:
     """Serve a model over OpenAI's API, with a page at / that shows what it does.
 
@@ -177,6 +180,7 @@ def serve(
                 model,
                 device=device,
                 dtype=dtype,
+                tp_size=tp_size,
                 disk_cache_dir=folder,
                 max_cache_bytes=max_cache_bytes,
                 disk_cache_bytes=disk_cache_bytes,

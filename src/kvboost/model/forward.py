@@ -9,7 +9,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,20 +17,21 @@ import torch
 from transformers import AttentionInterface, GenerationConfig, PreTrainedModel
 
 from kvboost.config import SamplingParams
-from kvboost.errors import UnsupportedModelError
 from kvboost.model import attention
 from kvboost.model.attention import Batch
+from kvboost.model.caches import PackedCache, SequenceCache, observe_shape
 from kvboost.model.fast_layers import FastLayers, decoder_layers
-from kvboost.model.kv import KVShape, RequestKV
+from kvboost.model.kv import RequestKV
 from kvboost.model.native.decoder import replace_forward, restore_forward
 from kvboost.model.native.kernels import Kernels
 from kvboost.model.paged.kv import PagedKV
+from kvboost.model.paged.slab import to_device
 from kvboost.model.sampling import Picked, Sampler
 from kvboost.model.segment import Segment
 
 if TYPE_CHECKING:
     from kvboost.model.paged.graphs import Capture
-    from kvboost.model.paged.layers import StepLayers
+    from kvboost.model.paged.layers import FusedLayers
     from kvboost.model.paged.sampling import RowSampler
     from kvboost.model.paged.slab import Slab
     from kvboost.model.paged.steps import Steps
@@ -39,10 +40,25 @@ log = logging.getLogger("kvboost")
 
 PROBED = 8
 """Rows that show whether our layers do what the model's do."""
+MOST_APART = 4
+"""Segments that run by themselves in one step: from more on, packing them is faster."""
 LAYER_ROUNDING = {torch.bfloat16: 2**-4, torch.float32: 1e-3}
 """How far the logits may be apart after all layers, relative to the largest."""
 
 AttentionInterface.register(attention.NAME, attention.attend)
+
+
+class SegmentRunner(Protocol):
+    """Runs some segments by themselves, faster than packed with others. Called by one thread at a
+    time."""
+
+    def takes(self, segment: Segment) -> bool: ...
+
+    def run(self, segment: Segment) -> torch.Tensor | None:
+        """The logits of a segment that it takes; None if it does not after all."""
+
+    def forget_graphs(self) -> None:
+        """The model has changed."""
 
 
 class Forward:
@@ -69,9 +85,10 @@ class Forward:
         self._lock = threading.Lock()
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.release()  # another engine may have bound it
-        self.shape, self._num_logits = _probe(model)
+        self.shape, self._num_logits = observe_shape(model)
         self._steps: Steps | None = None
-        self.step_layers: StepLayers | None = None
+        self._runner: SegmentRunner | None = None
+        self.fused_layers: FusedLayers | None = None
         self._adapters: tuple[str, ...] = ()
         self.packed_bytes = fast_layers.num_bytes if fast_layers else 0
         """The memory of packed copies of weights."""
@@ -122,7 +139,7 @@ class Forward:
         with self._lock, torch.inference_mode():
             self.bind()
             if not self.packed:
-                return torch.cat([self._run([each], _SequenceCache(each)) for each in segments])
+                return torch.cat([self._run([each], SequenceCache(each)) for each in segments])
             try:
                 if self._must_run_apart(segments):
                     return torch.cat([self._run_packed([each]) for each in segments])
@@ -133,12 +150,19 @@ class Forward:
     def run(self, segments: Sequence[Segment]) -> list[torch.Tensor | Picked]:
         """What each segment asks for: the next token if it has a sampler and one can be picked on
         the device, else its logits ``[num_logits, vocab]``. The next rows of requests with pages
-        are a decode step of their own; the others are packed into one forward."""
+        are a decode step of their own, and a few segments that the runner takes are forwards of
+        their own; the others are packed into one forward."""
         results: list[torch.Tensor | Picked | None] = [None] * len(segments)
         next_rows: list[int] = []
-        others: list[int] = []
+        rest: list[int] = []
         for index, segment in enumerate(segments):
-            (next_rows if self._is_step(segment) else others).append(index)
+            (next_rows if self._is_step(segment) else rest).append(index)
+        apart = self._runs_apart([segments[index] for index in rest])
+        others: list[int] = []
+        for index, alone in zip(rest, apart, strict=True):
+            results[index] = self._run_by_itself(segments[index]) if alone else None
+            if results[index] is None:
+                others.append(index)
         if others:
             packed = [segments[index] for index in others]
             parts = torch.split(self(packed), [segment.num_logits for segment in packed])
@@ -147,42 +171,68 @@ class Forward:
         if next_rows and self._steps is not None:
             with self._lock, torch.inference_mode():
                 self.bind()
-                self._follow_adapters(self._steps)
-                found = self._steps.run([segments[index] for index in next_rows])
-            for index, result in zip(next_rows, found, strict=True):
+                self._follow_adapters()
+                picked = self._steps.run([segments[index] for index in next_rows])
+            for index, result in zip(next_rows, picked, strict=True):
                 results[index] = result
         return [result for result in results if result is not None]
 
-    def _follow_adapters(self, steps: Steps) -> None:
+    def _runs_apart(self, segments: Sequence[Segment]) -> list[bool]:
+        """Which segments the runner runs: those that it takes, unless there are many. Segments with
+        hooks would slow down all that they are packed with."""
+        if self._runner is None:
+            return [False] * len(segments)
+        taken = [self._runner.takes(segment) for segment in segments]
+        if sum(taken) > MOST_APART:
+            hooks = [segment.hook is not None for segment in segments]
+            taken = [both and hooked for both, hooked in zip(taken, hooks, strict=True)]
+        return taken
+
+    def _run_by_itself(self, segment: Segment) -> torch.Tensor | None:
+        assert self._runner is not None
+        with self._lock, torch.inference_mode():
+            self.bind()
+            self._follow_adapters()
+            return self._runner.run(segment)
+
+    def _follow_adapters(self) -> None:
         """A graph is of the adapters that were active when it was recorded."""
         loaded = self.model._hf_peft_config_loaded
         active = tuple(self.model.active_adapters()) if loaded else ()
         if active != self._adapters:
             self._adapters = active
-            steps.forget_graphs()
+            for graphs in (self._steps, self._runner):
+                if graphs is not None:
+                    graphs.forget_graphs()
 
     def _is_step(self, segment: Segment) -> bool:
         return self._steps is not None and self._steps.takes(segment)
 
     def use_pages(self, slab: Slab, capture: Capture) -> None:
-        """Runs the next rows of requests with pages of ``slab`` as decode steps."""
+        """Runs the next rows of requests with pages of ``slab`` as decode steps, and all their
+        rows through layers of ours, if the model has such."""
         from kvboost.model.paged.steps import Steps
 
         if self.packed and self._alone_beyond is None:
-            from kvboost.model.paged.layers import StepLayers
+            from kvboost.model.paged.layers import FusedLayers
 
             with self._lock:
                 self.bind()
-                self.step_layers = StepLayers(self.model, slab, self._run_step)
-                self._steps = Steps(slab, self._run_step, self._num_logits, capture)
+                self.fused_layers = FusedLayers(self.model, slab, self.run_rows)
+                self._steps = Steps(slab, self.run_rows, self._num_logits, capture)
+
+    def use_runner(self, runner: SegmentRunner) -> None:
+        """Runs the segments that ``runner`` takes with it."""
+        with self._lock:
+            self._runner = runner
 
     def leave_pages(self) -> None:
         """Forgets the slab, and the graphs over it."""
         with self._lock:
-            self._steps = None
-            if self.step_layers is not None:
-                self.step_layers.restore()
-                self.step_layers = None
+            self._steps = self._runner = None
+            if self.fused_layers is not None:
+                self.fused_layers.restore()
+                self.fused_layers = None
 
     @property
     def steps(self) -> Steps | None:
@@ -203,15 +253,24 @@ class Forward:
                 return found
         return Sampler(params, defaults, prompt_ids, self.shape.device)
 
-    def _run_step(self, ids: torch.Tensor, positions: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Logits of all rows, ``[rows, vocab]``."""
+    def run_rows(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: Batch,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits ``[wanted, vocab]`` of some rows of ``batch``, of all if ``wanted`` is None. For
+        those who hold the lock: it is what decode steps and the runner record."""
+        some = {} if wanted is None or not self._selects_rows else {"logits_to_keep": wanted}
         logits: torch.Tensor = self.model(
             input_ids=ids[None],
             position_ids=positions[None],
-            past_key_values=_PackedCache(batch),
+            past_key_values=PackedCache(batch),
             use_cache=True,
+            **some,
         ).logits[0]
-        return logits
+        return logits if wanted is None or some else logits[wanted]
 
     def _must_run_apart(self, segments: Sequence[Segment]) -> bool:
         if len(segments) == 1:
@@ -225,9 +284,9 @@ class Forward:
         if isinstance(segments[0].kv, PagedKV):
             from kvboost.model.paged.batch import PagedBatch
 
-            return self._run(segments, _PackedCache(PagedBatch(segments)))
+            return self._run(segments, PackedCache(PagedBatch(segments)))
         kernels = None if self._runs_as_stock(segments) else self._kernels
-        return self._run(segments, _PackedCache(Batch(segments, kernels)))
+        return self._run(segments, PackedCache(Batch(segments, kernels)))
 
     def _runs_as_stock(self, segments: Sequence[Segment]) -> bool:
         """Whether to make stock transformers' calls: for a segment that asks for it and is alone.
@@ -237,9 +296,7 @@ class Forward:
             return False
         return self.shape.dtype == torch.float32 or (first.is_plain and first.first == 0)
 
-    def _run(
-        self, segments: Sequence[Segment], cache: _PackedCache | _SequenceCache
-    ) -> torch.Tensor:
+    def _run(self, segments: Sequence[Segment], cache: PackedCache | SequenceCache) -> torch.Tensor:
         device = self.shape.device
         kwargs: dict[str, Any] = {}
         token_ids = _token_ids(segments, device)
@@ -260,7 +317,7 @@ def _token_ids(segments: Sequence[Segment], device: torch.device) -> torch.Tenso
     ids = [segment.token_ids for segment in segments]
     if any(some.device != ids[0].device for some in ids):
         ids = [some.to(device) for some in ids]
-    return torch.cat(ids).to(device)
+    return to_device(torch.cat(ids), torch.int64, device)
 
 
 def _wanted_rows(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
@@ -269,105 +326,4 @@ def _wanted_rows(segments: Sequence[Segment], device: torch.device) -> torch.Ten
     for segment in segments:
         end += len(segment)
         rows += range(end - segment.num_logits, end)
-    return torch.tensor(rows, device=device, dtype=torch.long)
-
-
-class _PackedCache:
-    """What transformers sees as ``past_key_values``: writes fresh rows and returns them."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.batch.write(layer_idx, keys, values)
-        setattr(keys, attention.BATCH, self.batch)
-        return keys, values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return query_length, 0
-
-
-class _SequenceCache:
-    """``past_key_values`` of one sequence for a model with its own attention: ``update`` returns
-    all rows so far, as transformers' own cache does, without concatenating."""
-
-    is_compileable = False
-
-    def __init__(self, segment: Segment) -> None:
-        assert isinstance(segment.positions, range), "only a sequence without gaps"
-        self._segment = segment
-        self._lengths: dict[int, int] = {}
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        segment = self._segment
-        segment.kv.write(layer_idx, segment.positions, keys, values)
-        self._lengths[layer_idx] = segment.end
-        return segment.kv.layer(layer_idx, 0, segment.end)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._lengths.get(layer_idx, self._segment.first)
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.get_seq_length(layer_idx)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self._segment.first + query_length, 0
-
-
-class _ShapeProbe(_PackedCache):
-    """Records the shape of every layer's KV instead of keeping it."""
-
-    def __init__(self) -> None:
-        super().__init__(Batch(()))
-        self.seen: dict[int, torch.Tensor] = {}
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if keys.shape != values.shape:
-            raise UnsupportedModelError(
-                f"layer {layer_idx} has keys of shape {tuple(keys.shape)} and values of shape "
-                f"{tuple(values.shape)}; KVBoost keeps them in one tensor and needs them alike"
-            )
-        self.seen[layer_idx] = keys
-        return keys, values
-
-
-def _probe(model: PreTrainedModel) -> tuple[KVShape, int]:
-    """The shape of a model's KV and the number of its logits, found by running one token through
-    the unchanged model."""
-    probe = _ShapeProbe()
-    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    try:
-        with torch.inference_mode():
-            logits = model(input_ids=token, past_key_values=probe, use_cache=True).logits
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not run on a plain key/value cache "
-            f"({type(error).__name__}: {error}); KVBoost cannot reuse what it reads"
-        ) from error
-    if not probe.seen:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} keeps no keys and values: there is nothing to reuse"
-        )
-    shapes = {tuple(keys.shape) for keys in probe.seen.values()}
-    if len(shapes) != 1 or sorted(probe.seen) != list(range(len(probe.seen))):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} keeps KV of shapes {sorted(shapes)} in layers "
-            f"{sorted(probe.seen)}; KVBoost needs the same shape in every layer"
-        )
-    keys = probe.seen[0]
-    shape = KVShape(len(probe.seen), keys.shape[1], keys.shape[3], keys.dtype, keys.device)
-    return shape, int(logits.shape[-1])
+    return to_device(rows, torch.int64, device)

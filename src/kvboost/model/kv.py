@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -96,6 +96,11 @@ class RequestKV:
         """The first position that is not read from ``base``."""
         return 0 if self.base is None else self.base.count
 
+    @property
+    def positions_on(self) -> torch.device:
+        """Where the positions of rows to write are needed."""
+        return self.shape.device
+
     def attach_prefix(self, base: SharedRows | None) -> None:
         """Begins a new request after ``base``; earlier rows are discarded."""
         self.base = base
@@ -137,6 +142,10 @@ class RequestKV:
         if end <= self.start:
             return shared
         return torch.cat([shared, self.data[:, :, :, : end - self.start]], dim=3)
+
+    def reading(self, end: int) -> Callable[[int, int], torch.Tensor]:
+        """``rows`` for one who reads parts of the first ``end`` rows in order."""
+        return self.rows
 
     @contextmanager
     def filling(self, start: int, end: int) -> Iterator[torch.Tensor]:
@@ -245,6 +254,9 @@ class KVPool:
             if idle is not None:
                 self._idle.remove(idle)
                 return idle
+        return self._make(num_tokens)
+
+    def _make(self, num_tokens: int) -> RequestKV:
         return RequestKV(self.shape, num_tokens)
 
     def _fitting(self, num_tokens: int) -> RequestKV | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,11 +59,15 @@ class LoadedModel:
         return int(self.forward.model.get_input_embeddings().num_embeddings)
 
     @property
+    def num_heads(self) -> int:
+        """Query heads of a layer."""
+        return int(self.forward.model.config.get_text_config().num_attention_heads)
+
+    @property
     def attention_share(self) -> float:
         """What attending to one key costs, as a share of what one row costs in the weights."""
-        config = self.forward.model.config.get_text_config()
         shape = self.forward.shape
-        per_key = 2 * config.num_attention_heads * shape.head_dim * shape.num_layers
+        per_key = 2 * self.num_heads * shape.head_dim * shape.num_layers
         return float(per_key / self.forward.model.num_parameters(exclude_embeddings=True))
 
     @property
@@ -190,6 +194,17 @@ def read(
     return model.to(chosen_device), tokenizer
 
 
+def read_config(
+    name: str | os.PathLike[str], *, strict: bool, **hf_kwargs: Any
+) -> PretrainedConfig:
+    """The config of a model that :func:`load` would take, without its weights."""
+    source = _locate(name, hf_kwargs)
+    with _explained(name, source, hf_kwargs):
+        config = AutoConfig.from_pretrained(source.place, **source.options)
+        check(config, strict=strict)
+    return config
+
+
 def load_tokenizer(name: str | os.PathLike[str], *, local_only: bool = False) -> ModelTokenizer:
     """The tokenizer of a model, without its weights. ``local_only`` downloads nothing."""
     if local_only and name in weights.BUNDLED and not weights.is_installed(os.fspath(name)):
@@ -208,6 +223,7 @@ def wrap(
     name: str = "custom",
     strict: bool = True,
     own: bool = False,
+    make_forward: Callable[..., Forward] = Forward,
 ) -> LoadedModel:
     """A model that is already in memory, ready to serve. From now on KVBoost computes its
     attention. If the caller gives the model away (``own``), KVBoost may also rearrange its
@@ -219,7 +235,7 @@ def wrap(
     warn_about_defaults(model.generation_config)
     identity = fingerprint(model, model.config)
     packs = own and can_pack(model.device, model.dtype)
-    forward = Forward(
+    forward = make_forward(
         model,
         packed=support.packed,
         alone_beyond=support.reuse_limit,
@@ -363,9 +379,10 @@ def _auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText
 
 
-def machine_key(model: LoadedModel) -> str:
+def machine_key(model: LoadedModel, num_ranks: int = 1) -> str:
     """Identifies a model and what it runs on: the cost of a forward depends on both."""
     device = model.device
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     identity = f"{model.fingerprint} {device.type} {chip} {torch.get_num_threads()}"
+    identity += f" {num_ranks} ranks" if num_ranks > 1 else ""
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
+
+import torch
 
 
 def memory_bytes() -> int:
@@ -11,3 +15,31 @@ def memory_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         return 0
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes per second that a copy within the device's memory reads and writes, measured."""
+    size = 2 << 30 if device == "cuda" else 1 << 26
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    found = []
+    for _ in range(4):
+        started = time.perf_counter()
+        for _ in range(5):
+            target.copy_(source)
+        target[:1].tolist()  # waits for the copies
+        found.append((time.perf_counter() - started) / 5)
+    return 2 * source.nbytes / min(found)
+
+
+def gpu_kernels(run: Callable[[], object]) -> list[tuple[str, float, float]]:
+    """Name, start and end in microseconds of everything that the GPU does during ``run``."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    found = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in seen.events()
+        if "CUDA" in str(event.device_type)
+    ]
+    return sorted(found, key=lambda kernel: kernel[1])

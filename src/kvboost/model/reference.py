@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -61,6 +63,34 @@ class StockModel:
             do_sample=False,
         )
         return out[0, len(token_ids) :].tolist()
+
+    @torch.inference_mode()
+    def generate_batch(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+        """Continuations of prompts of one length, exactly ``tokens`` long, in one batch."""
+        ids = torch.tensor(prompts, device=self.model.device)
+        exactly: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, **exactly
+        )
+        return out[:, ids.shape[1] :].tolist()
+
+    def continuous_batching(
+        self, prompts: Sequence[Sequence[int]], tokens: int
+    ) -> list[list[float]]:
+        """The times, in seconds, at which transformers' own continuous batching gives the tokens of
+        each answer; raises RuntimeError if it does not answer all prompts."""
+        config = copy.deepcopy(self.model.generation_config)
+        config.do_sample = False
+        found = self.model.generate_batch(
+            [list(prompt) for prompt in prompts],
+            config,
+            max_new_tokens=tokens,
+            record_timestamps=True,
+        )
+        times = [list(one.timestamps or ()) for one in found.values()]
+        if len(times) != len(prompts) or any(len(some) != tokens for some in times):
+            raise RuntimeError(f"{len(times)} of {len(prompts)} prompts were answered in full")
+        return times
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], last: int = 0) -> torch.Tensor:

@@ -67,7 +67,7 @@ class Segment:
     def __post_init__(self) -> None:
         self._num_rows = self.token_ids.shape[0]  # read in every layer
         if isinstance(self.positions, torch.Tensor):
-            self.positions = self.positions.to(self.kv.shape.device)
+            self.positions = self.positions.to(self.kv.positions_on)
 
     def __len__(self) -> int:
         return self._num_rows
@@ -84,7 +84,7 @@ class Segment:
     def position_ids(self, device: torch.device) -> torch.Tensor:
         if isinstance(self.positions, range):
             return torch.arange(self.positions.start, self.positions.stop, device=device)
-        return self.positions
+        return self.positions.to(device)
 
     @property
     def is_plain(self) -> bool:

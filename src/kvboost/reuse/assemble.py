@@ -1,7 +1,8 @@
-"""Copies cached KV into a request's own buffer, rotating the keys of moved text."""
+"""Copies rows between chunks and a request's own KV, rotating the keys of moved text."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -9,6 +10,7 @@ import torch
 
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import KVData, Quantizer
+from kvboost.cache.store import Pack
 
 
 class KVRows(Protocol):
@@ -18,8 +20,34 @@ class KVRows(Protocol):
         """Rows ``[start, end)``, ``[2, layers, kv_heads, end - start, head_dim]``, to be
         overwritten until the context exits."""
 
+    def reading(self, end: int) -> Callable[[int, int], torch.Tensor]:
+        """For one who reads parts of the first ``end`` rows in order: rows between two positions,
+        in the same shape."""
+
 
 def place(hit: Hit, data: KVData, kv: KVRows, packer: Quantizer) -> None:
     """Copies the rows of a hit from its chunk's ``data`` into ``kv``."""
     with kv.filling(hit.start, hit.end) as rows:
         packer.place(data, hit.chunk.base_position, hit.offset, hit.start, rows)
+
+
+class Packer:
+    """Copies rows of chunks into requests, and rows of requests for chunks."""
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        self._quantizer = quantizer
+
+    def place(self, hit: Hit, data: KVData, kv: KVRows) -> None:
+        """As :func:`place`."""
+        place(hit, data, kv, self._quantizer)
+
+    def packing(self, kv: KVRows, end: int) -> Pack:
+        """For one who stores parts of the first ``end`` rows of ``kv`` in order: rows between two
+        positions in memory of their own. The first ``common`` of them are also those of
+        ``like``."""
+        rows = kv.reading(end)
+
+        def pack(start: int, stop: int, like: KVData | None, common: int) -> KVData:
+            return self._quantizer.pack(rows(start, stop), start, like, common)
+
+        return pack

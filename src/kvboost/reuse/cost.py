@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -43,12 +44,15 @@ class CostModel:
         self._target = np.zeros(3)
         self._rows = [float("inf"), 0.0]
         self._place = [0.0, 0.0]
+        self.computed_rows: Callable[[int], int] = lambda rows: rows
+        """How many rows are computed for so many: on a GPU, forwards are padded to a few sizes."""
         self._load()
 
     def observe(self, rows: int, keys: int, seconds: float) -> None:
         """Learns that a forward took ``seconds``. Errors count relative to its duration."""
         if rows < 1 or seconds <= 0:
             return
+        rows = self.computed_rows(rows)
         features = _features(rows, keys) / seconds
         with self._lock:
             fade = 1 - 1 / _MEMORY
@@ -69,7 +73,7 @@ class CostModel:
         """The expected cost of a forward: in seconds once measured, until then in rows."""
         with self._lock:
             coefficients = self._coefficients()
-        return float(_features(rows, keys) @ coefficients)
+        return float(_features(self.computed_rows(rows), keys) @ coefficients)
 
     def place(self, rows: int) -> float:
         with self._lock:

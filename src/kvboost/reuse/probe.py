@@ -72,17 +72,18 @@ class Deviation:
     ``squared``, ``[rows]``, is the squared distance of keys and values together."""
 
     def __init__(self, layer: int, positions: torch.Tensor) -> None:
-        self._layer = layer
-        self._positions = positions
+        self.layer = layer
+        self.positions = positions
         self.squared = torch.zeros(len(positions), device=positions.device)
 
     def on_fresh(self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if layer != self._layer:
+        if layer != self.layer:
             return
-        known = kv.layer(layer, 0, int(self._positions[-1]) + 1)
+        known = kv.layer(layer, 0, int(self.positions[-1]) + 1)
+        positions = self.positions.to(keys.device)
         for fresh, stale in zip((keys, values), known, strict=True):
-            distance = fresh.float() - stale[:, :, self._positions].float()
-            self.squared += distance.square().sum((0, 1, 3))
+            distance = fresh.float() - stale[:, :, positions].float()
+            self.squared += distance.square().sum((0, 1, 3)).to(self.squared.device)
 
     def on_query(
         self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None

@@ -70,6 +70,8 @@ class Shift:
     """
 
     def __init__(self, rotation: Rotation, positions: torch.Tensor, spans: Spans) -> None:
+        self.positions = positions
+        self.spans = spans
         self._rotation = rotation
         weights = shift_weights(positions, spans)
         self.useful = weights is not None

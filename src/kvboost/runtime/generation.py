@@ -9,28 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from kvboost.cache.chunk import Lineage
-from kvboost.cache.quantize import KVData
 from kvboost.cache.store import ChunkLost
 from kvboost.config import GenerationMode
 from kvboost.model.forward import Forward
 from kvboost.model.kv import RequestKV
 from kvboost.model.paged.sampling import RowSampler
 from kvboost.model.sampling import Picked, Sampler, takes_likeliest
-from kvboost.model.segment import Hook, Segment
+from kvboost.model.segment import Segment
 from kvboost.results import ReuseReport, SpanKind
-from kvboost.reuse.assemble import place
 from kvboost.reuse.plan import Plan
-from kvboost.reuse.repair import STRATEGIES, MovedRows
-from kvboost.reuse.shift import Shift
 from kvboost.runtime.audit import RECORDED_TOKENS, TopTokens
+from kvboost.runtime.computing import Computing, Given, Result, Steps
+from kvboost.runtime.repairing import Repairing
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.tokens.hashing import TokenIds, as_token_ids
@@ -38,16 +35,6 @@ from kvboost.tokens.text import Detokenizer, StopMatcher
 
 YIELD_AFTER_SECONDS = 0.02
 """How long a request of a batch may place rows before it lets the other requests run."""
-
-Result = TypeVar("Result")
-Given = torch.Tensor | Picked
-"""The logits of some rows, or the next token where rows have a sampler and it ran on the device."""
-Computing = Generator[Segment | None, Given | None, Result]
-"""Yields the rows it needs next and receives their logits, or the next token; returns a result.
-``None`` instead of rows is a pause: it needs nothing, but text can be shown and other requests can
-run."""
-Steps = Computing[None]
-"""A whole request."""
 
 
 class Generation:
@@ -65,6 +52,7 @@ class Generation:
         self._state = state
         self._num_logits = num_logits
         self._live_end = len(state.request.token_ids) - num_logits + 1
+        self._num_graphs = runtime.num_graphs
         self._kv: RequestKV
         self._last_token = np.zeros(1, np.int64)
         self._last_ids = torch.from_numpy(self._last_token)  # the same memory
@@ -165,9 +153,10 @@ class Generation:
             if plan.moved and self._kv.base is not None:
                 self._kv.detach_prefix()  # repair changes rows that other requests would read
             try:
+                rows = runtime.rows_of(self._kv)
                 for hit, data in store.fetch(plan.hits):
                     spent = clock.lap("fetch")
-                    place(hit, data, self._kv, runtime.quantizer)
+                    rows.place(hit, data)
                     spent += clock.lap("assemble")
                     seconds += spent
                     since_pause += spent
@@ -175,6 +164,8 @@ class Generation:
                         since_pause = 0.0
                         yield None
                         clock.lap("queue")
+                rows.finish()
+                seconds += clock.lap("assemble")
             except ChunkLost:
                 return None
         state.reuse = ReuseReport(plan.spans, notes)
@@ -199,51 +190,8 @@ class Generation:
     def _repair(self, plan: Plan) -> Computing[torch.Tensor]:
         """Computes the new rows of a prompt with moved spans, together with the moved rows that
         the repair strategy chooses. Returns the logits of the prompt's last rows."""
-        runtime, state, kv = self._runtime, self._state, self._kv
-        device, repair = runtime.model.device, self._request.repair
-        ids = torch.from_numpy(self._request.token_ids.astype(np.int64)).to(device)
-        total = len(ids)
-        kv.reserve(total)
-
-        def probe(
-            positions: torch.Tensor, hook: Hook, until: int, absent: torch.Tensor | None
-        ) -> None:
-            segment = Segment(
-                kv, ids[positions], positions, 0, hook=hook, until=until, absent=absent
-            )
-            runtime.model.forward([segment])
-
-        for unknown in plan.computed():  # a probe masks these rows, but NaN would still spread
-            with kv.filling(unknown.start, unknown.stop) as rows_to_come:
-                rows_to_come.zero_()
-        moved = MovedRows(plan, self._live_end, kv.shape.num_layers, device, probe)
-        choice = STRATEGIES[repair.strategy](moved, repair)
-        state.clock.lap("probe")
-        rows = (choice.rows | moved.unknown).nonzero()[:, 0]
-        spans = moved.spans()
-        logits, since = [], 0
-        # What a slice shifts depends on where it ends, so slices do not depend on the batch.
-        for part in torch.split(rows, runtime.prefill_slice):
-            hook = None
-            if choice.shift and runtime.rotation is not None:
-                # A slice shifts the rows between the end of the last slice and its own, once.
-                until = int(part[-1]) + 1
-                shift, since = Shift(runtime.rotation, part, spans.between(since, until)), until
-                hook = shift if shift.useful else None
-            num_logits = int((part >= total - self._num_logits).sum())
-            given = yield Segment(kv, ids[part], part, num_logits, hook=hook)
-            assert isinstance(given, torch.Tensor)
-            logits.append(given)
-        state.rows = total
-        recomputed = choice.rows.nonzero()[:, 0].tolist()
-        state.reuse = replace(
-            state.reuse,
-            strategy=repair.strategy,
-            recomputed=tuple(recomputed),
-            charged_tokens=moved.charged_tokens + len(recomputed),
-        )
-        state.clock.lap("repair")
-        return logits[-1] if len(logits) == 1 else torch.cat(logits)
+        repairing = Repairing(self._runtime, self._state, self._kv, self._num_logits)
+        return (yield from repairing.run(plan))
 
     def _decode(self, given: Given) -> Steps:
         """Generates tokens until the model, a stop string or the limit ends the answer."""
@@ -335,13 +283,10 @@ class Generation:
         num_rows = min(state.rows, self._reusable_rows)
         ids = as_token_ids(np.concatenate([request.token_ids, state.token_ids])[:num_rows])
 
-        def pack(start: int, end: int, like: KVData | None, common: int) -> KVData:
-            return runtime.quantizer.pack(kv.rows(start, end), start, like, common)
-
         new = runtime.store.admit(
             runtime.root(request.salt),
             ids,
-            pack,
+            runtime.packer.packing(kv, num_rows),
             exact_rows=state.exact_rows,
             repair=request.repair.name,
             boundaries=request.boundaries,
@@ -367,20 +312,26 @@ class Generation:
 
     def _observe_cost(self) -> None:
         """Teaches the cost model from the prefill and from the first decode step; the other steps
-        of a request cost the same. A request that shared its forwards teaches nothing."""
+        of a request cost the same. A request that shared its forwards teaches nothing, nor does
+        one during which CUDA graphs were recorded."""
         state = self._state
         if not state.token_ids:
             state.clock.first_token()
             seconds = state.clock.lap("prefill")
             # A prefill through stock transformers' calls says little of what our kernels cost.
             is_typical = not (self._as_stock and self._runtime.model.forward.has_kernels)
-            if is_typical and not state.accompanied and not state.reuse.count(SpanKind.MOVED):
+            if is_typical and self._is_alone and not state.reuse.count(SpanKind.MOVED):
                 known, total = state.reuse.cached_tokens, state.reuse.prompt_tokens
                 self._runtime.cost.observe(total - known, (known + total) // 2, seconds)
         else:
             seconds = state.clock.lap("decode")
-            if len(state.token_ids) == 1 and not state.accompanied:
+            if len(state.token_ids) == 1 and self._is_alone:
                 self._runtime.cost.observe(1, state.rows, seconds)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether its forwards were those of no other request, and none was recorded meanwhile."""
+        return not self._state.accompanied and self._runtime.num_graphs == self._num_graphs
 
     def _compute(
         self, token_ids: TokenIds, positions: range, num_logits: int

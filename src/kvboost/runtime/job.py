@@ -16,7 +16,7 @@ from kvboost.tokens.hashing import ChunkKey, TokenIds, window_hashes
 
 if TYPE_CHECKING:
     from kvboost.model.segment import Segment
-    from kvboost.runtime.generation import Steps
+    from kvboost.runtime.computing import Steps
 
 WINDOW = 32
 SAMPLED = 16

@@ -18,7 +18,7 @@ from typing import Any
 from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import KVBoostError, KVTooLargeError, ShuttingDownError
 from kvboost.results import GenerationResult
-from kvboost.runtime.generation import Given, Steps
+from kvboost.runtime.computing import Given, Steps
 from kvboost.runtime.healing import Healer
 from kvboost.runtime.job import Job
 from kvboost.runtime.request import RequestState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,16 +15,21 @@ from kvboost.cache.eviction.learned import LearnedPolicy
 from kvboost.cache.lookup.anchors import anchor_window
 from kvboost.cache.quantize import KVFormat, Quantizer
 from kvboost.cache.store import ChunkStore
-from kvboost.cache.tiers.open import open_tiers
+from kvboost.cache.tiers.open import Tiers, open_tiers
+from kvboost.cache.tiers.ram import RamTier
 from kvboost.config import EngineConfig
-from kvboost.model.kv import KVPool
+from kvboost.errors import KVBoostError
+from kvboost.model.kv import KVPool, RequestKV
 from kvboost.model.load import LoadedModel
 from kvboost.model.machine import memory_bytes
 from kvboost.model.native.moved_rows import move_keys
 from kvboost.model.paged.choose import PagesChoice, choose_pages, make_capture
+from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.pool import PagedPool
 from kvboost.results import ReuseReport
+from kvboost.reuse.assemble import Packer
 from kvboost.reuse.cost import CostModel
+from kvboost.reuse.request import BufferedRows, RequestRows
 from kvboost.reuse.rope import Rotation
 from kvboost.runtime.memory import Trimmer
 from kvboost.runtime.planner import Planner
@@ -35,8 +40,14 @@ from kvboost.runtime.unhealed import UnhealedQueue
 from kvboost.tokens.chunking import Cutter
 from kvboost.tokens.hashing import ChunkKey, TokenIds, root_key
 
+if TYPE_CHECKING:
+    from kvboost.model.paged.slab import Slab
+    from kvboost.reuse.paged.forwards import SegmentForwards
+
 INITIAL_ANSWER_ROWS = 512
 """Rows reserved for an answer at first. A longer answer makes the request's KV grow."""
+MAX_IDLE = 8
+"""KV buffers that are kept for the next requests."""
 MEMORY_SHARE = 0.25
 """Of a machine's memory, or twice that of what is free on a GPU, for the KV of running requests."""
 SLICE_ON_CPU = 2048
@@ -52,10 +63,11 @@ class Runtime:
     def __init__(self, model: LoadedModel, config: EngineConfig, costs: Path | None = None) -> None:
         self.model = model
         self._config = config
-        tiers = open_tiers(config, model.device)
+        tiers = self._open_tiers()
         self.max_kv_bytes = _kv_budget(config, model.device)
-        self.pages = choose_pages(model.forward.packed, model.forward.model)
-        self.pool = _make_pool(model, config, self.max_kv_bytes, self.pages)
+        self.pages = self._choose_pages()
+        self.pool = self._make_pool()
+        self._forwards: SegmentForwards | None = None
         self.store = ChunkStore(
             tiers,
             cut=Cutter(
@@ -66,7 +78,7 @@ class Runtime:
                 config.document_markers,
             ),
             origin=Origin(model.fingerprint, model.name),
-            format=_kv_format(model, config),
+            format=self._kv_format(),
             window=anchor_window(config.chunk_size),
             max_chunks=config.max_chunks,
             policy=partial(LearnedPolicy, use_importance=config.key_norms),
@@ -74,22 +86,20 @@ class Runtime:
         )
         self._naming = b"" if tiers.secret is None else tiers.secret.naming
         self.cost = CostModel(model.attention_share, costs)
-        self.rotation = _rotation(model)
+        self.rotation = rotation_of(model)
         self.planner = Planner(
             self.store, self.cost, model.support, self.root, moves=self.rotation is not None
         )
-        self.quantizer = Quantizer(
-            config.kv_cache_bits,
-            self.rotation,
-            own=tiers.ram.own if model.device.type == "cpu" else None,
-            measures_keys=config.key_norms,
+        self._quantizer = make_quantizer(
+            model, self.rotation, tiers.ram, config.kv_cache_bits, config.key_norms
         )
+        self.packer = self._make_packer(self._quantizer)
         self.prefill_slice = config.prefill_slice or (
             SLICE_ON_CPU if model.device.type == "cpu" else SLICE_ON_GPU
         )
         self._events = self._publish_events(config)
         self.trimmer = Trimmer()
-        self.running = RunningRequests(shares=model.support.reuse_limit is None)
+        self.running = RunningRequests(shares=self._shares_rows())
         self.totals = Totals(config.chunk_size)
         self.unhealed = UnhealedQueue()
 
@@ -154,9 +164,21 @@ class Runtime:
             return []
         if not self.pages.used:
             return [f"requests have no pages: {self.pages.reason}"]
-        steps, layers = self.model.forward.steps, self.model.forward.step_layers
-        found = [steps.capture.note if steps else None, layers.note if layers else None]
+        steps, layers = self.model.forward.steps, self.model.forward.fused_layers
+        own = self._forwards.note if self._forwards else None
+        found = [steps.capture.note if steps else None, layers.note if layers else None, own]
         return [note for note in found if note is not None]
+
+    @property
+    def failure(self) -> KVBoostError | None:
+        """Why no more requests can be served; None if they can."""
+        return None
+
+    @property
+    def num_graphs(self) -> int:
+        """How many CUDA graphs have been recorded."""
+        steps = self.model.forward.steps
+        return steps.capture.num_graphs if steps is not None else 0
 
     def close(self) -> None:
         """Saves the learned costs, closes the store and restores the model's own attention."""
@@ -165,8 +187,72 @@ class Runtime:
         if self._events is not None:
             self._events.close()
         self.pool.clear()
+        self._forwards = None
         self.model.forward.leave_pages()
         self.model.forward.release()
+
+    def rows_of(self, kv: RequestKV) -> RequestRows:
+        """The rows of a request, for reuse."""
+        forwards = self._forwards
+        if forwards is None or not isinstance(kv, PagedKV) or kv.slab is not forwards.slab:
+            return BufferedRows(kv, self.packer, self.rotation)
+        from kvboost.reuse.paged.request import PagedRequest
+
+        return PagedRequest(kv, forwards.kernels, self._quantizer, forwards.most_rows)
+
+    # What differs if the model is split over several ranks: see runtime/parallel.
+
+    def _open_tiers(self) -> Tiers:
+        return open_tiers(self._config, self.model.device)
+
+    def _choose_pages(self) -> PagesChoice:
+        return choose_pages(self.model.forward.packed, self.model.forward.model)
+
+    def _make_pool(self) -> KVPool:
+        model = self.model
+        shape = model.forward.shape
+        if not self.pages.used:
+            return KVPool(shape, MAX_IDLE)
+        return PagedPool(
+            shape,
+            self.max_kv_bytes,
+            self._config.max_running,
+            model.context_length,
+            on_slab=self._use_slab,
+        )
+
+    def _make_packer(self, quantizer: Quantizer) -> Packer:
+        return Packer(quantizer)
+
+    def _kv_format(self) -> KVFormat:
+        """What chunks look like in slow tiers."""
+        shape = self.model.forward.shape
+        return KVFormat(
+            shape.num_layers,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.dtype,
+            self._config.kv_cache_bits,
+        )
+
+    def _shares_rows(self) -> bool:
+        """Whether running requests may read each other's rows."""
+        return self.model.support.reuse_limit is None
+
+    def _use_slab(self, slab: Slab) -> None:
+        """The first request is about to have pages."""
+        from kvboost.reuse.paged.forwards import SegmentForwards, SlabPages
+        from kvboost.reuse.paged.kernels import GpuKernels
+
+        forward = self.model.forward
+        capture = make_capture(forward.shape.device, self._config.graphs)
+        forward.use_pages(slab, capture)
+        if forward.steps is not None:
+            kernels = GpuKernels(SlabPages(slab), self.rotation)
+            heads = self.model.num_heads
+            self._forwards = SegmentForwards(kernels, slab, heads, forward.run_rows, capture)
+            forward.use_runner(self._forwards)
+            self.cost.computed_rows = self._forwards.bucket_of
 
     def _publish_events(self, config: EngineConfig) -> EventPublisher | None:
         """Announces the text that is read without a salt: salts keep tenants apart, and events
@@ -191,33 +277,17 @@ def _kv_budget(config: EngineConfig, device: torch.device) -> int:
     return int(memory_bytes() * MEMORY_SHARE) or 4 * 1024**3
 
 
-def _make_pool(
-    model: LoadedModel, config: EngineConfig, num_bytes: int, pages: PagesChoice
-) -> KVPool:
-    forward = model.forward
-    if not pages.used:
-        return KVPool(forward.shape, max_idle=8)
-    captures = make_capture(forward.shape.device, config.graphs)
-    return PagedPool(
-        forward.shape,
-        num_bytes,
-        config.max_running,
-        model.context_length,
-        on_slab=lambda slab: forward.use_pages(slab, captures),
-    )
-
-
-def _kv_format(model: LoadedModel, config: EngineConfig) -> KVFormat:
-    """What stored chunks of this engine look like."""
-    shape = model.forward.shape
-    return KVFormat(
-        shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype, config.kv_cache_bits
-    )
-
-
-def _rotation(model: LoadedModel) -> Rotation | None:
+def rotation_of(model: LoadedModel) -> Rotation | None:
     """How keys rotate to another position; None if the model has no rotary positions."""
     if model.frequencies is None:
         return None
     interleaved = model.support.architecture.interleaved
     return Rotation(model.frequencies, interleaved=interleaved, kernel=move_keys)
+
+
+def make_quantizer(
+    model: LoadedModel, rotation: Rotation | None, ram: RamTier, bits: int, measures_keys: bool
+) -> Quantizer:
+    """Where the model runs on the CPU, packed rows are in the memory of ``ram`` at once."""
+    own = ram.own if model.device.type == "cpu" else None
+    return Quantizer(bits, rotation, own=own, measures_keys=measures_keys)

@@ -21,7 +21,8 @@ from kvboost.model.kv import RequestKV
 from kvboost.model.paged.sampling import RowSampler
 from kvboost.model.sampling import Sampler
 from kvboost.results import Healing
-from kvboost.runtime.generation import Computing, Generation, Given, Steps
+from kvboost.runtime.computing import Computing, Given, Steps
+from kvboost.runtime.generation import Generation
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.tokens.hashing import as_token_ids

@@ -111,9 +111,11 @@ async def health() -> Response:
     responses={**errors(has_body=False), 503: {"model": Health | ErrorReply}},
 )
 async def ready(server: Server) -> Response:
-    """Whether the server accepts requests: 200, or 503 while it stops."""
+    """Whether the server accepts requests: 200, or 503 while it stops or must be started again."""
     if server.draining:
         return JSONResponse({"status": "draining"}, 503)
+    if server.engine.failure is not None:
+        return JSONResponse({"status": "failed"}, 503)
     return JSONResponse({"status": "ready"})
 
 

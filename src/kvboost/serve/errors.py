@@ -22,6 +22,7 @@ from kvboost.errors import (
     KVTooLargeError,
     PromptError,
     QueueFullError,
+    RankLostError,
     ShuttingDownError,
 )
 
@@ -88,6 +89,13 @@ def from_engine(error: Exception) -> ApiError:
             return ApiError(413, str(error), code="kv_bytes_exceeded", param="prompt")
         case ShuttingDownError():
             return shutting_down()
+        case RankLostError():
+            return ApiError(
+                503,
+                "a process of the model has ended; the server must be started again",
+                kind="server_error",
+                code="rank_lost",
+            )
         case ForgetError():
             return ApiError(500, str(error), kind="server_error", code="not_forgotten")
         case PromptError():

@@ -89,7 +89,10 @@ def inside(text: str, encode: Callable[[str], Sequence[int]]) -> list[TokenIds]:
 
 def _is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, str]]]:
     """Whether ``prompt`` is a conversation; raises PromptError on a message we cannot read."""
-    if not isinstance(prompt, Sequence) or not any(isinstance(item, Mapping) for item in prompt):
+    if not isinstance(prompt, Sequence):
+        return False
+    kinds = set(map(type, prompt))  # a prompt of many ids has one, which is asked once
+    if not any(issubclass(kind, Mapping) for kind in kinds):
         return False
     for message in prompt:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):

@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+import torch
+
 from chunks import make_chunk
 from kvboost.cache.tiers.ram import RamTier
+from tiny import DEVICE
 
 
 def test_a_tier_keeps_its_budget_and_counts_bytes() -> None:
@@ -21,3 +27,19 @@ def test_a_tier_keeps_its_budget_and_counts_bytes() -> None:
     assert tier.keys() == [second.key]
     tier.close()
     assert (tier.nbytes, tier.keys()) == (0, [])
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="copies from a GPU")
+def test_data_from_a_gpu_has_arrived_when_it_is_read() -> None:
+    tier = RamTier(1 << 30, pinned=True)
+    chunk = make_chunk([1] * 4)
+    moved = replace(
+        chunk, data=chunk.data.map(lambda _: torch.arange(1, (1 << 24) + 1, device=DEVICE))
+    )
+    brought = tier.adopt(moved)
+    del moved
+    torch.zeros(1 << 24, dtype=torch.int64, device=DEVICE)  # takes the memory of what was copied
+    tier.put(brought)
+    assert tier.get(chunk.key) is brought
+    for tensor in brought.data.tensors.values():
+        assert tensor.is_pinned() and torch.equal(tensor, torch.arange(1 << 24) + 1)

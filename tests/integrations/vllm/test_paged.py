@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvboost.integrations.vllm.hooks import EnoughLayers
 from kvboost.integrations.vllm.paged import PagedRows, ProbeHook, ShiftHook
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.model.kv import KVShape, RequestKV
+from kvboost.reuse.paged.hooks import EnoughLayers
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans

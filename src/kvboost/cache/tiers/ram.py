@@ -24,6 +24,8 @@ class RamTier:
         self.max_bytes = max_bytes
         self.faults: dict[str, int] = {}
         self._pinned = pinned
+        self._copies: torch.cuda.Stream | None = None
+        """Where copies from a GPU are under way."""
         self._chunks: dict[ChunkKey, KVChunk] = {}
         self._nbytes = 0
 
@@ -33,7 +35,8 @@ class RamTier:
 
     def adopt(self, chunk: KVChunk) -> KVChunk:
         """``chunk`` with its data in this tier's memory; itself if it is there already. Does not
-        change the tier and needs no lock."""
+        change the tier and needs no lock. Data from a GPU may still be on its way: ``settle``
+        waits for it, and ``get`` does."""
         return replace(chunk, data=chunk.data.map(self._bring))
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
@@ -52,11 +55,27 @@ class RamTier:
         """A copy in this tier's memory."""
         return self.allocate(tensor).copy_(tensor)
 
+    def settle(self) -> None:
+        """Waits for copies from a GPU."""
+        if self._copies is not None:
+            self._copies.synchronize()
+
     def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.device.type == "cpu" else self.own(tensor)
+        if tensor.device.type != "cuda" or not self._pinned:
+            return tensor if tensor.device.type == "cpu" else self.own(tensor)
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        self._copies.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._copies):
+            brought = self.allocate(tensor).copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._copies)
+        return brought
 
     def get(self, key: ChunkKey) -> KVChunk | None:
-        return self._chunks.get(key)
+        found = self._chunks.get(key)
+        if found is not None:
+            self.settle()
+        return found
 
     def put(self, chunk: KVChunk) -> bool:
         if chunk.key in self._chunks:

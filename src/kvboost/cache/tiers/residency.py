@@ -80,6 +80,7 @@ class Residency:
         chunk = chunk or self._ram.get(key)
         if chunk is None and self.writer is not None:
             chunk = self.writer.get(key)
+            self._ram.settle()
         return chunk
 
     def put(self, chunk: KVChunk, on_device: KVChunk) -> bool:

@@ -84,6 +84,8 @@ class Transfers:
         while coming:
             info, first = coming.popleft()
             chunk = first.result() if isinstance(first, Future) else first
+            if chunk is not None and not self._tiers.shards.is_complete(chunk):
+                chunk = None
             coming.extend((info, self._begin(info)) for info in islice(rest, 1))
             with self._lock:
                 if chunk is None:
@@ -184,6 +186,8 @@ class Transfers:
         """Reads a chunk from a slow tier and promotes it to RAM; None if that fails."""
         try:
             chunk, tier = self._read(planned)
+            if chunk is not None:
+                chunk = self._tiers.shards.split(chunk)
             with self._lock:
                 if chunk is None:
                     self._residency.mark_lost(planned.key)
@@ -211,9 +215,13 @@ class Transfers:
 
     def _write(self, chunk: KVChunk) -> bool:
         """Called by the writer's thread; returns whether ``chunk`` is finished."""
-        done = self._disk is None or self._write_to_disk(chunk, self._disk)
+        self._ram.settle()
+        whole = self._tiers.shards.join(chunk)
+        if whole is None:
+            return True
+        done = self._disk is None or self._write_to_disk(whole, self._disk)
         if self._remote is not None:
-            self._remote.put(chunk)
+            self._remote.put(whole)
         return done
 
     def _written(self, key: ChunkKey) -> None:

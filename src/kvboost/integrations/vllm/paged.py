@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-from kvboost.integrations.vllm.hooks import EnoughLayers
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.model.kv import KVShape
+from kvboost.reuse.paged.hooks import EnoughLayers
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.shift import Shift
 

@@ -15,19 +15,19 @@ import numpy as np
 import torch
 
 from kvboost.integrations.vllm import paged
-from kvboost.integrations.vllm.hooks import LayerHook
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.planner import Load
 from kvboost.integrations.vllm.ranks import Ranks
 from kvboost.model.segment import Hook
+from kvboost.reuse.paged.hooks import LayerHook
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.repair import STRATEGIES, MovedRows, asks_attention
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
 
 if TYPE_CHECKING:
-    from kvboost.integrations.vllm.kernels import GpuKernels
     from kvboost.integrations.vllm.sparse import SparseForward
+    from kvboost.reuse.paged.kernels import GpuKernels
 
 SCRATCH_PAGE = 0
 """The last rows of a prompt, for which vLLM has allocated no page yet, are probed in this one.

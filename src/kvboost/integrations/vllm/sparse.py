@@ -22,12 +22,12 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvboost.errors import UnsupportedModelError
-from kvboost.integrations.vllm.hooks import Attention, EnoughLayers, LayerHook
 from kvboost.integrations.vllm.pages import Pages
+from kvboost.reuse.paged.hooks import Attention, EnoughLayers, LayerHook
 
 if TYPE_CHECKING:
-    from kvboost.integrations.vllm.graphs import Graphs
-    from kvboost.integrations.vllm.kernels import GpuKernels
+    from kvboost.reuse.paged.graphs import Graphs
+    from kvboost.reuse.paged.kernels import GpuKernels
 
 logger = init_logger("vllm.kvboost")
 
@@ -124,7 +124,7 @@ class SparseForward:
     def _capture(self, kernels: GpuKernels) -> Graphs | None:
         """Graphs of small forwards; None where vLLM captures none either, and where nobody has
         tried it."""
-        from kvboost.integrations.vllm.graphs import Graphs
+        from kvboost.reuse.paged.graphs import Graphs
 
         config = self._config
         if (

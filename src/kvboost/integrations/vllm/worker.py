@@ -43,7 +43,7 @@ from kvboost.reuse.rope import Rotation
 
 if TYPE_CHECKING:
     from kvboost.integrations.vllm.commands import Reply
-    from kvboost.integrations.vllm.kernels import GpuKernels
+    from kvboost.reuse.paged.kernels import GpuKernels
 
 PLACED_ROWS = 4096
 """Rows that are put into pages together: a copy of them is made on the device."""
@@ -344,7 +344,7 @@ def _gpu_kernels(pages: Pages, rotation: Rotation) -> GpuKernels | None:
     """Our kernels, where they serve these pages."""
     if pages.device.type != "cuda" or not pages.is_plain or not triton.is_available():
         return None
-    from kvboost.integrations.vllm.kernels import GpuKernels
+    from kvboost.reuse.paged.kernels import GpuKernels
 
     kernels = GpuKernels(pages, rotation)
     kernels.warm_up(pages.layers[0].impl.num_heads)

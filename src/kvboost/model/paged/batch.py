@@ -1,44 +1,84 @@
-"""Packed segments whose KV is in pages: one kernel writes the fresh rows, and one attends for all
-segments that torch has no faster one for."""
+"""Packed segments whose KV is in pages. One kernel of ours attends for all of them, except for long
+runs of consecutive rows, which kernels of torch's attend for faster."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
-from kvboost.model.attention import Batch, attend_segment
+from kvboost.model.attention import attend_segment
 from kvboost.model.paged.kv import PagedKV
-from kvboost.model.paged.slab import PAGE, Slab
+from kvboost.model.paged.long_rows import LongKernel, long_kernels
+from kvboost.model.paged.row_batch import Fresh, RowBatch
+from kvboost.model.paged.slab import PAGE, to_device
 from kvboost.model.segment import Segment, split
 from kvboost.model.triton.attention import attend
+from kvboost.model.triton.dense import gather, merge
 from kvboost.model.triton.rows import PagedRows, Tile
-from kvboost.model.triton.write import write
 
 LEAST_DENSE_ROWS = 256
-"""From so many consecutive rows on, gathering the keys and calling torch's causal kernel is faster
-than reading the pages in place."""
+"""Where none of torch's long kernels serves: from so many consecutive rows on, gathering the keys
+and calling torch's causal attention is faster than reading the pages in place."""
+FEW_SEGMENTS, LEAST_OF_MANY = 4, 1024
+"""A long kernel runs once for each segment. In a batch of more segments than this, only those with
+so many rows get one."""
 
 
-class PagedBatch(Batch):
+@dataclass(frozen=True)
+class Run:
+    """Consecutive rows of a batch that belong to one segment."""
+
+    segment: int
+    start: int
+    """Its first row among those of the batch."""
+    first: int
+    """Its first row among those of the segment."""
+    count: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.start + self.count)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Which kernel attends for which rows of a batch."""
+
+    long: list[tuple[Run, LongKernel]]
+    dense: list[Run]
+    """Whole segments that torch computes as it would without pages."""
+    others: list[Run]
+
+
+class PagedBatch(RowBatch):
     """Segments that go through the model packed into one row; all in pages of one slab."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        super().__init__(segments)
         self._kvs = [segment.kv for segment in segments if isinstance(segment.kv, PagedKV)]
         assert len(self._kvs) == len(segments)
-        self._slab: Slab = self._kvs[0].slab
-        self._rows: dict[tuple[tuple[int, ...], int], PagedRows] = {}
+        super().__init__(self._kvs[0].slab, segments)
+        self._starts = list(accumulate(map(len, segments), initial=0))
+        self._positions = [
+            segment.position_ids(torch.device("cpu")).cpu() for segment in self.segments
+        ]
+        self.slots = self._find_slots()
+        self.is_fused = not self.has_hooks and not self._as_stock
+        self._work: dict[tuple[int | None, float | None, int], Work] = {}
+        self._rows: dict[tuple[int | None, float | None, int], PagedRows] = {}
 
     @cached_property
-    def _positions(self) -> list[torch.Tensor]:
-        """The positions of each segment, on the CPU."""
-        return [segment.position_ids(torch.device("cpu")).cpu() for segment in self.segments]
+    def _as_stock(self) -> bool:
+        """Whether to make stock transformers' calls: for a segment that asks for it, is alone and
+        begins at position 0."""
+        first = self.segments[0]
+        alone = len(self.segments) == 1
+        return alone and first.as_stock and first.is_plain and first.first == 0
 
-    @cached_property
-    def _slots(self) -> torch.Tensor:
-        """Where the fresh rows are written."""
+    def _find_slots(self) -> torch.Tensor:
         for kv, segment in zip(self._kvs, self.segments, strict=True):
             if segment.first < kv.own_start or segment.end > kv.capacity:
                 raise RuntimeError(
@@ -48,7 +88,7 @@ class PagedBatch(Batch):
         counts = torch.tensor([len(segment) for segment in self.segments])
         requests = torch.tensor([kv.holding.row for kv in self._kvs])
         sent = torch.stack([torch.cat(self._positions), requests.repeat_interleave(counts)])
-        position, request = sent.to(self._slab.shape.device)
+        position, request = to_device(sent, torch.int64, self._slab.shape.device)
         return self._slab.table[request, position // PAGE].long() * PAGE + position % PAGE
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -57,71 +97,105 @@ class PagedBatch(Batch):
             for segment, k, v in zip(self.segments, split_keys, split_values, strict=True):
                 if segment.hook is not None:
                     segment.hook.on_fresh(layer, segment.kv, k, v)
-        pages = self._slab.layers[layer]
-        write(keys[0].transpose(0, 1), values[0].transpose(0, 1), pages, self._slots)
+        super().write(layer, keys, values)
 
-    def attend(
+    def attend_rows(
         self,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         scale: float,
-        window: int | None,
-        softcap: float | None,
+        window: int | None = None,
+        softcap: float | None = None,
+        *,
+        fresh: Fresh | None = None,
     ) -> torch.Tensor:
-        hidden = [segment.hides(window) for segment in self.segments]
-        dense = {
-            index
-            for index, segment in enumerate(self.segments)
-            if softcap is None and hidden[index] is None and _is_dense(segment)
-        }
-        others = tuple(index for index in range(len(self.segments)) if index not in dense)
-        queries = split(query, self.segments)
-        parts: dict[int, torch.Tensor] = {}
-        if others:
-            whole = query if not dense else torch.cat([queries[index] for index in others], 2)
-            out = attend(
-                whole[0].transpose(0, 1),
-                self._slab.layers[layer],
-                self._rows_of(others, query.shape[1]),
+        assert fresh is not None
+        kind = window, softcap, query.shape[1]
+        if kind not in self._work:
+            self._work[kind] = self._plan(*kind)
+        work = self._work[kind]
+        if work.long and work.long[0][0].count == len(query) and not self._first(work.long[0][0]):
+            return _by_kernel(work.long[0][1], query, fresh, scale, causal=True)[0]
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for run, kernel in work.long:
+            own = query[run.rows], (fresh[0][run.rows], fresh[1][run.rows])
+            table = self._slab.table[self._kvs[run.segment].holding.row]
+            before = self._first(run)
+            attend_after(kernel, *own, self.pages(layer), table, before, scale, out[run.rows])
+        for run in work.dense:
+            q, k, v = (part[run.rows].transpose(0, 1)[None] for part in (query, *fresh))
+            found = attend_segment(self.segments[run.segment], q, k, v, layer, scale, None, None)
+            out[run.rows] = found[0].transpose(0, 1)
+        if work.others:
+            hidden = any(self.segments[run.segment].hides(window) for run in work.others)
+            if kind not in self._rows:
+                self._rows[kind] = self._rows_of(work.others, query.shape[1])
+            attend(
+                query,
+                self.pages(layer),
+                self._rows[kind],
                 scale,
-                window=window if any(hidden) else None,
+                window=window if hidden else None,
                 soft_cap=softcap,
-                absent=self._absent(others),
+                absent=self._absent([run.segment for run in work.others]),
+                out=out,
             )
-            if not dense:
-                return out[None]
-            counts = [len(self.segments[index]) for index in others]
-            parts.update(zip(others, out.split(counts), strict=True))
-        keys, values = split(key, self.segments), split(value, self.segments)
-        for index in dense:
-            segment = self.segments[index]
-            part = attend_segment(
-                segment, queries[index], keys[index], values[index], layer, scale, None, None
-            )
-            parts[index] = part[0].transpose(0, 1)
-        return torch.cat([parts[index] for index in range(len(parts))])[None]
+        return out
 
-    def _rows_of(self, indices: tuple[int, ...], heads: int) -> PagedRows:
-        """The rows of these segments, for the kernel; made once a forward."""
-        if (indices, heads) not in self._rows:
-            requests = torch.tensor([self._kvs[index].holding.row for index in indices])
-            shape = self._slab.shape
-            most = max(len(self.segments[index]) for index in indices)
-            group = heads // shape.num_kv_heads
-            self._rows[indices, heads] = PagedRows.of(
-                [self._positions[index] for index in indices],
-                self._slab.table[requests.to(shape.device)],
-                page=PAGE,
-                heads=heads,
-                kv_heads=shape.num_kv_heads,
-                dtype=shape.dtype,
-                tile=Tile.pick(group * most, shape.dtype, shape.head_dim),
-            )
-        return self._rows[indices, heads]
+    def _first(self, run: Run) -> int:
+        """The position of its first row."""
+        return self.segments[run.segment].first + run.first
 
-    def _absent(self, indices: tuple[int, ...]) -> torch.Tensor | None:
+    def _plan(self, window: int | None, softcap: float | None, heads: int) -> Work:
+        shape = self._slab.shape
+        kernels: Sequence[LongKernel] = ()
+        if softcap is None and not self._as_stock:
+            sizes = heads, shape.num_kv_heads, shape.head_dim
+            kernels = long_kernels(shape.device, shape.dtype, *sizes)
+        least = 0 if len(self.segments) <= FEW_SEGMENTS else LEAST_OF_MANY
+        work = Work([], [], [])
+        for index, segment in enumerate(self.segments):
+            sees_all = softcap is None and segment.is_plain and segment.hides(window) is None
+            whole = Run(index, self._starts[index], 0, len(segment))
+            if sees_all and not kernels and _is_dense(segment):
+                work.dense.append(whole)
+                continue
+            cuts = ((each.cut(segment.first, segment.end), each) for each in kernels if sees_all)
+            found = ((rows, each) for rows, each in cuts if rows and len(rows) >= least)
+            rows, kernel = next(found, (None, None))
+            if rows is None or kernel is None:
+                work.others.append(whole)
+                continue
+            before, after = rows.start - segment.first, segment.end - rows.stop
+            long = Run(index, whole.start + before, before, len(rows))
+            work.long.append((long, kernel))
+            ends = (
+                Run(index, whole.start, 0, before),
+                Run(index, long.rows.stop, before + len(rows), after),
+            )
+            work.others.extend(run for run in ends if run.count)
+        return work
+
+    def _rows_of(self, runs: Sequence[Run], heads: int) -> PagedRows:
+        """The rows of these runs, for our kernel."""
+        shape = self._slab.shape
+        requests = to_device(
+            [self._kvs[run.segment].holding.row for run in runs], torch.int64, shape.device
+        )
+        group = heads // shape.num_kv_heads
+        most = max(run.count for run in runs)
+        return PagedRows.of(
+            [self._positions[run.segment][run.first : run.first + run.count] for run in runs],
+            self._slab.table[requests],
+            page=PAGE,
+            heads=heads,
+            kv_heads=shape.num_kv_heads,
+            dtype=shape.dtype,
+            tile=Tile.pick(group * most, shape.dtype, shape.head_dim),
+            starts=[run.start for run in runs],
+        )
+
+    def _absent(self, indices: Sequence[int]) -> torch.Tensor | None:
         """Which rows of each of these segments no query may attend to."""
         segments = [self.segments[index] for index in indices]
         if all(segment.absent is None for segment in segments):
@@ -135,7 +209,37 @@ class PagedBatch(Batch):
         return absent
 
 
+def attend_after(
+    kernel: LongKernel,
+    query: torch.Tensor,
+    fresh: Fresh,
+    pages: torch.Tensor,
+    table: torch.Tensor,
+    before: int,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Attention of consecutive rows, ``[rows, heads, dim]``, over the ``before`` rows of the
+    request that ``table`` names in ``pages`` and over their own keys and values."""
+    own = _by_kernel(kernel, query, fresh, scale, causal=True)
+    if not before:
+        out.copy_(own[0])
+        return
+    keys, values = (part.transpose(0, 1) for part in gather(pages, table, before))
+    merge(_by_kernel(kernel, query, (keys, values), scale, causal=False), own, out)
+
+
+def _by_kernel(
+    kernel: LongKernel, query: torch.Tensor, keys_values: Fresh, scale: float, *, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of ``[rows, heads, dim]`` over ``[keys, kv_heads, dim]``; and its log-sum-exps,
+    ``[heads, rows]``."""
+    query, keys, values = (part.transpose(0, 1)[None] for part in (query, *keys_values))
+    out, sums = kernel.attend(query, keys, values, scale, causal)
+    return out[0].transpose(0, 1), sums[0]
+
+
 def _is_dense(segment: Segment) -> bool:
-    """Whether torch's causal kernels serve this segment better: it is a whole sequence, which is
+    """Whether torch's causal attention serves this segment better: it is a whole sequence, which is
     then computed as stock transformers computes it, or has many consecutive rows."""
     return segment.is_plain and (segment.first == 0 or len(segment) >= LEAST_DENSE_ROWS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,9 +27,15 @@ class Capture(Protocol):
     def note(self) -> str | None:
         """Why functions run as they are; None if they are captured."""
 
+    @property
+    def num_graphs(self) -> int:
+        """How many functions have been captured."""
+
 
 class NoCapture:
     """Functions run as they are."""
+
+    num_graphs = 0
 
     def __init__(self, note: str | None = None) -> None:
         self._note = note
@@ -39,6 +46,20 @@ class NoCapture:
 
     def __call__(self, function: Function, name: str) -> Function:
         return function
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A graph, its result, and the function, which may be all that holds the tensors that the graph
+    reads and writes."""
+
+    function: Function
+    graph: torch.cuda.CUDAGraph
+    result: torch.Tensor
+
+    def __call__(self) -> torch.Tensor:
+        self.graph.replay()
+        return self.result
 
 
 class GraphCapture:
@@ -77,12 +98,7 @@ class GraphCapture:
             return function
         self.num_graphs += 1
         self.used_bytes += max(0, free - torch.cuda.mem_get_info(self._device)[0])
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return result
-
-        return replay
+        return Recorded(function, graph, result)
 
     def _record(self, function: Function) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """Runs the function once, so that kernels are compiled and libraries have their memory, and

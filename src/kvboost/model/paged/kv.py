@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,6 +10,9 @@ import torch
 from kvboost.errors import KVTooLargeError
 from kvboost.model.kv import Prefix, RequestKV
 from kvboost.model.paged.slab import PAGE, Holding, Slab, pages_for
+
+READ_ROWS = 2048
+"""Rows that are gathered together for one who reads them in parts."""
 
 
 class SharedPages(Prefix):
@@ -41,6 +44,10 @@ class PagedKV(RequestKV):
         return len(self.holding.pages) * PAGE
 
     @property
+    def positions_on(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
     def own_start(self) -> int:
         return 0 if self._shared is None else self._shared.count
 
@@ -70,6 +77,19 @@ class PagedKV(RequestKV):
 
     def rows(self, start: int, end: int) -> torch.Tensor:
         return self._gather(self.slab.data, start, end)
+
+    def reading(self, end: int) -> Callable[[int, int], torch.Tensor]:
+        """Gathers many rows at once: every gathering is several launches."""
+        first, last, gathered = 0, -1, torch.empty(0)
+
+        def rows(start: int, stop: int) -> torch.Tensor:
+            nonlocal first, last, gathered
+            if not first <= start <= stop <= last:
+                first, last = start, max(stop, min(end, start + READ_ROWS))
+                gathered = self.rows(first, last)
+            return gathered[:, :, :, start - first : stop - first]
+
+        return rows
 
     def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._gather(self.slab.layers[layer][None], start, end)

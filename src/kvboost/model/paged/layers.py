@@ -1,4 +1,5 @@
-"""Decoder layers of the Llama kind in ten kernels instead of thirty-five, for decode steps.
+"""Decoder layers of the Llama kind in ten kernels instead of thirty-five, for rows in pages: those
+of decode steps, and those of prompts.
 
 Their products are those of the model, of which some are merged: queries, keys and values are one,
 gate and up are one. The weights of merged layers become views of one tensor, so that they take no
@@ -15,14 +16,20 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from kvboost.model.paged.batch import PagedBatch
+from kvboost.model.paged.kv import PagedKV
+from kvboost.model.paged.row_batch import RowBatch
 from kvboost.model.paged.slab import Slab
 from kvboost.model.paged.steps import RunModel, StepBatch
+from kvboost.model.segment import Segment
 from kvboost.model.triton.fused import add_norm, gate, rotate_and_write
 
 log = logging.getLogger("kvboost")
 
 ROUNDING = {torch.float32: 1e-3}
 """How far the logits may be apart after all layers, relative to the largest; elsewhere 2**-4."""
+PROBED_ROWS = {"cpu": 20, "cuda": 640}
+"""Rows of a prompt that show whether our layers do what the model's do."""
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Norm, attention, norm, gated layer; rotary positions in halves; perhaps norms of queries and
 keys."""
@@ -49,8 +56,8 @@ class Merged:
             each.weight.data = each.weight.data.clone()
 
 
-class StepLayer:
-    """One decoder layer for the rows of a decode step."""
+class FusedLayer:
+    """One decoder layer for rows in pages."""
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -69,7 +76,7 @@ class StepLayer:
         return linears_of(self._layer) == self._linears
 
     def __call__(
-        self, hidden: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], batch: StepBatch
+        self, hidden: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], batch: RowBatch
     ) -> torch.Tensor:
         """``hidden`` is ``[rows, width]``; cosine and sine are ``[rows, head_dim]``."""
         layer = self._layer
@@ -77,10 +84,10 @@ class StepLayer:
         before, after = layer.input_layernorm, layer.post_attention_layernorm
         normed, _ = add_norm(hidden, before.weight, before.variance_epsilon)
         pages = batch.pages(number)
-        query = rotate_and_write(
+        query, keys, values = rotate_and_write(
             self.qkv(normed), cos_sin, pages, batch.slots, self._norms, self._norm_eps
         )
-        attended = batch.attend_rows(number, query, attention.scaling)
+        attended = batch.attend_rows(number, query, attention.scaling, fresh=(keys, values))
         out = attention.o_proj(attended.flatten(1))
         normed, summed = add_norm(out, after.weight, after.variance_epsilon, hidden)
         # Adds the product in place: no kernel for the sum.
@@ -95,15 +102,15 @@ def linears_of(layer: Any) -> list[Any]:
     ]
 
 
-class StepLayers:
-    """The decoder layers of a model that run decode steps with fewer kernels."""
+class FusedLayers:
+    """The decoder layers of a model that run rows in pages with fewer kernels."""
 
     def __init__(self, model: nn.Module, slab: Slab, run_model: RunModel) -> None:
         """Replaces them if the logits equal those of the model's own; ``note`` says why not."""
-        self._layers = {layer: StepLayer(layer) for layer in _decoders(model, slab.shape.dtype)}
+        self._layers = {layer: FusedLayer(layer) for layer in _decoders(model, slab.shape.dtype)}
         self.note: str | None = None
         if not self._layers:
-            self.note = "no decoder layers of a kind that has faster steps"
+            self.note = "no decoder layers of a kind that has faster ones"
             return
         with torch.inference_mode():
             expected = _probe(slab, run_model)
@@ -123,7 +130,7 @@ class StepLayers:
 
     def _give_up(self, reason: str) -> None:
         self.restore()
-        self.note = f"our layers for decode steps {reason}; the model's own are left alone"
+        self.note = f"our decoder layers {reason}; the model's own are left alone"
         log.warning(self.note)
 
     def restore(self) -> None:
@@ -134,12 +141,25 @@ class StepLayers:
 
 
 def _probe(slab: Slab, run_model: RunModel) -> torch.Tensor:
-    """Logits of two rows in the page for padding."""
+    """Logits of a decode step of two rows, in the page for padding, and of some rows of a
+    prompt."""
     batch = StepBatch(slab, 2)
-    positions = torch.tensor([3, 5], device=slab.shape.device)
+    device = slab.shape.device
+    positions = torch.tensor([3, 5], device=device)
     batch.positions.copy_(positions)
     batch.slots.copy_(positions)
-    return run_model(positions - 2, positions, batch).float()
+    step = run_model(positions - 2, positions, batch).float()
+    holding = slab.take(PROBED_ROWS[device.type])
+    if holding is None:
+        return step
+    try:
+        positions = torch.arange(PROBED_ROWS[device.type], device=device)
+        ids = positions % 199
+        prompt = Segment(PagedKV(slab, holding), ids, range(len(ids)))
+        logits = run_model(ids, positions, PagedBatch([prompt]))
+    finally:
+        slab.release(holding)
+    return torch.cat([step, logits[:2].float(), logits[-2:].float()])
 
 
 def _decoders(model: nn.Module, dtype: torch.dtype) -> Iterator[Any]:
@@ -166,15 +186,15 @@ def _decoders(model: nn.Module, dtype: torch.dtype) -> Iterator[Any]:
             yield layer
 
 
-def replace_forward(module: nn.Module, ours: StepLayer) -> None:
-    """Makes ``ours`` run the rows of decode steps; other calls reach the layer as it was."""
+def replace_forward(module: nn.Module, ours: FusedLayer) -> None:
+    """Makes ``ours`` run rows in pages; other calls reach the layer as it was."""
     stock = module.forward
 
     def forward(
         hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
     ) -> Any:
         batch = getattr(past_key_values, "batch", None)
-        if not isinstance(batch, StepBatch) or not ours.serves():
+        if not (isinstance(batch, RowBatch) and batch.is_fused and ours.serves()):
             return stock(hidden_states, *args, past_key_values=past_key_values, **kwargs)
         cos, sin = kwargs["position_embeddings"]
         return ours(hidden_states[0], (cos[0], sin[0]), batch)[None]
@@ -182,7 +202,7 @@ def replace_forward(module: nn.Module, ours: StepLayer) -> None:
     module.forward = forward
 
 
-def restore_forward(module: nn.Module, ours: StepLayer) -> None:
+def restore_forward(module: nn.Module, ours: FusedLayer) -> None:
     """Undoes :func:`replace_forward` and the merging of weights."""
     vars(module).pop("forward", None)
     for merged in (ours.qkv, ours.gate_up):

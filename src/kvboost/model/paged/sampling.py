@@ -22,6 +22,8 @@ from kvboost.model.sampling import LEAST_TEMPERATURE, Picked, chosen
 
 MOST_LIKELY = 256
 """If all requests of a batch have a ``top_k`` up to this, only so many tokens are sorted."""
+MOST_BIASES = 300
+"""Biases that a request may have on the device; OpenAI's limit."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,14 @@ class Kind:
     penalizes: bool = False
     draws: bool = False
     sorts_all: bool = False
+    biases: bool = False
 
     def __or__(self, other: Kind) -> Kind:
         return Kind(
             self.penalizes or other.penalizes,
             self.draws or other.draws,
             self.sorts_all or other.sorts_all,
+            self.biases or other.biases,
         )
 
 
@@ -51,6 +55,8 @@ class DeviceSampling:
         # temperature, top_p, min_p, penalty; draws, top_k, seed
         self._numbers = torch.ones(num_rows, 4, device=device)
         self._whole = torch.zeros(num_rows, 3, dtype=torch.int64, device=device)
+        self._bias_ids = torch.zeros(num_rows, MOST_BIASES, dtype=torch.int64, device=device)
+        self._biases = torch.zeros(num_rows, MOST_BIASES, device=device)
         self._seen: torch.Tensor | None = None
         self._true = torch.ones((), dtype=torch.bool, device=device)
 
@@ -63,15 +69,18 @@ class DeviceSampling:
         prompt_ids: Sequence[int] | Any,
     ) -> RowSampler | None:
         """Enters the options of a request; None if it has some that need its logits on the host's
-        path: log probabilities, penalties of generated tokens, or biases."""
-        needs_logits = (params.presence_penalty, params.frequency_penalty, params.logit_bias)
-        if params.logprobs is not None or any(needs_logits):
+        path: log probabilities, penalties of generated tokens, or too many biases."""
+        biases = params.logit_bias or {}
+        if params.logprobs is not None or params.presence_penalty or params.frequency_penalty:
+            return None
+        if len(biases) > MOST_BIASES or not all(0 <= one < self._num_logits for one in biases):
             return None
         options = chosen(params, defaults)
         kind = Kind(
             options.repetition_penalty != 1.0,
             params.samples,
             params.samples and not 0 < options.top_k <= MOST_LIKELY,
+            bool(biases),
         )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         temperature = max(options.temperature, LEAST_TEMPERATURE)
@@ -80,6 +89,12 @@ class DeviceSampling:
         self._whole[row] = to_device(
             [int(params.samples), options.top_k, seed], torch.int64, self._device
         )
+        self._biases[row].zero_()
+        if biases:
+            count = len(biases)
+            self._bias_ids[row, :count] = to_device(list(biases), torch.int64, self._device)
+            values = to_device(list(biases.values()), torch.float32, self._device)
+            self._biases[row, :count] = values
         if kind.penalizes:
             seen = self._seen_tokens()
             ids = torch.from_numpy(np.array(prompt_ids, np.int64)).to(self._device)
@@ -110,6 +125,8 @@ class DeviceSampling:
             return logits.argmax(-1)
         scores = logits.float()
         temperature, top_p, min_p, penalty = self._numbers[rows][:, :, None].unbind(1)
+        if kind.biases:
+            scores = scores.scatter_add(1, self._bias_ids[rows], self._biases[rows])
         if kind.penalizes:
             seen = self._seen_tokens()
             seen.index_put_((rows, last), self._true)

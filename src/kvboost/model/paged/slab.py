@@ -163,10 +163,15 @@ def pages_for(num_rows: int) -> int:
 
 
 def to_device(
-    numbers: Sequence[float] | np.ndarray[Any, Any], dtype: torch.dtype, device: torch.device
+    numbers: Sequence[float] | np.ndarray[Any, Any] | torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
     """A tensor of ``numbers``. A GPU is not waited for."""
-    if device.type != "cuda":
-        return torch.tensor(numbers, dtype=dtype, device=device)
-    pinned = torch.tensor(numbers, dtype=dtype, pin_memory=True)
-    return pinned.to(device, non_blocking=True)
+    if not isinstance(numbers, torch.Tensor):
+        numbers = torch.tensor(numbers, dtype=dtype)
+    if numbers.device == device or device.type != "cuda":
+        return numbers.to(device, dtype)
+    if numbers.device.type == "cpu" and numbers.numel():
+        numbers = numbers.to(dtype).pin_memory()
+    return numbers.to(device, dtype, non_blocking=True)

@@ -16,13 +16,13 @@ import torch
 from kvboost.model.attention import Batch
 from kvboost.model.paged.graphs import Capture, Function
 from kvboost.model.paged.kv import PagedKV
+from kvboost.model.paged.row_batch import Fresh, RowBatch
 from kvboost.model.paged.sampling import GREEDY, DeviceSampling, Kind
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab, to_device
 from kvboost.model.sampling import Picked
 from kvboost.model.segment import Segment
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.rows import MOST_SPLITS, PagedRows, Tile, programs_at_once
-from kvboost.model.triton.write import write
 
 RunModel = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
 """Runs token ids at positions, both int64 ``[rows]``; returns logits ``[rows, vocab]``."""
@@ -36,13 +36,12 @@ def bucket_of(count: int) -> int:
     return -(-count // step) * step
 
 
-class StepBatch(Batch):
+class StepBatch(RowBatch):
     """Rows of different requests, each after all rows of its request. ``positions``, ``slots`` and
     ``requests`` are filled before every step."""
 
     def __init__(self, slab: Slab, size: int) -> None:
-        super().__init__(())
-        self._slab = slab
+        super().__init__(slab)
         device = slab.shape.device
         self.slots = torch.zeros(size, dtype=torch.int64, device=device)
         self.positions = torch.zeros(size, dtype=torch.int32, device=device)
@@ -55,27 +54,6 @@ class StepBatch(Batch):
         """int32 ``[rows]``: the rows of the requests in the slab's table."""
         return self._tiles[:, 0]
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        rows = keys[0].transpose(0, 1), values[0].transpose(0, 1)
-        write(*rows, self.pages(layer), self.slots)
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        queries = query[0].transpose(0, 1)
-        return self.attend_rows(layer, queries, scale, window, softcap)[None]
-
-    def pages(self, layer: int) -> torch.Tensor:
-        """A layer's pages, ``[pages, kv_heads, page, 2 * dim]``."""
-        return self._slab.layers[layer]
-
     def attend_rows(
         self,
         layer: int,
@@ -83,8 +61,9 @@ class StepBatch(Batch):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        *,
+        fresh: Fresh | None = None,
     ) -> torch.Tensor:
-        """Attention of ``query``, ``[rows, heads, dim]``; returns the same shape."""
         rows = self._rows_for(query.shape[1])
         return attend(query, self.pages(layer), rows, scale, window=window, soft_cap=softcap)
 

@@ -11,6 +11,9 @@ from kvboost.model.triton.pages import check_pages
 
 GATED = 1024
 """Channels of one program that gates."""
+MANY_ROWS = 128
+"""From so many rows on, a program rotates ``ROWS`` of them; fewer are spread over more programs."""
+ROWS = 16
 
 
 @triton.jit
@@ -45,10 +48,11 @@ def _add_norm_kernel(
     tl.store(out + at, _normed(x, tl.sum(x * x, 0), WIDTH, eps, scale, element), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots"])
 def _rotate_write_kernel(
     qkv,
     qkv_stride,
+    num_rows,
     cos,
     sin,
     cos_stride,
@@ -65,31 +69,36 @@ def _rotate_write_kernel(
     HALF: tl.constexpr,
     WIDE: tl.constexpr,
     PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    used = row < num_rows
+    slot = tl.load(slots + row, mask=used, other=0)[:, None]
+    row = row.to(tl.int64)[:, None]
     element = qkv.dtype.element_ty
-    pair = tl.arange(0, WIDE)
-    inside = pair < HALF
+    pair = tl.arange(0, WIDE)[None, :]
+    inside = used[:, None] & (pair < HALF)
     at = qkv + row * qkv_stride + head * (2 * HALF) + pair
     first = tl.load(at, mask=inside, other=0.0)
     second = tl.load(at + HALF, mask=inside, other=0.0)
-    slot = tl.load(slots + row)
     own = tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS)
     to = pages + (
         (slot // PAGE) * page_stride + own.to(tl.int64) * head_stride + (slot % PAGE) * token_stride
     )
+    to += pair
     if head >= HEADS + KV_HEADS:
-        tl.store(to + 2 * HALF + pair, first, mask=inside)
-        tl.store(to + 3 * HALF + pair, second, mask=inside)
+        tl.store(to + 2 * HALF, first, mask=inside)
+        tl.store(to + 3 * HALF, second, mask=inside)
     else:
         x, y = first.to(tl.float32), second.to(tl.float32)
         if query_norm is not None:
             weights = key_norm
             if head < HEADS:
                 weights = query_norm
-            total = tl.sum(x * x, 0) + tl.sum(y * y, 0)
-            x_weight = tl.load(weights + pair, mask=inside, other=0.0)
-            y_weight = tl.load(weights + HALF + pair, mask=inside, other=0.0)
+            total = (tl.sum(x * x, 1) + tl.sum(y * y, 1))[:, None]
+            x_weight = tl.load(weights + pair, mask=pair < HALF, other=0.0)
+            y_weight = tl.load(weights + HALF + pair, mask=pair < HALF, other=0.0)
             x = _normed(x, total, 2 * HALF, eps, x_weight, element).to(tl.float32)
             y = _normed(y, total, 2 * HALF, eps, y_weight, element).to(tl.float32)
         turn = row * cos_stride + pair
@@ -100,12 +109,11 @@ def _rotate_write_kernel(
         # As the model rounds: each product, then the sum.
         new_x = (x * x_cos).to(element).to(tl.float32) - (y * x_sin).to(element).to(tl.float32)
         new_y = (y * y_cos).to(element).to(tl.float32) + (x * y_sin).to(element).to(tl.float32)
-        if head < HEADS:
-            tl.store(at, new_x.to(element), mask=inside)
-            tl.store(at + HALF, new_y.to(element), mask=inside)
-        else:
-            tl.store(to + pair, new_x.to(element), mask=inside)
-            tl.store(to + HALF + pair, new_y.to(element), mask=inside)
+        tl.store(at, new_x.to(element), mask=inside)
+        tl.store(at + HALF, new_y.to(element), mask=inside)
+        if head >= HEADS:
+            tl.store(to, new_x.to(element), mask=inside)
+            tl.store(to + HALF, new_y.to(element), mask=inside)
 
 
 @triton.jit
@@ -145,27 +153,30 @@ def rotate_and_write(
     slots: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotates queries and keys by ``cos_sin``, ``[rows, dim]`` each, channels ``(i, i + dim / 2)``
     as pairs, and writes keys and values into a layer's ``pages`` at ``slots``. ``qkv`` is
-    contiguous ``[rows, (heads + 2 * kv_heads) * dim]``; returns its part with the queries, which
-    are rotated in place, as ``[rows, heads, dim]``. ``norms`` are the weights of norms of each
-    query and key."""
+    contiguous ``[rows, (heads + 2 * kv_heads) * dim]``, and is rotated in place; returns its
+    queries, keys and values, ``[rows, heads, dim]`` and twice ``[rows, kv_heads, dim]``. ``norms``
+    are the weights of norms of each query and key."""
     kv_heads, page, dim = check_pages(pages)
     cos, sin = cos_sin
     heads = qkv.shape[1] // dim - 2 * kv_heads
     query_norm, key_norm = norms or (None, None)
-    _rotate_write_kernel[(len(qkv), heads + 2 * kv_heads)](
-        *(qkv, qkv.stride(0), cos, sin, cos.stride(0), query_norm, key_norm, eps),
+    at_once, warps = (ROWS, 4) if len(qkv) >= MANY_ROWS else (1, 1)
+    _rotate_write_kernel[(triton.cdiv(len(qkv), at_once), heads + 2 * kv_heads)](
+        *(qkv, qkv.stride(0), len(qkv), cos, sin, cos.stride(0), query_norm, key_norm, eps),
         *(slots, pages, *pages.stride()[:3]),
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=dim // 2,
         WIDE=triton.next_power_of_2(dim // 2),
         PAGE=page,
-        num_warps=1,
+        ROWS=at_once,
+        num_warps=warps,
     )
-    return qkv[:, : heads * dim].view(len(qkv), heads, dim)
+    query, keys, values = qkv.view(len(qkv), -1, dim).split((heads, kv_heads, kv_heads), 1)
+    return query, keys, values
 
 
 def gate(gate_up: torch.Tensor) -> torch.Tensor:

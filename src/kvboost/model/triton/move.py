@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from kvboost.model.triton.host import send
 from kvboost.model.triton.pages import VECTOR_BYTES, PagedLayers, is_aligned, slots_of
 from kvboost.model.triton.rotation import channels_of
 
@@ -48,55 +50,59 @@ class MovedRows:
         """The rows of ``spans``, which go to the request whose pages are ``table``, ``[pages]``."""
         if not spans:
             raise ValueError("there are no spans to move")
-        for number, span in enumerate(spans):
-            _check_span(number, span, table, layers)
-        counts = torch.tensor([span.count for span in spans])
-        span_of = torch.repeat_interleave(torch.arange(len(spans)), counts)
-        in_span = torch.arange(len(span_of)) - (counts.cumsum(0) - counts)[span_of]
-        source_rows = in_span + torch.tensor([span.start for span in spans])[span_of]
-        positions = in_span + torch.tensor([span.position for span in spans])[span_of]
-        size = layers.first.itemsize
-        sources = torch.tensor(
+        _check_spans(spans, table, layers)
+        described = np.array(
             [
-                [span.source.data_ptr(), *(stride * size for stride in span.source.stride()[:4])]
+                (
+                    *(span.source.data_ptr(), *span.source.stride()[:4]),
+                    *(span.start, span.position, span.count),
+                )
                 for span in spans
             ]
         )
-        sent = torch.cat([sources.flatten(), span_of, source_rows, positions])
-        sent = sent.to(table.device, non_blocking=True)
-        rows = len(span_of)
-        addresses, span_of, source_rows, positions = sent.split([sources.numel(), rows, rows, rows])
+        sources = described[:, :5]
+        sources[:, 1:] *= layers.first.itemsize
+        starts, positions, counts = described[:, 5:].T
+        span_of = np.repeat(np.arange(len(spans)), counts)
+        in_span = np.arange(len(span_of)) - (counts.cumsum() - counts)[span_of]
+        parts = [sources.ravel(), span_of, starts[span_of] + in_span, positions[span_of] + in_span]
+        sent = send(torch.from_numpy(np.concatenate(parts)), table.device)
+        addresses, on_device, source_rows, at = sent.split([len(part) for part in parts])
         return cls(
             spans,
             addresses.view(-1, 5),
-            span_of,
+            on_device,
             source_rows,
-            slots_of(positions, table, layers.page),
-            is_aligned(*sources.flatten().tolist()),
+            slots_of(at, table, layers.page),
+            is_aligned(*np.unique(sources).tolist()),
         )
 
 
-def _check_span(number: int, span: StoredSpan, table: torch.Tensor, layers: PagedLayers) -> None:
-    source, like = span.source, layers.first
-    shape = (2, len(layers), layers.kv_heads, -1, layers.dim)
-    found = (*source.shape[:3], -1, *source.shape[4:])
-    alike = source.dtype == like.dtype and source.device == like.device
-    if not alike or found != shape or source.stride(4) != 1:
-        raise ValueError(
-            f"span {number} is {source.dtype} {tuple(source.shape)} on {source.device}, strides "
-            f"{source.stride()}; the pages need {like.dtype} {shape} on {like.device}, the last "
-            "dimension contiguous"
-        )
-    most = source.shape[3], len(table) * layers.page
-    if min(span.start, span.position) < 0 or span.count < 1:
-        raise ValueError(
-            f"span {number} moves {span.count} rows from {span.start} to {span.position}"
-        )
-    if span.start + span.count > most[0] or span.position + span.count > most[1]:
-        raise ValueError(
-            f"span {number} moves rows {span.start} to {span.start + span.count} to "
-            f"{span.position}; its source has {most[0]} rows and the request's pages {most[1]}"
-        )
+def _check_spans(spans: Sequence[StoredSpan], table: torch.Tensor, layers: PagedLayers) -> None:
+    like = layers.first
+    shape = (2, len(layers), layers.kv_heads, layers.dim)
+    most = len(table) * layers.page
+    dtype, device = like.dtype, like.device
+    for number, span in enumerate(spans):
+        source = span.source
+        *outer, rows, dim = source.shape
+        alike = source.dtype == dtype and source.device == device
+        if not alike or (*outer, dim) != shape or source.stride(-1) != 1:
+            needed = (*shape[:3], -1, shape[3])
+            raise ValueError(
+                f"span {number} is {source.dtype} {tuple(source.shape)} on {source.device}, "
+                f"strides {source.stride()}; the pages need {dtype} {needed} on {device}, the last "
+                "dimension contiguous"
+            )
+        if min(span.start, span.position) < 0 or span.count < 1:
+            raise ValueError(
+                f"span {number} moves {span.count} rows from {span.start} to {span.position}"
+            )
+        if span.start + span.count > rows or span.position + span.count > most:
+            raise ValueError(
+                f"span {number} moves rows {span.start} to {span.start + span.count} to "
+                f"{span.position}; its source has {rows} rows and the request's pages {most}"
+            )
 
 
 @triton.jit(
@@ -154,8 +160,11 @@ def _move_kernel(
     x = tl.load(keys[:, None] + first, mask=rotates, other=0.0).to(tl.float32)
     y = tl.load(keys[:, None] + second, mask=rotates, other=0.0).to(tl.float32)
     element = like.dtype.element_ty
-    tl.store(to[:, None] + first, (x * cosine - y * sine).to(element), mask=rotates)
-    tl.store(to[:, None] + second, (y * cosine + x * sine).to(element), mask=rotates)
+    stays = (cosine == 1.0) & (sine == 0.0)  # else a negative zero could become a positive one
+    new_x = tl.where(stays, x, x * cosine - y * sine)
+    new_y = tl.where(stays, y, y * cosine + x * sine)
+    tl.store(to[:, None] + first, new_x.to(element), mask=rotates)
+    tl.store(to[:, None] + second, new_y.to(element), mask=rotates)
 
     channel = tl.arange(0, WIDE)[None, :]
     if 2 * PAIRS < DIM:  # channels that do not rotate
@@ -176,7 +185,8 @@ def move(
     """Writes ``rows`` into the pages of all layers. ``cos_sin`` are float32 ``[layers, spans,
     pairs]``, or ``[1, spans, pairs]`` if layers rotate alike: how far the keys of each span rotate.
     Pairs are channels ``(i, i + pairs)``, or neighbours if ``interleaved``; channels beyond ``2 *
-    pairs`` are not rotated. Computed in float32, rounded once."""
+    pairs`` are not rotated. Computed in float32, rounded once; keys that rotate by no angle keep
+    their bits."""
     cos, sin = (part.contiguous() for part in cos_sin)
     kinds, spans, pairs = cos.shape
     if kinds not in (1, len(layers)) or spans != len(rows.spans) or 2 * pairs > layers.dim:

@@ -68,9 +68,10 @@ class PagedRows:
         dtype: torch.dtype,
         tile: Tile | None = None,
         splits: int | None = None,
+        starts: Sequence[int] | None = None,
     ) -> PagedRows:
         """``positions`` are the rows of each request, on the CPU; request ``i`` has the pages
-        ``tables[i]``."""
+        ``tables[i]``. Its queries begin at ``starts[i]``, or follow those of the request before."""
         group = heads // kv_heads
         counts = [len(rows) for rows in positions]
         tile = tile or Tile.pick(group * max(counts), dtype)
@@ -80,8 +81,10 @@ class PagedRows:
                 f"{heads} heads over {kv_heads} KV heads do not fit tiles of {tile.rows} rows"
             )
         _check_positions(positions, tables, page)
-        starts = accumulate(counts[:-1], initial=0)
-        every = torch.cat([rows.to(torch.int32) for rows in positions])
+        starts = starts or list(accumulate(counts[:-1], initial=0))
+        every = torch.zeros(starts[-1] + counts[-1], dtype=torch.int32)
+        for start, rows in zip(starts, positions, strict=True):
+            every[start : start + len(rows)] = rows
         tiles = [
             (request, start + at, min(in_tile, count - at))
             for request, (start, count) in enumerate(zip(starts, counts, strict=True))

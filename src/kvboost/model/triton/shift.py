@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvboost.model.triton.host import send
 from kvboost.model.triton.pages import check_pages, slots_of
 from kvboost.model.triton.rotation import channels_of
 
@@ -68,11 +69,11 @@ class ShiftPlan:
         is_stale[positions] = False
         stale = is_stale.nonzero()[:, 0]
         parts = [index, positions[index], bounds, span_of[stale], stale]
-        sent = torch.cat([part.long() for part in parts]).to(table.device, non_blocking=True)
+        sent = send(torch.cat([part.long() for part in parts]), table.device)
         index, at, bounds, spans, stale = sent.split([len(part) for part in parts])
         return cls(
             torch.stack([index, slots_of(at, table, page), at]),
-            weights[order].float().to(table.device, non_blocking=True),
+            send(weights[order].float(), table.device),
             bounds,
             torch.stack([spans, slots_of(stale, table, page), stale]),
             int((span_of >= 0).nonzero()[-1]) + 1 if num_spans else 0,

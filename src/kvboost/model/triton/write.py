@@ -37,7 +37,8 @@ def _write_kernel(
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     used = row < num_rows
-    slot = tl.load(slots + row, mask=used, other=0)
+    slot = tl.load(slots + row, mask=used, other=-1)
+    used = slot >= 0
     row = row.to(tl.int64)
     to = (slot // PAGE) * page_stride + head * head_stride + (slot % PAGE) * token_stride
     channel = tl.arange(0, WIDE)[None, :]
@@ -54,7 +55,8 @@ def write(
     keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Writes ``keys`` and ``values``, ``[rows, kv_heads, dim]``, into a layer's ``pages``,
-    ``[pages, kv_heads, page, 2 * dim]``, at ``slots``, int64 ``[rows]``."""
+    ``[pages, kv_heads, page, 2 * dim]``, at ``slots``, int64 ``[rows]``. A row whose slot is
+    negative is not written."""
     kv_heads, page, dim = check_pages(pages)
     expected = (len(slots), kv_heads, dim)
     for name, part in (("keys", keys), ("values", values)):

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+import torch
+
 from kvboost.bench.kit.benchmark import ROUNDS, Bench, Report, duration, option
 from kvboost.bench.kit.benchmark import Settings as Base
 from kvboost.bench.load.serve import report
@@ -44,6 +46,9 @@ class Settings(Base):
     }
 
     model: str = option(DEFAULT_MODEL, "A bundled name or a folder.")
+    device: str = option(
+        "cpu", "Where servers run; on a GPU ours alone can.", choices=("cpu", "cuda")
+    )
     systems: tuple[str, ...] = option(
         tuple(SYSTEMS), "Server to measure.", "system", choices=tuple(SYSTEMS)
     )
@@ -61,7 +66,9 @@ class Settings(Base):
 
 
 def run(settings: Settings, bench: Bench) -> Report:
-    setting, vocabulary = prepare(settings.model, settings.users)
+    setting, vocabulary = prepare(
+        settings.model, settings.users, device=torch.device(settings.device)
+    )
     bench.describe(setting.device, setting.dtype, threads=setting.threads)
     missing = {name: SYSTEMS[name].missing(setting) for name in settings.systems}
     present = [name for name in settings.systems if missing[name] is None]

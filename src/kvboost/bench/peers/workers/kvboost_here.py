@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
+import kvboost
 from kvboost import KVBoost
 
 
@@ -21,7 +21,7 @@ class Engine:
             dtype=given["dtype"],
         )
         self._mode = given["mode"]
-        self.version = f"kvboost {version('kvboost')}, torch {torch.__version__}"
+        self.version = f"kvboost {kvboost.__version__}, torch {torch.__version__}"
         self.weights = given["dtype"]
 
     def generate(self, request: dict[str, Any], first: Callable[[], None]) -> dict[str, Any]:

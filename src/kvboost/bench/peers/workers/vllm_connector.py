@@ -20,17 +20,15 @@ import time
 from itertools import chain
 from typing import Any
 
-SHAPES = {  # hidden, intermediate, layers, heads, KV heads: those of Qwen2.5
-    "0.5b": (896, 4864, 24, 14, 2),
-    "1.5b": (1536, 8960, 28, 12, 2),
-    "7b": (3584, 18944, 28, 28, 4),
-}
-VOCABULARY = 151_936
+from kvboost.model.shapes import SHAPES, config_of
+
 PASSAGES = 8
 HEADER = QUESTION = 32
+ALONE, TOGETHER = 2048, 512
+"""Tokens before the answer of a request that decodes alone, and of several (``--steps``)."""
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="a model's folder; without it, random weights")
     parser.add_argument("--shape", choices=SHAPES, default="7b")
@@ -41,6 +39,7 @@ def main() -> None:
     parser.add_argument("--gpu-cache", default="24GiB", help="chunks kept on the GPU")
     parser.add_argument("--memory", type=float, default=0.7, help="vLLM's share of the GPU")
     parser.add_argument("--decoding", type=int, default=64, help="requests that decode together")
+    parser.add_argument("--steps", help="numbers of requests that decode, after longer prompts")
     parser.add_argument("--traffic", type=int, default=0, help="questions over shared documents")
     parser.add_argument("--users", type=int, default=16, help="requests that run together")
     parser.add_argument("--folder", help="chunks on disk, which outlive the process")
@@ -49,11 +48,17 @@ def main() -> None:
     )
     parser.add_argument("--plain", action="store_true", help="without the connector")
     parser.add_argument("--eager", action="store_true", help="do not compile the model")
-    parser.add_argument("--profile", action="store_true", help="time the parts of a moved request")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = arguments().parse_args()
     lengths = [int(length) for length in options.lengths.split(",")]
-    llm = start(options, max(lengths))
+    llm = start(options, max(*lengths, ALONE if options.steps else 0))
+    import vllm
+
     report: dict[str, Any] = {"shape": options.shape, "plain": options.plain}
+    report["version"] = vllm.__version__
     if options.traffic:
         report["traffic"] = {length: traffic(llm, options.traffic, length) for length in lengths}
         print(json.dumps(report))
@@ -63,6 +68,9 @@ def main() -> None:
         llm.llm_engine.engine_core.shutdown()  # writes what is not written yet
         print(json.dumps(report))
         return
+    for requests in map(int, options.steps.split(",") if options.steps else ()):
+        before = ALONE if requests == 1 else TOGETHER
+        report.setdefault("steps", {})[requests] = decode(llm, requests, before)["step_ms"]
     report["decode"] = decode(llm, options.decoding)
     for length in lengths:
         report[str(length)] = measure(llm, options, length)
@@ -110,23 +118,10 @@ def start(options: argparse.Namespace, longest: int) -> Any:
 
 def make_shape(shape: str) -> str:
     """A folder with the config of a model of this shape."""
-    from transformers import Qwen2Config
-
-    hidden, intermediate, layers, heads, kv_heads = SHAPES[shape]
     folder = os.path.join(tempfile.gettempdir(), f"kvboost-shape-{shape}")
-    Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=131_072,
-        architectures=["Qwen2ForCausalLM"],
-        dtype="bfloat16",
-        bos_token_id=1,
-        eos_token_id=2,
-    ).save_pretrained(folder)
+    config = config_of(shape)
+    config.bos_token_id, config.eos_token_id = 1, 2
+    config.save_pretrained(folder)
     return folder
 
 
@@ -150,10 +145,10 @@ def random_tokens(rng: random.Random, number: int) -> list[int]:
     return [rng.randrange(300, 40_000) for _ in range(number)]
 
 
-def decode(llm: Any, requests: int, tokens: int = 64) -> dict[str, float]:
-    """Milliseconds of one step of ``requests`` that decode together."""
+def decode(llm: Any, requests: int, before: int = 64, tokens: int = 64) -> dict[str, float]:
+    """Milliseconds of one step of ``requests`` that decode together after ``before`` tokens."""
     rng = random.Random(2)
-    prompts = [random_tokens(rng, 64) for _ in range(requests)]
+    prompts = [random_tokens(rng, before) for _ in range(requests)]
     steps = []
     for _ in range(3):
         one, _ = ask(llm, prompts, "off", 1)
@@ -163,7 +158,8 @@ def decode(llm: Any, requests: int, tokens: int = 64) -> dict[str, float]:
 
 
 def measure(llm: Any, options: argparse.Namespace, length: int) -> dict[str, Any]:
-    """Time to the first token: all new, and with eight passages that were read before."""
+    """Time to the first token: all new, and with eight passages that were read before. Without the
+    connector, also of a prompt whose beginning vLLM's own prefix cache has."""
     rng = random.Random(length)
     passages = [
         random_tokens(rng, (length - HEADER - QUESTION) // PASSAGES) for _ in range(PASSAGES)
@@ -173,7 +169,7 @@ def measure(llm: Any, options: argparse.Namespace, length: int) -> dict[str, Any
         tokens = chain.from_iterable(order)
         return [*random_tokens(rng, HEADER), *tokens, *random_tokens(rng, QUESTION)]
 
-    times: dict[str, list[float]] = {"cold": [], "off": [], "moved": []}
+    times: dict[str, list[float]] = {"cold": [], "off": [], "known": [], "moved": []}
     used: dict[str, Any] = {}
 
     def settle() -> None:
@@ -190,17 +186,14 @@ def measure(llm: Any, options: argparse.Namespace, length: int) -> dict[str, Any
         for name, mode, tokens in (
             ("cold", "repaired", fresh),
             ("off", "off", asked),
+            ("known", "off", [*asked[:-QUESTION], *random_tokens(rng, QUESTION)]),
             ("moved", "repaired", asked),
         ):
-            if options.plain and name != "cold":
+            if name == ("moved" if options.plain else "known"):
                 continue
-            llm.reset_prefix_cache()
-            if options.profile and name == "moved":
-                with profiled() as parts:
-                    milliseconds, answers = ask(llm, [tokens], mode)
-                print("profile", length, {k: round(v, 1) for k, v in parts.items()}, flush=True)
-            else:
-                milliseconds, answers = ask(llm, [tokens], mode)
+            if name != "known":
+                llm.reset_prefix_cache()
+            milliseconds, answers = ask(llm, [tokens], mode)
             if number:
                 times[name].append(milliseconds)
             if name == "moved":
@@ -278,40 +271,6 @@ def traffic(llm: Any, number: int, length: int, answer: int = 32) -> dict[str, A
         )
         report[f"{name} moved"] = round(share, 3)
     return report
-
-
-class profiled:
-    """Times the parts of a moved request, waiting for the GPU after each."""
-
-    def __enter__(self) -> dict[str, float]:
-        import torch
-
-        from kvboost.integrations.vllm.planner import Planner
-        from kvboost.integrations.vllm.repair import Repairer
-        from kvboost.integrations.vllm.worker import Worker
-
-        timed_parts: list[tuple[type, str]] = [(Planner, "plan"), (Repairer, "run")]
-        timed_parts += [(Worker, "_place"), (Worker, "step")]
-        timed_parts += [(Worker, "_put"), (Worker, "keep")]
-        self._plain = [(owner, name, getattr(owner, name)) for owner, name in timed_parts]
-        parts: dict[str, float] = {}
-        for owner, name, plain in self._plain:
-
-            def timed(*args: Any, _name: str = name, _plain: Any = plain, **more: Any) -> Any:
-                torch.cuda.synchronize()
-                started = time.perf_counter()
-                result = _plain(*args, **more)
-                torch.cuda.synchronize()
-                label = f"{_name} {len(args[2])}" if _name == "run" else _name
-                parts[label] = parts.get(label, 0.0) + (time.perf_counter() - started) * 1e3
-                return result
-
-            setattr(owner, name, timed)
-        return parts
-
-    def __exit__(self, *error: object) -> None:
-        for owner, name, plain in self._plain:
-            setattr(owner, name, plain)
 
 
 if __name__ == "__main__":

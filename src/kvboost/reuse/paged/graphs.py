@@ -1,53 +1,56 @@
-"""Forwards over vLLM's pages as CUDA graphs.
+"""Forwards over pages as CUDA graphs.
 
 A forward of a few hundred rows is over sooner than Python can launch its kernels. So the whole
-forward, with our attention and our hooks in it, is captured once for each size, when vLLM starts.
-What differs between requests is data in buffers of fixed size: padding has position -1, writes
-nothing, and is attended to by nothing.
+forward, with our attention and our hooks in it, is captured once for each size: in vLLM when it
+starts, in our own engine when it is first needed. What differs between requests is data in buffers
+of fixed size: padding has position -1, writes nothing, and is attended to by nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from kvboost.integrations.vllm.hooks import Attention, EnoughLayers, LayerHook
-from kvboost.integrations.vllm.kernels import GpuKernels, MassHook, ShiftHook
+from kvboost.model.paged.graphs import Recorded
 from kvboost.model.triton import mass
+from kvboost.model.triton.host import send_into
 from kvboost.model.triton.pages import slots_of
 from kvboost.model.triton.rows import PagedRows, Tile, pick_splits, programs_at_once
 from kvboost.model.triton.shift import ShiftPlan
+from kvboost.reuse.paged.hooks import Attention, EnoughLayers, LayerHook
+from kvboost.reuse.paged.kernels import GpuKernels, MassHook, ShiftHook
 from kvboost.reuse.repair import PROBE_ROWS, probed_layers
 
 SIZES = (*range(64, 512, 64), *range(512, 2049, 128))
 """Rows of the graphs: up to what a load computes at a time (``slice_rows``)."""
 MOST_PROBED = 512
 """A probe of more rows, with text that is not known, has no graph."""
-MOST_SPANS = 128
+MOST_SPANS = 256
 """Spans that one forward can shift."""
 
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Runs a function and returns one that does the same again."""
+Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
+"""Runs a function and returns one that does the same again, with the same result."""
 
 
 class Model(Protocol):
-    """vLLM's model over its pages; ``attention`` and ``hook`` serve every layer."""
+    """A model over its pages; ``attention`` and ``hook`` serve every layer. Rows with a slot of -1
+    are padding. The result stays where it is when the forward is replayed."""
 
     def __call__(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        hook: LayerHook | None,
+        hook: FixedShift | FixedMass | None,
         attention: Attention,
-    ) -> None: ...
+    ) -> Any: ...
 
 
 class Graphs:
-    """Captured forwards for requests of up to ``capacity`` rows."""
+    """Captured forwards for vLLM's requests of up to ``capacity`` rows."""
 
     def __init__(
         self,
@@ -93,39 +96,47 @@ class Graphs:
 
 
 class CapturedForward:
-    """A captured forward: of a repair or of a probe."""
+    """A captured forward: of a repair, of a probe, or of rows that nothing sees."""
 
     def __init__(
         self,
         model: Model,
         kernels: GpuKernels,
         rows: FixedRows,
-        hook: FixedShift | FixedMass,
+        hook: FixedShift | FixedMass | None,
         capture: Capture,
     ) -> None:
+        """Captured while the buffers are empty, so that it changes nothing."""
         self._rows, self._hook = rows, hook
-        attention = kernels.attend_rows(rows.paged)
+        attention = kernels.attend_rows(rows.paged, None if hook is None else hook.hidden)
 
-        def forward() -> None:
-            hook.begin()
-            model(*rows.inputs(), hook, attention)
+        def forward() -> Any:
+            if hook is not None:
+                hook.begin()
+            return model(*rows.inputs(), hook, attention)
 
         self._replay = capture(forward)
+        self.result: Any = None
+        """What the model gave; it changes with the next run."""
 
     def run(
         self, ids: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, hook: LayerHook | None
     ) -> bool:
-        if not self._rows.fits(table) or not self._hook.load(hook):
+        """Runs a forward as ``SparseForward`` does; False if it does not fit."""
+        own = self._hook
+        if not self._rows.fits(table) or (own is not None and not own.load(hook)):
             return False
-        self._rows.load(ids, rows, table, self._hook.num_last(hook))
-        self._replay()
-        self._hook.finish(hook)
+        self._rows.load(ids, rows, table, 0 if own is None else own.num_last(hook))
+        self.result = self._replay()
+        if own is not None:
+            own.finish(hook)
         return True
 
 
 class FixedRows:
     """The inputs of a forward of up to ``size`` rows. The last rows of a prompt come first, in
-    ``lead`` places of their own, if a probe is to find them."""
+    ``lead`` places of their own, if a probe is to find them. ``last``, int32 ``[1]``, is where the
+    last row is."""
 
     def __init__(
         self, kernels: GpuKernels, heads: int, size: int, capacity: int, lead: int = 0
@@ -133,13 +144,13 @@ class FixedRows:
         pages = kernels.pages
         self._page, self._size, self._lead = pages.size, size, lead
         group = heads // pages.num_kv_heads
-        tile = Tile.pick(group * size, pages.dtype)
-        lead_tile = Tile.pick(group * lead, pages.dtype)
-        self._tiles = _tiles(0, lead, tile, group) + _tiles(lead, size, tile, group)
-        self._lead_tiles = _tiles(0, lead, lead_tile, group)
-        parts = [size, size, 3 * len(self._tiles), 3 * len(self._lead_tiles)]
+        tile, lead_tile = kernels.tile(heads, size), kernels.tile(heads, lead)
+        all_tiles = _tiles(0, lead, tile, group) + _tiles(lead, size, tile, group)
+        lead_tiles = _tiles(0, lead, lead_tile, group)
+        self._starts, self._most = np.array(all_tiles + lead_tiles, np.int32).T
+        parts = [size, size, 1, 3 * len(all_tiles), 3 * len(lead_tiles)]
         self._inputs = torch.zeros(sum(parts), dtype=torch.int32, device=pages.device)
-        self._ids, self._positions, tiles, lead_tiles = self._inputs.split(parts)
+        self._ids, self._positions, self.last, *both = self._inputs.split(parts)
         self._positions.fill_(-1)
         self._table = torch.zeros(
             -(-capacity // pages.size), dtype=torch.int32, device=pages.device
@@ -152,11 +163,11 @@ class FixedRows:
             table = self._table[None]
             return PagedRows(positions, tiles.view(-1, 3), table, tile, splits, capacity, group)
 
-        self.paged = paged(self._positions, tiles, tile)
-        self.lead = paged(self._positions[:lead], lead_tiles, lead_tile)
+        self.paged = paged(self._positions, both[0], tile)
+        self.lead = paged(self._positions[:lead], both[1], lead_tile)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Token ids, positions and slots as vLLM's model takes them."""
+        """Token ids, int32, positions and slots, int64."""
         positions = self._positions.clamp(min=0).long()
         slots = slots_of(positions, self._table, self._page)
         return self._ids, positions, torch.where(self._positions < 0, -1, slots)
@@ -175,11 +186,12 @@ class FixedRows:
         for given, to in ((ids.numpy(), sent[: self._size]), (rows.numpy(), positions)):
             to[:num_last] = given[rest:]
             to[self._lead : self._lead + rest] = given[:rest]
-        tiles = sent[2 * self._size :].reshape(-1, 3)
-        for at, (start, most) in enumerate(self._tiles + self._lead_tiles):
-            end = num_last if start < self._lead else self._lead + rest
-            tiles[at] = 0, start, max(0, min(most, end - start))
-        self._inputs.copy_(torch.from_numpy(sent), non_blocking=True)
+        sent[2 * self._size] = num_last - 1 if num_last else self._lead + rest - 1
+        tiles = sent[2 * self._size + 1 :].reshape(-1, 3)
+        ends = np.where(self._starts < self._lead, num_last, self._lead + rest)
+        tiles[:, 1] = self._starts
+        tiles[:, 2] = np.clip(ends - self._starts, 0, self._most)
+        send_into(torch.from_numpy(sent), self._inputs)
         self._table[: len(table)].copy_(table, non_blocking=True)
 
 
@@ -204,13 +216,16 @@ class FixedShift:
             ShiftPlan.pick_parts(size),
         )
         self._apply = ShiftHook(kernels, self._plan)
+        self.hidden: torch.Tensor | None = None
 
     def begin(self) -> None: ...
 
     def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._apply.on_fresh(layer, keys, values)
 
-    def on_query(self, layer: int, query: torch.Tensor, scale: float) -> None: ...
+    def on_query(
+        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
+    ) -> None: ...
 
     def num_last(self, hook: LayerHook | None) -> int:
         return 0
@@ -226,21 +241,25 @@ class FixedShift:
 
 
 class FixedMass:
-    """What the last rows of any prompt attend to. They are the lead of ``rows``."""
+    """What the last rows of any prompt attend to. They are the lead of ``rows``. With ``hides``,
+    attention of the forward does not see absent rows either: they are not computed with it."""
 
-    def __init__(self, kernels: GpuKernels, rows: FixedRows) -> None:
+    def __init__(self, kernels: GpuKernels, rows: FixedRows, *, hides: bool = False) -> None:
         device, capacity = kernels.pages.device, rows.lead.end
         self._kernels, self._rows = kernels, rows.lead
         self._layers = probed_layers(len(kernels.pages.caches))
         self._absent = torch.ones(capacity, dtype=torch.bool, device=device)
         self._mass = torch.zeros(capacity, device=device)
+        self.hidden = self._absent if hides else None
 
     def begin(self) -> None:
         self._mass.zero_()
 
     def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None: ...
 
-    def on_query(self, layer: int, query: torch.Tensor, scale: float) -> None:
+    def on_query(
+        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
+    ) -> None:
         if layer not in self._layers:
             return
         self._mass += mass.attention_mass(
@@ -249,6 +268,7 @@ class FixedMass:
             self._rows,
             scale,
             len(self._mass),
+            window=window,
             absent=self._absent,
         )
         if layer == self._layers[-1]:
@@ -266,7 +286,7 @@ class FixedMass:
         absent = torch.ones(len(self._absent), dtype=torch.bool)
         absent[: len(known)] = known
         absent[len(known) : len(known) + hook.num_rows] = False
-        self._absent.copy_(absent, non_blocking=True)
+        send_into(absent, self._absent)
         return True
 
     def finish(self, hook: LayerHook | None) -> None:
@@ -278,11 +298,10 @@ def capture_cuda() -> Capture:
     """Captures into memory that all graphs share: they never run at the same time."""
     pool = torch.cuda.graph_pool_handle()
 
-    def capture(run: Callable[[], None]) -> Callable[[], None]:
+    def capture(run: Callable[[], Any]) -> Callable[[], Any]:
         run()  # compiles what is not compiled yet
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            run()
-        return graph.replay
+            return Recorded(run, graph, run())
 
     return capture

@@ -21,9 +21,9 @@ from tiny import DEVICE
 if not triton.is_available():
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from kvboost.integrations.vllm.graphs import Graphs, capture_cuda
-from kvboost.integrations.vllm.hooks import Attention, EnoughLayers, LayerHook
-from kvboost.integrations.vllm.kernels import GpuKernels
+from kvboost.reuse.paged.graphs import Graphs, capture_cuda
+from kvboost.reuse.paged.hooks import Attention, EnoughLayers, LayerHook
+from kvboost.reuse.paged.kernels import GpuKernels
 
 LAYERS, HEADS, KV_HEADS, PAGE, DIM, PROMPT, VOCAB = 4, 4, 2, 16, 16, 90, 50
 PROBE_ROWS, CAPACITY = 16, 7 * PAGE
@@ -95,6 +95,7 @@ def kernels(model: Model) -> GpuKernels:
         caches=model.caches,
         size=PAGE,
         num_kv_heads=KV_HEADS,
+        head_dim=DIM,
         dtype=torch.float32,
         device=torch.device(DEVICE),
     )
@@ -104,8 +105,8 @@ def kernels(model: Model) -> GpuKernels:
 @pytest.fixture(autouse=True)
 def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter is slow."""
-    monkeypatch.setattr("kvboost.integrations.vllm.graphs.MOST_SPANS", 3)
-    monkeypatch.setattr("kvboost.integrations.vllm.graphs.PROBE_ROWS", PROBE_ROWS)
+    monkeypatch.setattr("kvboost.reuse.paged.graphs.MOST_SPANS", 3)
+    monkeypatch.setattr("kvboost.reuse.paged.graphs.PROBE_ROWS", PROBE_ROWS)
 
 
 @pytest.fixture

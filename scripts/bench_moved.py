@@ -1,21 +1,31 @@
-"""Moved text against the clock: passages in new orders, and conversations that begin with them."""
+"""Moved text against the clock: passages in new orders by repair strategy, and conversations that
+begin with them.
+
+    python scripts/bench_moved.py [--model smollm2-135m] [--rounds 7] [--conversations 3]
+
+Prints tables, and its record as JSON on the last line.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from kvboost import GenerationMode, KVBoost, SpanKind, StockModel
-from kvboost.bench.kit.benchmark import ROUNDS, Bench, ModelSettings, Report, option
+from kvboost.bench.kit.benchmark import ROUNDS, Bench, Benchmark, ModelSettings, Report, option
 from kvboost.bench.kit.record import as_json
 from kvboost.bench.kit.tables import spread, table
 from kvboost.bench.kit.timing import Contender, Sample, interleave
 from kvboost.bench.texts.prompts import PATTERNS, fragments, question
+from kvboost.config import DEFAULT_MODEL
 from kvboost.progress import Progress
 from kvboost.results import kl_divergence
 
@@ -27,8 +37,6 @@ ANSWER_TOKENS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(ModelSettings):
-    QUICK: ClassVar = {"rounds": 2, "conversations": 1}
-
     rounds: int = option(7, ROUNDS, least=1, most=50)
     conversations: int = option(3, "Conversations, of five turns each.", least=1)
 
@@ -216,3 +224,16 @@ def turns_table(turns: Sequence[Turn]) -> Table:
             for turn in turns
         ],
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--conversations", type=int, default=3)
+    settings = Settings(**vars(parser.parse_args()))
+    print(json.dumps(Benchmark("moved", "", __name__).perform(settings, Console())))
+
+
+if __name__ == "__main__":
+    main()

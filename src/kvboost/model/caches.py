@@ -1,0 +1,115 @@
+"""What transformers sees as ``past_key_values``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost.errors import UnsupportedModelError
+from kvboost.model import attention
+from kvboost.model.attention import Batch
+from kvboost.model.kv import KVShape
+from kvboost.model.segment import Segment
+
+
+class PackedCache:
+    """Writes the fresh rows of a batch and returns them."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.batch.write(layer_idx, keys, values)
+        setattr(keys, attention.BATCH, self.batch)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+
+class SequenceCache:
+    """``past_key_values`` of one sequence for a model with its own attention: ``update`` returns
+    all rows so far, as transformers' own cache does, without concatenating."""
+
+    is_compileable = False
+
+    def __init__(self, segment: Segment) -> None:
+        assert isinstance(segment.positions, range), "only a sequence without gaps"
+        self._segment = segment
+        self._lengths: dict[int, int] = {}
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        segment = self._segment
+        segment.kv.write(layer_idx, segment.positions, keys, values)
+        self._lengths[layer_idx] = segment.end
+        return segment.kv.layer(layer_idx, 0, segment.end)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._lengths.get(layer_idx, self._segment.first)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._segment.first + query_length, 0
+
+
+class ShapeProbe(PackedCache):
+    """Records the shape of every layer's KV instead of keeping it."""
+
+    def __init__(self) -> None:
+        super().__init__(Batch(()))
+        self.seen: dict[int, torch.Tensor] = {}
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if keys.shape != values.shape:
+            raise UnsupportedModelError(
+                f"layer {layer_idx} has keys of shape {tuple(keys.shape)} and values of shape "
+                f"{tuple(values.shape)}; KVBoost keeps them in one tensor and needs them alike"
+            )
+        self.seen[layer_idx] = keys
+        return keys, values
+
+
+def observe_shape(model: PreTrainedModel) -> tuple[KVShape, int]:
+    """The shape of a model's KV and the number of its logits, found by running one token through
+    the unchanged model."""
+    probe = ShapeProbe()
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    try:
+        with torch.inference_mode():
+            logits = model(input_ids=token, past_key_values=probe, use_cache=True).logits
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not run on a plain key/value cache "
+            f"({type(error).__name__}: {error}); KVBoost cannot reuse what it reads"
+        ) from error
+    if not probe.seen:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps no keys and values: there is nothing to reuse"
+        )
+    shapes = {tuple(keys.shape) for keys in probe.seen.values()}
+    if len(shapes) != 1 or sorted(probe.seen) != list(range(len(probe.seen))):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps KV of shapes {sorted(shapes)} in layers "
+            f"{sorted(probe.seen)}; KVBoost needs the same shape in every layer"
+        )
+    keys = probe.seen[0]
+    shape = KVShape(len(probe.seen), keys.shape[1], keys.shape[3], keys.dtype, keys.device)
+    return shape, int(logits.shape[-1])

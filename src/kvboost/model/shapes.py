@@ -1,0 +1,76 @@
+"""Models with random weights in the shapes of Qwen2.5: speed depends on shapes, not on weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+SHAPES = {  # hidden, intermediate, layers, heads, KV heads
+    "tiny": (64, 96, 2, 4, 2),
+    "0.5b": (896, 4864, 24, 14, 2),
+    "1.5b": (1536, 8960, 28, 12, 2),
+    "3b": (2048, 11008, 36, 16, 2),
+    "7b": (3584, 18944, 28, 28, 4),
+}
+VOCABULARY = 151_936
+
+
+def config_of(shape: str) -> Any:
+    """The transformers config of a shape. No token ends an answer."""
+    from transformers import Qwen2Config
+
+    hidden, intermediate, layers, heads, kv_heads = SHAPES[shape]
+    return Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=131_072,
+        tie_word_embeddings=shape != "7b",
+        architectures=["Qwen2ForCausalLM"],
+        dtype="bfloat16",
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def random_model(shape: str, device: str, dtype: torch.dtype) -> Any:
+    """A transformers model, made on the device."""
+    from transformers import Qwen2ForCausalLM
+
+    config = config_of(shape)
+    config.dtype = dtype
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return Qwen2ForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def number_tokenizer() -> Any:
+    """One token per byte, and numbers for the other tokens: random weights choose any of them, and
+    all have a text, as those of a real model."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"word{number}" for number in range(len(alphabet), VOCABULARY)]
+    vocab = {symbol: number for number, symbol in enumerate([*alphabet, *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def step_bytes(model: Any) -> int:
+    """The bytes of weights that a decode step reads: all but an embedding of its own, of which it
+    reads a row."""
+    every = sum(weight.nbytes for weight in model.parameters())
+    embedding = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is embedding
+    return every if tied else every - int(embedding.nbytes)

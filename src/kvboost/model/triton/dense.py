@@ -1,0 +1,129 @@
+"""For attention kernels that want a request's keys in one piece: rows of pages as dense tensors,
+and the results over two parts of the keys as one."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvboost.model.triton.pages import check_pages
+
+ROWS = 32
+"""Rows of one program."""
+
+
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["table"],
+)
+def _gather_kernel(
+    pages,
+    page_stride,
+    head_stride,
+    token_stride,
+    table,
+    num_rows,
+    keys,
+    values,
+    out_head_stride,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    used = row < num_rows
+    page = tl.load(table + row // PAGE, mask=used, other=0).to(tl.int64)
+    row = row.to(tl.int64)
+    at = page * page_stride + head * head_stride + (row % PAGE) * token_stride
+    channel = tl.arange(0, WIDE)[None, :]
+    inside = used[:, None] & (channel < DIM)
+    key = tl.load(pages + at[:, None] + channel, mask=inside)
+    value = tl.load(pages + at[:, None] + (DIM + channel), mask=inside)
+    to = (head * out_head_stride + row * DIM)[:, None] + channel
+    tl.store(keys + to, key, mask=inside)
+    tl.store(values + to, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _merge_kernel(
+    past,
+    past_row_stride,
+    past_head_stride,
+    past_lse,
+    past_lse_stride,
+    own,
+    own_row_stride,
+    own_head_stride,
+    own_lse,
+    own_lse_stride,
+    num_rows,
+    out,
+    out_row_stride,
+    out_head_stride,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    used = row < num_rows
+    before = tl.load(past_lse + head * past_lse_stride + row, mask=used, other=0.0)
+    after = tl.load(own_lse + head * own_lse_stride + row, mask=used, other=0.0)
+    share = tl.sigmoid(before - after)[:, None]
+    channel = tl.arange(0, WIDE)[None, :]
+    inside = used[:, None] & (channel < DIM)
+    past_at = past + (row * past_row_stride + head * past_head_stride)[:, None] + channel
+    own_at = own + (row * own_row_stride + head * own_head_stride)[:, None] + channel
+    first = tl.load(past_at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(own_at, mask=inside, other=0.0).to(tl.float32)
+    merged = second + share * (first - second)
+    out_at = out + (row * out_row_stride + head * out_head_stride)[:, None] + channel
+    tl.store(out_at, merged.to(out.dtype.element_ty), mask=inside)
+
+
+def gather(
+    pages: torch.Tensor, table: torch.Tensor, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first ``num_rows`` keys and values of a request, ``[kv_heads, rows, dim]`` each, from a
+    layer's ``pages``, ``[pages, kv_heads, page, 2 * dim]``. ``table`` are its pages, int32."""
+    kv_heads, page, dim = check_pages(pages)
+    if num_rows > len(table) * page:
+        raise ValueError(f"{num_rows} rows need more pages than the {len(table)} of the request")
+    size = (2, kv_heads, num_rows, dim)
+    keys, values = torch.empty(size, dtype=pages.dtype, device=pages.device)
+    _gather_kernel[(triton.cdiv(num_rows, ROWS), kv_heads)](
+        *(pages, *pages.stride()[:3], table, num_rows, keys, values, keys.stride(0)),
+        DIM=dim,
+        WIDE=triton.next_power_of_2(dim),
+        PAGE=page,
+        ROWS=ROWS,
+    )
+    return keys, values
+
+
+def merge(
+    past: tuple[torch.Tensor, torch.Tensor],
+    own: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+) -> None:
+    """Writes attention over two sets of keys into ``out``, ``[rows, heads, dim]``. ``past`` and
+    ``own`` are the attention over each, of that shape, and its logarithms of the sums of
+    exponentials, float32 ``[heads, rows]``. ``out`` may be one of them."""
+    num_rows, heads, dim = out.shape
+    for part, lse in (past, own):
+        if part.shape != out.shape or lse.shape != (heads, num_rows) or lse.stride(1) != 1:
+            raise ValueError(
+                f"parts of shape {tuple(part.shape)} with sums {tuple(lse.shape)} do not make up "
+                f"{tuple(out.shape)}"
+            )
+    _merge_kernel[(triton.cdiv(num_rows, ROWS), heads)](
+        *(past[0], past[0].stride(0), past[0].stride(1), past[1], past[1].stride(0)),
+        *(own[0], own[0].stride(0), own[0].stride(1), own[1], own[1].stride(0)),
+        *(num_rows, out, out.stride(0), out.stride(1)),
+        DIM=dim,
+        WIDE=triton.next_power_of_2(dim),
+        ROWS=ROWS,
+    )

@@ -1,0 +1,275 @@
+"""Forwards of one request's rows over our own pages, as CUDA graphs.
+
+Rows after a known beginning, rows of a repair and the last rows of a prompt that probe it run
+through buffers of a few sizes. Each size becomes a graph when it is first needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvboost.model.paged.graphs import Capture
+from kvboost.model.paged.kv import PagedKV
+from kvboost.model.paged.row_batch import Fresh
+from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
+from kvboost.model.paged.steps import StepBatch
+from kvboost.model.segment import Segment
+from kvboost.model.triton.write import write
+from kvboost.reuse.paged.graphs import (
+    SIZES,
+    CapturedForward,
+    FixedMass,
+    FixedRows,
+    FixedShift,
+)
+from kvboost.reuse.paged.hooks import Attention, EnoughLayers, SegmentHook, WindowedHook
+from kvboost.reuse.paged.kernels import GpuKernels, MassHook, ShiftHook
+from kvboost.reuse.repair import PROBE_ROWS
+
+log = logging.getLogger("kvboost")
+
+MOST_KEYS = 1 << 18
+"""Requests with more rows of KV than this have no such forwards: buffers would take too much."""
+ROWS, REPAIRS, PROBES = "rows of prompts", "repairs", "probes"
+
+RunRows = Callable[[torch.Tensor, torch.Tensor, StepBatch, torch.Tensor], torch.Tensor]
+"""Runs token ids at positions, both int64 ``[rows]``, of a batch; returns logits of some rows."""
+
+
+class SlabPages:
+    """The pages of a slab."""
+
+    def __init__(self, slab: Slab) -> None:
+        self.caches = slab.layers
+        self.size = PAGE
+        self.num_kv_heads, self.head_dim = slab.shape.num_kv_heads, slab.shape.head_dim
+        self.dtype, self.device = slab.shape.dtype, slab.shape.device
+
+
+class RowsBatch(StepBatch):
+    """Rows of one request at any positions. ``targets`` are their slots, filled before every
+    forward; those of padding are -1.
+
+    A hook compares fresh rows with what is in their pages. So if there is one, layers that rotate
+    and write in one kernel write to a buffer, and the rows go to their pages after the hook."""
+
+    def __init__(
+        self, slab: Slab, size: int, hook: WindowedHook | None, attention: Attention
+    ) -> None:
+        super().__init__(slab, size)
+        self.targets = torch.full_like(self.slots, -1)
+        self._is_padding = torch.ones(size, 1, 1, dtype=torch.bool, device=self.slots.device)
+        self._hook = hook
+        self._attention = attention
+        self._fresh: torch.Tensor | None = None
+        if hook is not None:
+            shape = slab.shape
+            width = (shape.num_kv_heads, 2 * shape.head_dim)
+            self._fresh = torch.zeros(size, *width, dtype=shape.dtype, device=shape.device)
+            torch.arange(size, out=self.slots)
+
+    def load(self, slots: torch.Tensor) -> None:
+        self.targets.copy_(slots)
+        torch.lt(slots[:, None, None], 0, out=self._is_padding)
+        if self._fresh is None:
+            self.slots.copy_(slots.clamp(min=SCRATCH * PAGE))
+
+    def pages(self, layer: int) -> torch.Tensor:
+        """Where layers that write themselves write to."""
+        if self._fresh is None:
+            return super().pages(layer)
+        return self._fresh.unflatten(0, (-1, PAGE)).transpose(1, 2)
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._store(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1))
+
+    def _store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes ``[rows, kv_heads, dim]`` after the hook has seen them."""
+        if self._hook is not None:
+            self._hook.on_fresh(layer, keys, values)
+        write(keys, values, super().pages(layer), self.targets)
+
+    def show(
+        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
+    ) -> None:
+        if self._hook is not None:
+            self._hook.on_query(layer, query[0].transpose(0, 1), scale, window)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        return self._attend(layer, query[0].transpose(0, 1), scale, window, softcap)[None]
+
+    def attend_rows(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        *,
+        fresh: Fresh | None = None,
+    ) -> torch.Tensor:
+        """Called by layers that have written the fresh rows to ``pages``."""
+        if self._hook is not None and self._fresh is not None:
+            keys, values = self._fresh.chunk(2, -1)
+            self._store(layer, keys, values)
+            self._hook.on_query(layer, query, scale, window)
+        return self._attend(layer, query, scale, window, softcap)
+
+    def _attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Attention of all rows; padding, which the kernel leaves out, gets zeros: other numbers
+        might not be finite."""
+        out = self._attention(layer, query, scale, window=window, soft_cap=softcap)
+        return out.masked_fill_(self._is_padding, 0.0)
+
+
+class SegmentForwards:
+    """Runs segments of requests with pages of one slab. One thread at a time may call it."""
+
+    def __init__(
+        self,
+        kernels: GpuKernels,
+        slab: Slab,
+        heads: int,
+        run_rows: RunRows,
+        capture: Capture,
+    ) -> None:
+        self.kernels = kernels
+        self.slab = slab
+        self.num_runs = 0
+        self._heads = heads
+        self._run_rows = run_rows
+        self._capture = capture
+        self._sizes = SIZES
+        self._forwards: dict[tuple[str, int], CapturedForward] = {}
+        self._refused: dict[str, str] = {}
+
+    @property
+    def note(self) -> str | None:
+        """Why some segments run as without buffers of fixed size."""
+        return (
+            "; ".join(f"{kind} run eagerly: {why}" for kind, why in self._refused.items()) or None
+        )
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows of a segment that it runs."""
+        return self._sizes[-1]
+
+    def bucket_of(self, rows: int) -> int:
+        """The number of rows that a forward of ``rows`` rows computes. One row is a step."""
+        if rows == 1:
+            return 1
+        return min((size for size in self._sizes if size >= rows), default=rows)
+
+    def forget_graphs(self) -> None:
+        """Records all forwards anew: the model has changed."""
+        self._forwards.clear()
+
+    def takes(self, segment: Segment) -> bool:
+        kv, kind = segment.kv, _kind(segment)
+        return (
+            kind is not None
+            and kind not in self._refused
+            and isinstance(kv, PagedKV)
+            and kv.slab is self.slab
+            and len(segment) <= (PROBE_ROWS if kind == PROBES else self.most_rows)
+            and segment.num_logits <= 1
+            and segment.sampler is None
+            and not segment.as_stock
+            and kv.own_start <= segment.first
+            and segment.end <= kv.capacity <= MOST_KEYS
+        )
+
+    def run(self, segment: Segment) -> torch.Tensor | None:
+        """The logits of a segment, ``[num_logits, vocab]``; None if it does not fit."""
+        kind = _kind(segment)
+        assert kind is not None and isinstance(segment.kv, PagedKV)
+        size = PROBE_ROWS if kind == PROBES else self.bucket_of(max(2, len(segment)))
+        forward = self._find(kind, size)
+        if forward is None:
+            return None
+        host = torch.device("cpu")
+        rows = segment.position_ids(host)
+        hook = segment.hook.hook if isinstance(segment.hook, SegmentHook) else None
+        holding = segment.kv.holding
+        table = self.slab.table[holding.row, : len(holding.pages)]
+        if not forward.run(segment.token_ids.to(host), rows, table, hook):
+            return None
+        self.num_runs += 1
+        logits: torch.Tensor = forward.result
+        return logits[: segment.num_logits].clone()
+
+    def _find(self, kind: str, size: int) -> CapturedForward | None:
+        if (kind, size) not in self._forwards:
+            try:
+                self._forwards[kind, size] = self._make(kind, size)
+            except Exception as error:
+                self._refused[kind] = f"{type(error).__name__}: {error}"
+                log.warning(self.note)
+                return None
+        return self._forwards[kind, size]
+
+    def _make(self, kind: str, size: int) -> CapturedForward:
+        kernels, capacity = self.kernels, min(self.slab.most_rows, MOST_KEYS)
+        rows = FixedRows(kernels, self._heads, size, capacity, size if kind == PROBES else 0)
+        hook: FixedShift | FixedMass | None = None
+        if kind == PROBES:
+            hook = FixedMass(kernels, rows, hides=True)
+        elif kind == REPAIRS:
+            hook = FixedShift(kernels, size, capacity)
+        batch: RowsBatch | None = None
+
+        def model(
+            ids: torch.Tensor,
+            positions: torch.Tensor,
+            slots: torch.Tensor,
+            hook: FixedShift | FixedMass | None,
+            attention: Attention,
+        ) -> torch.Tensor:
+            nonlocal batch
+            if batch is None:
+                batch = RowsBatch(self.slab, size, hook, attention)
+            batch.load(slots)
+            try:
+                return self._run_rows(ids.long(), positions, batch, rows.last.long())
+            except EnoughLayers:
+                return rows.last
+
+        def capture(run: Callable[[], Any]) -> Callable[[], Any]:
+            if all(kind != tried for tried, _ in self._forwards):
+                run()  # one that fails is refused; one that merely cannot be recorded is not
+            return self._capture(run, kind)
+
+        return CapturedForward(model, kernels, rows, hook, capture)
+
+
+def _kind(segment: Segment) -> str | None:
+    """What kind of forward a segment is; None if it is another."""
+    hook = segment.hook.hook if isinstance(segment.hook, SegmentHook) else segment.hook
+    if isinstance(hook, MassHook):
+        return PROBES if segment.until == hook.seen.layers[-1] else None
+    if segment.until is not None or segment.absent is not None:
+        return None
+    if hook is None:
+        return ROWS
+    return REPAIRS if isinstance(hook, ShiftHook) else None

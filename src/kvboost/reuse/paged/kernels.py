@@ -1,0 +1,242 @@
+"""Our Triton kernels over pages: placing stored rows, attention, probes and the shift. What they do
+in one launch, torch does elsewhere; tests compare the two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from kvboost.cache.chunk import KVChunk
+from kvboost.cache.lookup.hits import Hit
+from kvboost.cache.quantize import PLAIN
+from kvboost.model.triton import attention, mass, move, shift
+from kvboost.model.triton.host import send
+from kvboost.model.triton.pages import PagedLayers
+from kvboost.model.triton.rows import PagedRows, Tile
+from kvboost.model.triton.warm import warm_up
+from kvboost.reuse.paged.hooks import Attention, EnoughLayers
+from kvboost.reuse.probe import AttentionMass
+from kvboost.reuse.rope import CosSin, Rotation
+from kvboost.reuse.shift import Spans, shift_weights
+
+
+class KVPages(Protocol):
+    """The KV of all layers in pages."""
+
+    @property
+    def caches(self) -> Sequence[torch.Tensor]:
+        """Of each layer ``[pages, kv_heads, size, 2 * head_dim]``."""
+
+    @property
+    def size(self) -> int:
+        """Rows of a page."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+class GpuKernels:
+    """``rotation`` is None for a model without rotary positions, whose rows cannot be moved."""
+
+    def __init__(self, pages: KVPages, rotation: Rotation | None) -> None:
+        self.pages = pages
+        self._layers = PagedLayers(pages.caches)
+        self._rotation = rotation
+        self._tables: list[CosSin] = []
+
+    @property
+    def rotation(self) -> Rotation:
+        assert self._rotation is not None, "rows of a model without rotary positions do not move"
+        return self._rotation
+
+    def warm_up(self, heads: int) -> None:
+        """Compiles the kernels, so that no request waits for it."""
+        pairs = self.rotation.cos_sin(0, torch.zeros(1))[0].shape[1]
+        warm_up(self._layers, heads, pairs, interleaved=self.rotation.interleaved)
+
+    def place(self, hits: Sequence[Hit], chunks: Sequence[KVChunk], table: torch.Tensor) -> None:
+        """Writes the rows of hits into pages, their keys rotated, in all layers at once."""
+        self.place_rows(hits, [chunk.data.tensors[PLAIN] for chunk in chunks], table)
+
+    def place_rows(
+        self, hits: Sequence[Hit], stored: Sequence[torch.Tensor], table: torch.Tensor
+    ) -> None:
+        """As :meth:`place`; ``stored`` are the rows of the whole chunks, in full precision."""
+        device = table.device
+        spans = [
+            move.StoredSpan(
+                rows if rows.device == device else rows.to(device, non_blocking=True),
+                hit.offset,
+                hit.num_tokens,
+                hit.start,
+            )
+            for hit, rows in zip(hits, stored, strict=True)
+        ]
+        cos, sin = self._rotations_by(torch.tensor([hit.distance for hit in hits]))
+        rows = move.MovedRows.of(spans, table, self._layers)
+        interleaved = self._rotation is not None and self._rotation.interleaved
+        turns = send(cos, device), send(sin, device)
+        move.move(rows, self._layers, turns, interleaved=interleaved)
+
+    def _rotations_by(self, distances: torch.Tensor) -> CosSin:
+        """Cosine and sine ``[1 or layers, distances, pairs]``, on the host."""
+        if self._rotation is None:
+            return torch.ones(1, len(distances), 1), torch.zeros(1, len(distances), 1)
+        kinds = self._rotation.kinds
+        found = [self._rotation.cos_sin(layer, distances) for layer in _first_of_each(kinds)]
+        if len(found) == 1:
+            return found[0][0][None], found[0][1][None]
+        cos, sin = zip(*(found[kind] for kind in _numbered(kinds)), strict=True)
+        return torch.stack(cos), torch.stack(sin)
+
+    def attention(self, rows: torch.Tensor, table: torch.Tensor, heads: int) -> Attention:
+        return self.attend_rows(self.rows(rows, table, heads))
+
+    def attend_rows(self, rows: PagedRows, absent: torch.Tensor | None = None) -> Attention:
+        """Attention of ``rows`` over the pages; not to keys that are ``absent``, ``[keys]``."""
+        hidden = None if absent is None else absent[None]
+
+        def attend(
+            layer: int,
+            query: torch.Tensor,
+            scale: float,
+            out: torch.Tensor | None = None,
+            *,
+            window: int | None = None,
+            soft_cap: float | None = None,
+        ) -> torch.Tensor:
+            pages = self.pages.caches[layer]
+            return attention.attend(
+                query, pages, rows, scale, window=window, soft_cap=soft_cap, absent=hidden, out=out
+            )
+
+        return attend
+
+    def probe(self, seen: AttentionMass, rows: torch.Tensor, table: torch.Tensor) -> MassHook:
+        return MassHook(self, seen, rows, table)
+
+    def shift(self, part: torch.Tensor, spans: Spans, table: torch.Tensor) -> ShiftHook | None:
+        """A hook that shifts the moved rows of ``spans``; None if there is nothing to shift.
+        Both are on the host."""
+        if (weights := shift_weights(part, spans)) is None:
+            return None
+        plan = shift.ShiftPlan.of(part, spans.span_of, weights, table, self.pages.size)
+        return ShiftHook(self, plan)
+
+    def rows(self, rows: torch.Tensor, table: torch.Tensor, heads: int) -> PagedRows:
+        return PagedRows.of(
+            [rows],
+            table[None],
+            page=self.pages.size,
+            heads=heads,
+            kv_heads=self.pages.num_kv_heads,
+            dtype=self.pages.dtype,
+            tile=self.tile(heads, len(rows)),
+        )
+
+    def tile(self, heads: int, num_rows: int) -> Tile:
+        """The tile for so many rows of one request."""
+        group = heads // self.pages.num_kv_heads
+        return Tile.pick(group * num_rows, self.pages.dtype, self.pages.head_dim)
+
+    def rotations(self, end: int) -> list[CosSin]:
+        """Cosine and sine of every position before ``end``, in each layer."""
+        kinds = self.rotation.kinds
+        if not self._tables or len(self._tables[0][0]) < end:
+            known = len(self._tables[0][0]) if self._tables else 0
+            positions = torch.arange(max(end, 2 * known))
+            tables = (self.rotation.cos_sin(layer, positions) for layer in _first_of_each(kinds))
+            device = self.pages.device
+            self._tables = [(cos.to(device), sin.to(device)) for cos, sin in tables]
+        return [self._tables[kind] for kind in _numbered(kinds)]
+
+
+def _first_of_each(kinds: Sequence[int]) -> list[int]:
+    """The first layer of each kind."""
+    return [layer for layer, kind in enumerate(kinds) if kind not in kinds[:layer]]
+
+
+def _numbered(kinds: Sequence[int]) -> list[int]:
+    """The kind of each layer, numbered in the order of ``_first_of_each``."""
+    order = list(dict.fromkeys(kinds))
+    return [order.index(kind) for kind in kinds]
+
+
+class MassHook:
+    """Gives ``seen`` the attention of the last rows of a forward, which are at ``rows``."""
+
+    def __init__(
+        self, kernels: GpuKernels, seen: AttentionMass, rows: torch.Tensor, table: torch.Tensor
+    ) -> None:
+        self.seen, self.num_rows = seen, len(rows)
+        self._kernels, self._rows, self._table = kernels, rows, table
+        self._tiled: PagedRows | None = None
+
+    def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None: ...
+
+    def on_query(
+        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
+    ) -> None:
+        if layer not in self.seen.layers:
+            return
+        if self._tiled is None:
+            self._mass = torch.zeros(len(self.seen.mass), device=query.device)
+            self._tiled = self._kernels.rows(self._rows, self._table, query.shape[1])
+            absent = torch.nn.functional.pad(self.seen.absent, (0, self.num_rows))
+            self._absent = absent.to(query.device, non_blocking=True)
+        self._mass += mass.attention_mass(
+            query[-self.num_rows :],
+            self._kernels.pages.caches[layer],
+            self._tiled,
+            scale,
+            len(self._mass),
+            window=window,
+            absent=self._absent,
+        )
+        if layer == self.seen.layers[-1]:
+            self.give(self._mass)
+            raise EnoughLayers
+
+    def give(self, mass: torch.Tensor) -> None:
+        """Hands over what was seen. The host goes on meanwhile."""
+        if mass.device.type != "cuda":
+            self.seen.mass = mass.clone()
+            return
+        self.seen.mass = torch.empty(len(mass), pin_memory=True)
+        self.seen.mass.copy_(mass, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        self.seen.wait = copied.synchronize
+
+
+class ShiftHook:
+    def __init__(self, kernels: GpuKernels, plan: shift.ShiftPlan) -> None:
+        self.plan = plan
+        self._kernels = kernels
+        self._rotations = kernels.rotations(plan.end)
+
+    def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if layer:  # the keys and values of layer 0 depend on the token alone
+            shift.shift(
+                keys,
+                values,
+                self._kernels.pages.caches[layer],
+                self.plan,
+                self._rotations[layer],
+                interleaved=self._kernels.rotation.interleaved,
+            )
+
+    def on_query(
+        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
+    ) -> None: ...

@@ -1,0 +1,74 @@
+"""One request's rows as reuse sees them: known rows are placed there, the last rows of the prompt
+probe them, and a repair shifts them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from kvboost.cache.lookup.hits import Hit
+from kvboost.cache.quantize import KVData
+from kvboost.model.kv import RequestKV
+from kvboost.model.segment import Hook
+from kvboost.reuse.assemble import Packer
+from kvboost.reuse.rope import Rotation
+from kvboost.reuse.shift import Shift, Spans
+
+
+class RequestRows(Protocol):
+    """The contract for rows in buffers and in pages."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows to recompute are chosen."""
+
+    @property
+    def slice_rows(self) -> int | None:
+        """The most rows that a repair runs at a time, if there is such a limit."""
+
+    def place(self, hit: Hit, data: KVData) -> None:
+        """Copies the rows of a hit into place, at the latest when ``finish`` is called."""
+
+    def finish(self) -> None: ...
+
+    def clear(self, rows: range) -> None:
+        """Prepares rows that are not known: a probe does not attend to them."""
+
+    def probe(self, hook: Hook, positions: torch.Tensor) -> Hook:
+        """What does in a probe of the last rows, at ``positions``, what ``hook`` would do."""
+
+    def shift(self, positions: torch.Tensor, spans: Spans) -> Hook | None:
+        """A hook for a repair of ``positions`` that shifts the other rows of ``spans``; None if
+        there is nothing to shift."""
+
+
+class BufferedRows:
+    """Rows in a buffer, or in pages that have no kernels of their own."""
+
+    slice_rows: int | None = None
+
+    def __init__(self, kv: RequestKV, packer: Packer, rotation: Rotation | None) -> None:
+        self._kv, self._packer, self._rotation = kv, packer, rotation
+
+    @property
+    def device(self) -> torch.device:
+        return self._kv.shape.device
+
+    def place(self, hit: Hit, data: KVData) -> None:
+        self._packer.place(hit, data, self._kv)
+
+    def finish(self) -> None: ...
+
+    def clear(self, rows: range) -> None:
+        with self._kv.filling(rows.start, rows.stop) as unknown:
+            unknown.zero_()  # they are masked, but NaN would still spread
+
+    def probe(self, hook: Hook, positions: torch.Tensor) -> Hook:
+        return hook
+
+    def shift(self, positions: torch.Tensor, spans: Spans) -> Hook | None:
+        if self._rotation is None:
+            return None
+        shift = Shift(self._rotation, positions, spans)
+        return shift if shift.useful else None

@@ -1,0 +1,122 @@
+"""Chunks in memory, of which every rank holds its heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from kvboost.cache.chunk import KVChunk
+from kvboost.cache.lookup.hits import Hit
+from kvboost.cache.quantize import KVData, Quantizer, join_heads
+from kvboost.cache.store import Pack
+from kvboost.cache.tiers.ram import RamTier
+from kvboost.reuse.assemble import KVRows, Packer
+from kvboost.runtime.parallel.messages import Copy, Give, Has, PackRows, Place, Take
+from kvboost.runtime.parallel.ranks import Handle, Ranks
+from kvboost.runtime.parallel.rows import ShardedKV
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedData(KVData):
+    """Rank 0's heads of a chunk. The other ranks hold theirs for as long as this object lives, so
+    what rank 0's tiers keep and evict, all ranks keep and evict."""
+
+    ranks: Ranks = field(kw_only=True)
+    handle: Handle = field(kw_only=True)
+
+    @property
+    def number(self) -> int:
+        return self.handle.number
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> KVData:
+        """If that moves the data to another device, the other ranks copy theirs there too."""
+        changed = {name: change(one) for name, one in self.tensors.items()}
+        devices = {one.device.type for one in changed.values()}
+        assert len(devices) == 1
+        if devices == {one.device.type for one in self.tensors.values()}:
+            return replace(self, tensors=changed)
+        handle = self.ranks.new_handle()
+        self.ranks.cast(Copy(handle.number, self.number, devices.pop()))
+        return replace(self, tensors=changed, handle=handle)
+
+
+def shard(local: KVData, ranks: Ranks, handle: Handle) -> ShardedData:
+    """``local`` as rank 0's heads of the chunk that the other ranks know by ``handle``."""
+    return ShardedData(local.bits, local.tensors, local.key_norm, ranks=ranks, handle=handle)
+
+
+class ShardedPacker(Packer):
+    """Every rank copies its own heads."""
+
+    def __init__(self, ranks: Ranks, quantizer: Quantizer) -> None:
+        super().__init__(quantizer)
+        self._ranks = ranks
+
+    def place(self, hit: Hit, data: KVData, kv: KVRows) -> None:
+        assert isinstance(kv, ShardedKV) and isinstance(data, ShardedData)
+        super().place(hit, data, kv)  # first: it clears the rows of the other ranks
+        base = hit.chunk.base_position
+        self._ranks.cast(Place(kv.number, data.number, base, hit.offset, hit.start, hit.end))
+
+    def packing(self, kv: KVRows, end: int) -> Pack:
+        assert isinstance(kv, ShardedKV)
+        pack_here = super().packing(kv, end)
+
+        def pack(start: int, stop: int, like: KVData | None, common: int) -> KVData:
+            handle = self._ranks.new_handle()
+            known = like.number if isinstance(like, ShardedData) else None
+            asked = PackRows(handle.number, kv.number, start, stop, known, common)
+            packed = self._ranks.ask(asked)
+            local = pack_here(start, stop, like, common)
+            if any(other.bits != local.bits for other in packed):
+                raise RuntimeError(
+                    "numbers too large to be quantized, in the heads of some ranks only"
+                )
+            norms = [local.key_norm, *(other.key_norm for other in packed)]
+            return shard(replace(local, key_norm=sum(norms) / len(norms)), self._ranks, handle)
+
+        return pack
+
+
+class RankShards:
+    """Rank ``r`` of ``n`` holds the KV heads from ``r / n`` of them on, up to where the next rank
+    begins. Where the ranks' model is not split by heads, each holds them all."""
+
+    def __init__(self, ranks: Ranks, ram: RamTier, heads_here: int, num_heads: int) -> None:
+        self._ranks = ranks
+        self._ram = ram
+        self._heads_here = heads_here
+        self._is_split = heads_here < num_heads
+
+    def split(self, chunk: KVChunk) -> KVChunk:
+        """Other ranks that have no memory for their part are found out by ``is_complete``."""
+        own, *others = (self._part(chunk.data, rank) for rank in range(self._ranks.size))
+        handle = self._ranks.new_handle()
+        contiguous = torch.Tensor.contiguous
+        self._ranks.ask_each([Take(handle.number, part.map(contiguous)) for part in others])
+        return _with(chunk, shard(own.map(self._ram.own), self._ranks, handle))
+
+    def join(self, part: KVChunk) -> KVChunk | None:
+        assert isinstance(part.data, ShardedData)
+        own = KVData(part.data.bits, part.data.tensors, part.data.key_norm)
+        if not self._is_split:
+            return _with(part, own)
+        others = self._ranks.ask(Give(part.data.number))
+        if any(other is None for other in others):
+            return None
+        return _with(part, replace(join_heads([own, *others]), key_norm=own.key_norm))
+
+    def is_complete(self, part: KVChunk) -> bool:
+        assert isinstance(part.data, ShardedData)
+        return all(self._ranks.ask(Has(part.data.number)))
+
+    def _part(self, data: KVData, rank: int) -> KVData:
+        if not self._is_split:
+            return data
+        return data.heads(rank * self._heads_here, (rank + 1) * self._heads_here)
+
+
+def _with(chunk: KVChunk, data: KVData) -> KVChunk:
+    return KVChunk(replace(chunk.info, nbytes=data.nbytes), data)

@@ -1,0 +1,175 @@
+"""The process of a rank other than 0: does what rank 0 says, until rank 0 ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from functools import singledispatchmethod
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from kvboost.cache.quantize import KVData, Quantizer
+from kvboost.cache.tiers.ram import RamTier
+from kvboost.model.kv import RequestKV
+from kvboost.model.load import LoadedModel
+from kvboost.model.parallel import load_part
+from kvboost.model.segment import Hook, Segment
+from kvboost.reuse.rope import Rotation
+from kvboost.runtime.parallel import messages
+from kvboost.runtime.parallel.hooks import make_hook, observed
+from kvboost.runtime.parallel.messages import Failure, Message, Packed
+from kvboost.runtime.parallel.processes import join_group
+from kvboost.runtime.parallel.ranks import Link
+from kvboost.runtime.runtime import make_quantizer, rotation_of
+
+
+class Follower:
+    """What one rank holds: its part of the model, its heads of requests and of chunks. It decides
+    nothing: budgets, evictions and plans are rank 0's."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._model: LoadedModel
+        self._rotation: Rotation | None = None
+        self._quantizer: Quantizer
+        self._ram: RamTier
+        self._kvs: dict[int, RequestKV] = {}
+        self._parts: dict[int, KVData] = {}
+        self._hook: Hook | None = None
+
+    def serve(self) -> None:
+        """Returns when rank 0 has ended, or when this rank has failed."""
+        with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+            while True:
+                message = self._link.receive()
+                answer = self._try(message)
+                if message.answered or isinstance(answer, Failure):
+                    self._link.send(answer)
+                if isinstance(answer, Failure) and answer.fatal:
+                    return
+
+    def _try(self, message: Message) -> object:
+        try:
+            return self.do(message)
+        except Exception as error:
+            return Failure(f"{type(error).__name__}: {error}", fatal=not message.answered)
+
+    @singledispatchmethod
+    def do(self, message: Message) -> Any:
+        """Does what ``message`` says; returns the answer."""
+        raise NotImplementedError(type(message).__name__)
+
+    @do.register
+    def _(self, message: messages.Load) -> None:
+        self._kvs.clear()
+        self._parts.clear()
+        self._model = load_part(message.name, message.tp_size, **message.options)
+        self._rotation = rotation_of(self._model)
+
+    @do.register
+    def _(self, message: messages.Serve) -> None:
+        self._kvs.clear()
+        self._parts.clear()
+        self._ram = RamTier(sys.maxsize, pinned=self._device.type == "cuda")
+        self._quantizer = make_quantizer(
+            self._model, self._rotation, self._ram, message.kv_cache_bits, message.key_norms
+        )
+
+    @do.register
+    def _(self, message: messages.NewKV) -> None:
+        self._kvs[message.kv] = RequestKV(self._model.forward.shape, message.num_tokens)
+
+    @do.register
+    def _(self, message: messages.Reserve) -> None:
+        self._kvs[message.kv].reserve(message.num_tokens)
+
+    @do.register
+    def _(self, message: messages.Clear) -> None:
+        with self._kvs[message.kv].filling(message.start, message.end) as rows:
+            rows.zero_()
+
+    @do.register
+    def _(self, message: messages.Release) -> None:
+        for number in message.numbers:
+            self._kvs.pop(number, None)
+            self._parts.pop(number, None)
+
+    @do.register
+    def _(self, message: messages.Run) -> None:
+        segments = [self._segment(segment) for segment in message.segments]
+        self._hook = segments[-1].hook
+        self._model.forward(segments)
+
+    @do.register
+    def _(self, message: messages.Observed) -> torch.Tensor | None:
+        found = observed(self._hook)
+        return None if found is None else found.cpu()
+
+    @do.register
+    def _(self, message: messages.Place) -> None:
+        data = self._parts[message.part]
+        with self._kvs[message.kv].filling(message.start, message.end) as rows:
+            self._quantizer.place(data, message.base, message.offset, message.start, rows)
+
+    @do.register
+    def _(self, message: messages.PackRows) -> Packed:
+        rows = self._kvs[message.kv].rows(message.start, message.end)
+        like = None if message.like is None else self._parts.get(message.like)
+        data = self._quantizer.pack(rows, message.start, like, message.common)
+        self._parts[message.part] = data
+        return Packed(data.bits, data.key_norm)
+
+    @do.register
+    def _(self, message: messages.Copy) -> None:
+        data = self._parts.get(message.of)
+        if data is None:
+            return
+        try:
+            to_host = message.device_type == "cpu"
+            copy = data.map(self._ram.own if to_host else lambda one: one.to(self._device))
+        except (MemoryError, RuntimeError):  # no memory: this rank has no such part
+            return
+        self._parts[message.part] = copy
+
+    @do.register
+    def _(self, message: messages.Has) -> bool:
+        return message.part in self._parts
+
+    @do.register
+    def _(self, message: messages.Give) -> KVData | None:
+        data = self._parts.get(message.part)
+        return None if data is None else data.map(torch.Tensor.cpu)
+
+    @do.register
+    def _(self, message: messages.Take) -> None:
+        self._parts[message.part] = message.data.map(self._ram.own)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._model.device
+
+    def _segment(self, message: messages.SegmentMessage) -> Segment:
+        positions, absent = message.positions, message.absent
+        return Segment(
+            self._kvs[message.kv],
+            message.token_ids.to(self._device),
+            positions if isinstance(positions, range) else positions.to(self._device),
+            message.num_logits,
+            hook=make_hook(message.hook, self._rotation, self._device),
+            absent=None if absent is None else absent.to(self._device),
+            until=message.until,
+            as_stock=message.as_stock,
+        )
+
+
+def main(rank: int, size: int, meeting: str, backend: str, file: int, threads: int) -> None:
+    """``meeting``: where the ranks find each other; ``file``: the connection to rank 0."""
+    torch.set_num_threads(threads)
+    os.environ["LOCAL_RANK"] = str(rank)  # transformers picks the device by it
+    link = Link(Connection(file))
+    link.send("ready")
+    join_group(meeting, backend, rank, size)
+    Follower(link).serve()

@@ -1,0 +1,184 @@
+"""The other ranks, as rank 0 sees them."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvboost.errors import KVBoostError, RankLostError
+from kvboost.runtime.parallel.messages import Failure, Message, Release
+
+STEP_SECONDS = 300.0
+"""How long a rank waits for the others in a forward, and rank 0 for an answer."""
+END_SECONDS = 10.0
+"""How long a process may take to end before it is killed."""
+REASON_SECONDS = 0.5
+"""How long to wait for the reason of a failure that has already happened."""
+
+
+class Handle:
+    """A number that all ranks know a buffer or a chunk by. When the last owner of the handle is
+    gone, the other ranks release theirs."""
+
+    def __init__(self, number: int, released: deque[int]) -> None:
+        self.number = number
+        # The garbage collector may run this in a thread that holds any lock, so it takes none.
+        weakref.finalize(self, released.append, number).atexit = False
+
+
+class Link:
+    """Objects over a connection, in plain pickle: torch's own way would share memory."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def send(self, item: object) -> None:
+        self._connection.send_bytes(pickle.dumps(item))
+
+    def receive(self, seconds: float | None = None) -> Any:
+        """The next object. Raises ``EOFError`` if the other side has ended, ``TimeoutError`` after
+        ``seconds``."""
+        try:
+            if not self._connection.poll(seconds):
+                raise TimeoutError(f"no answer within {seconds:g} s")
+            return pickle.loads(self._connection.recv_bytes())
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise EOFError(str(error)) from error
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Ranks:
+    """The other ranks of this process, which is rank 0. Thread-safe.
+
+    Messages arrive in the order in which they are sent. If a rank is lost, or fails in the middle
+    of a forward, the ranks are out of step for good: every call from then on raises
+    ``RankLostError``.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[subprocess.Popen[bytes]],
+        links: Sequence[Link],
+        on_close: Callable[[], None],
+    ) -> None:
+        self.size = len(links) + 1
+        self._processes = processes
+        self._links = links
+        self._on_close = on_close
+        self._numbers = iter(range(sys.maxsize))
+        self._released: deque[int] = deque()
+        self._lock = threading.RLock()
+        self._stepping = threading.Lock()
+        self.failure: RankLostError | None = None
+        """Why the ranks are out of step."""
+
+    def new_handle(self) -> Handle:
+        with self._lock:
+            return Handle(next(self._numbers), self._released)
+
+    def cast(self, message: Message) -> None:
+        """Tells all other ranks."""
+        assert not message.answered
+        with self._lock, self._explained():
+            self._send([message] * len(self._links))
+
+    def ask(self, message: Message) -> list[Any]:
+        """What each of the other ranks answers, in their order."""
+        return self.ask_each([message] * len(self._links))
+
+    def ask_each(self, messages: Sequence[Message]) -> list[Any]:
+        """Asks each of the other ranks something of its own. Raises ``RuntimeError`` if one cannot
+        do it, such as for lack of memory."""
+        assert all(message.answered for message in messages)
+        with self._lock, self._explained():
+            self._send(messages)
+            answers = [link.receive(STEP_SECONDS) for link in self._links]
+            for rank, answer in enumerate(answers, 1):
+                if isinstance(answer, Failure) and answer.fatal:
+                    raise _RankFailed(rank, answer)
+        for answer in answers:
+            if isinstance(answer, Failure):
+                raise RuntimeError(answer.reason)
+        return answers
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Something that all ranks do at the same time: tell them first, then do it here. One
+        thread at a time."""
+        with self._stepping, self._explained():
+            yield
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        for link in self._links:
+            link.close()
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
+            process.kill()
+            process.wait()
+        if self.failure is None:
+            self.failure = RankLostError("the other ranks of this engine have been closed")
+        self._on_close()
+
+    def _send(self, messages: Sequence[Message]) -> None:
+        released = []
+        while self._released:
+            released.append(self._released.popleft())
+        for link, message in zip(self._links, messages, strict=True):
+            if released:
+                link.send(Release(tuple(released)))
+            link.send(message)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns any failure into ``RankLostError`` and ends the other ranks: they may be waiting in
+        a forward that will never go on."""
+        if self.failure is not None:
+            raise self.failure
+        try:
+            yield
+        except RankLostError:
+            raise
+        except BaseException as error:
+            self.failure = RankLostError(
+                f"{self._reason(error)}; the model is split over {self.size} ranks, which must all "
+                "run, so this engine serves no more requests: close it and make another one"
+            )
+            for process in self._processes:
+                process.kill()
+            if isinstance(error, KVBoostError) or not isinstance(error, Exception):
+                raise  # it says what is wrong, or is an interrupt
+            raise self.failure from error
+
+    def _reason(self, error: BaseException) -> str:
+        if isinstance(error, _RankFailed):
+            return str(error)
+        for rank, (process, link) in enumerate(zip(self._processes, self._links, strict=True), 1):
+            with suppress(EOFError, TimeoutError):
+                while True:
+                    answer = link.receive(REASON_SECONDS)
+                    if isinstance(answer, Failure) and answer.fatal:
+                        return str(_RankFailed(rank, answer))
+            with suppress(subprocess.TimeoutExpired):
+                return f"rank {rank} has ended with exit status {process.wait(REASON_SECONDS)}"
+        if isinstance(error, TimeoutError):
+            return f"a rank is stuck: {error}"
+        return f"rank 0 has failed while the others waited: {type(error).__name__}: {error}"
+
+
+class _RankFailed(Exception):
+    def __init__(self, rank: int, failure: Failure) -> None:
+        super().__init__(f"rank {rank} has failed: {failure.reason}")

@@ -1,0 +1,154 @@
+"""An engine's runtime over several ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvboost.cache.quantize import KVFormat, Quantizer
+from kvboost.cache.tiers.open import Tiers
+from kvboost.config import EngineConfig
+from kvboost.errors import KVBoostError
+from kvboost.model.kv import KVPool
+from kvboost.model.load import LoadedModel
+from kvboost.model.paged.choose import PagesChoice
+from kvboost.model.parallel import PartForward, check_split, load_part, num_kv_heads
+from kvboost.model.segment import Segment
+from kvboost.reuse.assemble import Packer
+from kvboost.runtime.parallel.chunks import RankShards, ShardedPacker
+from kvboost.runtime.parallel.hooks import add_up, describe, observed
+from kvboost.runtime.parallel.messages import Load, Observed, Run, SegmentMessage, Serve
+from kvboost.runtime.parallel.processes import open_ranks
+from kvboost.runtime.parallel.ranks import Ranks
+from kvboost.runtime.parallel.rows import ShardedKV, ShardedPool
+from kvboost.runtime.runtime import MAX_IDLE, Runtime
+
+
+class LeadingForward(PartForward):
+    """The forward of rank 0: the other ranks run the same segments over their heads."""
+
+    def __init__(self, ranks: Ranks, *args: Any, **kwargs: Any) -> None:
+        self._ranks = ranks
+        super().__init__(*args, **kwargs)
+
+    def __call__(self, segments: Sequence[Segment]) -> torch.Tensor:
+        with self._ranks.together():
+            self._ranks.cast(Run(tuple(_describe(segment) for segment in segments)))
+            logits = super().__call__(segments)
+            hook = segments[-1].hook
+            if hook is not None and observed(hook) is not None:
+                assert len(segments) == 1, "a probe runs alone"
+                add_up(hook, self._ranks.ask(Observed()))
+            return logits
+
+
+def _describe(segment: Segment) -> SegmentMessage:
+    assert isinstance(segment.kv, ShardedKV)
+    positions, absent = segment.positions, segment.absent
+    return SegmentMessage(
+        kv=segment.kv.number,
+        token_ids=segment.token_ids.cpu(),
+        positions=positions if isinstance(positions, range) else positions.cpu(),
+        num_logits=segment.num_logits,
+        hook=describe(segment.hook),
+        absent=None if absent is None else absent.cpu(),
+        until=segment.until,
+        as_stock=segment.as_stock,
+    )
+
+
+class ParallelRuntime(Runtime):
+    """Rank 0's. Budgets in memory are those of each rank; those of the folder and of the remote
+    store, which hold whole chunks, are of all ranks together."""
+
+    ends_forwards = False  # the other ranks would wait for the rest of it
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        model: LoadedModel,
+        config: EngineConfig,
+        costs: Path | None = None,
+        *,
+        owns_ranks: bool = True,
+    ) -> None:
+        """``owns_ranks``: whether the other ranks end with the engine."""
+        self._ranks = ranks
+        self._owns_ranks = owns_ranks
+        try:
+            ranks.cast(Serve(config.kv_cache_bits, config.key_norms))
+            super().__init__(model, config, costs)
+        except BaseException:
+            self._end_ranks()
+            raise
+
+    @property
+    def failure(self) -> KVBoostError | None:
+        return self._ranks.failure
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._end_ranks()
+
+    def _end_ranks(self) -> None:
+        if self._owns_ranks:
+            self._ranks.close()
+
+    def _open_tiers(self) -> Tiers:
+        tiers = super()._open_tiers()
+        here, all_heads = self.model.forward.shape.num_kv_heads, self._num_kv_heads()
+        return replace(tiers, shards=RankShards(self._ranks, tiers.ram, here, all_heads))
+
+    def _choose_pages(self) -> PagesChoice:
+        return PagesChoice("the model is split over several devices")
+
+    def _make_pool(self) -> KVPool:
+        return ShardedPool(self._ranks, self.model.forward.shape, MAX_IDLE)
+
+    def _make_packer(self, quantizer: Quantizer) -> Packer:
+        return ShardedPacker(self._ranks, quantizer)
+
+    def _kv_format(self) -> KVFormat:
+        return replace(super()._kv_format(), num_kv_heads=self._num_kv_heads())
+
+    def _shares_rows(self) -> bool:
+        """They copy them instead."""
+        return False
+
+    def _num_kv_heads(self) -> int:
+        return num_kv_heads(self.model.forward.model.config)
+
+
+def start_ranks(
+    name: str | os.PathLike[str],
+    tp_size: int,
+    *,
+    strict: bool,
+    device: str | torch.device | None,
+    **hf_kwargs: Any,
+) -> Ranks:
+    """The processes for a model, if ``tp_size`` of them can serve it."""
+    kind = check_split(name, tp_size, strict=strict, device=device, **hf_kwargs)
+    return open_ranks(tp_size, kind)
+
+
+def load_parallel(
+    ranks: Ranks, name: str | os.PathLike[str], options: Mapping[str, Any]
+) -> LoadedModel:
+    """Loads a model on all ranks, or ends them; ``options`` are those of ``load_part``."""
+    try:
+        with ranks.together():
+            ranks.cast(Load(os.fspath(name), ranks.size, options))
+            leading = partial(LeadingForward, ranks)
+            return load_part(name, ranks.size, make_forward=leading, **options)
+    except BaseException:
+        ranks.close()
+        raise

@@ -1,0 +1,110 @@
+"""The repair of a prompt with moved spans: its new rows, and the moved ones that are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from kvboost.model.kv import RequestKV
+from kvboost.model.segment import Hook, Segment
+from kvboost.reuse.plan import Plan
+from kvboost.reuse.repair import STRATEGIES, MovedRows, RepairChoice, asks_attention
+from kvboost.reuse.shift import Spans
+from kvboost.runtime.computing import Computing
+from kvboost.runtime.request import RequestState
+from kvboost.runtime.runtime import Runtime
+
+
+class Repairing:
+    """The repair of one request, whose known rows are in place."""
+
+    def __init__(
+        self, runtime: Runtime, state: RequestState, kv: RequestKV, num_logits: int
+    ) -> None:
+        self._runtime, self._state, self._kv = runtime, state, kv
+        self._repair = state.request.repair
+        self._num_logits = num_logits
+        self._rows = runtime.rows_of(kv)
+        ids = torch.from_numpy(state.request.token_ids.astype(np.int64))
+        self._ids = ids.to(self._rows.device)
+
+    def run(self, plan: Plan) -> Computing[torch.Tensor]:
+        """Returns the logits of the prompt's last rows."""
+        state, total = self._state, len(self._ids)
+        self._kv.reserve(total)
+        for unknown in plan.computed():
+            self._rows.clear(unknown)
+        live_end = total - self._num_logits + 1
+        layers = self._kv.shape.num_layers
+        moved = MovedRows(plan, live_end, layers, self._rows.device, self._probe)
+        with self._one_thread():
+            choice, spans = self._choose(moved)
+        state.clock.lap("probe")
+        rows = (choice.rows | moved.unknown).nonzero()[:, 0]
+        logits, since = [], 0
+        # What a slice shifts depends on where it ends, so slices do not depend on the batch.
+        for part in torch.split(rows, self._slice_rows):
+            hook = None
+            if choice.shift:
+                # A slice shifts the rows between the end of the last slice and its own, once.
+                until = int(part[-1]) + 1
+                with self._one_thread():
+                    hook = self._rows.shift(part, spans.between(since, until))
+                since = until
+            num_logits = int((part >= total - self._num_logits).sum())
+            given = yield Segment(self._kv, self._ids[part], part, num_logits, hook=hook)
+            assert isinstance(given, torch.Tensor)
+            logits.append(given)
+        state.rows = total
+        recomputed = choice.rows.nonzero()[:, 0].tolist()
+        state.reuse = replace(
+            state.reuse,
+            strategy=self._repair.strategy,
+            recomputed=tuple(recomputed),
+            charged_tokens=moved.charged_tokens + len(recomputed),
+        )
+        state.clock.lap("repair")
+        return logits[-1] if len(logits) == 1 else torch.cat(logits)
+
+    @property
+    def _slice_rows(self) -> int:
+        return min(
+            self._runtime.prefill_slice, self._rows.slice_rows or self._runtime.prefill_slice
+        )
+
+    def _choose(self, moved: MovedRows) -> tuple[RepairChoice, Spans]:
+        if self._is_on_host and asks_attention(self._repair):
+            moved.start_attention()  # the GPU probes while the host goes on
+        spans = moved.spans()
+        return STRATEGIES[self._repair.strategy](moved, self._repair), spans
+
+    def _probe(
+        self, positions: torch.Tensor, hook: Hook, until: int, absent: torch.Tensor | None
+    ) -> None:
+        hook = self._rows.probe(hook, positions)
+        ids = self._ids[positions]
+        segment = Segment(self._kv, ids, positions, 0, hook=hook, until=until, absent=absent)
+        self._runtime.model.forward.run([segment])
+
+    @property
+    def _is_on_host(self) -> bool:
+        """Whether the host chooses rows for a GPU."""
+        return self._rows.device != self._kv.shape.device
+
+    @contextmanager
+    def _one_thread(self) -> Iterator[None]:
+        """Torch spreads work on the host over all cores, and waking them takes longer than the
+        little that is to be done between two forwards."""
+        if not self._is_on_host:
+            yield
+            return
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)

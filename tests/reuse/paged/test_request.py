@@ -1,0 +1,106 @@
+"""Stored rows in a request's pages, placed in one launch, against rows placed hit by hit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chunks import make_chunk
+from kvboost.cache.lookup.hits import Hit
+from kvboost.cache.quantize import KVData, Quantizer
+from kvboost.model import triton
+from kvboost.model.kv import KVShape, RequestKV
+from kvboost.model.paged.kv import PagedKV
+from kvboost.model.paged.slab import Slab
+from kvboost.reuse.assemble import Packer
+from kvboost.reuse.request import BufferedRows
+from kvboost.reuse.rope import Rotation
+from tiny import DEVICE
+
+if not triton.is_available():
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from kvboost.model.triton import move
+from kvboost.reuse.paged.forwards import SlabPages
+from kvboost.reuse.paged.kernels import GpuKernels
+from kvboost.reuse.paged.request import PagedRequest
+
+LAYERS, HEADS, DIM, ROWS = 3, 2, 16, 150
+ROTATIONS = {
+    "alike": Rotation(torch.rand(1, 8).expand(LAYERS, 8)),
+    "by layer": Rotation(torch.tensor([[0.3], [0.0], [0.3]]).expand(LAYERS, 8).clone()),
+    "neighbours": Rotation(torch.rand(1, 6).expand(LAYERS, 6), interleaved=True),
+    "none": None,
+}
+
+
+class Counted:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launches = 0
+        launch = move.move
+
+        def counting(*args: object, **options: object) -> None:
+            self.launches += 1
+            launch(*args, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(move, "move", counting)
+
+
+def chunks(dtype: torch.dtype, *, moved: bool, quantizer: Quantizer) -> list[tuple[Hit, KVData]]:
+    """Exact rows, then perhaps some that come from other positions; parts of chunks too."""
+    torch.manual_seed(4)
+    found = []
+    for position, count, start, offset, used in [
+        (0, 40, 0, 0, 40),
+        (40, 30, 40, 0, 21),
+        *([(500, 64, 70, 3, 50), (9, 20, 125, 0, 20)] if moved else []),
+    ]:
+        rows = torch.randn(2, LAYERS, HEADS, count, DIM).to(DEVICE, dtype)
+        data = quantizer.pack(rows, position)
+        chunk = make_chunk(range(count), position=position, data=data)
+        found.append((Hit(chunk.info, start, used, offset), data))
+    return found
+
+
+def place_both(
+    rotation: Rotation | None, hits: list[tuple[Hit, KVData]], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = KVShape(LAYERS, HEADS, DIM, dtype, torch.device(DEVICE))
+    slab = Slab(shape, num_pages=12, num_requests=2)
+    slab.take(60)
+    holding = slab.take(ROWS)
+    assert holding is not None
+    quantizer = Quantizer(16, rotation)
+    paged, plain = PagedKV(slab, holding), RequestKV(shape, ROWS)
+    kernels = GpuKernels(SlabPages(slab), rotation)
+    for rows in (
+        PagedRequest(paged, kernels, quantizer, 64),
+        BufferedRows(plain, Packer(quantizer), rotation),
+    ):
+        for hit, data in hits:
+            rows.place(hit, data)
+        rows.finish()
+    return paged.rows(0, ROWS), plain.rows(0, ROWS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ROTATIONS)
+def test_exact_rows_keep_their_bits_and_moved_ones_rotate(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rotation, counted = ROTATIONS[kind], Counted(monkeypatch)
+    hits = chunks(dtype, moved=rotation is not None, quantizer=Quantizer(16, rotation))
+    found, expected = place_both(rotation, hits, dtype)
+    assert counted.launches == 1
+    assert torch.equal(found[:, :, :, :61], expected[:, :, :, :61])
+    assert torch.equal(found[1], expected[1])
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_quantized_rows_are_placed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotation, counted = ROTATIONS["alike"], Counted(monkeypatch)
+    hits = chunks(torch.float32, moved=True, quantizer=Quantizer(8, rotation))
+    found, expected = place_both(rotation, hits, torch.float32)
+    assert counted.launches == 0
+    assert torch.equal(found, expected)
