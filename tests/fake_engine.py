@@ -155,7 +155,15 @@ class FakeEngine:
 
     def cache_stats(self) -> dict[str, Any]:
         names = ("chunks", "evicted", "demoted", "promoted", "rejected", "failed", "lost")
-        return {"tiers": {}, **dict.fromkeys(names, 0)}
+        healing = ("waiting", "approximate_tokens", "healed_tokens", "computed_tokens", "seconds")
+        ended = ("healed", "dropped", "failed")
+        audit = {"audited": 0, "mean_kl": None, "max_kl": None, "token_agreement": None}
+        return {
+            "tiers": {},
+            **dict.fromkeys(names, 0),
+            "healing": dict.fromkeys((*healing, *ended), 0),
+            "audit": {**audit, "recompute_ratio": 0.15},
+        }
 
     def serving_stats(self) -> dict[str, Any]:
         names = ("waiting", "running", "max_waiting", "max_running", "kv_bytes", "max_kv_bytes")

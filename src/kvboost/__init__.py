@@ -23,9 +23,12 @@ from kvboost.errors import (
     UnsupportedModelError,
 )
 from kvboost.results import (
+    AnswerAudit,
     Arrangement,
     Calibration,
     GenerationResult,
+    Healing,
+    HealReport,
     ParsedAnswer,
     ReuseReport,
     Score,
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 __version__ = "1.0.0.dev0"
 
 __all__ = [
+    "AnswerAudit",
     "Arrangement",
     "AsyncTextStream",
     "CacheFolderError",
@@ -59,6 +63,8 @@ __all__ = [
     "ForgetError",
     "GenerationMode",
     "GenerationResult",
+    "HealReport",
+    "Healing",
     "KVBoost",
     "KVBoostError",
     "KVEvents",

@@ -21,10 +21,14 @@ DEFAULT_MODEL = "smollm2-135m"
 
 CHUNKING = ("fixed", "semantic", "document")
 STRATEGIES = ("auto", "query", "cacheblend", "selective", "none")
+WITHOUT_RATIO = ("selective", "none")
+"""The strategies that ``recompute_ratio`` says nothing to."""
 KV_BITS = (16, 8, 4)
 LEAST_SECRET = 16
 """Characters of a cache secret."""
 REUSE_MOVED = ("when_faster", "always")
+HEAL = ("auto", "idle", "off")
+EXACTNESS = ("repaired", "verified")
 GRAPHS = ("auto", "off")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -213,8 +217,13 @@ class EngineConfig:
     reuse_moved: str = "when_faster"
     """``"when_faster"`` computes moved text where reusing it would not save time; ``"always"``
     reuses it all the same."""
-    audit_fraction: float = 0.0
-    """This share of the answers over moved text is compared with a full prefill when idle."""
+    heal: str = "auto"
+    """When rows that were computed on moved text are computed again, exactly: ``"idle"`` after the
+    answer, while no request runs; ``"off"`` never. ``"auto"`` is what suits the device, at present
+    ``"idle"`` on all of them."""
+    max_audit_kl: float | None = None
+    """If the answers over moved text were further than this from exact ones (mean KL of the last
+    eight that were healed), ``recompute_ratio`` is doubled. None: it stays as it is."""
     max_running: int = 16
     """How many requests of a batch or server run at once; the others wait."""
     max_waiting: int = 256
@@ -247,7 +256,8 @@ class EngineConfig:
             whole(self.max_chunks, 1, "max_chunks")
         one_of(self.chunking, CHUNKING, "chunking")
         _ = self.repair  # validates its part
-        within(self.audit_fraction, 0.0, 1.0, "audit_fraction")
+        one_of(self.heal, HEAL, "heal")
+        self._check_audit()
         one_of(self.kv_cache_bits, KV_BITS, "kv_cache_bits")
         if not isinstance(self.key_norms, bool):
             raise ConfigError(f"key_norms={self.key_norms!r} must be True or False")
@@ -276,6 +286,18 @@ class EngineConfig:
         ):
             raise ConfigError(
                 f"document_markers={self.document_markers!r} must hold strings that are not blank"
+            )
+
+    def _check_audit(self) -> None:
+        if self.max_audit_kl is None:
+            return
+        at_least(self.max_audit_kl, 0.0, "max_audit_kl")
+        if self.heal == "off":
+            raise ConfigError("max_audit_kl needs healing, which measures answers; heal is 'off'")
+        if self.recompute_strategy in WITHOUT_RATIO:
+            raise ConfigError(
+                f"max_audit_kl raises recompute_ratio, and recompute_strategy="
+                f"{self.recompute_strategy!r} has none; use 'auto', 'query' or 'cacheblend'"
             )
 
     def _normalise(self) -> None:
@@ -324,7 +346,8 @@ class EngineOptions(TypedDict, total=False):
     prefill_slice: int | None
     document_markers: str | Sequence[str]
     reuse_moved: str
-    audit_fraction: float
+    heal: str
+    max_audit_kl: float | None
     max_running: int
     max_waiting: int
     max_kv_bytes: int | str | None
@@ -370,16 +393,18 @@ REMOVED = {
     "recency_window_chunks": "leave it out: eviction learns which chunks come back; engine.pin() "
     "keeps a text for good",
     "prefill_chunk_size": "use prefill_slice",
+    "audit_fraction": "leave it out: healing compares every answer over moved text with an exact "
+    "one; max_audit_kl says what to do about it",
     "speculative_config": "leave it out: KVBoost has no speculative decoding",
     "tree_speculative_config": "leave it out: KVBoost has no speculative decoding",
     "streaming_config": "leave it out: KVBoost does not stream weights from disk",
 }
-"""Options of version 0.9 that are gone, and what to do instead."""
+"""Options of earlier versions that are gone, and what to do instead."""
 
 
 def refuse_unknown_options(options: Collection[str], *kinds: type) -> None:
     """Raises ConfigError for the first of ``options`` that no TypedDict of ``kinds`` declares. The
-    error names what replaced an option of 0.9, or guesses what was meant."""
+    error names what replaced an option of an earlier version, or guesses what was meant."""
     known = {name for kind in kinds for name in kind.__annotations__}
     for name in options:
         if name in known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,11 +16,11 @@ import torch
 
 from kvboost.chat.parser import AnswerParser, collect
 from kvboost.chat.tool_use import ToolUse, tool_use
-from kvboost.checks.audit import Auditor
 from kvboost.checks.calibrate import calibrate
 from kvboost.checks.verify import verify
 from kvboost.config import (
     DEFAULT_MODEL,
+    WITHOUT_RATIO,
     EngineConfig,
     EngineOptions,
     GenerationMode,
@@ -42,12 +43,14 @@ from kvboost.results import (
     Calibration,
     Clock,
     GenerationResult,
+    HealReport,
     ReuseReport,
     Score,
     VerificationReport,
 )
 from kvboost.reuse.arrange import arrange
 from kvboost.runtime.generation import Generation, text_pieces
+from kvboost.runtime.healing import Healer
 from kvboost.runtime.loop import Loop
 from kvboost.runtime.options import (
     BatchOptions,
@@ -60,6 +63,7 @@ from kvboost.runtime.options import (
 from kvboost.runtime.request import Request, RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.streams import AsyncTextStream, TextStream
+from kvboost.runtime.verified import make_generation
 from kvboost.structured.formats import FORMATS, grammar_for
 from kvboost.structured.grammars import Grammar, Grammars
 from kvboost.tokens.hashing import TokenIds, as_token_ids
@@ -68,6 +72,8 @@ from kvboost.tokens.prompt import Conversation, Prompt, PromptReader
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
+
+log = logging.getLogger("kvboost")
 
 PREVIEW_TOKENS = 48
 
@@ -95,8 +101,10 @@ class KVBoost:
             max(model.vocab_size, model.tokenizer.size),
             model.eos_ids or model.tokenizer.eos_ids,
         )
-        self._auditor = Auditor(self, self.config.audit_fraction)
-        self._loop = Loop(self._runtime, self.config, self._auditor.watch)
+        self._healer = Healer(
+            self._runtime, self.config.max_audit_kl, lambda: self.config.repair, self._repair_more
+        )
+        self._loop = Loop(self._runtime, self.config, self._healer)
         self._closed = False
         self._pid = os.getpid()
 
@@ -128,7 +136,8 @@ class KVBoost:
           ``remote_cache_url=None``, ``remote_cache_bytes=None``, ``cache_secret=None``
         - chunks: ``chunk_size=128``, ``chunking="fixed"``, ``document_markers="\\n\\n"``
         - moved text: ``recompute_strategy="auto"``, ``recompute_ratio=0.15``,
-          ``recompute_overlap=16``, ``reuse_moved="when_faster"``, ``audit_fraction=0.0``
+          ``recompute_overlap=16``, ``reuse_moved="when_faster"``, ``heal="auto"``,
+          ``max_audit_kl=None``
         - requests: ``max_running=16``, ``max_waiting=256``, ``max_kv_bytes=None``,
           ``sharing_wait=2.0``, ``step_rows=None``, ``prefill_slice=None``, ``graphs="auto"``
         - routers: ``kv_events=None``
@@ -235,7 +244,8 @@ class KVBoost:
         tokens of each step. Requests with different ``cache_salt`` never share KV.
         ``recompute_strategy`` and ``recompute_ratio`` say how moved text is repaired;
         ``keep=False`` leaves nothing of this request in the cache; ``boundaries`` says where its
-        documents begin.
+        documents begin. ``exactness="verified"`` gives the answer of a full prefill, also over
+        moved text; ``heal`` overrides the engine's.
 
         ``schema`` (a JSON schema or a model of pydantic's), ``regex``, ``grammar`` or ``choice``
         says what the answer must look like; it then ends where the format does, unless
@@ -493,7 +503,7 @@ class KVBoost:
         """Finds the smallest share of moved rows to recompute so that the answers to ``samples``
         stay within ``max_kl`` of a full prefill, and uses it from now on. Read the documents of the
         samples first, with :meth:`warm` or in other requests."""
-        if self.config.recompute_strategy in ("selective", "none"):
+        if self.config.recompute_strategy in WITHOUT_RATIO:
             raise ConfigError(
                 f"recompute_strategy={self.config.recompute_strategy!r} has no ratio to calibrate; "
                 "use 'auto', 'query' or 'cacheblend'"
@@ -502,9 +512,15 @@ class KVBoost:
         self.config = replace(self.config, recompute_ratio=found.ratio)
         return found
 
-    def audit(self) -> None:
-        """Compares the sampled answers (``audit_fraction``) with a full prefill now."""
-        self._auditor.drain()
+    def heal(self, timeout: float | None = None) -> HealReport:
+        """Computes the rows that requests have left approximate, exactly, and keeps them instead:
+        the conversations are then what a full prefill would have left. Batches, coroutines and a
+        server need not call it: their loop heals whenever it is idle. Ends after ``timeout``
+        seconds at the latest; requests of the loop go first."""
+        self._check_open()
+        if timeout is not None:
+            at_least(timeout, 0.0, "timeout")
+        return self._healer.heal(timeout, self._loop.is_busy, self._loop.wait_idle)
 
     def verify_correctness(self, max_new_tokens: int = 32) -> VerificationReport:
         """Answers built-in prompts with and without reuse and compares the answers. The report is
@@ -513,8 +529,17 @@ class KVBoost:
 
     def cache_stats(self) -> dict[str, Any]:
         """What the cache holds, and totals. ``cache_hits`` are chunks that served rows, wholly or
-        in part; ``cache_misses`` are the chunks that the computed rows would fill."""
-        return {**self._runtime.stats(), "audit": self._auditor.stats()}
+        in part; ``cache_misses`` are the chunks that the computed rows would fill. ``healing``:
+        approximate rows and what became of them; ``audit``: how far answers over moved text were
+        from exact ones."""
+        return {
+            **self._runtime.stats(),
+            "healing": self._healer.stats(),
+            "audit": {
+                **self._healer.audit_stats(),
+                "recompute_ratio": self.config.recompute_ratio,
+            },
+        }
 
     def pin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
         """Reads a text as :meth:`warm` does, unless it is cached, and protects it from eviction
@@ -572,7 +597,7 @@ class KVBoost:
         if os.getpid() != self._pid:
             return
         self._loop.close()
-        self._auditor.close()
+        self._healer.close()
         self._closed = True
         self._runtime.close()
 
@@ -623,6 +648,8 @@ class KVBoost:
             options.get("keep", True),
             options.get("boundaries", ()),
             options.get("tenant", ""),
+            options.get("heal"),
+            options.get("exactness", "repaired"),
             self.compile_format(options),
             **reuse,
         )
@@ -630,8 +657,21 @@ class KVBoost:
         return RequestState(request, clock)
 
     def _stream(self, state: RequestState) -> TextStream:
-        steps = self._auditor.watch(state, Generation(self._runtime, state).steps())
+        steps = make_generation(self._runtime, state).steps()
         return TextStream(text_pieces(self._model.forward, steps, state), state)
+
+    def _repair_more(self, mean_kl: float) -> None:
+        """The audit found answers that were further than ``max_audit_kl`` from exact ones."""
+        ratio = min(1.0, 2 * self.config.recompute_ratio or 0.15)
+        if ratio != self.config.recompute_ratio:
+            log.warning(
+                "answers over moved text had a mean KL of %.3f, more than max_audit_kl=%s: "
+                "recompute_ratio is %.2f from now on",
+                mean_kl,
+                self.config.max_audit_kl,
+                ratio,
+            )
+            self.config = replace(self.config, recompute_ratio=ratio)
 
     def _submit(self, state: RequestState, timeout: float | None) -> AsyncTextStream:
         stream = AsyncTextStream(state)
@@ -661,6 +701,8 @@ class KVBoost:
         keep: bool = True,
         boundaries: Sequence[int] = (),
         tenant: str = "",
+        heal: str | None = None,
+        exactness: str = "repaired",
         grammar: Grammar | None = None,
         **reuse: Unpack[ReuseOptions],
     ) -> Request:
@@ -668,9 +710,18 @@ class KVBoost:
         if self.context_length is not None and len(token_ids) >= self.context_length:
             raise ContextLengthError(len(token_ids), self.context_length)
         params = params or SamplingParams(max_new_tokens=1)
-        repair = self.config.repair
         return make_request(
-            token_ids, mode, params, repair, keep, boundaries, tenant, grammar, **reuse
+            token_ids,
+            mode,
+            params,
+            self.config.repair,
+            keep,
+            boundaries,
+            tenant,
+            self.config.heal if heal is None else heal,
+            exactness,
+            grammar,
+            **reuse,
         )
 
 

@@ -18,6 +18,7 @@ PHASES = (
     "repair",
     "prefill",
     "decode",
+    "verify",
     "admit",
 )
 
@@ -80,6 +81,8 @@ class Timings:
     repair_ms: float
     prefill_ms: float
     decode_ms: float
+    verify_ms: float
+    """Of a verified answer: the draft, and the exact pass over prompt and draft."""
     admit_ms: float
 
 
@@ -185,6 +188,52 @@ class ParsedAnswer:
     tool_calls: tuple[ToolCall, ...] = ()
 
 
+@dataclass(frozen=True)
+class AnswerAudit:
+    """An answer over approximate rows, compared with the exact distributions at its positions."""
+
+    compared_tokens: int
+    """How many tokens were compared: of a greedy answer all, of others the first 16."""
+    agreement: float
+    """The share of them at which the likeliest token was the same."""
+    first_divergence: int | None
+    """The first token at which it was not; None if there is none."""
+    mean_kl: float | None
+    """KL(exact || answer's own), averaged over the first 16 tokens. The 64 tokens that the answer's
+    distribution had as likeliest are told apart, the others are one outcome: so this is never
+    larger than the KL over all tokens, and close to it if these 64 have most of the mass."""
+
+
+@dataclass
+class Healing:
+    """What becomes of the approximate rows of one request: the engine computes them again, exactly,
+    when it is idle. Changes until ``status`` is final."""
+
+    approximate_tokens: int
+    """Rows of prompt and answer that were approximate when the answer ended."""
+    healed_tokens: int = 0
+    """How many of them are exact in the cache by now. They are the first ones, without gaps."""
+    status: str = "waiting"
+    """``"waiting"``; ``"done"``; ``"dropped"`` (too many waited, or something was forgotten);
+    ``"failed"``."""
+    audit: AnswerAudit | None = None
+    """How far the answer was from an exact one, once it has been healed."""
+    draft: tuple[int, ...] | None = None
+    """Of a verified answer: the tokens that were drafted, before the answer was released."""
+
+
+@dataclass(frozen=True)
+class HealReport:
+    """The result of ``heal``."""
+
+    conversations: int
+    """How many were healed to their end."""
+    tokens: int
+    """How many rows became exact."""
+    waiting: int
+    """How many conversations are left: time ran out, or they were interrupted."""
+
+
 _SHOWN_CHARACTERS = 60
 
 
@@ -203,6 +252,13 @@ class GenerationResult:
     parsed: ParsedAnswer | None = None
     """The parts of an answer of ``chat``; None if there is only content."""
 
+    answer_exact_from: int = 0
+    """The tokens of the answer from this one on were drawn from exact distributions: 0 if all of
+    them were, ``generated_tokens`` if none. Healing changes the cache, never an answer that was
+    given, and so not this number."""
+    healing: Healing | None = None
+    """What becomes of the approximate rows; None if there are none, or if they are not healed."""
+
     @property
     def content(self) -> str:
         """The answer's text without reasoning and calls of tools."""
@@ -212,6 +268,27 @@ class GenerationResult:
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """The calls that the model asks for."""
         return () if self.parsed is None else self.parsed.tool_calls
+
+    @property
+    def healed_tokens(self) -> int:
+        """How many approximate rows of this request are exact in the cache by now. Grows while the
+        engine is idle; ``engine.heal()`` waits for it."""
+        return self.healing.healed_tokens if self.healing is not None else 0
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Of a verified answer: how many tokens were drafted over moved text."""
+        return len(self._draft)
+
+    @property
+    def confirmed_tokens(self) -> int:
+        """How many tokens at the beginning of a verified answer are those of its draft."""
+        pairs = zip(self._draft, self.token_ids, strict=False)
+        return next((i for i, (ours, its) in enumerate(pairs) if ours != its), len(self._draft))
+
+    @property
+    def _draft(self) -> tuple[int, ...]:
+        return (self.healing and self.healing.draft) or ()
 
     @property
     def spans(self) -> Sequence[Span]:

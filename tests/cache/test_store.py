@@ -264,6 +264,48 @@ def test_an_approximate_branch_continues_only_whole_chunks() -> None:
     assert store.check_integrity() == []
 
 
+def test_approximate_copies_go_once_the_text_is_known_exactly() -> None:
+    store, ids = make_store(), list(range(12))
+    tokens, other = as_token_ids(ids), as_token_ids([*ids[:8], 90, 91, 92, 93])
+
+    def drop() -> int:
+        return store.drop_superseded(ROOT, tokens, "x")
+
+    def approximate(asked=tokens) -> int:
+        with store.lookup(ROOT, asked, moved_before=99, repair="x", pin=False) as known:
+            return sum(hit.num_tokens for hit in known.approximate)
+
+    def admit_approximately(asked) -> None:
+        store.admit(ROOT, asked, rows_of(asked.tolist()), exact_rows=6, repair="x")
+
+    admit_approximately(tokens)
+    assert drop() == 0 and approximate() == 6  # nothing exact has taken their place
+    store.admit(ROOT, tokens[:8], rows_of(ids[:8]), exact_rows=8)
+    assert drop() == 0 and approximate() == 4  # the second chunk goes on where the exact ones end
+    admit_approximately(other)
+    admit(store, ids)
+    with store.lookup(ROOT, tokens, moved_before=99, repair="x") as known:
+        assert known.approximate == ()
+    assert drop() == 1 and approximate(other) == 4  # the other text still needs the first chunk
+    assert store.drop_superseded(ROOT, other, "x") == 0
+    admit(store, other.tolist())
+    assert store.drop_superseded(ROOT, other, "y") == 0  # another repair's
+    assert store.drop_superseded(ROOT, other, "x") == 2
+    assert check_hit(store, ids) == check_hit(store, other.tolist()) == 12
+    assert store.check_integrity() == []
+
+
+def test_approximate_copies_in_use_stay() -> None:
+    store, ids = make_store(), list(range(12))
+    tokens = as_token_ids(ids)
+    store.admit(ROOT, tokens, rows_of(ids), exact_rows=6, repair="x")
+    with store.lookup(ROOT, tokens, moved_before=99, repair="x") as known:
+        assert len(known.approximate) == 2
+        admit(store, ids)
+        assert store.drop_superseded(ROOT, tokens, "x") == 0
+    assert store.drop_superseded(ROOT, tokens, "x") == 2
+
+
 def test_exactness_may_end_inside_a_chunk() -> None:
     store = make_store()
     ids = list(range(10, 22))

@@ -86,6 +86,9 @@ def test_generate_prints_text_or_json(model) -> None:
     assert len(parsed["token_ids"]) <= 4
     assert parsed["spans"][-1]["end"] == parsed["prompt_tokens"]
     assert parsed["timings"]["ttft_ms"] > 0
+    assert parsed["answer_exact_from"] == parsed["healed_tokens"] == 0
+    wrong = run("generate", "hello", "-m", model, "--exactness", "sure")
+    assert wrong.exit_code == 2 and "exactness='sure' is not available" in wrong.output
 
 
 def test_generate_keeps_to_a_format(model, tmp_path) -> None:

@@ -61,6 +61,7 @@ def test_options_reach_the_engine_and_the_server(started) -> None:
         *("--max-kv-bytes", "1GiB", "--max-cache-bytes", "2GiB", "--sharing-wait", "0.5"),
         *("--cache-dir", "kv", "--timeout", "0", "--served-name", "a", "--served-name", "b"),
         *("--disk-cache-bytes", "3GiB", "--remote-cache-bytes", "4GiB"),
+        *("--heal", "off"),
         *("--mode", "prefix_cache", "--drain-seconds", "7", "--log-prompts", "--metrics", "off"),
         *("--tp-size", "2"),
     )
@@ -71,6 +72,7 @@ def test_options_reach_the_engine_and_the_server(started) -> None:
     assert options["kv_cache_bits"] == 8 and str(options["disk_cache_dir"]) == "kv"
     assert options["tp_size"] == 2
     config = started["engine"].config
+    assert options["heal"] == "off" and options["max_audit_kl"] is None
     assert (config.disk_cache_bytes, config.remote_cache_bytes) == (3 * 1024**3, 4 * 1024**3)
     assert settings.timeout is None and settings.served_names == ("a", "b")
     assert settings.mode == "prefix_cache" and settings.drain_seconds == 7 and settings.log_prompts

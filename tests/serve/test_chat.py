@@ -102,7 +102,13 @@ def test_all_options_reach_the_engine(client, fake) -> None:
         max_completion_tokens=9,
         max_tokens=11,
         cache_salt="s",
-        kvboost={"mode": "prefix_cache", "strategy": "query", "ratio": 0.5},
+        kvboost={
+            "mode": "prefix_cache",
+            "strategy": "query",
+            "ratio": 0.5,
+            "heal": "off",
+            "exactness": "verified",
+        },
         logprobs=True,
         top_logprobs=3,
     )
@@ -128,6 +134,8 @@ def test_all_options_reach_the_engine(client, fake) -> None:
             "logprobs": 3,
             "recompute_strategy": "query",
             "recompute_ratio": 0.5,
+            "heal": "off",
+            "exactness": "verified",
         }
     ]
 

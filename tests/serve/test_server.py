@@ -102,6 +102,33 @@ def test_cached_tokens_do_not_count_moved_rows(client) -> None:
     assert exact["kvboost"]["moved_tokens"] == 0 and exact["kvboost"]["mode"] == "prefix_cache"
 
 
+def test_what_was_computed_on_moved_text_is_healed_after_the_answer(client, engine) -> None:
+    """Without anybody asking for it: the loop does so when it is idle."""
+    complete(client, text(40, 200))
+    prompt = f"Something else comes here first. {text(40, 200)} And a question after it?"
+    before = engine.cache_stats()["healing"]["healed"]
+    moved = complete(client, prompt, logit_bias=NO_END, kvboost={"strategy": "none"})
+    assert moved["kvboost"]["moved_tokens"] > 100
+    assert moved["kvboost"]["answer_exact_from"] == moved["usage"]["completion_tokens"] == 12
+    wait_for(lambda: engine.cache_stats()["healing"]["healed"] > before)
+    again = complete(client, prompt, kvboost={"mode": "prefix_cache"})
+    assert again["kvboost"]["exact_tokens"] == again["usage"]["prompt_tokens"] - 1
+    shown = client.get("/metrics").text
+    assert "kvboost_healing_healed_tokens_total" in shown and "kvboost_audit_mean_kl" in shown
+
+
+def test_a_verified_answer_is_that_of_a_full_prefill(client) -> None:
+    complete(client, text(41, 200))
+    prompt = f"Something else comes here first. {text(41, 200)} And a question after it?"
+    chosen = {"strategy": "none", "exactness": "verified"}
+    moved = complete(client, prompt, logit_bias=NO_END, kvboost=chosen)
+    full = complete(client, prompt, logit_bias=NO_END, kvboost={"mode": "baseline"})
+    report = moved["kvboost"]
+    assert report["moved_tokens"] > 100 and report["drafted_tokens"] == 12
+    assert report["healed_tokens"] > 100 and report["answer_exact_from"] == 0
+    assert moved["choices"][0]["text"] == full["choices"][0]["text"]
+
+
 def test_tenants_do_not_share_cached_text(server, client) -> None:
     """The same text is a hit with the same key and none with another key."""
     said = text(5)

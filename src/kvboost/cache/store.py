@@ -250,6 +250,22 @@ class ChunkStore:
         self._transfers.remove_files(replaced)
         return info.key
 
+    def drop_superseded(self, root: ChunkKey, token_ids: TokenIds, repair: str) -> int:
+        """Drops the approximate copies (repaired as ``repair`` says) of text that is known exactly
+        now: ``token_ids``, which begin a sequence. Copies in use stay, and so do those that a chunk
+        with other text continues. Returns how many were dropped."""
+        dropped = []
+        with self._admission:
+            with self._lock:
+                path = self._match(root, token_ids, 0, "").exact
+                exact = token_ids[: path[-1].end] if path else token_ids[:0]
+                for key in self._catalogue.superseded(root, exact, repair):
+                    if self._catalogue.is_leaf(key) and not self.is_held(key):
+                        self._drop([key])
+                        dropped.append(key)
+            self._transfers.remove_files(dropped)
+        return len(dropped)
+
     def most_valuable(self, limit: int) -> list[dict[str, Any]]:
         """The chunks in RAM that would be evicted last, the very last one first."""
         with self._lock:

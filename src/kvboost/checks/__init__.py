@@ -1,1 +1,1 @@
-"""Checks an operator runs: correctness, calibration, the audit, and the machine."""
+"""Checks an operator runs: correctness, calibration, and the machine."""

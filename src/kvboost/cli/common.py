@@ -37,6 +37,12 @@ Mode = Annotated[
         help="baseline (no reuse), prefix_cache (exact reuse only) or chunk_kv_reuse (all reuse)."
     ),
 ]
+Exactness = Annotated[
+    str,
+    typer.Option(
+        help="repaired (moved text answers as it is) or verified (the answer of a full prefill)."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Temperature = Annotated[
     float,
@@ -153,6 +159,10 @@ def describe(result: GenerationResult) -> dict[str, Any]:
         "moved_tokens": result.moved_tokens,
         "recomputed_tokens": result.recomputed_tokens,
         "charged_tokens": result.reuse.charged_tokens,
+        "answer_exact_from": result.answer_exact_from,
+        "healed_tokens": result.healed_tokens,
+        "drafted_tokens": result.drafted_tokens,
+        "confirmed_tokens": result.confirmed_tokens,
         "kv_reuse_ratio": result.kv_reuse_ratio,
         "timings": vars(result.timings),
         "spans": [

@@ -21,6 +21,7 @@ from kvboost.cli.common import (
     CacheDir,
     Device,
     Dtype,
+    Exactness,
     KVBits,
     MaxNewTokens,
     Mode,
@@ -123,6 +124,7 @@ def generate(
         str | None, typer.Option(help="Answer with text that this regular expression matches.")
     ] = None,
     mode: Mode = "chunk_kv_reuse",
+    exactness: Exactness = "repaired",
     cache_dir: CacheDir = None,
     kv_bits: KVBits = EngineConfig.kv_cache_bits,
     device: Device = None,
@@ -146,6 +148,7 @@ def generate(
             temperature=temperature,
             seed=seed,
             stop=stop,
+            exactness=exactness,
             **format_options,
         )
         for piece in stream:
@@ -166,6 +169,7 @@ def chat(
     temperature: Temperature = 0.0,
     seed: Seed = None,
     mode: Mode = "chunk_kv_reuse",
+    exactness: Exactness = "repaired",
     cache_dir: CacheDir = None,
     kv_bits: KVBits = EngineConfig.kv_cache_bits,
     device: Device = None,
@@ -180,8 +184,8 @@ def chat(
     """
     with errors(), load_engine(model, device, dtype, cache_dir, kv_bits) as engine:
         edit_lines()
-        sampling = {"temperature": temperature, "seed": seed}
-        Conversation(engine, out, system, max_new_tokens, mode, sampling).run(ask_in_terminal)
+        options = {"temperature": temperature, "seed": seed, "exactness": exactness}
+        Conversation(engine, out, system, max_new_tokens, mode, options).run(ask_in_terminal)
 
 
 @models_app.callback()

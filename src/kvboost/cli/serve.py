@@ -60,6 +60,20 @@ def serve(
         typer.Option(help="Space for the cache in --remote-cache; only a Redis needs no limit."),
     ] = None,
     kv_bits: KVBits = EngineConfig.kv_cache_bits,
+    heal: Annotated[
+        str,
+        typer.Option(
+            help="When text computed on moved text is computed again, exactly: auto, idle or off."
+        ),
+    ] = EngineConfig.heal,
+    max_audit_kl: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Recompute twice as much of moved text if answers are further than this from "
+            "exact ones (mean KL).",
+        ),
+    ] = None,
     max_running: Annotated[
         int, typer.Option(min=1, help="Requests that run at once.")
     ] = EngineConfig.max_running,
@@ -173,6 +187,8 @@ def serve(
                 remote_cache_url=remote_cache,
                 remote_cache_bytes=remote_cache_bytes,
                 kv_cache_bits=kv_bits,
+                heal=heal,
+                max_audit_kl=max_audit_kl,
                 max_running=max_running,
                 max_waiting=max_waiting,
                 max_kv_bytes=max_kv_bytes,

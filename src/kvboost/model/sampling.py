@@ -192,6 +192,11 @@ def _processors(
     return processors
 
 
+def takes_likeliest(params: SamplingParams, defaults: GenerationConfig) -> bool:
+    """Whether every token of a request is the likeliest one of the model's own distribution."""
+    return not params.samples and not _processors(params, defaults, 0, None)
+
+
 @dataclass(frozen=True)
 class ChosenOptions:
     """A request's options, or what the model's generation config has instead."""

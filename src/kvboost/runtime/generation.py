@@ -21,11 +21,12 @@ from kvboost.config import GenerationMode
 from kvboost.model.forward import Forward
 from kvboost.model.kv import RequestKV
 from kvboost.model.paged.sampling import RowSampler
-from kvboost.model.sampling import Picked, Sampler
+from kvboost.model.sampling import Picked, Sampler, takes_likeliest
 from kvboost.model.segment import Segment
 from kvboost.results import ReuseReport, SpanKind
 from kvboost.reuse.plan import Plan
 from kvboost.runtime.answer import Answer
+from kvboost.runtime.audit import RECORDED_TOKENS, TopTokens
 from kvboost.runtime.computing import Computing, Given, Result, Steps
 from kvboost.runtime.repairing import Repairing
 from kvboost.runtime.request import RequestState
@@ -33,15 +34,16 @@ from kvboost.runtime.runtime import Runtime
 from kvboost.structured.grammars import Constraint
 from kvboost.tokens.hashing import TokenIds, as_token_ids
 
-AUDITED_TOKENS = 8
-"""How many tokens of an answer are audited. Later tokens build on the first ones."""
 YIELD_AFTER_SECONDS = 0.02
 """How long a request of a batch may place rows before it lets the other requests run."""
 
 
 class Generation:
     """One request, from its plan to the chunks it leaves. Use each instance for one call of
-    ``steps``, ``read`` or ``score``."""
+    ``steps``, ``read``, ``score`` or ``heal``."""
+
+    picks_on_device = True
+    """Whether tokens may be picked where the logits are, and steps be launched ahead."""
 
     def __init__(self, runtime: Runtime, state: RequestState, num_logits: int = 1) -> None:
         """``num_logits``: how many of the prompt's last rows to return logits for. They are always
@@ -78,6 +80,16 @@ class Generation:
             self._state.clock.lap("prefill")
             return logits
 
+    def heal(self, epoch: int) -> Computing[torch.Tensor]:
+        """Computes the unknown part of the prompt and keeps every slice before it yields the next:
+        it may be closed at any moment. Keeps nothing if something was forgotten after ``epoch``.
+        Does not wait for the remote store."""
+        rows = self._runtime.rows_for(self._request, batched=False)
+        with self._runtime.pool.lend(rows) as self._kv:
+            yield from self._assemble(ask_remote=False)
+            self._state.epoch = epoch
+            return (yield from self._prefill(keep_slices=True))
+
     def _prompt_logits(self) -> Computing[torch.Tensor]:
         plan = yield from self._assemble()
         return (yield from (self._repair(plan) if plan.moved else self._prefill()))
@@ -90,6 +102,7 @@ class Generation:
         prefix = runtime.running.shared_prefix_for(request, root) if state.batched else None
         rows = runtime.rows_for(request, batched=state.batched)
         with (
+            runtime.unhealed.hold(),
             runtime.pool.lend(rows, prefix) as self._kv,
             runtime.running.register(state, root, self._kv),
         ):
@@ -113,15 +126,16 @@ class Generation:
             if settled:
                 state.clock.lap("decode")
                 self._admit()
+                self._leave_to_healing()
                 self._runtime.totals.add(state)
                 self._runtime.trimmer.after_request()
                 state.clock.lap("admit")
 
-    def _assemble(self) -> Generator[None, object, Plan]:
+    def _assemble(self, *, ask_remote: bool = True) -> Generator[None, object, Plan]:
         """Plans the prompt and copies the known rows into place. If a chunk turns out to be lost,
         plans again without it and without asking the remote store a second time."""
         self._state.epoch = self._runtime.store.epoch
-        plan = yield from self._try_assemble(ask_remote=True)
+        plan = yield from self._try_assemble(ask_remote=ask_remote)
         while plan is None:
             plan = yield from self._try_assemble(ask_remote=False)
         self._state.exact_rows = plan.exact_rows
@@ -160,7 +174,7 @@ class Generation:
             runtime.cost.observe_place(plan.num_known, seconds)
         return plan
 
-    def _prefill(self) -> Computing[torch.Tensor]:
+    def _prefill(self, *, keep_slices: bool = False) -> Computing[torch.Tensor]:
         """Computes the rest of the prompt, slice by slice. Returns the logits of its last rows."""
         state, ids = self._state, self._request.token_ids
         state.rows = state.reuse.cached_tokens
@@ -170,6 +184,8 @@ class Generation:
             num_logits = max(0, end - max(start, self._live_end - 1))
             logits.append((yield from self._compute(ids[start:end], range(start, end), num_logits)))
             state.rows = end
+            if keep_slices:
+                self._admit()
         return logits[-1] if len(logits) == 1 else torch.cat(logits)
 
     def _repair(self, plan: Plan) -> Computing[torch.Tensor]:
@@ -194,7 +210,10 @@ class Generation:
             is_first = not state.token_ids
             picked = self._choose(sampler, constraint, given)
             self._observe_cost()
-            if answer.take(picked, completes=constraint is not None and constraint.is_complete):
+            is_complete = constraint is not None and constraint.is_complete
+            ended = answer.take(picked, completes=is_complete)
+            self._record(given)
+            if ended:
                 break
             if state.batched and is_first:  # others may wait for this prompt
                 yield None
@@ -224,21 +243,21 @@ class Generation:
         state = self._state
         if not isinstance(given, torch.Tensor):
             return given
-        if self._records:
-            state.recorded.append(given.clone())
         if isinstance(sampler, RowSampler):
             ids = state.token_ids or self._request.token_ids
             return sampler.pick(given, state.rows, int(ids[-1]))
         return sampler(given)
 
-    @property
-    def _records(self) -> bool:
-        """Whether the next logits are to be kept for an audit. It needs those of every token, and
-        tokens that a grammar forces have none."""
-        state = self._state
-        if self._request.grammar is not None:
-            return False
-        return bool(state.record and state.reuse.strategy and len(state.recorded) < AUDITED_TOKENS)
+    def _record(self, given: Given) -> None:
+        """Keeps what the last token was drawn from, to be compared when the request is healed. On a
+        GPU that picks tokens itself, there are logits of the first one only."""
+        state, request = self._state, self._request
+        if state.is_exact or request.heal == "off" or len(state.recorded) == RECORDED_TOKENS:
+            return
+        if request.grammar is not None:  # it decides as well, and forced tokens have no logits
+            return
+        if isinstance(given, torch.Tensor) and len(state.recorded) + 1 == len(state.token_ids):
+            state.recorded.append(TopTokens.of(given))
 
     def _next(self, sampler: Sampler | RowSampler, *, has_more: bool) -> Computing[Given]:
         """Runs the tokens that have no rows yet: the last one, and those that a grammar forced.
@@ -255,7 +274,7 @@ class Generation:
             given: Given | None = logits
         else:
             kv.reserve(end)
-            on_device = isinstance(sampler, RowSampler) and not self._records
+            on_device = self.picks_on_device
             self._last_token[0] = state.token_ids[-1]
             forced = torch.tensor(state.token_ids[start - end :]) if end > start + 1 else None
             given = yield Segment(
@@ -274,7 +293,7 @@ class Generation:
         """Keeps the rows this request computed, generated tokens included; returns how many
         chunks are new. Without ``wait``, keeps nothing if the store is busy."""
         runtime, request, state, kv = self._runtime, self._request, self._state, self._kv
-        if request.mode is GenerationMode.BASELINE or not (state.kept and request.keep):
+        if not self._keeps_rows:
             return 0
         num_rows = min(state.rows, self._reusable_rows)
         ids = as_token_ids(np.concatenate([request.token_ids, state.token_ids])[:num_rows])
@@ -291,6 +310,21 @@ class Generation:
         )
         state.new_chunks += new
         return new
+
+    def _leave_to_healing(self) -> None:
+        """If rows that were kept are approximate, they become exact when there is time."""
+        runtime, request, state = self._runtime, self._request, self._state
+        if self._keeps_rows:
+            # A sequence that fills what may be reused could not be read again in parts.
+            num_rows = min(state.rows, self._reusable_rows - 1)
+            greedy = takes_likeliest(request.params, runtime.model.generation_config)
+            is_free = request.grammar is None
+            runtime.unhealed.add(state, num_rows, takes_likeliest=greedy and is_free)
+
+    @property
+    def _keeps_rows(self) -> bool:
+        reuses = self._request.mode is not GenerationMode.BASELINE
+        return reuses and self._request.keep and self._state.kept
 
     def _observe_cost(self) -> None:
         """Teaches the cost model from the prefill and from the first decode step; the other steps

@@ -2,6 +2,7 @@
 
 One thread runs the loop, from the first request on. A step removes the requests that have left,
 resumes those that paused, starts waiting ones, picks rows, runs them and hands out the logits.
+While there are no requests, it heals conversations.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,17 +19,18 @@ from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import KVBoostError, KVTooLargeError, ShuttingDownError
 from kvboost.results import GenerationResult
 from kvboost.runtime.computing import Given, Steps
-from kvboost.runtime.generation import Generation
+from kvboost.runtime.healing import Healer
 from kvboost.runtime.job import Job
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.scheduler import Scheduler
 from kvboost.runtime.streams import AnswerListener, FutureAnswer
+from kvboost.runtime.verified import make_generation
 
 STEP_ROWS_ON_CPU = 256
 STEP_ROWS_ON_GPU = 2048
-
-Watch = Callable[[RequestState, Steps], Steps]
+LOOK_SECONDS = 0.25
+"""How often the loop looks whether requests outside it still hold healing up."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,10 @@ class LoopStats:
 class Loop:
     """Thread-safe."""
 
-    def __init__(self, runtime: Runtime, config: EngineConfig, watch: Watch) -> None:
-        """``watch`` wraps the steps of every request."""
+    def __init__(self, runtime: Runtime, config: EngineConfig, healer: Healer) -> None:
         self._runtime = runtime
         self._forward = runtime.model.forward
-        self._watch = watch
+        self._healer = healer
         self._config = config
         device = self._forward.shape.device
         on_cpu = device.type == "cpu"
@@ -74,6 +75,7 @@ class Loop:
         self._counts: Counter[str] = Counter()
         self._batch_sizes: Counter[int] = Counter()
         self._finished: Counter[str] = Counter()
+        runtime.unhealed.on_added = self._wake
 
     def submit(
         self,
@@ -158,6 +160,15 @@ class Loop:
             self._draining = True
             return self._changed.wait_for(self._is_idle, timeout)
 
+    def is_busy(self) -> bool:
+        """Whether there are requests."""
+        return not self._is_idle()
+
+    def wait_idle(self, timeout: float | None = None) -> bool:
+        """Waits until there are no requests; False if time ran out first."""
+        with self._changed:
+            return self._changed.wait_for(self._is_idle, timeout)
+
     def close(self) -> None:
         """Cancels all requests and ends the thread."""
         with self._changed:
@@ -168,17 +179,37 @@ class Loop:
 
     def _work(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or not self._is_idle())
-                if self._closed:
-                    break
+            self._await_work()
+            if self._closed:
+                break
             try:
-                self._step()
+                if self._is_idle():
+                    self._healer.heal_next(self._must_not_heal)
+                else:
+                    self._step()
             except BaseException as error:  # a defect of ours; no caller may wait for ever
                 for job in self._jobs():
                     self._finish(job, error)
         for job in self._jobs():
             self._cancel(job, "cancelled")
+
+    def _await_work(self) -> None:
+        """Waits for a request, for something to heal, or to be closed."""
+        with self._changed:
+            while not (self._is_wanted() or self._healer.has_work):
+                # A request outside the loop ends without a word: the garbage collector may end it.
+                self._changed.wait(LOOK_SECONDS if len(self._runtime.unhealed) else None)
+
+    def _is_wanted(self) -> bool:
+        return self._closed or not self._is_idle()
+
+    def _must_not_heal(self) -> bool:
+        """Whether a request needs the model, here or outside the loop."""
+        return self._is_wanted() or self._runtime.unhealed.is_held
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _step(self) -> None:
         self._remove_departed()
@@ -313,7 +344,7 @@ class Loop:
             job.listener.push(pieces)
 
     def _steps(self, job: Job) -> Steps:
-        return self._watch(job.state, Generation(self._runtime, job.state).steps())
+        return make_generation(self._runtime, job.state).steps()
 
     def _fits(self, job: Job) -> bool:
         """Whether the KV of one more request fits the budget. One request alone always runs."""

@@ -7,17 +7,20 @@ from dataclasses import fields, replace
 from typing import Any, TypedDict
 
 from kvboost.config import (
+    EXACTNESS,
+    HEAL,
     GenerationMode,
     RepairParams,
     SamplingParams,
     choose,
+    one_of,
     stop_strings,
     unknown_option,
     within,
 )
 from kvboost.errors import ConfigError
 from kvboost.runtime.request import Request
-from kvboost.structured.formats import FORMATS, FormatOptions
+from kvboost.structured.formats import FormatOptions
 from kvboost.structured.grammars import Grammar
 from kvboost.tokens.hashing import TokenIds
 
@@ -54,11 +57,14 @@ class RequestOptions(SamplingOptions, ReuseOptions, FormatOptions, total=False):
     """What a request may choose. ``keep=False`` leaves nothing of it in the cache;
     ``boundaries`` are the token positions at which its documents begin: no chunk crosses one.
     ``tenant`` names the user it counts for: while requests wait, tenants take turns, and no tenant
-    can fill the queue. It does not separate caches; ``cache_salt`` does."""
+    can fill the queue. It does not separate caches; ``cache_salt`` does. ``heal`` overrides the
+    engine's. ``exactness="verified"`` gives the answer of exact rows."""
 
     keep: bool
     boundaries: Sequence[int]
     tenant: str
+    heal: str | None
+    exactness: str
 
 
 class BatchOptions(RequestOptions, total=False):
@@ -72,7 +78,8 @@ def split(max_new_tokens: int, options: RequestOptions) -> tuple[SamplingParams,
     """Splits a request's options into sampling and reuse; an unknown option is an error."""
     sampling = {option.name for option in fields(SamplingParams)}
     reuse = set(ReuseOptions.__annotations__)
-    refuse_unknown(options, sampling | reuse | {"keep", "boundaries", "tenant", *FORMATS})
+    others = set(RequestOptions.__annotations__)
+    refuse_unknown(options, sampling | others)
     given: dict[str, Any] = {name: options[name] for name in options if name in sampling}  # type: ignore[literal-required]
     given["stop"] = stop_strings(options.get("stop"))
     shared: Any = {name: value for name, value in options.items() if name in reuse}
@@ -93,6 +100,8 @@ def make_request(
     keep: bool,
     boundaries: Sequence[int],
     tenant: str = "",
+    heal: str = "auto",
+    exactness: str = "repaired",
     grammar: Grammar | None = None,
     *,
     cache_salt: str = "",
@@ -115,9 +124,25 @@ def make_request(
         repair = replace(repair, ratio=recompute_ratio)
     if reuse_moved is not None:
         repair = replace(repair, reuse_moved=reuse_moved)
+    if grammar is not None and exactness == "verified":
+        raise ConfigError(
+            "exactness='verified' does not go with a format yet; leave one of them out"
+        )
     if grammar is not None and params.ignore_eos:
         raise ConfigError("ignore_eos=True does not go with a format: the format says where to end")
     mode = choose(GenerationMode, mode, "mode")
+    one_of(heal, HEAL, "heal")
+    one_of(exactness, EXACTNESS, "exactness")
     return Request(
-        token_ids, mode, cache_salt, params, repair, keep, tuple(boundaries), tenant, grammar
+        token_ids,
+        mode,
+        cache_salt,
+        params,
+        repair,
+        keep,
+        tuple(boundaries),
+        tenant,
+        heal,
+        exactness,
+        grammar,
     )

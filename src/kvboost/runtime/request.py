@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvboost.config import GenerationMode, RepairParams, SamplingParams
-from kvboost.results import Clock, GenerationResult, ReuseReport, TokenLogprob
+from kvboost.results import Clock, GenerationResult, Healing, ReuseReport, TokenLogprob
 from kvboost.tokens.hashing import TokenIds
 
 if TYPE_CHECKING:
-    import torch
-
+    from kvboost.runtime.audit import TopTokens
     from kvboost.structured.grammars import Grammar
 
 
@@ -31,6 +30,10 @@ class Request:
     """Positions at which a document begins. No chunk crosses one."""
     tenant: str = ""
     """Whom the request counts for while requests wait. Tenants take turns."""
+    heal: str = "auto"
+    """When approximate rows become exact; ``"off"``: never."""
+    exactness: str = "repaired"
+    """``"verified"``: the answer is that of exact rows, whatever it was drafted on."""
     grammar: Grammar | None = None
     """What the answer must look like."""
 
@@ -64,9 +67,14 @@ class RequestState:
     """Whether other requests shared its forwards. Its times then say nothing about costs."""
     slice_rows: int | None = None
     """How many rows of its prompt go through the model at a time; None: what suits the device."""
-    record: bool = False
-    """Whether to keep the logits of the first tokens over moved text, for an audit."""
-    recorded: list[torch.Tensor] = field(default_factory=list)
+    recorded: list[TopTokens] = field(default_factory=list)
+    """The distributions of the answer's first tokens, if rows before them were approximate."""
+    healing: Healing | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every row of the request is exact, those to come included."""
+        return self.exact_rows == sys.maxsize
 
     def accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
         self.token_ids.append(token_id)
@@ -86,4 +94,6 @@ class RequestState:
             timings=self.clock.timings(),
             reuse=self.reuse,
             logprobs=list(self.logprobs) if self.request.params.logprobs is not None else None,
+            answer_exact_from=0 if self.is_exact else len(self.token_ids),
+            healing=self.healing,
         )

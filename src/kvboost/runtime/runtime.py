@@ -36,6 +36,7 @@ from kvboost.runtime.planner import Planner
 from kvboost.runtime.request import Request
 from kvboost.runtime.sharing import RunningRequests
 from kvboost.runtime.totals import Totals
+from kvboost.runtime.unhealed import UnhealedQueue
 from kvboost.tokens.chunking import Cutter
 from kvboost.tokens.hashing import ChunkKey, TokenIds, root_key
 
@@ -55,6 +56,9 @@ SLICE_ON_GPU = 16384  # a forward costs launches first: fewer, larger ones
 
 class Runtime:
     """One per engine. Thread-safe: each part has a lock of its own."""
+
+    ends_forwards = True
+    """Whether a forward may be ended between two layers, by a hook that raises."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig, costs: Path | None = None) -> None:
         self.model = model
@@ -97,6 +101,7 @@ class Runtime:
         self.trimmer = Trimmer()
         self.running = RunningRequests(shares=self._shares_rows())
         self.totals = Totals(config.chunk_size)
+        self.unhealed = UnhealedQueue()
 
     def root(self, salt: str) -> ChunkKey:
         """The root of the prefix tree for this model, its adapters, the precision of stored KV

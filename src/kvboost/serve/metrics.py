@@ -113,6 +113,8 @@ class _EngineCollector(Collector):
             "kvboost_cache_chunks", "Chunks in the cache", value=cache["chunks"]
         )
         yield from _events(cache.get("kv_events"))
+        yield from _healing(cache["healing"])
+        yield from _audit(cache["audit"])
         for name, help_ in (
             ("waiting", "Waiting requests"),
             ("running", "Running requests"),
@@ -157,6 +159,41 @@ def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
             faults.add_metric([tier, fault], count)
     yield hits
     yield faults
+
+
+def _healing(healing: Mapping[str, Any]) -> Iterator[Metric]:
+    """Approximate rows, and what became of them."""
+    yield GaugeMetricFamily(
+        "kvboost_healing_waiting", "Conversations to be healed", value=healing["waiting"]
+    )
+    for name, help_ in (
+        ("approximate_tokens", "Rows that requests left approximate"),
+        ("healed_tokens", "Approximate rows that became exact"),
+        ("computed_tokens", "Rows that healing computed"),
+        ("seconds", "Time that healing took"),
+    ):
+        yield CounterMetricFamily(f"kvboost_healing_{name}", help_, value=healing[name])
+    ended = CounterMetricFamily(
+        "kvboost_healing_conversations", "Conversations that left the queue", labels=["status"]
+    )
+    for status in ("healed", "dropped", "failed"):
+        ended.add_metric([status], healing[status])
+    yield ended
+
+
+def _audit(audit: Mapping[str, Any]) -> Iterator[Metric]:
+    """How far answers over moved text were from exact ones; no means until there is an answer."""
+    yield CounterMetricFamily(
+        "kvboost_audited_answers", "Answers compared with exact ones", value=audit["audited"]
+    )
+    for name, help_ in (
+        ("mean_kl", "Mean KL of these answers' first tokens"),
+        ("max_kl", "Largest KL of an answer"),
+        ("token_agreement", "Share of their tokens whose likeliest choice was the same"),
+        ("recompute_ratio", "Share of moved rows that is recomputed"),
+    ):
+        if audit[name] is not None:
+            yield GaugeMetricFamily(f"kvboost_audit_{name}", help_, value=audit[name])
 
 
 def _events(events: Mapping[str, int] | None) -> Iterator[Metric]:

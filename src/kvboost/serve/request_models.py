@@ -59,6 +59,8 @@ class ReuseOptions(Body):
     mode: Literal["baseline", "prefix_cache", "chunk_kv_reuse"] | None = None
     strategy: Literal["auto", "query", "cacheblend", "selective", "none"] | None = None
     ratio: Share | None = None
+    heal: Literal["auto", "idle", "off"] | None = None
+    exactness: Literal["repaired", "verified"] | None = None
     explain: bool = False
     """Whether the spans of the answer include their text."""
 

@@ -48,6 +48,13 @@ class ReuseReply(Reply):
     recomputed_tokens: int
     computed_tokens: int
     charged_tokens: float
+    answer_exact_from: int
+    """The first token of the answer that was drawn from an exact distribution: 0 if all were."""
+    healed_tokens: int
+    """Approximate rows that were exact when this was written; more are healed afterwards."""
+    drafted_tokens: int
+    confirmed_tokens: int
+    """Of a verified answer: tokens that were drafted over moved text, and those that stayed."""
     ttft_ms: float
     queue_ms: float
     total_ms: float

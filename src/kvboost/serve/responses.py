@@ -98,6 +98,8 @@ def engine_call(
         "logprobs": logprobs,
         "recompute_strategy": body.kvboost.strategy,
         "recompute_ratio": body.kvboost.ratio,
+        "heal": body.kvboost.heal,
+        "exactness": body.kvboost.exactness,
     }
     format_field = None
     for field, options in body.formats().items():

@@ -104,6 +104,27 @@ class Catalogue:
         runs.sort(key=lambda run: run.start)
         return KnownRows(exact, approximate, self._moved(in_place, runs, where))
 
+    def superseded(self, root: ChunkKey, token_ids: TokenIds, repair: str) -> list[ChunkKey]:
+        """Approximate chunks that hold nothing but text of which ``token_ids`` are the exact path,
+        the last first: chunks of the branches (repaired as ``repair`` says) that begin on that
+        path. Those after a chunk that some other text continues come before it."""
+        found: list[ChunkKey] = []
+        row, fork = 0, root
+        for match in [*self._tree.match(root, token_ids), None]:
+            branch: list[ChunkKey] = []
+            for copy in self._tree.match(branch_key(fork, repair), token_ids[row:]):
+                if copy.num_tokens == self._infos[copy.key].num_tokens:
+                    branch.append(copy.key)
+            found += reversed(branch)
+            if match is None or match.num_tokens < self._infos[match.key].num_tokens:
+                break
+            row, fork = row + match.num_tokens, match.key
+        return found
+
+    def is_leaf(self, key: ChunkKey) -> bool:
+        """Whether no chunk continues this one."""
+        return not self._tree.has_children(key)
+
     def check_integrity(self) -> list[str]:
         problems = self._anchors.check_integrity()
         if not len(self._anchors) == len(self._tree) == len(self._infos):

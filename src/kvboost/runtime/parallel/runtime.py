@@ -67,6 +67,8 @@ class ParallelRuntime(Runtime):
     """Rank 0's. Budgets in memory are those of each rank; those of the folder and of the remote
     store, which hold whole chunks, are of all ranks together."""
 
+    ends_forwards = False  # the other ranks would wait for the rest of it
+
     def __init__(
         self,
         ranks: Ranks,

@@ -1,0 +1,109 @@
+"""What verified answers and healing cost on this machine, end to end.
+
+Each round asks about passages in a new order, which are all known from another order: in mode
+``prefix_cache`` (a full prefill), over repaired rows as ever, and verified. All three give an
+answer of the same length, and their caches are apart. Then the repaired conversations are healed.
+Medians of the whole time of a call, in milliseconds; how many drafted tokens were confirmed; how
+many rows a second healing computes. The last line is JSON.
+
+    python scripts/bench_healing.py [--model smollm2-135m] [--dtype float32] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+from typing import Any
+
+from kvboost import KVBoost
+from kvboost.bench.texts.prompts import PATTERNS, fragments, question
+
+ANSWERS = (64, 256)
+PASSAGE_TOKENS = 250
+WAYS: dict[str, dict[str, Any]] = {
+    "full prefill": {"mode": "prefix_cache"},
+    "repaired": {},
+    "verified": {"exactness": "verified"},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--passages", type=int, default=6)
+    options = parser.parse_args()
+    with KVBoost.from_pretrained(
+        options.model, dtype=options.dtype, reuse_moved="always", heal="auto"
+    ) as engine:
+        report: dict[str, Any] = {
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "model": engine.model_name,
+            "dtype": str(engine.dtype).removeprefix("torch."),
+            "rounds": options.rounds,
+            "answers": [
+                measure(engine, tokens, options.rounds, options.passages) for tokens in ANSWERS
+            ],
+            "healing": {
+                name: engine.cache_stats()["healing"][name]
+                for name in ("healed", "computed_tokens", "seconds", "tokens_per_second")
+            },
+        }
+    print(f"healing computed {report['healing']['tokens_per_second']:,.0f} rows a second")
+    print(json.dumps(report))
+
+
+def measure(engine: KVBoost, answer_tokens: int, rounds: int, passages: int) -> dict[str, Any]:
+    """One length of answers: what each way takes, and how far drafts were right."""
+    encode = fragments(engine.encode)
+    shared = PATTERNS["rag"].shared(encode, passages * PASSAGE_TOKENS)
+    texts = [shared[at : at + PASSAGE_TOKENS] for at in range(0, len(shared), PASSAGE_TOKENS)]
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    confirmed, same = [], 0
+    prompt_tokens = moved_tokens = 0
+    for number in range(rounds + 1):  # the first one warms up
+        order = random.Random(number).sample(texts, len(texts))
+        prompt = [token for text in order for token in text] + question(encode, number, 32)
+        answers = {}
+        for way, how in WAYS.items():
+            salt = f"{answer_tokens} {number} {way}"
+            if way != "full prefill":
+                engine.warm(shared, cache_salt=salt)
+            result = engine.generate(prompt, answer_tokens, cache_salt=salt, ignore_eos=True, **how)
+            answers[way] = result
+            if number:
+                times[way].append((result.total_ms, result.ttft_ms))
+        engine.heal()
+        if number:
+            verified = answers["verified"]
+            confirmed.append(verified.confirmed_tokens)
+            same += verified.token_ids == answers["full prefill"].token_ids
+            prompt_tokens, moved_tokens = verified.prompt_tokens, verified.moved_tokens
+        for way in WAYS:
+            engine.forget_salt(f"{answer_tokens} {number} {way}")
+    found: dict[str, Any] = {
+        "answer_tokens": answer_tokens,
+        "prompt_tokens": prompt_tokens,
+        "moved_tokens": moved_tokens,
+        "confirmed_tokens": statistics.median(confirmed),
+        "same_as_full_prefill": f"{same} of {rounds}",
+    }
+    print(
+        f"{answer_tokens} tokens after {prompt_tokens:,}, {moved_tokens:,} of them moved: "
+        f"{found['confirmed_tokens']:.0f} drafted tokens confirmed (median), answers equal "
+        f"{found['same_as_full_prefill']}"
+    )
+    for way, measured in times.items():
+        total, first = (statistics.median(column) for column in zip(*measured, strict=True))
+        found[way] = {"total_ms": round(total, 1), "first_text_ms": round(first, 1)}
+        print(f"  {way:13} {total:9.0f} ms in all, first text after {first:7.0f} ms", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()

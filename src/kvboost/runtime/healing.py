@@ -1,0 +1,233 @@
+"""Healing: rows that were computed on moved text are computed again, exactly.
+
+A conversation is read once more from the end of its exact prefix, front to back, in a KV of its own
+that never holds an approximate row. Every slice is admitted as exact as soon as it is computed, so
+healing can end at any moment and goes on later from what the cache holds. What waits meanwhile is
+token ids.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from kvboost.config import RepairParams
+from kvboost.model.kv import RequestKV
+from kvboost.results import HealReport
+from kvboost.runtime.audit import AuditTotals
+from kvboost.runtime.generation import Generation
+from kvboost.runtime.request import RequestState
+from kvboost.runtime.runtime import Runtime
+from kvboost.runtime.unhealed import Unhealed
+
+log = logging.getLogger("kvboost")
+
+SLICE_ROWS = 128
+"""Rows that are computed and admitted at a time. If a request comes, they are given up in the next
+layer and computed again later."""
+
+Stop = Callable[[], bool]
+"""Whether healing is to end now, because a request needs the model."""
+
+
+class _Interrupted(Exception):
+    """A request needs the model."""
+
+
+class _Interrupt:
+    """A hook that ends a forward between two layers."""
+
+    def __init__(self, stop: Stop) -> None:
+        self._stop = stop
+
+    def check(self) -> None:
+        if self._stop():
+            raise _Interrupted
+
+    def on_fresh(self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.check()
+
+    def on_query(
+        self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
+    ) -> None:
+        """Once a layer is enough."""
+
+
+class Healer:
+    """Heals the conversations of an engine, one at a time. Thread-safe."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        max_kl: float | None,
+        repair: Callable[[], RepairParams],
+        alarm: Callable[[float], None],
+    ) -> None:
+        """``alarm`` is called if answers that were repaired as ``repair()`` says are further than
+        ``max_kl`` from exact ones, with their mean KL."""
+        self._runtime = runtime
+        self._queue = runtime.unhealed
+        self._max_kl = max_kl
+        self._repair = repair
+        self._alarm = alarm
+        self._audit = AuditTotals()
+        self._seconds = 0.0
+        self._working = threading.Lock()
+        self._closed = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a conversation waits that could be healed now, in idle time."""
+        queue = self._queue
+        return len(queue) > 0 and not queue.is_held and not self._working.locked()
+
+    def heal_next(self, stop: Stop) -> None:
+        """In idle time: heals the next conversation until it is exact or ``stop`` says so. Does
+        nothing while another thread heals."""
+        if self._working.acquire(blocking=False):
+            try:
+                self._heal_next(stop)
+            finally:
+                self._working.release()
+
+    def heal(
+        self, timeout: float | None, is_busy: Stop, wait: Callable[[float | None], bool]
+    ) -> HealReport:
+        """Heals all conversations that wait, now, but lets requests go first: while ``is_busy``, it
+        calls ``wait`` with the seconds that are left."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+
+        def left() -> float | None:
+            return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+        def stop() -> bool:
+            return left() == 0.0 or is_busy()
+
+        before = self._queue.counts.copy()
+        while not self._closed and (len(self._queue) or self._working.locked()):
+            rest = left()
+            if rest == 0.0 or not wait(rest):
+                break
+            if self._working.acquire(timeout=-1 if rest is None else rest):
+                try:
+                    self._heal_next(stop)
+                finally:
+                    self._working.release()
+        counts = self._queue.counts
+        return HealReport(
+            conversations=counts["done"] - before["done"],
+            tokens=counts["healed_tokens"] - before["healed_tokens"],
+            waiting=len(self._queue),
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """What was healed: ``share`` is that of all approximate rows; ``tokens_per_second`` counts
+        the time that healing took."""
+        counts, seconds = self._queue.counts.copy(), self._seconds
+        healed, seen = counts["healed_tokens"], counts["approximate_tokens"]
+        return {
+            "waiting": len(self._queue),
+            "healed": counts["done"],
+            "interrupted": counts["interrupted"],
+            "dropped": counts["dropped"],
+            "failed": counts["failed"],
+            "approximate_tokens": seen,
+            "healed_tokens": healed,
+            "computed_tokens": counts["computed_tokens"],
+            "superseded_chunks": counts["superseded_chunks"],
+            "share": healed / seen if seen else None,
+            "seconds": seconds,
+            "tokens_per_second": counts["computed_tokens"] / seconds if seconds else None,
+        }
+
+    def audit_stats(self) -> dict[str, Any]:
+        return {**self._audit.stats(), "waiting": len(self._queue), "max_audit_kl": self._max_kl}
+
+    def close(self) -> None:
+        """Ends what another thread may be healing, and drops what waits."""
+        self._closed = True
+        with self._working:
+            self._queue.clear()
+
+    def _heal_next(self, stop: Stop) -> None:
+        one = self._queue.take()
+        if one is None:
+            return
+        began = time.monotonic()
+        try:
+            is_done = self._run(one, stop)
+        except Exception:  # out of memory, for instance: serving goes on
+            log.warning("a conversation could not be healed", exc_info=True)
+            self._queue.finish(one, "failed")
+        else:
+            if one.epoch != self._runtime.store.epoch:
+                self._queue.finish(one, "dropped")
+            elif is_done:
+                self._finish(one)
+            else:
+                self._queue.counts["interrupted"] += 1
+                self._queue.put_back(one)
+        finally:
+            self._seconds += time.monotonic() - began
+
+    def _run(self, one: Unhealed, stop: Stop) -> bool:
+        """Computes and admits the rows of a conversation that are not exact; False if it ended
+        before the last one."""
+        store, counts = self._runtime.store, self._queue.counts
+        # It pauses while it copies many rows, as requests of a batch do.
+        state = RequestState(one.request, slice_rows=SLICE_ROWS, batched=True)
+        interrupt = _Interrupt(lambda: self._closed or stop())
+        with closing(Generation(self._runtime, state, one.num_logits).heal(one.epoch)) as steps:
+            try:
+                segment = next(steps)
+                while one.epoch == store.epoch:
+                    if segment is None:
+                        interrupt.check()
+                        segment = next(steps)
+                        continue
+                    if self._runtime.ends_forwards:
+                        segment.hook = interrupt
+                    else:
+                        interrupt.check()
+                    logits = self._runtime.model.forward([segment])
+                    one.comparison.add(logits)
+                    counts["computed_tokens"] += len(segment)
+                    segment = steps.send(logits[:0])
+                return False
+            except _Interrupted:
+                return False
+            except StopIteration:
+                return True
+            finally:
+                self._count(one)
+
+    def _count(self, one: Unhealed) -> None:
+        """Notes how many rows of a conversation are exact in the cache now, and drops the
+        approximate copies of these."""
+        store, request = self._runtime.store, one.request
+        root = self._runtime.root(request.salt)
+        with store.lookup(root, request.token_ids, pin=False, ask_remote=False) as known:
+            exact = known.exact[-1].end if known.exact else 0
+        counts, healing = self._queue.counts, one.healing
+        healed = max(healing.healed_tokens, exact - one.exact_rows)
+        counts["healed_tokens"] += healed - healing.healed_tokens
+        healing.healed_tokens = healed
+        dropped = store.drop_superseded(root, request.token_ids, request.repair.name)
+        counts["superseded_chunks"] += dropped
+
+    def _finish(self, one: Unhealed) -> None:
+        audit = one.healing.audit = one.comparison.result()
+        self._queue.finish(one, "done")
+        if audit is None:
+            return
+        self._audit.add(audit, counts_for_alarm=one.request.repair == self._repair())
+        if self._max_kl is not None:
+            mean = self._audit.take_alarm(self._max_kl)
+            if mean is not None:
+                self._alarm(mean)

@@ -1,0 +1,143 @@
+"""The conversations that wait to be healed: their token ids and a few numbers, no KV."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvboost.config import GenerationMode, SamplingParams
+from kvboost.results import Healing
+from kvboost.runtime.audit import AnswerComparison
+from kvboost.runtime.request import Request, RequestState
+from kvboost.tokens.hashing import as_token_ids
+
+MOST_CONVERSATIONS = 64
+MOST_TOKENS = 1024**2
+"""Token ids of all conversations that wait. The oldest are dropped when there are more."""
+
+
+@dataclass(eq=False)
+class Unhealed:
+    """A conversation with approximate rows."""
+
+    request: Request
+    """Asks for all of its rows, exactly."""
+    num_prompt: int
+    """How many of them the request was asked with; the others are its answer."""
+    exact_rows: int
+    """How many of the first ones were exact when the answer ended."""
+    epoch: int
+    """The store's when the request was planned. Once something is forgotten, this conversation may
+    contain it, and is not healed."""
+    healing: Healing
+    comparison: AnswerComparison
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
+    def num_logits(self) -> int:
+        """Logits of how many of the last rows are still to be compared; at least one."""
+        first = self.num_prompt - 1 + self.comparison.num_done
+        return max(1, self.num_rows - first)
+
+
+class UnhealedQueue:
+    """Thread-safe. Requests that run hold healing up without taking a lock, because the garbage
+    collector may end one in a thread that holds any of ours."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Unhealed] = deque()
+        self._tokens = 0
+        self._holds: set[object] = set()
+        self._lock = threading.Lock()
+        self.counts: Counter[str] = Counter()
+        self.on_added: Callable[[], None] = lambda: None
+        """Called after a conversation was added, without a lock."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Nothing is healed in idle time until the context exits."""
+        mark = object()
+        self._holds.add(mark)
+        try:
+            yield
+        finally:
+            self._holds.discard(mark)
+
+    @property
+    def is_held(self) -> bool:
+        return bool(self._holds)
+
+    def add(self, state: RequestState, num_rows: int, *, takes_likeliest: bool) -> None:
+        """Takes in a request that has ended, of which ``num_rows`` rows were kept, if it is to be
+        healed. ``takes_likeliest``: each of its tokens was the likeliest one."""
+        request = state.request
+        if request.heal == "off" or num_rows <= state.exact_rows:
+            return
+        ids = as_token_ids(np.concatenate([request.token_ids, state.token_ids])[:num_rows])
+        answer = state.token_ids if takes_likeliest else []
+        state.healing = Healing(num_rows - state.exact_rows)
+        one = Unhealed(
+            replace(
+                request,
+                token_ids=ids,
+                mode=GenerationMode.PREFIX_CACHE,
+                params=SamplingParams(max_new_tokens=1),
+                grammar=None,
+            ),
+            len(request.token_ids),
+            state.exact_rows,
+            state.epoch,
+            state.healing,
+            AnswerComparison(list(state.recorded), answer),
+        )
+        state.recorded.clear()
+        with self._lock:
+            self._waiting.append(one)
+            self._tokens += one.num_rows
+            self.counts["approximate_tokens"] += one.healing.approximate_tokens
+            while len(self._waiting) > MOST_CONVERSATIONS or (
+                self._tokens > MOST_TOKENS and len(self._waiting) > 1
+            ):
+                self._finish(self._pop(), "dropped")
+        self.on_added()
+
+    def take(self) -> Unhealed | None:
+        """The conversation that has waited longest. Give it back with ``put_back`` or ``finish``
+        it."""
+        with self._lock:
+            return self._pop() if self._waiting else None
+
+    def put_back(self, one: Unhealed) -> None:
+        with self._lock:
+            self._waiting.appendleft(one)
+            self._tokens += one.num_rows
+
+    def finish(self, one: Unhealed, status: str) -> None:
+        with self._lock:
+            self._finish(one, status)
+
+    def clear(self) -> None:
+        """Drops all of them."""
+        with self._lock:
+            while self._waiting:
+                self._finish(self._pop(), "dropped")
+
+    def _pop(self) -> Unhealed:
+        one = self._waiting.popleft()
+        self._tokens -= one.num_rows
+        return one
+
+    def _finish(self, one: Unhealed, status: str) -> None:
+        one.healing.status = status
+        self.counts[status] += 1

@@ -1,0 +1,39 @@
+"""Conversations over moved passages, and whether what the cache calls exact is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvboost import KVBoost
+from kvboost.model.kv import RequestKV
+from kvboost.model.segment import Segment
+from kvboost.tokens.hashing import as_token_ids
+from test_reuse import HEADER, PASSAGES
+
+SLOPPY: dict[str, Any] = {"recompute_strategy": "none", "ignore_eos": True}
+
+
+def warmed(engine: KVBoost, salt: str = "") -> KVBoost:
+    """The passages, each read after the header alone: elsewhere they are moved."""
+    for passage in PASSAGES:
+        engine.warm([*HEADER, *passage], cache_salt=salt)
+    return engine
+
+
+def num_exact(engine: KVBoost, ids: Sequence[int], salt: str = "") -> int:
+    """How many rows of a sequence an exact hit covers. They must be those of a full prefill."""
+    runtime = engine._runtime
+    found = RequestKV(engine._model.forward.shape, len(ids))
+    with runtime.store.lookup(runtime.root(salt), as_token_ids(ids)) as known:
+        for hit, data in runtime.store.fetch(known.exact):
+            runtime.packer.place(hit, data, found)
+        end = known.exact[-1].end if known.exact else 0
+    if end:
+        full = RequestKV(engine._model.forward.shape, len(ids))
+        engine._model.forward([Segment(full, torch.tensor(ids[:end]), range(end))])
+        far = (found.rows(0, end) - full.rows(0, end)).abs().max()
+        assert far < 1e-3, f"rows that are called exact are off by {far:.3g}"
+    return end

@@ -1,0 +1,218 @@
+"""Verified answers are those of a full prefill, whatever they were drafted on."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from healed import SLOPPY, num_exact, warmed
+from kvboost import ConfigError
+from kvboost.runtime import verified
+from paged_engines import TWO_LAYERS, leaks, paged_engine, steps_of
+from test_reuse import BASELINE, EXACT, HEADER, PASSAGES, QUESTION, prompt_of, words
+from tiny import ROPE_MODELS, dynamic_model, longrope_model, make_engine, tiny_model
+
+VERIFIED = {**SLOPPY, "exactness": "verified"}
+
+
+@pytest.fixture
+def engine():
+    with warmed(make_engine(tiny_model("llama"))) as made:
+        yield made
+        assert made.check_integrity() == []
+
+
+@pytest.mark.parametrize("name", [*ROPE_MODELS, "internvl"])
+def test_a_greedy_answer_is_that_of_a_full_prefill(name, tiny_engine) -> None:
+    engine = warmed(tiny_engine(name), "verified")
+    prompt = prompt_of([3, 1])
+    full = engine.generate(prompt, 12, BASELINE, ignore_eos=True)
+    result = engine.generate(prompt, 12, cache_salt="verified", **VERIFIED)
+    assert result.moved_tokens > 30 and result.drafted_tokens == 12
+    assert result.token_ids == full.token_ids
+    assert result.answer_exact_from == 0 and result.healed_tokens > 30
+    ids = [*prompt, *result.token_ids]
+    assert num_exact(engine, ids, "verified") == len(ids) - 1
+    assert engine.heal().conversations == 0  # nothing is left to heal
+    engine.forget_salt("verified")
+
+
+def test_a_draft_is_kept_as_far_as_it_agrees(engine) -> None:
+    prompt = prompt_of([3, 1])
+    draft = engine.generate(prompt, 20, keep=False, **SLOPPY)
+    full = engine.generate(prompt, 20, BASELINE, ignore_eos=True)
+    result = engine.generate(prompt, 20, **VERIFIED)
+    agreeing = [a == b for a, b in zip(draft.token_ids, full.token_ids, strict=True)]
+    assert result.confirmed_tokens == agreeing.index(False) < 20
+    assert result.healing.draft == tuple(draft.token_ids)
+    assert result.token_ids == full.token_ids and result.output_text == full.output_text
+
+
+def test_a_draft_that_is_right_needs_no_more_steps(engine, monkeypatch) -> None:
+    prompt = prompt_of([3, 1])
+    full = engine.generate(prompt, 9, BASELINE, ignore_eos=True)
+    options = {**VERIFIED, "recompute_strategy": "query", "recompute_ratio": 1.0}
+    single_rows = []
+    run = engine._model.forward._run_packed
+
+    def spy(segments):
+        single_rows.extend(len(segment) for segment in segments if len(segment) == 1)
+        return run(segments)
+
+    monkeypatch.setattr(engine._model.forward, "_run_packed", spy)
+    result = engine.generate(prompt, 9, **options)
+    assert result.token_ids == full.token_ids and result.confirmed_tokens == 9
+    assert len(single_rows) == 8  # of the draft
+
+
+@pytest.mark.parametrize("how", [{"temperature": 1.5}, {"temperature": 0.8, "top_k": 20}])
+def test_a_seed_gives_the_tokens_that_it_gives_after_a_full_prefill(engine, how) -> None:
+    for seed in range(4):
+        prompt = prompt_of([3, 1], words(seed, 12))
+        full = engine.generate(prompt, 10, BASELINE, ignore_eos=True, seed=seed, **how)
+        result = engine.generate(prompt, 10, seed=seed, **VERIFIED, **how)
+        assert result.drafted_tokens == 10 and result.token_ids == full.token_ids
+
+
+def test_sampling_has_the_distribution_of_a_full_prefill(engine) -> None:
+    """Chi-squared of the first token over its likeliest values. The draft is from another
+    distribution, which this test tells from the exact one."""
+    prompt, rounds = prompt_of([3, 1]), 200
+    options = {"temperature": 0.25, "keep": False}
+    exact, moved = (
+        torch.softmax(
+            engine.score(prompt, [7], mode, recompute_strategy="none").logits[0] / 0.25, 0
+        )
+        for mode in (BASELINE, "chunk_kv_reuse")
+    )
+    seen = Counter(
+        engine.generate(prompt, 1, **VERIFIED, **options).token_ids[0] for _ in range(rounds)
+    )
+
+    def chi_squared(expected: torch.Tensor) -> float:
+        likely = expected.topk(5).indices.tolist()
+        cells = [(seen[one], float(expected[one])) for one in likely]
+        rest = 1 - sum(share for _, share in cells)
+        cells.append((rounds - sum(count for count, _ in cells), rest))
+        return sum((count - rounds * share) ** 2 / (rounds * share) for count, share in cells)
+
+    assert chi_squared(exact) < 25.7  # one in ten thousand, 5 degrees of freedom
+    assert chi_squared(moved) > 25.7
+
+
+def test_stop_strings_ends_and_log_probabilities_are_as_ever(engine) -> None:
+    prompt = prompt_of([3, 1])
+    full = engine.generate(prompt, 20, BASELINE, ignore_eos=True, logprobs=2)
+    stop = engine.decode([full.token_ids[6]])
+    for options in ({"logprobs": 2}, {"stop": stop}, {"repetition_penalty": 1.5}):
+        expected = engine.generate(prompt, 20, BASELINE, ignore_eos=True, **options)
+        result = engine.generate(prompt, 20, keep=False, **VERIFIED, **options)
+        assert result.token_ids == expected.token_ids
+        assert result.output_text == expected.output_text
+        assert result.finish_reason == expected.finish_reason
+    assert [one.token_id for one in full.logprobs] == full.token_ids
+
+
+def test_a_long_answer_is_drafted_in_part(engine, monkeypatch) -> None:
+    monkeypatch.setattr(verified, "MOST_DRAFTED", 5)
+    options = {"recompute_strategy": "query", "recompute_ratio": 1.0}
+    prompt = prompt_of([3, 1])
+    full = engine.generate(prompt, 16, BASELINE, ignore_eos=True)
+    result = engine.generate(prompt, 16, **{**VERIFIED, **options})
+    assert result.confirmed_tokens == result.drafted_tokens == 5
+    assert result.token_ids == full.token_ids
+
+
+def test_text_is_released_once_it_is_confirmed(engine) -> None:
+    """Nothing is shown while any row before it is approximate."""
+    with engine.stream(prompt_of([3, 1]), 8, **VERIFIED) as stream:
+        next(stream)
+        assert stream.result.answer_exact_from == 0 and stream.result.drafted_tokens == 8
+        assert stream.result.timings.verify_ms > 0
+        for _ in stream:
+            pass
+    timings = stream.result.timings
+    assert timings.ttft_ms >= timings.verify_ms
+
+
+def test_exact_prompts_need_no_draft(engine) -> None:
+    result = engine.generate([*HEADER, *PASSAGES[0], *QUESTION], 4, **VERIFIED)
+    assert result.exact_tokens > 30 and result.drafted_tokens == result.confirmed_tokens == 0
+    assert result.timings.verify_ms == 0 and result.healing is None
+    with pytest.raises(ConfigError, match="exactness='sure' is not available"):
+        engine.generate([1, 2], exactness="sure")
+
+
+def test_a_conversation_on_approximate_rows_is_verified_too(engine) -> None:
+    prompt = prompt_of([3, 1])
+    first = engine.generate(prompt, 6, **SLOPPY, heal="off")
+    follow = [*prompt, *first.token_ids, *words(8, 12)]
+    full = engine.generate(follow, 8, BASELINE, ignore_eos=True)
+    result = engine.generate(follow, 8, **VERIFIED)
+    assert result.approximate_tokens > 30 and result.moved_tokens == 0
+    assert result.token_ids == full.token_ids
+    assert engine.generate(follow, 8, EXACT, ignore_eos=True).token_ids == full.token_ids
+
+
+def test_a_batch_verifies_beside_other_requests(engine) -> None:
+    prompts = [prompt_of(order) for order in ([3, 1], [2, 0], [1, 2])]
+    full = [engine.generate(prompt, 10, BASELINE, ignore_eos=True) for prompt in prompts]
+    each = [{"exactness": "verified"}, {}, {"exactness": "verified"}]
+    results = engine.generate_batch(prompts, 10, each=each, **SLOPPY)
+    assert [one.answer_exact_from for one in results] == [0, 10, 0]
+    assert [one.drafted_tokens for one in results] == [10, 0, 10]
+    for number in (0, 2):
+        assert results[number].token_ids == full[number].token_ids
+        ids = [*prompts[number], *results[number].token_ids]
+        assert num_exact(engine, ids) == len(ids) - 1
+
+
+@pytest.mark.parametrize("segments", range(1, 24, 3))
+def test_a_cancelled_one_leaves_only_exact_rows_as_exact(engine, monkeypatch, segments) -> None:
+    """Cancelled after so many forwards: in the draft, while confirming, or later."""
+    prompt = prompt_of([3, 1])
+    monkeypatch.setattr(engine._runtime, "prefill_slice", 16)
+    state = engine._begin(prompt, 6, "chunk_kv_reuse", VERIFIED)
+    steps = verified.make_generation(engine._runtime, state).steps()
+    given = None
+    for _ in range(segments):
+        try:
+            segment = steps.send(given)
+        except StopIteration:
+            break
+        given = None if segment is None else engine._model.forward.run([segment])[0]
+    state.closing = True
+    steps.close()
+    ids = [*prompt, *state.token_ids]
+    num_exact(engine, ids)
+    engine.heal()
+    assert num_exact(engine, ids) >= (len(prompt) if segments > 8 else 0)
+
+
+@pytest.mark.parametrize("model", [dynamic_model, longrope_model])
+def test_drafts_end_where_rotation_depends_on_the_length(model) -> None:
+    with make_engine(model()) as engine:  # the limit is 64 rows
+        engine.warm(words(1, 40))
+        prompt = [*words(2, 3), *words(1, 40), *words(3, 16)]
+        full = engine.generate(prompt, 12, BASELINE, ignore_eos=True)
+        result = engine.generate(prompt, 12, **VERIFIED)
+        assert result.moved_tokens == 40 and result.drafted_tokens == 5
+        assert result.token_ids == full.token_ids
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.7, "seed": 5}], ids=["greedy", "sampled"])
+def test_answers_in_pages_are_verified_too(monkeypatch, how) -> None:
+    """The last token of the draft is the first wrong one: the device, which has picked it, must not
+    take it for the one that follows."""
+    monkeypatch.setattr(verified, "MOST_DRAFTED", 2)
+    with paged_engine(monkeypatch, sizes=TWO_LAYERS) as engine:
+        engine.warm([*HEADER, *PASSAGES[1]])
+        prompt = [*words(5, 5), *PASSAGES[1], *QUESTION]
+        exact = engine.generate(prompt, 4, EXACT, keep=False, ignore_eos=True, **how)
+        result = engine.generate(prompt, 4, **VERIFIED, **how)
+        assert result.drafted_tokens == 2
+        assert result.confirmed_tokens == 1 or how  # a device draws other numbers
+        assert result.token_ids == exact.token_ids
+        assert steps_of(engine).num_steps > 0 and not leaks(engine)
