@@ -33,13 +33,12 @@ def test_a_tier_keeps_its_budget_and_counts_bytes() -> None:
 def test_data_from_a_gpu_has_arrived_when_it_is_read() -> None:
     tier = RamTier(1 << 30, pinned=True)
     chunk = make_chunk([1] * 4)
-    moved = replace(
-        chunk, data=chunk.data.map(lambda _: torch.arange(1, (1 << 24) + 1, device=DEVICE))
-    )
+    large = (2, 1, 1, 1 << 22, 4)
+    moved = replace(chunk, data=chunk.data.map(lambda _: torch.ones(large, device=DEVICE)))
     brought = tier.adopt(moved)
     del moved
-    torch.zeros(1 << 24, dtype=torch.int64, device=DEVICE)  # takes the memory of what was copied
+    torch.zeros(large, device=DEVICE)  # takes the memory of what was copied
     tier.put(brought)
     assert tier.get(chunk.key) is brought
     for tensor in brought.data.tensors.values():
-        assert tensor.is_pinned() and torch.equal(tensor, torch.arange(1 << 24) + 1)
+        assert tensor.is_pinned() and bool((tensor == 1).all())
