@@ -17,7 +17,7 @@ from kvboost.runtime import healing, unhealed
 from kvboost.runtime.generation import Generation
 from paged_engines import TWO_LAYERS, leaks, paged_engine
 from test_reuse import BASELINE, EXACT, HEADER, MOVED, PASSAGES, QUESTION, prompt_of, words
-from tiny import CONTEXT, ROPE_MODELS, dynamic_model, make_engine, tiny_model
+from tiny import CONTEXT, DEVICE, ROPE_MODELS, dynamic_model, make_engine, tiny_model
 
 
 @pytest.fixture
@@ -308,6 +308,7 @@ def test_whatever_happens_only_exact_rows_are_called_exact(events, random) -> No
         assert engine.check_integrity() == []
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter would take its time")
 def test_conversations_in_pages_are_healed_too(monkeypatch, small_slices) -> None:
     with paged_engine(monkeypatch, sizes=TWO_LAYERS) as engine:
         engine.warm([*HEADER, *PASSAGES[1]])
