@@ -70,7 +70,7 @@ def test_a_batch_with_a_shared_beginning(monkeypatch: pytest.MonkeyPatch) -> Non
             "phi3" if DEVICE == "cpu" else "llama",
             "query",
         ),  # the interpreter is slow with our layers
-        ("gemma3_text", "query"),  # layers of two kinds
+        *([] if DEVICE == "cpu" else [("gemma3_text", "query")]),  # layers of two kinds
         ("phi3", "cacheblend"),
     ],
 )
