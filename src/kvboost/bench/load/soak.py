@@ -98,6 +98,7 @@ def soak(
             disk_cache_bytes=3 * CHUNKS * (chunk_bytes + 16_384),
             reuse_moved="always",
             max_running=max(users, EngineConfig().max_running),
+            heal="off",  # it would still hold chunks when the books are checked
         ),
     )
     traffic = _Traffic(engine, seed=0)
