@@ -25,9 +25,9 @@ from kvboost.model.kv import RequestKV
 from kvboost.model.native.decoder import replace_forward, restore_forward
 from kvboost.model.native.kernels import Kernels
 from kvboost.model.paged.kv import PagedKV
-from kvboost.model.paged.slab import to_device
 from kvboost.model.sampling import Picked, Sampler, TokenMask
 from kvboost.model.segment import Segment
+from kvboost.model.triton.host import to_device
 
 if TYPE_CHECKING:
     from kvboost.model.paged.graphs import Capture

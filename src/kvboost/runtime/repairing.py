@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 
 from kvboost.model.kv import RequestKV
 from kvboost.model.segment import Hook, Segment
+from kvboost.model.triton.host import one_thread
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.repair import STRATEGIES, MovedRows, RepairChoice, asks_attention
 from kvboost.reuse.shift import Spans
@@ -41,7 +41,7 @@ class Repairing:
         live_end = total - self._num_logits + 1
         layers = self._kv.shape.num_layers
         moved = MovedRows(plan, live_end, layers, self._rows.device, self._probe)
-        with self._one_thread():
+        with self._in_one_thread():
             choice, spans = self._choose(moved)
         state.clock.lap("probe")
         rows = (choice.rows | moved.unknown).nonzero()[:, 0]
@@ -52,7 +52,7 @@ class Repairing:
             if choice.shift:
                 # A slice shifts the rows between the end of the last slice and its own, once.
                 until = int(part[-1]) + 1
-                with self._one_thread():
+                with self._in_one_thread():
                     hook = self._rows.shift(part, spans.between(since, until))
                 since = until
             num_logits = int((part >= total - self._num_logits).sum())
@@ -95,16 +95,6 @@ class Repairing:
         """Whether the host chooses rows for a GPU."""
         return self._rows.device != self._kv.shape.device
 
-    @contextmanager
-    def _one_thread(self) -> Iterator[None]:
-        """Torch spreads work on the host over all cores, and waking them takes longer than the
-        little that is to be done between two forwards."""
-        if not self._is_on_host:
-            yield
-            return
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
+    def _in_one_thread(self) -> AbstractContextManager[None]:
+        """One thread for what the host does between two forwards on a GPU."""
+        return one_thread() if self._is_on_host else nullcontext()

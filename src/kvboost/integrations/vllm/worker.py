@@ -7,9 +7,9 @@ between memory and the slow tiers.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -38,7 +38,7 @@ from kvboost.integrations.vllm.sparse import SparseForward, find_runner
 from kvboost.integrations.vllm.support import why_not_moved
 from kvboost.model import triton
 from kvboost.model.fingerprint import fingerprint
-from kvboost.model.paged.slab import to_device
+from kvboost.model.triton.host import one_thread, to_device
 from kvboost.reuse.rope import Rotation
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class Worker:
             self._orders[order.request_id] = self._thread.submit(order.obey, self._data)
         for load in step.loads:
             self._loading[load.request_id] = (load, self._serve(load))
-        with _one_thread() if self._kernels is not None else nullcontext():
+        with one_thread() if self._kernels is not None else nullcontext():
             if step.is_busy:
                 self._go_on(self._options.slice_rows, waits=False)
             else:
@@ -326,18 +326,6 @@ class Worker:
             self._data.put(chunks)
             if self._stream is not None:
                 self._stream.synchronize()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Torch spreads work on the host over all cores, and waking them takes longer than the little
-    that is to be done between two forwards."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _gpu_kernels(pages: Pages, rotation: Rotation) -> GpuKernels | None:

@@ -14,10 +14,11 @@ from kvboost.model.attention import attend_segment
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.long_rows import LongKernel, long_kernels
 from kvboost.model.paged.row_batch import Fresh, RowBatch
-from kvboost.model.paged.slab import PAGE, to_device
+from kvboost.model.paged.slab import PAGE
 from kvboost.model.segment import Segment, split
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.dense import gather, merge
+from kvboost.model.triton.host import to_device
 from kvboost.model.triton.rows import PagedRows, Tile
 
 LEAST_DENSE_ROWS = 256

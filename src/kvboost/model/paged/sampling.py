@@ -17,8 +17,8 @@ import torch
 from transformers import GenerationConfig
 
 from kvboost.config import SamplingParams
-from kvboost.model.paged.slab import to_device
 from kvboost.model.sampling import LEAST_TEMPERATURE, Picked, chosen
+from kvboost.model.triton.host import to_device
 
 MOST_LIKELY = 256
 """If all requests of a batch have a ``top_k`` up to this, only so many tokens are sorted."""

@@ -6,12 +6,11 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
-from typing import Any
 
-import numpy as np
 import torch
 
 from kvboost.model.kv import KVShape
+from kvboost.model.triton.host import to_device
 
 PAGE = 32
 """Rows of a page."""
@@ -160,18 +159,3 @@ class Slab:
 
 def pages_for(num_rows: int) -> int:
     return -(-num_rows // PAGE)
-
-
-def to_device(
-    numbers: Sequence[float] | np.ndarray[Any, Any] | torch.Tensor,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """A tensor of ``numbers``. A GPU is not waited for."""
-    if not isinstance(numbers, torch.Tensor):
-        numbers = torch.tensor(numbers, dtype=dtype)
-    if numbers.device == device or device.type != "cuda":
-        return numbers.to(device, dtype)
-    if numbers.device.type == "cpu" and numbers.numel():
-        numbers = numbers.to(dtype).pin_memory()
-    return numbers.to(device, dtype, non_blocking=True)

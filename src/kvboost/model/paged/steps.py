@@ -18,10 +18,11 @@ from kvboost.model.paged.graphs import Capture, Function
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.row_batch import Fresh, RowBatch
 from kvboost.model.paged.sampling import GREEDY, DeviceSampling, Kind
-from kvboost.model.paged.slab import PAGE, SCRATCH, Slab, to_device
+from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
 from kvboost.model.sampling import Picked
 from kvboost.model.segment import Segment
 from kvboost.model.triton.attention import attend
+from kvboost.model.triton.host import to_device
 from kvboost.model.triton.rows import MOST_SPLITS, PagedRows, Tile, programs_at_once
 
 RunModel = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]

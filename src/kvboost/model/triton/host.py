@@ -1,7 +1,12 @@
-"""Sending data from the host."""
+"""The host beside a GPU: sending data without waiting, and work in one thread between forwards."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
 import torch
 
 
@@ -15,5 +20,29 @@ def send_into(host: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(_pinned(host, target.device), non_blocking=True)
 
 
+def to_device(
+    numbers: Sequence[float] | np.ndarray[Any, Any] | torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A tensor of ``numbers``, sent in the same way."""
+    if not isinstance(numbers, torch.Tensor):
+        numbers = torch.tensor(numbers, dtype=dtype)
+    return send(numbers.to(dtype), device)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch spreads work on the host over all cores, and waking them takes longer than the little
+    that is to be done between two forwards on a GPU."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return host.pin_memory() if device.type == "cuda" and host.device.type == "cpu" else host
+    is_sent = device.type == "cuda" and host.device.type == "cpu" and host.numel() > 0
+    return host.pin_memory() if is_sent else host

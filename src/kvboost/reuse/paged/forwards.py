@@ -14,9 +14,8 @@ import torch
 
 from kvboost.model.paged.graphs import Capture
 from kvboost.model.paged.kv import PagedKV
-from kvboost.model.paged.row_batch import Fresh
+from kvboost.model.paged.row_batch import Fresh, RowBatch
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
-from kvboost.model.paged.steps import StepBatch
 from kvboost.model.segment import Segment
 from kvboost.model.triton.write import write
 from kvboost.reuse.paged.graphs import (
@@ -36,7 +35,7 @@ MOST_KEYS = 1 << 18
 """Requests with more rows of KV than this have no such forwards: buffers would take too much."""
 ROWS, REPAIRS, PROBES = "rows of prompts", "repairs", "probes"
 
-RunRows = Callable[[torch.Tensor, torch.Tensor, StepBatch, torch.Tensor], torch.Tensor]
+RunRows = Callable[[torch.Tensor, torch.Tensor, RowBatch, torch.Tensor], torch.Tensor]
 """Runs token ids at positions, both int64 ``[rows]``, of a batch; returns logits of some rows."""
 
 
@@ -50,7 +49,7 @@ class SlabPages:
         self.dtype, self.device = slab.shape.dtype, slab.shape.device
 
 
-class RowsBatch(StepBatch):
+class RowsBatch(RowBatch):
     """Rows of one request at any positions. ``targets`` are their slots, filled before every
     forward; those of padding are -1.
 
@@ -60,7 +59,8 @@ class RowsBatch(StepBatch):
     def __init__(
         self, slab: Slab, size: int, hook: WindowedHook | None, attention: Attention
     ) -> None:
-        super().__init__(slab, size)
+        super().__init__(slab)
+        self.slots = torch.zeros(size, dtype=torch.int64, device=slab.shape.device)
         self.targets = torch.full_like(self.slots, -1)
         self._is_padding = torch.ones(size, 1, 1, dtype=torch.bool, device=self.slots.device)
         self._hook = hook
