@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from fake_engine import FakeEngine
@@ -98,11 +96,11 @@ def test_more_open_requests_than_allowed_are_refused() -> None:
 
 
 def test_a_body_must_arrive_in_time() -> None:
-    with live_server(FakeEngine(), body_seconds=0.2) as server:
-        began = time.monotonic()
-        with connect(server, b"half", length=100) as slow:
-            assert b" 408 " in read_until(slow, b"within 0.2 s")
-        assert time.monotonic() - began < 5
+    with (
+        live_server(FakeEngine(), body_seconds=0.2) as server,
+        connect(server, b"half", length=100) as slow,
+    ):
+        assert b" 408 " in read_until(slow, b"within 0.2 s")
 
 
 def test_a_body_that_is_far_too_large_is_refused_while_it_is_sent() -> None:
