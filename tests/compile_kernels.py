@@ -64,25 +64,20 @@ SIZES = {
 }
 VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (attention._attend_kernel, "bf16", {"absent": None, "window": None, "cap": None, "lse": None}),
-    (attention._attend_kernel, "bf16", {"SPLIT": True}),
-    (attention._attend_kernel, "fp32", {"absent": None, "window": None, "cap": None}),
+    (attention._attend_kernel, "fp32", {"SPLIT": True}),
     (attention._combine_kernel, "bf16", {}),
     (write._write_kernel, "bf16", {}),
     (fused._add_norm_kernel, "bf16", {}),
     (fused._add_norm_kernel, "fp32", {"added": None, "summed": None}),
-    (fused._rotate_write_kernel, "bf16", {}),
     (fused._rotate_write_kernel, "fp32", {"query_norm": None, "key_norm": None}),
     (fused._gate_kernel, "bf16", {}),
     (dense._gather_kernel, "bf16", {}),
     (dense._merge_kernel, "bf16", {}),
     (fused._rotate_write_kernel, "bf16", {"ROWS": 1}),
     (mass._mass_kernel, "bf16", {}),
-    (move._move_kernel, "bf16", {}),
     (move._move_kernel, "fp32", {"INTERLEAVED": True}),
-    (shift._errors_kernel, "bf16", {}),
     (shift._errors_kernel, "fp32", {"INTERLEAVED": True}),
     (shift._shift_kernel, "bf16", {}),
-    (shift._shift_kernel, "fp32", {"INTERLEAVED": True}),
 ]
 
 

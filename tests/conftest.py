@@ -26,8 +26,13 @@ torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on
 if "PYTEST_XDIST_WORKER" in os.environ:  # several share the cores, and so do their processes
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_worker()))
 
-# A busy machine is no failure.
-settings.register_profile("kvboost", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A busy machine is no failure. More examples, for an hour to spare: KVBOOST_TEST_EXAMPLES=1000.
+settings.register_profile(
+    "kvboost",
+    max_examples=int(os.environ.get("KVBOOST_TEST_EXAMPLES", "30")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("kvboost")
 
 collect_ignore = ["inside_vllm"]  # in an environment of their own: make test-vllm

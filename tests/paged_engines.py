@@ -1,5 +1,5 @@
-"""Engines whose requests have pages on any device: on a CPU, Triton's interpreter runs the kernels
-and a decode step is the captured function called again."""
+"""Engines whose requests have pages on any device: on a CPU, torch runs the most used kernels,
+Triton's interpreter the others, and a decode step is the captured function called again."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvboost.model.paged.choose import PagesChoice
 from kvboost.model.paged.pool import PagedPool
 from kvboost.model.paged.steps import Steps
 from tiny import DEVICE, OTHER_MODELS, make_engine, tiny_model
+from torch_kernels import use_torch_kernels
 
 SMALL = {"num_hidden_layers": 1}
 """The interpreter takes its time for every layer."""
@@ -28,15 +29,17 @@ def paged_engine(
     *,
     pages: bool = True,
     sizes: dict[str, int] = SMALL,
+    interpreted: bool = False,
     **config: Any,
 ) -> KVBoost:
-    """An engine with pages, or one without."""
+    """An engine with pages, or one without. ``interpreted`` runs all kernels themselves, also on a
+    CPU."""
     choice = PagesChoice() if pages else PagesChoice("this test compares with buffers")
     monkeypatch.setattr("kvboost.runtime.runtime.choose_pages", lambda *_: choice)
     monkeypatch.setattr("kvboost.reuse.paged.forwards.SIZES", SMALL_FORWARDS)
     monkeypatch.setattr("kvboost.reuse.paged.graphs.MOST_SPANS", 4)
-    if DEVICE == "cpu":  # more rows of a program are fewer programs to interpret
-        monkeypatch.setattr("kvboost.model.triton.fused.MANY_ROWS", 2, raising=False)
+    if DEVICE == "cpu" and not interpreted:
+        use_torch_kernels(monkeypatch)
     for module in ("kvboost.reuse.repair", "kvboost.reuse.paged.forwards"):
         monkeypatch.setattr(f"{module}.PROBE_ROWS", SMALL_FORWARDS[0])
     return make_engine(tiny_model(name, **sizes), strict=name not in OTHER_MODELS, **config)

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from interpreter import change_language_once
 from kvboost.model.triton.rows import Tile
 from tiny import DEVICE
+
+change_language_once()
 
 DTYPES = [torch.float32, torch.bfloat16]
 LAYOUTS = {  # the order of [pages, kv_heads, page, 2 * dim] in memory

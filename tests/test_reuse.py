@@ -37,7 +37,7 @@ def count(result, kind: SpanKind) -> int:
 def test_recomputing_everything_is_a_full_prefill_in_any_order(name, tiny_engine) -> None:
     engine = tiny_engine(name)
 
-    @settings(max_examples=4)
+    @settings(max_examples=3)
     @given(st.permutations(range(4)), st.permutations(range(4)), st.integers(0, 12))
     def check(read, asked, header) -> None:
         salt = f"{read}{asked}{header}"
@@ -228,7 +228,7 @@ def test_nothing_on_top_of_moved_rows_serves_an_exact_hit(engine) -> None:
     assert exact.token_ids == engine.generate(follow_up, 6, BASELINE).token_ids
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(st.data())
 def test_exact_answers_stay_exact_after_any_moved_reuse(data) -> None:
     """An adversarial sequence of calls: every exact answer equals the baseline's."""

@@ -103,7 +103,7 @@ def test_infos_are_those_of_a_root() -> None:
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=18)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(tokens, max_size=6), tokens)
 def test_index_and_store_keep_the_same_chunks(texts: list[list[int]], prompt: list[int]) -> None:
     ram = RamTier(1 << 20)

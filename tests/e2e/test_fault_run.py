@@ -14,13 +14,13 @@ from kvboost.faults import cases
 from kvboost.faults.cases import Case, NotHere, expect
 
 FAULTS = [
-    (cases.killed_writers, 12),
+    (cases.killed_writers, 5),
     (cases.read_only_folder, 1),
     (cases.full_disk, 1),
     (cases.killed_redis, 2),
     (cases.forked_child, 2),
-    (cases.interrupted, 8),
-    (cases.joins_and_cancels, 40),
+    (cases.interrupted, 4),
+    (cases.joins_and_cancels, 20),
 ]
 
 

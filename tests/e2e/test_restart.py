@@ -11,8 +11,8 @@ from kvboost.bench.cache.restart import Settings
 
 
 def test_the_first_request_of_the_next_process_hits_from_disk() -> None:
-    settings = Settings(tokens=512, dtype="float32")
+    settings = Settings(tokens=256, dtype="float32")
     report = BENCHMARKS["restart"].perform(settings, Console(quiet=True))
-    assert report["tiers"]["disk"] == 512 and report["tiers"]["computed"] < 40
+    assert report["tiers"]["disk"] == 256 and report["tiers"]["computed"] < 40
     assert report["same_answer"] is True
     assert json.dumps(report)

@@ -78,7 +78,7 @@ def slow_down(engine: KVBoost, monkeypatch: pytest.MonkeyPatch, seconds: float =
     monkeypatch.setattr(engine._model.forward, "_run", slowly)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     st.lists(
         st.tuples(st.integers(0, 8), st.integers(1, 150), st.integers(0, 60), st.integers(1, 24)),

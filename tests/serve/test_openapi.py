@@ -61,7 +61,7 @@ def server() -> Iterator[LiveServer]:
 
 
 @fuzzed.parametrize()
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 def test_responses_are_as_documented(case, server) -> None:
     response = case.call(base_url=server.url)
     error = response.json()["error"] if response.status_code == 400 else {}

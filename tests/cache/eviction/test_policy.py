@@ -109,7 +109,7 @@ requests = st.lists(
 
 @every_policy
 @given(requests=requests)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_every_chunk_is_listed_once_and_no_parent_before_its_child(
     make: type, requests: list[tuple[list[int], int]]
 ) -> None:

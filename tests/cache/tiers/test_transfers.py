@@ -302,7 +302,7 @@ def test_looking_at_a_remote_store_enters_nothing(open_store, tmp_path) -> None:
 texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=15)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(texts, st.integers(0, 6), st.integers(0, 6), st.integers(0, 4))
 def test_budgets_hold_and_hits_are_right_for_any_sequence_of_prompts(
     tmp_path_factory, prompts, ram, disk, gpu

@@ -4,17 +4,9 @@ import pytest
 
 from kvboost.model import triton
 from kvboost.model.paged.slab import SCRATCH, Slab
-from tiny import DEVICE
 
 if not triton.is_available():
     collect_ignore_glob = ["test_*.py"]
-
-
-@pytest.fixture(autouse=True)
-def fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes its time for every program."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr("kvboost.model.triton.fused.MANY_ROWS", 8)
 
 
 @pytest.fixture(autouse=True)

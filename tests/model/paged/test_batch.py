@@ -14,10 +14,8 @@ from kvboost.model.segment import Segment
 from paged_engines import TWO_LAYERS, paged_engine
 from tiny import DEVICE
 
-NAMES = ["llama", "gemma2", "mistral-window"]
-"""Grouped heads, soft caps, windows. The interpreter is too slow for more."""
-if DEVICE != "cpu":
-    NAMES += ["gemma3_text", "cohere", "gpt2"]
+NAMES = ["llama", "gemma2", "mistral-window", "gemma3_text", "cohere", "gpt2"]
+"""Grouped heads, soft caps, windows, layers of two kinds, pairs of neighbours, no rotation."""
 CLOSE = 1e-4 if DEVICE == "cpu" else 1e-3
 
 

@@ -11,11 +11,16 @@ from kvboost.model.paged.graphs import NoCapture
 from kvboost.model.paged.slab import Slab
 from paged_engines import SMALL, TWO_LAYERS
 from tiny import DEVICE, make_engine, tiny_model
+from torch_kernels import use_torch_kernels
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2", "qwen3"] if DEVICE == "cpu" else ["llama", "qwen2", "qwen3", "mistral"]
-)
+@pytest.fixture(autouse=True)
+def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        use_torch_kernels(monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
 def test_layers_replace_the_models_own_and_leave_no_trace(name: str) -> None:
     model = tiny_model(name, **TWO_LAYERS)
     before = {key: weight.clone() for key, weight in model.state_dict().items()}

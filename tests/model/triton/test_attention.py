@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import torch_kernels
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.rows import PagedRows, pick_splits
 from paged_kv import (
@@ -54,6 +55,8 @@ def test_scattered_rows_of_two_requests(dtype: torch.dtype, layout: str, splits:
     expected, sums = attention(query, pages, positions, tables, SCALE)
     assert given.dtype == dtype and close(given, expected)
     assert torch.allclose(lse, sums, rtol=1e-3, atol=1e-3)
+    written_out = torch_kernels.attend(query, pages, rows, SCALE, lse=lse)
+    assert close(written_out, expected) and torch.allclose(lse, sums)
 
 
 @each_dtype

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
+import torch_kernels
 from kvboost.model.triton import fused
 from kvboost.model.triton.fused import add_norm, gate, rotate_and_write
 from paged_kv import each_dtype, make_pages, random
@@ -34,13 +35,17 @@ def test_norms(dtype: torch.dtype, adds: bool) -> None:
     expected = rows + added if adds else rows
     assert close(summed, expected)
     assert close(given, norm(expected))
+    given, _ = torch_kernels.add_norm(
+        rows, norm.weight, norm.variance_epsilon, added if adds else None
+    )
+    assert close(given, norm(expected))
 
 
 @each_dtype
 def test_gates(dtype: torch.dtype) -> None:
     rows = random(3, 2 * 1100, dtype=dtype)
     expected = torch.nn.functional.silu(rows[:, :1100]) * rows[:, 1100:]
-    assert close(gate(rows), expected)
+    assert close(gate(rows), expected) and close(torch_kernels.gate(rows), expected)
 
 
 @each_dtype
@@ -59,7 +64,7 @@ def test_rotating_and_writing(
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     pages = make_pages(4, kv_heads, page, dim, dtype, "heads first")
     slots = torch.tensor([30, 1, 9], device=DEVICE)
-    before = pages.clone()
+    before, same_pages, same_qkv = pages.clone(), pages.clone(), qkv.clone()
     parts = qkv.clone().view(1, rows, -1, dim).transpose(1, 2)
     query, keys, values = parts.split((heads, kv_heads, kv_heads), 1)
     weights = None
@@ -69,6 +74,10 @@ def test_rotating_and_writing(
         weights = of_query.weight.detach(), of_keys.weight.detach()
     query, keys = apply_rotary_pos_emb(query, keys, cos[None], sin[None])
     given, *fresh = rotate_and_write(qkv, (cos, sin), pages, slots, weights, 1e-5)
+    written_out = torch_kernels.rotate_and_write(
+        same_qkv, (cos, sin), same_pages, slots, weights, 1e-5
+    )
+    assert all(map(close, written_out, (given, *fresh))) and close(same_pages, pages)
     assert close(given, query[0].transpose(0, 1))
     assert close(fresh[0], keys[0].transpose(0, 1))
     assert torch.equal(fresh[1], values[0].transpose(0, 1))

@@ -17,6 +17,7 @@ from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Spans
 from paged_kv import make_pages, make_tables, random, scattered
 from tiny import DEVICE
+from torch_kernels import use_torch_kernels
 
 if not triton.is_available():
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -27,6 +28,12 @@ from kvboost.reuse.paged.kernels import GpuKernels
 
 LAYERS, HEADS, KV_HEADS, PAGE, DIM, PROMPT, VOCAB = 4, 4, 2, 16, 16, 90, 50
 PROBE_ROWS, CAPACITY = 16, 7 * PAGE
+
+
+@pytest.fixture(autouse=True)
+def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        use_torch_kernels(monkeypatch)
 
 
 def again(run: Callable[[], None]) -> Callable[[], None]:

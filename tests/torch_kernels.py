@@ -1,0 +1,140 @@
+"""What the most used kernels compute, written out in torch.
+
+Triton's interpreter takes its time for every kernel. Tests of what happens around kernels run these
+on a CPU; on a GPU they run the kernels themselves. ``tests/model/triton`` compares the two.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvboost.model.triton.attention import _check_query
+from kvboost.model.triton.move import MovedRows
+from kvboost.model.triton.pages import PagedLayers, check_pages
+from kvboost.model.triton.rows import PagedRows
+from paged_kv import attention_weights, dense
+
+USES = {
+    "attend": (
+        "kvboost.model.paged.batch",
+        "kvboost.model.paged.steps",
+        "kvboost.model.triton.attention",
+        "kvboost.model.triton.mass",
+    ),
+    "write": ("kvboost.model.paged.row_batch", "kvboost.reuse.paged.forwards"),
+    "add_norm": ("kvboost.model.paged.layers",),
+    "rotate_and_write": ("kvboost.model.paged.layers",),
+    "gate": ("kvboost.model.paged.layers",),
+    "move": ("kvboost.model.triton.move",),
+}
+"""The modules that call each of them by its name."""
+
+
+def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, modules in USES.items():
+        for module in modules:
+            monkeypatch.setattr(f"{module}.{name}", globals()[name])
+
+
+def attend(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    rows: PagedRows,
+    scale: float,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    absent: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    page = check_pages(pages)[1]
+    _check_query(query, pages, rows)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
+    for request, start, count in rows.tiles.tolist():
+        if not count:
+            continue
+        at = slice(start, start + count)
+        positions = rows.positions[at]
+        num_keys = int(positions.max()) + 1
+        keys, values = dense(pages, rows.tables[request, : -(-num_keys // page)])
+        keys, values = keys[:, :num_keys], values[:, :num_keys]
+        missing = None if absent is None else absent[request, :num_keys]
+        weights, sums = attention_weights(
+            query[at], keys, positions, scale, window, soft_cap, missing
+        )
+        values = values.float().nan_to_num().repeat_interleave(query.shape[1] // len(values), 0)
+        out[at] = torch.einsum("hrk,hkd->rhd", weights, values).to(out.dtype)
+        if lse is not None:
+            lse[at] = sums
+    return out
+
+
+def write(
+    keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
+) -> None:
+    page = check_pages(pages)[1]
+    is_written = slots >= 0
+    slots = slots[is_written]
+    pages[slots // page, :, slots % page] = torch.cat([keys, values], -1)[is_written]
+
+
+def add_norm(
+    rows: torch.Tensor, weight: torch.Tensor, eps: float, added: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    summed = rows if added is None else rows + added
+    return _norm(summed, weight, eps), summed
+
+
+def rotate_and_write(
+    qkv: torch.Tensor,
+    cos_sin: tuple[torch.Tensor, torch.Tensor],
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    kv_heads, _, dim = check_pages(pages)
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    parts = qkv.view(len(qkv), -1, dim).split((heads, kv_heads, kv_heads), 1)
+    cos, sin = (part[:, None] for part in cos_sin)
+    for number, part in enumerate(parts[:2]):
+        turned = part if norms is None else _norm(part, norms[number], eps)
+        first, second = turned.chunk(2, -1)
+        part.copy_(turned * cos + torch.cat([-second, first], -1) * sin)
+    write(parts[1], parts[2], pages, slots)
+    return parts[0], parts[1], parts[2]
+
+
+def gate(gate_up: torch.Tensor) -> torch.Tensor:
+    gated, up = gate_up.chunk(2, -1)
+    return torch.nn.functional.silu(gated) * up
+
+
+def move(
+    rows: MovedRows,
+    layers: PagedLayers,
+    cos_sin: tuple[torch.Tensor, torch.Tensor],
+    *,
+    interleaved: bool = False,
+) -> None:
+    assert not interleaved, "no test needs it"
+    pairs = cos_sin[0].shape[2]
+    for number, (span, slots) in enumerate(
+        zip(rows.spans, rows.slots.split([span.count for span in rows.spans]), strict=True)
+    ):
+        stored = span.source[:, :, :, span.start : span.start + span.count]
+        keys, values = stored[0].clone(), stored[1]
+        cos, sin = (part[:, number, None, None] for part in cos_sin)
+        first, second = stored[0][..., :pairs], stored[0][..., pairs : 2 * pairs]
+        keys[..., :pairs] = first * cos - second * sin
+        keys[..., pairs : 2 * pairs] = second * cos + first * sin
+        for layer, pages in enumerate(layers.pages):
+            write(keys[layer].transpose(0, 1), values[layer].transpose(0, 1), pages, slots)
+
+
+def _norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = rows.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(rows.dtype)
