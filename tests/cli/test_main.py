@@ -203,23 +203,6 @@ def test_the_demo_compares_what_it_claims(model) -> None:
         assert one["mean_kl"] > 0
 
 
-def test_the_benchmark_ends_with_json(model) -> None:
-    done = run("bench", "ttft", "-m", model, "--quick", "--dtype", "float32")
-    assert done.exit_code == 0, done.output
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert [row["num_tokens"] for row in report["rows"]] == [256, 512]
-    for row in report["rows"]:
-        ratio = row["warm"]["median_ms"] / row["floor"]["median_ms"]
-        assert row["warm_over_floor"] == pytest.approx(ratio)
-    first = report["rows"][0]  # one pattern: pooled is that pattern
-    assert report["pooled"][0]["speedup"] == pytest.approx(first["speedup"])
-    assert report["decode"]["num_tokens"] == 512
-    assert [point["num_tokens"] for point in report["lengths"]] == [128, 512]
-    assert len(report["chat"]["turns"]["prefix"]) == 8
-    assert {goal["met"] for goal in report["goals"][:3]} == {None}  # neither 2,048 tokens nor peers
-    assert report["machine"]["dtype"] == "float32"
-
-
 def test_quality_measures_draws_saves_and_loads(model, tmp_path) -> None:
     rows, picture = tmp_path / "rows.jsonl", tmp_path / "quality.png"
     options = ("--passages", "3", "--passage-tokens", "80", "--answer-tokens", "3")

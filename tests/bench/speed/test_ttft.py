@@ -274,15 +274,25 @@ def test_a_whole_run_with_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     picture = tmp_path / "ttft.svg"
     few = ("--rounds", "1", "--peer-rounds", "1", "--turns", "2", "--tokens", "256")
     options = ("--quick", *few, "--length", "128", "--plot", str(picture))
-    engines = ("--peer", "stock", "--peer", "kvboost", "--peer", "vllm", "--dtype", "float32")
+    engines = ("--peer", "kvboost", "--peer", "vllm", "--dtype", "float32")
     done = CliRunner().invoke(app, ["bench", "ttft", "-m", str(tmp_path), *options, *engines])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout.splitlines()[-1])
     assert "run make peers" in found["missing"]["vllm"] and "vllm is missing" in done.stdout
     assert found["failures"] == {}
-    stock, ours = found["peers"]
-    assert (stock["name"], stock["num_tokens"], stock["reused"]["warm"]) == ("stock", 512, 0)
-    assert ours["reused"]["warm"] == 1
+    (ours,) = found["peers"]
+    assert (ours["name"], ours["num_tokens"], ours["reused"]["warm"]) == ("kvboost", 512, 1)
+    (row,) = found["rows"]
+    assert row["num_tokens"] == 256
+    ratio = row["warm"]["median_ms"] / row["floor"]["median_ms"]
+    assert row["warm_over_floor"] == pytest.approx(ratio)
+    # One pattern: pooled is that pattern.
+    assert found["pooled"][0]["speedup"] == pytest.approx(row["speedup"])
+    assert found["decode"]["num_tokens"] == 256
+    assert [point["num_tokens"] for point in found["lengths"]] == [128]
+    assert len(found["chat"]["turns"]["prefix"]) == 2
+    assert found["goals"][0]["met"] is None  # it is about 2,048 tokens
+    assert found["machine"]["dtype"] == "float32"
     assert picture.read_bytes().startswith(b"<?xml")
 
 
