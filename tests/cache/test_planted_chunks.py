@@ -28,8 +28,8 @@ PROMPT = "The quick brown fox jumps over the lazy dog, and then it goes home to 
 def expected(open_engine: Callable[..., KVBoost], tmp_path: Path) -> list[int]:
     """The plain answer; the folder and the remote store hold the prompt afterwards."""
     with open_engine(**remote(tmp_path)) as engine:
-        answer = engine.generate(PROMPT, 12, GenerationMode.BASELINE).token_ids
-        engine.generate(PROMPT, 12, PREFIX)
+        answer = engine.generate(PROMPT, 4, GenerationMode.BASELINE).token_ids
+        engine.generate(PROMPT, 4, PREFIX)
     return answer
 
 
@@ -59,7 +59,7 @@ def test_a_wrong_chunk_on_disk_is_put_into_quarantine(wrong, open_engine, expect
     rewrite(path, WRONG[wrong])
     engine = open_engine()
     for _ in range(2):
-        assert engine.generate(PROMPT, 12, PREFIX).token_ids == expected
+        assert engine.generate(PROMPT, 4, PREFIX).token_ids == expected
     assert engine.cache_stats()["tiers"]["disk"]["faults"] == {"corrupt": 1}
     assert (folder / "quarantine" / path.name).exists()
     assert engine._runtime.store.check_integrity() == []
@@ -72,7 +72,7 @@ def test_a_wrong_chunk_in_a_remote_store_is_deleted_there(wrong, open_engine, ex
     engine = open_engine(disk_cache_dir=None, **remote(tmp_path))
     before = path.read_bytes()
     for _ in range(2):
-        assert engine.generate(PROMPT, 12, PREFIX).token_ids == expected
+        assert engine.generate(PROMPT, 4, PREFIX).token_ids == expected
     assert engine.cache_stats()["tiers"]["remote"]["faults"] == {"corrupt": 1}
     assert not path.exists() or path.read_bytes() != before  # or written again by then
     assert engine._runtime.store.check_integrity() == []
@@ -94,16 +94,16 @@ def test_a_wrong_chunk_does_not_serve_moved_text(wrong, open_engine, expected, t
 def test_a_quantized_chunk_must_have_all_of_its_tensors(bits, open_engine, tmp_path) -> None:
     options = {"kv_cache_bits": bits, "chunk_size": 64}
     with open_engine(**options) as engine:
-        expected = engine.generate(PROMPT, 12, GenerationMode.BASELINE).token_ids
-        engine.generate(PROMPT, 12, PREFIX)
-        first = engine.generate(PROMPT, 12, PREFIX).token_ids
+        expected = engine.generate(PROMPT, 4, GenerationMode.BASELINE).token_ids
+        engine.generate(PROMPT, 4, PREFIX)
+        first = engine.generate(PROMPT, 4, PREFIX).token_ids
     files = {
         codec.read_file(path).info.base_position: path for path in chunk_files(tmp_path / "kv")
     }
     path = files[0]
     rewrite(path, WRONG["tensors missing"])
     engine = open_engine(**options)
-    assert engine.generate(PROMPT, 12, PREFIX).token_ids in (expected, first)
+    assert engine.generate(PROMPT, 4, PREFIX).token_ids in (expected, first)
     assert engine.cache_stats()["tiers"]["disk"]["faults"] == {"corrupt": 1}
 
 
@@ -117,7 +117,7 @@ def test_a_chunk_of_another_precision_is_refused(open_engine, expected, tmp_path
 
     rewrite(in_the_middle(tmp_path / "kv"), quantize)
     engine = open_engine()
-    assert engine.generate(PROMPT, 12, PREFIX).token_ids == expected
+    assert engine.generate(PROMPT, 4, PREFIX).token_ids == expected
     assert engine.cache_stats()["tiers"]["disk"]["faults"] == {"corrupt": 1}
 
 
@@ -129,7 +129,7 @@ def test_a_bad_header_is_one_fault_and_stops_no_start(header, open_engine, expec
     assert not place.exists() and (folder / "quarantine" / place.name).exists()
     place.write_bytes((folder / "quarantine" / place.name).read_bytes())
     engine = open_engine()
-    assert engine.generate(PROMPT, 12, PREFIX).token_ids == expected
+    assert engine.generate(PROMPT, 4, PREFIX).token_ids == expected
     assert engine.cache_stats()["tiers"]["disk"]["faults"] == {"corrupt": 1}
     assert engine._runtime.store.check_integrity() == []
 
@@ -163,7 +163,7 @@ def test_forgetting_ends_although_a_chunk_without_tokens_precedes_itself(
     plant(in_the_middle(tmp_path / "kv"), **BAD_HEADERS["no tokens, and itself before"])
     engine = open_engine()
     assert ends(lambda: engine.forget("the lazy dog"))
-    assert engine.generate(PROMPT, 12, PREFIX).token_ids == expected
+    assert engine.generate(PROMPT, 4, PREFIX).token_ids == expected
 
 
 def test_every_walk_along_before_and_parent_ends() -> None:
@@ -203,7 +203,7 @@ def test_a_position_that_contradicts_the_chunk_before_is_refused(open_engine, ex
     rewrite(path, WRONG["another position"])
     assert CacheFolder(tmp_path / "kv").verify().bad == 0
     engine = open_engine()
-    result = engine.generate(PROMPT, 12, PREFIX)
+    result = engine.generate(PROMPT, 4, PREFIX)
     assert result.token_ids == expected and result.exact_tokens == 64
 
 

