@@ -7,7 +7,7 @@ that runs alone makes one forward of each segment (:func:`run_alone`); in a batc
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import cached_property
 from typing import Any, cast
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from kvboost.cache.chunk import Lineage
+from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.store import ChunkLost
 from kvboost.config import GenerationMode
 from kvboost.model.forward import Forward
@@ -55,6 +56,8 @@ class Generation:
         self._live_end = len(state.request.token_ids) - num_logits + 1
         self._num_graphs = runtime.num_graphs
         self._kv: RequestKV
+        self._used: list[Sequence[Hit]] = []
+        """Paths of chunks that served it, of which the eviction order has not heard yet."""
         self._last_token = np.zeros(1, np.int64)
         self._last_ids = torch.from_numpy(self._last_token)  # the same memory
 
@@ -78,6 +81,7 @@ class Generation:
             if logits.device.type == "cuda":
                 torch.cuda.synchronize(logits.device)
             self._state.clock.lap("prefill")
+            self._touch_used()
             return logits
 
     def heal(self, epoch: int) -> Computing[torch.Tensor]:
@@ -124,6 +128,7 @@ class Generation:
             raise
         finally:
             if settled:
+                self._touch_used()
                 state.clock.lap("decode")
                 self._admit()
                 self._leave_to_healing()
@@ -148,7 +153,9 @@ class Generation:
         with planner.lookup(request, self._live_end, ask_remote=ask_remote) as known:
             plan, notes = planner.plan(request, known, self._kv.own_start)
             approximate = [h for h in plan.in_place if h.chunk.lineage is Lineage.APPROXIMATE]
-            store.touch([*known.exact, *approximate], *(moved.hits for moved in plan.moved))
+            self._used = [[*known.exact, *approximate], *(run.hits for run in plan.moved)]
+            if any(hit.tier != store.fastest_tier for hit in plan.hits):
+                self._touch_used()  # before these chunks are added to a faster tier
             clock.lap("plan")
             seconds = since_pause = 0.0
             if plan.moved and self._kv.base is not None:
@@ -293,6 +300,7 @@ class Generation:
         """Keeps the rows this request computed, generated tokens included; returns how many
         chunks are new. Without ``wait``, keeps nothing if the store is busy."""
         runtime, request, state, kv = self._runtime, self._request, self._state, self._kv
+        self._touch_used()  # before what is new: it follows these chunks
         if not self._keeps_rows:
             return 0
         num_rows = min(state.rows, self._reusable_rows)
@@ -310,6 +318,13 @@ class Generation:
         )
         state.new_chunks += new
         return new
+
+    def _touch_used(self) -> None:
+        """Tells the eviction order what served this request. It learns from that, which takes its
+        time, so the first token does not wait for it."""
+        used, self._used = self._used, []
+        if used:
+            self._runtime.store.touch(*used)
 
     def _leave_to_healing(self) -> None:
         """If rows that were kept are approximate, they become exact when there is time."""

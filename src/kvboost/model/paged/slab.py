@@ -137,7 +137,10 @@ class Slab:
         return faults
 
     def _pop(self, number: int) -> list[int]:
-        return [self._free_pages.pop() for _ in range(number)]
+        at = len(self._free_pages) - number
+        taken = self._free_pages[at:]
+        del self._free_pages[at:]
+        return taken[::-1]
 
     def _drop(self, page: int) -> None:
         self._holders[page] -= 1
