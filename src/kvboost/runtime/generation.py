@@ -32,6 +32,7 @@ from kvboost.runtime.computing import Computing, Given, Result, Steps
 from kvboost.runtime.repairing import Repairing
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
+from kvboost.runtime.step_healing import StepHealing
 from kvboost.structured.grammars import Constraint
 from kvboost.tokens.hashing import TokenIds, as_token_ids
 
@@ -58,6 +59,7 @@ class Generation:
         self._kv: RequestKV
         self._used: list[Sequence[Hit]] = []
         """Paths of chunks that served it, of which the eviction order has not heard yet."""
+        self._healing: StepHealing | None = None
         self._last_token = np.zeros(1, np.int64)
         self._last_ids = torch.from_numpy(self._last_token)  # the same memory
 
@@ -212,6 +214,8 @@ class Generation:
             self._kv, params, model.generation_config, request.token_ids, constraint
         )
         limit = self._runtime.answer_limit(request)
+        if self.picks_on_device:
+            self._healing = StepHealing.of(self._runtime, state, self._kv)
         answer = Answer(state, model.tokenizer, model.eos_ids, limit)
         while True:
             is_first = not state.token_ids
@@ -280,8 +284,11 @@ class Generation:
             logits = yield from self._compute(ids, range(len(ids)), 1)
             given: Given | None = logits
         else:
+            if self._healing is not None and self._healing.catches_up(end):
+                return (yield from self._healing.catch_up(end))
             kv.reserve(end)
             on_device = self.picks_on_device
+            beside = self._healing.rows_beside() if self._healing is not None else None
             self._last_token[0] = state.token_ids[-1]
             forced = torch.tensor(state.token_ids[start - end :]) if end > start + 1 else None
             given = yield Segment(
@@ -290,8 +297,11 @@ class Generation:
                 range(start, end),
                 as_stock=self._as_stock,
                 sampler=sampler if on_device and isinstance(sampler, RowSampler) else None,
-                ahead=has_more,
+                ahead=has_more and beside is None,
+                beside=beside,
             )
+            if self._healing is not None and beside is not None:
+                self._healing.computed(beside)
         assert given is not None
         state.rows = end  # only now: a request that is cancelled here keeps only computed rows
         return given[-1] if isinstance(given, torch.Tensor) else given
@@ -329,7 +339,9 @@ class Generation:
     def _leave_to_healing(self) -> None:
         """If rows that were kept are approximate, they become exact when there is time."""
         runtime, request, state = self._runtime, self._request, self._state
-        if self._keeps_rows:
+        if self._healing is not None and self._healing.is_done:
+            self._healing.finish()
+        elif self._keeps_rows:
             # A sequence that fills what may be reused could not be read again in parts.
             num_rows = min(state.rows, self._reusable_rows - 1)
             greedy = takes_likeliest(request.params, runtime.model.generation_config)

@@ -241,7 +241,8 @@ class Runtime:
 
     def _use_slab(self, slab: Slab) -> None:
         """The first request is about to have pages."""
-        from kvboost.reuse.paged.forwards import SegmentForwards, SlabPages
+        from kvboost.reuse.paged.beside import RowsBeside
+        from kvboost.reuse.paged.forwards import MOST_KEYS, SegmentForwards, SlabPages
         from kvboost.reuse.paged.kernels import GpuKernels
 
         forward = self.model.forward
@@ -253,6 +254,8 @@ class Runtime:
             self._forwards = SegmentForwards(kernels, slab, heads, forward.run_rows, capture)
             forward.use_runner(self._forwards)
             self.cost.computed_rows = self._forwards.bucket_of
+            capacity = min(slab.most_rows, MOST_KEYS)
+            forward.steps.beside = RowsBeside(kernels, slab, heads, capacity)
 
     def _publish_events(self, config: EngineConfig) -> EventPublisher | None:
         """Announces the text that is read without a salt: salts keep tenants apart, and events

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from kvboost.tokens.hashing import ChunkKey, TokenIds, common_prefix
 
-
 _BYTES = 4
 """Of a token in sortable bytes."""
 
