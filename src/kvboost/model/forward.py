@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -255,8 +255,14 @@ class Forward:
     @property
     def beside_rows(self) -> int:
         """How many rows of a request can run beside its next one, in little more time."""
-        beside = self._steps.beside if self._steps is not None else None
-        return beside.most_rows if beside is not None else 0
+        return self._steps.beside_rows if self._steps is not None else 0
+
+    def exclusively(self, record: Callable[[], object]) -> None:
+        """Calls what records steps or forwards, while nothing else runs."""
+        with self._lock, torch.inference_mode():
+            self.bind()
+            self._follow_adapters()
+            record()
 
     def sampler(
         self,

@@ -340,7 +340,7 @@ class Generation:
         """If rows that were kept are approximate, they become exact when there is time."""
         runtime, request, state = self._runtime, self._request, self._state
         if self._healing is not None and self._healing.is_done:
-            self._healing.finish()
+            self._healing.finish(is_kept=self._keeps_rows)
         elif self._keeps_rows:
             # A sequence that fills what may be reused could not be read again in parts.
             num_rows = min(state.rows, self._reusable_rows - 1)

@@ -175,6 +175,11 @@ class Runtime:
         return None
 
     @property
+    def forwards(self) -> SegmentForwards | None:
+        """What runs rows of single requests over pages, once there are some."""
+        return self._forwards
+
+    @property
     def num_graphs(self) -> int:
         """How many CUDA graphs have been recorded."""
         steps = self.model.forward.steps

@@ -97,10 +97,15 @@ class StepHealing:
         state.heals = False
         return after[-1]
 
-    def finish(self) -> None:
+    def finish(self, *, is_kept: bool) -> None:
         """The request has ended and what it keeps is kept: counts it, and drops approximate copies
-        of its rows."""
+        of its rows. If something was forgotten meanwhile, nothing was kept."""
         runtime, state, request = self._runtime, self._state, self._state.request
+        if not is_kept or state.healing is None:
+            return
+        if state.epoch != runtime.store.epoch:
+            state.healing.healed_tokens, state.healing.status = 0, "dropped"
+            return
         ids = as_token_ids(np.concatenate([self._prompt, state.token_ids])[: state.rows])
         dropped = runtime.store.drop_superseded(
             runtime.root(request.salt), ids, request.repair.name

@@ -259,6 +259,15 @@ class Steps:
         """By row: the serial of its request, and the position whose token the device has."""
         self._pending: dict[int, _Pending] = {}
 
+    @property
+    def beside_rows(self) -> int:
+        """How many rows of a request can run beside its next one, in little more time."""
+        return self.beside.most_rows if self.beside is not None else 0
+
+    def record(self, size: int, *, with_beside: bool = False) -> None:
+        """Records greedy steps of ``size`` rows before a request needs one. It runs padding."""
+        self._bucket(size, with_beside=with_beside).run([], GREEDY)
+
     def forget_graphs(self) -> None:
         """Records all steps anew: the model has changed."""
         self._buckets.clear()
