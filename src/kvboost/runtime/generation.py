@@ -20,7 +20,7 @@ from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.store import ChunkLost
 from kvboost.config import GenerationMode
 from kvboost.model.forward import Forward
-from kvboost.model.kv import RequestKV
+from kvboost.model.kv import RequestKV, SharedRows
 from kvboost.model.paged.sampling import RowSampler
 from kvboost.model.sampling import Picked, Sampler, takes_likeliest
 from kvboost.model.segment import Segment
@@ -74,7 +74,9 @@ class Generation:
         """Computes the unknown part of the prompt and keeps it; returns the new chunks."""
         with self._lend_kv():
             run_alone(self._runtime.model.forward, self._prompt_logits())
-            return self._admit()
+            new = self._admit()
+            self._leave_pages()
+            return new
 
     def score(self) -> torch.Tensor:
         """The logits of the prompt's last ``num_logits`` rows; keeps nothing."""
@@ -109,6 +111,9 @@ class Generation:
         rows = runtime.rows_for(request, batched=state.batched)
         with (
             runtime.unhealed.hold(),
+            runtime.beginnings.borrow(
+                runtime.pool, request, root, runtime.store.epoch, prefix
+            ) as prefix,
             runtime.pool.lend(rows, prefix) as self._kv,
             runtime.running.register(state, root, self._kv),
         ):
@@ -133,6 +138,7 @@ class Generation:
                 self._touch_used()
                 state.clock.lap("decode")
                 self._admit()
+                self._leave_pages()
                 self._leave_to_healing()
                 self._runtime.totals.add(state)
                 self._runtime.trimmer.after_request()
@@ -160,8 +166,8 @@ class Generation:
                 self._touch_used()  # before these chunks are added to a faster tier
             clock.lap("plan")
             seconds = since_pause = 0.0
-            if plan.moved and self._kv.base is not None:
-                self._kv.detach_prefix()  # repair changes rows that other requests would read
+            if plan.moved and isinstance(self._kv.base, SharedRows):
+                self._kv.detach_prefix()  # hooks of a repair need rows in one piece
             try:
                 rows = runtime.rows_of(self._kv)
                 for hit, data in store.fetch(plan.hits):
@@ -328,6 +334,15 @@ class Generation:
         )
         state.new_chunks += new
         return new
+
+    def _leave_pages(self) -> None:
+        """Leaves exact rows in their pages, on a GPU, for a request that begins alike."""
+        runtime, request, state = self._runtime, self._request, self._state
+        if self._keeps_rows and runtime.keeps_pages and state.epoch == runtime.store.epoch:
+            ids = as_token_ids(np.concatenate([request.token_ids, state.token_ids]))
+            num_rows = min(state.rows, state.exact_rows)
+            root = runtime.root(request.salt)
+            runtime.beginnings.keep(self._kv, ids, num_rows, root, state.epoch)
 
     def _touch_used(self) -> None:
         """Tells the eviction order what served this request. It learns from that, which takes its

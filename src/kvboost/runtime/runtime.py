@@ -31,6 +31,7 @@ from kvboost.reuse.assemble import Packer
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.request import BufferedRows, RequestRows
 from kvboost.reuse.rope import Rotation
+from kvboost.runtime.beginnings import Beginnings
 from kvboost.runtime.memory import Trimmer
 from kvboost.runtime.planner import Planner
 from kvboost.runtime.request import Request
@@ -100,6 +101,7 @@ class Runtime:
         self._events = self._publish_events(config)
         self.trimmer = Trimmer()
         self.running = RunningRequests(shares=self._shares_rows())
+        self.beginnings = Beginnings()
         self.totals = Totals(config.chunk_size)
         self.unhealed = UnhealedQueue()
 
@@ -225,6 +227,14 @@ class Runtime:
             model.context_length,
             on_slab=self._use_slab,
         )
+
+    @property
+    def keeps_pages(self) -> bool:
+        """Whether rows may stay in pages after their request: if there is to be a cache in GPU
+        memory, with rows in full precision, and if any prompt may use them."""
+        config = self._config
+        is_wanted = config.gpu_cache_bytes != 0 and config.kv_cache_bits == 16
+        return is_wanted and self.pages.used and self._shares_rows()
 
     def _make_packer(self, quantizer: Quantizer) -> Packer:
         return Packer(quantizer)
