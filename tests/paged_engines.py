@@ -37,6 +37,7 @@ def paged_engine(
     choice = PagesChoice() if pages else PagesChoice("this test compares with buffers")
     monkeypatch.setattr("kvboost.runtime.runtime.choose_pages", lambda *_: choice)
     monkeypatch.setattr("kvboost.reuse.paged.forwards.SIZES", SMALL_FORWARDS)
+    monkeypatch.setattr("kvboost.reuse.paged.beside.ROWS", SMALL_FORWARDS[0])
     monkeypatch.setattr("kvboost.reuse.paged.graphs.MOST_SPANS", 4)
     if DEVICE == "cpu" and not interpreted:
         use_torch_kernels(monkeypatch)

@@ -12,6 +12,7 @@ class ReplayAgain:
     Notes what was captured; does not capture what is ``refused``."""
 
     note = None
+    has_room = True
 
     def __init__(self, refused: str = "") -> None:
         self.refused = refused

@@ -29,7 +29,7 @@ LEAST_SECRET = 16
 REUSE_MOVED = ("when_faster", "always")
 HEAL = ("auto", "idle", "off")
 EXACTNESS = ("repaired", "verified")
-GRAPHS = ("auto", "off")
+GRAPHS = ("auto", "lazy", "off")
 DTYPES = ("float32", "bfloat16", "float16")
 
 EnumT = TypeVar("EnumT", bound=Enum)
@@ -219,8 +219,8 @@ class EngineConfig:
     reuses it all the same."""
     heal: str = "auto"
     """When rows that were computed on moved text are computed again, exactly: ``"idle"`` after the
-    answer, while no request runs; ``"off"`` never. ``"auto"`` is what suits the device, at present
-    ``"idle"`` on all of them."""
+    answer, while no request runs; ``"off"`` never. ``"auto"`` begins while the request answers
+    where its decode steps have time for it, on GPUs, and leaves the rest to idle time."""
     max_audit_kl: float | None = None
     """If the answers over moved text were further than this from exact ones (mean KL of the last
     eight that were healed), ``recompute_ratio`` is doubled. None: it stays as it is."""
@@ -234,8 +234,10 @@ class EngineConfig:
     """If a running request is reading text that a new request shares, the new one waits up to this
     many seconds, and the text is read once. 0 disables the waiting."""
     graphs: str = "auto"
-    """On a GPU: ``"auto"`` records decode steps as CUDA graphs where the model allows it, which
-    takes up to a twentieth of the GPU's memory; ``"off"`` does not."""
+    """On a GPU, decode steps and short forwards are recorded as CUDA graphs where the model allows
+    it, which takes up to a twentieth of the GPU's memory: with ``"auto"`` the usual ones when
+    ``from_pretrained`` loads a model, with ``"lazy"`` all when they are first needed. ``"off"``
+    records none."""
     step_rows: int | None = None
     """While some requests are answering, at most this many tokens of other prompts are read per
     step. Fewer keep the answers' pace, more read prompts faster; by default 256 on a CPU and 2,048

@@ -60,6 +60,7 @@ from kvboost.runtime.options import (
     refuse_unknown,
     split,
 )
+from kvboost.runtime.recording import record_graphs
 from kvboost.runtime.request import Request, RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.streams import AsyncTextStream, TextStream
@@ -168,7 +169,10 @@ class KVBoost:
             model = load_parallel(ranks, model_name, {"strict": strict, "dtype": dtype, **more})
             make_runtime = partial(ParallelRuntime, ranks)
         costs = home() / "costs" / f"{machine_key(model, tp_size)}.json"
-        return cls(model, config, costs, make_runtime)
+        made = cls(model, config, costs, make_runtime)
+        if config.graphs == "auto":
+            record_graphs(made._runtime, config.max_running)
+        return made
 
     @classmethod
     def from_model(

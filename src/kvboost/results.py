@@ -207,10 +207,11 @@ class AnswerAudit:
 @dataclass
 class Healing:
     """What becomes of the approximate rows of one request: the engine computes them again, exactly,
-    when it is idle. Changes until ``status`` is final."""
+    when it is idle, or on a GPU while the request answers. Changes until ``status`` is final."""
 
     approximate_tokens: int
-    """Rows of prompt and answer that were approximate when the answer ended."""
+    """Rows of prompt and answer that were approximate when the answer ended, or when it became
+    exact."""
     healed_tokens: int = 0
     """How many of them are exact in the cache by now. They are the first ones, without gaps."""
     status: str = "waiting"

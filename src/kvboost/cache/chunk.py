@@ -68,6 +68,8 @@ class ChunkInfo:
     def is_as_planned(self, planned: ChunkInfo) -> bool:
         """Whether a chunk that was read is the one that a plan promised. Precision and size are
         left to :class:`kvboost.cache.quantize.KVFormat`: a plan may not know them yet."""
+        if self is planned:
+            return True
         return (
             self.key == planned.key
             and self.parent == planned.parent
@@ -76,7 +78,10 @@ class ChunkInfo:
             and self.base_position == planned.base_position
             and self.lineage is planned.lineage
             and self.origin.fingerprint == planned.origin.fingerprint
-            and np.array_equal(self.token_ids, planned.token_ids)
+            and (
+                self.token_ids is planned.token_ids
+                or np.array_equal(self.token_ids, planned.token_ids)
+            )
         )
 
 

@@ -92,6 +92,10 @@ class ChunkStore:
         with self._lock:
             self._listener, self._announced_root = listener, root
 
+    @property
+    def fastest_tier(self) -> str:
+        return self._residency.fastest
+
     def __contains__(self, key: ChunkKey) -> bool:
         """Whether a chunk is in some tier."""
         with self._lock:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -152,6 +152,7 @@ class Forward:
         the device, else its logits ``[num_logits, vocab]``. The next rows of requests with pages
         are a decode step of their own, and a few segments that the runner takes are forwards of
         their own; the others are packed into one forward."""
+        self._leave_one_beside(segments)
         results: list[torch.Tensor | Picked | None] = [None] * len(segments)
         next_rows: list[int] = []
         rest: list[int] = []
@@ -176,6 +177,18 @@ class Forward:
             for index, result in zip(next_rows, picked, strict=True):
                 results[index] = result
         return [result for result in results if result is not None]
+
+    def _leave_one_beside(self, segments: Sequence[Segment]) -> None:
+        """Rows beside a step run in it, if it takes them; those of other segments run before."""
+        is_taken = False
+        for segment in segments:
+            if segment.beside is None:
+                continue
+            if not is_taken and self._is_step(segment):
+                is_taken = True
+            else:
+                self.run([segment.beside])
+                segment.beside = None
 
     def _runs_apart(self, segments: Sequence[Segment]) -> list[bool]:
         """Which segments the runner runs: those that it takes, unless there are many. Segments with
@@ -238,6 +251,18 @@ class Forward:
     def steps(self) -> Steps | None:
         """What runs decode steps over pages."""
         return self._steps
+
+    @property
+    def beside_rows(self) -> int:
+        """How many rows of a request can run beside its next one, in little more time."""
+        return self._steps.beside_rows if self._steps is not None else 0
+
+    def exclusively(self, record: Callable[[], object]) -> None:
+        """Calls what records steps or forwards, while nothing else runs."""
+        with self._lock, torch.inference_mode():
+            self.bind()
+            self._follow_adapters()
+            record()
 
     def sampler(
         self,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from kvboost.cache.lookup.hits import MovedRun
@@ -83,12 +84,14 @@ class MovedRows:
     _seen: AttentionMass | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.rows = torch.zeros(self.plan.num_tokens, dtype=torch.bool, device=self.device)
-        self.unknown = self.rows.clone()
+        is_moved, is_unknown = np.zeros((2, self.plan.num_tokens), bool)
         for run in self.runs:
-            self.rows[run.start : run.end] = True
+            is_moved[run.start : run.end] = True
         for computed in self.plan.computed():
-            self.unknown[computed.start : computed.stop] = True
+            is_unknown[computed.start : computed.stop] = True
+        self.rows, self.unknown = (
+            torch.from_numpy(rows).to(self.device) for rows in (is_moved, is_unknown)
+        )
 
     @property
     def runs(self) -> Sequence[MovedRun]:
@@ -142,7 +145,7 @@ class MovedRows:
 
     def spans(self) -> Spans:
         """The runs; a long one is split into parts of about equal length."""
-        span_of = torch.full((len(self.rows),), -1, dtype=torch.long, device=self.device)
+        span_of = np.full(len(self.rows), -1)
         resemblance: list[float] = []
         for run in self.runs:
             length = run.end - run.start
@@ -151,7 +154,7 @@ class MovedRows:
                 first, last = (run.start + length * n // parts for n in (part, part + 1))
                 span_of[first:last] = len(resemblance)
                 resemblance.append(run.resemblance)
-        return Spans(span_of, torch.tensor(resemblance, device=self.device))
+        return Spans(torch.from_numpy(span_of), torch.tensor(resemblance)).to(self.device)
 
 
 def none(moved: MovedRows, repair: RepairParams) -> RepairChoice:

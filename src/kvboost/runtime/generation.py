@@ -7,7 +7,7 @@ that runs alone makes one forward of each segment (:func:`run_alone`); in a batc
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import cached_property
 from typing import Any, cast
@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from kvboost.cache.chunk import Lineage
+from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.store import ChunkLost
 from kvboost.config import GenerationMode
 from kvboost.model.forward import Forward
-from kvboost.model.kv import RequestKV
+from kvboost.model.kv import RequestKV, SharedRows
 from kvboost.model.paged.sampling import RowSampler
 from kvboost.model.sampling import Picked, Sampler, takes_likeliest
 from kvboost.model.segment import Segment
@@ -31,6 +32,7 @@ from kvboost.runtime.computing import Computing, Given, Result, Steps
 from kvboost.runtime.repairing import Repairing
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
+from kvboost.runtime.step_healing import StepHealing
 from kvboost.structured.grammars import Constraint
 from kvboost.tokens.hashing import TokenIds, as_token_ids
 
@@ -55,6 +57,9 @@ class Generation:
         self._live_end = len(state.request.token_ids) - num_logits + 1
         self._num_graphs = runtime.num_graphs
         self._kv: RequestKV
+        self._used: list[Sequence[Hit]] = []
+        """Paths of chunks that served it, of which the eviction order has not heard yet."""
+        self._healing: StepHealing | None = None
         self._last_token = np.zeros(1, np.int64)
         self._last_ids = torch.from_numpy(self._last_token)  # the same memory
 
@@ -69,7 +74,9 @@ class Generation:
         """Computes the unknown part of the prompt and keeps it; returns the new chunks."""
         with self._lend_kv():
             run_alone(self._runtime.model.forward, self._prompt_logits())
-            return self._admit()
+            new = self._admit()
+            self._leave_pages()
+            return new
 
     def score(self) -> torch.Tensor:
         """The logits of the prompt's last ``num_logits`` rows; keeps nothing."""
@@ -78,6 +85,7 @@ class Generation:
             if logits.device.type == "cuda":
                 torch.cuda.synchronize(logits.device)
             self._state.clock.lap("prefill")
+            self._touch_used()
             return logits
 
     def heal(self, epoch: int) -> Computing[torch.Tensor]:
@@ -103,6 +111,9 @@ class Generation:
         rows = runtime.rows_for(request, batched=state.batched)
         with (
             runtime.unhealed.hold(),
+            runtime.beginnings.borrow(
+                runtime.pool, request, root, runtime.store.epoch, prefix
+            ) as prefix,
             runtime.pool.lend(rows, prefix) as self._kv,
             runtime.running.register(state, root, self._kv),
         ):
@@ -124,8 +135,10 @@ class Generation:
             raise
         finally:
             if settled:
+                self._touch_used()
                 state.clock.lap("decode")
                 self._admit()
+                self._leave_pages()
                 self._leave_to_healing()
                 self._runtime.totals.add(state)
                 self._runtime.trimmer.after_request()
@@ -148,11 +161,13 @@ class Generation:
         with planner.lookup(request, self._live_end, ask_remote=ask_remote) as known:
             plan, notes = planner.plan(request, known, self._kv.own_start)
             approximate = [h for h in plan.in_place if h.chunk.lineage is Lineage.APPROXIMATE]
-            store.touch([*known.exact, *approximate], *(moved.hits for moved in plan.moved))
+            self._used = [[*known.exact, *approximate], *(run.hits for run in plan.moved)]
+            if any(hit.tier != store.fastest_tier for hit in plan.hits):
+                self._touch_used()  # before these chunks are added to a faster tier
             clock.lap("plan")
             seconds = since_pause = 0.0
-            if plan.moved and self._kv.base is not None:
-                self._kv.detach_prefix()  # repair changes rows that other requests would read
+            if plan.moved and isinstance(self._kv.base, SharedRows):
+                self._kv.detach_prefix()  # hooks of a repair need rows in one piece
             try:
                 rows = runtime.rows_of(self._kv)
                 for hit, data in store.fetch(plan.hits):
@@ -205,6 +220,8 @@ class Generation:
             self._kv, params, model.generation_config, request.token_ids, constraint
         )
         limit = self._runtime.answer_limit(request)
+        if self.picks_on_device:
+            self._healing = StepHealing.of(self._runtime, state, self._kv)
         answer = Answer(state, model.tokenizer, model.eos_ids, limit)
         while True:
             is_first = not state.token_ids
@@ -273,8 +290,11 @@ class Generation:
             logits = yield from self._compute(ids, range(len(ids)), 1)
             given: Given | None = logits
         else:
+            if self._healing is not None and self._healing.catches_up(end):
+                return (yield from self._healing.catch_up(end))
             kv.reserve(end)
             on_device = self.picks_on_device
+            beside = self._healing.rows_beside() if self._healing is not None else None
             self._last_token[0] = state.token_ids[-1]
             forced = torch.tensor(state.token_ids[start - end :]) if end > start + 1 else None
             given = yield Segment(
@@ -283,8 +303,11 @@ class Generation:
                 range(start, end),
                 as_stock=self._as_stock,
                 sampler=sampler if on_device and isinstance(sampler, RowSampler) else None,
-                ahead=has_more,
+                ahead=has_more and beside is None,
+                beside=beside,
             )
+            if self._healing is not None and beside is not None:
+                self._healing.computed(beside)
         assert given is not None
         state.rows = end  # only now: a request that is cancelled here keeps only computed rows
         return given[-1] if isinstance(given, torch.Tensor) else given
@@ -293,6 +316,7 @@ class Generation:
         """Keeps the rows this request computed, generated tokens included; returns how many
         chunks are new. Without ``wait``, keeps nothing if the store is busy."""
         runtime, request, state, kv = self._runtime, self._request, self._state, self._kv
+        self._touch_used()  # before what is new: it follows these chunks
         if not self._keeps_rows:
             return 0
         num_rows = min(state.rows, self._reusable_rows)
@@ -311,10 +335,28 @@ class Generation:
         state.new_chunks += new
         return new
 
+    def _leave_pages(self) -> None:
+        """Leaves exact rows in their pages, on a GPU, for a request that begins alike."""
+        runtime, request, state = self._runtime, self._request, self._state
+        if self._keeps_rows and runtime.keeps_pages and state.epoch == runtime.store.epoch:
+            ids = as_token_ids(np.concatenate([request.token_ids, state.token_ids]))
+            num_rows = min(state.rows, state.exact_rows)
+            root = runtime.root(request.salt)
+            runtime.beginnings.keep(self._kv, ids, num_rows, root, state.epoch)
+
+    def _touch_used(self) -> None:
+        """Tells the eviction order what served this request. It learns from that, which takes its
+        time, so the first token does not wait for it."""
+        used, self._used = self._used, []
+        if used:
+            self._runtime.store.touch(*used)
+
     def _leave_to_healing(self) -> None:
         """If rows that were kept are approximate, they become exact when there is time."""
         runtime, request, state = self._runtime, self._request, self._state
-        if self._keeps_rows:
+        if self._healing is not None and self._healing.is_done:
+            self._healing.finish(is_kept=self._keeps_rows)
+        elif self._keeps_rows:
             # A sequence that fills what may be reused could not be read again in parts.
             num_rows = min(state.rows, self._reusable_rows - 1)
             greedy = takes_likeliest(request.params, runtime.model.generation_config)

@@ -19,10 +19,10 @@ import torch
 
 from kvboost.config import RepairParams
 from kvboost.model.kv import RequestKV
-from kvboost.results import HealReport
+from kvboost.results import Healing, HealReport
 from kvboost.runtime.audit import AuditTotals
 from kvboost.runtime.generation import Generation
-from kvboost.runtime.request import RequestState
+from kvboost.runtime.request import Request, RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.unhealed import Unhealed
 
@@ -73,6 +73,7 @@ class Healer:
         ``max_kl`` from exact ones, with their mean KL."""
         self._runtime = runtime
         self._queue = runtime.unhealed
+        self._queue.on_healed = self._judge
         self._max_kl = max_kl
         self._repair = repair
         self._alarm = alarm
@@ -222,11 +223,15 @@ class Healer:
         counts["superseded_chunks"] += dropped
 
     def _finish(self, one: Unhealed) -> None:
-        audit = one.healing.audit = one.comparison.result()
+        one.healing.audit = one.comparison.result()
         self._queue.finish(one, "done")
-        if audit is None:
+        self._judge(one.request, one.healing)
+
+    def _judge(self, request: Request, healing: Healing) -> None:
+        """Adds the audit of an answer that was healed to the others."""
+        if healing.audit is None:
             return
-        self._audit.add(audit, counts_for_alarm=one.request.repair == self._repair())
+        self._audit.add(healing.audit, counts_for_alarm=request.repair == self._repair())
         if self._max_kl is not None:
             mean = self._audit.take_alarm(self._max_kl)
             if mean is not None:

@@ -29,6 +29,8 @@ from kvboost.runtime.verified import make_generation
 
 STEP_ROWS_ON_CPU = 256
 STEP_ROWS_ON_GPU = 2048
+MOST_BESIDE_HEALING = 8
+"""While more requests answer, none is healed: their steps have no time to spare."""
 LOOK_SECONDS = 0.25
 """How often the loop looks whether requests outside it still hold healing up."""
 
@@ -294,6 +296,7 @@ class Loop:
         assert job.steps is not None
         someone_answers = any(not other.is_reading for other in self._running())
         job.state.slice_rows = self._scheduler.slice_rows(someone_answers)
+        job.state.has_slack = self._has_slack(job)
         try:
             job.need = job.steps.send(given)
         except StopIteration:
@@ -302,6 +305,15 @@ class Loop:
             self._finish(job, error)
         else:
             self._show(job)
+
+    def _has_slack(self, job: Job) -> bool:
+        """Whether the next step of a request may heal some of its rows: those of one request at a
+        time, while few answer and no other one reads or waits."""
+        running = self._running()
+        healing = next((other for other in running if other.state.heals), job)
+        is_reading = any(other.is_reading for other in running if other is not job)
+        is_short = len(running) <= MOST_BESIDE_HEALING
+        return healing is job and is_short and not is_reading and not self._scheduler.waiting
 
     def _throw(self, job: Job, error: BaseException) -> None:
         """Tells a request that its rows could not be computed."""

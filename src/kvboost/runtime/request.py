@@ -70,6 +70,12 @@ class RequestState:
     recorded: list[TopTokens] = field(default_factory=list)
     """The distributions of the answer's first tokens, if rows before them were approximate."""
     healing: Healing | None = None
+    heals: bool = False
+    """Whether its approximate rows become exact while it answers."""
+    has_slack: bool = True
+    """Whether its next step has time for that."""
+    exact_from: int = 0
+    """If it is exact: the first token of the answer that exact rows gave."""
 
     @property
     def is_exact(self) -> bool:
@@ -94,6 +100,6 @@ class RequestState:
             timings=self.clock.timings(),
             reuse=self.reuse,
             logprobs=list(self.logprobs) if self.request.params.logprobs is not None else None,
-            answer_exact_from=0 if self.is_exact else len(self.token_ids),
+            answer_exact_from=self.exact_from if self.is_exact else len(self.token_ids),
             healing=self.healing,
         )

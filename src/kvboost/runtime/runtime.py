@@ -31,6 +31,7 @@ from kvboost.reuse.assemble import Packer
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.request import BufferedRows, RequestRows
 from kvboost.reuse.rope import Rotation
+from kvboost.runtime.beginnings import Beginnings
 from kvboost.runtime.memory import Trimmer
 from kvboost.runtime.planner import Planner
 from kvboost.runtime.request import Request
@@ -100,6 +101,7 @@ class Runtime:
         self._events = self._publish_events(config)
         self.trimmer = Trimmer()
         self.running = RunningRequests(shares=self._shares_rows())
+        self.beginnings = Beginnings()
         self.totals = Totals(config.chunk_size)
         self.unhealed = UnhealedQueue()
 
@@ -175,6 +177,11 @@ class Runtime:
         return None
 
     @property
+    def forwards(self) -> SegmentForwards | None:
+        """What runs rows of single requests over pages, once there are some."""
+        return self._forwards
+
+    @property
     def num_graphs(self) -> int:
         """How many CUDA graphs have been recorded."""
         steps = self.model.forward.steps
@@ -221,6 +228,14 @@ class Runtime:
             on_slab=self._use_slab,
         )
 
+    @property
+    def keeps_pages(self) -> bool:
+        """Whether rows may stay in pages after their request: if there is to be a cache in GPU
+        memory, with rows in full precision, and if any prompt may use them."""
+        config = self._config
+        is_wanted = config.gpu_cache_bytes != 0 and config.kv_cache_bits == 16
+        return is_wanted and self.pages.used and self._shares_rows()
+
     def _make_packer(self, quantizer: Quantizer) -> Packer:
         return Packer(quantizer)
 
@@ -241,7 +256,8 @@ class Runtime:
 
     def _use_slab(self, slab: Slab) -> None:
         """The first request is about to have pages."""
-        from kvboost.reuse.paged.forwards import SegmentForwards, SlabPages
+        from kvboost.reuse.paged.beside import RowsBeside
+        from kvboost.reuse.paged.forwards import MOST_KEYS, SegmentForwards, SlabPages
         from kvboost.reuse.paged.kernels import GpuKernels
 
         forward = self.model.forward
@@ -253,6 +269,8 @@ class Runtime:
             self._forwards = SegmentForwards(kernels, slab, heads, forward.run_rows, capture)
             forward.use_runner(self._forwards)
             self.cost.computed_rows = self._forwards.bucket_of
+            capacity = min(slab.most_rows, MOST_KEYS)
+            forward.steps.beside = RowsBeside(kernels, slab, heads, capacity)
 
     def _publish_events(self, config: EngineConfig) -> EventPublisher | None:
         """Announces the text that is read without a salt: salts keep tenants apart, and events

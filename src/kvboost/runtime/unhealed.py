@@ -60,6 +60,8 @@ class UnhealedQueue:
         self.counts: Counter[str] = Counter()
         self.on_added: Callable[[], None] = lambda: None
         """Called after a conversation was added, without a lock."""
+        self.on_healed: Callable[[Request, Healing], None] = lambda request, healing: None
+        """Called after one was healed while it answered, without a lock."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -111,6 +113,17 @@ class UnhealedQueue:
             ):
                 self._finish(self._pop(), "dropped")
         self.on_added()
+
+    def add_healed(self, state: RequestState, superseded: int) -> None:
+        """Counts a request that became exact while it answered."""
+        if state.healing is not None:
+            rows = state.healing.healed_tokens
+            with self._lock:
+                self.counts["done"] += 1
+                self.counts["superseded_chunks"] += superseded
+                for name in ("approximate_tokens", "healed_tokens", "computed_tokens"):
+                    self.counts[name] += rows
+            self.on_healed(state.request, state.healing)
 
     def take(self) -> Unhealed | None:
         """The conversation that has waited longest. Give it back with ``put_back`` or ``finish``

@@ -9,6 +9,7 @@ one.
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import NewType
 
 import numpy as np
@@ -50,6 +51,7 @@ def chain_key(parent: ChunkKey, token_ids: TokenIds, *, secret: bytes = b"") -> 
     return ChunkKey(digest.hexdigest())
 
 
+@lru_cache(maxsize=1 << 16)  # a lookup asks for that of every chunk of a prompt
 def branch_key(parent: ChunkKey, repair: str) -> ChunkKey:
     """The root of the approximate continuations of ``parent`` that were repaired as ``repair``
     names. They live beside the exact children of ``parent``."""

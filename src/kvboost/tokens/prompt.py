@@ -111,7 +111,7 @@ def inside(text: str, encode: Callable[[str], Sequence[int]]) -> list[TokenIds]:
 
 def _is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Whether ``prompt`` is a conversation; raises PromptError on a message we cannot read."""
-    if not isinstance(prompt, Sequence):
+    if not isinstance(prompt, Sequence) or (prompt and isinstance(prompt[0], int)):
         return False
     kinds = set(map(type, prompt))  # a prompt of many ids has one, which is asked once
     if not any(issubclass(kind, Mapping) for kind in kinds):

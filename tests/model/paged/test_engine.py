@@ -74,6 +74,7 @@ def test_a_batch_with_a_shared_beginning(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_moved_text_is_placed_probed_and_repaired_in_pages(monkeypatch, name, strategy) -> None:
     def run(pages: bool) -> tuple[list[int], int, tuple[int, ...]]:
         options = {"recompute_strategy": strategy, "reuse_moved": "always", "chunk_size": 32}
+        options["heal"] = "idle"
         with paged_engine(monkeypatch, name, pages=pages, sizes=TWO_LAYERS, **options) as engine:
             engine.generate(PASSAGES[0] + PASSAGES[1], 1, ignore_eos=True)
             result = engine.generate(PASSAGES[1] + "So?", 2, ignore_eos=True)

@@ -73,25 +73,38 @@ def test_a_leak_is_found() -> None:
     assert any("is held" in fault for fault in slab.check_integrity())
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5 * PAGE)), max_size=30))
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 5 * PAGE)), max_size=30))
 def test_no_page_is_lost_or_given_twice(moves: list[tuple[int, int]]) -> None:
     slab = Slab(SHAPE, num_pages=12, num_requests=4)
     held: list[Holding] = []
     for kind, rows in moves:
+        chosen = held[rows % len(held)] if held else None
         if kind == 0 and held:
             slab.release(held.pop(rows % len(held)))
-        elif kind == 1 and held:
-            slab.extend(held[rows % len(held)], rows)
+        elif kind == 1 and chosen is not None and chosen.row != SCRATCH:
+            slab.extend(chosen, rows)
+        elif kind == 3 and chosen is not None and chosen.row != SCRATCH:
+            slab.replace(chosen, 1)
+        elif kind == 4 and chosen is not None:
+            slab.retain(rows % 3, chosen.pages[: 1 + rows % 4])
+        elif kind == 5:
+            holding = slab.hold(rows % 3, 1 + rows % 2)
+            assert (holding is not None) == slab.is_retained(rows % 3)
+            held += [holding] if holding is not None else []
+        elif kind == 6:
+            slab.forget(rows % 3)
         elif kind == 2 and held:
             shared = held[rows % len(held)].pages[:2]
             taken = slab.take(max(rows, len(shared) * PAGE), shared)
             held += [taken] if taken is not None else []
         elif (taken := slab.take(rows)) is not None:
-            assert not set(taken.pages) & {page for other in held for page in other.pages}
+            kept = {page for pages in slab._retained.values() for page in pages}
+            assert not set(taken.pages) & (kept | {page for one in held for page in one.pages})
             held.append(taken)
         used = {page for holding in held for page in holding.pages}
         assert slab.used_bytes == len(used) * slab.page_bytes
-        assert len({holding.row for holding in held}) == len(held)
+        rows_held = [holding.row for holding in held if holding.row != SCRATCH]
+        assert len(set(rows_held)) == len(rows_held)
     for holding in held:
         slab.release(holding)
     assert slab.check_integrity() == []

@@ -31,6 +31,8 @@ class Hit:
 
     def clip(self, start: int, end: int) -> Hit:
         """The part that serves rows ``[start, end)``."""
+        if start <= self.start and end >= self.end:
+            return self
         start, end = max(start, self.start), min(end, self.end)
         offset = self.offset + start - self.start
         return replace(self, start=start, num_tokens=end - start, offset=offset)
@@ -57,6 +59,8 @@ class MovedRun:
         return all(hit.chunk.lineage is Lineage.EXACT for hit in self.hits)
 
     def clip(self, start: int, end: int) -> MovedRun:
+        if start <= self.start and end >= self.end:
+            return self
         hits = (hit.clip(start, end) for hit in self.hits if hit.start < end and hit.end > start)
         return MovedRun(tuple(hits), self.resemblance)
 

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 
 from kvboost.tokens.hashing import ChunkKey, TokenIds, common_prefix
 
+_BYTES = 4
+"""Of a token in sortable bytes."""
+
 
 @dataclass(frozen=True)
 class PrefixMatch:
@@ -65,9 +68,14 @@ class PrefixTree:
     def match(self, root: ChunkKey, token_ids: TokenIds) -> list[PrefixMatch]:
         """The chunks that cover the longest known beginning of ``token_ids``, in order."""
         path: list[PrefixMatch] = []
+        if root not in self._children:
+            return path
         parent, start = root, 0
+        sortable = _sortable(token_ids)
         while start < len(token_ids):
-            best = self.best_child(parent, token_ids[start : start + self._longest])
+            end = start + self._longest
+            wanted = sortable[start * _BYTES : end * _BYTES]
+            best = self._best_child(parent, token_ids[start:end], wanted)
             if best is None:
                 break
             path.append(best)
@@ -78,13 +86,23 @@ class PrefixTree:
 
     def best_child(self, parent: ChunkKey, token_ids: TokenIds) -> PrefixMatch | None:
         """The child of ``parent`` that shares most leading tokens with ``token_ids``."""
+        return self._best_child(parent, token_ids, _sortable(token_ids))
+
+    def _best_child(
+        self, parent: ChunkKey, token_ids: TokenIds, wanted: bytes
+    ) -> PrefixMatch | None:
+        """As :meth:`best_child`; ``wanted`` are the tokens as sortable bytes."""
         siblings = self._children.get(parent)
         if siblings is None:
             return None
-        at = bisect_left(siblings.order, _sortable(token_ids))
+        at = bisect_left(siblings.order, wanted)
         best: PrefixMatch | None = None
-        for key in siblings.keys[max(0, at - 1) : at + 1]:
-            common = common_prefix(self._nodes[key].token_ids, token_ids)
+        for place in range(max(0, at - 1), min(at + 1, len(siblings.keys))):
+            key, order = siblings.keys[place], siblings.order[place]
+            if wanted.startswith(order):
+                common = len(order) // _BYTES
+            else:
+                common = common_prefix(self._nodes[key].token_ids, token_ids)
             if common > (best.num_tokens if best else 0):
                 best = PrefixMatch(key, common)
         return best

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -75,6 +75,15 @@ class RamTier:
         found = self._chunks.get(key)
         if found is not None:
             self.settle()
+        return found
+
+    def get_all(self, keys: Sequence[ChunkKey]) -> list[KVChunk] | None:
+        """All of these chunks; None if one is missing."""
+        try:
+            found = [self._chunks[key] for key in keys]
+        except KeyError:
+            return None
+        self.settle()
         return found
 
     def put(self, chunk: KVChunk) -> bool:

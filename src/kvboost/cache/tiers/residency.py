@@ -83,6 +83,15 @@ class Residency:
             self._ram.settle()
         return chunk
 
+    @property
+    def fastest(self) -> str:
+        """The name of the fastest tier."""
+        return (self._gpu or self._ram).name
+
+    def at_hand(self, keys: Sequence[ChunkKey]) -> list[KVChunk] | None:
+        """The chunks of these keys, if all are in the fastest tier; None otherwise."""
+        return (self._gpu or self._ram).get_all(keys)
+
     def put(self, chunk: KVChunk, on_device: KVChunk) -> bool:
         """Takes a new chunk in: its copy in host memory, and the one where it was computed. False
         if there is no room. If RAM is full of chunks in use, it goes to the slow tiers at once."""

@@ -79,6 +79,10 @@ class Transfers:
         """The planned chunks, in order; None for one that is lost or is not what was planned.
         Slow tiers are read ahead while the caller works on earlier chunks. The chunks must be
         held."""
+        at_hand = self._all_at_hand(planned)
+        if at_hand is not None:
+            yield from at_hand
+            return
         rest = iter(planned)
         coming = deque((info, self._begin(info)) for info in islice(rest, FETCHED_AHEAD))
         while coming:
@@ -166,6 +170,19 @@ class Transfers:
             yield
 
     # Reading.
+
+    def _all_at_hand(self, planned: Sequence[ChunkInfo]) -> list[KVChunk] | None:
+        """The planned chunks, if all are in the fastest tier; None otherwise."""
+        with self._lock:
+            chunks = self._residency.at_hand([info.key for info in planned])
+        if chunks is None:
+            return None
+        for chunk, info in zip(chunks, planned, strict=True):
+            if not chunk.info.is_as_planned(info) or not self._tiers.shards.is_complete(chunk):
+                return None
+        with self._lock:
+            self._residency.hits[self._residency.fastest] += len(chunks)
+        return chunks
 
     def _begin(self, planned: ChunkInfo) -> Coming | KVChunk | None:
         """The chunk if it is in memory, otherwise a future that will provide it."""

@@ -48,4 +48,4 @@ def make_capture(device: torch.device, graphs: str) -> Capture:
     """``graphs`` is the option of that name."""
     if device.type != "cuda":
         return NoCapture("CUDA graphs need a GPU")
-    return GraphCapture(device) if graphs == "auto" else NoCapture("graphs='off'")
+    return GraphCapture(device) if graphs != "off" else NoCapture("graphs='off'")

@@ -31,11 +31,16 @@ class Capture(Protocol):
     def num_graphs(self) -> int:
         """How many functions have been captured."""
 
+    @property
+    def has_room(self) -> bool:
+        """Whether functions may be captured before they are needed."""
+
 
 class NoCapture:
     """Functions run as they are."""
 
     num_graphs = 0
+    has_room = False
 
     def __init__(self, note: str | None = None) -> None:
         self._note = note
@@ -80,6 +85,10 @@ class GraphCapture:
         if not self._reasons:
             return None
         return "; ".join(f"no CUDA graph of {name}: {why}" for name, why in self._reasons.items())
+
+    @property
+    def has_room(self) -> bool:
+        return 2 * self.used_bytes <= self._max_bytes
 
     def __call__(self, function: Function, name: str) -> Function:
         if name in self._reasons:

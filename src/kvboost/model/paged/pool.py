@@ -49,6 +49,15 @@ class PagedPool(KVPool):
                 self._slab = made
             return self._slab
 
+    @property
+    def made_slab(self) -> Slab | None:
+        """The slab, if a request has needed one."""
+        return self._slab
+
+    def prepare(self) -> None:
+        """Allocates the slab now, not with the first request."""
+        assert self.slab is not None
+
     @contextmanager
     def lend(self, num_tokens: int, base: Prefix | None = None) -> Iterator[RequestKV]:
         if isinstance(base, SharedRows):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import count
 
@@ -21,7 +21,8 @@ _serials = count(1)
 
 
 class Holding:
-    """The pages of one request, in order, and its row of the slab's table."""
+    """The pages of one request, in order, and its row of the slab's table; ``SCRATCH`` if it only
+    holds them."""
 
     def __init__(self, row: int, pages: list[int]) -> None:
         self.row = row
@@ -34,7 +35,10 @@ class Slab:
     """Pages, and which requests hold them; several may hold the same page. ``data`` is ``[layers,
     pages, kv_heads, PAGE, 2 * head_dim]``: the key of a row, then its value. ``table`` is int32
     ``[requests, most pages]`` on the device: the pages of each request. Thread-safe; ``release``
-    never waits."""
+    never waits.
+
+    Pages can also be *retained* after their request has ended. They hold back no request: those
+    that no request holds are freed when pages are needed, the ones used longest ago first."""
 
     def __init__(
         self, shape: KVShape, num_pages: int, num_requests: int, most_pages: int | None = None
@@ -52,6 +56,12 @@ class Slab:
         self._free_pages = list(range(num_pages, 0, -1))
         self._free_rows = list(range(num_requests, 0, -1))
         self._holders = [0] * (num_pages + 1)
+        """How many requests hold each page."""
+        self._keepers = [0] * (num_pages + 1)
+        """In how many retained lists each page is."""
+        self._retained: dict[object, list[int]] = {}
+        """The one used longest ago first."""
+        self._num_held = 0
         self._released: deque[Holding] = deque()
         self._lock = threading.Lock()
 
@@ -65,7 +75,36 @@ class Slab:
         """The bytes of all pages that some request holds, each counted once."""
         with self._lock:
             self._collect()
-            return (self.num_pages - len(self._free_pages)) * self.page_bytes
+            return self._num_held * self.page_bytes
+
+    def retain(self, key: object, pages: Sequence[int]) -> None:
+        """Keeps pages that a request holds now, as ``key``."""
+        with self._lock:
+            self._collect()
+            self._forget(key)
+            self._retained[key] = list(pages)
+            for page in pages:
+                self._keepers[page] += 1
+
+    def hold(self, key: object, num_pages: int) -> Holding | None:
+        """Holds the first pages that are retained as ``key``, which counts as used now; None if
+        they are gone. ``release`` them as those of a request."""
+        with self._lock:
+            self._collect()
+            pages = self._retained.pop(key, None)
+            if pages is None:
+                return None
+            self._retained[key] = pages
+            return Holding(SCRATCH, self._add_holder(pages[:num_pages]))
+
+    def forget(self, key: object) -> None:
+        """Retains the pages of ``key`` no longer."""
+        with self._lock:
+            self._collect()
+            self._forget(key)
+
+    def is_retained(self, key: object) -> bool:
+        return key in self._retained
 
     def take(self, num_rows: int, shared: Sequence[int] = ()) -> Holding | None:
         """Pages for ``num_rows`` rows. The first of them are ``shared``, which another request
@@ -73,12 +112,11 @@ class Slab:
         needed = max(0, pages_for(num_rows) - len(shared))
         with self._lock:
             self._collect()
-            fits = needed <= len(self._free_pages) and num_rows <= self.most_rows
-            if not fits or not self._free_rows:
+            fits = num_rows <= self.most_rows and bool(self._free_rows)
+            if not fits or not self._make_room(needed, shared):
                 return None
-            holding = Holding(self._free_rows.pop(), [*shared, *self._pop(needed)])
-            for page in holding.pages:
-                self._holders[page] += 1
+            pages = self._add_holder([*shared, *self._pop(needed)])
+            holding = Holding(self._free_rows.pop(), pages)
         self._enter(holding, 0)
         return holding
 
@@ -88,11 +126,9 @@ class Slab:
         with self._lock:
             self._collect()
             needed = pages_for(num_rows) - known
-            if needed > len(self._free_pages) or num_rows > self.most_rows:
+            if num_rows > self.most_rows or not self._make_room(needed):
                 return False
-            holding.pages += self._pop(needed)
-            for page in holding.pages[known:]:
-                self._holders[page] += 1
+            holding.pages += self._add_holder(self._pop(needed))
         self._enter(holding, known)
         return True
 
@@ -101,11 +137,9 @@ class Slab:
         if there are too few."""
         with self._lock:
             self._collect()
-            if num_pages > len(self._free_pages):
+            if not self._make_room(num_pages):
                 return False
-            old, own = holding.pages[:num_pages], self._pop(num_pages)
-            for page in own:
-                self._holders[page] += 1
+            old, own = holding.pages[:num_pages], self._add_holder(self._pop(num_pages))
             for page in old:
                 self._drop(page)
         holding.pages[:num_pages] = own
@@ -128,8 +162,13 @@ class Slab:
         with self._lock:
             self._collect()
             faults = [f"page {page} is held" for page, n in enumerate(self._holders) if n]
+            counted = Counter(page for pages in self._retained.values() for page in pages)
+            if counted != Counter({page: n for page, n in enumerate(self._keepers) if n}):
+                faults.append("pages are retained that nobody asked for")
+            if self._num_held != sum(map(bool, self._holders)):
+                faults.append(f"{self._num_held} pages are counted as held")
             for name, free, total in (
-                ("pages", self._free_pages, self.num_pages),
+                ("pages", [*self._free_pages, *counted], self.num_pages),
                 ("rows of the table", self._free_rows, self.num_requests),
             ):
                 if sorted(free) != list(range(1, total + 1)):
@@ -137,11 +176,43 @@ class Slab:
         return faults
 
     def _pop(self, number: int) -> list[int]:
-        return [self._free_pages.pop() for _ in range(number)]
+        at = len(self._free_pages) - number
+        taken = self._free_pages[at:]
+        del self._free_pages[at:]
+        return taken[::-1]
+
+    def _add_holder(self, pages: list[int]) -> list[int]:
+        """``pages``, which one more request holds from now on."""
+        for page in pages:
+            self._num_held += not self._holders[page]
+            self._holders[page] += 1
+        return pages
+
+    def _make_room(self, number: int, shared: Sequence[int] = ()) -> bool:
+        """Whether so many pages are free, after retained ones have been freed if need be. Those
+        that a request is about to share must be held."""
+        assert all(self._holders[page] for page in shared)
+        if len(self._free_pages) >= number:
+            return True
+        kept = {page for pages in self._retained.values() for page in pages}
+        if len(self._free_pages) + sum(not self._holders[page] for page in kept) < number:
+            return False
+        while len(self._free_pages) < number:
+            self._forget(next(iter(self._retained)))
+        return True
+
+    def _forget(self, key: object) -> None:
+        for page in reversed(self._retained.pop(key, [])):
+            self._keepers[page] -= 1
+            self._free_if_unused(page)
 
     def _drop(self, page: int) -> None:
         self._holders[page] -= 1
-        if not self._holders[page]:
+        self._num_held -= not self._holders[page]
+        self._free_if_unused(page)
+
+    def _free_if_unused(self, page: int) -> None:
+        if not self._holders[page] and not self._keepers[page]:
             self._free_pages.append(page)
 
     def _collect(self) -> None:
@@ -149,7 +220,8 @@ class Slab:
             holding = self._released.popleft()
             for page in reversed(holding.pages):
                 self._drop(page)
-            self._free_rows.append(holding.row)
+            if holding.row != SCRATCH:
+                self._free_rows.append(holding.row)
 
     def _enter(self, holding: Holding, start: int) -> None:
         """Writes pages from number ``start`` on into the table."""

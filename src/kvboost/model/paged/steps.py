@@ -8,8 +8,9 @@ next step can start before the host has seen the tokens of the last one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -25,8 +26,44 @@ from kvboost.model.triton.attention import attend
 from kvboost.model.triton.host import to_device
 from kvboost.model.triton.rows import MOST_SPLITS, PagedRows, Tile, programs_at_once
 
-RunModel = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
-"""Runs token ids at positions, both int64 ``[rows]``; returns logits ``[rows, vocab]``."""
+
+class RunModel(Protocol):
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: Batch,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Runs token ids at positions, both int64 ``[rows]``; returns logits ``[rows, vocab]``, or
+        those of the ``wanted`` rows."""
+
+
+class Beside(Protocol):
+    """Consecutive rows of one request that a step computes beside its own, through buffers of a
+    fixed size."""
+
+    @property
+    def most_rows(self) -> int: ...
+
+    def takes(self, segment: Segment) -> bool: ...
+
+    def load(self, segment: Segment) -> None:
+        """Fills the buffers, before a step."""
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids, positions and slots, all int64 ``[most_rows]``."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Attention of ``query``, ``[most_rows, heads, dim]``, into ``out``."""
 
 
 def bucket_of(count: int) -> int:
@@ -38,13 +75,15 @@ def bucket_of(count: int) -> int:
 
 
 class StepBatch(RowBatch):
-    """Rows of different requests, each after all rows of its request. ``positions``, ``slots`` and
-    ``requests`` are filled before every step."""
+    """Rows of different requests, each after all rows of its request, and those ``beside`` them.
+    ``positions``, ``slots`` and ``requests`` are filled before every step."""
 
-    def __init__(self, slab: Slab, size: int) -> None:
+    def __init__(self, slab: Slab, size: int, beside: Beside | None = None) -> None:
         super().__init__(slab)
         device = slab.shape.device
-        self.slots = torch.zeros(size, dtype=torch.int64, device=device)
+        self._beside = beside
+        more = beside.most_rows if beside is not None else 0
+        self.slots = torch.zeros(size + more, dtype=torch.int64, device=device)
         self.positions = torch.zeros(size, dtype=torch.int32, device=device)
         row = torch.arange(size, dtype=torch.int32, device=device)
         self._tiles = torch.stack([torch.zeros_like(row), row, torch.ones_like(row)], 1)
@@ -65,14 +104,19 @@ class StepBatch(RowBatch):
         *,
         fresh: Fresh | None = None,
     ) -> torch.Tensor:
-        rows = self._rows_for(query.shape[1])
-        return attend(query, self.pages(layer), rows, scale, window=window, soft_cap=softcap)
+        rows, own = self._rows_for(query.shape[1]), len(self.positions)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        pages = self.pages(layer)
+        attend(query[:own], pages, rows, scale, window=window, soft_cap=softcap, out=out[:own])
+        if self._beside is not None:
+            self._beside.attend(layer, query[own:], scale, window, softcap, out[own:])
+        return out
 
     def _rows_for(self, heads: int) -> PagedRows:
         """The rows for the kernel. A tile is split over its keys as far as the device has programs
         to spare: lengths are not known when a graph is recorded."""
         if heads not in self._rows:
-            shape, size = self._slab.shape, len(self.slots)
+            shape, size = self._slab.shape, len(self.positions)
             group = heads // shape.num_kv_heads
             tile = Tile.pick(group, shape.dtype, shape.head_dim)
             spare = programs_at_once(shape.device, tile) // (size * shape.num_kv_heads)
@@ -90,12 +134,13 @@ class StepBatch(RowBatch):
 
 
 class _Bucket:
-    """Steps of one number of rows."""
+    """Steps of one number of rows, with or without rows ``beside`` them."""
 
-    def __init__(self, size: int, steps: Steps) -> None:
+    def __init__(self, size: int, steps: Steps, beside: Beside | None = None) -> None:
         self.size = size
         self._steps = steps
-        self._batch = StepBatch(steps.slab, size)
+        self._beside = beside
+        self._batch = StepBatch(steps.slab, size, beside)
         self._requests = [SCRATCH] * size
         self.rows = torch.zeros(size, dtype=torch.int64, device=steps.slab.shape.device)
         self.positions = torch.zeros_like(self.rows)
@@ -113,7 +158,8 @@ class _Bucket:
             self._requests = padded
             self.rows.copy_(to_device(padded, torch.int64, self.rows.device))
         if self._run is None:
-            self._run = self._steps.capture(self._forward, "the model")
+            name = "the model" if self._beside is None else "steps that heal"
+            self._run = self._steps.capture(self._forward, name)
         self._keep(self._run())
         if kind not in self._samplers:
             name = f"sampling ({kind})"
@@ -134,9 +180,18 @@ class _Bucket:
         batch.positions.copy_(self.positions)
         batch.requests.copy_(self.rows)
         page = steps.slab.table[self.rows, self.positions // PAGE].long()
-        torch.add(self.positions % PAGE, page, alpha=PAGE, out=batch.slots)
+        torch.add(self.positions % PAGE, page, alpha=PAGE, out=batch.slots[: self.size])
         self.ids.copy_(steps.tokens[self.rows])
-        return steps.run_model(self.ids, self.positions, batch)
+        if self._beside is None:
+            return steps.run_model(self.ids, self.positions, batch)
+        ids, positions, slots = self._beside.inputs()
+        batch.slots[self.size :].copy_(slots)
+        return steps.run_model(
+            torch.cat([self.ids, ids]),
+            torch.cat([self.positions, positions]),
+            batch,
+            torch.arange(self.size, device=ids.device),
+        )
 
     def _sample(self, kind: Kind) -> torch.Tensor:
         """Gives the same result if it is called again: a capture runs it more than once."""
@@ -196,11 +251,22 @@ class Steps:
         self.sampling = DeviceSampling(num_rows, num_logits, device)
         self.tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.num_steps = self.num_ahead = 0
-        self._buckets: dict[int, _Bucket] = {}
+        self.beside: Beside | None = None
+        """What runs rows beside those of a step."""
+        self.num_steps = self.num_ahead = self.num_rows_beside = 0
+        self._buckets: dict[tuple[int, bool], _Bucket] = {}
         self._next: dict[int, tuple[int, int]] = {}
         """By row: the serial of its request, and the position whose token the device has."""
         self._pending: dict[int, _Pending] = {}
+
+    @property
+    def beside_rows(self) -> int:
+        """How many rows of a request can run beside its next one, in little more time."""
+        return self.beside.most_rows if self.beside is not None else 0
+
+    def record(self, size: int, *, with_beside: bool = False) -> None:
+        """Records greedy steps of ``size`` rows before a request needs one. It runs padding."""
+        self._bucket(size, with_beside=with_beside).run([], GREEDY)
 
     def forget_graphs(self) -> None:
         """Records all steps anew: the model has changed."""
@@ -217,12 +283,17 @@ class Steps:
             and segment.num_logits == 1
             and segment.hook is None
             and segment.until is None
+            and (segment.beside is None or self._takes_beside(segment.beside))
         )
+
+    def _takes_beside(self, rows: Segment) -> bool:
+        return self.beside is not None and self.beside.takes(rows)
 
     def run(self, segments: Sequence[Segment]) -> list[torch.Tensor | Picked]:
         """The next token of each segment that has a sampler, logits ``[1, vocab]`` of the others.
         Launches the steps after these, if ``ahead`` says that they will be asked for; then the
-        results of an earlier call may already be on their way."""
+        results of an earlier call may already be on their way. At most one segment may have rows
+        beside it."""
         ready = [self._claim(segment) for segment in segments]
         missing = [index for index, found in enumerate(ready) if found is None]
         if missing:
@@ -238,9 +309,9 @@ class Steps:
 
     def _claim(self, segment: Segment) -> _Pending | None:
         """The result of a segment that an earlier call has launched. It is a token: a segment that
-        asks for logits runs again."""
+        asks for logits, or has rows beside it, runs again."""
         found = self._pending.pop(_row(segment), None)
-        if found is None or segment.sampler is None:
+        if found is None or segment.sampler is None or segment.beside is not None:
             return None
         wanted = (_serial(segment), segment.first)
         return found if (found.serial, found.position) == wanted else None
@@ -253,9 +324,11 @@ class Steps:
         self._upload(segments)
         count = len(segments)
         size = bucket_of(count)
-        if size not in self._buckets:
-            self._buckets[size] = _Bucket(size, self)
-        bucket = self._buckets[size]
+        rows = next((segment.beside for segment in segments if segment.beside is not None), None)
+        bucket = self._bucket(size, with_beside=rows is not None)
+        if rows is not None and self.beside is not None:
+            self.beside.load(rows)
+            self.num_rows_beside += len(rows)
         kind = GREEDY
         for segment in segments:
             kind = kind | segment.sampler.kind if segment.sampler is not None else kind
@@ -272,6 +345,12 @@ class Steps:
                 self._next[row] = (serial, position + 1)
             launched.append(_Pending(serial, position, tokens, index, logits))
         return launched
+
+    def _bucket(self, size: int, *, with_beside: bool = False) -> _Bucket:
+        if (size, with_beside) not in self._buckets:
+            beside = self.beside if with_beside else None
+            self._buckets[size, with_beside] = _Bucket(size, self, beside)
+        return self._buckets[size, with_beside]
 
     def _upload(self, segments: Sequence[Segment]) -> None:
         """Tells the device the tokens and positions that it does not have."""

@@ -181,6 +181,18 @@ class SegmentForwards:
             return 1
         return min((size for size in self._sizes if size >= rows), default=rows)
 
+    def size_for(self, kind: str, rows: int) -> int:
+        """The number of rows that a forward of this kind computes for ``rows``."""
+        return PROBE_ROWS if kind == PROBES else self.bucket_of(max(2, rows))
+
+    def record(self, kind: str, size: int) -> None:
+        """Records a forward before a request needs it. It runs padding."""
+        self._find(kind, size)
+
+    def compile_kernels(self) -> None:
+        """Compiles the kernels that place and shift rows."""
+        self.kernels.warm_up(self._heads)
+
     def forget_graphs(self) -> None:
         """Records all forwards anew: the model has changed."""
         self._forwards.clear()
@@ -204,8 +216,7 @@ class SegmentForwards:
         """The logits of a segment, ``[num_logits, vocab]``; None if it does not fit."""
         kind = _kind(segment)
         assert kind is not None and isinstance(segment.kv, PagedKV)
-        size = PROBE_ROWS if kind == PROBES else self.bucket_of(max(2, len(segment)))
-        forward = self._find(kind, size)
+        forward = self._find(kind, self.size_for(kind, len(segment)))
         if forward is None:
             return None
         host = torch.device("cpu")

@@ -1,0 +1,69 @@
+"""Rows of one request that a decode step computes beside its own.
+
+A step is bound by reading the weights, so that some more rows in it take little more time: rows of
+a prompt that are computed again, exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvboost.model.paged.kv import PagedKV
+from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
+from kvboost.model.segment import Segment
+from kvboost.reuse.paged.graphs import FixedRows
+from kvboost.reuse.paged.kernels import GpuKernels
+
+ROWS = 128
+
+
+class RowsBeside:
+    """Up to ``ROWS`` consecutive rows in buffers of fixed size."""
+
+    def __init__(self, kernels: GpuKernels, slab: Slab, heads: int, capacity: int) -> None:
+        self.most_rows = ROWS
+        self._slab = slab
+        self._rows = FixedRows(kernels, heads, ROWS, capacity)
+        self._attention = kernels.attend_rows(self._rows.paged)
+        self._is_padding = torch.empty(0)
+
+    def takes(self, segment: Segment) -> bool:
+        kv = segment.kv
+        return (
+            isinstance(kv, PagedKV)
+            and kv.slab is self._slab
+            and segment.is_plain
+            and len(segment) <= self.most_rows
+            and segment.num_logits == 0
+            and segment.hook is None
+            and segment.until is None
+            and kv.own_start <= segment.first
+            and segment.end <= kv.capacity
+            and self._rows.fits(self._table(kv))
+        )
+
+    def load(self, segment: Segment) -> None:
+        assert isinstance(segment.kv, PagedKV)
+        host = torch.device("cpu")
+        ids, positions = segment.token_ids.to(host), segment.position_ids(host)
+        self._rows.load(ids, positions, self._table(segment.kv), 0)
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ids, positions, slots = self._rows.inputs()
+        self._is_padding = (slots < 0)[:, None, None]
+        return ids.long(), positions, slots.clamp(min=SCRATCH * PAGE)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        out: torch.Tensor,
+    ) -> None:
+        self._attention(layer, query, scale, out, window=window, soft_cap=softcap)
+        out.masked_fill_(self._is_padding, 0.0)  # what is in it might not be finite
+
+    def _table(self, kv: PagedKV) -> torch.Tensor:
+        return self._slab.table[kv.holding.row, : len(kv.holding.pages)]

@@ -1,0 +1,124 @@
+"""Exact rows of ended requests that stay in the pages of a GPU's slab.
+
+A later request that begins with the same text holds the same pages: nothing is copied, and nothing
+of them is written. The pages are those that no running request needs, so they take no memory of
+their own, and go as soon as one does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvboost.config import GenerationMode
+from kvboost.model.kv import Prefix, RequestKV
+from kvboost.model.paged.kv import PagedKV, SharedPages
+from kvboost.model.paged.pool import PagedPool
+from kvboost.model.paged.slab import PAGE, Slab
+from kvboost.runtime.request import Request
+from kvboost.tokens.hashing import ChunkKey, TokenIds, common_prefix
+
+LEAST_ROWS = 512
+"""Fewer rows are not worth a page table of their own; the cache has them too."""
+MOST_BEGINNINGS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class _Beginning:
+    """Retained pages; they hold exact rows of ``token_ids`` under ``root``."""
+
+    root: ChunkKey
+    token_ids: TokenIds
+    epoch: int
+
+
+class Beginnings:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._kept: list[_Beginning] = []
+        self._lock = threading.Lock()
+        self.num_shared = 0
+        """How many requests have begun in pages of ended ones."""
+
+    @contextmanager
+    def borrow(
+        self,
+        pool: object,
+        request: Request,
+        root: ChunkKey,
+        epoch: int,
+        running: Prefix | None,
+    ) -> Iterator[Prefix | None]:
+        """The longest beginning of ``request`` that is in pages: ``running``, that of a running
+        request, or a retained one, which is held until the context exits."""
+        least = max(LEAST_ROWS, running.count + PAGE if running is not None else 0)
+        slab = pool.made_slab if isinstance(pool, PagedPool) else None
+        found = None
+        if slab is not None and request.mode is not GenerationMode.BASELINE:
+            found = self._find(slab, request.token_ids, root, epoch, least)
+        if slab is None or found is None:
+            yield running
+            return
+        beginning, rows = found
+        holding = slab.hold(beginning, rows // PAGE)
+        if holding is None:
+            yield running
+            return
+        self.num_shared += 1
+        try:
+            yield SharedPages(list(holding.pages))
+        finally:
+            slab.release(holding)
+
+    def keep(
+        self, kv: RequestKV, token_ids: TokenIds, num_rows: int, root: ChunkKey, epoch: int
+    ) -> None:
+        """Retains the pages of the first ``num_rows`` rows of a request that ends, which are exact.
+        ``token_ids`` are all of its tokens."""
+        rows = num_rows // PAGE * PAGE
+        if not isinstance(kv, PagedKV) or rows < LEAST_ROWS:
+            return
+        slab, ids = kv.slab, token_ids[:rows]
+        with self._lock:
+            self._remove_gone(slab, epoch)
+            for other in self._kept:
+                if other.root == root and common_prefix(other.token_ids, ids) == rows:
+                    return  # it is part of a longer one
+            for other in list(self._kept):
+                shorter = len(other.token_ids)
+                if other.root == root and common_prefix(other.token_ids, ids) == shorter:
+                    self._drop(slab, other)
+            if len(self._kept) == MOST_BEGINNINGS:
+                self._drop(slab, self._kept[0])
+            new = _Beginning(root, ids, epoch)
+            slab.retain(new, kv.holding.pages[: rows // PAGE])
+            self._kept.append(new)
+
+    def _find(
+        self, slab: Slab, token_ids: TokenIds, root: ChunkKey, epoch: int, least: int
+    ) -> tuple[_Beginning, int] | None:
+        """The beginning that shares most rows with ``token_ids``, and how many, in whole pages; the
+        last row of a prompt is always computed."""
+        best = None
+        with self._lock:
+            self._remove_gone(slab, epoch)
+            for other in self._kept:
+                if other.root == root:
+                    rows = min(common_prefix(other.token_ids, token_ids), len(token_ids) - 1)
+                    rows = rows // PAGE * PAGE
+                    if rows >= least:
+                        best, least = (other, rows), rows + PAGE
+        return best
+
+    def _remove_gone(self, slab: Slab, epoch: int) -> None:
+        """Removes those whose pages were needed, and all from before something was forgotten."""
+        for other in list(self._kept):
+            if other.epoch != epoch or not slab.is_retained(other):
+                self._drop(slab, other)
+
+    def _drop(self, slab: Slab, beginning: _Beginning) -> None:
+        self._kept.remove(beginning)
+        slab.forget(beginning)
