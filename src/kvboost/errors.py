@@ -13,6 +13,8 @@
     │   ├── ModelNotFoundError (FileNotFoundError)
     │   ├── UnsupportedModelError (ValueError)   its architecture does not allow what was asked
     │   └── ChecksumError                    downloaded weights have another checksum
+    ├── AdapterError (ValueError)            an adapter cannot be loaded or unloaded
+    │   └── UnknownAdapterError              no adapter of that name is loaded
     ├── CacheFolderError (OSError)           the cache folder cannot be used
     ├── ForgetError                          a text could not be removed everywhere
     └── ServerError                          a server cannot be reached, or refuses what is asked
@@ -107,6 +109,14 @@ class UnsupportedModelError(ModelError, ValueError):
 
 class ChecksumError(ModelError):
     """Downloaded weights do not have the checksum that KVBoost knows."""
+
+
+class AdapterError(KVBoostError, ValueError):
+    """An adapter cannot be loaded or unloaded."""
+
+
+class UnknownAdapterError(AdapterError):
+    """No adapter of this name is loaded."""
 
 
 class ForgetError(KVBoostError):

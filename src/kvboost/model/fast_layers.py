@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from kvboost.model import native
+from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.machine import memory_bytes
 from kvboost.model.native.decoder import KINDS, DecoderLayer
 from kvboost.model.native.layers import (
@@ -247,6 +248,8 @@ class Gated:
         self._mlp = mlp
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        if adapted_rows() is not None:  # adapters change what is computed within the product
+            return type(self._mlp).forward(self._mlp, rows)  # type: ignore[no-any-return]
         down: torch.Tensor = self._mlp.down_proj(self.product(rows))
         return down
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from kvboost.model import native
+from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.attention import Batch
 from kvboost.model.native.layers import Product, rounded_up
 
@@ -103,7 +104,8 @@ def replace_forward(module: nn.Module, ours: DecoderLayer) -> None:
         hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
     ) -> Any:
         batch: Batch | None = getattr(past_key_values, "batch", None)
-        if batch is None or batch.kernels is None or not ours.takes(hidden_states.shape[1]):
+        serves = batch is not None and batch.kernels is not None and adapted_rows() is None
+        if batch is None or not serves or not ours.takes(hidden_states.shape[1]):
             return stock(hidden_states, *args, past_key_values=past_key_values, **kwargs)
         cos, sin = kwargs["position_embeddings"]
         return ours(hidden_states, cos, sin, batch)
