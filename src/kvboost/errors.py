@@ -14,6 +14,7 @@
     │   ├── UnsupportedModelError (ValueError)   its architecture does not allow what was asked
     │   └── ChecksumError                    downloaded weights have another checksum
     ├── AdapterError (ValueError)            an adapter cannot be loaded or unloaded
+    │   ├── AdapterNotFoundError (FileNotFoundError)
     │   └── UnknownAdapterError              no adapter of that name is loaded
     ├── CacheFolderError (OSError)           the cache folder cannot be used
     ├── ForgetError                          a text could not be removed everywhere
@@ -113,6 +114,10 @@ class ChecksumError(ModelError):
 
 class AdapterError(KVBoostError, ValueError):
     """An adapter cannot be loaded or unloaded."""
+
+
+class AdapterNotFoundError(AdapterError, FileNotFoundError):
+    """There is no adapter in the folder."""
 
 
 class UnknownAdapterError(AdapterError):

@@ -249,7 +249,7 @@ class Gated:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         if adapted_rows() is not None:  # adapters change what is computed within the product
-            return type(self._mlp).forward(self._mlp, rows)  # type: ignore[no-any-return]
+            return type(self._mlp).forward(self._mlp, rows)
         down: torch.Tensor = self._mlp.down_proj(self.product(rows))
         return down
 

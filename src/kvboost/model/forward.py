@@ -199,9 +199,7 @@ class Forward:
         hooks would slow down all that they are packed with."""
         if self._runner is None:
             return [False] * len(segments)
-        taken = [
-            segment.kv.adapter is None and self._runner.takes(segment) for segment in segments
-        ]
+        taken = [segment.kv.adapter is None and self._runner.takes(segment) for segment in segments]
         if sum(taken) > MOST_APART:
             hooks = [segment.hook is not None for segment in segments]
             taken = [both and hooked for both, hooked in zip(taken, hooks, strict=True)]

@@ -47,7 +47,8 @@ class _Loaded:
 
 
 class Adapters:
-    """Thread-safe. A request holds the adapter that it began with, whatever the name means later."""
+    """Thread-safe. A request holds the adapter that it began with, whatever its name means
+    later."""
 
     def __init__(
         self, forward: Forward, store: ChunkStore, root_of: RootOf, refusal: str | None = None
@@ -69,7 +70,7 @@ class Adapters:
         that name."""
         if self._refusal is not None:
             raise AdapterError(self._refusal)
-        if not isinstance(name, str) or not name.strip() or len(name) > LONGEST_NAME:
+        if not isinstance(name, str) or not name or len(name) > LONGEST_NAME:
             raise AdapterError(f"the name {name!r} must be text of 1 to {LONGEST_NAME} characters")
         self._refuse_taken(name, in_place)
         files = read_adapter(path)

@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from kvboost.errors import AdapterError
+from kvboost.errors import AdapterError, AdapterNotFoundError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -82,7 +82,7 @@ class AdapterFiles:
 def read_adapter(path: str | os.PathLike[str]) -> AdapterFiles:
     """Reads the adapter in the folder ``path``. Raises AdapterError if there is none, or one that
     is not supported."""
-    folder = Path(path).expanduser()
+    folder = _folder(path)
     config = _read_config(folder)
     tensors = _read_tensors(folder)
     modules = _modules(folder, config, tensors)
@@ -94,14 +94,24 @@ def refuse(path: Path, reason: str) -> AdapterError:
     return AdapterError(f"the adapter in {path} cannot be served: {reason}")
 
 
+def _folder(path: str | os.PathLike[str]) -> Path:
+    try:
+        folder = Path(path).expanduser()
+        if (folder / CONFIG).is_file():
+            return folder
+    except (OSError, RuntimeError, ValueError):  # of another user; of characters no name may have
+        pass
+    raise AdapterNotFoundError(
+        f"there is no adapter in {os.fspath(path)!r}; give a folder with {CONFIG} and {WEIGHTS}, "
+        "as PEFT's save_pretrained writes it"
+    )
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((folder / CONFIG).read_bytes())
     except OSError as error:
-        raise AdapterError(
-            f"{folder} holds no adapter that can be read ({error.strerror or error}); give a "
-            f"folder with {CONFIG} and {WEIGHTS}, as PEFT's save_pretrained writes it"
-        ) from None
+        raise refuse(folder, f"{CONFIG} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise refuse(folder, f"{CONFIG} is not JSON: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
@@ -192,9 +202,7 @@ def _weights(
             f"says rank {rank:g}",
         )
     alpha = _number(folder, config, "alpha_pattern", "lora_alpha", module)
-    return ModuleWeights(
-        down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    )
+    return ModuleWeights(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
 def _number(
@@ -228,5 +236,6 @@ def _digest(modules: Mapping[str, ModuleWeights], invocation: tuple[int, ...]) -
         sides = [(str(side.dtype), list(side.shape)) for side in (weights.down, weights.up)]
         digest.update(json.dumps([name, weights.scale, *sides]).encode())
         for side in (weights.down, weights.up):
-            digest.update(side.contiguous().view(torch.uint8).numpy())
+            data: Any = side.contiguous().view(torch.uint8).numpy()
+            digest.update(data)
     return digest.hexdigest()

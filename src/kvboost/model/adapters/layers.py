@@ -92,7 +92,8 @@ class AdapterHooks:
             module = self._model.get_submodule(name)
         except AttributeError:
             raise refuse(
-                files.path, f"it changes {name!r}, and {type(self._model).__name__} has no such part"
+                files.path,
+                f"it changes {name!r}, and {type(self._model).__name__} has no such part",
             ) from None
         if module is self._model.get_output_embeddings() or isinstance(module, nn.Embedding):
             raise refuse(files.path, f"it changes {name!r}; embeddings and heads are not supported")
