@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
+
+from tiny import DEVICE
 
 QV = ("q_proj", "v_proj")
 LINEARS = (*QV, "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -36,6 +38,8 @@ def write_adapter(
         if name.rpartition(".")[2] in targets:
             own = (config.get("rank_pattern") or {}).get(name.rpartition(".")[2], rank)
             out, width = module.weight.shape
+            if type(module).__name__ == "Conv1D":  # of GPT-2
+                out, width = width, out
             for side, shape in (("A", (own, width)), ("B", (out, own))):
                 random = loudness * torch.randn(shape, generator=generator)
                 found[f"base_model.model.{name}.lora_{side}.weight"] = random
@@ -49,8 +53,6 @@ def write_adapter(
 
 def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Adds an adapter to the weights of ``model``, by its definition."""
-    from safetensors.torch import load_file
-
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
     alphas: Mapping[str, float] = config.get("alpha_pattern") or {}
@@ -63,6 +65,6 @@ def merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
             rank = len(down)
             scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
             module = model.get_submodule(path)
-            assert isinstance(module, nn.Linear)
-            module.weight += scale * tensors[name.replace("_A.", "_B.")] @ down
+            delta = scale * tensors[name.replace("_A.", "_B.")] @ down
+            module.weight += (delta if isinstance(module, nn.Linear) else delta.T).to(DEVICE)
     return model

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvboost.errors import ConfigError
 from kvboost.serve.auth import Keys, Tenant
 from kvboost.serve.errors import ApiError
 from kvboost.serve.live import LiveLog
@@ -35,6 +36,10 @@ class ServerState:
         self.started = time.time()
         self.draining = False
         self.names = served_names(engine, settings)
+        if hidden := sorted({*self.names} & {*engine.adapters()}):
+            raise ConfigError(
+                f"{hidden[0]!r} names both the model and an adapter; rename one of them"
+            )
 
     @property
     def adapter_names(self) -> list[str]:
