@@ -22,6 +22,7 @@ from torch import nn
 from kvboost.model import native
 from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.machine import memory_bytes
+from kvboost.model.native.adapters import ChangeTables
 from kvboost.model.native.decoder import KINDS, DecoderLayer
 from kvboost.model.native.layers import (
     BLOCK,
@@ -306,11 +307,18 @@ class FewOrMany:
 def decoder_layers(model: nn.Module, packed: FastLayers) -> dict[nn.Module, DecoderLayer]:
     """The decoder layers that our kernels can run whole, on products that were packed."""
     found = {}
+    names = {module: name for name, module in model.named_modules()}
+    tables = ChangeTables()
     for layer in _decoders(model):
         products = [packed.products.get(part) for part in _parts_of(layer)]
         norms = {layer.input_layernorm, layer.post_attention_layernorm}
         if None not in products and norms <= packed.norms:
-            found[layer] = DecoderLayer(layer, *products)  # type: ignore[arg-type]
+            found[layer] = DecoderLayer(
+                layer,
+                *products,  # type: ignore[arg-type]
+                tables=tables,
+                name=names[layer],
+            )
     return found
 
 

@@ -40,6 +40,8 @@ class AdaptedRows:
         self.hooks = hooks
         self.runs: list[tuple[slice, Adapter]] = []
         self.num_rows = 0
+        self.changes: object = None
+        """The same for whole layers of ours, once they have asked for it."""
         for segment in segments:
             applied, end = segment.kv.adapter, self.num_rows + len(segment)
             if applied is not None and segment.end > applied.start:
