@@ -155,7 +155,7 @@ class FakeEngine:
     def adapters(self) -> dict[str, Any]:
         return self.loaded
 
-    def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
+    def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
         self.asked.append({"load": name, "path": path, "in_place": in_place})
         if self.refuse is not None:
             raise self.refuse

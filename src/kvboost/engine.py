@@ -39,6 +39,7 @@ from kvboost.errors import ConfigError, ContextLengthError, KVBoostError, Prompt
 from kvboost.model.load import LoadedModel, load, machine_key, wrap
 from kvboost.progress import Progress
 from kvboost.results import (
+    AdapterInfo,
     Arrangement,
     Calibration,
     Clock,
@@ -49,7 +50,6 @@ from kvboost.results import (
     VerificationReport,
 )
 from kvboost.reuse.arrange import arrange
-from kvboost.runtime.adapters import AdapterInfo
 from kvboost.runtime.generation import Generation, text_pieces
 from kvboost.runtime.healing import Healer
 from kvboost.runtime.loop import Loop

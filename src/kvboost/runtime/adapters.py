@@ -13,31 +13,14 @@ from kvboost.errors import AdapterError, UnknownAdapterError
 from kvboost.model.adapters.adapter import Adapter, AppliedAdapter
 from kvboost.model.adapters.files import read_adapter
 from kvboost.model.forward import Forward
+from kvboost.results import LONGEST_ADAPTER_NAME, AdapterInfo
 from kvboost.tokens.hashing import ChunkKey
 
-LONGEST_NAME = 256
 MOST_ROOTS = 1024
 """Roots that are remembered of one adapter before those that hold nothing are left out."""
 
 RootOf = Callable[[str, str], ChunkKey]
 """The root key for a salt and the digest of an adapter."""
-
-
-@dataclass(frozen=True)
-class AdapterInfo:
-    """An adapter that requests can name."""
-
-    name: str
-    path: str
-    digest: str
-    """Identifies its weights and settings. Cached text is kept apart by it, not by the name."""
-    rank: int
-    """The largest of its ranks."""
-    num_modules: int
-    """How many linear layers it changes."""
-    num_bytes: int
-    is_activated: bool
-    """Whether it applies from its invocation tokens on (aLoRA)."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +53,10 @@ class Adapters:
         that name."""
         if self._refusal is not None:
             raise AdapterError(self._refusal)
-        if not isinstance(name, str) or not name or len(name) > LONGEST_NAME:
-            raise AdapterError(f"the name {name!r} must be text of 1 to {LONGEST_NAME} characters")
+        if not isinstance(name, str) or not name or len(name) > LONGEST_ADAPTER_NAME:
+            raise AdapterError(
+                f"the name {name!r} must be text of 1 to {LONGEST_ADAPTER_NAME} characters"
+            )
         self._refuse_taken(name, in_place)
         files = read_adapter(path)
         adapter = self._forward.load_adapter(files)

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from kvboost.runtime.adapters import LONGEST_NAME
+from kvboost.results import LONGEST_ADAPTER_NAME
 from kvboost.serve.bodies import BodyRoute
 from kvboost.serve.errors import ApiError
 from kvboost.serve.openapi import errors
@@ -20,7 +20,7 @@ from kvboost.serve.server import Server, ServerState
 
 router = APIRouter(route_class=BodyRoute)
 
-AdapterName = Annotated[SomeText, Field(max_length=LONGEST_NAME)]
+AdapterName = Annotated[SomeText, Field(max_length=LONGEST_ADAPTER_NAME)]
 
 
 class LoadAdapter(Body):
