@@ -5,6 +5,7 @@
 Random adapters of two kinds are measured: of queries and values, PEFT's default for Llama, and of
 all linear layers. Rounds of base and adapters alternate, so that a busy machine slows down both.
 Prints medians of a decode step, of reading a prompt, and of loading an adapter; JSON comes last.
+Ratios of the processor's time are given too: other processes hardly change these.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,21 @@ KINDS = {
 PROMPT = "The keeper of the lighthouse counts the ships that pass by the rocks. "
 SHORT, LONG = 2, 18
 """Tokens to generate: the difference is decode steps alone."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds on the clock, and of the processor."""
+
+    wall: float
+    cpu: float
+
+    def __sub__(self, other: Times) -> Times:
+        return Times(self.wall - other.wall, self.cpu - other.cpu)
+
+
+def now() -> Times:
+    return Times(time.perf_counter(), time.process_time())
 
 
 def write_adapter(folder: Path, engine: KVBoost, targets: Sequence[str], rank: int) -> Path:
@@ -51,8 +68,8 @@ def write_adapter(folder: Path, engine: KVBoost, targets: Sequence[str], rank: i
     return folder
 
 
-def seconds(engine: KVBoost, names: Sequence[str | None], num_tokens: int) -> float:
-    began = time.perf_counter()
+def seconds(engine: KVBoost, names: Sequence[str | None], num_tokens: int) -> Times:
+    began = now()
     prompts = [f"{number}. {PROMPT}" for number in range(len(names))]
     engine.generate_batch(
         prompts,
@@ -61,7 +78,7 @@ def seconds(engine: KVBoost, names: Sequence[str | None], num_tokens: int) -> fl
         each=[{"adapter": name} for name in names],
         ignore_eos=True,
     )
-    return time.perf_counter() - began
+    return now() - began
 
 
 def measure(engine: KVBoost, folder: Path, kind: str, count: int, rank: int, rounds: int) -> Any:
@@ -69,39 +86,47 @@ def measure(engine: KVBoost, folder: Path, kind: str, count: int, rank: int, rou
     loading = []
     for number, name in enumerate(names):
         path = write_adapter(folder / f"{kind} {number}", engine, KINDS[kind], rank)
-        began = time.perf_counter()
+        began = now()
         engine.load_adapter(name, path)
-        loading.append(time.perf_counter() - began)
+        loading.append(now() - began)
     cases: dict[str, list[str | None]] = {
         "base": [None] * count,
         "adapters": [*names],
         "one adapter": [names[0]] * count,
     }
-    steps: dict[str, list[float]] = {case: [] for case in cases}
-    reading: dict[str, list[float]] = {case: [] for case in cases}
+    steps: dict[str, list[Times]] = {case: [] for case in cases}
+    reading: dict[str, list[Times]] = {case: [] for case in cases}
     for turn in range(rounds + 1):
         for case, asked in cases.items():
             short = seconds(engine, asked, SHORT)
             long = seconds(engine, asked, LONG)
             if turn:  # the first round warms up
-                steps[case].append((long - short) / (LONG - SHORT) * 1e3)
-                reading[case].append(short * 1e3)
+                steps[case].append(long - short)
+                reading[case].append(short)
     size = engine.adapters()[names[0]].num_bytes
     for name in names:
         engine.unload_adapter(name)
-    found = {case: statistics.median(steps[case]) for case in cases}
-    ratios = {
-        case: statistics.median(
-            mine / base for mine, base in zip(steps[case], steps["base"], strict=True)
-        )
-        for case in cases
-    }
+
+    def ratios(clock: str) -> dict[str, float]:
+        return {
+            case: statistics.median(
+                getattr(mine, clock) / getattr(base, clock)
+                for mine, base in zip(steps[case], steps["base"], strict=True)
+            )
+            for case in cases
+        }
+
+    def median_ms(times: Sequence[Times]) -> float:
+        return statistics.median(one.wall for one in times) * 1e3
+
     return {
         "adapter_bytes": size,
-        "load_ms": statistics.median(loading) * 1e3,
-        "step_ms": found,
-        "step_ratio": ratios,
-        "begin_ms": {case: statistics.median(reading[case]) for case in cases},
+        "load_ms": median_ms(loading),
+        "load_cpu_ms": statistics.median(one.cpu for one in loading) * 1e3,
+        "step_ms": {case: median_ms(steps[case]) / (LONG - SHORT) for case in cases},
+        "step_ratio": ratios("wall"),
+        "step_cpu_ratio": ratios("cpu"),
+        "begin_ms": {case: median_ms(reading[case]) for case in cases},
     }
 
 
@@ -125,9 +150,12 @@ def main() -> None:
             print(
                 f"{kind}, rank {given.rank}: a step of {given.adapters} requests takes "
                 f"{found['step_ms']['base']:.1f} ms without adapters, "
-                f"{found['step_ratio']['adapters']:.2f} x with {given.adapters} different ones, "
-                f"{found['step_ratio']['one adapter']:.2f} x with one; loading takes "
-                f"{found['load_ms']:.0f} ms"
+                f"{found['step_ratio']['adapters']:.2f} x with {given.adapters} different ones "
+                f"({found['step_cpu_ratio']['adapters']:.2f} x the processor's time), "
+                f"{found['step_ratio']['one adapter']:.2f} x with one "
+                f"({found['step_cpu_ratio']['one adapter']:.2f} x); loading takes "
+                f"{found['load_ms']:.0f} ms, {found['load_cpu_ms']:.0f} of the processor",
+                flush=True,
             )
     print(json.dumps(report))
 
