@@ -10,6 +10,7 @@ from typing import Any
 from kvboost.chat.parser import AnswerParser, TextParser
 from kvboost.chat.styles import TAGGED
 from kvboost.chat.tool_use import ToolUse
+from kvboost.errors import UnknownAdapterError
 from kvboost.results import (
     PHASES,
     GenerationResult,
@@ -94,6 +95,7 @@ class FakeEngine:
         self.thinks = False
         self.conversations: list[Conversation] = []
         self.uses: list[ToolUse] = []
+        self.loaded: dict[str, Any] = {}
 
     def encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -149,6 +151,20 @@ class FakeEngine:
     def forget_salt(self, salt: str) -> int:
         self.asked.append({"forget_salt": salt})
         return 3
+
+    def adapters(self) -> dict[str, Any]:
+        return self.loaded
+
+    def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
+        self.asked.append({"load": name, "path": path, "in_place": in_place})
+        if self.refuse is not None:
+            raise self.refuse
+        self.loaded[name] = SimpleNamespace(digest="d1", rank=4)
+
+    def unload_adapter(self, name: str) -> None:
+        if name not in self.loaded:
+            raise UnknownAdapterError(f"there is no adapter {name!r}")
+        del self.loaded[name]
 
     def chunks(self, limit: int) -> list[dict[str, Any]]:
         return []

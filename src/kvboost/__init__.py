@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 from kvboost.config import EngineConfig, GenerationMode, KVEvents
 from kvboost.errors import (
+    AdapterError,
+    AdapterNotFoundError,
     CacheFolderError,
     ChecksumError,
     ConfigError,
@@ -20,9 +22,11 @@ from kvboost.errors import (
     ServerError,
     ShuttingDownError,
     StructuredOutputError,
+    UnknownAdapterError,
     UnsupportedModelError,
 )
 from kvboost.results import (
+    AdapterInfo,
     AnswerAudit,
     Arrangement,
     Calibration,
@@ -50,6 +54,9 @@ if TYPE_CHECKING:
 __version__ = "1.0.0.dev0"
 
 __all__ = [
+    "AdapterError",
+    "AdapterInfo",
+    "AdapterNotFoundError",
     "AnswerAudit",
     "Arrangement",
     "AsyncTextStream",
@@ -88,6 +95,7 @@ __all__ = [
     "Timings",
     "TokenLogprob",
     "ToolCall",
+    "UnknownAdapterError",
     "UnsupportedModelError",
     "VerificationReport",
     "list_models",

@@ -39,6 +39,7 @@ from kvboost.errors import ConfigError, ContextLengthError, KVBoostError, Prompt
 from kvboost.model.load import LoadedModel, load, machine_key, wrap
 from kvboost.progress import Progress
 from kvboost.results import (
+    AdapterInfo,
     Arrangement,
     Calibration,
     Clock,
@@ -248,7 +249,8 @@ class KVBoost:
         tokens of each step. Requests with different ``cache_salt`` never share KV.
         ``recompute_strategy`` and ``recompute_ratio`` say how moved text is repaired;
         ``keep=False`` leaves nothing of this request in the cache; ``boundaries`` says where its
-        documents begin. ``exactness="verified"`` gives the answer of a full prefill, also over
+        documents begin. ``adapter`` names an adapter of :meth:`load_adapter`.
+        ``exactness="verified"`` gives the answer of a full prefill, also over
         moved text; ``heal`` overrides the engine's.
 
         ``schema`` (a JSON schema or a model of pydantic's), ``regex``, ``grammar`` or ``choice``
@@ -364,12 +366,24 @@ class KVBoost:
             at_least(timeout, 0.0, "timeout")
         return self._submit(self._begin(prompt, max_new_tokens, mode, options), timeout)
 
-    async def awarm(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
+    async def awarm(
+        self,
+        text: Prompt,
+        header: str | None = None,
+        *,
+        cache_salt: str = "",
+        adapter: str | None = None,
+    ) -> int:
         """Like :meth:`warm` of one text, for coroutines."""
         clock = Clock()
         ids, boundaries = await asyncio.to_thread(self._read_one, text, header)
-        mode = GenerationMode.PREFIX_CACHE
-        request = self._request(ids, mode, boundaries=boundaries, cache_salt=cache_salt)
+        request = self._request(
+            ids,
+            GenerationMode.PREFIX_CACHE,
+            boundaries=boundaries,
+            cache_salt=cache_salt,
+            adapter=adapter,
+        )
         clock.lap("tokenize")
         async with self._submit(RequestState(request, clock), None) as stream:
             async for _ in stream:
@@ -391,6 +405,26 @@ class KVBoost:
             return None
         option = next(name for name in FORMATS if options.get(name) is not None)
         return self._grammars.compile(grammar, option)
+
+    def load_adapter(
+        self, name: str, path: str | os.PathLike[str], *, in_place: bool = False
+    ) -> AdapterInfo:
+        """Loads the LoRA adapter in the folder ``path``, as PEFT writes it, while requests run.
+        Requests name it with ``adapter=name``; one batch may hold any number of adapters.
+        ``in_place`` replaces the adapter of that name. Raises ``AdapterError`` if it does not fit
+        the model, or if a part of it is not supported."""
+        self._check_open()
+        return self._runtime.adapters.load(name, path, in_place=in_place)
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        """Takes an adapter away. Requests that run finish with it. What is cached of it leaves the
+        memory, and stays on disk for when the same adapter is loaded again, under any name."""
+        self._check_open()
+        return self._runtime.adapters.unload(name)
+
+    def adapters(self) -> dict[str, AdapterInfo]:
+        """The loaded adapters, by name."""
+        return self._runtime.adapters.infos()
 
     def serving_stats(self) -> dict[str, Any]:
         """The requests of batches, coroutines and the server: how many wait and run, their KV, and
@@ -428,6 +462,7 @@ class KVBoost:
         header: str | None = None,
         *,
         cache_salt: str = "",
+        adapter: str | None = None,
         progress: bool = True,
     ) -> int:
         """Reads one document or several and keeps them; returns the number of new chunks.
@@ -435,7 +470,7 @@ class KVBoost:
         A text is read after ``header``. Without a header it is read as the beginning of a user's
         first message in the model's chat template; ``header=""`` reads it alone. It then serves
         anywhere in a prompt, and exactly if everything before it is the same too. Token ids and
-        messages are read as they are.
+        messages are read as they are. Only requests with the same ``adapter`` can use it.
 
         Reading several documents shows a progress bar if standard error is a terminal;
         ``progress=False`` hides it.
@@ -447,7 +482,7 @@ class KVBoost:
             )
         if not _is_documents(text):
             ids, boundaries = self._read_one(cast(Prompt, text), header)
-            return self._warm(ids, cache_salt, boundaries)
+            return self._warm(ids, cache_salt, boundaries, adapter)
         with (
             Progress("reading documents", only_on_terminal=True, show=progress) as shown,
             shown.step("read", len(text)) as step,
@@ -455,7 +490,7 @@ class KVBoost:
             new = 0
             for document in text:
                 ids, boundaries = self._read_one(document, header)
-                new += self._warm(ids, cache_salt, boundaries)
+                new += self._warm(ids, cache_salt, boundaries, adapter)
                 step.advance()
             return new
 
@@ -590,10 +625,11 @@ class KVBoost:
         self._runtime.store.flush()
 
     def forget_salt(self, cache_salt: str) -> int:
-        """Forgets everything that was read under ``cache_salt``, on every tier; returns the number
-        of chunks."""
+        """Forgets everything that was read under ``cache_salt``, on every tier, with no adapter and
+        with each that this engine has had; returns the number of chunks."""
         self._check_open()
-        return self._runtime.store.forget(self._runtime.root(cache_salt))
+        runtime = self._runtime
+        return sum(map(runtime.store.forget, runtime.adapters.roots_of_salt(cache_salt)))
 
     def close(self) -> None:
         """Cancels running requests, closes the cache and restores the model's own attention. In a
@@ -692,9 +728,20 @@ class KVBoost:
             raise PromptError("header= goes with text given as a string or several")
         return self._prompts.read(text), ()
 
-    def _warm(self, token_ids: TokenIds, salt: str, boundaries: Sequence[int] = ()) -> int:
-        mode = GenerationMode.PREFIX_CACHE
-        request = self._request(token_ids, mode, boundaries=boundaries, cache_salt=salt)
+    def _warm(
+        self,
+        token_ids: TokenIds,
+        salt: str,
+        boundaries: Sequence[int] = (),
+        adapter: str | None = None,
+    ) -> int:
+        request = self._request(
+            token_ids,
+            GenerationMode.PREFIX_CACHE,
+            boundaries=boundaries,
+            cache_salt=salt,
+            adapter=adapter,
+        )
         return Generation(self._runtime, RequestState(request)).read()
 
     def _request(
@@ -711,6 +758,11 @@ class KVBoost:
         **reuse: Unpack[ReuseOptions],
     ) -> Request:
         self._check_open()
+        others: dict[str, Any] = dict(reuse)
+        adapter = others.pop("adapter", None)
+        applied = None
+        if adapter is not None:
+            applied = self._runtime.adapters.get(adapter).applied_to(token_ids)
         if self.context_length is not None and len(token_ids) >= self.context_length:
             raise ContextLengthError(len(token_ids), self.context_length)
         params = params or SamplingParams(max_new_tokens=1)
@@ -725,7 +777,8 @@ class KVBoost:
             self.config.heal if heal is None else heal,
             exactness,
             grammar,
-            **reuse,
+            applied,
+            **others,
         )
 
 

@@ -13,6 +13,9 @@
     │   ├── ModelNotFoundError (FileNotFoundError)
     │   ├── UnsupportedModelError (ValueError)   its architecture does not allow what was asked
     │   └── ChecksumError                    downloaded weights have another checksum
+    ├── AdapterError (ValueError)            an adapter cannot be loaded or unloaded
+    │   ├── AdapterNotFoundError (FileNotFoundError)
+    │   └── UnknownAdapterError              no adapter of that name is loaded
     ├── CacheFolderError (OSError)           the cache folder cannot be used
     ├── ForgetError                          a text could not be removed everywhere
     └── ServerError                          a server cannot be reached, or refuses what is asked
@@ -107,6 +110,18 @@ class UnsupportedModelError(ModelError, ValueError):
 
 class ChecksumError(ModelError):
     """Downloaded weights do not have the checksum that KVBoost knows."""
+
+
+class AdapterError(KVBoostError, ValueError):
+    """An adapter cannot be loaded or unloaded."""
+
+
+class AdapterNotFoundError(AdapterError, FileNotFoundError):
+    """There is no adapter in the folder."""
+
+
+class UnknownAdapterError(AdapterError):
+    """No adapter of this name is loaded."""
 
 
 class ForgetError(KVBoostError):

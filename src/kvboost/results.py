@@ -428,3 +428,23 @@ class VerificationReport:
 
     def __bool__(self) -> bool:
         return not self.problems
+
+
+LONGEST_ADAPTER_NAME = 256
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """An adapter that requests can name."""
+
+    name: str
+    path: str
+    digest: str
+    """Identifies its weights and settings. Cached text is kept apart by it, not by the name."""
+    rank: int
+    """The largest of its ranks."""
+    num_modules: int
+    """How many linear layers it changes."""
+    num_bytes: int
+    is_activated: bool
+    """Whether it applies from its invocation tokens on (aLoRA)."""

@@ -182,3 +182,17 @@ def test_kv_events_do_not_show_what_tenants_send(started, monkeypatch) -> None:
     done = serve("--kv-events", "tcp://*:5557")
     assert done.exit_code == 2 and "--shared-cache" in done.output
     assert serve("--kv-events", "tcp://*:5557", "--shared-cache").exit_code == 0
+
+
+def test_adapters_are_loaded_before_the_server_starts(started) -> None:
+    done = serve("--lora", "poet=adapters/poet", "--lora", "clerk=a=b")
+    assert done.exit_code == 0, done.output
+    loaded = [(one["load"], one["path"]) for one in started["engine"].asked]
+    assert loaded == [("poet", "adapters/poet"), ("clerk", "a=b")]
+
+
+@pytest.mark.parametrize("given", [("poet",), ("=x",), ("a=",), ("a=x", "a=y")])
+def test_adapters_need_a_name_and_a_path(started, given: tuple[str, ...]) -> None:
+    done = serve(*(part for one in given for part in ("--lora", one)))
+    assert done.exit_code != 0 and "give NAME=PATH" in " ".join(done.output.split())
+    assert "engine" not in started

@@ -82,6 +82,8 @@ def test_every_route_documents_its_errors() -> None:
         "/v1/completions",
         "/v1/models",
         "/v1/models/{model}",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
         "/kvboost/warm",
         "/kvboost/plan",
         "/kvboost/cache",

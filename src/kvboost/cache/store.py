@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -337,6 +337,18 @@ class ChunkStore:
                 "may be left; see that it can be written and call again"
             )
         return len(keys)
+
+    def roots(self) -> set[ChunkKey]:
+        """The roots of all chunks."""
+        with self._lock:
+            return {info.root for info in self._catalogue.infos().values()}
+
+    def leave_memory(self, roots: Collection[ChunkKey]) -> int:
+        """Takes the chunks of these roots out of memory, except those in use; returns how many.
+        What is on disk, or waits to be written there, stays."""
+        with self._lock:
+            infos = self._catalogue.infos().values()
+            return self._residency.leave_memory([info for info in infos if info.root in roots])
 
     def clear(self) -> None:
         """Forgets everything that is not in use right now, on every tier of this machine."""

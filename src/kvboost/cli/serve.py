@@ -134,6 +134,12 @@ def serve(
     served_name: Annotated[
         list[str] | None, typer.Option(help="The model's name in requests; may be repeated.")
     ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PATH", help="A LoRA adapter that requests may name; may be repeated."
+        ),
+    ] = None,
     allow_host: AllowHost = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -172,6 +178,7 @@ def serve(
             allowed_hosts=only_local(allow_host or ()) if is_loopback(host) and not keys else (),
         )
         events = _events(settings, kv_events, kv_events_topic, kv_events_replay, kv_events_block)
+        adapters = _adapters(lora or [])
         folder = cache_dir or chosen_cache_dir()
         listening = bind(host, port)
         with (
@@ -196,10 +203,23 @@ def serve(
                 kv_events=events,
             ) as engine,
         ):
+            for name, path in adapters.items():
+                engine.load_adapter(name, path)
             port = listening.getsockname()[1]
             run(engine, settings, listening, lambda: _announce(engine, settings, host, port))
     kept = f"; the cache is in {folder}" if folder else ""
     say.print(f"stopped{kept}", markup=False)
+
+
+def _adapters(given: list[str]) -> dict[str, str]:
+    """The paths of the adapters in ``--lora``, by name."""
+    adapters: dict[str, str] = {}
+    for one in given:
+        name, found, path = one.partition("=")
+        if not (name and found and path) or name in adapters:
+            raise ConfigError(f"--lora {one}: give NAME=PATH, each name once")
+        adapters[name] = path
+    return adapters
 
 
 def _load(model: str, **options: Any) -> Any:

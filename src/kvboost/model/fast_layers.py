@@ -20,7 +20,9 @@ import torch
 from torch import nn
 
 from kvboost.model import native
+from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.machine import memory_bytes
+from kvboost.model.native.adapters import ChangeTables
 from kvboost.model.native.decoder import KINDS, DecoderLayer
 from kvboost.model.native.layers import (
     BLOCK,
@@ -247,6 +249,8 @@ class Gated:
         self._mlp = mlp
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        if adapted_rows() is not None:  # adapters change what is computed within the product
+            return type(self._mlp).forward(self._mlp, rows)
         down: torch.Tensor = self._mlp.down_proj(self.product(rows))
         return down
 
@@ -303,11 +307,18 @@ class FewOrMany:
 def decoder_layers(model: nn.Module, packed: FastLayers) -> dict[nn.Module, DecoderLayer]:
     """The decoder layers that our kernels can run whole, on products that were packed."""
     found = {}
+    names = {module: name for name, module in model.named_modules()}
+    tables = ChangeTables()
     for layer in _decoders(model):
         products = [packed.products.get(part) for part in _parts_of(layer)]
         norms = {layer.input_layernorm, layer.post_attention_layernorm}
         if None not in products and norms <= packed.norms:
-            found[layer] = DecoderLayer(layer, *products)  # type: ignore[arg-type]
+            found[layer] = DecoderLayer(
+                layer,
+                *products,  # type: ignore[arg-type]
+                tables=tables,
+                name=names[layer],
+            )
     return found
 
 

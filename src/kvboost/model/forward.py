@@ -18,6 +18,9 @@ from transformers import AttentionInterface, GenerationConfig, PreTrainedModel
 
 from kvboost.config import SamplingParams
 from kvboost.model import attention
+from kvboost.model.adapters.adapter import Adapter
+from kvboost.model.adapters.files import AdapterFiles
+from kvboost.model.adapters.layers import AdapterHooks
 from kvboost.model.attention import Batch
 from kvboost.model.caches import PackedCache, SequenceCache, observe_shape
 from kvboost.model.fast_layers import FastLayers, decoder_layers
@@ -90,6 +93,7 @@ class Forward:
         self._runner: SegmentRunner | None = None
         self.fused_layers: FusedLayers | None = None
         self._adapters: tuple[str, ...] = ()
+        self._hooks = AdapterHooks(model)
         self.packed_bytes = fast_layers.num_bytes if fast_layers else 0
         """The memory of packed copies of weights."""
         self._kernels = Kernels.for_shape(self.shape) if packed else None
@@ -132,6 +136,18 @@ class Forward:
             if self.model.config._attn_implementation == attention.NAME:
                 self.model.set_attn_implementation(self._own_attention)
 
+    def load_adapter(self, files: AdapterFiles) -> Adapter:
+        """Makes an adapter ready for requests. Waits for the forward that runs now."""
+        adapter = self._hooks.make(files)
+        with self._lock:
+            self._hooks.install(adapter.deltas)
+        return adapter
+
+    def remove_adapters(self) -> None:
+        """Removes all traces of adapters from the model."""
+        with self._lock:
+            self._hooks.remove()
+
     def __call__(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Logits ``[wanted rows, vocab]`` of all segments, in order. Writes the fresh rows of
         every segment into its KV, which must be large enough. A segment that ends in a layer
@@ -165,6 +181,7 @@ class Forward:
             if results[index] is None:
                 others.append(index)
         if others:
+            others.sort(key=lambda index: _digest(segments[index]))
             packed = [segments[index] for index in others]
             parts = torch.split(self(packed), [segment.num_logits for segment in packed])
             for index, part in zip(others, parts, strict=True):
@@ -195,7 +212,7 @@ class Forward:
         hooks would slow down all that they are packed with."""
         if self._runner is None:
             return [False] * len(segments)
-        taken = [self._runner.takes(segment) for segment in segments]
+        taken = [segment.kv.adapter is None and self._runner.takes(segment) for segment in segments]
         if sum(taken) > MOST_APART:
             hooks = [segment.hook is not None for segment in segments]
             taken = [both and hooked for both, hooked in zip(taken, hooks, strict=True)]
@@ -219,7 +236,9 @@ class Forward:
                     graphs.forget_graphs()
 
     def _is_step(self, segment: Segment) -> bool:
-        return self._steps is not None and self._steps.takes(segment)
+        if self._steps is None or segment.kv.adapter is not None:
+            return False
+        return self._steps.takes(segment)
 
     def use_pages(self, slab: Slab, capture: Capture) -> None:
         """Runs the next rows of requests with pages of ``slab`` as decode steps, and all their
@@ -334,10 +353,17 @@ class Forward:
         wanted = _wanted_rows(segments, device)
         if self._selects_rows:
             kwargs["logits_to_keep"] = wanted
-        logits = self.model(
-            input_ids=token_ids[None], past_key_values=cache, use_cache=True, **kwargs
-        ).logits[0]
+        with self._hooks.applied(segments):
+            logits = self.model(
+                input_ids=token_ids[None], past_key_values=cache, use_cache=True, **kwargs
+            ).logits[0]
         return logits if self._selects_rows else logits[wanted]
+
+
+def _digest(segment: Segment) -> str:
+    """Sorts segments by adapter, so that the rows of one adapter follow one another."""
+    applied = segment.kv.adapter
+    return "" if applied is None else applied.adapter.digest
 
 
 def _token_ids(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:

@@ -6,9 +6,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from kvboost.model.adapters.adapter import AppliedAdapter
 
 _ROUND = 256  # capacities are multiples of this, so that a buffer fits many requests
 
@@ -75,6 +79,9 @@ class RequestKV:
         data   |---------------------------------|       start = 0: base is a prefix of data
     """
 
+    adapter: AppliedAdapter | None = None
+    """What the request's rows are computed with."""
+
     def __init__(self, shape: KVShape, num_tokens: int) -> None:
         self.shape = shape
         self.base: SharedRows | None = None
@@ -105,6 +112,7 @@ class RequestKV:
         """Begins a new request after ``base``; earlier rows are discarded."""
         self.base = base
         self.start = self.own_start
+        self.adapter = None
 
     def share(self, count: int) -> SharedRows:
         """At most the first ``count`` rows, which must be written, for another request to read.

@@ -93,6 +93,12 @@ class Segment:
         """Whether these are consecutive rows that attend to everything before them."""
         return isinstance(self.positions, range) and self.absent is None
 
+    def num_before(self, position: int) -> int:
+        """How many of its rows are before ``position``."""
+        if isinstance(self.positions, range):
+            return min(max(position - self.positions.start, 0), len(self))
+        return int((self.positions < position).sum())
+
     def hides(self, window: int | None) -> int | None:
         """The window of a layer, if it hides any key from this segment."""
         return window if window and self.end > window else None

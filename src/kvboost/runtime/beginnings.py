@@ -58,7 +58,8 @@ class Beginnings:
         slab = pool.made_slab if isinstance(pool, PagedPool) else None
         found = None
         if slab is not None and request.mode is not GenerationMode.BASELINE:
-            found = self._find(slab, request.token_ids, root, epoch, least)
+            ids = request.token_ids[: request.cacheable_rows + 1]
+            found = self._find(slab, ids, root, epoch, least)
         if slab is None or found is None:
             yield running
             return

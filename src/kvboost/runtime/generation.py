@@ -94,6 +94,7 @@ class Generation:
         Does not wait for the remote store."""
         rows = self._runtime.rows_for(self._request, batched=False)
         with self._runtime.pool.lend(rows) as self._kv:
+            self._kv.adapter = self._request.adapter
             yield from self._assemble(ask_remote=False)
             self._state.epoch = epoch
             return (yield from self._prefill(keep_slices=True))
@@ -106,7 +107,7 @@ class Generation:
     def _lend_kv(self) -> Iterator[None]:
         """Borrows a KV buffer. A request of a batch may share the first rows of a running one."""
         runtime, request, state = self._runtime, self._request, self._state
-        root = runtime.root(request.salt)
+        root = runtime.root_of(request)
         prefix = runtime.running.shared_prefix_for(request, root) if state.batched else None
         rows = runtime.rows_for(request, batched=state.batched)
         with (
@@ -117,6 +118,7 @@ class Generation:
             runtime.pool.lend(rows, prefix) as self._kv,
             runtime.running.register(state, root, self._kv),
         ):
+            self._kv.adapter = request.adapter
             yield
 
     @contextmanager
@@ -319,11 +321,11 @@ class Generation:
         self._touch_used()  # before what is new: it follows these chunks
         if not self._keeps_rows:
             return 0
-        num_rows = min(state.rows, self._reusable_rows)
+        num_rows = min(state.rows, self._reusable_rows, request.cacheable_rows)
         ids = as_token_ids(np.concatenate([request.token_ids, state.token_ids])[:num_rows])
 
         new = runtime.store.admit(
-            runtime.root(request.salt),
+            runtime.root_of(request),
             ids,
             runtime.packer.packing(kv, num_rows),
             exact_rows=state.exact_rows,
@@ -341,7 +343,7 @@ class Generation:
         if self._keeps_rows and runtime.keeps_pages and state.epoch == runtime.store.epoch:
             ids = as_token_ids(np.concatenate([request.token_ids, state.token_ids]))
             num_rows = min(state.rows, state.exact_rows)
-            root = runtime.root(request.salt)
+            root = runtime.root_of(request)
             runtime.beginnings.keep(self._kv, ids, num_rows, root, state.epoch)
 
     def _touch_used(self) -> None:
@@ -354,9 +356,10 @@ class Generation:
     def _leave_to_healing(self) -> None:
         """If rows that were kept are approximate, they become exact when there is time."""
         runtime, request, state = self._runtime, self._request, self._state
+        is_kept = self._keeps_rows and state.rows <= request.cacheable_rows
         if self._healing is not None and self._healing.is_done:
-            self._healing.finish(is_kept=self._keeps_rows)
-        elif self._keeps_rows:
+            self._healing.finish(is_kept=is_kept)
+        elif is_kept:
             # A sequence that fills what may be reused could not be read again in parts.
             num_rows = min(state.rows, self._reusable_rows - 1)
             greedy = takes_likeliest(request.params, runtime.model.generation_config)
@@ -365,8 +368,12 @@ class Generation:
 
     @property
     def _keeps_rows(self) -> bool:
-        reuses = self._request.mode is not GenerationMode.BASELINE
-        return reuses and self._request.keep and self._state.kept
+        request = self._request
+        reuses = request.mode is not GenerationMode.BASELINE
+        if not (reuses and request.keep and self._state.kept):
+            return False
+        applied = request.adapter  # rows of one that was unloaded would serve no request
+        return applied is None or self._runtime.adapters.is_loaded(applied.adapter)
 
     def _observe_cost(self) -> None:
         """Teaches the cost model from the prefill and from the first decode step; the other steps
@@ -388,8 +395,10 @@ class Generation:
 
     @property
     def _is_alone(self) -> bool:
-        """Whether its forwards were those of no other request, and none was recorded meanwhile."""
-        return not self._state.accompanied and self._runtime.num_graphs == self._num_graphs
+        """Whether its forwards were those of no other request, were not recorded meanwhile, and
+        took as long as those of others would: not those of an adapter."""
+        is_alone = not self._state.accompanied and self._request.adapter is None
+        return is_alone and self._runtime.num_graphs == self._num_graphs
 
     def _compute(
         self, token_ids: TokenIds, positions: range, num_logits: int

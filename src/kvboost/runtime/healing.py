@@ -160,6 +160,11 @@ class Healer:
         one = self._queue.take()
         if one is None:
             return
+        if (applied := one.request.adapter) and not self._runtime.adapters.is_loaded(
+            applied.adapter
+        ):
+            self._queue.finish(one, "dropped")
+            return
         began = time.monotonic()
         try:
             is_done = self._run(one, stop)
@@ -212,7 +217,7 @@ class Healer:
         """Notes how many rows of a conversation are exact in the cache now, and drops the
         approximate copies of these."""
         store, request = self._runtime.store, one.request
-        root = self._runtime.root(request.salt)
+        root = self._runtime.root_of(request)
         with store.lookup(root, request.token_ids, pin=False, ask_remote=False) as known:
             exact = known.exact[-1].end if known.exact else 0
         counts, healing = self._queue.counts, one.healing

@@ -97,7 +97,7 @@ class Loop:
         now = time.monotonic()
         job = Job(
             state,
-            self._runtime.root(state.request.salt),
+            self._runtime.root_of(state.request),
             listener,
             arrived=now,
             deadline=None if timeout is None else now + timeout,

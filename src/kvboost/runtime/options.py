@@ -19,6 +19,7 @@ from kvboost.config import (
     within,
 )
 from kvboost.errors import ConfigError
+from kvboost.model.adapters.adapter import AppliedAdapter
 from kvboost.runtime.request import Request
 from kvboost.structured.formats import FormatOptions
 from kvboost.structured.grammars import Grammar
@@ -45,12 +46,14 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class ReuseOptions(TypedDict, total=False):
-    """What a request may share, and how it repairs moved text. Default: the engine's settings."""
+    """What a request may share, and how it repairs moved text. Default: the engine's settings.
+    ``adapter`` is the name of a loaded adapter; text is shared only under the same one."""
 
     cache_salt: str
     recompute_strategy: str | None
     recompute_ratio: float | None
     reuse_moved: str | None
+    adapter: str | None
 
 
 class RequestOptions(SamplingOptions, ReuseOptions, FormatOptions, total=False):
@@ -103,6 +106,7 @@ def make_request(
     heal: str = "auto",
     exactness: str = "repaired",
     grammar: Grammar | None = None,
+    applied: AppliedAdapter | None = None,
     *,
     cache_salt: str = "",
     recompute_strategy: str | None = None,
@@ -145,4 +149,5 @@ def make_request(
         heal,
         exactness,
         grammar,
+        applied,
     )

@@ -25,11 +25,11 @@ class Planner:
         store: ChunkStore,
         cost: CostModel,
         support: Support,
-        root: Callable[[str], ChunkKey],
+        root: Callable[[Request], ChunkKey],
         *,
         moves: bool,
     ) -> None:
-        """``root`` gives the root key of a salt; ``moves``: whether keys can be rotated."""
+        """``root`` gives the root key of a request; ``moves``: whether keys can be rotated."""
         self._store = store
         self._cost = cost
         self._support = support
@@ -45,12 +45,12 @@ class Planner:
         if request.mode is GenerationMode.BASELINE:
             yield KnownRows()
             return
-        reusable = self.reusable(request)
+        reusable = min(self.reusable(request), request.cacheable_rows)
         ids = request.token_ids[: min(live_end - 1, reusable)]
         moved_before = 0
         if request.mode is GenerationMode.CHUNK_KV_REUSE and self._moves:
             moved_before = max(0, min(live_end - LIVE_TOKENS, reusable))
-        root = self._root(request.salt)
+        root = self._root(request)
         with self._store.lookup(
             root,
             ids,

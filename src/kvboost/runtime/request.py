@@ -11,6 +11,7 @@ from kvboost.results import Clock, GenerationResult, Healing, ReuseReport, Token
 from kvboost.tokens.hashing import TokenIds
 
 if TYPE_CHECKING:
+    from kvboost.model.adapters.adapter import AppliedAdapter
     from kvboost.runtime.audit import TopTokens
     from kvboost.structured.grammars import Grammar
 
@@ -36,6 +37,14 @@ class Request:
     """``"verified"``: the answer is that of exact rows, whatever it was drafted on."""
     grammar: Grammar | None = None
     """What the answer must look like."""
+    adapter: AppliedAdapter | None = None
+
+    @property
+    def cacheable_rows(self) -> int:
+        """How many of its first rows other requests may share: rows of an activated adapter are
+        not cached, those before them are the base model's."""
+        adapter = self.adapter
+        return adapter.start if adapter is not None and adapter.is_activated else sys.maxsize
 
 
 @dataclass

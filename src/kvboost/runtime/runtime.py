@@ -31,6 +31,7 @@ from kvboost.reuse.assemble import Packer
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.request import BufferedRows, RequestRows
 from kvboost.reuse.rope import Rotation
+from kvboost.runtime.adapters import Adapters
 from kvboost.runtime.beginnings import Beginnings
 from kvboost.runtime.memory import Trimmer
 from kvboost.runtime.planner import Planner
@@ -60,6 +61,8 @@ class Runtime:
 
     ends_forwards = True
     """Whether a forward may be ended between two layers, by a hook that raises."""
+    no_adapters: str | None = None
+    """Why no adapters can be loaded."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig, costs: Path | None = None) -> None:
         self.model = model
@@ -86,10 +89,11 @@ class Runtime:
             attention_share=model.attention_share,
         )
         self._naming = b"" if tiers.secret is None else tiers.secret.naming
+        self.adapters = Adapters(model.forward, self.store, self.root, self.no_adapters)
         self.cost = CostModel(model.attention_share, costs)
         self.rotation = rotation_of(model)
         self.planner = Planner(
-            self.store, self.cost, model.support, self.root, moves=self.rotation is not None
+            self.store, self.cost, model.support, self.root_of, moves=self.rotation is not None
         )
         self._quantizer = make_quantizer(
             model, self.rotation, tiers.ram, config.kv_cache_bits, config.key_norms
@@ -105,12 +109,17 @@ class Runtime:
         self.totals = Totals(config.chunk_size)
         self.unhealed = UnhealedQueue()
 
-    def root(self, salt: str) -> ChunkKey:
+    def root(self, salt: str, adapter: str = "") -> ChunkKey:
         """The root of the prefix tree for this model, its adapters, the precision of stored KV
-        and ``salt``."""
+        and ``salt``. ``adapter``: the digest of the one that a request names."""
         bits = self._config.kv_cache_bits
         identity = f"{self.model.fingerprint} {self.model.active_adapters} {bits}"
+        identity += f" adapter {adapter}" if adapter else ""
         return root_key(identity, salt, secret=self._naming)
+
+    def root_of(self, request: Request) -> ChunkKey:
+        """The root of the prefix tree that a request uses."""
+        return self.adapters.root(request.salt, request.adapter)
 
     def answer_limit(self, request: Request) -> int:
         """How many tokens may be generated: ``max_new_tokens``, or what the context still holds."""
@@ -169,6 +178,8 @@ class Runtime:
         steps, layers = self.model.forward.steps, self.model.forward.fused_layers
         own = self._forwards.note if self._forwards else None
         found = [steps.capture.note if steps else None, layers.note if layers else None, own]
+        if self.adapters.infos():
+            found.append("requests with adapters run without CUDA graphs and fused layers")
         return [note for note in found if note is not None]
 
     @property
@@ -196,6 +207,7 @@ class Runtime:
         self.pool.clear()
         self._forwards = None
         self.model.forward.leave_pages()
+        self.model.forward.remove_adapters()
         self.model.forward.release()
 
     def rows_of(self, kv: RequestKV) -> RequestRows:

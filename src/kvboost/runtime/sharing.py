@@ -76,11 +76,13 @@ class RunningRequests:
             return None, 0
         with self._lock:
             candidates = [one for one in self._running if one.root == root]
-        limit = len(request.token_ids) - 1  # the last row is always computed
+        # The last row is always computed.
+        limit = min(len(request.token_ids) - 1, request.cacheable_rows)
         for one in candidates:
             if one.state.request.mode is GenerationMode.BASELINE:
                 continue
             usable = min(one.state.rows, one.state.exact_rows, limit)
+            usable = min(usable, one.state.request.cacheable_rows)
             if one.kv.start:
                 usable = min(usable, one.kv.own_start)
             if usable // GRID * GRID <= most:

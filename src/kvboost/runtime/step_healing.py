@@ -44,6 +44,7 @@ class StepHealing:
         request = state.request
         wanted = request.heal == "auto" and request.grammar is None and not state.is_exact
         can = runtime.model.forward.beside_rows > 0 and isinstance(kv, PagedKV)
+        can = can and request.adapter is None  # which runs no captured forwards
         return cls(runtime, state, kv) if wanted and can else None
 
     @property
@@ -108,7 +109,7 @@ class StepHealing:
             return
         ids = as_token_ids(np.concatenate([self._prompt, state.token_ids])[: state.rows])
         dropped = runtime.store.drop_superseded(
-            runtime.root(request.salt), ids, request.repair.name
+            runtime.root_of(request), ids, request.repair.name
         )
         runtime.unhealed.add_healed(state, dropped)
 

@@ -86,7 +86,7 @@ async def plan(body: PlanRequest, server: Server, caller: Caller) -> Response:
     engine, prompt = server.engine, call.prompts[0]
     options = {
         name: call.options[name]
-        for name in ("recompute_strategy", "recompute_ratio")
+        for name in ("recompute_strategy", "recompute_ratio", "adapter")
         if name in call.options
     }
 

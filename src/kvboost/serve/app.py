@@ -16,14 +16,20 @@ from starlette.staticfiles import StaticFiles
 
 import kvboost
 from kvboost.errors import KVBoostError
-from kvboost.serve import admin, chat, completions, openapi
+from kvboost.serve import adapters, admin, chat, completions, openapi
 from kvboost.serve.auth import AuthMiddleware
 from kvboost.serve.errors import ApiError, on_engine_error, on_http_error, on_invalid
 from kvboost.serve.limits import HeadLimits, OpenRequests
 from kvboost.serve.metrics import CONTENT_TYPE
 from kvboost.serve.middleware import RequestMiddleware
 from kvboost.serve.openapi import errors
-from kvboost.serve.response_models import ErrorReply, Health, ModelList, ModelReply
+from kvboost.serve.response_models import (
+    AdapterReply,
+    ErrorReply,
+    Health,
+    ModelList,
+    ModelReply,
+)
 from kvboost.serve.server import Server, ServerState
 from kvboost.serve.settings import ServerSettings
 
@@ -59,7 +65,7 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
         redirect_slashes=False,
     )
     app.state.server = state
-    for module in (chat, completions, admin):
+    for module in (chat, completions, adapters, admin):
         app.include_router(module.router)
     app.include_router(router)
     if settings.metrics != "off":
@@ -82,19 +88,19 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     "/v1/models", response_model=ModelList, responses=errors(has_body=False), tags=["openai"]
 )
 async def list_models(server: Server) -> Response:
-    """The names of this server's model."""
-    data = [_model(server, name) for name in server.names]
+    """The names of this server's model, and its adapters."""
+    data = [_model(server, name) for name in (*server.names, *server.adapter_names)]
     return JSONResponse({"object": "list", "data": data})
 
 
 @router.get(
     "/v1/models/{model:path}",
-    response_model=ModelReply,
+    response_model=AdapterReply | ModelReply,
     responses=errors(404, has_body=False),
     tags=["openai"],
 )
 async def retrieve_model(model: str, server: Server) -> Response:
-    """The model under one of its names."""
+    """The model under one of its names, or an adapter."""
     server.check_model(model)
     return JSONResponse(_model(server, model))
 
@@ -139,6 +145,8 @@ async def page() -> Response:
 
 
 def _model(server: ServerState, name: str) -> dict[str, Any]:
+    if name not in server.names:
+        return adapters.describe(server, name)
     return {
         "id": name,
         "object": "model",

@@ -16,6 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.errors import (
+    AdapterError,
+    AdapterNotFoundError,
     ConfigError,
     ContextLengthError,
     ForgetError,
@@ -24,6 +26,7 @@ from kvboost.errors import (
     QueueFullError,
     RankLostError,
     ShuttingDownError,
+    UnknownAdapterError,
 )
 
 logger = logging.getLogger("kvboost.serve")
@@ -98,6 +101,12 @@ def from_engine(error: Exception) -> ApiError:
             )
         case ForgetError():
             return ApiError(500, str(error), kind="server_error", code="not_forgotten")
+        case UnknownAdapterError():
+            return ApiError(404, str(error), code="model_not_found", param="model")
+        case AdapterNotFoundError():
+            return ApiError(404, str(error), code="adapter_not_found", param="lora_path")
+        case AdapterError():
+            return ApiError(400, str(error), code="adapter_refused", param="lora_path")
         case PromptError():
             return ApiError(400, str(error), code="invalid_prompt", param="prompt")
         case ConfigError():

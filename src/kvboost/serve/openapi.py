@@ -84,7 +84,7 @@ def _document(app: FastAPI, server: ServerState) -> dict[str, Any]:
     )
     schemas = document["components"]["schemas"]
     for name in ("ChatRequest", "CompletionRequest"):
-        schemas[name]["properties"]["model"]["enum"] = list(server.names)
+        schemas[name]["properties"]["model"]["enum"] = [*server.names, *server.adapter_names]
     _bound_ids(schemas, server.engine.vocab_size)
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)

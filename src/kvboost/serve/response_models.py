@@ -180,9 +180,23 @@ class ModelReply(Reply):
     context_length: int | None
 
 
+class AdapterReply(ModelReply):
+    parent: str
+    """The name of the model that it adapts."""
+    digest: str
+    """Identifies its content; text is cached under it."""
+    rank: int
+
+
 class ModelList(Reply):
     object: Literal["list"]
-    data: list[ModelReply]
+    data: list[AdapterReply | ModelReply]
+
+
+class Unloaded(Reply):
+    id: str
+    object: Literal["model"]
+    deleted: Literal[True]
 
 
 class Health(Reply):

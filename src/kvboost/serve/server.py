@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvboost.errors import ConfigError
 from kvboost.serve.auth import Keys, Tenant
 from kvboost.serve.errors import ApiError
 from kvboost.serve.live import LiveLog
@@ -35,13 +36,27 @@ class ServerState:
         self.started = time.time()
         self.draining = False
         self.names = served_names(engine, settings)
+        if hidden := sorted({*self.names} & {*engine.adapters()}):
+            raise ConfigError(
+                f"{hidden[0]!r} names both the model and an adapter; rename one of them"
+            )
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """The names of adapters, which requests may use as well."""
+        return [name for name in self.engine.adapters() if name not in self.names]
+
+    def adapter(self, name: str | None) -> str | None:
+        """The adapter that a request for the model ``name`` means."""
+        return name if name in self.adapter_names else None
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError 404 if the model is not served under ``name``."""
-        if name not in self.names:
+        """Raises ApiError 404 if neither the model nor an adapter is served under ``name``."""
+        if name not in self.names and name not in self.adapter_names:
+            known = ", ".join([*self.names, *self.adapter_names])
             raise ApiError(
                 404,
-                f"there is no model {name[:80]!r} here; there is {', '.join(self.names)}",
+                f"there is no model {name[:80]!r} here; there is {known}",
                 code="model_not_found",
                 param="model",
             )

@@ -132,7 +132,8 @@ class ServerSettings:
     @property
     def admin_paths(self) -> tuple[str, ...]:
         """The beginnings of paths that need an administrator's key, if there are keys."""
-        return ("/kvboost/", "/metrics") if self.metrics == "key" else ("/kvboost/",)
+        always = ("/kvboost/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+        return (*always, "/metrics") if self.metrics == "key" else always
 
 
 def is_loopback(host: str) -> bool:

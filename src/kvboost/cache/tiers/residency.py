@@ -181,6 +181,24 @@ class Residency:
                     if tier is not self._on_disk:
                         tier.tier.delete(key)
 
+    def leave_memory(self, infos: Iterable[ChunkInfo]) -> int:
+        """Takes chunks that are not in use out of the tiers in memory; returns how many. What is
+        on disk, or waits to be written there, stays. Chunks before one in use stay too."""
+        last_first = sorted(infos, key=lambda info: info.base_position, reverse=True)
+        needed: set[ChunkKey] = set()
+        left = 0
+        for info in last_first:
+            if info.key in needed or self.owner.is_held(info.key):
+                needed |= {info.parent, info.before}
+                continue
+            for tier in (self._on_gpu, self._in_ram):
+                if tier is not None and info.key in tier:
+                    tier.tier.delete(info.key)
+                    tier.remove(info.key)
+                    self._left(info.key)
+                    left += 1
+        return left
+
     def mark_lost(self, key: ChunkKey) -> None:
         """``key`` was found, but no tier can provide it now. If its file exists and is whole, it
         stays and is found again later."""

@@ -45,9 +45,9 @@ SIGNATURES: dict[str, Sequence[type]] = {
     "kvboost_write": (c_void_p, c_int32, *(c_void_p, c_int64, c_int64) * 2, c_int32),
     "kvboost_pack": (c_void_p, c_int32, c_int32, c_void_p),
     "kvboost_linear": (c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_int32),
-    "kvboost_layer": (*(c_void_p,) * 10, c_int32),
-    "kvboost_layer_begin": (*(c_void_p,) * 7, c_int32),
-    "kvboost_layer_end": (*(c_void_p,) * 8, c_int32),
+    "kvboost_layer": (*(c_void_p,) * 11, c_int32),
+    "kvboost_layer_begin": (*(c_void_p,) * 8, c_int32),
+    "kvboost_layer_end": (*(c_void_p,) * 9, c_int32),
     "kvboost_errors": (
         *(c_void_p, c_int64, c_int64) * 2,
         *(c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_int32),

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from kvboost.model import native
+from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.attention import Batch
+from kvboost.model.native.adapters import ChangeTables, changes_of
 from kvboost.model.native.layers import Product, rounded_up
 
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
@@ -37,13 +39,29 @@ class _Layer(ctypes.Structure):
 class DecoderLayer:
     """One layer on products that were made before."""
 
-    def __init__(self, layer: Any, qkv: Product, o: Product, gate_up: Product, down: Product):
+    def __init__(
+        self,
+        layer: Any,
+        qkv: Product,
+        o: Product,
+        gate_up: Product,
+        down: Product,
+        *,
+        tables: ChangeTables,
+        name: str,
+    ) -> None:
+        """``name`` is the layer's path in its model, ``tables`` is where adapters are looked
+        up."""
         attention, norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
         dim = attention.head_dim
         weights = [norm.weight.detach() for norm in norms]  # the kernels read them
         self._held = (qkv, o, gate_up, down, weights)
         self._depth = max(product.depth for product in (qkv, o, gate_up, down))
         self._heads = o.depth // dim
+        num_queries = self._heads * dim
+        num_keys = (qkv.width - num_queries) // 2
+        self._tables = tables
+        tables.add_layer(attention.layer_idx, name, num_queries, num_keys)
         self._scratch = gate_up.depth + max(qkv.width + o.depth, gate_up.width)
         self._layer = _Layer(
             *(product.address for product in (qkv, o, gate_up, down)),
@@ -80,18 +98,20 @@ class DecoderLayer:
         layer, plan, threads = self._address, batch.plan.address, torch.get_num_threads()
         given = [tensor.data_ptr() for tensor in (hidden, cos, sin)]
         places = [tensor.data_ptr() for tensor in (out, scratch, packed, parts)]
+        changes = changes_of(adapted_rows(), self._tables, batch.kernels)
+        changed = None if changes is None else changes.address
         places.append(batch.kernels.workspaces())
         if not batch.has_hooks:
-            self._library.kvboost_layer(layer, plan, *given, *places, threads)
+            self._library.kvboost_layer(layer, plan, *given, *places, changed, threads)
             return out
-        self._library.kvboost_layer_begin(layer, plan, *given, *places[1:3], threads)
+        self._library.kvboost_layer_begin(layer, plan, *given, *places[1:3], changed, threads)
         start = rows * self._width
         fresh = scratch[start : start + rows * self._qkv].view(1, rows, -1, dim).transpose(1, 2)
         kv_heads = (fresh.shape[1] - self._heads) // 2
         query, keys, values = fresh.split((self._heads, kv_heads, kv_heads), dim=1)
         batch.write(self._layer.index, keys, values)
         batch.show(self._layer.index, query, self._layer.scale)
-        self._library.kvboost_layer_end(layer, plan, given[0], *places, threads)
+        self._library.kvboost_layer_end(layer, plan, given[0], *places, changed, threads)
         return out
 
 

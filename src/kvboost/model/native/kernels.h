@@ -68,6 +68,39 @@ typedef struct {
     int32_t index, heads;
 } Layer;
 
+// What an adapter changes in the output of one linear layer, for some consecutive rows.
+typedef struct {
+    const number *down; // [rank, k]
+    const number *up;   // [rank, width]
+    int32_t rank;       // 0: nothing
+    int32_t width;      // columns of the linear layer, a multiple of 16
+    int32_t column;     // where they begin in the output of the product
+    int32_t interleaved; // whether every 16 of them are followed by 16 of another layer
+    int32_t first, num_rows;
+} Change;
+
+#define CHANGED_LINEARS 7 // of a layer: q, k, v; o; gate, up; down
+
+// The changes of all layers.
+typedef struct {
+    const Change *changes; // [layers, CHANGED_LINEARS, num_runs]
+    int32_t num_runs;      // slices of rows that have an adapter
+    int32_t most_rank;
+    float *sums;  // [3, rows, most_rank]
+    number *wide; // [rows, n of gate_up]
+} Changes;
+
+// Adds the changes of `parts` linear layers to their product, [m, out_width], of rows [m, width].
+void kvboost_adapt(
+    const Changes *all, const Change *changes, int parts, const number *rows, int m, int width,
+    number *out, int out_width, int threads
+);
+
+int kvboost_has_changes(const Change *changes, int count);
+
+// wide [m, 2 * width], of every 32 columns 16 gates and 16 values, to [m, width].
+void kvboost_gate(const number *wide, int m, int width, number *out, int threads);
+
 void kvboost_attend(const Call *call, int threads);
 
 void kvboost_write(

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.paged.batch import PagedBatch
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.row_batch import RowBatch
@@ -194,7 +195,8 @@ def replace_forward(module: nn.Module, ours: FusedLayer) -> None:
         hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
     ) -> Any:
         batch = getattr(past_key_values, "batch", None)
-        if not (isinstance(batch, RowBatch) and batch.is_fused and ours.serves()):
+        is_fused = isinstance(batch, RowBatch) and batch.is_fused and ours.serves()
+        if batch is None or not is_fused or adapted_rows() is not None:
             return stock(hidden_states, *args, past_key_values=past_key_values, **kwargs)
         cos, sin = kwargs["position_embeddings"]
         return ours(hidden_states[0], (cos[0], sin[0]), batch)[None]

@@ -72,6 +72,16 @@ static inline __m512 gate(__m512 x) {
     return _mm512_mul_ps(x, share);
 }
 
+void kvboost_gate(const bf16 *wide, int m, int width, bf16 *out, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int row = 0; row < m; row++)
+        for (int column = 0; column < width; column += TILE) {
+            const bf16 *from = wide + 2 * ((int64_t)row * width + column);
+            const __m512 share = gate(widen(from));
+            store(out + (int64_t)row * width + column, _mm512_mul_ps(share, widen(from + TILE)));
+        }
+}
+
 // Sums [count, 32] of the columns from `column` on, finished and rounded, to the same rows of out.
 static void finish(
     const Linear *linear, const float *sums, int column, int count, const bf16 *residual, bf16 *out

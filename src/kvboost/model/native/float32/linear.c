@@ -39,6 +39,17 @@ INLINE vec gate(vec gates, vec values) {
     return gates / (powers_of_2((vec){0} - exponents) + 1.0f) * values;
 }
 
+void kvboost_gate(const float *wide, int m, int width, float *out, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int row = 0; row < m; row++)
+        for (int column = 0; column < width; column += HALF) {
+            const float *from = wide + 2 * ((int64_t)row * width + column);
+            float *to = out + (int64_t)row * width + column;
+            for (int c = 0; c < HALF; c += LANES)
+                store(to + c, gate(load(from + c), load(from + HALF + c)));
+        }
+}
+
 // Writes sums [count, 32] of the columns from `column` on to the same rows of out.
 static void finish(
     const Linear *linear, float *sums, int column, int count, const float *residual, float *out

@@ -1,0 +1,164 @@
+"""What adapters cost: a batch in which every request has another adapter, against the base model.
+
+    python scripts/bench_adapters.py [--model NAME] [--adapters 8] [--rank 16] [--rounds 9]
+
+Random adapters of two kinds are measured: of queries and values, PEFT's default for Llama, and of
+all linear layers. Rounds of base and adapters alternate, so that a busy machine slows down both.
+Prints medians of a decode step, of reading a prompt, and of loading an adapter; JSON comes last.
+Ratios of the processor's time are given too: other processes hardly change these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from kvboost import KVBoost
+
+QV = ("q_proj", "v_proj")
+KINDS = {
+    "queries and values": QV,
+    "all linear layers": (*QV, "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+}
+PROMPT = "The keeper of the lighthouse counts the ships that pass by the rocks. "
+SHORT, LONG = 2, 18
+"""Tokens to generate: the difference is decode steps alone."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds on the clock, and of the processor."""
+
+    wall: float
+    cpu: float
+
+    def __sub__(self, other: Times) -> Times:
+        return Times(self.wall - other.wall, self.cpu - other.cpu)
+
+
+def now() -> Times:
+    return Times(time.perf_counter(), time.process_time())
+
+
+def write_adapter(folder: Path, engine: KVBoost, targets: Sequence[str], rank: int) -> Path:
+    """A random adapter, whose factors are both other than zero."""
+    tensors = {}
+    for name, module in engine._model.forward.model.named_modules():
+        if name.rpartition(".")[2] in targets:
+            sizes: Any = module.out_features, module.in_features
+            tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, sizes[1]) / 50
+            tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(sizes[0], rank) / 50
+    folder.mkdir()
+    save_file(
+        {name: one.to(engine.dtype) for name, one in tensors.items()},
+        folder / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*targets]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def seconds(engine: KVBoost, names: Sequence[str | None], num_tokens: int) -> Times:
+    began = now()
+    prompts = [f"{number}. {PROMPT}" for number in range(len(names))]
+    engine.generate_batch(
+        prompts,
+        num_tokens,
+        "baseline",
+        each=[{"adapter": name} for name in names],
+        ignore_eos=True,
+    )
+    return now() - began
+
+
+def measure(engine: KVBoost, folder: Path, kind: str, count: int, rank: int, rounds: int) -> Any:
+    names = [f"{kind} {number}" for number in range(count)]
+    loading = []
+    for number, name in enumerate(names):
+        path = write_adapter(folder / f"{kind} {number}", engine, KINDS[kind], rank)
+        began = now()
+        engine.load_adapter(name, path)
+        loading.append(now() - began)
+    cases: dict[str, list[str | None]] = {
+        "base": [None] * count,
+        "adapters": [*names],
+        "one adapter": [names[0]] * count,
+    }
+    steps: dict[str, list[Times]] = {case: [] for case in cases}
+    reading: dict[str, list[Times]] = {case: [] for case in cases}
+    for turn in range(rounds + 1):
+        for case, asked in cases.items():
+            short = seconds(engine, asked, SHORT)
+            long = seconds(engine, asked, LONG)
+            if turn:  # the first round warms up
+                steps[case].append(long - short)
+                reading[case].append(short)
+    size = engine.adapters()[names[0]].num_bytes
+    for name in names:
+        engine.unload_adapter(name)
+
+    def ratios(clock: str) -> dict[str, float]:
+        return {
+            case: statistics.median(
+                getattr(mine, clock) / getattr(base, clock)
+                for mine, base in zip(steps[case], steps["base"], strict=True)
+            )
+            for case in cases
+        }
+
+    def median_ms(times: Sequence[Times]) -> float:
+        return statistics.median(one.wall for one in times) * 1e3
+
+    return {
+        "adapter_bytes": size,
+        "load_ms": median_ms(loading),
+        "load_cpu_ms": statistics.median(one.cpu for one in loading) * 1e3,
+        "step_ms": {case: median_ms(steps[case]) / (LONG - SHORT) for case in cases},
+        "step_ratio": ratios("wall"),
+        "step_cpu_ratio": ratios("cpu"),
+        "begin_ms": {case: median_ms(reading[case]) for case in cases},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--adapters", type=int, default=8)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=9)
+    given = parser.parse_args()
+    report: dict[str, Any] = {**vars(given), "threads": torch.get_num_threads()}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        KVBoost.from_pretrained(given.model, dtype=given.dtype) as engine,
+    ):
+        report["dtype"] = str(engine.dtype)
+        for kind in KINDS:
+            found = measure(engine, Path(folder), kind, given.adapters, given.rank, given.rounds)
+            report[kind] = found
+            print(
+                f"{kind}, rank {given.rank}: a step of {given.adapters} requests takes "
+                f"{found['step_ms']['base']:.1f} ms without adapters, "
+                f"{found['step_ratio']['adapters']:.2f} x with {given.adapters} different ones "
+                f"({found['step_cpu_ratio']['adapters']:.2f} x the processor's time), "
+                f"{found['step_ratio']['one adapter']:.2f} x with one "
+                f"({found['step_cpu_ratio']['one adapter']:.2f} x); loading takes "
+                f"{found['load_ms']:.0f} ms, {found['load_cpu_ms']:.0f} of the processor",
+                flush=True,
+            )
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""LoRA adapters: reading their files, and adding what they change to the rows of a forward."""

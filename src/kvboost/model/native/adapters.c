@@ -1,0 +1,103 @@
+// What adapters add to the outputs of a product: for some rows each, rows down' up.
+
+#include "kernels.h"
+
+#include <string.h>
+
+#define LANES 16 // columns of outputs come in multiples of this
+#define TILE 64  // columns that are added up at a time
+
+static inline float as_float(number x) {
+#ifdef KVBOOST_FLOAT32
+    return x;
+#else
+    const uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+#endif
+}
+
+static inline number as_number(float x) {
+#ifdef KVBOOST_FLOAT32
+    return x;
+#else
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (number)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16); // to nearest, ties to even
+#endif
+}
+
+// sums[num_rows, rank] from rank `first` to `end`: each row times a row of `down`.
+static void shrink(
+    const Change *change, const number *rows, int width, int first, int end, float *sums
+) {
+    for (int j = first; j < end; j++) {
+        const number *down = change->down + (int64_t)j * width;
+        for (int row = 0; row < change->num_rows; row++) {
+            const number *from = rows + (int64_t)row * width;
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int d = 0; d < width; d++) sum += as_float(from[d]) * as_float(down[d]);
+            sums[(int64_t)row * change->rank + j] = sum;
+        }
+    }
+}
+
+// Adds sums times `up` to columns `first` to `end` of the change, at their places in out.
+static void expand(
+    const Change *change, const float *sums, int first, int end, number *out, int out_width
+) {
+    for (int column = first; column < end; column += TILE) {
+        const int count = end - column < TILE ? end - column : TILE;
+        for (int row = 0; row < change->num_rows; row++) {
+            float added[TILE] __attribute__((aligned(64))) = {0};
+            for (int j = 0; j < change->rank; j++) {
+                const float times = sums[(int64_t)row * change->rank + j];
+                const number *up = change->up + (int64_t)j * change->width + column;
+#pragma omp simd
+                for (int c = 0; c < count; c++) added[c] += times * as_float(up[c]);
+            }
+            for (int c = 0; c < count; c += LANES) {
+                const int at = change->interleaved ? 2 * (column + c) : column + c;
+                number *to = out + (int64_t)row * out_width + change->column + at;
+#pragma omp simd
+                for (int lane = 0; lane < LANES; lane++)
+                    to[lane] = as_number(as_float(to[lane]) + added[c + lane]);
+            }
+        }
+    }
+}
+
+int kvboost_has_changes(const Change *changes, int count) {
+    for (int i = 0; i < count; i++)
+        if (changes[i].rank) return 1;
+    return 0;
+}
+
+void kvboost_adapt(
+    const Changes *all, const Change *changes, int parts, const number *rows, int m, int width,
+    number *out, int out_width, int threads
+) {
+    const int count = parts * all->num_runs;
+    if (!kvboost_has_changes(changes, count)) return;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    for (int expands = 0; expands < 2; expands++) {
+#pragma omp for schedule(dynamic, 1)
+        for (int task = 0; task < count * threads; task++) {
+            const Change *change = changes + task / threads;
+            const int64_t place = (int64_t)(task / threads / all->num_runs) * m + change->first;
+            float *sums = all->sums + place * all->most_rank;
+            const int share = task % threads;
+            if (expands) {
+                const int blocks = change->rank ? change->width / LANES : 0;
+                expand(change, sums, blocks * share / threads * LANES,
+                       blocks * (share + 1) / threads * LANES,
+                       out + (int64_t)change->first * out_width, out_width);
+            } else {
+                shrink(change, rows + (int64_t)change->first * width, width,
+                       change->rank * share / threads, change->rank * (share + 1) / threads, sums);
+            }
+        }
+    }
+}

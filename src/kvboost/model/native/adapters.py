@@ -1,0 +1,97 @@
+"""What adapters change in whole layers: what ``adapters.c`` reads."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int32, c_void_p
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvboost.model.adapters.adapter import Adapter
+from kvboost.model.adapters.layers import AdaptedRows
+from kvboost.model.native.kernels import Kernels
+
+LINEARS = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
+"""The linear layers of a decoder layer, as ``kernels.h`` numbers them."""
+GATED = slice(4, 6)
+LANES = 16
+"""Of the gated product, so many columns are gates and so many are what they multiply, in turn."""
+
+CHANGE = np.dtype(
+    [(name, np.int64) for name in ("down", "up")]
+    + [(name, np.int32) for name in ("rank", "width", "column", "interleaved", "first", "num_rows")]
+)
+Table = npt.NDArray[np.void]
+
+
+class ChangeTables:
+    """The addresses of adapters' weights for the layers of a model."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._tables: WeakKeyDictionary[Adapter, Table] = WeakKeyDictionary()
+
+    def add_layer(self, index: int, name: str, num_queries: int, num_keys: int) -> None:
+        """``name`` is the layer's path in the model; its queries and keys have so many columns."""
+        columns = (0, num_queries, num_queries + num_keys, 0, 0, LANES, 0)
+        self._layers[index] = name, columns
+
+    def of(self, adapter: Adapter) -> Table:
+        """``[layers, linear layers]``: what the adapter changes, of no rows yet."""
+        if adapter not in self._tables:
+            table = np.zeros((max(self._layers) + 1, len(LINEARS)), CHANGE)
+            for index, (name, columns) in self._layers.items():
+                for linear, (path, column) in enumerate(zip(LINEARS, columns, strict=True)):
+                    delta = adapter.deltas.get(f"{name}.{path}")
+                    if delta is not None:
+                        at = delta.down.data_ptr(), delta.up.data_ptr()
+                        table[index, linear] = (*at, *delta.up.shape, column, 0, 0, 0)
+            table["interleaved"][:, GATED] = 1
+            self._tables[adapter] = table
+        return self._tables[adapter]
+
+
+class _Changes(ctypes.Structure):
+    _fields_ = [
+        ("changes", c_void_p),
+        ("num_runs", c_int32),
+        ("most_rank", c_int32),
+        ("sums", c_void_p),
+        ("wide", c_void_p),
+    ]
+
+
+class Changes:
+    """What adapters change in the rows of one forward, in all layers."""
+
+    def __init__(self, rows: AdaptedRows, tables: ChangeTables, kernels: Kernels) -> None:
+        self._changes = np.stack([tables.of(adapter) for _, adapter in rows.runs], axis=2)
+        self._changes["first"] = [part.start for part, _ in rows.runs]
+        self._changes["num_rows"] = [part.stop - part.start for part, _ in rows.runs]
+        most_rank = int(self._changes["rank"].max())
+        wide = 2 * int(self._changes["width"][:, GATED].max())
+        sums = kernels.scratch("sums", 3 * rows.num_rows * most_rank, torch.float32)
+        self._struct = _Changes(
+            self._changes.ctypes.data,
+            len(rows.runs),
+            most_rank,
+            sums.data_ptr(),
+            kernels.scratch("wide", rows.num_rows * wide).data_ptr(),
+        )
+        self.address = ctypes.addressof(self._struct)
+
+
+def changes_of(rows: AdaptedRows | None, tables: ChangeTables, kernels: Kernels) -> Changes | None:
+    """The changes of a forward, made in its first layer."""
+    if rows is None:
+        return None
+    made = rows.changes
+    if not isinstance(made, Changes):
+        made = rows.changes = Changes(rows, tables, kernels)
+    return made

@@ -1,0 +1,86 @@
+"""Adapters in whole layers of ours, against hooks on the model's own linear layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from adapters import LINEARS, write_adapter
+from kernel_forms import CPU, close, each_dtype
+from kvboost.model.adapters.adapter import Adapter, AppliedAdapter
+from kvboost.model.adapters.files import read_adapter
+from kvboost.model.adapters.layers import AdaptedRows
+from kvboost.model.fast_layers import can_pack, pack_layers
+from kvboost.model.forward import Forward
+from kvboost.model.kv import RequestKV
+from kvboost.model.native.decoder import restore_forward
+from kvboost.model.segment import Segment
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
+class Nothing:
+    """A hook, with which a layer is two calls."""
+
+    def on_fresh(self, *_: object) -> None: ...
+
+    def on_query(self, *_: object) -> None: ...
+
+
+def segments(forward: Forward, adapters: list[Adapter | None], hooked: bool) -> list[Segment]:
+    """Of different lengths: one row, some, and more than are multiplied at once."""
+    made = []
+    for number, adapter in enumerate(adapters):
+        kv = RequestKV(forward.shape, 64)
+        kv.adapter = None if adapter is None else AppliedAdapter(adapter, start=number)
+        rows = (1, 5, 7, 60)[number]
+        ids = torch.randint(0, 128, (rows,), generator=torch.Generator().manual_seed(number))
+        hook = Nothing() if hooked else None
+        made.append(Segment(kv, ids, range(rows), num_logits=rows, hook=hook))
+    return made
+
+
+@each_dtype
+@pytest.mark.parametrize("hooked", [False, True])
+def test_whole_layers_take_adapters(
+    dtype: torch.dtype, hooked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    assert can_pack(CPU, dtype)
+    forward = Forward(model, packed=True, fast_layers=pack_layers(model))
+    everywhere, few = (
+        forward.load_adapter(
+            read_adapter(write_adapter(tmp_path / name, model, targets=targets, rank=rank))
+        )
+        for name, targets, rank in (("a", LINEARS, 5), ("b", ("k_proj", "up_proj"), 20))
+    )
+    order = [everywhere, None, few, everywhere]
+    calls: list[str] = []
+    add = AdaptedRows.add
+
+    def counted(self: AdaptedRows, module: str, *rows: torch.Tensor) -> None:
+        calls.append(module)
+        add(self, module, *rows)
+
+    monkeypatch.setattr(AdaptedRows, "add", counted)
+    given = forward(segments(forward, order, hooked))
+    assert not calls
+    for layer in model.model.layers:
+        restore_forward(layer)
+    expected = forward(segments(forward, order, hooked))
+    assert len(calls) == 7 * SIZES["num_hidden_layers"]
+    assert close(given, expected, 4)
+    assert not torch.allclose(given, forward(segments(forward, [None] * 4, hooked)), atol=0.1)
