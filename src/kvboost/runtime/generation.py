@@ -342,7 +342,7 @@ class Generation:
         runtime, request, state = self._runtime, self._request, self._state
         if self._keeps_rows and runtime.keeps_pages and state.epoch == runtime.store.epoch:
             ids = as_token_ids(np.concatenate([request.token_ids, state.token_ids]))
-            num_rows = min(state.rows, state.exact_rows)
+            num_rows = min(state.rows, state.exact_rows, request.cacheable_rows)
             root = runtime.root_of(request)
             runtime.beginnings.keep(self._kv, ids, num_rows, root, state.epoch)
 
