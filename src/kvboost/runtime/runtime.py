@@ -35,6 +35,7 @@ from kvboost.runtime.memory import Trimmer
 from kvboost.runtime.planner import Planner
 from kvboost.runtime.request import Request
 from kvboost.runtime.sharing import RunningRequests
+from kvboost.runtime.speculation.speculation import Speculation
 from kvboost.runtime.totals import Totals
 from kvboost.runtime.unhealed import UnhealedQueue
 from kvboost.tokens.chunking import Cutter
@@ -86,6 +87,7 @@ class Runtime:
         )
         self._naming = b"" if tiers.secret is None else tiers.secret.naming
         self.cost = CostModel(model.attention_share, costs)
+        self.speculation = Speculation(self.cost)
         self.rotation = rotation_of(model)
         self.planner = Planner(
             self.store, self.cost, model.support, self.root, moves=self.rotation is not None
