@@ -11,8 +11,17 @@ from kvboost.runtime.request import Request, RequestState
 from kvboost.runtime.speculation.chances import Chances
 from kvboost.runtime.speculation.drafters import Drafter, Offer, TextDrafter
 from kvboost.runtime.speculation.lengths import NO_DRAFT, Pace, best_pace
+from kvboost.runtime.speculation.suffixes import IndexedText
 from kvboost.runtime.speculation.texts import TenantTexts
 from kvboost.tokens.hashing import ChunkKey, TokenIds
+
+
+MakeDrafters = Callable[[Request, Sequence[IndexedText]], Sequence[Drafter]]
+"""The drafters of a request, given its tenant's last texts."""
+
+
+def draft_from_text(request: Request, texts: Sequence[IndexedText]) -> Sequence[Drafter]:
+    return [TextDrafter(request.token_ids, texts)]
 
 
 class Speculation:
@@ -22,8 +31,7 @@ class Speculation:
         self._cost = cost
         self.texts = TenantTexts()
         self._chances = Chances(weight=16)
-        self.more_drafters: Callable[[Request], Sequence[Drafter]] = lambda _: ()
-        """Makes the drafters of a request besides that of texts."""
+        self.make_drafters: MakeDrafters = draft_from_text
 
     def start(
         self, state: RequestState, root: ChunkKey, epoch: int, *, in_pages: bool
@@ -36,8 +44,7 @@ class Speculation:
             return None
         if in_pages and request.speculate == "auto":
             return None
-        text = TextDrafter(request.token_ids, self.texts.of(root, epoch))
-        drafters = [text, *self.more_drafters(request)]
+        drafters = self.make_drafters(request, self.texts.of(root, epoch))
         return Speculator(drafters, state, most, Chances(4, self._chances), self._cost)
 
     def remember(self, root: ChunkKey, ids: TokenIds, epoch: int) -> None:
