@@ -33,6 +33,10 @@ def test_a_whole_answer(client) -> None:
         "completion_tokens": 2,
         "total_tokens": 9,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
     assert said["kvboost"]["computed_tokens"] == 7
     assert "text" not in said["kvboost"]["spans"][0]

@@ -100,6 +100,7 @@ def engine_call(
         "recompute_ratio": body.kvboost.ratio,
         "heal": body.kvboost.heal,
         "exactness": body.kvboost.exactness,
+        "speculate": body.kvboost.speculate,
     }
     format_field = None
     for field, options in body.formats().items():

@@ -13,7 +13,7 @@ from kvboost import KVBoost
 from kvboost.config import GenerationMode
 from kvboost.results import GenerationResult
 from kvboost.tokens.hashing import as_token_ids
-from scripted_drafts import Script, always_draft, always_wrong, at_random, oracle, script
+from scripted_drafts import always_draft, always_wrong, at_random, oracle, script
 from test_reuse import words
 from tiny import EOS, longrope_model, make_engine, tiny_model
 

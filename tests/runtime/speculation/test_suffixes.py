@@ -22,9 +22,7 @@ def longest_match(text: list[int], tail: list[int]) -> int:
     return max(lengths, default=0)
 
 
-@given(
-    text=st.lists(st.integers(0, 3), max_size=40), tail=st.lists(st.integers(0, 3), max_size=12)
-)
+@given(text=st.lists(st.integers(0, 3), max_size=40), tail=st.lists(st.integers(0, 3), max_size=12))
 def test_a_match_is_real_and_about_the_longest(text: list[int], tail: list[int]) -> None:
     match = IndexedText(np.array(text, np.uint32)).find(Tail(tail), 3)
     longest = longest_match(text, tail)

@@ -15,7 +15,6 @@ from kvboost.runtime.speculation.suffixes import IndexedText
 from kvboost.runtime.speculation.texts import TenantTexts
 from kvboost.tokens.hashing import ChunkKey, TokenIds
 
-
 MakeDrafters = Callable[[Request, Sequence[IndexedText]], Sequence[Drafter]]
 """The drafters of a request, given its tenant's last texts."""
 
