@@ -112,6 +112,7 @@ def test_all_options_reach_the_engine(client, fake) -> None:
             "ratio": 0.5,
             "heal": "off",
             "exactness": "verified",
+            "speculate": 8,
         },
         logprobs=True,
         top_logprobs=3,
@@ -140,6 +141,7 @@ def test_all_options_reach_the_engine(client, fake) -> None:
             "recompute_ratio": 0.5,
             "heal": "off",
             "exactness": "verified",
+            "speculate": 8,
         }
     ]
 

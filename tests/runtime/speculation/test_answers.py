@@ -13,6 +13,7 @@ from kvboost import KVBoost
 from kvboost.config import GenerationMode
 from kvboost.results import GenerationResult
 from kvboost.tokens.hashing import as_token_ids
+from paged_engines import leaks, paged_engine, steps_of
 from scripted_drafts import always_draft, always_wrong, at_random, oracle, script
 from test_reuse import words
 from tiny import EOS, longrope_model, make_engine, tiny_model
@@ -211,6 +212,21 @@ def test_a_position_at_which_the_rotation_changes_ends_a_draft(monkeypatch) -> N
         drafted = engine.generate(prompt, 24, keep=False, ignore_eos=True, speculate=MOST)
         assert drafted.drafted_tokens > 0
         assert_same(plain, drafted)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 4}])
+def test_over_pages_a_request_asks_for_drafts(monkeypatch, options) -> None:
+    prompt = words(1, 10)
+    given = {"ignore_eos": True, "keep": False, **options}
+    with paged_engine(monkeypatch) as engine:
+        plain = engine.generate(prompt, 8, **given)
+        assert steps_of(engine).num_ahead > 0
+        script(monkeypatch, engine, {key(prompt): plain.token_ids}, at_random)
+        assert engine.generate(prompt, 8, speculate="auto", **given).drafted_tokens == 0
+        drafted = engine.generate(prompt, 8, speculate=3, **given)
+        assert_same(plain, drafted)
+        assert 0 < drafted.accepted_tokens < drafted.drafted_tokens
+        assert leaks(engine) == []
 
 
 def test_the_engine_drafts_from_what_was_read(monkeypatch) -> None:
