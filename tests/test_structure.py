@@ -44,6 +44,8 @@ FORBIDDEN_LIBRARIES = {
     "cache/lookup": {"torch"},
     "cache/eviction": {"torch"},
     "runtime/scheduler.py": {"torch", "transformers"},
+    "runtime/speculation/suffixes.py": {"torch"},
+    "runtime/speculation/texts.py": {"torch"},
     "model/triton": {"transformers"},
     "model/triton/__init__.py": {"triton"},
 }

@@ -120,7 +120,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_engine(model: PreTrainedModel, *, strict: bool = True, **config: Any) -> KVBoost:
-    options = {"chunk_size": 16, **config}
+    """An engine without drafts: how many there are depends on how long forwards take."""
+    options = {"chunk_size": 16, "speculate": "off", **config}
     return KVBoost.from_model(
         model, byte_tokenizer(), strict=strict, config=EngineConfig(**options)
     )

@@ -31,6 +31,9 @@ HEAL = ("auto", "idle", "off")
 EXACTNESS = ("repaired", "verified")
 GRAPHS = ("auto", "lazy", "off")
 DTYPES = ("float32", "bfloat16", "float16")
+SPECULATE = ("auto", "off")
+MOST_DRAFTED, LIMIT_DRAFTED = 16, 64
+"""Tokens of a draft: the most by default, and the most that may be asked for."""
 
 EnumT = TypeVar("EnumT", bound=Enum)
 
@@ -87,6 +90,20 @@ def whole(value: int, least: int, option: str) -> None:
     """Raises ConfigError unless ``value`` is an int, and not below ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{option}={value!r} must be a whole number of at least {least}")
+
+
+def most_drafted(speculate: str | int) -> int:
+    """The most tokens of a draft that the option ``speculate`` allows. Raises ConfigError if it is
+    neither of ``SPECULATE`` nor such a number."""
+    if isinstance(speculate, str) and speculate in SPECULATE:
+        return MOST_DRAFTED if speculate == "auto" else 0
+    if isinstance(speculate, bool) or not isinstance(speculate, int):
+        raise ConfigError(
+            f"speculate={speculate!r} is not available; choose 'auto', 'off' or the most tokens of "
+            f"a draft, 1 to {LIMIT_DRAFTED}"
+        )
+    within(speculate, 1, LIMIT_DRAFTED, "speculate")
+    return speculate
 
 
 def closest(name: str, known: Collection[str]) -> str | None:
@@ -244,6 +261,12 @@ class EngineConfig:
     on a GPU. While no request is answering, it is four times as many."""
     kv_events: KVEvents | None = None
     """Where to publish which text the cache holds, for routers; by default nowhere."""
+    speculate: str | int = "auto"
+    """``"auto"`` drafts the next tokens from the text that was read and checks them in one forward,
+    where that is expected to be faster; a number is the most tokens of a draft, by default 16;
+    ``"off"`` drafts nothing. Answers are the same. On GPUs, ``"auto"`` drafts nothing as yet."""
+    draft_model: str | os.PathLike[str] | None = None
+    """A smaller model with the same vocabulary that drafts tokens too; by default none."""
 
     @property
     def repair(self) -> RepairParams:
@@ -273,6 +296,7 @@ class EngineConfig:
         if self.disk_cache_dir is not None and not os.fspath(self.disk_cache_dir):
             raise ConfigError("disk_cache_dir='' must name a folder; None keeps nothing on disk")
         one_of(self.graphs, GRAPHS, "graphs")
+        most_drafted(self.speculate)
         whole(self.max_running, 1, "max_running")
         whole(self.max_waiting, 0, "max_waiting")
         at_least(self.sharing_wait, 0.0, "sharing_wait")
@@ -357,6 +381,8 @@ class EngineOptions(TypedDict, total=False):
     graphs: str
     step_rows: int | None
     kv_events: KVEvents | None
+    speculate: str | int
+    draft_model: str | os.PathLike[str] | None
 
 
 class HubOptions(TypedDict, total=False):
@@ -397,8 +423,8 @@ REMOVED = {
     "prefill_chunk_size": "use prefill_slice",
     "audit_fraction": "leave it out: healing compares every answer over moved text with an exact "
     "one; max_audit_kl says what to do about it",
-    "speculative_config": "leave it out: KVBoost has no speculative decoding",
-    "tree_speculative_config": "leave it out: KVBoost has no speculative decoding",
+    "speculative_config": "use speculate, and draft_model for a model that drafts",
+    "tree_speculative_config": "use speculate: drafts are sequences, not trees",
     "streaming_config": "leave it out: KVBoost does not stream weights from disk",
 }
 """Options of earlier versions that are gone, and what to do instead."""

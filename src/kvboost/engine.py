@@ -142,6 +142,7 @@ class KVBoost:
           ``max_audit_kl=None``
         - requests: ``max_running=16``, ``max_waiting=256``, ``max_kv_bytes=None``,
           ``sharing_wait=2.0``, ``step_rows=None``, ``prefill_slice=None``, ``graphs="auto"``
+        - drafts: ``speculate="auto"``, ``draft_model=None``
         - routers: ``kv_events=None``
 
         Options of transformers' ``from_pretrained`` that have a name here (``HubOptions``, such as
@@ -251,7 +252,9 @@ class KVBoost:
         ``keep=False`` leaves nothing of this request in the cache; ``boundaries`` says where its
         documents begin. ``adapter`` names an adapter of :meth:`load_adapter`.
         ``exactness="verified"`` gives the answer of a full prefill, also over
-        moved text; ``heal`` overrides the engine's.
+        moved text; ``heal`` overrides the engine's. ``speculate`` says whether tokens are drafted
+        and checked several at a time, which changes no answer: ``"auto"``, ``"off"`` or the most
+        tokens of a draft.
 
         ``schema`` (a JSON schema or a model of pydantic's), ``regex``, ``grammar`` or ``choice``
         says what the answer must look like; it then ends where the format does, unless
@@ -691,6 +694,7 @@ class KVBoost:
             options.get("heal"),
             options.get("exactness", "repaired"),
             self.compile_format(options),
+            options.get("speculate"),
             **reuse,
         )
         clock.lap("tokenize")
@@ -755,6 +759,7 @@ class KVBoost:
         heal: str | None = None,
         exactness: str = "repaired",
         grammar: Grammar | None = None,
+        speculate: str | int | None = None,
         **reuse: Unpack[ReuseOptions],
     ) -> Request:
         self._check_open()
@@ -778,6 +783,7 @@ class KVBoost:
             exactness,
             grammar,
             applied,
+            self.config.speculate if speculate is None else speculate,
             **others,
         )
 

@@ -224,6 +224,16 @@ class Healing:
 
 
 @dataclass(frozen=True)
+class Speculated:
+    """The drafts of one answer."""
+
+    drafted: int = 0
+    """How many tokens were drafted, and run as rows of a forward."""
+    accepted: int = 0
+    """How many of them are tokens of the answer."""
+
+
+@dataclass(frozen=True)
 class HealReport:
     """The result of ``heal``."""
 
@@ -259,6 +269,7 @@ class GenerationResult:
     given, and so not this number."""
     healing: Healing | None = None
     """What becomes of the approximate rows; None if there are none, or if they are not healed."""
+    speculated: Speculated = Speculated()
 
     @property
     def content(self) -> str:
@@ -278,8 +289,15 @@ class GenerationResult:
 
     @property
     def drafted_tokens(self) -> int:
-        """Of a verified answer: how many tokens were drafted over moved text."""
-        return len(self._draft)
+        """How many tokens were drafted before they were picked: by speculation, or of a verified
+        answer over moved text."""
+        return self.speculated.drafted + len(self._draft)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """How many of the drafted tokens are tokens of the answer. ``drafted_tokens`` less these
+        are rows that were computed for nothing."""
+        return self.speculated.accepted + self.confirmed_tokens
 
     @property
     def confirmed_tokens(self) -> int:

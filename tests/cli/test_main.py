@@ -90,6 +90,8 @@ def test_generate_prints_text_or_json(model) -> None:
     assert parsed["answer_exact_from"] == parsed["healed_tokens"] == 0
     wrong = run("generate", "hello", "-m", model, "--exactness", "sure")
     assert wrong.exit_code == 2 and "exactness='sure' is not available" in wrong.output
+    wrong = run("generate", "hello", "-m", model, "--speculate", "65")
+    assert wrong.exit_code == 2 and "speculate=65 must be a number between 1 and 64" in wrong.output
 
 
 def test_generate_keeps_to_a_format(model, tmp_path) -> None:

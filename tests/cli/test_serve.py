@@ -62,6 +62,7 @@ def test_options_reach_the_engine_and_the_server(started) -> None:
         *("--cache-dir", "kv", "--timeout", "0", "--served-name", "a", "--served-name", "b"),
         *("--disk-cache-bytes", "3GiB", "--remote-cache-bytes", "4GiB"),
         *("--heal", "off"),
+        *("--speculate", "8"),
         *("--mode", "prefix_cache", "--drain-seconds", "7", "--log-prompts", "--metrics", "off"),
         *("--tp-size", "2"),
     )
@@ -73,6 +74,7 @@ def test_options_reach_the_engine_and_the_server(started) -> None:
     assert options["tp_size"] == 2
     config = started["engine"].config
     assert options["heal"] == "off" and options["max_audit_kl"] is None
+    assert options["speculate"] == 8 and options["draft_model"] is None
     assert (config.disk_cache_bytes, config.remote_cache_bytes) == (3 * 1024**3, 4 * 1024**3)
     assert settings.timeout is None and settings.served_names == ("a", "b")
     assert settings.mode == "prefix_cache" and settings.drain_seconds == 7 and settings.log_prompts

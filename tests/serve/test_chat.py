@@ -33,6 +33,10 @@ def test_a_whole_answer(client) -> None:
         "completion_tokens": 2,
         "total_tokens": 9,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
     assert said["kvboost"]["computed_tokens"] == 7
     assert "text" not in said["kvboost"]["spans"][0]
@@ -108,6 +112,7 @@ def test_all_options_reach_the_engine(client, fake) -> None:
             "ratio": 0.5,
             "heal": "off",
             "exactness": "verified",
+            "speculate": 8,
         },
         logprobs=True,
         top_logprobs=3,
@@ -136,6 +141,7 @@ def test_all_options_reach_the_engine(client, fake) -> None:
             "recompute_ratio": 0.5,
             "heal": "off",
             "exactness": "verified",
+            "speculate": 8,
         }
     ]
 

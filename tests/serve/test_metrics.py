@@ -46,6 +46,8 @@ def test_the_counts_of_the_engine_are_shown(client) -> None:
     assert seen["kvboost_batch_size_bucket", "4.0"] == 5
     assert seen["kvboost_batch_size_sum",] == 11
     assert seen["kvboost_cache_evicted_total",] == 0
+    assert seen["kvboost_drafted_tokens_total",] == 40
+    assert seen["kvboost_accepted_tokens_total",] == 30
     assert seen["kvboost_healing_healed_tokens_total",] == 0
     assert seen["kvboost_healing_conversations_total", "dropped"] == 0
     assert seen["kvboost_audit_recompute_ratio",] == 0.15

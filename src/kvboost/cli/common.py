@@ -43,6 +43,17 @@ Exactness = Annotated[
         help="repaired (moved text answers as it is) or verified (the answer of a full prefill)."
     ),
 ]
+Speculate = Annotated[
+    str,
+    typer.Option(
+        help="auto (draft tokens from the text that was read where that is faster), off, or the "
+        "most tokens of a draft."
+    ),
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(help="A smaller model with the same vocabulary that drafts tokens too."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Temperature = Annotated[
     float,
@@ -96,6 +107,11 @@ def errors() -> Iterator[None]:
     except KVBoostError as error:
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
         raise typer.Exit(2) from None
+
+
+def speculation(speculate: str) -> str | int:
+    """The option ``--speculate`` as the engine takes it."""
+    return int(speculate) if speculate.isdecimal() else speculate
 
 
 def read_schema(file: Path) -> dict[str, Any]:
@@ -162,6 +178,7 @@ def describe(result: GenerationResult) -> dict[str, Any]:
         "answer_exact_from": result.answer_exact_from,
         "healed_tokens": result.healed_tokens,
         "drafted_tokens": result.drafted_tokens,
+        "accepted_tokens": result.accepted_tokens,
         "confirmed_tokens": result.confirmed_tokens,
         "kv_reuse_ratio": result.kv_reuse_ratio,
         "timings": vars(result.timings),

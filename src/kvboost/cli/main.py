@@ -27,6 +27,7 @@ from kvboost.cli.common import (
     Mode,
     Model,
     Seed,
+    Speculate,
     Temperature,
     describe,
     errors,
@@ -34,6 +35,7 @@ from kvboost.cli.common import (
     out,
     print_json,
     read_schema,
+    speculation,
     summary,
 )
 from kvboost.config import DEFAULT_MODEL, EngineConfig, home
@@ -125,6 +127,7 @@ def generate(
     ] = None,
     mode: Mode = "chunk_kv_reuse",
     exactness: Exactness = "repaired",
+    speculate: Speculate = str(EngineConfig.speculate),
     cache_dir: CacheDir = None,
     kv_bits: KVBits = EngineConfig.kv_cache_bits,
     device: Device = None,
@@ -149,6 +152,7 @@ def generate(
             seed=seed,
             stop=stop,
             exactness=exactness,
+            speculate=speculation(speculate),
             **format_options,
         )
         for piece in stream:
@@ -170,6 +174,7 @@ def chat(
     seed: Seed = None,
     mode: Mode = "chunk_kv_reuse",
     exactness: Exactness = "repaired",
+    speculate: Speculate = str(EngineConfig.speculate),
     cache_dir: CacheDir = None,
     kv_bits: KVBits = EngineConfig.kv_cache_bits,
     device: Device = None,
@@ -184,7 +189,12 @@ def chat(
     """
     with errors(), load_engine(model, device, dtype, cache_dir, kv_bits) as engine:
         edit_lines()
-        options = {"temperature": temperature, "seed": seed, "exactness": exactness}
+        options = {
+            "temperature": temperature,
+            "seed": seed,
+            "exactness": exactness,
+            "speculate": speculation(speculate),
+        }
         Conversation(engine, out, system, max_new_tokens, mode, options).run(ask_in_terminal)
 
 

@@ -12,15 +12,18 @@ from kvboost.cli.common import (
     AllowHost,
     CacheDir,
     Device,
+    DraftModel,
     Dtype,
     Host,
     KVBits,
     Mode,
     Model,
+    Speculate,
     address,
     errors,
     only_local,
     say,
+    speculation,
 )
 from kvboost.config import (
     DEFAULT_MODEL,
@@ -74,6 +77,8 @@ def serve(
             "exact ones (mean KL).",
         ),
     ] = None,
+    speculate: Speculate = str(EngineConfig.speculate),
+    draft_model: DraftModel = None,
     max_running: Annotated[
         int, typer.Option(min=1, help="Requests that run at once.")
     ] = EngineConfig.max_running,
@@ -196,6 +201,8 @@ def serve(
                 kv_cache_bits=kv_bits,
                 heal=heal,
                 max_audit_kl=max_audit_kl,
+                speculate=speculation(speculate),
+                draft_model=draft_model,
                 max_running=max_running,
                 max_waiting=max_waiting,
                 max_kv_bytes=max_kv_bytes,

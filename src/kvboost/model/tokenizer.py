@@ -87,6 +87,10 @@ class ModelTokenizer:
         """The token that ends a sequence, if there is one."""
         return frozenset(() if self.hf.eos_token_id is None else [self.hf.eos_token_id])
 
+    def vocabulary(self) -> dict[str, int]:
+        """All tokens and their ids."""
+        return dict(self.hf.get_vocab())
+
     def serialized(self) -> str:
         """The tokenizer in the JSON format of the tokenizers library."""
         if not isinstance(self.hf, PreTrainedTokenizerFast):

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +31,10 @@ _LEAST_SPREAD = 8
 cannot be told from the cost per row."""
 _MEMORY = 64.0
 """Older forwards fade: about this many count."""
+MOST_STEP_ROWS = 128
+"""The most rows of a decode step, all requests and their drafts together, that is measured."""
+_STEPS_KEPT = 9
+"""How many times of each size are kept."""
 
 
 class CostModel:
@@ -44,6 +50,7 @@ class CostModel:
         self._target = np.zeros(3)
         self._rows = [float("inf"), 0.0]
         self._place = [0.0, 0.0]
+        self._steps: dict[int, deque[float]] = {}
         self.computed_rows: Callable[[int], int] = lambda rows: rows
         """How many rows are computed for so many: on a GPU, forwards are padded to a few sizes."""
         self._load()
@@ -74,6 +81,31 @@ class CostModel:
         with self._lock:
             coefficients = self._coefficients()
         return float(_features(self.computed_rows(rows), keys) @ coefficients)
+
+    def observe_step(self, rows: int, seconds: float) -> None:
+        """Learns that a decode step of ``rows`` rows took ``seconds``. Few rows do not cost what
+        the line through long forwards says: they wait for the weights, or take another kernel."""
+        if 1 <= rows <= MOST_STEP_ROWS and seconds > 0:
+            with self._lock:
+                self._steps.setdefault(rows, deque(maxlen=_STEPS_KEPT)).append(seconds)
+
+    def step(self, rows: int, keys: int) -> float:
+        """The expected time of a decode step of ``rows`` rows: the median of those that ran, or
+        between the two nearest sizes that did. Beyond these, it changes as :meth:`forward` does.
+        Comparable with other steps only: the unit is a row until a step has been measured."""
+        with self._lock:
+            known = {size: statistics.median(times) for size, times in self._steps.items()}
+        if rows in known:
+            return known[rows]
+        below = max((size for size in known if size < rows), default=None)
+        above = min((size for size in known if size > rows), default=None)
+        if below is not None and above is not None:
+            share = (rows - below) / (above - below)
+            return known[below] + share * (known[above] - known[below])
+        nearest = below if below is not None else above
+        if nearest is None:
+            return self.forward(rows, keys)
+        return known[nearest] * self.forward(rows, keys) / self.forward(nearest, keys)
 
     def place(self, rows: int) -> float:
         with self._lock:

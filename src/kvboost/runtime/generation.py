@@ -21,6 +21,7 @@ from kvboost.cache.store import ChunkLost
 from kvboost.config import GenerationMode
 from kvboost.model.forward import Forward
 from kvboost.model.kv import RequestKV, SharedRows
+from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.sampling import RowSampler
 from kvboost.model.sampling import Picked, Sampler, takes_likeliest
 from kvboost.model.segment import Segment
@@ -29,6 +30,7 @@ from kvboost.reuse.plan import Plan
 from kvboost.runtime.answer import Answer
 from kvboost.runtime.audit import RECORDED_TOKENS, TopTokens
 from kvboost.runtime.computing import Computing, Given, Result, Steps
+from kvboost.runtime.drafts import Drafts
 from kvboost.runtime.repairing import Repairing
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
@@ -46,6 +48,8 @@ class Generation:
 
     picks_on_device = True
     """Whether tokens may be picked where the logits are, and steps be launched ahead."""
+    speculates = True
+    """Whether tokens may be drafted and checked together."""
 
     def __init__(self, runtime: Runtime, state: RequestState, num_logits: int = 1) -> None:
         """``num_logits``: how many of the prompt's last rows to return logits for. They are always
@@ -62,6 +66,9 @@ class Generation:
         self._healing: StepHealing | None = None
         self._last_token = np.zeros(1, np.int64)
         self._last_ids = torch.from_numpy(self._last_token)  # the same memory
+        self._drafts = Drafts(state)
+        self._rows_run = 0
+        """Rows of the forward that the next token comes from; 0 if it was drafted."""
 
     def steps(self) -> Steps:
         """The whole request. Progress and text appear in its ``RequestState``."""
@@ -76,6 +83,7 @@ class Generation:
             run_alone(self._runtime.model.forward, self._prompt_logits())
             new = self._admit()
             self._leave_pages()
+            self._remember()
             return new
 
     def score(self) -> torch.Tensor:
@@ -141,6 +149,7 @@ class Generation:
                 state.clock.lap("decode")
                 self._admit()
                 self._leave_pages()
+                self._remember()
                 self._leave_to_healing()
                 self._runtime.totals.add(state)
                 self._runtime.trimmer.after_request()
@@ -225,6 +234,7 @@ class Generation:
         if self.picks_on_device:
             self._healing = StepHealing.of(self._runtime, state, self._kv)
         answer = Answer(state, model.tokenizer, model.eos_ids, limit)
+        self._start_speculation()
         while True:
             is_first = not state.token_ids
             picked = self._choose(sampler, constraint, given)
@@ -238,7 +248,8 @@ class Generation:
                 yield None
                 self._admit(wait=False)
                 state.clock.lap("admit")
-            given = yield from self._next(sampler, has_more=len(state.token_ids) + 1 < limit)
+            given = yield from self._next(sampler, constraint, limit)
+        self._drafts.confirm()
         answer.finish()
         yield None  # show the text before admission takes its time
 
@@ -278,41 +289,65 @@ class Generation:
         if isinstance(given, torch.Tensor) and len(state.recorded) + 1 == len(state.token_ids):
             state.recorded.append(TopTokens.of(given))
 
-    def _next(self, sampler: Sampler | RowSampler, *, has_more: bool) -> Computing[Given]:
-        """Runs the tokens that have no rows yet: the last one, and those that a grammar forced.
-        Returns the next one or its logits. ``has_more``: the token after the next one will be
-        needed too, unless the answer ends."""
+    def _next(
+        self, sampler: Sampler | RowSampler, constraint: Constraint | None, limit: int
+    ) -> Computing[Given]:
+        """Runs the tokens that have no rows yet, the last one and those that a grammar forced, and
+        a draft of those that follow. Returns the next token or its logits. An answer has at most
+        ``limit`` tokens."""
         state, kv = self._state, self._kv
+        confirmed, logits = self._drafts.confirm()
+        state.rows += confirmed
+        self._rows_run = 0
+        if logits is not None:
+            return logits
         start, end = state.rows, len(self._request.token_ids) + len(state.token_ids)
-        if any(map(self._runtime.model.support.switches_at, range(start, end))):
+        draft: list[int] = []
+        switches_at = self._runtime.model.support.switches_at
+        if any(map(switches_at, range(start, end))):
             # From here on, every position rotates by other factors: compute the whole sequence
             # again. Its KV fits no shorter prompt, so it is not kept.
             state.kept = False
             ids = as_token_ids(np.concatenate([self._request.token_ids, state.token_ids]))
-            logits = yield from self._compute(ids, range(len(ids)), 1)
-            given: Given | None = logits
+            given: Given | None = yield from self._compute(ids, range(len(ids)), 1)
         else:
             if self._healing is not None and self._healing.catches_up(end):
                 return (yield from self._healing.catch_up(end))
-            kv.reserve(end)
-            on_device = self.picks_on_device
+            draft = self._drafts.draft(end - start, limit, constraint, switches_at)
+            self._rows_run = end + len(draft) - start
+            kv.reserve(end + len(draft))
+            on_device = self.picks_on_device and self._drafts.speculator is None
             beside = self._healing.rows_beside() if self._healing is not None else None
             self._last_token[0] = state.token_ids[-1]
-            forced = torch.tensor(state.token_ids[start - end :]) if end > start + 1 else None
+            few = [*state.token_ids[start - end :], *draft] if self._rows_run > 1 else None
             given = yield Segment(
                 kv,
-                self._last_ids if forced is None else forced,
-                range(start, end),
+                self._last_ids if few is None else torch.tensor(few),
+                range(start, end + len(draft)),
+                1 + len(draft),
                 as_stock=self._as_stock,
                 sampler=sampler if on_device and isinstance(sampler, RowSampler) else None,
-                ahead=has_more and beside is None,
+                ahead=len(state.token_ids) + 1 < limit and beside is None,
                 beside=beside,
             )
             if self._healing is not None and beside is not None:
                 self._healing.computed(beside)
         assert given is not None
         state.rows = end  # only now: a request that is cancelled here keeps only computed rows
-        return given[-1] if isinstance(given, torch.Tensor) else given
+        if not isinstance(given, torch.Tensor):
+            return given
+        self._drafts.hold(draft, given[1:])
+        return given[0]
+
+    def _start_speculation(self) -> None:
+        runtime, request = self._runtime, self._request
+        if self.speculates and not self._as_stock and self._healing is None:
+            self._drafts.speculator = runtime.speculation.start(
+                self._state,
+                runtime.root_of(request),
+                runtime.store.epoch,
+                in_pages=isinstance(self._kv, PagedKV),
+            )
 
     def _admit(self, *, wait: bool = True) -> int:
         """Keeps the rows this request computed, generated tokens included; returns how many
@@ -352,6 +387,12 @@ class Generation:
         used, self._used = self._used, []
         if used:
             self._runtime.store.touch(*used)
+    def _remember(self) -> None:
+        """Later requests may be drafted from this text."""
+        runtime, request, state = self._runtime, self._request, self._state
+        if self._keeps_rows and request.speculate != "off":
+            ids = as_token_ids(np.concatenate([request.token_ids, state.token_ids]))
+            runtime.speculation.remember(runtime.root_of(request), ids, state.epoch)
 
     def _leave_to_healing(self) -> None:
         """If rows that were kept are approximate, they become exact when there is time."""
@@ -390,8 +431,10 @@ class Generation:
                 self._runtime.cost.observe(total - known, (known + total) // 2, seconds)
         else:
             seconds = state.clock.lap("decode")
-            if len(state.token_ids) == 1 and self._is_alone:
-                self._runtime.cost.observe(1, state.rows, seconds)
+            if self._rows_run and self._is_alone:
+                if len(state.token_ids) == 1:
+                    self._runtime.cost.observe(self._rows_run, state.rows, seconds)
+                self._runtime.cost.observe_step(self._rows_run, seconds)
 
     @property
     def _is_alone(self) -> bool:

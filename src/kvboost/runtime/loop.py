@@ -261,9 +261,11 @@ class Loop:
     def _run(self, batch: list[Job]) -> None:
         """Makes one forward for the whole ``batch``; if it fails, one for each request."""
         segments = [job.need for job in batch if job.need is not None]
+        num_rows = sum(map(len, segments))
         self._counts["steps"] += 1
-        self._counts["rows"] += sum(map(len, segments))
+        self._counts["rows"] += num_rows
         self._batch_sizes[len(batch)] += 1
+        began = time.perf_counter()
         try:
             results = self._forward.run(segments)
         except Exception as error:
@@ -273,6 +275,8 @@ class Loop:
                 for job in batch:
                     self._run_alone(job)
             return
+        if len(batch) > 1:  # a request that is alone measures its steps itself
+            self._runtime.cost.observe_step(num_rows, time.perf_counter() - began)
         for job, result in zip(batch, results, strict=True):
             self._advance(job, result)
 
@@ -294,9 +298,13 @@ class Loop:
     def _advance(self, job: Job, given: Given | None) -> None:
         """Sends a request its logits, or its next token, and asks what it needs next."""
         assert job.steps is not None
-        someone_answers = any(not other.is_reading for other in self._running())
+        running = self._running()
+        someone_answers = any(not other.is_reading for other in running)
         job.state.slice_rows = self._scheduler.slice_rows(someone_answers)
         job.state.has_slack = self._has_slack(job)
+        others = [other for other in running if other is not job]
+        job.state.other_answers = sum(not other.is_reading for other in others)
+        job.state.other_rows = sum(len(other.need) for other in others if other.need is not None)
         try:
             job.need = job.steps.send(given)
         except StopIteration:

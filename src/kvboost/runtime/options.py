@@ -13,6 +13,7 @@ from kvboost.config import (
     RepairParams,
     SamplingParams,
     choose,
+    most_drafted,
     one_of,
     stop_strings,
     unknown_option,
@@ -61,13 +62,15 @@ class RequestOptions(SamplingOptions, ReuseOptions, FormatOptions, total=False):
     ``boundaries`` are the token positions at which its documents begin: no chunk crosses one.
     ``tenant`` names the user it counts for: while requests wait, tenants take turns, and no tenant
     can fill the queue. It does not separate caches; ``cache_salt`` does. ``heal`` overrides the
-    engine's. ``exactness="verified"`` gives the answer of exact rows."""
+    engine's. ``exactness="verified"`` gives the answer of exact rows. ``speculate`` overrides the
+    engine's."""
 
     keep: bool
     boundaries: Sequence[int]
     tenant: str
     heal: str | None
     exactness: str
+    speculate: str | int | None
 
 
 class BatchOptions(RequestOptions, total=False):
@@ -107,6 +110,7 @@ def make_request(
     exactness: str = "repaired",
     grammar: Grammar | None = None,
     applied: AppliedAdapter | None = None,
+    speculate: str | int = "auto",
     *,
     cache_salt: str = "",
     recompute_strategy: str | None = None,
@@ -137,6 +141,7 @@ def make_request(
     mode = choose(GenerationMode, mode, "mode")
     one_of(heal, HEAL, "heal")
     one_of(exactness, EXACTNESS, "exactness")
+    most_drafted(speculate)
     return Request(
         token_ids,
         mode,
@@ -150,4 +155,5 @@ def make_request(
         exactness,
         grammar,
         applied,
+        speculate,
     )

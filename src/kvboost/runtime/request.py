@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvboost.config import GenerationMode, RepairParams, SamplingParams
-from kvboost.results import Clock, GenerationResult, Healing, ReuseReport, TokenLogprob
+from kvboost.results import (
+    Clock,
+    GenerationResult,
+    Healing,
+    ReuseReport,
+    Speculated,
+    TokenLogprob,
+)
 from kvboost.tokens.hashing import TokenIds
 
 if TYPE_CHECKING:
@@ -38,6 +45,8 @@ class Request:
     grammar: Grammar | None = None
     """What the answer must look like."""
     adapter: AppliedAdapter | None = None
+    speculate: str | int = "auto"
+    """Whether tokens are drafted, and how many at most."""
 
     @property
     def cacheable_rows(self) -> int:
@@ -76,6 +85,14 @@ class RequestState:
     """Whether other requests shared its forwards. Its times then say nothing about costs."""
     slice_rows: int | None = None
     """How many rows of its prompt go through the model at a time; None: what suits the device."""
+    other_answers: int = 0
+    """How many other requests of the loop are answering."""
+    other_rows: int = 0
+    """How many rows the other requests of the loop need in a step."""
+    drafted_tokens: int = 0
+    """How many tokens were drafted and run."""
+    accepted_tokens: int = 0
+    """How many of them are tokens of the answer."""
     recorded: list[TopTokens] = field(default_factory=list)
     """The distributions of the answer's first tokens, if rows before them were approximate."""
     healing: Healing | None = None
@@ -111,4 +128,5 @@ class RequestState:
             logprobs=list(self.logprobs) if self.request.params.logprobs is not None else None,
             answer_exact_from=self.exact_from if self.is_exact else len(self.token_ids),
             healing=self.healing,
+            speculated=Speculated(self.drafted_tokens, self.accepted_tokens),
         )

@@ -37,6 +37,8 @@ from kvboost.runtime.memory import Trimmer
 from kvboost.runtime.planner import Planner
 from kvboost.runtime.request import Request
 from kvboost.runtime.sharing import RunningRequests
+from kvboost.runtime.speculation.draft_model import DraftModel
+from kvboost.runtime.speculation.speculation import Speculation
 from kvboost.runtime.totals import Totals
 from kvboost.runtime.unhealed import UnhealedQueue
 from kvboost.tokens.chunking import Cutter
@@ -91,6 +93,8 @@ class Runtime:
         self._naming = b"" if tiers.secret is None else tiers.secret.naming
         self.adapters = Adapters(model.forward, self.store, self.root, self.no_adapters)
         self.cost = CostModel(model.attention_share, costs)
+        self.speculation = Speculation(self.cost)
+        self._draft_model = self._load_draft_model()
         self.rotation = rotation_of(model)
         self.planner = Planner(
             self.store, self.cost, model.support, self.root_of, moves=self.rotation is not None
@@ -206,6 +210,8 @@ class Runtime:
             self._events.close()
         self.pool.clear()
         self._forwards = None
+        if self._draft_model is not None:
+            self._draft_model.close()
         self.model.forward.leave_pages()
         self.model.forward.remove_adapters()
         self.model.forward.release()
@@ -265,6 +271,13 @@ class Runtime:
     def _shares_rows(self) -> bool:
         """Whether running requests may read each other's rows."""
         return self.model.support.reuse_limit is None
+
+    def _load_draft_model(self) -> DraftModel | None:
+        if self._config.draft_model is None or self._config.speculate == "off":
+            return None
+        draft_model = DraftModel(self._config.draft_model, self.model)
+        self.speculation.make_drafters = draft_model.make_drafters
+        return draft_model
 
     def _use_slab(self, slab: Slab) -> None:
         """The first request is about to have pages."""

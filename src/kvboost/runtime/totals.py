@@ -32,6 +32,10 @@ class RequestTotals:
     recomputed_tokens: int
     token_reuse_rate: float
     generated_tokens: int
+    drafted_tokens: int
+    """Tokens that speculation drafted and ran."""
+    accepted_tokens: int
+    """Those of them that are tokens of answers."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -63,6 +67,8 @@ class Totals:
             for kind in (SpanKind.EXACT, SpanKind.APPROXIMATE, SpanKind.MOVED):
                 self._counts[f"{kind.value}_tokens"] += reuse.count(kind)
             self._counts["generated_tokens"] += len(state.token_ids)
+            self._counts["drafted_tokens"] += state.drafted_tokens
+            self._counts["accepted_tokens"] += state.accepted_tokens
 
     def stats(self) -> RequestTotals:
         with self._lock:
@@ -83,4 +89,6 @@ class Totals:
             recomputed_tokens=counts["recomputed_tokens"],
             token_reuse_rate=counts["cached_tokens"] / max(1, counts["prompt_tokens"]),
             generated_tokens=counts["generated_tokens"],
+            drafted_tokens=counts["drafted_tokens"],
+            accepted_tokens=counts["accepted_tokens"],
         )

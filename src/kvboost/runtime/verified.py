@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections import deque
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from kvboost.model.kv import RequestKV
-from kvboost.model.paged.sampling import RowSampler
-from kvboost.model.sampling import Sampler
 from kvboost.results import Healing
-from kvboost.runtime.computing import Computing, Given, Steps
+from kvboost.runtime.computing import Computing, Steps
 from kvboost.runtime.generation import Generation
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
@@ -32,7 +29,9 @@ MOST_DRAFTED = 256
 
 
 class VerifiedGeneration(Generation):
-    """One request with ``exactness="verified"``."""
+    """One request with ``exactness="verified"``. Its draft is the whole answer."""
+
+    speculates = False
 
     def __init__(self, runtime: Runtime, state: RequestState) -> None:
         super().__init__(runtime, state)
@@ -40,8 +39,6 @@ class VerifiedGeneration(Generation):
         if params.samples and params.seed is None:  # draft and answer draw the same numbers
             seeded = replace(params, seed=secrets.randbits(63))
             self._request = replace(self._request, params=seeded)
-        self._drafted: deque[tuple[int, torch.Tensor]] = deque()
-        """Tokens of the draft, each with the exact logits after it."""
 
     def steps(self) -> Steps:
         with self._lend_kv(), self._admit_at_end():
@@ -84,18 +81,9 @@ class VerifiedGeneration(Generation):
             state.exact_rows = end  # whatever happens now, so many rows are exact
         state.exact_rows = sys.maxsize
         after = torch.cat(logits)
-        self._drafted.extend(zip(draft, after[1:], strict=True))
+        self._drafts.hold(draft, after[1:])
         state.healing = Healing(approximate, approximate, "done", draft=tuple(draft))
         return after[0]
-
-    def _next(self, sampler: Sampler | RowSampler, *, has_more: bool) -> Computing[Given]:
-        if self._drafted:
-            drafted, logits = self._drafted.popleft()
-            if drafted == self._state.token_ids[-1]:
-                self._state.rows += 1
-                return logits
-            self._drafted.clear()
-        return (yield from super()._next(sampler, has_more=has_more))
 
 
 class _Draft(Generation):
@@ -103,6 +91,7 @@ class _Draft(Generation):
 
     # A step that the device had launched ahead would be one over rows that are not exact.
     picks_on_device = False
+    speculates = False
 
     def over(self, kv: RequestKV, given: torch.Tensor) -> Steps:
         self._kv = kv

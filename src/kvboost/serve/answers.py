@@ -284,6 +284,7 @@ async def describe(server: ServerState, choice: Choice) -> dict[str, Any]:
         "answer_exact_from": result.answer_exact_from,
         "healed_tokens": result.healed_tokens,
         "drafted_tokens": result.drafted_tokens,
+        "accepted_tokens": result.accepted_tokens,
         "confirmed_tokens": result.confirmed_tokens,
         "ttft_ms": round(choice.ttft_ms, 3),
         "queue_ms": round(result.timings.queue_ms, 3),
@@ -310,12 +311,18 @@ def usage(answers: Answers) -> dict[str, Any]:
     firsts = [choice for choice in answers.choices if choice.index % choice.call.n == 0]
     prompt = sum(len(choice.prompt_ids) for choice in firsts)
     completion = sum(len(choice.result.token_ids) for choice in answers.choices)
+    drafts = [choice.result.speculated for choice in answers.choices]
+    accepted = sum(one.accepted for one in drafts)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {
             "cached_tokens": sum(choice.result.exact_tokens for choice in firsts)
+        },
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(one.drafted for one in drafts) - accepted,
         },
     }
 

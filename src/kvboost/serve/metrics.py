@@ -113,6 +113,12 @@ class _EngineCollector(Collector):
             "kvboost_cache_chunks", "Chunks in the cache", value=cache["chunks"]
         )
         yield from _events(cache.get("kv_events"))
+        for name, help_ in (
+            ("drafted", "Tokens that were drafted and run"),
+            ("accepted", "Drafted tokens that are tokens of answers"),
+        ):
+            value = cache[f"{name}_tokens"]
+            yield CounterMetricFamily(f"kvboost_{name}_tokens", help_, value=value)
         yield from _healing(cache["healing"])
         yield from _audit(cache["audit"])
         for name, help_ in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -12,9 +12,12 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    Tag,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+
+from kvboost.config import LIMIT_DRAFTED, SPECULATE
 
 MAX_FIELDS = 64
 """Fields of one object, known or not."""
@@ -110,6 +113,20 @@ TemplateOptions = Annotated[
     at_most(MAX_METADATA),
 ]
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31), WHOLE]
+
+
+def _speculate_kind(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "as text" if value in SPECULATE else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return "as number" if is_number else None
+
+
+Speculate = Annotated[
+    Annotated[Literal["auto", "off"], Tag("as text")]
+    | Annotated[int, Field(ge=1, le=LIMIT_DRAFTED), WHOLE, Tag("as number")],
+    one_of(_speculate_kind, f"'auto', 'off' or a number from 1 to {LIMIT_DRAFTED}"),
+]
 
 
 def text_or_list(value: Any) -> str | None:

@@ -31,6 +31,7 @@ from kvboost.serve.request_fields import (
     Share,
     ShortText,
     SomeText,
+    Speculate,
     TemplateOptions,
     Text,
     TokenIds,
@@ -61,6 +62,8 @@ class ReuseOptions(Body):
     ratio: Share | None = None
     heal: Literal["auto", "idle", "off"] | None = None
     exactness: Literal["repaired", "verified"] | None = None
+    speculate: Speculate | None = None
+    """Whether tokens are drafted, and how many at most."""
     explain: bool = False
     """Whether the spans of the answer include their text."""
 

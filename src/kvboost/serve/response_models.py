@@ -53,8 +53,10 @@ class ReuseReply(Reply):
     healed_tokens: int
     """Approximate rows that were exact when this was written; more are healed afterwards."""
     drafted_tokens: int
+    accepted_tokens: int
+    """Tokens that were drafted before they were picked, and those that are in the answer."""
     confirmed_tokens: int
-    """Of a verified answer: tokens that were drafted over moved text, and those that stayed."""
+    """Of a verified answer: tokens drafted over moved text that stayed."""
     ttft_ms: float
     queue_ms: float
     total_ms: float
@@ -84,11 +86,19 @@ class PromptDetails(Reply):
     """Exact rows only: those that the model would have computed."""
 
 
+class CompletionDetails(Reply):
+    """Tokens that speculation drafted: those of the answer, and the others."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(Reply):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
 class TopLogprob(Reply):

@@ -101,6 +101,7 @@ def engine_call(
         "heal": body.kvboost.heal,
         "exactness": body.kvboost.exactness,
         "adapter": server.adapter(body.model),
+        "speculate": body.kvboost.speculate,
     }
     format_field = None
     for field, options in body.formats().items():

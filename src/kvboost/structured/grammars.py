@@ -104,6 +104,10 @@ class Constraint:
         self._check()
         return forced
 
+    def num_allowed(self, token_ids: list[int]) -> int:
+        """How many of these tokens may follow one another, the first one next. Accepts none."""
+        return int(self._matcher.validate_tokens(token_ids)) if not self.is_complete else 0
+
     @property
     def is_complete(self) -> bool:
         """Whether nothing may follow but the end of the sequence."""

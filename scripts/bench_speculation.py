@@ -1,0 +1,189 @@
+"""Tokens per second with drafts, relative to without them.
+
+Three tasks: code edits (a function of the standard library with one name changed), quotes (find a
+sentence in a passage) and free chat, which drafts nothing useful. Each round answers the same
+prompts with ``speculate="off"`` and with ``speculate="auto"``, one after the other, in an order
+that changes from round to round, for one user and for several at once. Prompts are cached
+beforehand, answers are not kept, so no answer is drafted from an earlier one.
+
+The answers must have the same tokens. Prints the medians of the rounds' ratios, by the clock and by
+the processor's time, which other programs disturb less. The last line is JSON.
+
+    python scripts/bench_speculation.py --model qwen2.5-coder-1.5b --rounds 3
+    python scripts/bench_speculation.py --model qwen2.5-coder-1.5b --draft-model qwen2.5-coder-0.5b
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import fnmatch
+import heapq
+import inspect
+import json
+import random
+import shlex
+import statistics
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvboost import GenerationResult, KVBoost
+
+GOALS = {"code edit": 1.8, "quote": 1.3, "chat": 0.98}
+Messages = list[dict[str, str]]
+
+EDITS: list[tuple[Callable[..., Any], str, str]] = [
+    (textwrap.indent, "prefix", "margin"),
+    (random.Random.sample, "population", "items"),
+    (fnmatch.filter, "pat", "pattern"),
+    (heapq.merge, "reverse", "descending"),
+    (shlex.join, "split_command", "words"),
+    (textwrap.shorten, "width", "columns"),
+    (statistics.mean, "data", "numbers"),
+    (random.Random.shuffle, "x", "items"),
+]
+QUOTES: list[tuple[Any, str]] = [
+    (heapq.merge, "whether the input may be smaller than memory"),
+    (textwrap.dedent, "what happens to tabs and spaces"),
+    (statistics.median, "what is returned if the number of data points is even"),
+    (random.Random.sample, "how to choose from a range of integers"),
+    (textwrap.shorten, "what happens to whitespace"),
+    (statistics.quantiles, "what the methods exclusive and inclusive are for"),
+    (bisect.insort_right, "where an equal element is inserted"),
+    (shlex.shlex, "what this class is for"),
+]
+CHATS = [
+    "Why do leaves turn red in autumn?",
+    "Tell me a short story about a lighthouse keeper.",
+    "What should I pack for a week in the mountains?",
+    "Explain to a child how a bicycle stays upright.",
+    "Give me advice for my first day at a new job.",
+    "What makes bread rise?",
+    "Describe a city that is built on water.",
+    "How do I learn to play chess?",
+]
+
+
+def code_edit(number: int) -> Messages:
+    function, old, new = EDITS[number % len(EDITS)]
+    code = textwrap.dedent(inspect.getsource(function))
+    return _ask(
+        f"Rename {old} to {new} in this function and change nothing else. Answer with the whole "
+        f"function only.\n\n```python\n{code}```"
+    )
+
+
+def quote(number: int) -> Messages:
+    source, subject = QUOTES[number % len(QUOTES)]
+    passage = inspect.getdoc(source)
+    return _ask(f"{passage}\n\nQuote, word for word, the sentences above that say {subject}.")
+
+
+def chat(number: int) -> Messages:
+    return _ask(CHATS[number % len(CHATS)])
+
+
+def _ask(text: str) -> Messages:
+    return [{"role": "user", "content": text}]
+
+
+TASKS: dict[str, Callable[[int], Messages]] = {"code edit": code_edit, "quote": quote, "chat": chat}
+
+
+@dataclass(frozen=True)
+class Run:
+    """The answers to some prompts, asked at once."""
+
+    results: list[GenerationResult]
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [result.token_ids for result in self.results]
+
+
+def run(engine: KVBoost, prompts: Sequence[list[int]], count: int, speculate: str) -> Run:
+    options: Any = {"keep": False, "speculate": speculate}
+    began, cpu = time.perf_counter(), time.process_time()
+    if len(prompts) == 1:
+        results = [engine.generate(prompts[0], count, **options)]
+    else:
+        results = engine.generate_batch(prompts, count, **options)
+    return Run(results, time.perf_counter() - began, time.process_time() - cpu)
+
+
+def measure(engine: KVBoost, task: str, users: int, rounds: int, count: int) -> dict[str, Any]:
+    """Runs one task; fails if a draft has changed an answer."""
+    by_clock, by_cpu, rates = [], [], []
+    drafted = accepted = tokens = 0
+    for round in range(rounds):
+        first = round * users
+        prompts = [engine.encode(TASKS[task](first + user)) for user in range(users)]
+        for prompt in prompts:
+            engine.warm(prompt)
+        order = ("off", "auto") if round % 2 == 0 else ("auto", "off")
+        runs = {how: run(engine, prompts, count, how) for how in order}
+        off, auto = runs["off"], runs["auto"]
+        if off.tokens != auto.tokens:
+            raise SystemExit(f"{task}, {users} users, round {round}: drafts changed an answer")
+        by_clock.append(off.seconds / auto.seconds)
+        by_cpu.append(off.cpu_seconds / auto.cpu_seconds)
+        rates.append(sum(map(len, auto.tokens)) / auto.seconds)
+        tokens += sum(map(len, auto.tokens))
+        drafted += sum(result.drafted_tokens for result in auto.results)
+        accepted += sum(result.accepted_tokens for result in auto.results)
+    return {
+        "task": task,
+        "users": users,
+        "speedup": statistics.median(by_clock),
+        "cpu_speedup": statistics.median(by_cpu),
+        "speedups": by_clock,
+        "cpu_speedups": by_cpu,
+        "tokens_per_second": statistics.median(rates),
+        "tokens": tokens,
+        "drafted_tokens": drafted,
+        "accepted_tokens": accepted,
+        "goal": GOALS[task],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="qwen2.5-coder-1.5b")
+    parser.add_argument("--draft-model")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--users", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--threads", type=int, help="of torch; fewer on a machine that is shared")
+    chosen = parser.parse_args(arguments)
+    if chosen.threads:
+        torch.set_num_threads(chosen.threads)
+    more: Any = {"draft_model": chosen.draft_model} if chosen.draft_model else {}
+    with KVBoost.from_pretrained(chosen.model, **more) as engine:
+        print(engine, flush=True)
+        engine.generate(engine.encode(chat(0)), 8, keep=False)  # kernels, and the first costs
+        found = []
+        for users in chosen.users:
+            for task in chosen.tasks:
+                row = measure(engine, task, users, chosen.rounds, chosen.tokens)
+                found.append(row)
+                print(
+                    f"{task:10} {users} users: {row['speedup']:.2f} x by the clock, "
+                    f"{row['cpu_speedup']:.2f} x by the processor's time (goal {row['goal']}); "
+                    f"{row['tokens_per_second']:.1f} tokens/s; "
+                    f"{row['tokens']} tokens, {row['drafted_tokens']} drafted, "
+                    f"{row['accepted_tokens']} accepted",
+                    flush=True,
+                )
+    print(json.dumps({"model": chosen.model, "rounds": chosen.rounds, "tasks": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Speculation: tokens that probably follow are drafted and checked together, in one forward."""

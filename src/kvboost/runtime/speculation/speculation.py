@@ -1,0 +1,131 @@
+"""What drafts the tokens of requests, and how many: an engine's part and a request's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from kvboost.config import GenerationMode, most_drafted
+from kvboost.reuse.cost import CostModel
+from kvboost.runtime.request import Request, RequestState
+from kvboost.runtime.speculation.chances import Chances
+from kvboost.runtime.speculation.drafters import Drafter, Offer, TextDrafter
+from kvboost.runtime.speculation.lengths import NO_DRAFT, Pace, best_pace
+from kvboost.runtime.speculation.suffixes import IndexedText
+from kvboost.runtime.speculation.texts import TenantTexts
+from kvboost.tokens.hashing import ChunkKey, TokenIds
+
+MakeDrafters = Callable[[Request, Sequence[IndexedText]], Sequence[Drafter]]
+"""The drafters of a request, given its tenant's last texts."""
+
+
+def draft_from_text(request: Request, texts: Sequence[IndexedText]) -> Sequence[Drafter]:
+    return [TextDrafter(request.token_ids, texts)]
+
+
+class Speculation:
+    """An engine's: what all requests learn about drafts. Thread-safe."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self.texts = TenantTexts()
+        self._chances = Chances(weight=16)
+        self.make_drafters: MakeDrafters = draft_from_text
+
+    def start(
+        self, state: RequestState, root: ChunkKey, epoch: int, *, in_pages: bool
+    ) -> Speculator | None:
+        """What drafts for one request; None if nothing does. Decode steps over pages run ahead of
+        the host, which a draft cannot: there a request must name a maximum."""
+        request = state.request
+        most = most_drafted(request.speculate)
+        if not most or request.mode is GenerationMode.BASELINE:
+            return None
+        if in_pages and request.speculate == "auto":
+            return None
+        drafters = self.make_drafters(request, self.texts.of(root, epoch))
+        return Speculator(drafters, state, most, Chances(4, self._chances), self._cost)
+
+    def remember(self, root: ChunkKey, ids: TokenIds, epoch: int) -> None:
+        """Later requests of this tenant may be drafted from this text."""
+        self.texts.add(root, ids, epoch)
+
+
+@dataclass
+class _Draft:
+    """What is expected to follow, and from which kind of draft."""
+
+    kind: Hashable
+    left: list[int]
+
+
+class Speculator:
+    """One request's."""
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        state: RequestState,
+        most: int,
+        chances: Chances,
+        cost: CostModel,
+    ) -> None:
+        self._drafters = drafters
+        self._state = state
+        self._most = most
+        self._chances = chances
+        self._cost = cost
+        self._num_seen = 0
+        self._expected: list[_Draft] = []
+
+    def follow(self) -> None:
+        """Learns which tokens the answer has got since the last call."""
+        new = self._state.token_ids[self._num_seen :]
+        self._num_seen += len(new)
+        for drafter in self._drafters:
+            drafter.push(new)
+        for token in new:
+            self._compare(token)
+
+    def draft(self, rows: int, most: int, allowed: Callable[[list[int]], int]) -> list[int]:
+        """The tokens to run with the next ``rows`` rows of the request: at most ``most``, and those
+        at their beginning that may follow, as ``allowed`` counts them."""
+        best, chosen = NO_DRAFT, None
+        self._expected = []
+        for drafter in self._drafters:
+            offer = drafter.offer(min(most, self._most))
+            if offer is None:
+                continue
+            if known := drafter.foresees():
+                self._expected.append(_Draft(offer.kind, known[:1]))
+            pace = self._pace(offer, rows)
+            if pace.gain > best.gain:
+                best, chosen = pace, (drafter, offer)
+        if chosen is None:
+            return []
+        drafter, offer = chosen
+        tokens = drafter.draft(best.length)
+        tokens = tokens[: allowed(tokens)]
+        if tokens:
+            others = [draft for draft in self._expected if draft.kind != offer.kind]
+            self._expected = [*others, _Draft(offer.kind, list(tokens))]
+        return tokens
+
+    def _pace(self, offer: Offer, rows: int) -> Pace:
+        state, cost = self._state, self._cost
+
+        def step(length: int) -> float:
+            return cost.step(state.other_rows + rows + length, state.rows + rows)
+
+        chance = self._chances.of(offer.kind, offer.expected)
+        return best_pace(chance, offer.most, step, state.other_answers, offer.seconds)
+
+    def _compare(self, token: int) -> None:
+        """A token that was expected counts, whether its row was run or not: so what would have been
+        drafted is measured also where it does not pay."""
+        for draft in self._expected:
+            if draft.left:
+                accepted = draft.left.pop(0) == token
+                self._chances.observe(draft.kind, accepted)
+                if not accepted:
+                    draft.left.clear()

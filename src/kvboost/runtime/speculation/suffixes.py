@@ -1,0 +1,141 @@
+"""Where the end of a text occurred before, and what followed it there. It handles no tensors.
+
+A text that does not change is an ``IndexedText``: its n-grams, hashed and sorted. A request's own
+text, which grows, is a ``GrowingText``: the indexed prompt, and a dictionary of the n-grams that
+end in the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost.tokens.hashing import TokenIds
+
+SIZES = (8, 4, 2)
+"""Tokens of the n-grams that are looked up, the longest first."""
+LONGEST = 32
+"""Longer matches are not told apart."""
+MOST_CANDIDATES = 16
+"""Occurrences of an n-gram that are compared, the last ones of a text."""
+
+Hashes = npt.NDArray[np.uint64]
+_FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+_SHIFT = np.uint64(29)
+
+
+@dataclass(frozen=True)
+class Match:
+    """The last ``length`` tokens of a text occurred elsewhere; ``follows`` came next there."""
+
+    length: int
+    follows: list[int]
+
+
+class Tail:
+    """The last tokens of a text, with the hashes of the n-grams it ends in."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids = np.asarray(ids[-LONGEST:], np.int64)
+        self.hashes: dict[int, np.uint64] = {}
+        for size in SIZES:
+            if len(self.ids) >= size:
+                self.hashes[size] = hash_ngrams(self.ids[-size:], size)[0]
+
+
+class IndexedText:
+    """A text that does not change."""
+
+    def __init__(self, ids: TokenIds | Sequence[int]) -> None:
+        self.ids = np.asarray(ids, np.int64)
+        self._sorted: dict[int, tuple[Hashes, npt.NDArray[np.intp]]] = {}
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def find(self, tail: Tail, most: int) -> Match | None:
+        """The longest occurrence of the end of ``tail``, among equally long ones the last, with up
+        to ``most`` tokens that follow; None if nothing occurs that at least one token follows."""
+        for size, hashed in tail.hashes.items():
+            hashes, starts = self._index(size)
+            first, last = np.searchsorted(hashes, hashed), np.searchsorted(hashes, hashed, "right")
+            ends = starts[max(first, last - MOST_CANDIDATES) : last] + size
+            lengths = self._lengths(ends[ends < len(self.ids)], tail.ids)
+            if len(lengths) and (longest := int(lengths.max())) >= size:
+                place = int(ends[np.flatnonzero(lengths == longest)[-1]])
+                return Match(longest, self.ids[place : place + most].tolist())
+        return None
+
+    def _index(self, size: int) -> tuple[Hashes, npt.NDArray[np.intp]]:
+        """The hashes of all n-grams of ``size`` tokens in order, and where each begins."""
+        if size not in self._sorted:
+            hashes = hash_ngrams(self.ids, size)
+            order = np.argsort(hashes, kind="stable")
+            self._sorted[size] = hashes[order], order
+        return self._sorted[size]
+
+    def _lengths(
+        self, ends: npt.NDArray[np.intp], tail: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """How many tokens before each of ``ends`` are the last ones of ``tail``."""
+        lengths = np.zeros(len(ends), np.int64)
+        alive = np.ones(len(ends), bool)
+        for back in range(1, len(tail) + 1):
+            alive &= (ends >= back) & (self.ids[np.maximum(ends - back, 0)] == tail[-back])
+            if not alive.any():
+                break
+            lengths += alive
+        return lengths
+
+
+class GrowingText:
+    """A prompt and the answer that grows after it."""
+
+    def __init__(self, prompt: TokenIds) -> None:
+        self.prompt = IndexedText(prompt)
+        self.ids: list[int] = self.prompt.ids.tolist()
+        self._ends: dict[tuple[int, ...], int] = {}
+        """Where the n-grams that end in the answer ended last, if a token follows."""
+
+    def push(self, token_id: int) -> None:
+        for size in SIZES:
+            if len(self.ids) >= size:
+                self._ends[tuple(self.ids[-size:])] = len(self.ids)
+        self.ids.append(token_id)
+
+    def find(self, most: int, others: Sequence[IndexedText] = ()) -> Match | None:
+        """The longest occurrence of the end of this text in itself or in ``others``. Among equally
+        long ones, that in the answer goes before that in the prompt, and these before others."""
+        tail = Tail(self.ids)
+        found = [self._find_in_answer(most), self.prompt.find(tail, most)]
+        found += [text.find(tail, most) for text in others]
+        matches = [match for match in found if match is not None]
+        return max(matches, key=lambda match: match.length, default=None)
+
+    def _find_in_answer(self, most: int) -> Match | None:
+        ids = self.ids
+        for size in SIZES:
+            end = self._ends.get(tuple(ids[-size:])) if len(ids) >= size else None
+            if end is None:
+                continue
+            length = size
+            while length < min(LONGEST, end) and ids[end - length - 1] == ids[-length - 1]:
+                length += 1
+            follows: list[int] = []
+            for place in range(end, end + most):  # what repeats itself may run into the draft
+                follows.append(ids[place] if place < len(ids) else follows[place - len(ids)])
+            return Match(length, follows)
+        return None
+
+
+def hash_ngrams(ids: npt.NDArray[np.int64], size: int) -> Hashes:
+    """A hash of each n-gram of ``size`` tokens, a power of two."""
+    hashes = (ids.astype(np.uint64) + np.uint64(1)) * _FIRST
+    width = 1
+    while width < size:
+        hashes = hashes[:-width] * _SECOND ^ (hashes[:-width] >> _SHIFT) ^ hashes[width:] * _FIRST
+        width *= 2
+    return hashes[: max(0, len(ids) - size + 1)]

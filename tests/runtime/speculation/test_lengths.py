@@ -1,0 +1,59 @@
+"""Drafts are as long as pays."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvboost.reuse.cost import CostModel
+from kvboost.runtime.speculation.chances import Chances
+from kvboost.runtime.speculation.lengths import best_pace
+
+
+def test_rows_that_cost_nothing_make_long_drafts() -> None:
+    assert best_pace(0.9, 16, lambda length: 1.0).length == 16
+    assert best_pace(0.9, 5, lambda length: 1.0).length == 4  # five is not a length of drafts
+
+
+def test_rows_that_cost_what_a_step_costs_make_none() -> None:
+    assert best_pace(0.9, 16, lambda length: 1.0 + length).length == 0
+
+
+def test_unlikely_drafts_are_short_and_hopeless_ones_are_none() -> None:
+    def step(length: int) -> float:
+        return 1.0 + 0.1 * length
+
+    lengths = [best_pace(chance, 32, step).length for chance in (0.05, 0.4, 0.7, 0.9, 0.97)]
+    assert lengths[0] == 0 and lengths == sorted(lengths) and lengths[-1] >= 12
+
+
+def test_time_to_draft_and_other_requests_count() -> None:
+    def step(length: int) -> float:
+        return 1.0 + 0.05 * length
+
+    alone = best_pace(0.8, 16, step)
+    assert best_pace(0.8, 16, step, drafting=0.2).length < alone.length
+    assert best_pace(0.8, 16, step, other_tokens=30).length == 0  # rows cost what they give
+
+
+def test_chances_are_learned_and_shared() -> None:
+    everyone = Chances(weight=16)
+    one = Chances(4, everyone)
+    assert one.of("text", 0.5) == 0.5
+    for _ in range(40):
+        one.observe("text", True)
+    assert one.of("text", 0.5) > 0.95
+    assert everyone.of("text", 0.5) > 0.8
+    assert Chances(4, everyone).of("text", 0.5) > 0.8
+    assert one.of("model", 0.5) == 0.5
+
+
+def test_a_step_costs_what_it_cost() -> None:
+    cost = CostModel(1e-4)
+    assert cost.step(2, 10) > cost.step(1, 10)  # until something is known: the model's arithmetic
+    for _ in range(3):
+        cost.observe_step(1, 1.0)
+        cost.observe_step(9, 1.8)
+    cost.observe_step(9, 50.0)  # an outlier
+    assert cost.step(1, 10) == 1.0 and cost.step(9, 10) == pytest.approx(1.8)
+    assert cost.step(5, 10) == pytest.approx(1.4)
+    assert cost.step(18, 10) > 1.8
