@@ -35,7 +35,13 @@ from kvboost.config import (
     whole,
     within,
 )
-from kvboost.errors import ConfigError, ContextLengthError, KVBoostError, PromptError
+from kvboost.errors import (
+    ConfigError,
+    ContextLengthError,
+    KVBoostError,
+    PinError,
+    PromptError,
+)
 from kvboost.model.load import LoadedModel, load, machine_key, wrap
 from kvboost.progress import Progress
 from kvboost.results import (
@@ -44,6 +50,7 @@ from kvboost.results import (
     Clock,
     GenerationResult,
     HealReport,
+    Pin,
     ReuseReport,
     Score,
     VerificationReport,
@@ -66,7 +73,7 @@ from kvboost.runtime.streams import AsyncTextStream, TextStream
 from kvboost.runtime.verified import make_generation
 from kvboost.structured.formats import FORMATS, grammar_for
 from kvboost.structured.grammars import Grammar, Grammars
-from kvboost.tokens.hashing import TokenIds, as_token_ids
+from kvboost.tokens.hashing import TokenIds, as_token_ids, pin_name
 from kvboost.tokens.prompt import Conversation, Prompt, PromptReader
 
 if TYPE_CHECKING:
@@ -130,8 +137,8 @@ class KVBoost:
         Options of the engine, with their defaults; :class:`EngineConfig` explains each. Sizes are
         bytes or strings such as ``"2GiB"``.
 
-        - memory: ``max_cache_bytes="2GiB"``, ``max_chunks=None``, ``gpu_cache_bytes=None``,
-          ``kv_cache_bits=16``, ``key_norms=False``
+        - memory: ``max_cache_bytes="2GiB"``, ``max_chunks=None``, ``max_pinned_bytes=None``,
+          ``gpu_cache_bytes=None``, ``kv_cache_bits=16``, ``key_norms=False``
         - other tiers: ``disk_cache_dir=None``, ``disk_cache_bytes="20GiB"``,
           ``remote_cache_url=None``, ``remote_cache_bytes=None``, ``cache_secret=None``
         - chunks: ``chunk_size=128``, ``chunking="fixed"``, ``document_markers="\\n\\n"``
@@ -362,15 +369,8 @@ class KVBoost:
 
     async def awarm(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
         """Like :meth:`warm` of one text, for coroutines."""
-        clock = Clock()
         ids, boundaries = await asyncio.to_thread(self._read_one, text, header)
-        mode = GenerationMode.PREFIX_CACHE
-        request = self._request(ids, mode, boundaries=boundaries, cache_salt=cache_salt)
-        clock.lap("tokenize")
-        async with self._submit(RequestState(request, clock), None) as stream:
-            async for _ in stream:
-                pass
-        return stream.new_chunks
+        return await self._awarm(ids, cache_salt, boundaries)
 
     async def adrain(self, timeout: float | None = None) -> bool:
         """Takes no new requests and waits for the others to end; False if that took longer than
@@ -541,18 +541,74 @@ class KVBoost:
             },
         }
 
-    def pin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
-        """Reads a text as :meth:`warm` does, unless it is cached, and protects it from eviction
-        until :meth:`unpin` or :meth:`close`; returns the number of pinned chunks."""
+    def pin(
+        self,
+        text: Prompt,
+        header: str | None = None,
+        *,
+        ttl: float | None = None,
+        cache_salt: str = "",
+    ) -> Pin:
+        """Reads a text as :meth:`warm` does, unless it is cached, and protects it from eviction on
+        the GPU, in memory and on disk: for ``ttl`` seconds, or until :meth:`unpin` or
+        :meth:`close`. To pin it again renews it. Raises ``PinError`` if there is no room: pins may
+        take ``max_pinned_bytes``. A pin ends with the process; what is on disk stays there, and
+        pinning it in the next process computes nothing."""
         ids, boundaries = self._read_one(text, header)
+        _check_ttl(ttl)
         self._warm(ids, cache_salt, boundaries)
-        return self._runtime.store.pin(self._runtime.root(cache_salt), ids)
+        return self._pin_all(ids, ttl, cache_salt)
 
-    def unpin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
-        """Undoes :meth:`pin` of the same text; returns the number of chunks unpinned."""
-        self._check_open()
+    async def apin(
+        self,
+        text: Prompt,
+        header: str | None = None,
+        *,
+        ttl: float | None = None,
+        cache_salt: str = "",
+    ) -> Pin:
+        """Like :meth:`pin`, for coroutines."""
+        _check_ttl(ttl)
+        ids, boundaries = await asyncio.to_thread(self._read_one, text, header)
+        await self._awarm(ids, cache_salt, boundaries)
+        return self._pin_all(ids, ttl, cache_salt)
+
+    def unpin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> Pin | None:
+        """Undoes :meth:`pin` of the same text; returns what was pinned, None if nothing was."""
         ids, _ = self._read_one(text, header)
-        return self._runtime.store.unpin(self._runtime.root(cache_salt), ids)
+        return self.drop_pin(pin_name(self._runtime.root(cache_salt), ids))
+
+    def pin_cached(
+        self, name: str, prompt: Prompt, *, ttl: float | None = None, cache_salt: str = ""
+    ) -> Pin:
+        """Pins what is cached of a prompt under a name, and computes nothing: for conversations,
+        whose KV is in the cache as soon as they are answered.
+
+        The same call renews a pin: it replaces what ``name`` had pinned, so a pin grows with its
+        conversation (``prompt`` = the token ids of the prompt and the answer) and lasts another
+        ``ttl`` seconds. :meth:`drop_pin` ends it. Rows that are still approximate are pinned too,
+        and the exact ones instead once they are healed. Takes a few milliseconds at most, so a
+        coroutine may call it with token ids. Raises ``PinError`` if there is no room, and leaves
+        the earlier pin as it was; callers that can do without a pin should catch it."""
+        self._check_open()
+        _check_ttl(ttl)
+        return self._runtime.store.pin(
+            name,
+            self._runtime.root(cache_salt),
+            self._prompts.read(prompt),
+            repair=self.config.repair.name,
+            ttl=ttl,
+        )
+
+    def drop_pin(self, name: str) -> Pin | None:
+        """Ends the pin of that name; returns what it was, None if there is none."""
+        self._check_open()
+        return self._runtime.store.unpin(name)
+
+    def pins(self) -> list[Pin]:
+        """All pins with their sizes and the time that is left, those that end first first."""
+        self._check_open()
+        return self._runtime.store.pins()
 
     def forget(self, text: Prompt) -> int:
         """Forgets a text on every tier, after any prefix and under any salt: every chunk that holds
@@ -693,6 +749,26 @@ class KVBoost:
         request = self._request(token_ids, mode, boundaries=boundaries, cache_salt=salt)
         return Generation(self._runtime, RequestState(request)).read()
 
+    async def _awarm(self, token_ids: TokenIds, salt: str, boundaries: Sequence[int]) -> int:
+        mode = GenerationMode.PREFIX_CACHE
+        request = self._request(token_ids, mode, boundaries=boundaries, cache_salt=salt)
+        async with self._submit(RequestState(request), None) as stream:
+            async for _ in stream:
+                pass
+        return stream.new_chunks
+
+    def _pin_all(self, token_ids: TokenIds, ttl: float | None, salt: str) -> Pin:
+        root = self._runtime.root(salt)
+        name = pin_name(root, token_ids)
+        pin = self._runtime.store.pin(name, root, token_ids, ttl=ttl)
+        if pin.tokens < len(token_ids):
+            self.drop_pin(name)
+            raise PinError(
+                f"only {pin.tokens:,} of {len(token_ids):,} tokens are in the cache after reading "
+                "them, so they cannot be pinned; raise max_cache_bytes"
+            )
+        return pin
+
     def _request(
         self,
         token_ids: TokenIds,
@@ -729,6 +805,11 @@ def _whole(stream: TextStream) -> GenerationResult:
     for _ in stream:
         pass
     return stream.result
+
+
+def _check_ttl(ttl: float | None) -> None:
+    if ttl is not None:
+        at_least(ttl, 0.0, "ttl")
 
 
 def _is_documents(text: object) -> TypeGuard[Sequence[str]]:

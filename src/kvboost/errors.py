@@ -15,6 +15,7 @@
     │   └── ChecksumError                    downloaded weights have another checksum
     ├── CacheFolderError (OSError)           the cache folder cannot be used
     ├── ForgetError                          a text could not be removed everywhere
+    ├── PinError                             a text cannot be pinned: there is no room for it
     └── ServerError                          a server cannot be reached, or refuses what is asked
 
 An error about the caller's mistake names the value, what is allowed, and what to do.
@@ -111,6 +112,10 @@ class ChecksumError(ModelError):
 
 class ForgetError(KVBoostError):
     """A text that was to be forgotten could not be removed everywhere."""
+
+
+class PinError(KVBoostError):
+    """There is no room to pin a text."""
 
 
 class CacheFolderError(KVBoostError, OSError):
