@@ -234,6 +234,11 @@ class KVBoost:
         ids: list[int] = self._prompts.read(prompt).tolist()
         return ids
 
+    def locate(self, text: str, token_ids: Sequence[int]) -> tuple[int, int] | None:
+        """Where a text is in a prompt: the first token that is its own and the one after its last.
+        None if it is not there, or is tokenized differently there."""
+        return self._prompts.locate(text, token_ids)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._model.tokenizer.decode(token_ids)
 

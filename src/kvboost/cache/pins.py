@@ -43,7 +43,7 @@ class Pins:
         self, max_bytes: int | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """``max_bytes`` bounds the chunks of all pins; a chunk that several hold counts once."""
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._clock = clock
         self._pins: dict[str, PinnedText] = {}
         self._chunks: dict[ChunkKey, _PinnedChunk] = {}
@@ -132,16 +132,16 @@ class Pins:
         self._stale.clear()
 
     def _check_budget(self, name: str, hits: Sequence[Hit]) -> None:
-        if self._max_bytes is None:
+        if self.max_bytes is None:
             return
         others = {key: one.nbytes for key, one in self._chunks.items() if one.pins != {name}}
         taken = sum(others.values())
         own = {hit.chunk.key: hit.chunk.nbytes for hit in hits}
         needed = sum(nbytes for key, nbytes in own.items() if key not in others)
-        if needed and taken + needed > self._max_bytes:
+        if needed and taken + needed > self.max_bytes:
             raise PinError(
                 f"pinning {hits[-1].end:,} tokens needs {format_bytes(needed)}, but pins hold "
-                f"{format_bytes(taken)} of the {format_bytes(self._max_bytes)} that "
+                f"{format_bytes(taken)} of the {format_bytes(self.max_bytes)} that "
                 "max_pinned_bytes allows; unpin something, pin with a ttl, or raise "
                 "max_pinned_bytes"
             )

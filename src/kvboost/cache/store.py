@@ -392,6 +392,8 @@ class ChunkStore:
                 chunks=len(self._catalogue),
                 in_use=len(self._pins),
                 pinned=len(self._kept),
+                pinned_bytes=self._kept.nbytes,
+                max_pinned_bytes=self._kept.max_bytes,
                 admitted=counts["admitted"],
                 tiers=residency.tier_stats(),
                 remote=remote,

@@ -59,6 +59,24 @@ def serve(
         str | None,
         typer.Option(help="Space for the cache in --remote-cache; only a Redis needs no limit."),
     ] = None,
+    warm: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A text file, or a folder of them, to read before others ask; may be repeated. "
+            "Requests are answered meanwhile, and /ready says warming until it is done."
+        ),
+    ] = None,
+    pin: Annotated[
+        bool, typer.Option("--pin", help="Never evict the files of --warm while the server runs.")
+    ] = False,
+    warm_for: Annotated[
+        list[str] | None,
+        typer.Option(help="The name of a key that --warm reads for; may be repeated."),
+    ] = None,
+    max_pinned_bytes: Annotated[
+        str | None,
+        typer.Option(help="Memory that pinned text may take; by default half of the cache."),
+    ] = None,
     kv_bits: KVBits = EngineConfig.kv_cache_bits,
     heal: Annotated[
         str,
@@ -153,6 +171,7 @@ def serve(
             from kvboost.serve.process import bind
             from kvboost.serve.process import serve as run
             from kvboost.serve.settings import ServerSettings, is_loopback
+            from kvboost.serve.warm_files import read_texts
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"kvboost serve needs {error.name}; install the packages of a server with: "
@@ -160,11 +179,17 @@ def serve(
             ) from None
 
         keys = _keys(keys_file)
+        texts, left_out = read_texts(warm or (), ServerSettings.max_document_bytes)
+        if left_out:
+            say.print(f"not text, so not warmed: {', '.join(left_out)}", markup=False)
         settings = ServerSettings(
             served_names=tuple(served_name or ()),
             mode=mode,
             keys=keys,
             shared_cache=shared_cache,
+            warm=texts,
+            pin=pin,
+            warm_for=tuple(warm_for or ()),
             timeout=timeout or None,
             drain_seconds=drain_seconds,
             metrics=metrics,
@@ -183,6 +208,7 @@ def serve(
                 tp_size=tp_size,
                 disk_cache_dir=folder,
                 max_cache_bytes=max_cache_bytes,
+                max_pinned_bytes=max_pinned_bytes,
                 disk_cache_bytes=disk_cache_bytes,
                 remote_cache_url=remote_cache,
                 remote_cache_bytes=remote_cache_bytes,

@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 import kvboost
 from kvboost.errors import KVBoostError
-from kvboost.serve import admin, chat, completions, openapi
+from kvboost.serve import admin, chat, completions, document_routes, openapi
 from kvboost.serve.auth import AuthMiddleware
 from kvboost.serve.errors import ApiError, on_engine_error, on_http_error, on_invalid
 from kvboost.serve.limits import HeadLimits, OpenRequests
@@ -45,8 +45,10 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.draining = False
+        await state.documents.start()
         yield
         state.draining = True
+        await state.documents.stop()
         await engine.adrain(settings.drain_seconds)
         await asyncio.to_thread(engine.flush)
 
@@ -59,7 +61,7 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
         redirect_slashes=False,
     )
     app.state.server = state
-    for module in (chat, completions, admin):
+    for module in (chat, completions, admin, document_routes):
         app.include_router(module.router)
     app.include_router(router)
     if settings.metrics != "off":
@@ -100,9 +102,12 @@ async def retrieve_model(model: str, server: Server) -> Response:
 
 
 @router.get("/health", response_model=Health, responses=errors(has_body=False))
-async def health() -> Response:
-    """Whether the process is alive."""
-    return JSONResponse({"status": "ok"})
+async def health(server: Server) -> Response:
+    """Whether the process is alive, and how far it is with the documents that it starts with.
+    Requests are answered meanwhile."""
+    if server.documents.warming is None:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "warming", **_warming(server)})
 
 
 @router.get(
@@ -111,11 +116,14 @@ async def health() -> Response:
     responses={**errors(has_body=False), 503: {"model": Health | ErrorReply}},
 )
 async def ready(server: Server) -> Response:
-    """Whether the server accepts requests: 200, or 503 while it stops or must be started again."""
+    """Whether a load balancer should send requests here: 200, or 503 while the server reads the
+    documents that it starts with, stops, or must be started again."""
     if server.draining:
         return JSONResponse({"status": "draining"}, 503)
     if server.engine.failure is not None:
         return JSONResponse({"status": "failed"}, 503)
+    if server.documents.warming is not None:
+        return JSONResponse({"status": "warming", **_warming(server)}, 503)
     return JSONResponse({"status": "ready"})
 
 
@@ -136,6 +144,11 @@ async def metrics(server: Server) -> Response:
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
     return FileResponse(STATIC / "index.html", headers={"cache-control": "no-cache"})
+
+
+def _warming(server: ServerState) -> dict[str, int]:
+    done, total = server.documents.warming or (0, 0)
+    return {"warmed": done, "to_warm": total}
 
 
 def _model(server: ServerState, name: str) -> dict[str, Any]:

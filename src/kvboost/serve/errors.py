@@ -14,12 +14,14 @@ from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match, Route
 
 from kvboost.errors import (
     ConfigError,
     ContextLengthError,
     ForgetError,
     KVTooLargeError,
+    PinError,
     PromptError,
     QueueFullError,
     RankLostError,
@@ -98,6 +100,8 @@ def from_engine(error: Exception) -> ApiError:
             )
         case ForgetError():
             return ApiError(500, str(error), kind="server_error", code="not_forgotten")
+        case PinError():
+            return ApiError(409, str(error), code="pins_full")
         case PromptError():
             return ApiError(400, str(error), code="invalid_prompt", param="prompt")
         case ConfigError():
@@ -158,15 +162,23 @@ async def on_engine_error(request: Request, error: Exception) -> Response:
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Unknown paths, wrong methods, and what the framework itself refuses."""
     assert isinstance(error, HTTPException)
-    path = _short(request.url.path)
+    path, headers = _short(request.url.path), error.headers
     match error.status_code:
         case 404:
             message = f"there is no {path} here; {_listed(request.app.openapi())}"
         case 405:
             message = f"{request.method} is not allowed on {path}"
+            headers = {"allow": _allowed(request)}
         case _:
             message = str(error.detail)
-    return ApiError(error.status_code, message, headers=error.headers).response()
+    return ApiError(error.status_code, message, headers=headers).response()
+
+
+def _allowed(request: Request) -> str:
+    """The methods of all routes of this path; the framework names those of the first only."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    fitting = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for route in fitting for method in route.methods or ()}))
 
 
 def _listed(document: Mapping[str, Any]) -> str:

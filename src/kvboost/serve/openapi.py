@@ -18,6 +18,7 @@ _SAID = {
     403: "The key or the host name does not allow this",
     404: "There is no such thing",
     408: "The body did not arrive in time",
+    409: "There is no room for it; the message has the numbers",
     413: "The body, or the KV of the prompt, is too large; the message has the numbers",
     415: "The body is not JSON",
     429: "The queue is full; `Retry-After` says when to try again",

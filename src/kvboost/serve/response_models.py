@@ -187,6 +187,9 @@ class ModelList(Reply):
 
 class Health(Reply):
     status: str
+    warmed: int | None = None
+    to_warm: int | None = None
+    """Documents that the server starts with: how many are read, and how many there are."""
 
 
 class Forgotten(Reply):

@@ -10,9 +10,11 @@ from fastapi import Depends, Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvboost.serve.auth import Keys, Tenant
+from kvboost.serve.documents import Documents
 from kvboost.serve.errors import ApiError
 from kvboost.serve.live import LiveLog
 from kvboost.serve.metrics import Metrics
+from kvboost.serve.sessions import Sessions
 from kvboost.serve.settings import ServerSettings
 from kvboost.serve.workers import Workers
 
@@ -30,6 +32,8 @@ class ServerState:
         self.metrics = Metrics(engine)
         self.live = LiveLog()
         self.workers = Workers()
+        self.documents = Documents(engine, settings, self.keys)
+        self.sessions = Sessions(engine, settings)
         self.waiting_connections: dict[H11Protocol, None] = {}
         """Connections without a request, the one that has waited longest first."""
         self.started = time.time()

@@ -451,7 +451,8 @@ def test_the_names_of_the_statistics_have_not_changed(open_store, tmp_path) -> N
     stats = store.stats().as_dict()
     tier = ["chunks", "bytes", "max_bytes", "hits", "faults"]
     assert list(stats) == [
-        *("chunks", "in_use", "pinned", "admitted", "tiers"),
+        *("chunks", "in_use", "pinned", "pinned_bytes", "max_pinned_bytes"),
+        *("admitted", "tiers"),
         *("evicted", "demoted", "promoted", "unwritten", "rejected", "failed", "lost"),
     ]
     assert {name: list(value) for name, value in stats["tiers"].items()} == {
