@@ -44,6 +44,7 @@ from kvboost.results import (
 
 if TYPE_CHECKING:
     from kvboost.engine import KVBoost
+    from kvboost.model.embedding import EmbeddingModel
     from kvboost.model.reference import StockModel
     from kvboost.model.weights import ModelInfo, list_models, pull_model
     from kvboost.runtime.streams import AsyncTextStream, TextStream
@@ -61,6 +62,7 @@ __all__ = [
     "ConfigError",
     "ContextLengthError",
     "Conversation",
+    "EmbeddingModel",
     "EngineConfig",
     "ForgetError",
     "GenerationMode",
@@ -103,6 +105,7 @@ __all__ = [
 _LAZY = {
     "AsyncTextStream": "kvboost.runtime.streams",
     "Conversation": "kvboost.tokens.prompt",
+    "EmbeddingModel": "kvboost.model.embedding",
     "KVBoost": "kvboost.engine",
     "ModelInfo": "kvboost.model.weights",
     "StockModel": "kvboost.model.reference",

@@ -6,12 +6,14 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvboost.chat.parser import AnswerParser, collect
@@ -42,6 +44,7 @@ from kvboost.errors import (
     PinError,
     PromptError,
 )
+from kvboost.model.embedding import run_steps
 from kvboost.model.load import LoadedModel, load, machine_key, wrap
 from kvboost.progress import Progress
 from kvboost.results import (
@@ -56,6 +59,7 @@ from kvboost.results import (
     VerificationReport,
 )
 from kvboost.reuse.arrange import arrange
+from kvboost.runtime.embedding import LoadedModelEmbedder
 from kvboost.runtime.generation import Generation, text_pieces
 from kvboost.runtime.healing import Healer
 from kvboost.runtime.loop import Loop
@@ -82,6 +86,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvboost")
 
+T = TypeVar("T")
 PREVIEW_TOKENS = 48
 
 MakeRuntime = Callable[[LoadedModel, EngineConfig, Path | None], Runtime]
@@ -376,6 +381,31 @@ class KVBoost:
         """Like :meth:`warm` of one text, for coroutines."""
         ids, boundaries = await asyncio.to_thread(self._read_one, text, header)
         return await self._awarm(ids, cache_salt, boundaries)
+
+    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Embeddings ``[texts, dimensions]`` by the loaded model: the mean of the last hidden
+        states, normalised. Nothing is cached. :class:`EmbeddingModel` loads a model that was
+        trained for this, which finds the right text more often."""
+        self._check_open()
+        if isinstance(texts, str):
+            raise PromptError("embed() takes several texts; give one in a list")
+        ids = [self.encode(text) for text in texts]
+        for some in ids:
+            if self.context_length is not None and len(some) > self.context_length:
+                raise ContextLengthError(len(some), self.context_length)
+        return run_steps(self.embedder.steps(ids))
+
+    @property
+    def embedder(self) -> LoadedModelEmbedder:
+        """What computes embeddings with the loaded model, slice by slice."""
+        return LoadedModelEmbedder(self._runtime)
+
+    def between_steps(self, work: Callable[[], T]) -> Future[T]:
+        """Runs ``work`` in the thread that computes answers, between two of its steps: for short
+        pieces of other work on the same device, such as embeddings. Answers wait for one piece at
+        a time."""
+        self._check_open()
+        return self._loop.between_steps(work)
 
     async def adrain(self, timeout: float | None = None) -> bool:
         """Takes no new requests and waits for the others to end; False if that took longer than

@@ -80,6 +80,8 @@ def test_every_route_documents_its_errors() -> None:
     assert set(DOCUMENT["paths"]) == {
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/embeddings",
+        "/v1/rerank",
         "/v1/models",
         "/v1/models/{model}",
         "/kvboost/warm",

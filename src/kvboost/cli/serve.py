@@ -149,6 +149,13 @@ def serve(
     kv_events_block: Annotated[
         int, typer.Option(min=1, help="Tokens in a block of these events, as the router expects.")
     ] = 16,
+    embedding_model: Annotated[
+        str | None,
+        typer.Option(
+            help="What /v1/embeddings uses: all-minilm-l6-v2, a folder or a hub id. By default "
+            "the model itself."
+        ),
+    ] = None,
     served_name: Annotated[
         list[str] | None, typer.Option(help="The model's name in requests; may be repeated.")
     ] = None,
@@ -190,6 +197,7 @@ def serve(
             warm=texts,
             pin=pin,
             warm_for=tuple(warm_for or ()),
+            embedding_model=_embedding_model(embedding_model, device),
             timeout=timeout or None,
             drain_seconds=drain_seconds,
             metrics=metrics,
@@ -233,6 +241,15 @@ def _load(model: str, **options: Any) -> Any:
 
     say.print(f"loading {model}", markup=False)
     return kvboost.KVBoost.from_pretrained(model, **options)
+
+
+def _embedding_model(name: str | None, device: str | None) -> Any:
+    if name is None:
+        return None
+    import kvboost
+
+    say.print(f"loading {name}", markup=False)
+    return kvboost.EmbeddingModel.from_pretrained(name, device=device)
 
 
 def _events(

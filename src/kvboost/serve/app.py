@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 import kvboost
 from kvboost.errors import KVBoostError
-from kvboost.serve import admin, chat, completions, document_routes, openapi
+from kvboost.serve import admin, chat, completions, document_routes, embeddings, openapi
 from kvboost.serve.auth import AuthMiddleware
 from kvboost.serve.errors import ApiError, on_engine_error, on_http_error, on_invalid
 from kvboost.serve.limits import HeadLimits, OpenRequests
@@ -61,7 +61,7 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
         redirect_slashes=False,
     )
     app.state.server = state
-    for module in (chat, completions, admin, document_routes):
+    for module in (chat, completions, embeddings, admin, document_routes):
         app.include_router(module.router)
     app.include_router(router)
     if settings.metrics != "off":
@@ -85,7 +85,9 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
 )
 async def list_models(server: Server) -> Response:
     """The names of this server's model."""
-    data = [_model(server, name) for name in server.names]
+    data = [
+        _model(server, name) for name in dict.fromkeys((*server.names, *server.embedding_names))
+    ]
     return JSONResponse({"object": "list", "data": data})
 
 
@@ -97,7 +99,8 @@ async def list_models(server: Server) -> Response:
 )
 async def retrieve_model(model: str, server: Server) -> Response:
     """The model under one of its names."""
-    server.check_model(model)
+    if model not in server.embedding_names:
+        server.check_model(model)
     return JSONResponse(_model(server, model))
 
 
@@ -157,5 +160,7 @@ def _model(server: ServerState, name: str) -> dict[str, Any]:
         "object": "model",
         "created": int(server.started),
         "owned_by": "kvboost",
-        "context_length": server.engine.context_length,
+        "context_length": (
+            server.engine.context_length if name in server.names else server.embedder.max_tokens
+        ),
     }

@@ -86,6 +86,8 @@ def _document(app: FastAPI, server: ServerState) -> dict[str, Any]:
     schemas = document["components"]["schemas"]
     for name in ("ChatRequest", "CompletionRequest"):
         schemas[name]["properties"]["model"]["enum"] = list(server.names)
+    for name in ("EmbeddingRequest", "RerankRequest"):
+        schemas[name]["properties"]["model"]["enum"] = list(server.embedding_names)
     _bound_ids(schemas, server.engine.vocab_size)
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)

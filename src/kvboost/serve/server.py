@@ -11,6 +11,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvboost.serve.auth import Keys, Tenant
 from kvboost.serve.documents import Documents
+from kvboost.serve.embedder import Embedder
 from kvboost.serve.errors import ApiError
 from kvboost.serve.live import LiveLog
 from kvboost.serve.metrics import Metrics
@@ -34,21 +35,23 @@ class ServerState:
         self.workers = Workers()
         self.documents = Documents(engine, settings, self.keys)
         self.sessions = Sessions(engine, settings)
+        self.embedder = Embedder(engine, settings.embedding_model)
         self.waiting_connections: dict[H11Protocol, None] = {}
         """Connections without a request, the one that has waited longest first."""
         self.started = time.time()
         self.draining = False
         self.names = served_names(engine, settings)
+        self.embedding_names = self.names
+        if settings.embedding_model is not None:
+            self.embedding_names = (_plain_name(settings.embedding_model.name),)
 
     def check_model(self, name: str) -> None:
         """Raises ApiError 404 if the model is not served under ``name``."""
-        if name not in self.names:
-            raise ApiError(
-                404,
-                f"there is no model {name[:80]!r} here; there is {', '.join(self.names)}",
-                code="model_not_found",
-                param="model",
-            )
+        _check_name(name, self.names)
+
+    def check_embedding_model(self, name: str) -> None:
+        """The same for the model that makes embeddings."""
+        _check_name(name, self.embedding_names)
 
     def strategy(self, chosen: str | None) -> str:
         return chosen or self.engine.config.recompute_strategy
@@ -68,6 +71,16 @@ Server = Annotated[ServerState, Depends(_server)]
 """A parameter of routes: the server's state."""
 Caller = Annotated[Tenant, Depends(_caller)]
 """A parameter of routes: the tenant that the request's key belongs to."""
+
+
+def _check_name(name: str, names: tuple[str, ...]) -> None:
+    if name not in names:
+        raise ApiError(
+            404,
+            f"there is no model {name[:80]!r} here; there is {', '.join(names)}",
+            code="model_not_found",
+            param="model",
+        )
 
 
 def served_names(engine: KVBoost, settings: ServerSettings) -> tuple[str, ...]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvboost.config import GenerationMode, at_least, choose, one_of, whole
 from kvboost.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvboost import EmbeddingModel
 
 METRICS = ("open", "key", "off")
 
@@ -96,6 +100,8 @@ class ServerSettings:
     """Documents that are kept for one tenant."""
     max_document_bytes: int = 64 * 1024**2
     """Text of the documents that are kept for one tenant."""
+    embedding_model: EmbeddingModel | None = None
+    """What makes embeddings. Default: the model that answers requests."""
     session_seconds: float = 600.0
     """Seconds for which the KV of a session is pinned after each turn, unless a request says
     otherwise."""
