@@ -56,12 +56,15 @@ def upload(http: httpx.Client, folder: Path) -> dict[str, str]:
             ids[path.name] = answer.json()["id"]
     if not ids:
         raise SystemExit(f"{folder} holds no text file")
+    last = 0
     while True:
         listed = http.get("/kvboost/documents").raise_for_status().json()["data"]
         waiting = [one for one in listed if one["status"] in ("waiting", "reading")]
         if not waiting:
             return ids
-        print(f"the server reads {len(waiting)} documents ...")
+        if len(waiting) != last:
+            print(f"documents that the server has not read yet: {len(waiting)}")
+        last = len(waiting)
         time.sleep(1)
 
 

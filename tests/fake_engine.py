@@ -82,6 +82,7 @@ class FakeEngine:
     model_name = "fake"
     context_length: int | None = 100
     vocab_size = 260
+    embedder = SimpleNamespace(dimensions=64)
     config = SimpleNamespace(recompute_strategy="auto", chunking="fixed")
 
     def __init__(self, pieces: Sequence[Any] = ("Hel", "lo"), finish_reason: str = "stop") -> None:

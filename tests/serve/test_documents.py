@@ -52,7 +52,7 @@ def test_a_document_is_kept_once_and_read_in_the_background(client, fake) -> Non
 def test_a_file_is_uploaded_as_it_is(client) -> None:
     def send(data: bytes, kind: str = "text/markdown; charset=utf-8") -> Any:
         headers = {"content-type": kind}
-        return client.post("/kvboost/documents/file", content=data, headers=headers)
+        return client.post("/kvboost/files", content=data, headers=headers)
 
     assert send(b"A lighthouse.").json()["id"] == upload(client)["id"]
     for data, kind, status in (

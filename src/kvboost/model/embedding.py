@@ -21,6 +21,8 @@ BATCH_TOKENS = 1024
 """Tokens of one forward, padding included: it takes about as long as a slice of a prompt."""
 
 DEFAULT_MAX_TOKENS = 512
+MOST_INPUTS = 64
+"""Inputs of one forward."""
 
 
 class EmbeddingModel:
@@ -123,13 +125,14 @@ class EmbeddingModel:
 def by_length(
     batch: Sequence[Sequence[int]], most: int, *, padded: bool
 ) -> Generator[list[int], None, None]:
-    """The numbers of the inputs in groups, the longest inputs first. A group has ``most`` tokens at
-    most, with those that pad it to its first if ``padded``; a longer input is alone."""
+    """The numbers of the inputs in groups of ``MOST_INPUTS`` at most, the longest inputs first. A
+    group has ``most`` tokens at most, with those that pad it to its first if ``padded``; a longer
+    input is alone."""
     group: list[int] = []
     tokens = 0
     for index in sorted(range(len(batch)), key=lambda index: -len(batch[index])):
         size = len(batch[group[0]]) if padded and group else len(batch[index])
-        if group and tokens + size > most:
+        if group and (tokens + size > most or len(group) == MOST_INPUTS):
             yield group
             group, tokens = [], 0
             size = len(batch[index])

@@ -41,7 +41,7 @@ async def upload_document(body: DocumentUpload, server: Server, caller: Caller) 
 
 
 @router.post(
-    "/documents/file",
+    "/files",
     response_model=DocumentReply,
     responses=errors(409),
     openapi_extra={

@@ -74,14 +74,16 @@ class Embedder:
 
     async def embed(self, batch: Sequence[Sequence[int]]) -> Vectors:
         """``[inputs, dimensions]``, each of length 1. Answers of other requests go on: each waits
-        for one slice per token at most."""
-        steps = self._encoder.steps(batch)
+        for one slice per token at most. Equal inputs are embedded once."""
+        places: dict[tuple[int, ...], int] = {}
+        rows = [places.setdefault(tuple(ids), len(places)) for ids in batch]
+        steps = self._encoder.steps(list(places))
         try:
             while True:
                 work = partial(_advance, steps)
                 done = await asyncio.wrap_future(self._engine.between_steps(work))
                 if done is not None:
-                    return done
+                    return done[rows]
         finally:
             steps.close()
 

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Match, Route
+from starlette.routing import compile_path
 
 from kvboost.errors import (
     ConfigError,
@@ -168,17 +168,23 @@ async def on_http_error(request: Request, error: Exception) -> Response:
             message = f"there is no {path} here; {_listed(request.app.openapi())}"
         case 405:
             message = f"{request.method} is not allowed on {path}"
-            headers = {"allow": _allowed(request)}
+            headers = _allowed(request) or headers
         case _:
             message = str(error.detail)
     return ApiError(error.status_code, message, headers=headers).response()
 
 
-def _allowed(request: Request) -> str:
-    """The methods of all routes of this path; the framework names those of the first only."""
-    routes = [route for route in request.app.routes if isinstance(route, Route)]
-    fitting = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    return ", ".join(sorted({method for route in fitting for method in route.methods or ()}))
+def _allowed(request: Request) -> dict[str, str]:
+    """The header with the methods of all routes of this path: the framework names those of the
+    first only. Empty if the path is not documented."""
+    document = request.app.openapi()["paths"]
+    found = {
+        method.upper()
+        for path, operations in document.items()
+        if compile_path(path)[0].match(request.url.path)
+        for method in operations
+    }
+    return {"allow": ", ".join(sorted(found))} if found else {}
 
 
 def _listed(document: Mapping[str, Any]) -> str:

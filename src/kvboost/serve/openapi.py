@@ -88,6 +88,8 @@ def _document(app: FastAPI, server: ServerState) -> dict[str, Any]:
         schemas[name]["properties"]["model"]["enum"] = list(server.names)
     for name in ("EmbeddingRequest", "RerankRequest"):
         schemas[name]["properties"]["model"]["enum"] = list(server.embedding_names)
+    dimensions = {"enum": [server.embedder.dimensions, None]}
+    schemas["EmbeddingRequest"]["properties"]["dimensions"] = dimensions
     _bound_ids(schemas, server.engine.vocab_size)
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)

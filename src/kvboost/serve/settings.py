@@ -173,7 +173,7 @@ class ServerSettings:
         return ("/kvboost/", "/metrics") if self.metrics == "key" else ("/kvboost/",)
 
 
-TENANT_PATHS = ("/kvboost/documents", "/kvboost/sessions")
+TENANT_PATHS = ("/kvboost/documents", "/kvboost/files", "/kvboost/sessions")
 """The beginnings of paths below ``/kvboost/`` that every key may use: they show its own data."""
 
 
