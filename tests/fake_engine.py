@@ -14,6 +14,7 @@ from kvboost.errors import UnknownAdapterError
 from kvboost.results import (
     PHASES,
     GenerationResult,
+    Pin,
     ReuseReport,
     Span,
     SpanKind,
@@ -82,7 +83,8 @@ class FakeEngine:
     model_name = "fake"
     context_length: int | None = 100
     vocab_size = 260
-    config = SimpleNamespace(recompute_strategy="auto")
+    embedder = SimpleNamespace(dimensions=64)
+    config = SimpleNamespace(recompute_strategy="auto", chunking="fixed")
 
     def __init__(self, pieces: Sequence[Any] = ("Hel", "lo"), finish_reason: str = "stop") -> None:
         self.pieces = pieces
@@ -96,6 +98,7 @@ class FakeEngine:
         self.conversations: list[Conversation] = []
         self.uses: list[ToolUse] = []
         self.loaded: dict[str, Any] = {}
+        self.pinned: dict[str, Pin] = {}
 
     def encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -139,6 +142,37 @@ class FakeEngine:
         self.asked.append({"warm": text, "header": header, "cache_salt": cache_salt})
         return 1
 
+    async def apin(
+        self,
+        text: Any,
+        header: str | None = None,
+        *,
+        ttl: float | None = None,
+        cache_salt: str = "",
+    ) -> Pin:
+        if self.refuse is not None:
+            raise self.refuse
+        asked = {"pin": text, "header": header, "ttl": ttl, "cache_salt": cache_salt}
+        self.asked.append(asked)
+        return self.pin_cached("text-1", self.encode(text), ttl=ttl)
+
+    def pin_cached(
+        self, name: str, ids: list[int], *, ttl: float | None = None, cache_salt: str = ""
+    ) -> Pin:
+        if self.refuse is not None:
+            raise self.refuse
+        self.pinned[name] = Pin(name, len(ids), 1, 8 * len(ids), ttl)
+        return self.pinned[name]
+
+    def unpin(self, text: str, *, cache_salt: str = "") -> Pin | None:
+        return self.drop_pin("text-1")
+
+    def drop_pin(self, name: str) -> Pin | None:
+        return self.pinned.pop(name, None)
+
+    def pins(self) -> list[Pin]:
+        return list(self.pinned.values())
+
     def plan(self, prompt: list[int], mode: str, **options: Any) -> ReuseReport:
         return ReuseReport((Span(SpanKind.COMPUTE, 0, len(prompt)),))
 
@@ -178,6 +212,8 @@ class FakeEngine:
         return {
             "tiers": {},
             **drafts,
+            "pinned_bytes": sum(pin.bytes for pin in self.pinned.values()),
+            "max_pinned_bytes": 1000,
             **dict.fromkeys(names, 0),
             "healing": dict.fromkeys((*healing, *ended), 0),
             "audit": {**audit, "recompute_ratio": 0.15},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvboost import GenerationMode
+from kvboost import ConfigError, GenerationMode, PinError
 from kvboost.cache.tiers.disk import REFRESH_SECONDS
 from tiny import ROPE_MODELS, make_engine, tiny_model
 
@@ -126,15 +127,50 @@ def test_a_growing_chat_in_four_bits_is_quantized_once(open_engine) -> None:
 def test_a_pinned_text_stays_until_it_is_unpinned(open_engine) -> None:
     one = 2 * 3 * 2 * 16 * 16 * 4
     engine = open_engine(max_cache_bytes=12 * one, disk_cache_dir=None)
-    assert engine.pin(TEXT[:80], header="") == 5
+    assert engine.pin(TEXT[:80], header="").chunks == 5
     for number in range(10):
         engine.generate(f"{number} " + TEXT[:100], 1, PREFIX)
     assert engine.cache_stats()["pinned"] == 5
     assert engine.plan(TEXT[:90], PREFIX).cached_tokens == 80
-    assert engine.unpin(TEXT[:80], header="") == 5
+    assert engine.unpin(TEXT[:80], header="").chunks == 5
     for number in range(10):
         engine.generate(f"{number} again " + TEXT[:100], 1, PREFIX)
     assert engine.plan(TEXT[:90], PREFIX).cached_tokens == 0
+
+
+def test_pins_are_listed_bounded_and_end(open_engine) -> None:
+    one = 2 * 3 * 2 * 16 * 16 * 4
+    engine = open_engine(max_cache_bytes=12 * one, disk_cache_dir=None)
+    pinned = engine.pin(TEXT[:80], header="", ttl=600)
+    assert (pinned.tokens, pinned.chunks, pinned.bytes) == (80, 5, 5 * one)
+    (listed,) = engine.pins()
+    assert listed.name == pinned.name and 0 < listed.ttl <= 600
+    engine.warm(TEXT[100:140], header="")
+    with pytest.raises(PinError, match="max_pinned_bytes"):
+        engine.pin_cached("more", engine.encode(TEXT[100:140]))
+    with pytest.raises(ConfigError, match="ttl=-1"):
+        engine.pin(TEXT, ttl=-1)
+    assert engine.drop_pin(pinned.name).tokens == 80 and engine.pins() == []
+    assert asyncio.run(engine.apin(TEXT[:40], header="", ttl=9)).tokens == 40
+    small = open_engine(max_cache_bytes=4 * one, max_pinned_bytes="1GB", disk_cache_dir=None)
+    with pytest.raises(PinError, match="only 64 of 80 tokens"):
+        small.pin(TEXT[:80], header="")
+    assert small.pins() == []
+
+
+def test_a_pinned_conversation_holds_its_exact_rows_once_it_is_healed(open_engine) -> None:
+    engine = open_engine(disk_cache_dir=None, heal="idle", reuse_moved="always")
+    engine.warm(TEXT[:96], header="")
+    moved = engine.generate("A question comes first. " + TEXT[:96] + " Then?", 4)
+    assert moved.moved_tokens
+    said = engine.encode("A question comes first. " + TEXT[:96] + " Then?") + moved.token_ids
+    pinned = engine.pin_cached("talk", said, ttl=600)
+    assert pinned.tokens == len(said) - 1  # the last token has no row yet
+    assert engine.heal().conversations == 1
+    (healed,) = engine.pins()
+    assert healed.tokens == pinned.tokens
+    assert {chunk["lineage"] for chunk in engine.chunks(99) if chunk["pinned"]} == {"exact"}
+    assert engine.check_integrity() == []
 
 
 def test_a_forgotten_text_is_on_no_tier(open_engine, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from kvboost.errors import (
     KVTooLargeError,
     ModelError,
     ModelNotFoundError,
+    PinError,
     PromptError,
     QueueFullError,
     RankLostError,
@@ -34,6 +35,7 @@ from kvboost.results import (
     Healing,
     HealReport,
     ParsedAnswer,
+    Pin,
     ReuseReport,
     Score,
     Span,
@@ -46,6 +48,7 @@ from kvboost.results import (
 
 if TYPE_CHECKING:
     from kvboost.engine import KVBoost
+    from kvboost.model.embedding import EmbeddingModel
     from kvboost.model.reference import StockModel
     from kvboost.model.weights import ModelInfo, list_models, pull_model
     from kvboost.runtime.streams import AsyncTextStream, TextStream
@@ -66,6 +69,7 @@ __all__ = [
     "ConfigError",
     "ContextLengthError",
     "Conversation",
+    "EmbeddingModel",
     "EngineConfig",
     "ForgetError",
     "GenerationMode",
@@ -80,6 +84,8 @@ __all__ = [
     "ModelInfo",
     "ModelNotFoundError",
     "ParsedAnswer",
+    "Pin",
+    "PinError",
     "PromptError",
     "QueueFullError",
     "RankLostError",
@@ -107,6 +113,7 @@ __all__ = [
 _LAZY = {
     "AsyncTextStream": "kvboost.runtime.streams",
     "Conversation": "kvboost.tokens.prompt",
+    "EmbeddingModel": "kvboost.model.embedding",
     "KVBoost": "kvboost.engine",
     "ModelInfo": "kvboost.model.weights",
     "StockModel": "kvboost.model.reference",

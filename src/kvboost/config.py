@@ -194,6 +194,8 @@ class EngineConfig:
     """The most chunks in memory; by default only bytes limit them."""
     max_cache_bytes: int = 2 * 1024**3
     """The cache's budget in memory."""
+    max_pinned_bytes: int | None = None
+    """The most that pinned texts may take of it; by default half."""
     chunking: str = "fixed"
     """Where chunks end: ``"fixed"`` every ``chunk_size`` tokens, ``"semantic"`` at places that the
     text itself determines, ``"document"`` at ``document_markers``."""
@@ -342,6 +344,7 @@ class EngineConfig:
 
 SIZES = (
     "max_cache_bytes",
+    "max_pinned_bytes",
     "gpu_cache_bytes",
     "disk_cache_bytes",
     "remote_cache_bytes",
@@ -357,6 +360,7 @@ class EngineOptions(TypedDict, total=False):
     chunk_size: int
     max_chunks: int | None
     max_cache_bytes: int | str
+    max_pinned_bytes: int | str | None
     chunking: str
     recompute_strategy: str
     recompute_ratio: float

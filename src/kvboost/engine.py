@@ -6,12 +6,14 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvboost.chat.parser import AnswerParser, collect
@@ -35,7 +37,14 @@ from kvboost.config import (
     whole,
     within,
 )
-from kvboost.errors import ConfigError, ContextLengthError, KVBoostError, PromptError
+from kvboost.errors import (
+    ConfigError,
+    ContextLengthError,
+    KVBoostError,
+    PinError,
+    PromptError,
+)
+from kvboost.model.embedding import run_steps
 from kvboost.model.load import LoadedModel, load, machine_key, wrap
 from kvboost.progress import Progress
 from kvboost.results import (
@@ -45,11 +54,13 @@ from kvboost.results import (
     Clock,
     GenerationResult,
     HealReport,
+    Pin,
     ReuseReport,
     Score,
     VerificationReport,
 )
 from kvboost.reuse.arrange import arrange
+from kvboost.runtime.embedding import LoadedModelEmbedder
 from kvboost.runtime.generation import Generation, text_pieces
 from kvboost.runtime.healing import Healer
 from kvboost.runtime.loop import Loop
@@ -68,7 +79,7 @@ from kvboost.runtime.streams import AsyncTextStream, TextStream
 from kvboost.runtime.verified import make_generation
 from kvboost.structured.formats import FORMATS, grammar_for
 from kvboost.structured.grammars import Grammar, Grammars
-from kvboost.tokens.hashing import TokenIds, as_token_ids
+from kvboost.tokens.hashing import TokenIds, as_token_ids, pin_name
 from kvboost.tokens.prompt import Conversation, Prompt, PromptReader
 
 if TYPE_CHECKING:
@@ -77,6 +88,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvboost")
 
+T = TypeVar("T")
 PREVIEW_TOKENS = 48
 
 MakeRuntime = Callable[[LoadedModel, EngineConfig, Path | None], Runtime]
@@ -132,8 +144,8 @@ class KVBoost:
         Options of the engine, with their defaults; :class:`EngineConfig` explains each. Sizes are
         bytes or strings such as ``"2GiB"``.
 
-        - memory: ``max_cache_bytes="2GiB"``, ``max_chunks=None``, ``gpu_cache_bytes=None``,
-          ``kv_cache_bits=16``, ``key_norms=False``
+        - memory: ``max_cache_bytes="2GiB"``, ``max_chunks=None``, ``max_pinned_bytes=None``,
+          ``gpu_cache_bytes=None``, ``kv_cache_bits=16``, ``key_norms=False``
         - other tiers: ``disk_cache_dir=None``, ``disk_cache_bytes="20GiB"``,
           ``remote_cache_url=None``, ``remote_cache_bytes=None``, ``cache_secret=None``
         - chunks: ``chunk_size=128``, ``chunking="fixed"``, ``document_markers="\\n\\n"``
@@ -232,6 +244,11 @@ class KVBoost:
         """The token ids of a prompt."""
         ids: list[int] = self._prompts.read(prompt).tolist()
         return ids
+
+    def locate(self, text: str, token_ids: Sequence[int]) -> tuple[int, int] | None:
+        """Where a text is in a prompt: the first token that is its own and the one after its last.
+        None if it is not there, or is tokenized differently there."""
+        return self._prompts.locate(text, token_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._model.tokenizer.decode(token_ids)
@@ -378,20 +395,33 @@ class KVBoost:
         adapter: str | None = None,
     ) -> int:
         """Like :meth:`warm` of one text, for coroutines."""
-        clock = Clock()
         ids, boundaries = await asyncio.to_thread(self._read_one, text, header)
-        request = self._request(
-            ids,
-            GenerationMode.PREFIX_CACHE,
-            boundaries=boundaries,
-            cache_salt=cache_salt,
-            adapter=adapter,
-        )
-        clock.lap("tokenize")
-        async with self._submit(RequestState(request, clock), None) as stream:
-            async for _ in stream:
-                pass
-        return stream.new_chunks
+        return await self._awarm(ids, cache_salt, boundaries, adapter)
+
+    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Embeddings ``[texts, dimensions]`` by the loaded model: the mean of the last hidden
+        states, normalised. Nothing is cached. :class:`EmbeddingModel` loads a model that was
+        trained for this, which finds the right text more often."""
+        self._check_open()
+        if isinstance(texts, str):
+            raise PromptError("embed() takes several texts; give one in a list")
+        ids = [self.encode(text) for text in texts]
+        for some in ids:
+            if self.context_length is not None and len(some) > self.context_length:
+                raise ContextLengthError(len(some), self.context_length)
+        return run_steps(self.embedder.steps(ids))
+
+    @property
+    def embedder(self) -> LoadedModelEmbedder:
+        """What computes embeddings with the loaded model, slice by slice."""
+        return LoadedModelEmbedder(self._runtime)
+
+    def between_steps(self, work: Callable[[], T]) -> Future[T]:
+        """Runs ``work`` in the thread that computes answers, between two of its steps: for short
+        pieces of other work on the same device, such as embeddings. Answers wait for one piece at
+        a time."""
+        self._check_open()
+        return self._loop.between_steps(work)
 
     async def adrain(self, timeout: float | None = None) -> bool:
         """Takes no new requests and waits for the others to end; False if that took longer than
@@ -583,18 +613,74 @@ class KVBoost:
             },
         }
 
-    def pin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
-        """Reads a text as :meth:`warm` does, unless it is cached, and protects it from eviction
-        until :meth:`unpin` or :meth:`close`; returns the number of pinned chunks."""
+    def pin(
+        self,
+        text: Prompt,
+        header: str | None = None,
+        *,
+        ttl: float | None = None,
+        cache_salt: str = "",
+    ) -> Pin:
+        """Reads a text as :meth:`warm` does, unless it is cached, and protects it from eviction on
+        the GPU, in memory and on disk: for ``ttl`` seconds, or until :meth:`unpin` or
+        :meth:`close`. To pin it again renews it. Raises ``PinError`` if there is no room: pins may
+        take ``max_pinned_bytes``. A pin ends with the process; what is on disk stays there, and
+        pinning it in the next process computes nothing."""
         ids, boundaries = self._read_one(text, header)
+        _check_ttl(ttl)
         self._warm(ids, cache_salt, boundaries)
-        return self._runtime.store.pin(self._runtime.root(cache_salt), ids)
+        return self._pin_all(ids, ttl, cache_salt)
 
-    def unpin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
-        """Undoes :meth:`pin` of the same text; returns the number of chunks unpinned."""
-        self._check_open()
+    async def apin(
+        self,
+        text: Prompt,
+        header: str | None = None,
+        *,
+        ttl: float | None = None,
+        cache_salt: str = "",
+    ) -> Pin:
+        """Like :meth:`pin`, for coroutines."""
+        _check_ttl(ttl)
+        ids, boundaries = await asyncio.to_thread(self._read_one, text, header)
+        await self._awarm(ids, cache_salt, boundaries)
+        return self._pin_all(ids, ttl, cache_salt)
+
+    def unpin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> Pin | None:
+        """Undoes :meth:`pin` of the same text; returns what was pinned, None if nothing was."""
         ids, _ = self._read_one(text, header)
-        return self._runtime.store.unpin(self._runtime.root(cache_salt), ids)
+        return self.drop_pin(pin_name(self._runtime.root(cache_salt), ids))
+
+    def pin_cached(
+        self, name: str, prompt: Prompt, *, ttl: float | None = None, cache_salt: str = ""
+    ) -> Pin:
+        """Pins what is cached of a prompt under a name, and computes nothing: for conversations,
+        whose KV is in the cache as soon as they are answered.
+
+        The same call renews a pin: it replaces what ``name`` had pinned, so a pin grows with its
+        conversation (``prompt`` = the token ids of the prompt and the answer) and lasts another
+        ``ttl`` seconds. :meth:`drop_pin` ends it. Rows that are still approximate are pinned too,
+        and the exact ones instead once they are healed. Takes a few milliseconds at most, so a
+        coroutine may call it with token ids. Raises ``PinError`` if there is no room, and leaves
+        the earlier pin as it was; callers that can do without a pin should catch it."""
+        self._check_open()
+        _check_ttl(ttl)
+        return self._runtime.store.pin(
+            name,
+            self._runtime.root(cache_salt),
+            self._prompts.read(prompt),
+            repair=self.config.repair.name,
+            ttl=ttl,
+        )
+
+    def drop_pin(self, name: str) -> Pin | None:
+        """Ends the pin of that name; returns what it was, None if there is none."""
+        self._check_open()
+        return self._runtime.store.unpin(name)
+
+    def pins(self) -> list[Pin]:
+        """All pins with their sizes and the time that is left, those that end first first."""
+        self._check_open()
+        return self._runtime.store.pins()
 
     def forget(self, text: Prompt) -> int:
         """Forgets a text on every tier, after any prefix and under any salt: every chunk that holds
@@ -748,6 +834,37 @@ class KVBoost:
         )
         return Generation(self._runtime, RequestState(request)).read()
 
+    async def _awarm(
+        self,
+        token_ids: TokenIds,
+        salt: str,
+        boundaries: Sequence[int],
+        adapter: str | None = None,
+    ) -> int:
+        request = self._request(
+            token_ids,
+            GenerationMode.PREFIX_CACHE,
+            boundaries=boundaries,
+            cache_salt=salt,
+            adapter=adapter,
+        )
+        async with self._submit(RequestState(request), None) as stream:
+            async for _ in stream:
+                pass
+        return stream.new_chunks
+
+    def _pin_all(self, token_ids: TokenIds, ttl: float | None, salt: str) -> Pin:
+        root = self._runtime.root(salt)
+        name = pin_name(root, token_ids)
+        pin = self._runtime.store.pin(name, root, token_ids, ttl=ttl)
+        if pin.tokens < len(token_ids):
+            self.drop_pin(name)
+            raise PinError(
+                f"only {pin.tokens:,} of {len(token_ids):,} tokens are in the cache after reading "
+                "them, so they cannot be pinned; raise max_cache_bytes"
+            )
+        return pin
+
     def _request(
         self,
         token_ids: TokenIds,
@@ -792,6 +909,11 @@ def _whole(stream: TextStream) -> GenerationResult:
     for _ in stream:
         pass
     return stream.result
+
+
+def _check_ttl(ttl: float | None) -> None:
+    if ttl is not None:
+        at_least(ttl, 0.0, "ttl")
 
 
 def _is_documents(text: object) -> TypeGuard[Sequence[str]]:

@@ -18,6 +18,7 @@
     │   └── UnknownAdapterError              no adapter of that name is loaded
     ├── CacheFolderError (OSError)           the cache folder cannot be used
     ├── ForgetError                          a text could not be removed everywhere
+    ├── PinError                             a text cannot be pinned: there is no room for it
     └── ServerError                          a server cannot be reached, or refuses what is asked
 
 An error about the caller's mistake names the value, what is allowed, and what to do.
@@ -126,6 +127,10 @@ class UnknownAdapterError(AdapterError):
 
 class ForgetError(KVBoostError):
     """A text that was to be forgotten could not be removed everywhere."""
+
+
+class PinError(KVBoostError):
+    """There is no room to pin a text."""
 
 
 class CacheFolderError(KVBoostError, OSError):

@@ -408,6 +408,20 @@ class Arrangement:
 
 
 @dataclass(frozen=True)
+class Pin:
+    """A text whose KV is not evicted."""
+
+    name: str
+    tokens: int
+    """The first tokens of the text: all of them, unless only a part was cached."""
+    chunks: int
+    bytes: int
+    """Of its chunks, also of those that other pins hold as well."""
+    ttl: float | None
+    """Seconds until it ends; None: it ends with :meth:`KVBoost.unpin` or the engine."""
+
+
+@dataclass(frozen=True)
 class CalibrationStep:
     """One ratio that was tried: mean KL to a full prefill, and repair cost per moved row."""
 

@@ -127,3 +127,23 @@ def test_a_registry_that_does_not_answer_is_explained() -> None:
 def test_the_bundled_default_is_listed() -> None:
     (info,) = list_models()
     assert (info.name, info.installed, info.license) == ("smollm2-135m", False, "Apache-2.0")
+
+
+def test_an_archive_becomes_a_folder(home) -> None:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("config.json", "{}")
+        archive.writestr("1_Pooling/config.json", "{}")
+    content = data.getvalue()
+    package = replace(
+        PACKAGE, is_archive=True, nbytes=len(content), sha256=hashlib.sha256(content).hexdigest()
+    )
+    half = len(content) // 2
+    folder = install(
+        package,
+        lambda requirement, _, out: out.write(
+            content[:half] if requirement == "half-1" else content[half:]
+        ),
+    )
+    assert (folder / "1_Pooling" / "config.json").read_text() == "{}"
+    assert not (folder / "converted").exists()

@@ -122,11 +122,13 @@ def test_an_unknown_model_is_refused(client) -> None:
 
 
 def test_unknown_paths_and_methods_are_refused(client) -> None:
-    unknown = client.post("/v1/embeddings", json={"input": "a"})
+    unknown = client.post("/v1/images/generations", json={"prompt": "a"})
     assert unknown.status_code == 404
     message = unknown.json()["error"]["message"]
-    assert message.startswith("there is no /v1/embeddings here; the endpoints are ")
+    assert message.startswith("there is no /v1/images/generations here; the endpoints are ")
     assert "POST /v1/chat/completions" in message and "GET /v1/models" in message
     wrong = client.get("/v1/chat/completions")
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
     assert "GET is not allowed" in wrong.json()["error"]["message"]
+    for path, allowed in (("/kvboost/documents/doc_1", "DELETE, GET"), ("/v1/models/a/b", "GET")):
+        assert client.put(path).headers["allow"] == allowed

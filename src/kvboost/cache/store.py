@@ -23,6 +23,7 @@ from kvboost.cache.lookup.anchors import WINDOW
 from kvboost.cache.lookup.catalogue import Catalogue, holding
 from kvboost.cache.lookup.hits import Hit, KnownRows
 from kvboost.cache.parts import Cut, Naming, Place
+from kvboost.cache.pins import PinnedText, Pins
 from kvboost.cache.quantize import KVData, KVFormat
 from kvboost.cache.remote_lookup import RemoteLookup
 from kvboost.cache.tiers.open import Tiers
@@ -30,6 +31,7 @@ from kvboost.cache.tiers.residency import Residency
 from kvboost.cache.tiers.stats import StoreStats
 from kvboost.cache.tiers.transfers import Transfers
 from kvboost.errors import ForgetError
+from kvboost.results import Pin
 from kvboost.tokens.hashing import ChunkKey, TokenIds
 
 Pack = Callable[[int, int, "KVData | None", int], KVData]
@@ -53,16 +55,18 @@ class ChunkStore:
         max_chunks: int | None = None,
         policy: Callable[[], EvictionPolicy] = LearnedPolicy,
         attention_share: float = 0.0,
+        max_pinned_bytes: int | None = None,
     ) -> None:
         """``origin`` names the model. Other models' chunks in a shared folder only take room.
         ``format`` is the shape of the model's KV; chunks from slow tiers that differ from it are
         refused. ``max_chunks`` bounds RAM in addition to its bytes. ``attention_share`` is the cost
-        of attending to one token, in rows computed: chunks late in a text cost more to compute."""
+        of attending to one token, in rows computed: chunks late in a text cost more to compute.
+        ``max_pinned_bytes`` bounds what :meth:`pin` protects."""
         secret = b"" if tiers.secret is None else tiers.secret.naming
         self._naming = Naming(cut, origin, secret=secret)
         self._catalogue = Catalogue(window)
         self._pins: Counter[ChunkKey] = Counter()  # by requests, while they copy
-        self._kept: Counter[ChunkKey] = Counter()  # by the user, until unpinned
+        self._kept = Pins(max_pinned_bytes)  # by the user, until unpinned
         self._counts: Counter[str] = Counter()
         self.epoch = 0
         """How often something was forgotten."""
@@ -264,9 +268,10 @@ class ChunkStore:
                 path = self._match(root, token_ids, 0, "").exact
                 exact = token_ids[: path[-1].end] if path else token_ids[:0]
                 for key in self._catalogue.superseded(root, exact, repair):
-                    if self._catalogue.is_leaf(key) and not self.is_held(key):
+                    if self._catalogue.is_leaf(key) and key not in self._pins:
                         self._drop([key])
                         dropped.append(key)
+                self._settle_pins()  # onto the exact rows
             self._transfers.remove_files(dropped)
         return len(dropped)
 
@@ -290,21 +295,36 @@ class ChunkStore:
                 if key in infos
             ]
 
-    def pin(self, root: ChunkKey, token_ids: TokenIds) -> int:
-        """Keeps the known prefix of ``token_ids`` from being evicted; returns the number of chunks.
-        Pins add up."""
-        with self._lock:
-            path = self._catalogue.path(root, token_ids)
-            self._kept.update(path)
-            return len(path)
+    def pin(
+        self,
+        name: str,
+        root: ChunkKey,
+        token_ids: TokenIds,
+        *,
+        repair: str = "",
+        ttl: float | None = None,
+    ) -> Pin:
+        """Keeps what is cached of ``token_ids``, from their first one on, from being evicted by any
+        tier of this machine, for ``ttl`` seconds or for ever. Computes nothing.
 
-    def unpin(self, root: ChunkKey, token_ids: TokenIds) -> int:
-        """Takes one pin back; returns the number of chunks."""
+        This replaces what ``name`` pinned before: the same call renews a pin and lets it grow with
+        a conversation. Raises PinError if ``max_pinned_bytes`` is too small; the earlier pin then
+        stays."""
         with self._lock:
-            path = [key for key in self._catalogue.path(root, token_ids) if key in self._kept]
-            self._kept.subtract(path)
-            self._kept += Counter()  # drops what is not kept any more
-            return len(path)
+            self._settle_pins()
+            hits = self._catalogue.in_place(root, token_ids, repair, self._residency.where)
+            return self._kept.set(name, root, token_ids, hits, repair=repair, ttl=ttl)
+
+    def unpin(self, name: str) -> Pin | None:
+        """Ends a pin; returns what it was, or None if there is none of that name."""
+        with self._lock:
+            return self._kept.drop(name)
+
+    def pins(self) -> list[Pin]:
+        """All pins, in the order in which they end."""
+        with self._lock:
+            self._settle_pins()
+            return self._kept.all()
 
     def forget_text(self, texts: Sequence[TokenIds]) -> int:
         """Forgets every chunk that contains a piece of ``texts`` or follows such a chunk, in use or
@@ -328,6 +348,7 @@ class ChunkStore:
             keys = choose({**in_remote, **here})
             with self._lock:
                 self._drop(keys)
+                self._settle_pins()
             self._transfers.await_writing()
             left = self._transfers.purge(keys)
         if left:
@@ -358,6 +379,7 @@ class ChunkStore:
             with self._lock:
                 keys = [key for key in self._catalogue if key not in self._pins]
                 self._drop(keys)
+                self._settle_pins()
                 if self._listener is not None:
                     self._listener.on_cleared()
             self._transfers.await_writing()
@@ -386,6 +408,8 @@ class ChunkStore:
                 chunks=len(self._catalogue),
                 in_use=len(self._pins),
                 pinned=len(self._kept),
+                pinned_bytes=self._kept.nbytes,
+                max_pinned_bytes=self._kept.max_bytes,
                 admitted=counts["admitted"],
                 tiers=residency.tier_stats(),
                 remote=remote,
@@ -432,7 +456,7 @@ class ChunkStore:
             self._catalogue.remove(key)
             if self._listener is not None:
                 self._listener.on_gone(key)
-        self._kept.pop(key, None)
+        self._kept.on_gone(key)
 
     # Everything below is called with the lock held.
 
@@ -471,6 +495,13 @@ class ChunkStore:
         self._residency.drop(keys)
         for key in keys:
             self.on_gone(key)
+
+    def _settle_pins(self) -> None:
+        def find(pin: PinnedText) -> Sequence[Hit]:
+            where = self._residency.where
+            return self._catalogue.in_place(pin.root, pin.token_ids, pin.repair, where)
+
+        self._kept.settle(find)
 
     def _unpin(self, keys: Sequence[ChunkKey]) -> None:
         self._pins.subtract(keys)

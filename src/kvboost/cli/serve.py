@@ -62,6 +62,24 @@ def serve(
         str | None,
         typer.Option(help="Space for the cache in --remote-cache; only a Redis needs no limit."),
     ] = None,
+    warm: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A text file, or a folder of them, to read before others ask; may be repeated. "
+            "Requests are answered meanwhile, and /ready says warming until it is done."
+        ),
+    ] = None,
+    pin: Annotated[
+        bool, typer.Option("--pin", help="Never evict the files of --warm while the server runs.")
+    ] = False,
+    warm_for: Annotated[
+        list[str] | None,
+        typer.Option(help="The name of a key that --warm reads for; may be repeated."),
+    ] = None,
+    max_pinned_bytes: Annotated[
+        str | None,
+        typer.Option(help="Memory that pinned text may take; by default half of the cache."),
+    ] = None,
     kv_bits: KVBits = EngineConfig.kv_cache_bits,
     heal: Annotated[
         str,
@@ -136,6 +154,13 @@ def serve(
     kv_events_block: Annotated[
         int, typer.Option(min=1, help="Tokens in a block of these events, as the router expects.")
     ] = 16,
+    embedding_model: Annotated[
+        str | None,
+        typer.Option(
+            help="What /v1/embeddings uses: all-minilm-l6-v2, a folder or a hub id. By default "
+            "the model itself."
+        ),
+    ] = None,
     served_name: Annotated[
         list[str] | None, typer.Option(help="The model's name in requests; may be repeated.")
     ] = None,
@@ -164,6 +189,7 @@ def serve(
             from kvboost.serve.process import bind
             from kvboost.serve.process import serve as run
             from kvboost.serve.settings import ServerSettings, is_loopback
+            from kvboost.serve.warm_files import read_texts
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"kvboost serve needs {error.name}; install the packages of a server with: "
@@ -171,11 +197,18 @@ def serve(
             ) from None
 
         keys = _keys(keys_file)
+        texts, left_out = read_texts(warm or (), ServerSettings.max_document_bytes)
+        if left_out:
+            say.print(f"not text, so not warmed: {', '.join(left_out)}", markup=False)
         settings = ServerSettings(
             served_names=tuple(served_name or ()),
             mode=mode,
             keys=keys,
             shared_cache=shared_cache,
+            warm=texts,
+            pin=pin,
+            warm_for=tuple(warm_for or ()),
+            embedding_model=_embedding_model(embedding_model, device),
             timeout=timeout or None,
             drain_seconds=drain_seconds,
             metrics=metrics,
@@ -195,6 +228,7 @@ def serve(
                 tp_size=tp_size,
                 disk_cache_dir=folder,
                 max_cache_bytes=max_cache_bytes,
+                max_pinned_bytes=max_pinned_bytes,
                 disk_cache_bytes=disk_cache_bytes,
                 remote_cache_url=remote_cache,
                 remote_cache_bytes=remote_cache_bytes,
@@ -234,6 +268,15 @@ def _load(model: str, **options: Any) -> Any:
 
     say.print(f"loading {model}", markup=False)
     return kvboost.KVBoost.from_pretrained(model, **options)
+
+
+def _embedding_model(name: str | None, device: str | None) -> Any:
+    if name is None:
+        return None
+    import kvboost
+
+    say.print(f"loading {name}", markup=False)
+    return kvboost.EmbeddingModel.from_pretrained(name, device=device)
 
 
 def _events(

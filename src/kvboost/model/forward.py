@@ -207,6 +207,25 @@ class Forward:
                 self.run([segment.beside])
                 segment.beside = None
 
+    def hidden(self, segments: Sequence[Segment]) -> Sequence[torch.Tensor]:
+        """The last hidden states ``[rows, width]`` of each segment, as the output head gets them.
+        Writes the rows of the segments into their KV, like a call."""
+        found: list[torch.Tensor] = []
+        thread = threading.get_ident()
+
+        def note(module: Any, args: Any, output: Any) -> None:
+            if threading.get_ident() == thread:  # others run forwards between two of ours
+                found.append(output.last_hidden_state[0])
+
+        with self._lock:
+            handle = self.model.base_model.register_forward_hook(note)
+        try:
+            self(segments)
+        finally:
+            with self._lock:
+                handle.remove()
+        return torch.split(torch.cat(found), [len(segment) for segment in segments])
+
     def _runs_apart(self, segments: Sequence[Segment]) -> list[bool]:
         """Which segments the runner runs: those that it takes, unless there are many. Segments with
         hooks would slow down all that they are packed with."""

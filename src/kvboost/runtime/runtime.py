@@ -89,6 +89,7 @@ class Runtime:
             max_chunks=config.max_chunks,
             policy=partial(LearnedPolicy, use_importance=config.key_norms),
             attention_share=model.attention_share,
+            max_pinned_bytes=config.max_pinned_bytes or config.max_cache_bytes // 2,
         )
         self._naming = b"" if tiers.secret is None else tiers.secret.naming
         self.adapters = Adapters(model.forward, self.store, self.root, self.no_adapters)

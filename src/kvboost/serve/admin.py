@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -18,6 +19,7 @@ from kvboost.serve.completions import completion_call
 from kvboost.serve.errors import ApiError, from_engine
 from kvboost.serve.openapi import errors
 from kvboost.serve.prompts import encode, num_characters, refuse_long_text
+from kvboost.serve.request_documents import PinDocument, PinIds, PinRequest, PinText
 from kvboost.serve.request_models import (
     ChatPlan,
     ForgetRequest,
@@ -25,6 +27,7 @@ from kvboost.serve.request_models import (
     PlanRequest,
     WarmRequest,
 )
+from kvboost.serve.response_documents import PinList, PinReply
 from kvboost.serve.response_models import CacheReply, Forgotten, LiveReply, PlanReply
 from kvboost.serve.reuse_report import counts, spans
 from kvboost.serve.server import Caller, Server, ServerState
@@ -135,6 +138,46 @@ async def forget(body: ForgetRequest, server: Server, caller: Caller) -> Respons
         salt = _salt(server, caller, body.tenant, body.cache_salt)
         gone = await asyncio.to_thread(engine.forget_salt, salt)
     return JSONResponse({"forgotten": gone})
+
+
+@router.post("/pins", response_model=PinReply, responses=errors(404, 409, 413, 429))
+async def pin(body: PinRequest, request: Request, server: Server, caller: Caller) -> Response:
+    """Reads a text unless it is cached, and keeps it from being evicted. To pin it again renews
+    it."""
+    salt = _salt(server, caller, body.tenant, body.cache_salt)
+    engine, header = server.engine, None
+    prompt: str | list[int]
+    match body:
+        case PinText():
+            prompt, header = body.text, body.header
+        case PinDocument():
+            prompt = server.documents.text(salt, body.document_id)
+        case PinIds():
+            prompt = body.token_ids
+    if isinstance(prompt, str) and (limit := engine.context_length) is not None:
+        texts = [header or "", prompt]
+        await server.workers.tokenize(len(prompt), refuse_long_text, engine, texts, limit)
+    reading = engine.apin(prompt, header, ttl=body.ttl, cache_salt=salt)
+    return JSONResponse(asdict(await unless_gone(request.receive, reading)))
+
+
+@router.get("/pins", response_model=PinList, responses=errors(has_body=False))
+async def list_pins(server: Server) -> Response:
+    """All pins, those of sessions included, in the order in which they end."""
+    engine = server.engine
+    pins = await asyncio.to_thread(engine.pins)
+    stats = await asyncio.to_thread(engine.cache_stats)
+    sizes = {"bytes": stats["pinned_bytes"], "max_bytes": stats["max_pinned_bytes"]}
+    return JSONResponse({"object": "list", "data": [asdict(one) for one in pins], **sizes})
+
+
+@router.delete("/pins/{name}", response_model=PinReply, responses=errors(404, has_body=False))
+async def unpin(name: str, server: Server) -> Response:
+    """Ends a pin. What it held stays in the cache until it is evicted."""
+    found = await asyncio.to_thread(server.engine.drop_pin, name)
+    if found is None:
+        raise ApiError(404, f"there is no pin {name[:80]!r}", code="pin_not_found", param="name")
+    return JSONResponse(asdict(found))
 
 
 @router.get("/live", response_model=LiveReply, responses=errors(400, has_body=False))

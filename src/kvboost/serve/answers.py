@@ -44,6 +44,11 @@ class EngineCall:
     """The tools of a chat request; None for a completion."""
     format_field: str | None = None
     """The field that asks for a format."""
+    documents: Sequence[str] = ()
+    """The texts of documents in the prompt."""
+    session: str | None = None
+    """The conversation whose KV is pinned after the answer."""
+    session_ttl: float | None = None
 
 
 class Choice:
@@ -68,6 +73,8 @@ class Choice:
         self._tokens: TokenReader | None = None
         self._shown = 0
         self.ended: float | None = None
+        self.notes: list[str] = []
+        """What the client should know beyond the engine's own notes."""
 
     @property
     def result(self) -> GenerationResult:
@@ -187,8 +194,22 @@ class Answers:
         except Exception as error:
             self._pieces.put_nowait(error)
             return
+        await self._renew_session(choice)
         self._note(choice)
         self._pieces.put_nowait((choice, None))
+
+    async def _renew_session(self, choice: Choice) -> None:
+        """Pins the conversation's KV, which is in the cache now. Of several answers, the first
+        counts."""
+        call = choice.call
+        if call.session is None or choice.index % call.n:
+            return
+        ids = [*choice.prompt_ids, *choice.result.token_ids]
+        renew = self._server.sessions.renew
+        problem = await asyncio.to_thread(
+            renew, self._tenant, call.salt, call.session, ids, call.session_ttl
+        )
+        choice.notes += [] if problem is None else [problem]
 
     def _note(self, choice: Choice) -> None:
         """Counts an answer that has ended."""
@@ -218,7 +239,10 @@ async def open_answers(
     async with AsyncExitStack() as streams:
         choices: list[Choice] = []
         for prompt_ids in prompts:
-            options = await _options(server, call, prompt_ids)
+            options = {
+                **await _options(server, call, prompt_ids),
+                **await _boundaries(server, call, prompt_ids),
+            }
             limit = _answer_limit(call.max_tokens, len(prompt_ids), server)
             for number in range(call.n):
                 stream = engine.astream(
@@ -266,6 +290,23 @@ async def _options(server: ServerState, call: EngineCall, prompt_ids: list[int])
         ) from None
 
 
+async def _boundaries(
+    server: ServerState, call: EngineCall, prompt_ids: list[int]
+) -> dict[str, Any]:
+    """Where the documents of a prompt begin and end, if chunks end there: then their chunks are
+    those that were read in advance."""
+    engine = server.engine
+    if not call.documents or engine.config.chunking != "document":
+        return {}
+
+    def locate() -> list[int]:
+        places = (engine.locate(text, prompt_ids) for text in call.documents)
+        return sorted({row for place in places if place is not None for row in place})
+
+    size = sum(map(len, call.documents))
+    return {"boundaries": await server.workers.tokenize(size, locate)}
+
+
 async def _encode(server: ServerState, prompt: Prompt) -> list[int]:
     return await server.workers.tokenize(num_characters(prompt), encode, server.engine, prompt)
 
@@ -290,7 +331,7 @@ async def describe(server: ServerState, choice: Choice) -> dict[str, Any]:
         "queue_ms": round(result.timings.queue_ms, 3),
         "total_ms": round(choice.total_ms, 3),
         "estimated_ms_without_reuse": engine.estimate_ms(len(choice.prompt_ids)),
-        "notes": list(result.reuse.notes),
+        "notes": [*result.reuse.notes, *choice.notes],
         "spans": explained,
     }
 

@@ -16,7 +16,15 @@ from starlette.staticfiles import StaticFiles
 
 import kvboost
 from kvboost.errors import KVBoostError
-from kvboost.serve import adapters, admin, chat, completions, openapi
+from kvboost.serve import (
+    adapters,
+    admin,
+    chat,
+    completions,
+    document_routes,
+    embeddings,
+    openapi,
+)
 from kvboost.serve.auth import AuthMiddleware
 from kvboost.serve.errors import ApiError, on_engine_error, on_http_error, on_invalid
 from kvboost.serve.limits import HeadLimits, OpenRequests
@@ -51,8 +59,10 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.draining = False
+        await state.documents.start()
         yield
         state.draining = True
+        await state.documents.stop()
         await engine.adrain(settings.drain_seconds)
         await asyncio.to_thread(engine.flush)
 
@@ -65,7 +75,7 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
         redirect_slashes=False,
     )
     app.state.server = state
-    for module in (chat, completions, adapters, admin):
+    for module in (chat, completions, embeddings, adapters, admin, document_routes):
         app.include_router(module.router)
     app.include_router(router)
     if settings.metrics != "off":
@@ -88,8 +98,9 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     "/v1/models", response_model=ModelList, responses=errors(has_body=False), tags=["openai"]
 )
 async def list_models(server: Server) -> Response:
-    """The names of this server's model, and its adapters."""
-    data = [_model(server, name) for name in (*server.names, *server.adapter_names)]
+    """The names of this server's model, its adapters, and its model for embeddings."""
+    names = (*server.names, *server.adapter_names, *server.embedding_names)
+    data = [_model(server, name) for name in dict.fromkeys(names)]
     return JSONResponse({"object": "list", "data": data})
 
 
@@ -100,15 +111,19 @@ async def list_models(server: Server) -> Response:
     tags=["openai"],
 )
 async def retrieve_model(model: str, server: Server) -> Response:
-    """The model under one of its names, or an adapter."""
-    server.check_model(model)
+    """The model under one of its names, an adapter, or the model for embeddings."""
+    if model not in server.embedding_names:
+        server.check_model(model)
     return JSONResponse(_model(server, model))
 
 
 @router.get("/health", response_model=Health, responses=errors(has_body=False))
-async def health() -> Response:
-    """Whether the process is alive."""
-    return JSONResponse({"status": "ok"})
+async def health(server: Server) -> Response:
+    """Whether the process is alive, and how far it is with the documents that it starts with.
+    Requests are answered meanwhile."""
+    if server.documents.warming is None:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "warming", **_warming(server)})
 
 
 @router.get(
@@ -117,11 +132,14 @@ async def health() -> Response:
     responses={**errors(has_body=False), 503: {"model": Health | ErrorReply}},
 )
 async def ready(server: Server) -> Response:
-    """Whether the server accepts requests: 200, or 503 while it stops or must be started again."""
+    """Whether a load balancer should send requests here: 200, or 503 while the server reads the
+    documents that it starts with, stops, or must be started again."""
     if server.draining:
         return JSONResponse({"status": "draining"}, 503)
     if server.engine.failure is not None:
         return JSONResponse({"status": "failed"}, 503)
+    if server.documents.warming is not None:
+        return JSONResponse({"status": "warming", **_warming(server)}, 503)
     return JSONResponse({"status": "ready"})
 
 
@@ -144,13 +162,20 @@ async def page() -> Response:
     return FileResponse(STATIC / "index.html", headers={"cache-control": "no-cache"})
 
 
+def _warming(server: ServerState) -> dict[str, int]:
+    done, total = server.documents.warming or (0, 0)
+    return {"warmed": done, "to_warm": total}
+
+
 def _model(server: ServerState, name: str) -> dict[str, Any]:
-    if name not in server.names:
+    if name in server.adapter_names:
         return adapters.describe(server, name)
     return {
         "id": name,
         "object": "model",
         "created": int(server.started),
         "owned_by": "kvboost",
-        "context_length": server.engine.context_length,
+        "context_length": (
+            server.engine.context_length if name in server.names else server.embedder.max_tokens
+        ),
     }

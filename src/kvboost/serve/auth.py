@@ -9,7 +9,7 @@ from hashlib import blake2b
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.settings import ApiKey, ServerSettings
+from kvboost.serve.settings import TENANT_PATHS, ApiKey, ServerSettings
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,10 @@ class AuthMiddleware:
             try:
                 given = headers.get(b"authorization")
                 tenant = self._keys.tenant(None if given is None else given.decode("latin-1"))
-                if scope["path"].startswith(self._admin) and not tenant.is_admin:
+                needs_admin = scope["path"].startswith(self._admin)
+                if scope["path"].startswith(TENANT_PATHS):
+                    needs_admin = False
+                if needs_admin and not tenant.is_admin:
                     raise ApiError(
                         403,
                         f"the key of {tenant.name!r} is not an administrator's",

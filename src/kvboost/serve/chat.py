@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -18,6 +19,7 @@ from kvboost.serve.bodies import BodyRoute
 from kvboost.serve.logprobs import ShownToken, chat_logprobs
 from kvboost.serve.openapi import errors, streamed
 from kvboost.serve.request_models import ChatRequest
+from kvboost.serve.request_tools import DocumentPart
 from kvboost.serve.response_models import ChatCompletion
 from kvboost.serve.responses import engine_call, respond, response_options
 from kvboost.serve.server import Caller, Server, ServerState
@@ -43,12 +45,18 @@ async def create_chat_completion(
 def chat_call(server: ServerState, caller: Tenant, body: ChatRequest) -> EngineCall:
     limits = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
     use = body.tool_use()
+    documents = [part for message in body.messages for part in message.documents]
+
+    def text(part: DocumentPart) -> str:
+        salt = caller.salt(body.cache_salt)
+        return server.documents.text(salt, part.document_id, part.title)
+
     conversation = Conversation(
-        [message.for_template() for message in body.messages],
+        [message.for_template(text) for message in body.messages],
         [_for_template(tool) for tool in use.offered],
         body.template_options(),
     )
-    return engine_call(
+    call = engine_call(
         server,
         caller,
         body,
@@ -57,6 +65,7 @@ def chat_call(server: ServerState, caller: Tenant, body: ChatRequest) -> EngineC
         (body.top_logprobs or 0) if body.logprobs else None,
         use,
     )
+    return replace(call, documents=[text(part) for part in documents])
 
 
 def _for_template(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import compile_path
 
 from kvboost.errors import (
     AdapterError,
@@ -22,6 +23,7 @@ from kvboost.errors import (
     ContextLengthError,
     ForgetError,
     KVTooLargeError,
+    PinError,
     PromptError,
     QueueFullError,
     RankLostError,
@@ -107,6 +109,8 @@ def from_engine(error: Exception) -> ApiError:
             return ApiError(404, str(error), code="adapter_not_found", param="lora_path")
         case AdapterError():
             return ApiError(400, str(error), code="adapter_refused", param="lora_path")
+        case PinError():
+            return ApiError(409, str(error), code="pins_full")
         case PromptError():
             return ApiError(400, str(error), code="invalid_prompt", param="prompt")
         case ConfigError():
@@ -167,15 +171,29 @@ async def on_engine_error(request: Request, error: Exception) -> Response:
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Unknown paths, wrong methods, and what the framework itself refuses."""
     assert isinstance(error, HTTPException)
-    path = _short(request.url.path)
+    path, headers = _short(request.url.path), error.headers
     match error.status_code:
         case 404:
             message = f"there is no {path} here; {_listed(request.app.openapi())}"
         case 405:
             message = f"{request.method} is not allowed on {path}"
+            headers = _allowed(request) or headers
         case _:
             message = str(error.detail)
-    return ApiError(error.status_code, message, headers=error.headers).response()
+    return ApiError(error.status_code, message, headers=headers).response()
+
+
+def _allowed(request: Request) -> dict[str, str]:
+    """The header with the methods of all routes of this path: the framework names those of the
+    first only. Empty if the path is not documented."""
+    document = request.app.openapi()["paths"]
+    found = {
+        method.upper()
+        for path, operations in document.items()
+        if compile_path(path)[0].match(request.url.path)
+        for method in operations
+    }
+    return {"allow": ", ".join(sorted(found))} if found else {}
 
 
 def _listed(document: Mapping[str, Any]) -> str:

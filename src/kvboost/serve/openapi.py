@@ -18,6 +18,7 @@ _SAID = {
     403: "The key or the host name does not allow this",
     404: "There is no such thing",
     408: "The body did not arrive in time",
+    409: "There is no room for it; the message has the numbers",
     413: "The body, or the KV of the prompt, is too large; the message has the numbers",
     415: "The body is not JSON",
     429: "The queue is full; `Retry-After` says when to try again",
@@ -85,6 +86,10 @@ def _document(app: FastAPI, server: ServerState) -> dict[str, Any]:
     schemas = document["components"]["schemas"]
     for name in ("ChatRequest", "CompletionRequest"):
         schemas[name]["properties"]["model"]["enum"] = [*server.names, *server.adapter_names]
+    for name in ("EmbeddingRequest", "RerankRequest"):
+        schemas[name]["properties"]["model"]["enum"] = list(server.embedding_names)
+    dimensions = {"enum": [server.embedder.dimensions, None]}
+    schemas["EmbeddingRequest"]["properties"]["dimensions"] = dimensions
     _bound_ids(schemas, server.engine.vocab_size)
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)

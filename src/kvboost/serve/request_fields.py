@@ -29,6 +29,8 @@ MAX_TOKEN_IDS = 256 * 1024
 MAX_N = 8
 MAX_PROMPTS = 32
 MAX_DOCUMENTS = 256
+MAX_INPUTS = 2048
+"""Texts of one request for embeddings."""
 MAX_STOPS = 4
 MAX_BIASES = 1024
 MAX_METADATA = 16

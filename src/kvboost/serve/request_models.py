@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from typing_extensions import Self
 
 from kvboost.chat.tool_use import ToolUse
+from kvboost.serve.request_documents import SessionId, Ttl
 from kvboost.serve.request_fields import (
     MAX_DOCUMENTS,
     MAX_MESSAGES,
@@ -64,6 +65,10 @@ class ReuseOptions(Body):
     exactness: Literal["repaired", "verified"] | None = None
     speculate: Speculate | None = None
     """Whether tokens are drafted, and how many at most."""
+    session: SessionId | None = None
+    """The conversation that this request belongs to. Its KV is pinned after the answer."""
+    session_ttl: Ttl | None = None
+    """For how many seconds; default: the server's."""
     explain: bool = False
     """Whether the spans of the answer include their text."""
 

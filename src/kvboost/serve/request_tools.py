@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
@@ -119,6 +120,28 @@ class TextPart(Body):
     text: Text
 
 
+class DocumentPart(Body):
+    """A document that was uploaded to ``/kvboost/documents``."""
+
+    type: Literal["document"]
+    document_id: ShortText
+    title: ShortText | None = None
+    """The line before the text. Default: the title that it was uploaded with."""
+
+
+def _part_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "document" if kind == "document" else "text"
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("text")] | Annotated[DocumentPart, Tag("document")],
+    Discriminator(_part_kind),
+]
+
+FindDocument = Callable[[DocumentPart], str]
+
+
 class CalledFunction(Body):
     name: ToolName
     arguments: Text
@@ -161,7 +184,7 @@ class Message(Body):
     content: (
         Annotated[
             Annotated[Text, Tag("as text")]
-            | Annotated[list[TextPart], some(MAX_PARTS), Tag("as list")],
+            | Annotated[list[ContentPart], some(MAX_PARTS), Tag("as list")],
             one_of(text_or_list, "a string or a list of parts like {'type': 'text', 'text': ...}"),
         ]
         | None
@@ -182,12 +205,20 @@ class Message(Body):
                 raise goes_with(field, f"{field} goes with the role {role}")
         return self
 
-    def for_template(self) -> dict[str, Any]:
+    @property
+    def documents(self) -> list[DocumentPart]:
+        parts = [] if self.content is None or isinstance(self.content, str) else self.content
+        return [part for part in parts if isinstance(part, DocumentPart)]
+
+    def for_template(self, document: FindDocument) -> dict[str, Any]:
         """The message as chat templates expect it: a developer is a system, and parts become the
-        lines of one text."""
+        lines of one text. ``document`` gives the text of a document."""
         content = self.content or ""
         if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
+            texts = [
+                part.text if isinstance(part, TextPart) else document(part) for part in content
+            ]
+            content = "\n".join(texts)
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:

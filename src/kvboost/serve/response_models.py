@@ -211,6 +211,9 @@ class Unloaded(Reply):
 
 class Health(Reply):
     status: str
+    warmed: int | None = None
+    to_warm: int | None = None
+    """Documents that the server starts with: how many are read, and how many there are."""
 
 
 class Forgotten(Reply):

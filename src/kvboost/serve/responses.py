@@ -119,6 +119,8 @@ def engine_call(
         body.kvboost.explain,
         use,
         format_field,
+        session=body.kvboost.session,
+        session_ttl=body.kvboost.session_ttl,
     )
 
 

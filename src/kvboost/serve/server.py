@@ -11,9 +11,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvboost.errors import ConfigError
 from kvboost.serve.auth import Keys, Tenant
+from kvboost.serve.documents import Documents
+from kvboost.serve.embedder import Embedder
 from kvboost.serve.errors import ApiError
 from kvboost.serve.live import LiveLog
 from kvboost.serve.metrics import Metrics
+from kvboost.serve.sessions import Sessions
 from kvboost.serve.settings import ServerSettings
 from kvboost.serve.workers import Workers
 
@@ -31,6 +34,9 @@ class ServerState:
         self.metrics = Metrics(engine)
         self.live = LiveLog()
         self.workers = Workers()
+        self.documents = Documents(engine, settings, self.keys)
+        self.sessions = Sessions(engine, settings)
+        self.embedder = Embedder(engine, settings.embedding_model)
         self.waiting_connections: dict[H11Protocol, None] = {}
         """Connections without a request, the one that has waited longest first."""
         self.started = time.time()
@@ -40,6 +46,9 @@ class ServerState:
             raise ConfigError(
                 f"{hidden[0]!r} names both the model and an adapter; rename one of them"
             )
+        self.embedding_names = self.names
+        if settings.embedding_model is not None:
+            self.embedding_names = (_plain_name(settings.embedding_model.name),)
 
     @property
     def adapter_names(self) -> list[str]:
@@ -52,14 +61,11 @@ class ServerState:
 
     def check_model(self, name: str) -> None:
         """Raises ApiError 404 if neither the model nor an adapter is served under ``name``."""
-        if name not in self.names and name not in self.adapter_names:
-            known = ", ".join([*self.names, *self.adapter_names])
-            raise ApiError(
-                404,
-                f"there is no model {name[:80]!r} here; there is {known}",
-                code="model_not_found",
-                param="model",
-            )
+        _check_name(name, (*self.names, *self.adapter_names))
+
+    def check_embedding_model(self, name: str) -> None:
+        """The same for the model that makes embeddings."""
+        _check_name(name, self.embedding_names)
 
     def strategy(self, chosen: str | None) -> str:
         return chosen or self.engine.config.recompute_strategy
@@ -79,6 +85,16 @@ Server = Annotated[ServerState, Depends(_server)]
 """A parameter of routes: the server's state."""
 Caller = Annotated[Tenant, Depends(_caller)]
 """A parameter of routes: the tenant that the request's key belongs to."""
+
+
+def _check_name(name: str, names: tuple[str, ...]) -> None:
+    if name not in names:
+        raise ApiError(
+            404,
+            f"there is no model {name[:80]!r} here; there is {', '.join(names)}",
+            code="model_not_found",
+            param="model",
+        )
 
 
 def served_names(engine: KVBoost, settings: ServerSettings) -> tuple[str, ...]:

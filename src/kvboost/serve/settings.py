@@ -5,9 +5,13 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvboost.config import GenerationMode, at_least, choose, one_of, whole
 from kvboost.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvboost import EmbeddingModel
 
 METRICS = ("open", "key", "off")
 
@@ -86,6 +90,23 @@ class ServerSettings:
     """Seconds from the head of a request to the end of its body; 0 sets no limit."""
     write_seconds: float = 60.0
     """Seconds for which a client may take no data before it is disconnected; 0 sets no limit."""
+    warm: tuple[tuple[str, str], ...] = ()
+    """Documents that the server reads when it starts: the name and the text of each."""
+    pin: bool = False
+    """Whether these documents are pinned."""
+    warm_for: tuple[str, ...] = ()
+    """The names of the keys that they are read for."""
+    max_documents: int = 1024
+    """Documents that are kept for one tenant."""
+    max_document_bytes: int = 64 * 1024**2
+    """Text of the documents that are kept for one tenant."""
+    embedding_model: EmbeddingModel | None = None
+    """What makes embeddings. Default: the model that answers requests."""
+    session_seconds: float = 600.0
+    """Seconds for which the KV of a session is pinned after each turn, unless a request says
+    otherwise."""
+    max_sessions: int = 256
+    """Sessions that one tenant may have."""
     drain_seconds: float = 30.0
     """Seconds for running answers to finish when the server stops."""
     metrics: str = "open"
@@ -111,6 +132,9 @@ class ServerSettings:
             "max_requests",
             "max_anonymous_requests",
             "max_connections",
+            "max_documents",
+            "max_document_bytes",
+            "max_sessions",
         ):
             whole(getattr(self, option), 1, option)
         whole(self.max_body_bytes, 1024, "max_body_bytes")
@@ -119,6 +143,20 @@ class ServerSettings:
             at_least(getattr(self, option), 0.0, option)
         if self.timeout is not None:
             at_least(self.timeout, 0.0, "timeout")
+        at_least(self.session_seconds, 0.0, "session_seconds")
+        self._check_warm()
+
+    def _check_warm(self) -> None:
+        names = [key.name for key in self.keys]
+        if unknown := [name for name in self.warm_for if name not in names]:
+            raise ConfigError(f"warm_for names {unknown[0]!r}, but the keys are {names}")
+        if self.warm and self.keys and not self.shared_cache and not self.warm_for:
+            raise ConfigError(
+                "each key has its own cache, so say for which the documents are read: warm_for "
+                f"({', '.join(names)}), or let all keys share one cache"
+            )
+        if self.pin and not self.warm:
+            raise ConfigError("pin goes with documents to warm, and there are none")
 
     @property
     def needs_key(self) -> bool:
@@ -134,6 +172,10 @@ class ServerSettings:
         """The beginnings of paths that need an administrator's key, if there are keys."""
         always = ("/kvboost/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
         return (*always, "/metrics") if self.metrics == "key" else always
+
+
+TENANT_PATHS = ("/kvboost/documents", "/kvboost/files", "/kvboost/sessions")
+"""The beginnings of paths below ``/kvboost/`` that every key may use: they show its own data."""
 
 
 def is_loopback(host: str) -> bool:

@@ -58,6 +58,11 @@ def branch_key(parent: ChunkKey, repair: str) -> ChunkKey:
     return root_key(parent, repair, "approximate")
 
 
+def pin_name(root: ChunkKey, token_ids: TokenIds) -> str:
+    """The name of the pin of a text, unless it is given another."""
+    return f"text-{chain_key(root, token_ids)}"
+
+
 def common_prefix(left: TokenIds, right: TokenIds) -> int:
     """The length of the longest common prefix."""
     length = min(len(left), len(right))

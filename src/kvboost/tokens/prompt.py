@@ -77,6 +77,20 @@ class PromptReader:
         """The ids that find ``text`` inside other texts: see :func:`inside`."""
         return inside(text, self._tokenizer.encode_fragment)
 
+    def locate(self, text: str, token_ids: Sequence[int]) -> tuple[int, int] | None:
+        """The rows ``[start, end)`` of ``token_ids`` that hold ``text``, the first time it occurs.
+        Its first and its last token may be shared with the text around it."""
+        ids = self.join(text.strip())
+        inner = ids[1:-1] if len(ids) > 8 else ids
+        data, sought = as_token_ids(token_ids).tobytes(), inner.tobytes()
+        at = data.find(sought)
+        while at % 4 and at >= 0:  # between two ids
+            at = data.find(sought, at + 1)
+        if at < 0 or not sought:
+            return None
+        edge = (len(ids) - len(inner)) // 2
+        return max(0, at // 4 - edge), min(len(token_ids), at // 4 + len(inner) + edge)
+
     def join(self, *fragments: str) -> TokenIds:
         """The ids of ``fragments``, each encoded on its own, joined in order."""
         ids = [token for text in fragments for token in self._tokenizer.encode_fragment(text)]

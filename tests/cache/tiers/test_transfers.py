@@ -234,14 +234,14 @@ def test_salts_are_in_every_key_on_every_tier(open_store) -> None:
 def test_a_pinned_text_stays_on_every_tier(open_store) -> None:
     store = open_store(ram=4, disk=4)
     admit(store, text(0))
-    assert store.pin(ROOT, as_token_ids(text(0))) == 3
+    assert store.pin("it", ROOT, as_token_ids(text(0))).chunks == 3
     for seed in range(1, 8):
         admit(store, text(seed))
         store.flush()
     assert hits(store, text(0)) == ["ram"] * 3
     assert store.stats().pinned == 3
-    assert store.unpin(ROOT, as_token_ids(text(0))) == 3
-    assert store.unpin(ROOT, as_token_ids(text(0))) == 0
+    assert store.unpin("it").chunks == 3
+    assert store.unpin("it") is None
     for seed in range(8, 12):
         admit(store, text(seed))
         store.flush()
@@ -451,7 +451,8 @@ def test_the_names_of_the_statistics_have_not_changed(open_store, tmp_path) -> N
     stats = store.stats().as_dict()
     tier = ["chunks", "bytes", "max_bytes", "hits", "faults"]
     assert list(stats) == [
-        *("chunks", "in_use", "pinned", "admitted", "tiers"),
+        *("chunks", "in_use", "pinned", "pinned_bytes", "max_pinned_bytes"),
+        *("admitted", "tiers"),
         *("evicted", "demoted", "promoted", "unwritten", "rejected", "failed", "lost"),
     ]
     assert {name: list(value) for name, value in stats["tiers"].items()} == {
@@ -553,9 +554,9 @@ def test_forgetting_a_salt_reaches_the_remote_store(open_store, tmp_path) -> Non
 def test_pins_end_when_their_chunks_are_forgotten(open_store) -> None:
     store = open_store()
     admit(store, text(1))
-    store.pin(ROOT, as_token_ids(text(1)))
+    store.pin("it", ROOT, as_token_ids(text(1)))
     store.forget_text([as_token_ids(text(1))])
-    assert store.stats().pinned == 0
+    assert store.stats().pinned == 0 and store.pins() == []
 
 
 def test_the_gpu_keeps_nothing_that_ram_has_no_room_for(open_store) -> None:

@@ -74,10 +74,6 @@ class Catalogue:
         best = self._tree.best_child(parent, token_ids)
         return (best.key, best.num_tokens) if best else None
 
-    def path(self, root: ChunkKey, token_ids: TokenIds) -> list[ChunkKey]:
-        """The chunks that cover the known prefix of ``token_ids``, the last perhaps in part."""
-        return [match.key for match in self._tree.match(root, token_ids)]
-
     def infos(self) -> dict[ChunkKey, ChunkInfo]:
         """A copy of what is known, which can be searched without the lock."""
         return dict(self._infos)
@@ -103,6 +99,14 @@ class Catalogue:
             runs += self._anchors.find(self._tree, _approximate(root), ids[:end], first)
         runs.sort(key=lambda run: run.start)
         return KnownRows(exact, approximate, self._moved(in_place, runs, where))
+
+    def in_place(
+        self, root: ChunkKey, token_ids: TokenIds, repair: str, where: Where
+    ) -> tuple[Hit, ...]:
+        """The chunks that hold the beginning of ``token_ids`` at its own position: the exact prefix
+        and the approximate rows that continue it."""
+        exact = self._walk(root, root, Lineage.EXACT, token_ids, 0, where)
+        return (*exact, *self._continue(root, exact, token_ids, repair, where))
 
     def superseded(self, root: ChunkKey, token_ids: TokenIds, repair: str) -> list[ChunkKey]:
         """Approximate chunks that hold nothing but text of which ``token_ids`` are the exact path,

@@ -98,6 +98,8 @@ class StoreStats:
     """By requests that copy them."""
     pinned: int
     """By the user."""
+    pinned_bytes: int
+    max_pinned_bytes: int | None
     admitted: int
     tiers: Mapping[str, TierStats]
     remote: RemoteStats | None = None
@@ -114,6 +116,8 @@ class StoreStats:
             "chunks": self.chunks,
             "in_use": self.in_use,
             "pinned": self.pinned,
+            "pinned_bytes": self.pinned_bytes,
+            "max_pinned_bytes": self.max_pinned_bytes,
             "admitted": self.admitted,
             "tiers": tiers,
             **asdict(self.moves),

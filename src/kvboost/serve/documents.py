@@ -1,0 +1,231 @@
+"""Documents that clients upload once and then refer to by id. They are read in the background.
+
+Texts are kept in memory, for each tenant and salt separately. Their KV is an ordinary part of the
+cache: it may be evicted and is computed again then, and with a cache folder the next process finds
+it there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from kvboost.errors import KVBoostError, QueueFullError
+from kvboost.serve.auth import Keys, Tenant
+from kvboost.serve.errors import ApiError, from_engine
+from kvboost.serve.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from kvboost import KVBoost
+
+logger = logging.getLogger("kvboost.serve")
+
+_LONGEST_WAIT = 5
+"""Seconds after which a full queue is tried again, whatever it says."""
+
+
+@dataclass
+class Document:
+    """One document. ``text`` is as prompts contain it, title included."""
+
+    id: str
+    owner: str
+    """The name of its tenant."""
+    salt: str
+    title: str | None
+    text: str
+    tokens: int
+    created: float
+    pin: bool = False
+    """Whether it is pinned once it is read."""
+    status: str = "waiting"
+    """``waiting``, ``reading``, ``ready`` or ``failed``."""
+    error: str | None = None
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "document",
+            "title": self.title,
+            "tokens": self.tokens,
+            "bytes": len(self.text.encode()),
+            "created": int(self.created),
+            "status": self.status,
+            "error": self.error,
+        }
+
+
+class Documents:
+    """The documents of all tenants. For one event loop."""
+
+    def __init__(self, engine: KVBoost, settings: ServerSettings, keys: Keys) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._keys = keys
+        self._documents: dict[tuple[str, str], Document] = {}
+        """By salt and id."""
+        self._unread: asyncio.Queue[Document] = asyncio.Queue()
+        self._reader: asyncio.Task[None] | None = None
+        self._warmed, self._to_warm = 0, 0
+
+    @property
+    def warming(self) -> tuple[int, int] | None:
+        """How many of the documents that the server starts with are read, and how many there are;
+        None when all are."""
+        return None if self._warmed == self._to_warm else (self._warmed, self._to_warm)
+
+    async def start(self) -> None:
+        """Begins to read documents: first those of the settings."""
+        names = self._settings.warm_for
+        tenants = [self._keys.named(name) for name in names] or [Tenant()]
+        self._warmed, self._to_warm = 0, len(self._settings.warm) * len(tenants)
+        self._reader = asyncio.ensure_future(self._read_all(tenants))
+
+    async def stop(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+
+    def add(
+        self,
+        tenant: Tenant,
+        cache_salt: str,
+        text: str,
+        tokens: int,
+        title: str | None = None,
+        *,
+        pin: bool = False,
+    ) -> Document:
+        """Keeps a document and reads it in the background. The same document is kept once."""
+        made = self._make(tenant, cache_salt, text, tokens, title, pin)
+        found = self._documents.get((made.salt, made.id))
+        if found is not None and found.status != "failed":
+            return found
+        self._check_room(tenant, made)
+        self._documents[made.salt, made.id] = made
+        self._unread.put_nowait(made)
+        return made
+
+    def get(self, salt: str, document_id: str) -> Document:
+        """Raises ApiError 404 if there is no such document under ``salt``."""
+        found = self._documents.get((salt, document_id))
+        if found is None:
+            raise ApiError(
+                404,
+                f"there is no document {document_id[:80]!r} under this key and cache_salt; POST "
+                "/kvboost/documents uploads one and returns its id",
+                code="document_not_found",
+                param="document_id",
+            )
+        return found
+
+    def all(self, salt: str) -> list[Document]:
+        """The documents under ``salt``, the oldest first."""
+        return [document for document in self._documents.values() if document.salt == salt]
+
+    async def delete(self, salt: str, document_id: str) -> None:
+        """Forgets the text. Its KV stays in the cache until it is evicted."""
+        document = self.get(salt, document_id)
+        del self._documents[salt, document_id]
+        if document.pin:
+            await asyncio.to_thread(self._engine.unpin, document.text, cache_salt=salt)
+
+    def text(self, salt: str, document_id: str, title: str | None = None) -> str:
+        """The text for a prompt, perhaps under another title."""
+        document = self.get(salt, document_id)
+        if title is None or title == document.title:
+            return document.text
+        head = 0 if document.title is None else len(titled("", document.title))
+        return titled(document.text[head:], title)
+
+    def _make(
+        self,
+        tenant: Tenant,
+        cache_salt: str,
+        text: str,
+        tokens: int,
+        title: str | None,
+        pin: bool,
+    ) -> Document:
+        text = titled(text, title)
+        digest = blake2b(text.encode(), digest_size=12, person=b"kvboost-doc")
+        return Document(
+            id=f"doc_{digest.hexdigest()}",
+            owner=tenant.name,
+            salt=tenant.salt(cache_salt),
+            title=title or None,
+            text=text,
+            tokens=tokens,
+            created=time.time(),
+            pin=pin,
+        )
+
+    def _check_room(self, tenant: Tenant, new: Document) -> None:
+        own = [one for one in self._documents.values() if one.owner == tenant.name]
+        most, most_bytes = self._settings.max_documents, self._settings.max_document_bytes
+        held = sum(len(one.text.encode()) for one in own)
+        size = len(new.text.encode())
+        if len(own) >= most or held + size > most_bytes:
+            raise ApiError(
+                409,
+                f"the document has {size:,} bytes, and {len(own):,} documents with {held:,} bytes "
+                f"are kept; a key may keep {most:,} with {most_bytes:,} bytes: delete some",
+                code="documents_full",
+                param="text",
+            )
+
+    async def _read_all(self, tenants: Sequence[Tenant]) -> None:
+        for tenant in tenants:
+            for name, text in self._settings.warm:
+                await self._warm(tenant, name, text)
+        while True:
+            await self._read(await self._unread.get())
+
+    async def _warm(self, tenant: Tenant, name: str, text: str) -> None:
+        """Reads a document that the server starts with, and says how it went."""
+        ids = await asyncio.to_thread(self._engine.encode, text)
+        try:
+            document = self._make(tenant, "", text, len(ids), None, self._settings.pin)
+            self._documents.setdefault((document.salt, document.id), document)
+            await self._read(document)
+        finally:
+            self._warmed += 1
+        done = f"{self._warmed} of {self._to_warm}"
+        if document.error is not None:
+            logger.warning("warmed %s: %s cannot be read: %s", done, name, document.error)
+        else:
+            pinned = ", pinned" if document.pin else ""
+            logger.info("warmed %s: %s (%s tokens%s)", done, name, f"{len(ids):,}", pinned)
+
+    async def _read(self, document: Document) -> None:
+        document.status = "reading"
+        try:
+            await self._read_when_possible(document)
+            document.status = "ready"
+        except (KVBoostError, ApiError) as error:
+            document.status, document.error = "failed", from_engine(error).message
+        except Exception:  # a defect; the other documents are read nevertheless
+            logger.exception("a document could not be read")
+            document.status, document.error = "failed", "the server failed on this document"
+
+    async def _read_when_possible(self, document: Document) -> None:
+        while True:
+            try:
+                if document.pin:
+                    await self._engine.apin(document.text, cache_salt=document.salt)
+                else:
+                    await self._engine.awarm(document.text, cache_salt=document.salt)
+                return
+            except QueueFullError as error:
+                await asyncio.sleep(min(error.retry_after, _LONGEST_WAIT))
+
+
+def titled(text: str, title: str | None) -> str:
+    """A text under its title. The blank line lets chunks end there (``chunking="document"``), so
+    that the text is cut alike under any title."""
+    return f"{title}\n\n{text}" if title else text

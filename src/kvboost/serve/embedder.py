@@ -1,0 +1,102 @@
+"""What makes embeddings, between the steps that compute answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost.serve.errors import ApiError
+
+if TYPE_CHECKING:
+    from kvboost import EmbeddingModel, KVBoost
+
+Vectors = npt.NDArray[np.float32]
+
+
+class Encoder(Protocol):
+    """A model that embeds token ids, one slice per ``next`` of :meth:`steps`."""
+
+    @property
+    def dimensions(self) -> int: ...
+
+    def steps(self, batch: Sequence[Sequence[int]]) -> Generator[None, None, Vectors]: ...
+
+
+class Embedder:
+    """Embeds the inputs of requests."""
+
+    def __init__(self, engine: KVBoost, own: EmbeddingModel | None) -> None:
+        """``own`` is a model made for it; without one, the engine's model embeds."""
+        self._engine = engine
+        self._own = own
+        self.max_tokens = engine.context_length if own is None else own.max_tokens
+        self.vocab_size = engine.vocab_size if own is None else own.vocab_size
+
+    @property
+    def dimensions(self) -> int:
+        return self._encoder.dimensions
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """For a thread: long texts take a while."""
+        encode = self._engine.encode if self._own is None else self._own.encode
+        return [encode(text) for text in texts]
+
+    def truncate(self, ids: list[int], most: int | None) -> list[int]:
+        """The first ``most`` tokens. The last one is kept if it is a special token that ends every
+        text."""
+        if most is None or len(ids) <= most:
+            return ids
+        return ids[:most] if self._own is None else [*ids[: most - 1], ids[-1]]
+
+    def check(self, batch: Sequence[Sequence[int]]) -> None:
+        """Raises ApiError 400 if the model cannot embed some input."""
+        for number, ids in enumerate(batch):
+            if self.max_tokens is not None and len(ids) > self.max_tokens:
+                raise ApiError(
+                    400,
+                    f"input {number} has {len(ids):,} tokens; the model takes {self.max_tokens:,}: "
+                    "split it, or set truncate_prompt_tokens to -1",
+                    code="context_length_exceeded",
+                    param="input",
+                )
+            if max(ids) >= self.vocab_size:
+                raise ApiError(
+                    400,
+                    f"input {number} has token id {max(ids):,}; the model has {self.vocab_size:,}",
+                    code="invalid_value",
+                    param="input",
+                )
+
+    async def embed(self, batch: Sequence[Sequence[int]]) -> Vectors:
+        """``[inputs, dimensions]``, each of length 1. Answers of other requests go on: each waits
+        for one slice per token at most. Equal inputs are embedded once."""
+        places: dict[tuple[int, ...], int] = {}
+        rows = [places.setdefault(tuple(ids), len(places)) for ids in batch]
+        steps = self._encoder.steps(list(places))
+        try:
+            while True:
+                work = partial(_advance, steps)
+                done = await asyncio.wrap_future(self._engine.between_steps(work))
+                if done is not None:
+                    return done[rows]
+        finally:
+            steps.close()
+
+    @property
+    def _encoder(self) -> Encoder:
+        return self._engine.embedder if self._own is None else self._own
+
+
+def _advance(steps: Generator[None, None, Vectors]) -> Vectors | None:
+    """One step; its result is that of the last."""
+    try:
+        next(steps)
+    except StopIteration as done:
+        result: Vectors = done.value
+        return result
+    return None

@@ -1,0 +1,100 @@
+"""``/v1/embeddings`` and ``/v1/rerank``."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from kvboost.serve.bodies import BodyRoute
+from kvboost.serve.embedder import Vectors
+from kvboost.serve.errors import ApiError
+from kvboost.serve.openapi import errors
+from kvboost.serve.request_embeddings import EmbeddingRequest, RerankRequest
+from kvboost.serve.response_embeddings import EmbeddingList, Ranking
+from kvboost.serve.server import Caller, Server, ServerState
+from kvboost.serve.streaming import unless_gone
+
+router = APIRouter(route_class=BodyRoute, tags=["openai"])
+
+
+@router.post("/v1/embeddings", response_model=EmbeddingList, responses=errors(404))
+async def create_embeddings(
+    body: EmbeddingRequest, request: Request, server: Server, caller: Caller
+) -> Response:
+    """Embeds texts: the mean of the last hidden states, of length 1, like OpenAI's API."""
+    server.check_embedding_model(body.model)
+    if body.dimensions not in (None, server.embedder.dimensions):
+        raise ApiError(
+            400,
+            f"dimensions={body.dimensions} is not supported: this model's vectors have "
+            f"{server.embedder.dimensions} and cannot be shortened",
+            code="invalid_value",
+            param="dimensions",
+        )
+    ids = await _encode(server, body.inputs(), body.truncate_prompt_tokens)
+    vectors = await unless_gone(request.receive, server.embedder.embed(ids))
+    as_text = body.encoding_format == "base64"
+
+    def write() -> Response:
+        data = [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": _base64(row) if as_text else row.tolist(),
+            }
+            for index, row in enumerate(vectors)
+        ]
+        return JSONResponse(
+            {"object": "list", "data": data, "model": body.model, "usage": _usage(ids)}
+        )
+
+    return await asyncio.to_thread(write)
+
+
+@router.post("/v1/rerank", response_model=Ranking, responses=errors(404))
+async def rerank(body: RerankRequest, request: Request, server: Server, caller: Caller) -> Response:
+    """Sorts documents by how close their embeddings are to that of the query (cosine)."""
+    server.check_embedding_model(body.model)
+    ids = await _encode(server, [body.query, *body.documents], body.truncate_prompt_tokens)
+    vectors = await unless_gone(request.receive, server.embedder.embed(ids))
+    scores = vectors[1:] @ vectors[0]
+    results = []
+    for index in np.argsort(-scores, kind="stable")[: body.top_n].tolist():
+        found: dict[str, Any] = {"index": index, "relevance_score": float(scores[index])}
+        if body.return_documents:
+            found["document"] = {"text": body.documents[index]}
+        results.append(found)
+    head = {"id": f"rerank-{uuid4().hex}", "model": body.model}
+    return JSONResponse({**head, "results": results, "usage": _usage(ids)})
+
+
+async def _encode(
+    server: ServerState, inputs: Sequence[str] | Sequence[list[int]], truncate: int | None
+) -> list[list[int]]:
+    embedder = server.embedder
+    texts = [text for text in inputs if isinstance(text, str)]
+    ids = [given for given in inputs if not isinstance(given, str)]
+    if texts:
+        size = sum(map(len, texts))
+        ids = await server.workers.tokenize(size, embedder.encode, texts)
+    if truncate is not None:
+        most = embedder.max_tokens if truncate < 0 else max(1, truncate)
+        ids = [embedder.truncate(some, most) for some in ids]
+    embedder.check(ids)
+    return ids
+
+
+def _base64(row: Vectors) -> str:
+    return base64.b64encode(row.astype("<f4").tobytes()).decode()
+
+
+def _usage(ids: Sequence[Sequence[int]]) -> dict[str, int]:
+    count = sum(map(len, ids))
+    return {"prompt_tokens": count, "total_tokens": count}

@@ -1,0 +1,67 @@
+"""What clients may send about documents and pins."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Discriminator, Field, Tag
+
+from kvboost.serve.request_fields import Body, ShortText, SomeText, Text, TokenIds
+
+MAX_TTL = 30 * 24 * 3600.0
+"""Seconds for which anything may be pinned over HTTP, unless it has no end."""
+
+Ttl = Annotated[float, Field(gt=0.0, le=MAX_TTL)]
+SessionId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
+
+
+class DocumentUpload(Body):
+    """A document to keep and to read in advance."""
+
+    text: SomeText
+    title: ShortText | None = None
+    """A line before the text, part of every prompt that has the document."""
+    cache_salt: ShortText = ""
+
+
+class _PinRequest(Body):
+    ttl: Ttl | None = None
+    """Seconds; without it the pin has no end."""
+    cache_salt: ShortText = ""
+    tenant: Text | None = None
+    """The name of the key to pin for. Default: the caller's own."""
+
+
+class PinText(_PinRequest):
+    """A text to read and to keep from being evicted."""
+
+    text: SomeText
+    header: Text | None = None
+    """The text before it. Default: the beginning of a user's first message."""
+
+
+class PinIds(_PinRequest):
+    """Token ids to read and to keep from being evicted: the beginning of prompts."""
+
+    token_ids: TokenIds
+
+
+class PinDocument(_PinRequest):
+    """A document to keep from being evicted."""
+
+    document_id: ShortText
+
+
+def _pin_kind(body: object) -> str:
+    for kind, field in ((PinIds, "token_ids"), (PinDocument, "document_id")):
+        if isinstance(body, kind) or (isinstance(body, dict) and field in body):
+            return field
+    return "text"
+
+
+PinRequest = Annotated[
+    Annotated[PinText, Tag("text")]
+    | Annotated[PinIds, Tag("token_ids")]
+    | Annotated[PinDocument, Tag("document_id")],
+    Discriminator(_pin_kind),
+]

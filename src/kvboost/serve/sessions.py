@@ -1,0 +1,128 @@
+"""Conversations that keep their KV: what was said last is pinned, for a while after each turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from kvboost.errors import KVBoostError
+from kvboost.serve.errors import ApiError
+from kvboost.serve.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from kvboost import KVBoost
+
+
+@dataclass
+class Session:
+    id: str
+    owner: str
+    salt: str
+    created: float
+    expires: float
+    """By the clock of the sessions."""
+    turns: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+    @property
+    def pin_name(self) -> str:
+        """The name of its pin. It does not reveal the salt."""
+        digest = blake2b(f"{self.salt}\0{self.id}".encode(), digest_size=16)
+        return f"session-{digest.hexdigest()}"
+
+
+class Sessions:
+    """The sessions of all tenants. Thread-safe as far as an event loop and its threads need it:
+    only :meth:`renew` runs in threads, one per session at a time."""
+
+    def __init__(
+        self,
+        engine: KVBoost,
+        settings: ServerSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._clock = clock
+        self._sessions: dict[tuple[str, str], Session] = {}
+        """By salt and id."""
+
+    def renew(
+        self,
+        owner: str,
+        salt: str,
+        session_id: str,
+        token_ids: Sequence[int],
+        ttl: float | None = None,
+    ) -> str | None:
+        """A turn of a conversation has ended: ``token_ids`` are all that was said. Pins its KV
+        instead of that of the turn before, for ``ttl`` seconds. Returns why it cannot, if so."""
+        seconds = self._settings.session_seconds if ttl is None else ttl
+        now = self._clock()
+        session = self._live().get((salt, session_id))
+        if session is None:
+            own = sum(one.owner == owner for one in self._sessions.values())
+            if own >= self._settings.max_sessions:
+                return (
+                    f"the session's KV is not pinned: {own:,} sessions are open, as many as a key "
+                    "may have"
+                )
+            session = Session(session_id, owner, salt, time.time(), now)
+        try:
+            pin = self._engine.pin_cached(session.pin_name, token_ids, ttl=seconds, cache_salt=salt)
+        except KVBoostError as error:
+            return f"the session's KV is not pinned: {error}"
+        if not pin.tokens:
+            return "the session's KV is not pinned: nothing of it is in the cache"
+        session.turns += 1
+        session.expires, session.tokens, session.bytes = now + seconds, pin.tokens, pin.bytes
+        self._sessions[salt, session_id] = session
+        return None
+
+    def all(self, salt: str) -> list[dict[str, Any]]:
+        return [self._describe(one) for one in self._live().values() if one.salt == salt]
+
+    def get(self, salt: str, session_id: str) -> dict[str, Any]:
+        """Raises ApiError 404 if there is no such session under ``salt``."""
+        return self._describe(self._find(salt, session_id))
+
+    def delete(self, salt: str, session_id: str) -> None:
+        """Ends a session: its KV may be evicted from now on."""
+        session = self._find(salt, session_id)
+        del self._sessions[salt, session_id]
+        self._engine.drop_pin(session.pin_name)
+
+    def _find(self, salt: str, session_id: str) -> Session:
+        found = self._live().get((salt, session_id))
+        if found is None:
+            raise ApiError(
+                404,
+                f"there is no session {session_id[:80]!r} under this key and cache_salt; it may "
+                "have expired",
+                code="session_not_found",
+                param="session_id",
+            )
+        return found
+
+    def _live(self) -> dict[tuple[str, str], Session]:
+        """The sessions that have not expired; forgets the others."""
+        now = self._clock()
+        for place, session in list(self._sessions.items()):
+            if session.expires <= now:
+                self._sessions.pop(place, None)
+        return self._sessions
+
+    def _describe(self, session: Session) -> dict[str, Any]:
+        return {
+            "id": session.id,
+            "object": "session",
+            "created": int(session.created),
+            "turns": session.turns,
+            "tokens": session.tokens,
+            "bytes": session.bytes,
+            "expires_in": round(max(0.0, session.expires - self._clock()), 3),
+        }

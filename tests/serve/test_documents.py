@@ -1,0 +1,195 @@
+"""Documents: uploaded once, read in the background, and named in messages."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from kvboost import KVBoost
+from kvboost.errors import ContextLengthError, PinError
+from kvboost.serve.app import create_app
+from kvboost.serve.auth import Keys, Tenant
+from kvboost.serve.documents import Documents
+from kvboost.serve.errors import ApiError
+from kvboost.serve.settings import ApiKey, ServerSettings
+from live_server import wait_for
+from tiny import byte_tokenizer, tiny_model
+
+KEYS = (ApiKey("ann", "k-ann"), ApiKey("root", "k-root", is_admin=True))
+ANN, ROOT = ({"authorization": f"Bearer k-{name}"} for name in ("ann", "root"))
+
+
+def upload(client, text: str = "A lighthouse.", **more: Any) -> dict[str, Any]:
+    answer = client.post("/kvboost/documents", json={"text": text, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def ask(client, *parts: dict[str, Any], **more: Any) -> Any:
+    messages = [{"role": "user", "content": list(parts)}]
+    body = {"model": "fake", "messages": messages, **more}
+    return client.post("/v1/chat/completions", json=body)
+
+
+def test_a_document_is_kept_once_and_read_in_the_background(client, fake) -> None:
+    first = upload(client, title="Light")
+    assert first["tokens"] == len("Light\n\nA lighthouse.") and first["title"] == "Light"
+    assert upload(client, title="Light")["id"] == first["id"]
+    assert upload(client)["id"] != first["id"]
+    wait_for(lambda: client.get(f"/kvboost/documents/{first['id']}").json()["status"] == "ready")
+    assert {"warm": "Light\n\nA lighthouse.", "header": None, "cache_salt": ""} in fake.asked
+    listed = client.get("/kvboost/documents").json()["data"]
+    assert listed[0]["id"] == first["id"] and len(listed) == 2
+    assert client.get("/kvboost/documents", params={"cache_salt": "x"}).json()["data"] == []
+    gone = client.delete(f"/kvboost/documents/{first['id']}")
+    assert gone.json() == {"id": first["id"], "deleted": True}
+    assert client.get(f"/kvboost/documents/{first['id']}").status_code == 404
+
+
+def test_a_file_is_uploaded_as_it_is(client) -> None:
+    def send(data: bytes, kind: str = "text/markdown; charset=utf-8") -> Any:
+        headers = {"content-type": kind}
+        return client.post("/kvboost/files", content=data, headers=headers)
+
+    assert send(b"A lighthouse.").json()["id"] == upload(client)["id"]
+    for data, kind, status in (
+        (b"x", "application/pdf", 415),
+        (b"\xff\xfe\x00", "text/plain", 400),
+        (b"", "text/plain", 400),
+        (b"x" * 200, "text/plain", 400),  # longer than the context
+    ):
+        assert send(data, kind).status_code == status
+
+
+def test_a_document_in_a_message_becomes_its_text(client, fake) -> None:
+    document = upload(client, title="Light")
+    part = {"type": "document", "document_id": document["id"]}
+    question = {"type": "text", "text": "Why?"}
+    assert ask(client, part, question).status_code == 200
+    assert fake.conversations[-1].messages[0]["content"] == "Light\n\nA lighthouse.\nWhy?"
+    assert ask(client, {**part, "title": "Other"}, question).status_code == 200
+    assert fake.conversations[-1].messages[0]["content"] == "Other\n\nA lighthouse.\nWhy?"
+
+
+def test_an_unknown_document_is_named(client) -> None:
+    document = upload(client)
+    for part, more in (
+        ({"type": "document", "document_id": "doc_0"}, {}),
+        ({"type": "document", "document_id": document["id"]}, {"cache_salt": "other"}),
+    ):
+        refused = ask(client, part, **more)
+        error = refused.json()["error"]
+        assert refused.status_code == 404 and part["document_id"] in error["message"]
+        assert error["code"] == "document_not_found" and error["param"] == "document_id"
+    wrong = ask(client, {"type": "document", "text": "x"})
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["param"] == "messages[0].content[0].document_id"
+
+
+def test_tenants_have_their_own_documents(serve_fake) -> None:
+    client = serve_fake(keys=KEYS)
+    body = {"text": "Ann's."}
+    made = client.post("/kvboost/documents", json=body, headers=ANN).json()
+    assert client.get("/kvboost/documents", headers=ROOT).json()["data"] == []
+    assert client.get(f"/kvboost/documents/{made['id']}", headers=ROOT).status_code == 404
+    assert client.get(f"/kvboost/documents/{made['id']}", headers=ANN).json()["text"] == "Ann's."
+    assert client.get("/kvboost/documents").status_code == 401
+    assert client.get("/kvboost/cache", headers=ANN).status_code == 403
+
+
+def test_there_is_a_limit(serve_fake) -> None:
+    client = serve_fake(max_documents=2, max_document_bytes=20)
+    upload(client, "0123456789")
+    for text in ("01234567890", "x"):
+        answer = client.post("/kvboost/documents", json={"text": text})
+        assert answer.status_code == (409 if len(text) > 1 else 200)
+    full = client.post("/kvboost/documents", json={"text": "y"})
+    assert full.status_code == 409 and full.json()["error"]["code"] == "documents_full"
+
+
+def test_a_server_reads_its_own_documents_first_and_says_so(fake) -> None:
+    """It answers meanwhile, and is not ready before it is done."""
+
+    async def run() -> None:
+        settings = ServerSettings(warm=(("a.txt", "A."), ("b.txt", "B.")), pin=True)
+        documents = Documents(fake, settings, Keys(settings))
+        reading, go_on = asyncio.Event(), asyncio.Event()
+        pin = fake.apin
+
+        async def slow(text: str, **options: Any) -> Any:
+            reading.set()
+            await go_on.wait()
+            if text == "B.":
+                raise PinError("there is no room")
+            return await pin(text, **options)
+
+        fake.apin = slow
+        await documents.start()
+        await reading.wait()
+        assert documents.warming == (0, 2)
+        go_on.set()
+        while documents.warming is not None:
+            await asyncio.sleep(0)
+        one, other = documents.all("")
+        assert (one.status, other.status, other.error) == ("ready", "failed", "there is no room")
+        await documents.delete("", one.id)
+        assert fake.pinned == {}
+        await documents.stop()
+
+    asyncio.run(run())
+
+
+def test_the_server_is_not_ready_while_it_warms(client) -> None:
+    documents = client.app.state.server.documents
+    documents._to_warm = 3
+    said = {"status": "warming", "warmed": 0, "to_warm": 3}
+    assert client.get("/health").json() == said
+    answer = client.get("/ready")
+    assert answer.status_code == 503 and answer.json() == said
+    assert client.post("/v1/completions", json={"model": "fake", "prompt": "x"}).is_success
+    documents._to_warm = 0
+    assert client.get("/ready").json() == {"status": "ready"}
+
+
+def test_a_document_that_cannot_be_read_says_why(client, fake) -> None:
+    fake.refuse = ContextLengthError(300, 256)
+    document = upload(client)
+    path = f"/kvboost/documents/{document['id']}"
+    wait_for(lambda: client.get(path).json()["status"] == "failed")
+    assert "300 tokens" in client.get(path).json()["error"]
+    fake.refuse = None
+    upload(client)  # again
+    wait_for(lambda: client.get(path).json()["status"] == "ready")
+
+
+def test_a_missing_document_is_an_error() -> None:
+    settings = ServerSettings()
+    documents = Documents(None, settings, Keys(settings))  # type: ignore[arg-type]
+    with pytest.raises(ApiError, match="doc_1"):
+        documents.get(Tenant().salt(), "doc_1")
+
+
+@pytest.mark.parametrize("chunking", ["fixed", "document"])
+def test_the_kv_of_a_document_is_found_in_a_chat(chunking: str) -> None:
+    """Through a real engine: at its own position exactly, after other text as moved rows."""
+    text = "The tower is made of pink granite.\n\nIt has one hundred and forty steps.\n\n" * 2
+    model = tiny_model("llama", max_position_embeddings=2048)
+    options: Any = {"chunk_size": 64, "chunking": chunking, "reuse_moved": "always"}
+    with (
+        KVBoost.from_model(model, byte_tokenizer(), **options) as engine,
+        TestClient(create_app(engine, ServerSettings(served_names=("fake",)))) as client,
+    ):
+        document = upload(client, text)
+        path = f"/kvboost/documents/{document['id']}"
+        wait_for(lambda: client.get(path).json()["status"] == "ready")
+        part = {"type": "document", "document_id": document["id"]}
+        why = {"type": "text", "text": "Why is it red, and who built it?"}
+        first = ask(client, part, why, max_tokens=1).json()["kvboost"]
+        assert first["exact_tokens"] >= len(text) - 2
+        chunks = engine.cache_stats()["chunks"]
+        moved = ask(client, {"type": "text", "text": "Look:"}, part, why, max_tokens=1)
+        assert moved.json()["kvboost"]["moved_tokens"] >= len(text) - 40
+        assert engine.cache_stats()["chunks"] > chunks
