@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from kvboost.errors import (
     ConfigError,
@@ -25,6 +26,7 @@ from kvboost.errors import (
     RankLostError,
     ShuttingDownError,
 )
+from kvboost.serve.anthropic.error_form import error_body, is_anthropic
 
 logger = logging.getLogger("kvboost.serve")
 
@@ -62,7 +64,22 @@ class ApiError(Exception):
         return {"error": error}
 
     def response(self) -> Response:
-        return JSONResponse(self.body(), self.status, self.headers)
+        """The error in the form of the API that the request's path belongs to."""
+        return _ErrorResponse(self)
+
+
+class _ErrorResponse(JSONResponse):
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.body(), error.status, error.headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if is_anthropic(scope["path"]):
+            error, request_id = self._error, scope.get("state", {}).get("request_id")
+            body = error_body(error.status, _printable(error.message), request_id)
+            await JSONResponse(body, error.status, error.headers)(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 class ClientGone(Exception):
