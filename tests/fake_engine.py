@@ -81,7 +81,8 @@ class FakeEngine:
     model_name = "fake"
     context_length: int | None = 100
     vocab_size = 260
-    config = SimpleNamespace(recompute_strategy="auto")
+    kv_bytes_per_token = 1
+    config = SimpleNamespace(recompute_strategy="auto", max_cache_bytes=1000)
 
     def __init__(self, pieces: Sequence[Any] = ("Hel", "lo"), finish_reason: str = "stop") -> None:
         self.pieces = pieces
@@ -94,6 +95,7 @@ class FakeEngine:
         self.thinks = False
         self.conversations: list[Conversation] = []
         self.uses: list[ToolUse] = []
+        self.pinned: list[tuple[int, ...]] = []
 
     def encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -135,6 +137,14 @@ class FakeEngine:
         if self.refuse is not None:
             raise self.refuse
         self.asked.append({"warm": text, "header": header, "cache_salt": cache_salt})
+        return 1
+
+    def pin(self, ids: list[int], *, cache_salt: str = "", read: bool = True) -> int:
+        self.pinned.append(tuple(ids))
+        return 1
+
+    def unpin(self, ids: list[int], *, cache_salt: str = "") -> int:
+        self.pinned.remove(tuple(ids))
         return 1
 
     def plan(self, prompt: list[int], mode: str, **options: Any) -> ReuseReport:

@@ -212,6 +212,11 @@ class KVBoost:
         return self._model.vocab_size
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        """The size of one token's keys and values, before any compression."""
+        return self._model.forward.shape.row_bytes
+
+    @property
     def failure(self) -> KVBoostError | None:
         """Why this engine can serve no more requests, if something has failed for good."""
         return self._runtime.failure
@@ -541,11 +546,21 @@ class KVBoost:
             },
         }
 
-    def pin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
+    def pin(
+        self,
+        text: Prompt,
+        header: str | None = None,
+        *,
+        cache_salt: str = "",
+        read: bool = True,
+    ) -> int:
         """Reads a text as :meth:`warm` does, unless it is cached, and protects it from eviction
-        until :meth:`unpin` or :meth:`close`; returns the number of pinned chunks."""
+        until :meth:`unpin` or :meth:`close`; returns the number of pinned chunks. ``read=False``
+        reads nothing and pins what is cached of its beginning."""
+        self._check_open()
         ids, boundaries = self._read_one(text, header)
-        self._warm(ids, cache_salt, boundaries)
+        if read:
+            self._warm(ids, cache_salt, boundaries)
         return self._runtime.store.pin(self._runtime.root(cache_salt), ids)
 
     def unpin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:

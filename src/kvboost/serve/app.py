@@ -17,11 +17,13 @@ from starlette.staticfiles import StaticFiles
 import kvboost
 from kvboost.errors import KVBoostError
 from kvboost.serve import admin, chat, completions, openapi
+from kvboost.serve.anthropic import routes as anthropic
 from kvboost.serve.auth import AuthMiddleware
 from kvboost.serve.errors import ApiError, on_engine_error, on_http_error, on_invalid
 from kvboost.serve.limits import HeadLimits, OpenRequests
 from kvboost.serve.metrics import CONTENT_TYPE
 from kvboost.serve.middleware import RequestMiddleware
+from kvboost.serve.openai_responses import routes as openai_responses
 from kvboost.serve.openapi import errors
 from kvboost.serve.response_models import ErrorReply, Health, ModelList, ModelReply
 from kvboost.serve.server import Server, ServerState
@@ -59,7 +61,7 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
         redirect_slashes=False,
     )
     app.state.server = state
-    for module in (chat, completions, admin):
+    for module in (chat, completions, openai_responses, anthropic, admin):
         app.include_router(module.router)
     app.include_router(router)
     if settings.metrics != "off":

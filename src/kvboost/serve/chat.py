@@ -42,20 +42,22 @@ async def create_chat_completion(
 
 def chat_call(server: ServerState, caller: Tenant, body: ChatRequest) -> EngineCall:
     limits = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
-    use = body.tool_use()
-    conversation = Conversation(
-        [message.for_template() for message in body.messages],
-        [_for_template(tool) for tool in use.offered],
-        body.template_options(),
-    )
     return engine_call(
         server,
         caller,
         body,
-        [conversation],
+        [chat_prompt(body)],
         min(limits, default=None),
         (body.top_logprobs or 0) if body.logprobs else None,
-        use,
+        body.tool_use(),
+    )
+
+
+def chat_prompt(body: ChatRequest) -> Conversation:
+    return Conversation(
+        [message.for_template() for message in body.messages],
+        [_for_template(tool) for tool in body.tool_use().offered],
+        body.template_options(),
     )
 
 

@@ -11,8 +11,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvboost.serve.auth import Keys, Tenant
 from kvboost.serve.errors import ApiError
+from kvboost.serve.kept_kv import KeptKV
 from kvboost.serve.live import LiveLog
 from kvboost.serve.metrics import Metrics
+from kvboost.serve.openai_responses.store import StoredResponses
 from kvboost.serve.settings import ServerSettings
 from kvboost.serve.workers import Workers
 
@@ -30,6 +32,8 @@ class ServerState:
         self.metrics = Metrics(engine)
         self.live = LiveLog()
         self.workers = Workers()
+        self.stored_responses = StoredResponses(settings)
+        self.kept_kv = KeptKV(engine)
         self.waiting_connections: dict[H11Protocol, None] = {}
         """Connections without a request, the one that has waited longest first."""
         self.started = time.time()
