@@ -68,12 +68,12 @@ class KeptKV:
         if seconds <= 0 or pin.num_tokens > most:
             return
         async with self._lock:
-            await self._pin(pin)
             replaced = [
                 name for name, other in self._pins.items() if name == key or pin.covers(other)
             ]
             for name in replaced:
                 await self._unpin(name)
+            await self._pin(pin)
             self._pins[key] = pin
             while self.num_tokens > most or len(self._pins) > MAX_PINS:
                 await self._unpin(next(iter(self._pins)))

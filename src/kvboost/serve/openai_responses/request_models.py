@@ -49,8 +49,14 @@ from kvboost.serve.request_tools import (
 )
 
 
-class FunctionTool(Function):
+class FunctionTool(Body):
+    """``type`` comes first: the error about another kind of tool names it."""
+
     type: Literal["function"]
+    name: ToolName
+    description: Text | None = None
+    parameters: JsonSchema | None = None
+    strict: bool | None = None
 
     def for_chat(self) -> Tool:
         function = Function(
