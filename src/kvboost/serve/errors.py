@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from kvboost.errors import (
@@ -175,15 +176,27 @@ async def on_engine_error(request: Request, error: Exception) -> Response:
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Unknown paths, wrong methods, and what the framework itself refuses."""
     assert isinstance(error, HTTPException)
-    path = _short(request.url.path)
+    path, headers = _short(request.url.path), dict(error.headers or {})
     match error.status_code:
         case 404:
             message = f"there is no {path} here; {_listed(request.app.openapi())}"
         case 405:
             message = f"{request.method} is not allowed on {path}"
+            if allowed := _allowed(request.app.openapi(), request.url.path):
+                headers["Allow"] = ", ".join(allowed)
         case _:
             message = str(error.detail)
-    return ApiError(error.status_code, message, headers=error.headers).response()
+    return ApiError(error.status_code, message, headers=headers).response()
+
+
+def _allowed(document: Mapping[str, Any], path: str) -> list[str]:
+    """The methods that a path has. The framework names only those of its first route."""
+    return [
+        method.upper()
+        for template, operations in document["paths"].items()
+        if compile_path(template)[0].match(path)
+        for method in operations
+    ]
 
 
 def _listed(document: Mapping[str, Any]) -> str:

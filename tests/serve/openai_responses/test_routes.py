@@ -150,6 +150,7 @@ def test_kept_responses_can_be_read_and_deleted(client, fake) -> None:
     assert len(fake.pinned) == 1 and len(fake.pinned[0]) == 9  # the prompt and the answer
     assert client.delete(path).json() == {"id": said["id"], "object": "response", "deleted": True}
     assert fake.pinned == []
+    assert client.put(path).headers["allow"] == "GET, DELETE"
     for gone in (client.get(path), client.delete(path)):
         assert gone.status_code == 404
         assert gone.json()["error"]["code"] == "response_not_found"
