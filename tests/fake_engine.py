@@ -10,7 +10,7 @@ from typing import Any
 from kvboost.chat.parser import AnswerParser, TextParser
 from kvboost.chat.styles import TAGGED
 from kvboost.chat.tool_use import ToolUse
-from kvboost.errors import UnknownAdapterError
+from kvboost.errors import PinError, UnknownAdapterError
 from kvboost.results import (
     PHASES,
     GenerationResult,
@@ -99,6 +99,8 @@ class FakeEngine:
         self.uses: list[ToolUse] = []
         self.loaded: dict[str, Any] = {}
         self.pinned: dict[str, Pin] = {}
+        self.pinned_ids: dict[str, list[int]] = {}
+        self.most_pinned = 1000
 
     def encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -161,6 +163,9 @@ class FakeEngine:
     ) -> Pin:
         if self.refuse is not None:
             raise self.refuse
+        if name not in self.pinned and len(self.pinned) == self.most_pinned:
+            raise PinError("full")
+        self.pinned_ids[name] = ids
         self.pinned[name] = Pin(name, len(ids), 1, 8 * len(ids), ttl)
         return self.pinned[name]
 
@@ -168,6 +173,7 @@ class FakeEngine:
         return self.drop_pin("text-1")
 
     def drop_pin(self, name: str) -> Pin | None:
+        self.pinned_ids.pop(name, None)
         return self.pinned.pop(name, None)
 
     def pins(self) -> list[Pin]:

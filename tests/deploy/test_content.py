@@ -138,3 +138,17 @@ def test_languages_without_spaces_have_marks_too() -> None:
     chinese = "".join(chr(rng.randrange(0x4E00, 0x9000)) for _ in range(600))
     alone, inside = of(chinese), of(f"前文{chinese[300:]}。{chinese[:300]}")
     assert len(alone.marks) > 30 and shared(alone, inside) > 0.8
+
+
+def test_other_apis_are_sketched_like_chat() -> None:
+    """The text of Anthropic's and of the Responses API is recognised at its beginning."""
+    text, question = "The lighthouse keeper wrote in his book. " * 30, "Why?"
+    turns = [{"role": "user", "content": question}]
+    blocks = [{"type": "text", "text": text}]
+    anthropic = sketch(json.dumps({"system": blocks, "messages": turns}).encode())
+    assert anthropic == sketch(json.dumps({"instructions": text, "input": turns}).encode())
+    assert len(anthropic.blocks) >= 4 and anthropic.marks
+    as_text = sketch(json.dumps({"instructions": text, "input": question}).encode())
+    assert as_text.blocks[:4] == anthropic.blocks[:4]
+    result = {"type": "function_call_output", "call_id": "1", "output": text}
+    assert sketch(json.dumps({"input": [result]}).encode()).marks

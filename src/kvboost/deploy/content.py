@@ -64,8 +64,8 @@ def tenant_of(authorization: bytes | None) -> bytes:
 
 
 def sketch(body: bytes, tenant: bytes = b"", *, secret: bytes = b"") -> Sketch:
-    """The sketch of a request to an OpenAI-compatible server; ``NOTHING`` if ``body`` has no prompt
-    that we know. With a ``secret`` the hashes cannot be computed without it."""
+    """The sketch of a request in OpenAI's or Anthropic's format; ``NOTHING`` if ``body`` has no
+    prompt that we know. With a ``secret`` the hashes cannot be computed without it."""
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
@@ -152,12 +152,17 @@ def _texts(request: Mapping[str, Any]) -> Iterator[str]:
     """All text of a prompt, in the order in which a model reads it."""
     if tools := request.get("tools"):
         yield json.dumps(tools)  # chat templates put them first
-    yield from _strings(request.get("prompt"))
-    messages = request.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, dict):
-            yield str(message.get("role", ""))
-            yield from _strings(message.get("content"))
+    for field in ("prompt", "system", "instructions"):
+        yield from _strings(request.get(field))
+    for field in ("messages", "input"):  # OpenAI's Responses API has the latter
+        turns = request.get(field)
+        if isinstance(turns, str):
+            yield turns
+        for turn in turns if isinstance(turns, list) else ():
+            if isinstance(turn, dict):
+                yield str(turn.get("role", ""))
+                yield from _strings(turn.get("content"))
+                yield from _strings(turn.get("output"))
 
 
 def _strings(content: object) -> Iterator[str]:

@@ -387,6 +387,7 @@ class Generation:
         used, self._used = self._used, []
         if used:
             self._runtime.store.touch(*used)
+
     def _remember(self) -> None:
         """Later requests may be drafted from this text."""
         runtime, request, state = self._runtime, self._request, self._state

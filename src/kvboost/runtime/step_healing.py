@@ -108,9 +108,7 @@ class StepHealing:
             state.healing.healed_tokens, state.healing.status = 0, "dropped"
             return
         ids = as_token_ids(np.concatenate([self._prompt, state.token_ids])[: state.rows])
-        dropped = runtime.store.drop_superseded(
-            runtime.root_of(request), ids, request.repair.name
-        )
+        dropped = runtime.store.drop_superseded(runtime.root_of(request), ids, request.repair.name)
         runtime.unhealed.add_healed(state, dropped)
 
     def _segment(self, ids: TokenIds, start: int, num_logits: int) -> Segment:

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvboost.chat.calls import Part
 from kvboost.chat.parser import AnswerParser
 from kvboost.chat.tool_use import ToolUse
 from kvboost.errors import StructuredOutputError
@@ -100,6 +101,14 @@ class Choice:
             return None
         self._shown += len(piece)
         return self._tokens.take(self.result.logprobs or (), self._shown)
+
+    def parts(self, piece: str) -> list[Part]:
+        """What ``piece``, the next piece of the answer, adds to its parts."""
+        return [Part("content", piece)] if self.parser is None else self.parser.feed(piece)
+
+    def last_parts(self) -> list[Part]:
+        """What was held back when the answer ended."""
+        return [] if self.parser is None else self.parser.finish()
 
     def check(self, timeout: float | None) -> None:
         """Raises ApiError unless the answer ended normally."""

@@ -25,11 +25,13 @@ from kvboost.serve import (
     embeddings,
     openapi,
 )
+from kvboost.serve.anthropic import routes as anthropic
 from kvboost.serve.auth import AuthMiddleware
 from kvboost.serve.errors import ApiError, on_engine_error, on_http_error, on_invalid
 from kvboost.serve.limits import HeadLimits, OpenRequests
 from kvboost.serve.metrics import CONTENT_TYPE
 from kvboost.serve.middleware import RequestMiddleware
+from kvboost.serve.openai_responses import routes as openai_responses
 from kvboost.serve.openapi import errors
 from kvboost.serve.response_models import (
     AdapterReply,
@@ -75,7 +77,10 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
         redirect_slashes=False,
     )
     app.state.server = state
-    for module in (chat, completions, embeddings, adapters, admin, document_routes):
+    for module in (
+        *(chat, completions, openai_responses, anthropic, embeddings),
+        *(adapters, admin, document_routes),
+    ):
         app.include_router(module.router)
     app.include_router(router)
     if settings.metrics != "off":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -55,7 +56,10 @@ class Keys:
         scheme, _, given = (authorization or "").strip().partition(" ")
         given = given.strip()
         if scheme.lower() != "bearer" or not given:
-            raise _refused("this server needs an API key: send it as 'Authorization: Bearer KEY'")
+            raise _refused(
+                "this server needs an API key: send it as 'Authorization: Bearer KEY' or "
+                "as 'x-api-key: KEY'"
+            )
         found = None
         for secret, tenant in self._tenants:  # all of them, so that the time reveals nothing
             if hmac.compare_digest(secret, given.encode("utf-8", "replace")):
@@ -86,8 +90,7 @@ class AuthMiddleware:
         if scope["type"] == "http" and scope["path"].startswith(self._private):
             headers = dict(scope["headers"])
             try:
-                given = headers.get(b"authorization")
-                tenant = self._keys.tenant(None if given is None else given.decode("latin-1"))
+                tenant = self._keys.tenant(_given_key(headers))
                 needs_admin = scope["path"].startswith(self._admin)
                 if scope["path"].startswith(TENANT_PATHS):
                     needs_admin = False
@@ -103,6 +106,14 @@ class AuthMiddleware:
                 return
             scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
+
+
+def _given_key(headers: Mapping[bytes, bytes]) -> str | None:
+    """The ``Authorization`` header, or Anthropic's ``x-api-key`` as one."""
+    given = headers.get(b"authorization")
+    if given is None and (key := headers.get(b"x-api-key")) is not None:
+        given = b"Bearer " + key
+    return None if given is None else given.decode("latin-1")
 
 
 def tenant_root(key: ApiKey) -> str:

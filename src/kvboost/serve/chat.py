@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -44,28 +44,35 @@ async def create_chat_completion(
 
 def chat_call(server: ServerState, caller: Tenant, body: ChatRequest) -> EngineCall:
     limits = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
-    use = body.tool_use()
-    documents = [part for message in body.messages for part in message.documents]
-
-    def text(part: DocumentPart) -> str:
-        salt = caller.salt(body.cache_salt)
-        return server.documents.text(salt, part.document_id, part.title)
-
-    conversation = Conversation(
-        [message.for_template(text) for message in body.messages],
-        [_for_template(tool) for tool in use.offered],
-        body.template_options(),
-    )
     call = engine_call(
         server,
         caller,
         body,
-        [conversation],
+        [chat_prompt(server, caller, body)],
         min(limits, default=None),
         (body.top_logprobs or 0) if body.logprobs else None,
-        use,
+        body.tool_use(),
     )
+    text = _document_text(server, caller, body)
+    documents = [part for message in body.messages for part in message.documents]
     return replace(call, documents=[text(part) for part in documents])
+
+
+def chat_prompt(server: ServerState, caller: Tenant, body: ChatRequest) -> Conversation:
+    text = _document_text(server, caller, body)
+    return Conversation(
+        [message.for_template(text) for message in body.messages],
+        [_for_template(tool) for tool in body.tool_use().offered],
+        body.template_options(),
+    )
+
+
+def _document_text(
+    server: ServerState, caller: Tenant, body: ChatRequest
+) -> Callable[[DocumentPart], str]:
+    """What gives the text of a document that a message refers to."""
+    salt = caller.salt(body.cache_salt)
+    return lambda part: server.documents.text(salt, part.document_id, part.title)
 
 
 def _for_template(tool: Mapping[str, Any]) -> dict[str, Any]:

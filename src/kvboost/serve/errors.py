@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import compile_path
+from starlette.types import Receive, Scope, Send
 
 from kvboost.errors import (
     AdapterError,
@@ -30,6 +31,7 @@ from kvboost.errors import (
     ShuttingDownError,
     UnknownAdapterError,
 )
+from kvboost.serve.anthropic.error_form import error_body, is_anthropic
 
 logger = logging.getLogger("kvboost.serve")
 
@@ -67,7 +69,22 @@ class ApiError(Exception):
         return {"error": error}
 
     def response(self) -> Response:
-        return JSONResponse(self.body(), self.status, self.headers)
+        """The error in the form of the API that the request's path belongs to."""
+        return _ErrorResponse(self)
+
+
+class _ErrorResponse(JSONResponse):
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.body(), error.status, error.headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if is_anthropic(scope["path"]):
+            error, request_id = self._error, scope.get("state", {}).get("request_id")
+            body = error_body(error.status, _printable(error.message), request_id)
+            await JSONResponse(body, error.status, error.headers)(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 class ClientGone(Exception):
@@ -171,29 +188,27 @@ async def on_engine_error(request: Request, error: Exception) -> Response:
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Unknown paths, wrong methods, and what the framework itself refuses."""
     assert isinstance(error, HTTPException)
-    path, headers = _short(request.url.path), error.headers
+    path, headers = _short(request.url.path), dict(error.headers or {})
     match error.status_code:
         case 404:
             message = f"there is no {path} here; {_listed(request.app.openapi())}"
         case 405:
             message = f"{request.method} is not allowed on {path}"
-            headers = _allowed(request) or headers
+            if allowed := _allowed(request.app.openapi(), request.url.path):
+                headers["Allow"] = ", ".join(allowed)
         case _:
             message = str(error.detail)
     return ApiError(error.status_code, message, headers=headers).response()
 
 
-def _allowed(request: Request) -> dict[str, str]:
-    """The header with the methods of all routes of this path: the framework names those of the
-    first only. Empty if the path is not documented."""
-    document = request.app.openapi()["paths"]
-    found = {
+def _allowed(document: Mapping[str, Any], path: str) -> list[str]:
+    """The methods that a path has. The framework names only those of its first route."""
+    return [
         method.upper()
-        for path, operations in document.items()
-        if compile_path(path)[0].match(request.url.path)
+        for template, operations in document["paths"].items()
+        if compile_path(template)[0].match(path)
         for method in operations
-    }
-    return {"allow": ", ".join(sorted(found))} if found else {}
+    ]
 
 
 def _listed(document: Mapping[str, Any]) -> str:

@@ -8,8 +8,9 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 import kvboost
+from kvboost.serve.anthropic.error_form import is_anthropic
 from kvboost.serve.request_fields import BIASED_ID, TOKEN_ID
-from kvboost.serve.response_models import ErrorReply
+from kvboost.serve.response_models import ErrorReply, Reply
 from kvboost.serve.server import ServerState
 
 _SAID = {
@@ -27,6 +28,11 @@ _SAID = {
     503: "The server is shutting down, or too many requests are open",
     504: "The request took too long",
 }
+_WITH_MODEL = (
+    *("ChatRequest", "CompletionRequest", "ResponseRequest"),
+    *("MessagesRequest", "CountTokensRequest"),
+)
+"""Bodies that name the model."""
 _ALWAYS = (403, 431, 500, 503)
 _BODY = (400, 408, 413, 415)
 _HEADERS = {
@@ -41,12 +47,13 @@ _REUSE_HEADERS = {
 }
 
 
-def errors(*statuses: int, has_body: bool = True) -> dict[int | str, dict[str, Any]]:
+def errors(
+    *statuses: int, has_body: bool = True, model: type[Reply] = ErrorReply
+) -> dict[int | str, dict[str, Any]]:
     """Documents ``statuses`` in addition to those that every route has."""
     all_of_them = {*statuses, *_ALWAYS, *(_BODY if has_body else ())}
     return {
-        status: {"model": ErrorReply, "description": _SAID[status]}
-        for status in sorted(all_of_them)
+        status: {"model": model, "description": _SAID[status]} for status in sorted(all_of_them)
     }
 
 
@@ -84,7 +91,7 @@ def _document(app: FastAPI, server: ServerState) -> dict[str, Any]:
         routes=app.routes,
     )
     schemas = document["components"]["schemas"]
-    for name in ("ChatRequest", "CompletionRequest"):
+    for name in _WITH_MODEL:
         schemas[name]["properties"]["model"]["enum"] = [*server.names, *server.adapter_names]
     for name in ("EmbeddingRequest", "RerankRequest"):
         schemas[name]["properties"]["model"]["enum"] = list(server.embedding_names)
@@ -101,7 +108,7 @@ def _document(app: FastAPI, server: ServerState) -> dict[str, Any]:
             operation["responses"].pop("422", None)
             if server.settings.needs_key and private:
                 operation["security"] = [{"key": []}]
-                operation["responses"].setdefault("401", _error(401))
+                operation["responses"].setdefault("401", _error(401, path))
             for response in operation["responses"].values():
                 response.setdefault("headers", {}).update(
                     {
@@ -140,6 +147,7 @@ def numbers_below(limit: int) -> str:
     return "|".join([*shorter, *smaller, last])
 
 
-def _error(status: int) -> dict[str, Any]:
-    schema = {"$ref": "#/components/schemas/ErrorReply"}
+def _error(status: int, path: str) -> dict[str, Any]:
+    name = "AnthropicErrorReply" if is_anthropic(path) else "ErrorReply"
+    schema = {"$ref": f"#/components/schemas/{name}"}
     return {"description": _SAID[status], "content": {"application/json": {"schema": schema}}}

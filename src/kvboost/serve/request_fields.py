@@ -115,6 +115,11 @@ TemplateOptions = Annotated[
     at_most(MAX_METADATA),
 ]
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31), WHOLE]
+Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31), WHOLE]
+"""0 and -1 turn it off."""
+Seed = Annotated[int, WHOLE]
+"""Any whole number: readers that hold numbers in a double cannot keep a limit of 64 bits."""
 
 
 def _speculate_kind(value: Any) -> str | None:

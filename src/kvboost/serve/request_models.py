@@ -29,13 +29,16 @@ from kvboost.serve.request_fields import (
     Metadata,
     No,
     Penalty,
+    Seed,
     Share,
     ShortText,
     SomeText,
     Speculate,
+    Temperature,
     TemplateOptions,
     Text,
     TokenIds,
+    TopK,
     goes_with,
     one_of,
     prompt_kind,
@@ -47,7 +50,7 @@ from kvboost.serve.request_formats import Formats, ResponseFormat, response_opti
 from kvboost.serve.request_tools import Message, Tool, ToolChoice, make_use
 
 
-def _needs(field: str, kind: str, other: str) -> dict[str, Any]:
+def needs(field: str, kind: str, other: str) -> dict[str, Any]:
     """JSON Schema for: ``field`` needs ``other`` to be true."""
     return {
         "if": {"properties": {field: {"type": kind}}, "required": [field]},
@@ -84,14 +87,12 @@ class Generation(Formats):
     model: Text
     n: Annotated[int, Field(ge=1, le=MAX_N), WHOLE] | None = None
     max_tokens: MaxTokens | None = None
-    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
+    temperature: Temperature | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
-    """0 and -1 turn it off."""
+    top_k: TopK | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] | None = None
-    # Any whole number: readers that hold numbers in a double cannot keep a limit of 64 bits.
-    seed: Annotated[int, WHOLE] | None = None
+    seed: Seed | None = None
     stop: (
         Annotated[
             Annotated[SomeText, Tag("as text")]
@@ -120,8 +121,8 @@ class ChatRequest(Generation):
     model_config = ConfigDict(
         json_schema_extra={
             "allOf": [
-                _needs("stream_options", "object", "stream"),
-                _needs("top_logprobs", "integer", "logprobs"),
+                needs("stream_options", "object", "stream"),
+                needs("top_logprobs", "integer", "logprobs"),
             ]
         }
     )
@@ -195,7 +196,7 @@ _ECHO_ALONE: dict[str, Any] = {
 class CompletionRequest(Generation):
     model_config = ConfigDict(
         json_schema_extra={
-            "allOf": [_needs("stream_options", "object", "stream"), _BEST_OF_IS_N, _ECHO_ALONE]
+            "allOf": [needs("stream_options", "object", "stream"), _BEST_OF_IS_N, _ECHO_ALONE]
         }
     )
 

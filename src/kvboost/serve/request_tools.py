@@ -102,10 +102,11 @@ _OTHER_PARTS = {
     "video_url": "videos are",
     "file": "files are",
     "input_file": "files are",
+    "document": "documents are",
 }
 
 
-def _refuse_other_parts(kind: Any) -> Any:
+def refuse_other_parts(kind: Any) -> Any:
     if isinstance(kind, str) and kind in _OTHER_PARTS:
         raise PydanticCustomError(
             "unsupported",
@@ -116,7 +117,7 @@ def _refuse_other_parts(kind: Any) -> Any:
 
 
 class TextPart(Body):
-    type: Annotated[Literal["text"], BeforeValidator(_refuse_other_parts)]
+    type: Annotated[Literal["text"], BeforeValidator(refuse_other_parts)]
     text: Text
 
 

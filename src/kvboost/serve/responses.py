@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import uuid4
@@ -124,6 +125,19 @@ def engine_call(
     )
 
 
+class AnswerWriter(Protocol):
+    """How an API writes the answers to one request."""
+
+    async def whole(self, answers: Answers) -> dict[str, Any]:
+        """The document of answers that have ended."""
+
+    def events(self, answers: Answers) -> AsyncGenerator[bytes, None]:
+        """The stream of answers that have begun."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The end of a stream that fails: its status has been sent."""
+
+
 async def respond(
     request: Request,
     server: ServerState,
@@ -131,93 +145,121 @@ async def respond(
     response_format: ResponseFormat,
     options: ResponseOptions,
 ) -> Response:
-    """Answers a request. If the client closes its connection, cancels the answers and raises
-    ClientGone."""
-    server.check_model(options.model)
+    """Answers a request in one of OpenAI's formats with ``choices``."""
+    writer = ChoicesWriter(server, response_format, options)
+    return await deliver(request, server, call, writer, options.model, stream=options.stream)
+
+
+async def deliver(
+    request: Request,
+    server: ServerState,
+    call: EngineCall,
+    writer: AnswerWriter,
+    model: str,
+    *,
+    stream: bool,
+) -> Response:
+    """Answers a request as ``writer`` writes it. If the client closes its connection, cancels the
+    answers and raises ClientGone."""
+    server.check_model(model)
     if server.settings.log_prompts:
         logger.info("%s prompts %r", request.state.request_id, call.prompts)
     caller: Tenant = request.state.tenant
     opening = open_answers(server, caller.name, call, request.state.received)
     answers = await unless_gone(request.receive, opening)
-    if not options.stream:
+    if not stream:
         async with answers:
-            whole = _whole(server, answers, response_format, options)
-            return await unless_gone(request.receive, whole)
+            return await unless_gone(request.receive, _whole(answers, writer))
     try:
         first = await unless_gone(request.receive, answers.begin())
     except BaseException:
         await answers.aclose()
         raise
     return LiveResponse(
-        _events(server, answers, response_format, options, request.state.request_id),
+        _events(server, answers, writer, request.state.request_id),
         "text/event-stream; charset=utf-8",
         headers(first),
     )
 
 
-async def _whole(
-    server: ServerState,
-    answers: Answers,
-    response_format: ResponseFormat,
-    options: ResponseOptions,
-) -> Response:
+async def _whole(answers: Answers, writer: AnswerWriter) -> Response:
     first = await answers.begin()
     await answers.finish()
-    choices = [response_format.whole(choice) for choice in answers.choices]
-    reports = [await describe(server, choice) for choice in answers.choices]
-    if len(choices) > 1:
-        choices = [{**one, "kvboost": report} for one, report in zip(choices, reports, strict=True)]
-    body = {
-        **_head(response_format.id_prefix, response_format.whole_object, options.model),
-        "choices": choices,
-        "usage": usage(answers),
-        "kvboost": reports[0],
-    }
-    return JSONResponse(body, headers=headers(first))
+    return JSONResponse(await writer.whole(answers), headers=headers(first))
 
 
 async def _events(
-    server: ServerState,
-    answers: Answers,
-    response_format: ResponseFormat,
-    options: ResponseOptions,
-    request_id: str,
+    server: ServerState, answers: Answers, writer: AnswerWriter, request_id: str
 ) -> AsyncGenerator[bytes, None]:
-    head = _head(response_format.id_prefix, response_format.chunk_object, options.model)
-    if options.include_usage:
-        head["usage"] = None  # in every chunk but the last
-
-    def chunk(choice: dict[str, Any], **more: Any) -> bytes:
-        return event({**head, "choices": [choice], **more})
-
-    async with answers:
+    async with answers, aclosing(writer.events(answers)) as events:
         try:
-            for choice in answers.choices:
-                if (opening := response_format.opening(choice)) is not None:
-                    yield chunk(opening)
-            running = len(answers.choices)
-            async for choice, piece in answers:
-                if piece is not None:
-                    for one in response_format.piece(choice, piece):
-                        yield chunk(one)
-                    continue
-                running -= 1
-                *others, closing = response_format.closing(choice)
-                for one in others:
-                    yield chunk(one)
-                if len(answers.choices) > 1:
-                    closing["kvboost"] = await describe(server, choice)
-                more = {}
-                if not running and not options.include_usage:
-                    more["kvboost"] = await describe(server, answers.choices[0])
-                yield chunk(closing, **more)
-            if options.include_usage:
-                report = await describe(server, answers.choices[0])
-                yield event({**head, "choices": [], "usage": usage(answers), "kvboost": report})
-            yield DONE
-        except Exception as error:  # the status has been sent; clients look for "error"
+            async for one in events:
+                yield one
+        except Exception as error:
             with_message = server.settings.log_prompts
-            yield event(answer_to(error, request_id, with_message=with_message).body())
+            yield writer.failure(answer_to(error, request_id, with_message=with_message))
+
+
+class ChoicesWriter:
+    """Writes answers as ``choices``."""
+
+    def __init__(
+        self, server: ServerState, response_format: ResponseFormat, options: ResponseOptions
+    ) -> None:
+        self._server = server
+        self._format = response_format
+        self._options = options
+
+    async def whole(self, answers: Answers) -> dict[str, Any]:
+        choices = [self._format.whole(choice) for choice in answers.choices]
+        reports = [await describe(self._server, choice) for choice in answers.choices]
+        if len(choices) > 1:
+            choices = [
+                {**one, "kvboost": report} for one, report in zip(choices, reports, strict=True)
+            ]
+        return {
+            **_head(self._format.id_prefix, self._format.whole_object, self._options.model),
+            "choices": choices,
+            "usage": usage(answers),
+            "kvboost": reports[0],
+        }
+
+    async def events(self, answers: Answers) -> AsyncGenerator[bytes, None]:
+        server, written = self._server, self._format
+        includes_usage = self._options.include_usage
+        head = _head(written.id_prefix, written.chunk_object, self._options.model)
+        if includes_usage:
+            head["usage"] = None  # in every chunk but the last
+
+        def chunk(choice: dict[str, Any], **more: Any) -> bytes:
+            return event({**head, "choices": [choice], **more})
+
+        for choice in answers.choices:
+            if (opening := written.opening(choice)) is not None:
+                yield chunk(opening)
+        running = len(answers.choices)
+        async for choice, piece in answers:
+            if piece is not None:
+                for one in written.piece(choice, piece):
+                    yield chunk(one)
+                continue
+            running -= 1
+            *others, closing = written.closing(choice)
+            for one in others:
+                yield chunk(one)
+            if len(answers.choices) > 1:
+                closing["kvboost"] = await describe(server, choice)
+            more = {}
+            if not running and not includes_usage:
+                more["kvboost"] = await describe(server, answers.choices[0])
+            yield chunk(closing, **more)
+        if includes_usage:
+            report = await describe(server, answers.choices[0])
+            yield event({**head, "choices": [], "usage": usage(answers), "kvboost": report})
+        yield DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.body())
 
 
 def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:

@@ -14,8 +14,10 @@ from kvboost.serve.auth import Keys, Tenant
 from kvboost.serve.documents import Documents
 from kvboost.serve.embedder import Embedder
 from kvboost.serve.errors import ApiError
+from kvboost.serve.kept_kv import KeptKV
 from kvboost.serve.live import LiveLog
 from kvboost.serve.metrics import Metrics
+from kvboost.serve.openai_responses.store import StoredResponses
 from kvboost.serve.sessions import Sessions
 from kvboost.serve.settings import ServerSettings
 from kvboost.serve.workers import Workers
@@ -37,6 +39,8 @@ class ServerState:
         self.documents = Documents(engine, settings, self.keys)
         self.sessions = Sessions(engine, settings)
         self.embedder = Embedder(engine, settings.embedding_model)
+        self.stored_responses = StoredResponses(settings)
+        self.kept_kv = KeptKV(engine)
         self.waiting_connections: dict[H11Protocol, None] = {}
         """Connections without a request, the one that has waited longest first."""
         self.started = time.time()

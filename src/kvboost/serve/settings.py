@@ -107,6 +107,12 @@ class ServerSettings:
     otherwise."""
     max_sessions: int = 256
     """Sessions that one tenant may have."""
+    stored_response_seconds: float = 3600.0
+    """Seconds for which responses of ``/v1/responses`` are kept, and can be continued."""
+    max_stored_responses: int = 1024
+    """Responses that are kept for one tenant."""
+    max_stored_bytes: int = 64 * 1024**2
+    """Text of the conversations that are kept for one tenant."""
     drain_seconds: float = 30.0
     """Seconds for running answers to finish when the server stops."""
     metrics: str = "open"
@@ -135,11 +141,16 @@ class ServerSettings:
             "max_documents",
             "max_document_bytes",
             "max_sessions",
+            "max_stored_responses",
+            "max_stored_bytes",
         ):
             whole(getattr(self, option), 1, option)
         whole(self.max_body_bytes, 1024, "max_body_bytes")
         whole(self.max_header_bytes, 1024, "max_header_bytes")
-        for option in ("head_seconds", "body_seconds", "write_seconds", "drain_seconds"):
+        for option in (
+            *("head_seconds", "body_seconds", "write_seconds", "drain_seconds"),
+            "stored_response_seconds",
+        ):
             at_least(getattr(self, option), 0.0, option)
         if self.timeout is not None:
             at_least(self.timeout, 0.0, "timeout")

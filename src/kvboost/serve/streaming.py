@@ -18,9 +18,10 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
-def event(value: Mapping[str, Any]) -> bytes:
+def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
     """One server-sent event."""
-    return f"data: {_json(value)}\n\n".encode()
+    named = "" if name is None else f"event: {name}\n"
+    return f"{named}data: {_json(value)}\n\n".encode()
 
 
 def line(value: Mapping[str, Any]) -> bytes:

@@ -1,0 +1,66 @@
+"""Responses of Anthropic's API in the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from kvboost.serve.response_models import Reply, ReuseReply
+
+
+class AnthropicError(Reply):
+    type: str
+    message: str
+
+
+class AnthropicErrorReply(Reply):
+    type: Literal["error"]
+    error: AnthropicError
+    request_id: str | None
+
+
+class TextReply(Reply):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingReply(Reply):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseReply(Reply):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessagesUsage(Reply):
+    """All three kinds of input tokens together are the prompt."""
+
+    input_tokens: int
+    """Tokens that were not in the cache, and whose text was not marked by ``cache_control``."""
+    cache_creation_input_tokens: int
+    """Tokens that were not in the cache, of text that was marked."""
+    cache_read_input_tokens: int
+    """Exact rows only: those that the model would have computed."""
+    output_tokens: int
+
+
+class MessageReply(Reply):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[Annotated[TextReply | ThinkingReply | ToolUseReply, Field(discriminator="type")]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessagesUsage
+    kvboost: ReuseReply
+
+
+class TokenCount(Reply):
+    input_tokens: int

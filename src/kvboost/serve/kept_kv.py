@@ -1,0 +1,82 @@
+"""KV that is pinned for a while, because its text is likely to be sent again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvboost.errors import KVBoostError, PinError
+
+if TYPE_CHECKING:
+    from kvboost import KVBoost
+
+MAX_PINS = 1024
+
+
+@dataclass(frozen=True)
+class _Kept:
+    ids: bytes
+    """Of 32-bit token ids."""
+    salt: str
+    expires: float
+
+    def covers(self, other: _Kept) -> bool:
+        """Whether this pin makes ``other`` superfluous."""
+        return (
+            self.salt == other.salt
+            and self.expires >= other.expires
+            and self.ids.startswith(other.ids)
+        )
+
+
+class KeptKV:
+    """Pins beginnings of prompts for some seconds. Only rows that are cached already are pinned. If
+    pins have no more room, the oldest of these are released. For one event loop."""
+
+    def __init__(self, engine: KVBoost, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._kept: dict[str, _Kept] = {}
+        """By key, the oldest first."""
+
+    def keep(self, key: str, token_ids: Sequence[int], salt: str, seconds: float) -> None:
+        """Pins ``token_ids`` for ``seconds``, under a key by which they can be released. Replaces
+        pins of beginnings of the same text."""
+        if seconds <= 0:
+            return
+        ids = np.asarray(token_ids, dtype=np.int32).tobytes()
+        kept = _Kept(ids, salt, self._clock() + seconds)
+        for name, other in list(self._kept.items()):
+            if name == key or other.expires <= self._clock() or kept.covers(other):
+                self.release(name)
+        if self._pin(key, list(token_ids), salt, seconds):
+            self._kept[key] = kept
+        while len(self._kept) > MAX_PINS:
+            self.release(next(iter(self._kept)))
+
+    def release(self, key: str) -> None:
+        """Takes a pin back, if it is still held."""
+        if self._kept.pop(key, None) is not None:
+            self._engine.drop_pin(_name(key))
+
+    def _pin(self, key: str, ids: list[int], salt: str, seconds: float) -> bool:
+        """Whether something is pinned. An answer does not depend on a pin."""
+        while True:
+            try:
+                pin = self._engine.pin_cached(_name(key), ids, ttl=seconds, cache_salt=salt)
+            except PinError:
+                if not self._kept:
+                    return False
+                self.release(next(iter(self._kept)))
+            except KVBoostError:  # it is closing
+                return False
+            else:
+                return pin.tokens > 0
+
+
+def _name(key: str) -> str:
+    return f"kept-{key}"

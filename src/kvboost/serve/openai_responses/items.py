@@ -1,0 +1,185 @@
+"""Items of a conversation in the Responses API, and the chat messages that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, Tag, TypeAdapter
+
+from kvboost.serve.request_fields import (
+    MAX_PARTS,
+    Body,
+    ShortText,
+    Text,
+    one_of,
+    some,
+    text_or_list,
+)
+from kvboost.serve.request_tools import (
+    Call,
+    CalledFunction,
+    ContentPart,
+    Message,
+    TextPart,
+    refuse_other_parts,
+)
+
+Status = Literal["in_progress", "completed", "incomplete"]
+Nothing = Annotated[list[Any], Field(max_length=0)]
+
+
+class ItemText(Body):
+    """A part of a message. What a response has sent may be sent back."""
+
+    type: Annotated[
+        Literal["input_text", "output_text", "text"], BeforeValidator(refuse_other_parts)
+    ]
+    text: Text
+    annotations: Nothing | None = None
+    logprobs: Nothing | None = None
+
+
+Content = Annotated[
+    Annotated[Text, Tag("as text")] | Annotated[list[ItemText], some(MAX_PARTS), Tag("as list")],
+    one_of(text_or_list, "a string or a list of parts like {'type': 'input_text', 'text': ...}"),
+]
+
+
+class MessageItem(Body):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: ShortText | None = None
+    status: Status | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class CallItem(CalledFunction):
+    type: Literal["function_call"]
+    call_id: ShortText
+    id: ShortText | None = None
+    status: Status | None = None
+    caller: None = None
+    namespace: None = None
+    is_async: None = Field(default=None, alias="async")
+
+
+class ResultItem(Body):
+    """What a tool has answered."""
+
+    type: Literal["function_call_output"]
+    call_id: ShortText
+    output: Content
+    id: ShortText | None = None
+    status: Status | None = None
+    caller: None = None
+    name: ShortText | None = None
+    namespace: None = None
+
+
+class ReasoningText(Body):
+    type: Literal["reasoning_text"]
+    text: Text
+
+
+class ReasoningItem(Body):
+    type: Literal["reasoning"]
+    summary: Nothing | None = None
+    content: Annotated[list[ReasoningText], some(MAX_PARTS, least=0)] | None = None
+    id: ShortText | None = None
+    status: Status | None = None
+    encrypted_content: None = None
+
+
+_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _item_kind(value: Any) -> str | None:
+    kind = value.get("type", "message") if isinstance(value, dict) else None
+    return kind if isinstance(value, dict) and kind in _KINDS else getattr(value, "type", None)
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[ResultItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    one_of(_item_kind, f"an item of one of the types {', '.join(_KINDS)}"),
+]
+_items: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+
+
+def messages_of(items: Iterable[Item]) -> list[Message]:
+    """The chat messages that ``items`` are. Consecutive items of the assistant (reasoning, text,
+    calls) are one message."""
+    messages: list[Message] = []
+    turn: list[Item] = []
+    for item in items:
+        if turn and not _continues(turn, item):
+            messages.append(_assistant(turn))
+            turn = []
+        match item:
+            case ResultItem():
+                messages.append(
+                    Message(
+                        role="tool",
+                        tool_call_id=item.call_id,
+                        name=item.name,
+                        content=_content(item.output),
+                    )
+                )
+            case MessageItem() if item.role != "assistant":
+                messages.append(Message(role=item.role, content=_content(item.content)))
+            case _:
+                turn.append(item)
+    return [*messages, _assistant(turn)] if turn else messages
+
+
+def messages_of_output(output: Sequence[dict[str, Any]]) -> list[Message]:
+    """The same for the output of a response. A call that was cut off has no arguments that could be
+    read, so it is left out."""
+    whole = [
+        item
+        for item in output
+        if not (item["type"] == "function_call" and item["status"] == "incomplete")
+    ]
+    return messages_of(_items.validate_python(whole))
+
+
+_ORDER = {"reasoning": 0, "message": 1, "function_call": 2}
+
+
+def _continues(turn: Sequence[Item], item: Item) -> bool:
+    """Whether ``item`` belongs to the assistant's message that ``turn`` has begun: there are
+    reasoning, text and calls in this order."""
+    if isinstance(item, ResultItem) or (isinstance(item, MessageItem) and item.role != "assistant"):
+        return False
+    before, after = _ORDER[turn[-1].type], _ORDER[item.type]
+    return before < after or before == after == _ORDER["function_call"]
+
+
+def _assistant(turn: Sequence[Item]) -> Message:
+    content: str | list[ContentPart] = ""
+    reasoning, calls = "", []
+    for item in turn:
+        match item:
+            case ReasoningItem():
+                reasoning = "\n".join(part.text for part in item.content or ())
+            case MessageItem():
+                content = _content(item.content)
+            case CallItem():
+                function = CalledFunction(name=item.name, arguments=item.arguments)
+                calls.append(Call(id=item.call_id, function=function))
+    return Message(
+        role="assistant",
+        content=content,
+        reasoning_content=reasoning or None,
+        tool_calls=calls or None,
+    )
+
+
+def _content(content: str | list[ItemText]) -> str | list[ContentPart]:
+    if isinstance(content, str):
+        return content
+    return [TextPart(type="text", text=part.text) for part in content]

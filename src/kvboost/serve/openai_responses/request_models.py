@@ -1,0 +1,222 @@
+"""The bodies of the Responses API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, Tag, model_validator
+from typing_extensions import Self
+
+from kvboost.serve.openai_responses.items import Item, Nothing, messages_of
+from kvboost.serve.request_fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Body,
+    MaxTokens,
+    Metadata,
+    No,
+    Seed,
+    Share,
+    ShortText,
+    SomeText,
+    Temperature,
+    TemplateOptions,
+    Text,
+    TopK,
+    goes_with,
+    one_of,
+    some,
+    text_or_list,
+)
+from kvboost.serve.request_formats import (
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    ResponseFormat,
+    SchemaDetails,
+    TextFormat,
+)
+from kvboost.serve.request_models import ChatRequest, ReuseOptions, needs
+from kvboost.serve.request_tools import (
+    Function,
+    Message,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolName,
+    make_use,
+)
+
+
+class FunctionTool(Body):
+    """``type`` comes first: the error about another kind of tool names it."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: Text | None = None
+    parameters: JsonSchema | None = None
+    strict: bool | None = None
+
+    def for_chat(self) -> Tool:
+        function = Function(
+            name=self.name,
+            description=self.description,
+            parameters=self.parameters,
+            strict=self.strict,
+        )
+        return Tool(type="function", function=function)
+
+
+class NamedFunctionTool(Body):
+    type: Literal["function"]
+    name: ToolName
+
+
+def _choice_kind(value: Any) -> str | None:
+    match value:
+        case str():
+            return "a word"
+        case dict() | NamedFunctionTool():
+            return "a tool"
+        case _:
+            return None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("a word")]
+    | Annotated[NamedFunctionTool, Tag("a tool")],
+    one_of(_choice_kind, "'none', 'auto', 'required' or {'type': 'function', 'name': ...}"),
+]
+
+
+class SchemaFormat(SchemaDetails):
+    type: Literal["json_schema"]
+    schema_: JsonSchema = Field(alias="schema")
+
+
+class TextOptions(Body):
+    format: (
+        Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None
+    ) = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(Body):
+    effort: Literal["none"] | None = None
+    generate_summary: None = None
+    summary: None = None
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: No | None = None
+
+
+class ResponseRequest(Body):
+    """A request of the Responses API."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"allOf": [needs("stream_options", "object", "stream")]}
+    )
+
+    model: Text
+    input: Annotated[
+        Annotated[SomeText, Tag("as text")]
+        | Annotated[list[Item], some(MAX_MESSAGES), Tag("as list")],
+        one_of(text_or_list, "a string or a list of items"),
+    ]
+    instructions: Text | None = None
+    previous_response_id: ShortText | None = None
+    tools: Annotated[list[FunctionTool], some(MAX_TOOLS, least=0)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    max_output_tokens: MaxTokens | None = None
+    metadata: Metadata | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    # Not in OpenAI's API.
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    seed: Seed | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    cache_salt: ShortText = ""
+    kvboost: ReuseOptions = ReuseOptions()
+    # Fields that may say what happens anyway.
+    background: No | None = None
+    include: Nothing | None = None
+    prompt_cache_key: ShortText | None = None
+    safety_identifier: ShortText | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    truncation: Literal["disabled"] | None = None
+    user: Text | None = None
+    # Fields that are not supported.
+    access_programs: None = None
+    context_management: None = None
+    conversation: None = None
+    image: None = None
+    max_tool_calls: None = None
+    moderation: None = None
+    prompt: None = None
+    prompt_cache_options: None = None
+    prompt_cache_retention: None = None
+    top_logprobs: None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise goes_with("stream_options", "stream_options goes with stream=true")
+        make_use(self._tools(), self._tool_choice(), self.parallel_tool_calls)
+        return self
+
+    def new_messages(self) -> list[Message]:
+        """The messages that this request adds to its conversation."""
+        if isinstance(self.input, str):
+            return [Message(role="user", content=self.input)]
+        return messages_of(self.input)
+
+    def for_chat(self, messages: Sequence[Message]) -> ChatRequest:
+        """The same as a chat request about the conversation ``messages``. The instructions come
+        first, and are no part of the conversation."""
+        system = self.instructions
+        first = [] if system is None else [Message(role="system", content=system)]
+        return ChatRequest(
+            model=self.model,
+            messages=[*first, *messages],
+            tools=self._tools() or None,
+            tool_choice=self._tool_choice(),
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=self._format(),
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            chat_template_kwargs=self.chat_template_kwargs,
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            cache_salt=self.cache_salt,
+            kvboost=self.kvboost,
+        )
+
+    def _tools(self) -> list[Tool]:
+        return [tool.for_chat() for tool in self.tools or ()]
+
+    def _tool_choice(self) -> Any:
+        if isinstance(choice := self.tool_choice, NamedFunctionTool):
+            return NamedTool(type="function", function=NamedFunction(name=choice.name))
+        return choice
+
+    def _format(self) -> ResponseFormat | None:
+        match self.text and self.text.format:
+            case SchemaFormat() as chosen:
+                details = SchemaDetails(name=chosen.name, schema=chosen.schema_)
+                return JsonSchemaFormat(type="json_schema", json_schema=details)
+            case TextFormat() | JsonObjectFormat() as chosen:
+                return chosen
+            case _:
+                return None

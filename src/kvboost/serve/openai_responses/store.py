@@ -1,0 +1,77 @@
+"""Responses that are kept, so that later requests can continue them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvboost.serve.errors import ApiError
+from kvboost.serve.request_tools import Message
+from kvboost.serve.settings import ServerSettings
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A response, and the conversation up to its end, without instructions."""
+
+    response: dict[str, Any]
+    messages: tuple[Message, ...]
+    size: int
+    """Characters of the conversation, about."""
+
+
+class StoredResponses:
+    """The responses of each tenant, in memory, for ``stored_response_seconds``. Of a tenant that
+    has too many, or too much text in them, the oldest are dropped."""
+
+    def __init__(
+        self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._tenants: dict[str, dict[str, tuple[float, StoredResponse]]] = {}
+        """By tenant and id, with the time at which each ends; the oldest first."""
+
+    def add(self, tenant: str, stored: StoredResponse) -> None:
+        kept = self._current(tenant)
+        ends = self._clock() + self._settings.stored_response_seconds
+        kept[stored.response["id"]] = (ends, stored)
+        size = sum(one.size for _, one in kept.values())
+        while kept and (
+            len(kept) > self._settings.max_stored_responses
+            or size > self._settings.max_stored_bytes
+        ):
+            _, oldest = kept.pop(next(iter(kept)))
+            size -= oldest.size
+
+    def get(self, tenant: str, response_id: str, param: str | None = None) -> StoredResponse:
+        """Raises ApiError 404 if there is no such response of ``tenant``, or not any more."""
+        try:
+            return self._current(tenant)[response_id][1]
+        except KeyError:
+            raise ApiError(
+                404,
+                f"there is no response {response_id[:80]!r}; responses are kept for "
+                f"{self._settings.stored_response_seconds:g} s unless they say store=false",
+                code="response_not_found",
+                param=param,
+            ) from None
+
+    def remove(self, tenant: str, response_id: str) -> None:
+        """Raises ApiError 404 if there is no such response."""
+        self.get(tenant, response_id)
+        del self._tenants[tenant][response_id]
+
+    def _current(self, tenant: str) -> dict[str, tuple[float, StoredResponse]]:
+        """The responses of ``tenant`` that have not ended."""
+        kept, now = self._tenants.setdefault(tenant, {}), self._clock()
+        while kept and next(iter(kept.values()))[0] <= now:
+            del kept[next(iter(kept))]
+        return kept
+
+
+def text_size(messages: list[Message]) -> int:
+    """Characters of ``messages``, about."""
+    return sum(len(str(message.for_template(str))) for message in messages)

@@ -1,0 +1,152 @@
+"""Answers as responses of the Responses API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+from uuid import uuid4
+
+from pydantic import BaseModel
+
+from kvboost.serve.answers import Answers, Choice, describe
+from kvboost.serve.blocks import Blocks
+from kvboost.serve.errors import ApiError
+from kvboost.serve.openai_responses.items import messages_of_output
+from kvboost.serve.openai_responses.output import Output
+from kvboost.serve.openai_responses.request_models import ResponseRequest
+from kvboost.serve.openai_responses.store import StoredResponse, text_size
+from kvboost.serve.request_tools import Message
+from kvboost.serve.server import ServerState
+
+
+class ResponseWriter:
+    """Writes one response, and keeps it unless the request says otherwise."""
+
+    def __init__(
+        self,
+        server: ServerState,
+        tenant: str,
+        body: ResponseRequest,
+        messages: Sequence[Message],
+    ) -> None:
+        """``messages``: the conversation that is answered, without instructions."""
+        self._server = server
+        self._tenant = tenant
+        self._messages = messages
+        self._stores = body.store is not False
+        self._response = new_response(body)
+        self._blocks = Blocks()
+        self._output = Output()
+
+    async def whole(self, answers: Answers) -> dict[str, Any]:
+        (choice,) = answers.choices
+        parts = [*choice.parts(choice.result.output_text), *choice.last_parts()]
+        for _ in self._output.write(self._blocks.feed(parts)):
+            pass
+        for _ in self._output.write(self._blocks.finish(never_empty=True), _status(choice)):
+            pass
+        return await self._finish(choice)
+
+    async def events(self, answers: Answers) -> AsyncGenerator[bytes, None]:
+        output, blocks = self._output, self._blocks
+        yield output.response_event("created", self._response)
+        yield output.response_event("in_progress", self._response)
+        async for choice, piece in answers:
+            if piece is not None:
+                for one in output.write(blocks.feed(choice.parts(piece))):
+                    yield one
+                continue
+            for one in output.write(blocks.feed(choice.last_parts())):
+                yield one
+            for one in output.write(blocks.finish(never_empty=True), _status(choice)):
+                yield one
+            yield output.response_event(_status(choice), await self._finish(choice))
+
+    def failure(self, error: ApiError) -> bytes:
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        said = {"code": code, "message": error.message}
+        failed = {**self._response, "status": "failed", "error": said}
+        return self._output.response_event("failed", {**failed, "output": self._output.items})
+
+    async def _finish(self, choice: Choice) -> dict[str, Any]:
+        """The complete response, after it has been stored."""
+        status = _status(choice)
+        response = {
+            **self._response,
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "output": self._output.items,
+            "usage": await self._usage(choice),
+            "kvboost": await describe(self._server, choice),
+        }
+        if status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        if self._stores:
+            self._store(choice, response)
+        return response
+
+    def _store(self, choice: Choice, response: dict[str, Any]) -> None:
+        messages = [*self._messages, *messages_of_output(response["output"])]
+        stored = StoredResponse(response, tuple(messages), text_size(messages))
+        self._server.stored_responses.add(self._tenant, stored)
+        ids = [*choice.prompt_ids, *choice.result.token_ids]
+        seconds = self._server.settings.stored_response_seconds
+        self._server.kept_kv.keep(response["id"], ids, choice.call.salt, seconds)
+
+    async def _usage(self, choice: Choice) -> dict[str, Any]:
+        engine, result = self._server.engine, choice.result
+        prompt, answer = len(choice.prompt_ids), len(result.token_ids)
+        reasoning = self._blocks.text_of("reasoning")
+        thought = 0
+        if reasoning:
+            ids = await self._server.workers.tokenize(len(reasoning), engine.encode, reasoning)
+            thought = min(answer, len(ids))
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {
+                "cached_tokens": result.exact_tokens,
+                "cache_write_tokens": prompt - result.exact_tokens,
+            },
+            "output_tokens": answer,
+            "output_tokens_details": {"reasoning_tokens": thought},
+            "total_tokens": prompt + answer,
+        }
+
+
+def new_response(body: ResponseRequest) -> dict[str, Any]:
+    """The response to ``body`` before it has any output."""
+    text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
+    choice = body.tool_choice
+    return {
+        "id": f"resp_{uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "completed_at": None,
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": body.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": {"type": "text"}, **text},
+        "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
+        "tools": [tool.model_dump(exclude_unset=True) for tool in body.tools or ()],
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _status(choice: Choice) -> str:
+    return "incomplete" if choice.result.finish_reason == "length" else "completed"

@@ -1,0 +1,258 @@
+"""The Responses API over an engine without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvboost.errors import StructuredOutputError
+from kvboost.serve.openai_responses.reply_models import ResponseReply
+from kvboost.serve.settings import ApiKey
+from sse import named_events
+
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALLING = [
+    *("<think>", "hm", "</think>\n", "I lo", "ok.\n<tool"),
+    *('_call>\n{"name": "weather", "argu', 'ments": {"city": ', '"Rome"}}', "\n</tool_call>"),
+]
+
+
+def create(client, **more: Any):
+    return client.post("/v1/responses", json={"model": "fake", "input": "hi", **more})
+
+
+@pytest.fixture
+def calls(fake) -> None:
+    """The model thinks, speaks and calls a tool."""
+    fake.thinks, fake.pieces, fake.context_length = True, CALLING, None
+
+
+def test_a_whole_response(client) -> None:
+    answer = create(client, metadata={"a": "b"}, temperature=0.5, max_output_tokens=9)
+    assert answer.status_code == 200
+    said = ResponseReply.model_validate(answer.json())
+    assert said.id.startswith("resp_") and said.status == "completed" and said.completed_at
+    (message,) = said.output
+    assert message.type == "message" and message.content[0].text == "Hello"
+    assert said.metadata == {"a": "b"} and said.temperature == 0.5 and said.store
+    assert said.usage.input_tokens == said.usage.input_tokens_details.cache_write_tokens == 7
+    assert said.usage.output_tokens == 2 and said.usage.total_tokens == 9
+    assert said.kvboost.computed_tokens == 7
+    assert answer.headers["x-kvboost-computed-tokens"] == "7"
+
+
+def test_options_reach_the_engine(client, fake) -> None:
+    create(client, temperature=0, top_p=0.5, top_k=3, min_p=0.1, seed=4, max_output_tokens=5)
+    (asked,) = fake.asked
+    assert {name: asked[name] for name in ("temperature", "top_p", "top_k", "min_p", "seed")} == {
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.1,
+        "seed": 4,
+    }
+    assert asked["max"] == 5
+
+
+def test_the_events_of_a_stream(client) -> None:
+    events = named_events(create(client, stream=True).text)
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *("output_text.delta", "output_text.delta", "output_text.done"),
+        *("content_part.done", "output_item.done", "completed"),
+    ]
+    assert [event["sequence_number"] for event in events] == list(range(10))
+    assert [event["delta"] for event in events[4:6]] == ["Hel", "lo"]
+    assert {event.get("output_index", 0) for event in events} == {0}
+    first, last = events[0]["response"], events[-1]["response"]
+    assert first["status"] == "in_progress" and first["usage"] is None
+    assert last["id"] == first["id"] and last["output"] == [events[-2]["item"]]
+    ResponseReply.model_validate(last)
+
+
+@pytest.mark.usefixtures("calls")
+def test_reasoning_text_and_calls_are_items(client) -> None:
+    whole = create(client, tools=[WEATHER]).json()["output"]
+    events = named_events(create(client, tools=[WEATHER], stream=True).text)
+    reasoning, message, call = whole
+    assert reasoning["type"] == "reasoning" and reasoning["content"][0]["text"] == "hm"
+    assert message["content"][0]["text"] == "I look."
+    assert call["name"] == "weather" and call["arguments"] == '{"city": "Rome"}'
+    assert call["call_id"].startswith("call_")
+    streamed = events[-1]["response"]["output"]
+    assert _without_ids(streamed) == _without_ids(whole)
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == streamed
+    kinds = [event["type"] for event in events]
+    at = kinds.index("response.function_call_arguments.done")
+    assert kinds[at - 3 : at + 2] == [
+        "response.output_item.added",
+        *["response.function_call_arguments.delta"] * 2,
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+    ]
+    assert "response.reasoning_text.delta" in kinds
+    ResponseReply.model_validate(events[-1]["response"])
+
+
+def _without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    hidden = ("id", "call_id")
+    return [{name: item[name] for name in item if name not in hidden} for item in output]
+
+
+@pytest.mark.usefixtures("calls")
+def test_a_conversation_is_continued(client, fake) -> None:
+    first = create(client, tools=[WEATHER], instructions="Be brief.").json()
+    call_id = first["output"][2]["call_id"]
+    result = {"type": "function_call_output", "call_id": call_id, "output": "sunny"}
+    fake.pieces = ["Fine."]
+    second = create(
+        client, input=[result], previous_response_id=first["id"], instructions="Be kind."
+    ).json()
+    assert second["previous_response_id"] == first["id"]
+    create(client, input="Bye.", previous_response_id=second["id"])
+    one, two, three = (conversation.messages for conversation in fake.conversations)
+    assert one == [system("Be brief."), {"role": "user", "content": "hi"}]
+    kind, hi, said, told = two
+    assert (kind, hi) == (system("Be kind."), one[1])  # the old instructions are gone
+    assert said["content"] == "I look." and said["reasoning_content"] == "hm"
+    assert said["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Rome"}}
+    assert told["role"] == "tool" and told["tool_call_id"] == call_id
+    assert three[:3] == [hi, said, told]
+    assert [message["content"] for message in three[3:]] == ["Fine.", "Bye."]
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def test_the_same_conversation_as_items(client, fake) -> None:
+    """What a response has sent can be sent back."""
+    fake.thinks, fake.pieces, fake.context_length = True, CALLING, None
+    output = create(client, tools=[WEATHER]).json()["output"]
+    result = {"type": "function_call_output", "call_id": output[2]["call_id"], "output": "sunny"}
+    create(client, input=[{"role": "user", "content": "hi"}, *output, result])
+    create(client, input="go on", previous_response_id=create(client, tools=[WEATHER]).json()["id"])
+    by_hand, kept = (fake.conversations[number].messages for number in (1, 3))
+    assert by_hand[1]["content"] == kept[1]["content"] == "I look."
+    assert by_hand[1]["tool_calls"][0]["function"] == kept[1]["tool_calls"][0]["function"]
+
+
+def test_kept_responses_can_be_read_and_deleted(client, fake) -> None:
+    said = create(client).json()
+    path = f"/v1/responses/{said['id']}"
+    assert client.get(path).json() == said
+    (pin,) = fake.pins()
+    assert pin.tokens == 9  # the prompt and the answer
+    assert client.delete(path).json() == {"id": said["id"], "object": "response", "deleted": True}
+    assert fake.pins() == []
+    assert client.put(path).headers["allow"] == "GET, DELETE"
+    for gone in (client.get(path), client.delete(path)):
+        assert gone.status_code == 404
+        assert gone.json()["error"]["code"] == "response_not_found"
+    refused = create(client, previous_response_id=said["id"])
+    assert refused.status_code == 404
+    assert refused.json()["error"]["param"] == "previous_response_id"
+
+
+def test_what_is_not_stored_is_not_kept(client, fake) -> None:
+    said = create(client, store=False).json()
+    assert said["store"] is False and fake.pins() == []
+    assert client.get(f"/v1/responses/{said['id']}").status_code == 404
+
+
+def test_responses_belong_to_a_tenant(serve_fake) -> None:
+    client = serve_fake(keys=(ApiKey("a", "key-a"), ApiKey("b", "key-b")))
+    mine, theirs = ({"authorization": f"Bearer key-{name}"} for name in "ab")
+    asked = {"model": "fake", "input": "hi"}
+    said = client.post("/v1/responses", json=asked, headers=mine).json()
+    path = f"/v1/responses/{said['id']}"
+    assert client.get(path, headers=mine).status_code == 200
+    assert client.get(path, headers=theirs).status_code == 404
+    assert client.delete(path, headers=theirs).status_code == 404
+    more = {**asked, "previous_response_id": said["id"]}
+    assert client.post("/v1/responses", json=more, headers=theirs).status_code == 404
+    assert client.post("/v1/responses", json=more, headers=mine).status_code == 200
+    assert client.post("/v1/responses", json=asked).status_code == 401
+
+
+@pytest.mark.usefixtures("calls")
+def test_a_response_that_is_cut_off_is_incomplete(client, fake) -> None:
+    """Its call cannot be read, so a conversation that goes on does not have it."""
+    fake.pieces, fake.finish_reason = CALLING[:-2], "length"
+    said = create(client, tools=[WEATHER]).json()
+    assert said["status"] == "incomplete" and said["completed_at"] is None
+    assert said["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert [item["status"] for item in said["output"]] == ["completed", "completed", "incomplete"]
+    events = named_events(create(client, tools=[WEATHER], stream=True).text)
+    assert events[-1]["type"] == "response.incomplete"
+    create(client, previous_response_id=said["id"])
+    assert "tool_calls" not in fake.conversations[-1].messages[1]
+
+
+def test_a_stream_that_fails_says_so(client, fake) -> None:
+    fake.pieces = ["Hel", RuntimeError("secret")]
+    *_, last = named_events(create(client, stream=True).text)
+    assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
+    assert last["response"]["error"]["code"] == "server_error"
+    assert "secret" not in str(last)
+    assert client.get(f"/v1/responses/{last['response']['id']}").status_code == 404
+
+
+def test_an_empty_answer_has_an_empty_message(client, fake) -> None:
+    fake.pieces = []
+    (message,) = create(client).json()["output"]
+    assert message["content"][0]["text"] == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"conversation": "c"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "1", "name": "x", "arguments": "{"}]},
+            "input[0].arguments",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(client, more, param: str) -> None:
+    refused = create(client, **more)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == param
+
+
+def test_an_error_about_the_format_names_its_field(client, fake, monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise StructuredOutputError("schema", "not is not supported")
+
+    monkeypatch.setattr(fake, "answer_options", refuse)
+    chosen = {"type": "json_schema", "name": "x", "schema": {"not": {}}}
+    refused = create(client, text={"format": chosen})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "text.format"
+
+
+def test_queues_and_missing_models_are_answered_as_in_chat(client, fake) -> None:
+    assert create(client, model="other").json()["error"]["code"] == "model_not_found"
+    fake.context_length = 5
+    assert create(client).json()["error"]["code"] == "context_length_exceeded"

@@ -1,0 +1,64 @@
+"""Kept responses: for how long, how many, and whose."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvboost.serve.errors import ApiError
+from kvboost.serve.openai_responses.store import StoredResponse, StoredResponses, text_size
+from kvboost.serve.request_tools import Message
+from kvboost.serve.settings import ServerSettings
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def stored(name: str, size: int = 1) -> StoredResponse:
+    return StoredResponse({"id": name}, (), size)
+
+
+def kept(store: StoredResponses, names: str, tenant: str = "a") -> str:
+    """Those of ``names`` that are still there."""
+    found = ""
+    for name in names:
+        try:
+            found += store.get(tenant, name).response["id"]
+        except ApiError as error:
+            assert error.status == 404
+    return found
+
+
+def test_responses_end() -> None:
+    clock = Clock()
+    store = StoredResponses(ServerSettings(stored_response_seconds=10), clock)
+    store.add("a", stored("x"))
+    clock.now = 5
+    store.add("a", stored("y"))
+    assert kept(store, "xy") == "xy" and kept(store, "xy", "b") == ""
+    clock.now = 10
+    assert kept(store, "xy") == "y"
+    clock.now = 15
+    assert kept(store, "xy") == ""
+
+
+@pytest.mark.parametrize("limit", [{"max_stored_responses": 2}, {"max_stored_bytes": 8}])
+def test_the_oldest_are_dropped(limit: dict[str, int]) -> None:
+    store = StoredResponses(ServerSettings(**limit))
+    for name in "xyz":
+        store.add("a", stored(name, size=4))
+    store.add("b", stored("x", size=4))
+    assert kept(store, "xyz") == "yz" and kept(store, "x", "b") == "x"
+
+
+def test_a_conversation_that_is_too_large_is_not_kept() -> None:
+    store = StoredResponses(ServerSettings(max_stored_bytes=8))
+    store.add("a", stored("x", size=9))
+    assert kept(store, "x") == ""
+
+
+def test_the_size_of_messages_counts_their_text() -> None:
+    assert text_size([Message(role="user", content="a" * 100)]) > 100
