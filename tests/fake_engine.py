@@ -95,6 +95,9 @@ class FakeEngine:
         self.conversations: list[Conversation] = []
         self.uses: list[ToolUse] = []
 
+    def facts(self) -> dict[str, Any]:
+        return {"architecture": "Fake", "device": "cpu"}
+
     def encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return list(prompt.encode())

@@ -133,7 +133,8 @@ async def respond(
     if server.settings.log_prompts:
         logger.info("%s prompts %r", request.state.request_id, call.prompts)
     caller: Tenant = request.state.tenant
-    opening = open_answers(server, caller.name, call, request.state.received)
+    state = request.state
+    opening = open_answers(server, caller.name, state.request_id, call, state.received)
     answers = await unless_gone(request.receive, opening)
     if not options.stream:
         async with answers:

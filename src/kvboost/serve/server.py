@@ -29,6 +29,7 @@ class ServerState:
         self.keys = Keys(settings)
         self.metrics = Metrics(engine)
         self.live = LiveLog()
+        self.facts = engine.facts()
         self.workers = Workers()
         self.waiting_connections: dict[H11Protocol, None] = {}
         """Connections without a request, the one that has waited longest first."""

@@ -7,11 +7,11 @@ import { startLive } from "./live.js";
 import { startPlayground } from "./playground.js";
 
 const refreshCache = startCache();
-const askNow = startLive(refreshCache);
-startPlayground(() => {
+const playground = startPlayground(() => {
   askNow();
   refreshCache();
 });
+const askNow = startLive(refreshCache, playground.heal);
 
 watch.addEventListener("key", ({ detail }) => {
   byId("key-form").hidden = false;
@@ -31,6 +31,7 @@ function use(value) {
   byId("key-note").textContent = "";
   byId("ask-error").hidden = true;
   byId("key-drop").hidden = !value;
+  playground.reload();
   askNow();
   refreshCache();
 }
