@@ -49,8 +49,8 @@ from kvboost.results import (
     VerificationReport,
 )
 from kvboost.reuse.arrange import arrange
-from kvboost.runtime.generation import Generation, text_pieces
 from kvboost.runtime.facts import facts_of
+from kvboost.runtime.generation import Generation, text_pieces
 from kvboost.runtime.healing import Healer
 from kvboost.runtime.loop import Loop
 from kvboost.runtime.options import (

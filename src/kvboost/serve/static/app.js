@@ -2,6 +2,7 @@
 
 import { key, setKey, watch } from "./api.js";
 import { startCache } from "./cache.js";
+import { clearTab } from "./conversations.js";
 import { byId, say } from "./dom.js";
 import { startLive } from "./live.js";
 import { startPlayground } from "./playground.js";
@@ -26,6 +27,7 @@ byId("key-form").addEventListener("submit", (event) => {
 byId("key-drop").addEventListener("click", () => use(""));
 
 function use(value) {
+  clearTab();
   setKey(value);
   byId("key").value = "";
   byId("key-note").textContent = "";

@@ -19,10 +19,13 @@ export class Chat {
     this.place = byId("turns");
     this.report = report;
     this.hooks = hooks;
-    this.follows = true;
+    this.follows = true; // until the reader scrolls up
+    this.scrolled = 0;
     this.place.addEventListener("scroll", () => {
       const { scrollHeight, scrollTop, clientHeight } = this.place;
-      this.follows = scrollHeight - scrollTop - clientHeight < AT_END;
+      const isAtEnd = scrollHeight - scrollTop - clientHeight < AT_END;
+      this.follows = isAtEnd || (this.follows && scrollTop >= this.scrolled);
+      this.scrolled = scrollTop;
     });
     byId("conversations").addEventListener("change", ({ target }) =>
       this.open(this.all[target.selectedIndex]),
@@ -81,6 +84,10 @@ export class Chat {
     this.start();
   }
 
+  shows(turn) {
+    return this.views.has(turn);
+  }
+
   messages(added) {
     return messagesOf(this.current, added);
   }
@@ -123,6 +130,7 @@ export class Chat {
       turn.healing = news;
       this.views.get(turn).drawHealing();
       if (this.report.turn === turn) this.report.heal();
+      this.follow();
       ended ||= news.status !== "waiting";
     }
     if (ended) saveConversations(this.all);

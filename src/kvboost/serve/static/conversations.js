@@ -82,6 +82,11 @@ export function clearConversations() {
   for (const place of [localStorage, sessionStorage]) place.removeItem(NAME);
 }
 
+/** Those that were held with a key. */
+export function clearTab() {
+  sessionStorage.removeItem(NAME);
+}
+
 /** What is said with a key stays in the tab, as the key does. */
 function storage() {
   return key() ? sessionStorage : localStorage;

@@ -33,12 +33,17 @@ function described({ model, context_length: context, version, facts, tiers }) {
     ["KV", [facts.kv_bytes_per_token && `${bytes(facts.kv_bytes_per_token)} per token${precise}`, facts.chunk_size && `chunks of ${count(facts.chunk_size)} tokens`]],
     ["Device", [facts.device, facts.device_name, facts.threads && `${count(facts.threads)} threads`, facts.memory_bytes && `${bytes(facts.memory_bytes)} of memory`]],
     ["Kernels", [facts.kernels]],
-    ["Tiers", Object.entries(tiers).map(([name, tier]) => (tier.max_bytes ? `${name} ${bytes(tier.max_bytes)}` : name))],
+    ["Tiers", Object.entries(tiers).map(tierOf)],
     ["Repair", [facts.recompute_strategy, facts.heal && `healing ${facts.heal}`]],
     ["Version", [`kvboost ${version}`]],
   ]
     .map(([name, values]) => [name, values.filter(Boolean).join(" · ")])
     .filter(([, value]) => value);
+}
+
+function tierOf([name, { max_bytes: most, state }]) {
+  if (most) return `${name} ${bytes(most)}`;
+  return state && name; // without a limit of its own
 }
 
 function millions(number) {

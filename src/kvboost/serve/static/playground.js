@@ -58,7 +58,12 @@ export function startPlayground(onAnswer) {
     if (event.key === "Escape") running?.abort();
   });
   showShuffle();
-  return { heal: (requests) => chat.heal(requests), reload: () => running || chat.reload() };
+  return { heal: (requests) => chat.heal(requests), reload };
+
+  function reload() {
+    running?.abort();
+    chat.reload();
+  }
 
   function begin(example) {
     if (running) return;
@@ -125,16 +130,20 @@ export function startPlayground(onAnswer) {
       failed.finish ??= signal.aborted ? "stopped" : "the connection broke";
       throw error;
     } finally {
-      if (isEmpty(turn.answer)) {
-        chat.remove(turn);
-        byId("question").value ||= typed;
-      } else {
-        view.draw();
-        chat.finish();
-        if (turn.answer.report) report.showTurn(turn);
-        offer(next);
-      }
+      if (chat.shows(turn)) close(turn, view, typed); // unless another key came meanwhile
     }
+  }
+
+  function close(turn, view, typed) {
+    if (isEmpty(turn.answer)) {
+      chat.remove(turn);
+      byId("question").value ||= typed;
+      return;
+    }
+    view.draw();
+    chat.finish();
+    if (turn.answer.report) report.showTurn(turn);
+    offer(next);
   }
 
   async function stream(answer, request, view, signal) {
