@@ -156,19 +156,21 @@ def test_a_comparison_sends_the_same_request_with_and_without_reuse(open_page: O
             sent.append(request.post_data_json)
 
     page.on("request", keep)
-    ask(page, text_of("m"), "It's \"so\"?\n\\ $HOME")
+    ask(page, text_of("m"), 'It\'s "so"?\n\\ $HOME')
     ask(page, text_of("m"), "Why?", button="Compare")
     assert [one["kvboost"].pop("mode") for one in sent[1:]] == ["chunk_kv_reuse", "baseline"]
     assert sent[1] == sent[2]
     assert page.locator(".turn").last.locator(".answer").count() == 2
     expect(page.locator(".verdict").last).to_have_text(
-        re.compile(r"server: .* ms against .*; seen here: .* ms against .* The answers are the same")
+        re.compile(
+            r"server: .* ms against .*; seen here: .* ms against .* The answers are the same"
+        )
     )
     expect(page.locator(".first")).to_contain_text("measured")
     assert page.locator(".first .line").count() == 4
 
     page.get_by_text("No reuse").click()
-    ask(page, text_of("m"), "It's \"so\"?\n\\ $HOME")
+    ask(page, text_of("m"), 'It\'s "so"?\n\\ $HOME')
     assert set(rows(page)) == {"computed"}
     for button, read in (("Copy as curl", curl_body), ("Copy as Python", python_body)):
         page.get_by_role("button", name=button).last.click()

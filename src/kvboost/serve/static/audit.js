@@ -20,7 +20,9 @@ export class AuditGauge extends Chart {
   draw() {
     if (!this.healing) return;
     const { audited } = this.audit;
-    this.note.textContent = audited ? `${plural(audited, "answer")} audited` : "no answer audited yet";
+    this.note.textContent = audited
+      ? `${plural(audited, "answer")} audited`
+      : "no answer audited yet";
     this.body.replaceChildren(
       healedGauge(this.healing),
       ...(audited ? [agreementGauge(this.audit), divergenceGauge(this.audit)] : [nothing()]),
@@ -36,7 +38,12 @@ function nothing() {
   );
 }
 
-function healedGauge({ approximate_tokens: all, healed_tokens: done, waiting, tokens_per_second: pace }) {
+function healedGauge({
+  approximate_tokens: all,
+  healed_tokens: done,
+  waiting,
+  tokens_per_second: pace,
+}) {
   const facts = [
     all ? `${count(done)} of ${plural(all, "row")}` : "no approximate row yet",
     waiting && `${plural(waiting, "conversation")} waiting`,
@@ -45,13 +52,25 @@ function healedGauge({ approximate_tokens: all, healed_tokens: done, waiting, to
   return gauge("approximate rows healed", facts, all ? done / all : 0, "healed");
 }
 
-function agreementGauge({ token_agreement: agreement, compared_tokens: tokens, same_answers: same }) {
-  const facts = [`${percent(agreement, 1)} of ${plural(tokens, "token")}`, `${percent(same, 1)} of answers wholly`];
+function agreementGauge({
+  token_agreement: agreement,
+  compared_tokens: tokens,
+  same_answers: same,
+}) {
+  const facts = [
+    `${percent(agreement, 1)} of ${plural(tokens, "token")}`,
+    `${percent(same, 1)} of answers wholly`,
+  ];
   return gauge("same likeliest token", facts, agreement, "measured");
 }
 
 /** From 0 to twice the limit, or to the worst answer if that is further. */
-function divergenceGauge({ mean_kl: mean, max_kl: worst, max_audit_kl: limit, recompute_ratio: ratio }) {
+function divergenceGauge({
+  mean_kl: mean,
+  max_kl: worst,
+  max_audit_kl: limit,
+  recompute_ratio: ratio,
+}) {
   if (mean === null) return "";
   const end = Math.max(2 * (limit ?? 0), worst, 0.01);
   const facts = [
@@ -69,7 +88,9 @@ function divergenceGauge({ mean_kl: mean, max_kl: worst, max_audit_kl: limit, re
 }
 
 function kl(value) {
-  return value >= 0.001 || value === 0 ? String(Number(value.toPrecision(2))) : value.toExponential(1);
+  return value >= 0.001 || value === 0
+    ? String(Number(value.toPrecision(2)))
+    : value.toExponential(1);
 }
 
 function gauge(name, facts, share, kind) {

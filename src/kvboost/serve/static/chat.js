@@ -14,7 +14,8 @@ import { TurnView } from "./turns.js";
 const AT_END = 48; // pixels; closer than that, the newest text stays in view
 
 export class Chat {
-  /** ``hooks``: ``onOpen`` when another conversation is shown, ``onResults`` with messages of tools. */
+  /** ``hooks``: ``onOpen`` is called when another conversation is shown, ``onResults`` with the
+   * messages of tools. */
   constructor(report, hooks) {
     this.place = byId("turns");
     this.report = report;
@@ -45,7 +46,8 @@ export class Chat {
   reload() {
     this.all = loadConversations();
     for (const turn of this.all.flatMap((one) => one.turns)) {
-      if (turn.healing?.status === "waiting") turn.healing = null; // the server says if it still does
+      // The server says so if it is still healing.
+      if (turn.healing?.status === "waiting") turn.healing = null;
     }
     if (this.all.length) this.open(this.all[0]);
     else this.start();

@@ -8,7 +8,9 @@ export function summary({ finish, usage, report, seen }) {
   if (usage && report) {
     const decode = report.total_ms - report.ttft_ms;
     const hasPace = usage.completion_tokens > 1 && decode > 0;
-    const pace = hasPace ? `, ${((usage.completion_tokens - 1) / (decode / 1000)).toFixed(1)} per second` : "";
+    const pace = hasPace
+      ? `, ${((usage.completion_tokens - 1) / (decode / 1000)).toFixed(1)} per second`
+      : "";
     parts.push(`${plural(usage.completion_tokens, "token")}${pace}`);
   }
   parts.push(ending(finish));

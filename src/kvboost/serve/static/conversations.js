@@ -9,8 +9,8 @@ const MOST_CHARACTERS = 2_000_000; // browsers allow about five million
 const TITLE = 48;
 
 /** A conversation: the texts before its first question, and its turns. A turn has the messages it
- * ``added``, the ``request`` that was sent, its ``answer``, the answer without reuse if the two were
- * compared, and what became of approximate rows (``healing``). */
+ * ``added``, the ``request`` that was sent, its ``answer``, the answer without reuse (``off``) if
+ * the two were compared, and what has become of approximate rows (``healing``). */
 export function newConversation() {
   return { at: Date.now(), system: "", documents: "", turns: [] };
 }

@@ -37,11 +37,16 @@ const FIELDS = { response_format: "schema", tools: "tools", tool_choice: "tools"
 export class FieldError extends Error {}
 
 export function startFormats() {
-  for (const [name, example] of [["schema", SCHEMA], ["tools", TOOLS]]) {
+  for (const [name, example] of [
+    ["schema", SCHEMA],
+    ["tools", TOOLS],
+  ]) {
     byId(`${name}-example`).addEventListener("click", () => {
       byId(name).value = JSON.stringify(example, null, 2);
       complain(name, "");
       byId(name).focus();
+      byId(name).setSelectionRange(0, 0);
+      byId(name).scrollTop = 0;
     });
     byId(name).addEventListener("change", () => {
       try {

@@ -14,8 +14,8 @@ const PATIENCE = 10_000; // for one reply
 const MOST_REQUESTS = 200;
 
 /** Returns a function that asks at once. ``onStart`` is called at the first reply of a server, and
- * at the first reply after it was away; ``onHealing`` with what has become of the approximate rows of
- * the last answers. */
+ * at the first reply after it was away; ``onHealing`` with what has become of the approximate rows
+ * of the last answers. */
 export function startLive(onStart, onHealing) {
   const place = byId("charts");
   const cursor = new Cursor();

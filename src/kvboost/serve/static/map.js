@@ -17,7 +17,11 @@ export class PromptMap {
     this.spans = spans;
     this.chosen = -1;
     this.strip = element("div", { class: "bar strip", "aria-hidden": "true" });
-    this.text = element("div", { class: "prompt", role: "listbox", "aria-label": "Spans of the prompt" });
+    this.text = element("div", {
+      class: "prompt",
+      role: "listbox",
+      "aria-label": "Spans of the prompt",
+    });
     this.detail = element("p", { class: "detail", role: "status" });
     const all = spans.at(-1).end;
     this.parts = spans.map((span, index) => new SpanParts(span, all, index));
@@ -113,7 +117,9 @@ class SpanParts {
   name() {
     const { recomputed, tokens } = this.span;
     const again = recomputed ? `, ${count(recomputed)} again` : "";
-    const since = this.healed ? `, ${this.healed === tokens ? "" : `${count(this.healed)} `}healed` : "";
+    const since = this.healed
+      ? `, ${this.healed === tokens ? "" : `${count(this.healed)} `}healed`
+      : "";
     this.tag.textContent = `${this.label} ${count(tokens)}${again}${since}`;
   }
 
@@ -136,7 +142,8 @@ class SpanParts {
       span.tier && `from ${span.tier}`,
       span.kind === "moved" &&
         `the text before it resembles the donor's by ${percent(span.resemblance, 1)}`,
-      span.recomputed && `${count(span.recomputed)} of ${plural(span.tokens, "row")} computed again`,
+      span.recomputed &&
+        `${count(span.recomputed)} of ${plural(span.tokens, "row")} computed again`,
       this.healed && `${count(this.healed)} exact in the cache since`,
     ].filter(Boolean);
     return [

@@ -1,5 +1,5 @@
-// Markdown as elements. Everything a model writes becomes text nodes: there is no HTML to escape, no
-// image is loaded, and a link leads only to a web page or a mail address.
+// Markdown as elements. Everything a model writes becomes text nodes: there is no HTML to escape,
+// no image is loaded, and a link leads only to a web page or a mail address.
 
 import { copyButton } from "./clipboard.js";
 import { element } from "./dom.js";
@@ -94,7 +94,9 @@ function belongs(lines, at, indent) {
     const after = lines[at + 1] ?? "";
     return indented(after) > indent || ITEM.test(after);
   }
-  return indented(line) > indent || (Boolean(lines[at - 1]?.trim()) && !ITEM.test(line) && isText(line));
+  return (
+    indented(line) > indent || (Boolean(lines[at - 1]?.trim()) && !ITEM.test(line) && isText(line))
+  );
 }
 
 function indented(line) {
@@ -114,7 +116,9 @@ function tight([first, ...rest]) {
 
 function isTable(lines, at) {
   const below = lines[at + 1] ?? "";
-  return lines[at].includes("|") && below.includes("-") && below.includes("|") && DASHES.test(below);
+  return (
+    lines[at].includes("|") && below.includes("-") && below.includes("|") && DASHES.test(below)
+  );
 }
 
 function table(lines, at) {

@@ -178,7 +178,8 @@ export function startPlayground(onAnswer) {
     };
   }
 
-  /** Buttons are not disabled, which would take the focus away; ``run`` starts nothing meanwhile. */
+  /** Most buttons are not disabled, which would take the focus away; ``run`` starts nothing
+   * meanwhile. */
   function setRunning(on) {
     for (const id of ["ask", "compare", "plan"]) byId(id).setAttribute("aria-disabled", on);
     byId("stop").setAttribute("aria-disabled", !on);

@@ -55,7 +55,9 @@ export class ReportView {
     map.heal(turn.healing);
     const all = map.spans.at(-1).end;
     const { from, to } = healedRows(map.spans, turn.healing);
-    this.healed.textContent = `${plural(map.spans.length, "span")}, ${count(Math.min(to, all) - from)} of ${plural(all - from, "approximate row")} healed`;
+    const done = count(Math.min(to, all) - from);
+    const healed = `${done} of ${plural(all - from, "approximate row")} healed`;
+    this.healed.textContent = `${plural(map.spans.length, "span")}, ${healed}`;
   }
 }
 
@@ -158,7 +160,12 @@ function sources(report, planned) {
   }
   const again = planned && rows.moved ? "; which moved rows to mend is decided when it runs" : "";
   const note = `${percent(kept(rows), all)} not ${planned ? "to be read" : "read"} again${again}`;
-  return block(`Prompt, ${plural(all, "row")}`, element("span", { class: "note" }, note), bar, legend);
+  return block(
+    `Prompt, ${plural(all, "row")}`,
+    element("span", { class: "note" }, note),
+    bar,
+    legend,
+  );
 }
 
 function spoken(rows, all) {

@@ -42,11 +42,14 @@ function literal(value, depth) {
   const isList = Array.isArray(value);
   const parts = isList
     ? value.map((item) => literal(item, depth + 1))
-    : Object.entries(value).map(([name, item]) => `${JSON.stringify(name)}: ${literal(item, depth + 1)}`);
+    : Object.entries(value).map(
+        ([name, item]) => `${JSON.stringify(name)}: ${literal(item, depth + 1)}`,
+      );
   const [open, close] = isList ? "[]" : "{}";
   if (!parts.length) return open + close;
   const line = open + parts.join(", ") + close;
   if (line.length < 80 && !line.includes("\n")) return line;
   const indent = "    ".repeat(depth + 1);
-  return `${open}\n${parts.map((part) => `${indent}${part},\n`).join("")}${"    ".repeat(depth)}${close}`;
+  const lines = parts.map((part) => `${indent}${part},\n`).join("");
+  return `${open}\n${lines}${"    ".repeat(depth)}${close}`;
 }

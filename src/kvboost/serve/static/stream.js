@@ -16,7 +16,7 @@ export function emptyAnswer() {
   };
 }
 
-/** Fills ``answer`` with what the server says to ``request``; calls ``onPiece`` after each piece. */
+/** Fills ``answer`` with the server's answer to ``request``; calls ``onPiece`` after each piece. */
 export async function streamInto(answer, request, signal, onPiece) {
   const began = performance.now();
   const response = await send("v1/chat/completions", { body: request, signal });

@@ -3,7 +3,7 @@
 import { key } from "./api.js";
 import { copyButton } from "./clipboard.js";
 import { compared, summary } from "./comparison.js";
-import { count, element, percent, say } from "./dom.js";
+import { count, element, percent, plural, say } from "./dom.js";
 import { markdown } from "./markdown.js";
 import { curl, python } from "./snippets.js";
 
@@ -80,7 +80,11 @@ export class TurnView {
     const { calls } = this.turn.answer;
     if (!calls.length) return;
     const fields = calls.map((call) =>
-      element("textarea", { rows: "2", "aria-label": `Result of ${call.name}`, placeholder: `Result of ${call.name}` }),
+      element("textarea", {
+        rows: "2",
+        "aria-label": `Result of ${call.name}`,
+        placeholder: `Result of ${call.name}`,
+      }),
     );
     const send = element("button", { type: "button" }, "Send results");
     send.addEventListener("click", () => {
@@ -116,7 +120,10 @@ class Reply {
     const parts = [];
     if (reasoning) parts.push(thoughts(reasoning, this.body.querySelector("details")?.open));
     parts.push(...markdown(content), ...calls.map(callOf));
-    if (!parts.length) parts.push(element("p", { class: "waiting" }, this.busy ? "Reading the prompt …" : "(no text)"));
+    if (!parts.length)
+      parts.push(
+        element("p", { class: "waiting" }, this.busy ? "Reading the prompt …" : "(no text)"),
+      );
     this.body.replaceChildren(...parts);
     say(this.meta, this.busy ? "" : summary(this.answer));
   }
@@ -134,7 +141,12 @@ function thoughts(text, open = false) {
 /** A call as a line and a list of its arguments; text if they are not JSON (yet). */
 function callOf({ name, arguments: given }) {
   const title = element("p", {}, "calls ", element("b", {}, name));
-  return element("div", { class: "call" }, title, element("pre", { tabindex: "0", "aria-label": `Arguments of ${name}` }, pretty(given)));
+  return element(
+    "div",
+    { class: "call" },
+    title,
+    element("pre", { tabindex: "0", "aria-label": `Arguments of ${name}` }, pretty(given)),
+  );
 }
 
 function pretty(json) {
@@ -147,13 +159,17 @@ function pretty(json) {
 
 function healed({ approximate_tokens: all, healed_tokens: done, status, audit }) {
   const rows = `${count(done)} of ${count(all)} approximate rows are exact in the cache by now`;
-  const state = { waiting: "Healing", done: "Healed", dropped: "Healing was dropped", failed: "Healing failed" };
+  const state = {
+    waiting: "Healing",
+    done: "Healed",
+    dropped: "Healing was dropped",
+    failed: "Healing failed",
+  };
   const parts = [`${state[status]}: ${rows}.`];
   if (audit) {
     const kl = audit.mean_kl === null ? "" : `, mean KL ${audit.mean_kl.toPrecision(2)}`;
-    parts.push(
-      `Audit: the exact model's likeliest token was the same at ${percent(audit.agreement, 1)} of ${count(audit.compared_tokens)} tokens${kl}.`,
-    );
+    const agreed = `${percent(audit.agreement, 1)} of ${plural(audit.compared_tokens, "token")}`;
+    parts.push(`Audit: the likeliest token is that of an exact prompt at ${agreed}${kl}.`);
   }
   return parts.join(" ");
 }
