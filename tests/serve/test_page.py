@@ -242,7 +242,7 @@ def test_an_error_of_the_server_is_shown(open_page: OpenPage) -> None:
     assert page.locator(".turn").count() == 0
 
 
-def test_charts_follow_the_requests(open_page: OpenPage) -> None:
+def test_charts_follow_the_requests_and_begin_anew_after_a_restart(open_page: OpenPage) -> None:
     page = open_page()
     ask(page, text_of("c"))
     ask(page, text_of("c"))
@@ -266,6 +266,16 @@ def test_charts_follow_the_requests(open_page: OpenPage) -> None:
     page.keyboard.press("Tab")
     expect(sources.locator(".note")).to_have_text(summary)
 
+    def fresh(route: Route) -> None:
+        live = route.fetch().json()
+        live |= {"seq": 0, "requests": [], "uptime_s": 1.0, "now": live["now"] + 60}
+        route.fulfill(json=live)
+
+    with page.expect_request(lambda request: request.url.endswith("live?since=0")):
+        page.route("**/kvboost/live*", fresh)
+    expect(page.get_by_role("figure", name="Latency")).to_contain_text("no request yet")
+    page.unroute_all(behavior="wait")
+
 
 def test_the_page_pauses_while_it_or_the_server_is_away(open_page: OpenPage) -> None:
     page = open_page(allowed="ERR_FAILED")
@@ -284,22 +294,6 @@ def test_the_page_pauses_while_it_or_the_server_is_away(open_page: OpenPage) -> 
     expect(state).to_have_text("paused")
     page.evaluate(hide, False)
     expect(state).to_have_text("live")
-
-
-def test_after_a_restart_the_page_starts_from_the_beginning(open_page: OpenPage) -> None:
-    page = open_page()
-    ask(page, "Something.")
-    expect(page.locator("circle.dot").first).to_be_visible()
-
-    def fresh(route: Route) -> None:
-        live = route.fetch().json()
-        live |= {"seq": 0, "requests": [], "uptime_s": 1.0, "now": live["now"] + 60}
-        route.fulfill(json=live)
-
-    with page.expect_request(lambda request: request.url.endswith("live?since=0")):
-        page.route("**/kvboost/live*", fresh)
-    expect(page.get_by_role("figure", name="Latency")).to_contain_text("no request yet")
-    page.unroute_all(behavior="wait")
 
 
 def test_a_text_with_markup_stays_text_and_is_forgotten_when_that_is_confirmed(
@@ -359,16 +353,18 @@ def test_a_key_is_asked_for_and_kept_for_the_session(open_page: OpenPage) -> Non
         page.context.close()
 
 
-@pytest.mark.parametrize("width", [360, 1280])
-def test_the_page_fits_and_is_readable_in_light_and_dark(open_page: OpenPage, width: int) -> None:
-    page = open_page(viewport={"width": width, "height": 800})
+def test_the_page_fits_and_is_readable_in_light_and_dark(open_page: OpenPage) -> None:
+    page = open_page(viewport={"width": 360, "height": 800})
     expect(page.locator("#connection")).to_have_text("live")
-    assert faint_texts(page) == []
+    assert page.locator(".context details[open]").count() == 0
     page.locator("details").evaluate_all("all => all.forEach((one) => { one.open = true; })")
+    assert faint_texts(page) == []
     ask(page, text_of("l"))
     ask(page, text_of("l"), button="Compare", continues=True)
     expect(page.locator("#chunks tr").first).to_be_visible()
-    assert page.evaluate("document.documentElement.scrollWidth") == width
+    for width in (360, 800, 1280):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") == width
     assert unnamed_controls(page) == []
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)

@@ -24,7 +24,7 @@ def facts_of(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
         "layers": shape.num_layers,
         "dtype": str(shape.dtype).removeprefix("torch."),
         "device": str(model.device),
-        "device_name": _cpu_name() if on_cpu else torch.cuda.get_device_name(model.device),
+        "device_name": _name_of(model.device),
         "threads": torch.get_num_threads() if on_cpu else None,
         "kernels": native.describe(shape.dtype) if on_cpu else None,
         "memory_bytes": memory_bytes(),
@@ -36,5 +36,7 @@ def facts_of(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def _cpu_name() -> str:
+def _name_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     return platform.processor() or platform.machine()

@@ -19,7 +19,7 @@ export class TurnView {
     this.actions = element("div", { class: "actions turn-actions" });
     this.node = element(
       "article",
-      { class: "turn" },
+      { class: "turn", "aria-label": "Question and answer" },
       ...turn.added.map(asked),
       this.replies,
       this.verdict,
