@@ -102,6 +102,9 @@ class FakeEngine:
         self.pinned_ids: dict[str, list[int]] = {}
         self.most_pinned = 1000
 
+    def facts(self) -> dict[str, Any]:
+        return {"architecture": "Fake", "device": "cpu"}
+
     def encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return list(prompt.encode())

@@ -61,6 +61,7 @@ from kvboost.results import (
 )
 from kvboost.reuse.arrange import arrange
 from kvboost.runtime.embedding import LoadedModelEmbedder
+from kvboost.runtime.facts import facts_of
 from kvboost.runtime.generation import Generation, text_pieces
 from kvboost.runtime.healing import Healer
 from kvboost.runtime.loop import Loop
@@ -239,6 +240,10 @@ class KVBoost:
         """What runs slower on this GPU than it could, and why. Graphs are recorded while requests
         run, so there may be more notes later."""
         return self._runtime.notes()
+
+    def facts(self) -> dict[str, Any]:
+        """The model, the device and the options that decide what an answer costs."""
+        return facts_of(self._model, self.config)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt."""

@@ -1,17 +1,22 @@
-"""Servers over an engine without a model."""
+"""Servers over an engine without a model, and a browser for the page."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from starlette.testclient import TestClient
 
+from browser import open_browser
 from fake_engine import FakeEngine
 from kvboost.serve.app import create_app
 from kvboost.serve.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 
 @pytest.fixture
@@ -34,3 +39,43 @@ def serve_fake(fake: FakeEngine) -> Iterator[Callable[..., TestClient]]:
 @pytest.fixture
 def client(serve_fake: Callable[..., TestClient]) -> TestClient:
     return serve_fake()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as opened:
+        yield opened
+
+
+@pytest.fixture
+def open_page(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
+    """Opens the page at ``address``. Whatever the browser complains of fails the test, except what
+    ``allowed`` matches; so does anything that is fetched from elsewhere."""
+    complaints: list[str] = []
+
+    with ExitStack() as stack:
+
+        def open_page(url: str = address, allowed: str = "^$", **context: object) -> Page:
+            page = browser.new_context(**context).new_page()
+            stack.callback(page.context.close)
+            page.set_default_timeout(10_000)
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.on(
+                "console",
+                lambda said: (
+                    complaints.append(said.text)
+                    if said.type in ("error", "warning") and not re.search(allowed, said.text)
+                    else None
+                ),
+            )
+            page.on(
+                "request",
+                lambda request: (
+                    None if request.url.startswith(url) else complaints.append(request.url)
+                ),
+            )
+            page.goto(url)
+            return page
+
+        yield open_page
+    assert complaints == []

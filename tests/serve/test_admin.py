@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from kvboost.errors import ContextLengthError
+from kvboost.results import AnswerAudit, Healing
 from kvboost.serve.settings import ApiKey
 
 KEYS = (ApiKey("ann", "k-ann"), ApiKey("root", "k-root", is_admin=True))
@@ -87,8 +88,8 @@ def test_forget_takes_a_text_or_a_salt(client) -> None:
 
 
 def test_the_live_view_shows_numbers_and_no_text(client) -> None:
-    for _ in range(3):
-        client.post("/v1/completions", json=COMPLETION)
+    for name in "abc":
+        client.post("/v1/completions", json=COMPLETION, headers={"x-request-id": name})
     answer = client.get("/kvboost/live")
     assert "secret" not in answer.text and "Hello" not in answer.text
     seen = answer.json()
@@ -96,7 +97,10 @@ def test_the_live_view_shows_numbers_and_no_text(client) -> None:
     one = seen["requests"][0]
     assert one["prompt_tokens"] == one["computed"] == 14 and one["completion_tokens"] == 2
     assert one["finish_reason"] == "stop" and one["tenant"] == "anyone" and one["ttft_ms"] > 0
+    assert [one["request_id"] for one in seen["requests"]] == ["a", "b", "c"]
+    assert one["total_ms"] >= one["ttft_ms"] - 1 and seen["healed_requests"] == []
     assert seen["model"] == "fake" and seen["needs_key"] is False
+    assert seen["facts"]["architecture"] == "Fake" and seen["audit"]["audited"] == 0
     newer = client.get("/kvboost/live", params={"since": 2}).json()
     assert [one["seq"] for one in newer["requests"]] == [3]
 
@@ -104,7 +108,7 @@ def test_the_live_view_shows_numbers_and_no_text(client) -> None:
 def test_the_live_view_keeps_the_last_200_answers(client) -> None:
     live = client.app.state.server.live
     for number in range(250):
-        live.add(number=number)
+        live.add(request_id="one", number=number)
     assert [one["seq"] for one in live.since(0)] == list(range(51, 251))
 
 
@@ -113,3 +117,26 @@ def test_the_cache_view_limits_its_number_of_chunks(client) -> None:
     for wrong in ("x", "-1", "1001"):
         refused = client.get("/kvboost/cache", params={"limit": wrong})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "limit"
+
+
+def test_the_live_view_follows_the_healing_of_the_last_answers(client) -> None:
+    live = client.app.state.server.live
+    healing = [Healing(100 + number) for number in range(20)]
+    for number, one in enumerate(healing):
+        live.add(one, request_id=f"req-{number}")
+    live.add(None, request_id="exact")
+    assert [one["approximate_tokens"] for one in live.healed()] == list(range(104, 120))
+    healing[-1].healed_tokens, healing[-1].status = 119, "done"
+    healing[-1].audit = AnswerAudit(8, 0.75, 6, 0.01)
+    assert live.healed()[-1] == {
+        "request_id": "req-19",
+        "approximate_tokens": 119,
+        "healed_tokens": 119,
+        "status": "done",
+        "audit": {
+            "compared_tokens": 8,
+            "agreement": 0.75,
+            "first_divergence": 6,
+            "mean_kl": 0.01,
+        },
+    }

@@ -185,7 +185,8 @@ async def live(
     server: Server,
     since: Annotated[int, Query(ge=0, lt=2**63, description="The last seq that was seen.")] = 0,
 ) -> Response:
-    """The data of the page: the last answers in numbers, the tiers and the queue."""
+    """The data of the page: the last answers in numbers, what became of their approximate rows, the
+    tiers and the queue."""
     engine = server.engine
     stats = await asyncio.to_thread(engine.cache_stats)
     queue = engine.serving_stats()
@@ -199,7 +200,11 @@ async def live(
             "context_length": engine.context_length,
             "needs_key": server.settings.needs_key,
             "version": kvboost.__version__,
+            "facts": server.facts,
             "requests": server.live.since(since),
+            "healed_requests": server.live.healed(),
+            "healing": stats["healing"],
+            "audit": stats["audit"],
             "tiers": stats["tiers"],
             "queue": {name: queue[name] for name in _QUEUE},
         }

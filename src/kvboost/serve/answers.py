@@ -129,10 +129,13 @@ class Answers:
     still run and frees their KV within one step. Pieces wait here until they are taken, so a slow
     client does not slow down the engine."""
 
-    def __init__(self, server: ServerState, tenant: str, choices: list[Choice]) -> None:
+    def __init__(
+        self, server: ServerState, tenant: str, request_id: str, choices: list[Choice]
+    ) -> None:
         self.choices = choices
         self._server = server
         self._tenant = tenant
+        self._request_id = request_id
         self._pieces: asyncio.Queue[tuple[Choice, str | None] | Exception] = asyncio.Queue()
         self._running = len(choices)
         self._stack = AsyncExitStack()
@@ -227,7 +230,10 @@ class Answers:
         rows = counts(result.reuse)
         self._server.metrics.answer(result.finish_reason, rows, len(result.token_ids))
         self._server.live.add(
+            result.healing,
+            request_id=self._request_id,
             ttft_ms=choice.ttft_ms if result.token_ids else None,
+            total_ms=choice.total_ms,
             estimated_ms=self._server.engine.estimate_ms(len(choice.prompt_ids)),
             prompt_tokens=len(choice.prompt_ids),
             **{name.removesuffix("_tokens"): count for name, count in rows.items()},
@@ -238,7 +244,7 @@ class Answers:
 
 
 async def open_answers(
-    server: ServerState, tenant: str, call: EngineCall, received: float
+    server: ServerState, tenant: str, request_id: str, call: EngineCall, received: float
 ) -> Answers:
     """Tokenizes the prompts and queues all answers. If the engine refuses one, raises its error and
     queues none. The caller must close the result, best with ``async with``."""
@@ -271,7 +277,7 @@ async def open_answers(
                 if call.use is not None:
                     choice.parser = engine.answer_parser(prompt_ids, call.use)
                 choices.append(choice)
-        answers = Answers(server, tenant, choices)
+        answers = Answers(server, tenant, request_id, choices)
         answers.start(streams)
         return answers
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import asdict
 from typing import Any
 
+from kvboost.results import Healing
+
 _KEPT = 200
+_KEPT_HEALING = 16
 
 
 class LiveLog:
@@ -14,11 +18,30 @@ class LiveLog:
 
     def __init__(self) -> None:
         self._answers: deque[dict[str, Any]] = deque(maxlen=_KEPT)
+        self._healing: deque[tuple[str, Healing]] = deque(maxlen=_KEPT_HEALING)
         self.seq = 0
 
-    def add(self, **facts: Any) -> None:
+    def add(self, healing: Healing | None = None, *, request_id: str, **facts: Any) -> None:
+        """``healing``: what becomes of the approximate rows; it changes while they are healed."""
         self.seq += 1
-        self._answers.append({"seq": self.seq, "at": time.time(), **facts})
+        self._answers.append(
+            {"seq": self.seq, "at": time.time(), "request_id": request_id, **facts}
+        )
+        if healing is not None:
+            self._healing.append((request_id, healing))
 
     def since(self, seq: int) -> list[dict[str, Any]]:
         return [answer for answer in self._answers if answer["seq"] > seq]
+
+    def healed(self) -> list[dict[str, Any]]:
+        """What has become of the approximate rows of the last 16 answers that had any."""
+        return [
+            {
+                "request_id": request_id,
+                "approximate_tokens": healing.approximate_tokens,
+                "healed_tokens": healing.healed_tokens,
+                "status": healing.status,
+                "audit": None if healing.audit is None else asdict(healing.audit),
+            }
+            for request_id, healing in self._healing
+        ]

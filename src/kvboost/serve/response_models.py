@@ -242,7 +242,9 @@ class LiveRequest(Reply):
 
     seq: int
     at: float
+    request_id: str
     ttft_ms: float | None
+    total_ms: float
     estimated_ms: float | None
     prompt_tokens: int
     exact: int
@@ -255,6 +257,25 @@ class LiveRequest(Reply):
     tenant: str
 
 
+class AuditReply(Reply):
+    """How far an answer was from an exact one."""
+
+    compared_tokens: int
+    agreement: float
+    first_divergence: int | None
+    mean_kl: float | None
+
+
+class HealedRequest(Reply):
+    """What has become of the approximate rows of one of the last answers."""
+
+    request_id: str
+    approximate_tokens: int
+    healed_tokens: int
+    status: Literal["waiting", "done", "dropped", "failed"]
+    audit: AuditReply | None
+
+
 class LiveReply(Reply):
     seq: int
     now: float
@@ -263,6 +284,10 @@ class LiveReply(Reply):
     context_length: int | None
     needs_key: bool
     version: str
+    facts: dict[str, Any]
     requests: list[LiveRequest]
+    healed_requests: list[HealedRequest]
+    healing: dict[str, Any]
+    audit: dict[str, Any]
     tiers: dict[str, dict[str, Any]]
     queue: dict[str, Any]

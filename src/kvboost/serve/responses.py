@@ -165,7 +165,8 @@ async def deliver(
     if server.settings.log_prompts:
         logger.info("%s prompts %r", request.state.request_id, call.prompts)
     caller: Tenant = request.state.tenant
-    opening = open_answers(server, caller.name, call, request.state.received)
+    state = request.state
+    opening = open_answers(server, caller.name, state.request_id, call, state.received)
     answers = await unless_gone(request.receive, opening)
     if not stream:
         async with answers:

@@ -35,6 +35,7 @@ class ServerState:
         self.keys = Keys(settings)
         self.metrics = Metrics(engine)
         self.live = LiveLog()
+        self.facts = engine.facts()
         self.workers = Workers()
         self.documents = Documents(engine, settings, self.keys)
         self.sessions = Sessions(engine, settings)

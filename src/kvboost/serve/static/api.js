@@ -8,10 +8,12 @@ const BROKEN = "The connection ended before the answer did.";
 export const watch = new EventTarget();
 
 export class ServerError extends Error {
-  constructor(status, message, retryAfter = null) {
+  /** ``param`` is the field of the request that is wrong, if it is one. */
+  constructor(status, message, { retryAfter = null, param = null } = {}) {
     super(message);
     this.status = status;
     this.retryAfter = retryAfter;
+    this.param = param;
   }
 }
 
@@ -44,10 +46,11 @@ export async function send(path, { body, signal } = {}) {
     }),
   );
   if (response.ok) return response;
-  const message = await errorText(response);
+  const { message, param } = await errorOf(response);
   if (response.status === 401 || response.status === 403)
     watch.dispatchEvent(new CustomEvent("key", { detail: message }));
-  throw new ServerError(response.status, message, response.headers.get("retry-after"));
+  const retryAfter = response.headers.get("retry-after");
+  throw new ServerError(response.status, message, { retryAfter, param });
 }
 
 export async function sendForJson(path, options) {
@@ -63,16 +66,16 @@ async function connected(message, work) {
   }
 }
 
-async function errorText(response) {
+async function errorOf(response) {
   const text = await response.text();
   try {
     const { error, detail } = JSON.parse(text);
     const message = error?.message ?? detail;
-    if (typeof message === "string") return message;
+    if (typeof message === "string") return { message, param: error?.param ?? null };
   } catch {
     // Not JSON: the response is from a proxy.
   }
-  return text.slice(0, 300) || `the server answered ${response.status}`;
+  return { message: text.slice(0, 300) || `the server answered ${response.status}`, param: null };
 }
 
 /** The objects of a stream of server-sent events, until [DONE]; ConnectionError without one. */

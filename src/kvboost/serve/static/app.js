@@ -2,16 +2,17 @@
 
 import { key, setKey, watch } from "./api.js";
 import { startCache } from "./cache.js";
+import { clearTab } from "./conversations.js";
 import { byId, say } from "./dom.js";
 import { startLive } from "./live.js";
 import { startPlayground } from "./playground.js";
 
 const refreshCache = startCache();
-const askNow = startLive(refreshCache);
-startPlayground(() => {
+const playground = startPlayground(() => {
   askNow();
   refreshCache();
 });
+const askNow = startLive(refreshCache, playground.heal);
 
 watch.addEventListener("key", ({ detail }) => {
   byId("key-form").hidden = false;
@@ -26,11 +27,13 @@ byId("key-form").addEventListener("submit", (event) => {
 byId("key-drop").addEventListener("click", () => use(""));
 
 function use(value) {
+  clearTab();
   setKey(value);
   byId("key").value = "";
   byId("key-note").textContent = "";
   byId("ask-error").hidden = true;
   byId("key-drop").hidden = !value;
+  playground.reload();
   askNow();
   refreshCache();
 }

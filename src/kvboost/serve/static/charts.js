@@ -137,18 +137,20 @@ export class Cursor extends EventTarget {
 }
 
 /** Logarithmic: the distance from mark to mark is the factor, whatever the length of the prompt. */
-export class FirstTokenChart extends RequestChart {
+export class LatencyChart extends RequestChart {
   constructor(place, cursor) {
     const legend = [
-      ["dot", "measured"],
-      ["dash", "estimated without reuse"],
+      ["dot", "first token"],
+      ["ring", "whole request"],
+      ["dash", "first token without reuse, estimated"],
+      ["worse", "later than estimated"],
     ];
-    super(place, "First token", legend, cursor);
+    super(place, "Latency", legend, cursor);
   }
 
   drawColumns(width) {
     const values = this.shown
-      .flatMap((request) => [request.ttft_ms, request.estimated_ms])
+      .flatMap((request) => [request.ttft_ms, request.total_ms, request.estimated_ms])
       .filter((value) => value > 0);
     if (!values.length) return;
     const low = Math.log(Math.min(...values) / 1.3);
@@ -161,37 +163,34 @@ export class FirstTokenChart extends RequestChart {
     }
     this.shown.forEach((request, index) => {
       const x = this.left(index) + this.step / 2;
-      const { ttft_ms: measured, estimated_ms: estimate } = request;
-      if (measured > 0 && estimate > 0) {
-        const kind = measured <= estimate ? "stem" : "stem worse";
-        this.canvas.append(
-          svg("line", { class: kind, x1: x, x2: x, y1: y(measured), y2: y(estimate) }),
-        );
-      }
-      if (estimate > 0) {
-        const half = Math.min(this.step / 2 - 1, 6);
-        this.canvas.append(
-          svg("line", {
-            class: "dash",
-            x1: x - half,
-            x2: x + half,
-            y1: y(estimate),
-            y2: y(estimate),
-          }),
-        );
-      }
-      if (measured > 0)
-        this.canvas.append(svg("circle", { class: "dot", cx: x, cy: y(measured), r: 3 }));
+      this.canvas.append(...this.marks(request, x, y));
     });
   }
 
-  said(request) {
-    const measured = request.ttft_ms > 0 ? milliseconds(request.ttft_ms) : "no first token";
-    const estimate =
-      request.estimated_ms > 0 ? `, estimated ${milliseconds(request.estimated_ms)}` : "";
-    const reason = request.finish_reason;
-    const ended = ["stop", "length"].includes(reason) ? "" : `, ${reason}`;
-    return `${timeOfDay(request.at)} ${measured}${estimate}${ended}`;
+  marks({ ttft_ms: measured, total_ms: whole, estimated_ms: estimate }, x, y) {
+    const found = [];
+    const line = (kind, x1, x2, from, to) =>
+      found.push(svg("line", { class: kind, x1, x2, y1: y(from), y2: y(to) }));
+    if (measured > 0 && estimate > 0) {
+      line(measured <= estimate ? "stem" : "stem worse", x, x, measured, estimate);
+    }
+    if (estimate > 0) {
+      const half = Math.min(this.step / 2 - 1, 6);
+      line("dash", x - half, x + half, estimate, estimate);
+    }
+    if (whole > 0) found.push(svg("circle", { class: "ring", cx: x, cy: y(whole), r: 2.5 }));
+    if (measured > 0) found.push(svg("circle", { class: "dot", cx: x, cy: y(measured), r: 3 }));
+    return found;
+  }
+
+  said({ at, ttft_ms: measured, total_ms: whole, estimated_ms: estimate, finish_reason: reason }) {
+    const parts = [
+      measured > 0 ? `first token ${milliseconds(measured)}` : "no first token",
+      estimate > 0 && `estimated ${milliseconds(estimate)}`,
+      `whole ${milliseconds(whole)}`,
+      !["stop", "length"].includes(reason) && reason,
+    ];
+    return `${timeOfDay(at)} ${parts.filter(Boolean).join(", ")}`;
   }
 
   summary() {
@@ -201,7 +200,9 @@ export class FirstTokenChart extends RequestChart {
     if (measured === null) return "";
     const both = this.shown.filter((request) => request.ttft_ms > 0 && request.estimated_ms > 0);
     const gain = median(both.map((request) => request.estimated_ms / request.ttft_ms));
-    return `median ${milliseconds(measured)}${gain === null ? "" : `, ${sooner(gain)}`}`;
+    const whole = median(this.shown.map((request) => request.total_ms));
+    const gained = gain === null ? "" : `, ${sooner(gain)}`;
+    return `median first token ${milliseconds(measured)}${gained}; whole ${milliseconds(whole)}`;
   }
 }
 

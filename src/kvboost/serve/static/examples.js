@@ -65,6 +65,10 @@ const PASSAGES = [
 
 const TOWN = PASSAGES.join("\n\n");
 
+const FLAG = "What does a yellow flag on the mast mean?";
+const HALL = "When was the market hall built?";
+
+/** ``next`` fills the form again; it is asked in a new conversation unless it ``continues``. */
 export const EXAMPLES = [
   {
     title: "A text, asked twice",
@@ -75,20 +79,25 @@ export const EXAMPLES = [
     },
     next: {
       title: "Ask something else about the same text",
-      change: { question: "When was the market hall built?" },
+      change: { question: HALL },
+      continues: true,
     },
   },
   {
     title: "Texts in another order",
-    first: { system: "", documents: TOWN, question: "What does a yellow flag on the mast mean?" },
-    next: { title: "Put the texts into another order and ask again", shuffle: true },
+    first: { system: "", documents: TOWN, question: FLAG },
+    next: {
+      title: "Put the texts into another order and ask again",
+      change: { question: FLAG },
+      shuffle: true,
+    },
   },
   {
     title: "After a new system prompt",
     first: {
       system: "You are a guide in the town of Vessby. Answer in one sentence.",
       documents: TOWN,
-      question: "When was the market hall built?",
+      question: HALL,
     },
     next: {
       title: "Change the system prompt and ask again",
@@ -96,6 +105,7 @@ export const EXAMPLES = [
         system:
           "You work at the information desk of a small harbour town. Be friendly and brief, and " +
           "answer only from the texts you are given.",
+        question: HALL,
       },
     },
   },

@@ -2,13 +2,21 @@
 // figures.css, which gives each a colour and a pattern.
 
 export const KINDS = [
-  { name: "exact", label: "exact", says: "follows the same text as when it was cached; reused as it is" },
+  {
+    name: "exact",
+    label: "exact",
+    says: "follows the same text as when it was cached; reused as it is",
+  },
   {
     name: "approximate",
     label: "approximate",
     says: "this conversation's own past, read on top of moved rows; used as it is",
   },
-  { name: "moved", label: "moved", says: "cached at another position; its keys are rotated to this one" },
+  {
+    name: "moved",
+    label: "moved",
+    says: "cached at another position; its keys are rotated to this one",
+  },
   { name: "recomputed", label: "computed again", says: "moved rows that were computed again" },
   { name: "compute", label: "computed", says: "new to the cache" },
 ];

@@ -1,8 +1,10 @@
 // Asks the server for news once a second while the page is visible.
 
 import { ServerError, explained, sendForJson, setModel, watch } from "./api.js";
-import { Cursor, FirstTokenChart, SourcesChart } from "./charts.js";
+import { AuditGauge } from "./audit.js";
+import { Cursor, LatencyChart, SourcesChart } from "./charts.js";
 import { byId, count, duration, say } from "./dom.js";
+import { FactsPanel } from "./facts.js";
 import { QueueChart, TiersChart } from "./gauges.js";
 
 const PERIOD = 1000;
@@ -12,14 +14,17 @@ const PATIENCE = 10_000; // for one reply
 const MOST_REQUESTS = 200;
 
 /** Returns a function that asks at once. ``onStart`` is called at the first reply of a server, and
- * at the first reply after it was away. */
-export function startLive(onStart) {
+ * at the first reply after it was away; ``onHealing`` with what has become of the approximate rows
+ * of the last answers. */
+export function startLive(onStart, onHealing) {
   const place = byId("charts");
   const cursor = new Cursor();
-  const firstToken = new FirstTokenChart(place, cursor);
+  const latency = new LatencyChart(place, cursor);
   const sources = new SourcesChart(place, cursor);
   const tiers = new TiersChart(place);
   const queue = new QueueChart(place);
+  const audit = new AuditGauge(place);
+  const facts = new FactsPanel(place);
 
   let requests = [];
   let since = 0;
@@ -92,11 +97,14 @@ export function startLive(onStart) {
     const news = live.requests.filter((request) => request.seq > known);
     if (news.length || !requests.length) {
       requests = [...requests, ...news].slice(-MOST_REQUESTS);
-      firstToken.update(requests);
+      latency.update(requests);
       sources.update(requests);
     }
     tiers.update(live.tiers, live.queue);
     queue.update(live.now, live.queue);
+    audit.update(live.healing, live.audit);
+    facts.update(live);
+    onHealing(live.healed_requests);
     describe(live);
     byId("live-error").hidden = true;
     show("live", "live");

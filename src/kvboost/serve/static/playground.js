@@ -1,138 +1,189 @@
-// The form, the streamed answer, and the plan.
+// The form: asking, comparing, planning.
 
-import { ServerError, events, explained, modelName, send, sendForJson } from "./api.js";
-import { byId, element, milliseconds, plural } from "./dom.js";
+import { explained, modelName, sendForJson } from "./api.js";
+import { Chat } from "./chat.js";
+import { byId, element } from "./dom.js";
 import { EXAMPLES, paragraphs, shuffled } from "./examples.js";
-import { drawKey, drawReport } from "./report.js";
+import { FieldError, formatFields, showAtField, startFormats } from "./formats.js";
+import { ReportView } from "./report.js";
+import { emptyAnswer, streamInto } from "./stream.js";
 
-const fields = ["system", "documents", "question"];
+const FIELDS = ["system", "documents", "question"];
 
-/** ``onAnswer`` is called when a request has ended, with or without success. */
+/** ``onAnswer`` is called when a request has ended, with or without success. Returns what the page
+ * tells the playground: ``heal`` and ``reload``. */
 export function startPlayground(onAnswer) {
   const form = byId("ask-form");
+  const report = new ReportView(byId("report"));
   let running = null; // the AbortController of the request in flight
   let next = null; // the next question of the example
+  const chat = new Chat(report, {
+    onOpen: ({ system, documents }) => {
+      fill({ system, documents });
+      next = null;
+      offer(null);
+    },
+    onResults: (results) => run((signal) => ask(results, false, signal)),
+  });
 
+  startFormats();
+  narrow();
   byId("examples").append(
     ...EXAMPLES.map((example) => {
       const button = element("button", { type: "button", class: "quiet" }, example.title);
-      button.addEventListener("click", () => {
-        fill(example.first);
-        offer(null);
-        next = example.next;
-        byId("ask").focus();
-      });
+      button.addEventListener("click", () => begin(example));
       return button;
     }),
   );
-  drawKey(byId("report"));
   byId("documents").addEventListener("input", showShuffle);
   byId("shuffle").addEventListener("click", () =>
     fill({ documents: shuffled(byId("documents").value) }),
   );
   byId("stop").addEventListener("click", () => running?.abort());
   byId("plan").addEventListener("click", () => form.reportValidity() && run(plan));
-  byId("next").addEventListener("click", () => {
-    fill(next.shuffle ? { documents: shuffled(byId("documents").value) } : next.change);
-    if (!next.shuffle) next = null; // there are many orders, but one question
-    byId("ask").focus({ preventScroll: true }); // this button is about to disappear
-    run(ask);
-  });
+  byId("compare").addEventListener("click", () => form.reportValidity() && askQuestion(true));
+  byId("next").addEventListener("click", goOn);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    run(ask);
+    askQuestion(false);
   });
   form.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+    if (event.key !== "Enter" || event.isComposing || event.shiftKey) return;
+    const asks = event.ctrlKey || event.metaKey || event.target === byId("question");
+    if (!asks || !event.target.matches("textarea, input")) return;
+    event.preventDefault();
+    form.requestSubmit();
   });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") running?.abort();
   });
   showShuffle();
+  return { heal: (requests) => chat.heal(requests), reload };
+
+  function reload() {
+    running?.abort();
+    chat.reload();
+  }
+
+  function begin(example) {
+    if (running) return;
+    chat.start();
+    fill(example.first);
+    next = example.next;
+    byId("ask").focus();
+  }
+
+  function goOn() {
+    const step = next;
+    if (!step.continues) chat.start();
+    fill(step.change);
+    if (step.shuffle) fill({ documents: shuffled(byId("documents").value) });
+    next = step.shuffle ? step : null; // there are many orders, but one question
+    byId("ask").focus({ preventScroll: true }); // this button is about to disappear
+    askQuestion(false);
+  }
+
+  function askQuestion(compare) {
+    const added = [{ role: "user", content: byId("question").value.trim() }];
+    run((signal) => ask(added, compare, signal));
+  }
 
   async function run(task) {
     if (running) return;
     running = new AbortController();
-    begin();
+    byId("ask-error").hidden = true;
+    byId("report").classList.add("old");
+    offer(null);
+    setRunning(true);
+    say("");
     try {
-      await task(body(), running.signal);
+      await task(running.signal);
     } catch (error) {
-      byId("report").replaceChildren(); // it belongs to another prompt
-      if (running.signal.aborted) byId("answer-meta").textContent = "Stopped.";
-      else showError(explained(error));
+      if (running.signal.aborted) say("Stopped.");
+      else showError(error);
     } finally {
       running = null;
-      end();
+      byId("report").classList.remove("old");
+      setRunning(false);
       onAnswer();
     }
   }
 
-  async function ask(body, signal) {
-    const began = performance.now();
-    const answer = byId("answer");
-    let seen = null; // when the first piece arrived, by the clock of this page
-    let finish = null;
-    let usage = null;
-    let report = null;
-    const request = {
-      ...body,
+  async function ask(added, compare, signal) {
+    const request = await makeRequest(added, compare);
+    const turn = { added, request, answer: emptyAnswer(), off: null, healing: null };
+    const view = chat.add(turn);
+    const typed = byId("question").value;
+    byId("question").value = "";
+    say("Reading the prompt");
+    try {
+      await stream(turn.answer, request, view, signal);
+      if (compare) {
+        turn.off = emptyAnswer();
+        say("The same without reuse");
+        const mode = { ...request.kvboost, mode: "baseline" };
+        await stream(turn.off, { ...request, kvboost: mode }, view, signal);
+      }
+      say("");
+    } catch (error) {
+      const failed = turn.off ?? turn.answer;
+      failed.finish ??= signal.aborted ? "stopped" : "the connection broke";
+      throw error;
+    } finally {
+      if (chat.shows(turn)) close(turn, view, typed); // unless another key came meanwhile
+    }
+  }
+
+  function close(turn, view, typed) {
+    if (isEmpty(turn.answer)) {
+      chat.remove(turn);
+      byId("question").value ||= typed;
+      return;
+    }
+    view.draw();
+    chat.finish();
+    if (turn.answer.report) report.showTurn(turn);
+    offer(next);
+  }
+
+  async function stream(answer, request, view, signal) {
+    view.draw(answer);
+    await streamInto(answer, request, signal, () => view.piece());
+    view.draw();
+  }
+
+  async function plan(signal) {
+    const added = [{ role: "user", content: byId("question").value.trim() }];
+    const request = await makeRequest(added, false);
+    report.showPlan(await sendForJson("kvboost/plan", { body: request, signal }));
+    say("A plan: how this prompt would be served now.");
+  }
+
+  /** Comparing without reuse on both sides would compare nothing. */
+  async function makeRequest(added, compare) {
+    const formats = formatFields();
+    chat.current.system = byId("system").value.trim();
+    chat.current.documents = byId("documents").value.trim();
+    const chosen = new FormData(form).get("mode");
+    const mode = compare && chosen === "baseline" ? "chunk_kv_reuse" : chosen;
+    return {
       model: await modelName(),
+      messages: chat.messages(added),
       max_tokens: Number(byId("max-tokens").value),
       temperature: Number(byId("temperature").value),
       stream: true,
       stream_options: { include_usage: true },
+      ...formats,
+      kvboost: { mode, explain: true },
     };
-    const response = await send("v1/chat/completions", { body: request, signal });
-    for await (const event of events(response)) {
-      if (event.error) throw new ServerError(response.status, event.error.message);
-      const choice = event.choices?.[0];
-      if (choice?.delta?.content) {
-        seen ??= performance.now() - began;
-        answer.append(choice.delta.content);
-        answer.scrollTop = answer.scrollHeight;
-      }
-      finish = choice?.finish_reason ?? finish;
-      usage = event.usage ?? usage;
-      report = event.kvboost ?? report;
-    }
-    if (report) {
-      drawReport(byId("report"), report);
-      byId("answer-meta").textContent = summary(report, usage, finish, seen);
-    }
-    offer(next);
   }
 
-  async function plan(body, signal) {
-    const request = { ...body, model: await modelName() };
-    const report = await sendForJson("kvboost/plan", { body: request, signal });
-    drawReport(byId("report"), report, true);
-    byId("answer-meta").textContent = "A plan: how this prompt would be served now.";
-  }
-
-  function begin() {
-    byId("ask-error").hidden = true;
-    byId("answer").replaceChildren();
-    byId("answer").setAttribute("aria-busy", "true");
-    byId("report").classList.add("old");
-    byId("answer-meta").textContent = "Reading the prompt";
-    offer(null);
-    setRunning(true);
-    if (byId("answer").getBoundingClientRect().top > innerHeight - 120) {
-      byId("result").scrollIntoView({ block: "start" });
-    }
-  }
-
-  function end() {
-    byId("answer").setAttribute("aria-busy", "false");
-    byId("report").classList.remove("old");
-    setRunning(false);
-  }
-
-  /** Not disabled, which would take the focus away; ``run`` starts nothing meanwhile. */
+  /** Most buttons are not disabled, which would take the focus away; ``run`` starts nothing
+   * meanwhile. */
   function setRunning(on) {
-    for (const [id, off] of Object.entries({ ask: on, plan: on, stop: !on })) {
-      byId(id).setAttribute("aria-disabled", off);
-    }
+    for (const id of ["ask", "compare", "plan"]) byId(id).setAttribute("aria-disabled", on);
+    byId("stop").setAttribute("aria-disabled", !on);
+    for (const id of ["conversations", "new", "clear"]) byId(id).disabled = on;
   }
 
   function offer(step) {
@@ -142,7 +193,7 @@ export function startPlayground(onAnswer) {
 }
 
 function fill(values) {
-  for (const name of fields) {
+  for (const name of FIELDS) {
     if (values[name] !== undefined) byId(name).value = values[name];
   }
   showShuffle();
@@ -152,35 +203,28 @@ function showShuffle() {
   byId("shuffle").disabled = paragraphs(byId("documents").value).length < 2;
 }
 
-/** The fields that asking and planning share. */
-function body() {
-  const [system, documents, question] = fields.map((name) => byId(name).value.trim());
-  const content = documents ? `${documents}\n\n${question}` : question;
-  const messages = [{ role: "user", content }];
-  if (system) messages.unshift({ role: "system", content: system });
-  const mode = new FormData(byId("ask-form")).get("mode");
-  return { messages, kvboost: { mode, explain: true } };
+/** On a phone the conversation comes first: what is before it is closed. */
+function narrow() {
+  if (!matchMedia("(max-width: 640px)").matches) return;
+  for (const part of document.querySelectorAll(".context details")) part.open = false;
 }
 
-function summary(report, usage, finish, seen) {
-  const parts = [];
-  if (usage) {
-    const decode = report.total_ms - report.ttft_ms;
-    const pace = usage.completion_tokens > 1 && decode > 0;
-    const speed = pace
-      ? `, ${((usage.completion_tokens - 1) / (decode / 1000)).toFixed(1)} per second`
-      : "";
-    parts.push(`${plural(usage.completion_tokens, "token")}${speed}`);
-  }
-  parts.push({ stop: "complete", length: "cut off at max tokens" }[finish] ?? `ended: ${finish}`);
-  parts.push(`whole request ${milliseconds(report.total_ms)}`);
-  if (seen !== null) parts.push(`first piece seen here after ${milliseconds(seen)}`);
-  return parts.join(" · ");
+function isEmpty({ content, reasoning, calls }) {
+  return !content && !reasoning && !calls.length;
 }
 
-function showError(message) {
-  byId("answer-meta").textContent = "";
-  byId("ask-error").textContent = message;
+function say(text) {
+  byId("status").textContent = text;
+}
+
+/** An error of a field is shown there as well. */
+function showError(error) {
+  say("");
+  const isOurs = error instanceof FieldError;
+  if (!isOurs) showAtField(error);
+  byId("ask-error").textContent = isOurs
+    ? "The JSON schema or the tools are not valid: see the field."
+    : explained(error);
   byId("ask-error").hidden = false;
 }
 

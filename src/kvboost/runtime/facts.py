@@ -1,0 +1,42 @@
+"""What an engine runs, and on what: for people who look at a server."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+from kvboost.config import EngineConfig
+from kvboost.model import native
+from kvboost.model.load import LoadedModel
+from kvboost.model.machine import memory_bytes
+
+
+def facts_of(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
+    """The model, the device and the options that decide what an answer costs. No paths and no
+    addresses: whoever may see the counts of a server may see this."""
+    shape = model.forward.shape
+    on_cpu = model.device.type == "cpu"
+    return {
+        "architecture": type(model.forward.model).__name__,
+        "parameters": model.forward.model.num_parameters(),
+        "layers": shape.num_layers,
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "device_name": _name_of(model.device),
+        "threads": torch.get_num_threads() if on_cpu else None,
+        "kernels": native.describe(shape.dtype) if on_cpu else None,
+        "memory_bytes": memory_bytes(),
+        "kv_bytes_per_token": shape.row_bytes,
+        "kv_cache_bits": config.kv_cache_bits,
+        "chunk_size": config.chunk_size,
+        "heal": config.heal,
+        "recompute_strategy": config.recompute_strategy,
+    }
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()

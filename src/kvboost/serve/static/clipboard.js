@@ -1,0 +1,36 @@
+// Buttons that copy a text.
+
+import { element } from "./dom.js";
+
+const SHOWN = 2000; // how long a button says that it has copied
+
+/** A button that copies what ``text()`` returns, and says whether it could. */
+export function copyButton(label, text) {
+  const button = element("button", { type: "button", class: "quiet" }, label);
+  button.addEventListener("click", async () => {
+    const done = await copied(text());
+    button.focus();
+    button.textContent = done ? "Copied" : "Could not copy";
+    setTimeout(() => (button.textContent = label), SHOWN);
+  });
+  return button;
+}
+
+async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    return copiedFromField(text); // pages over plain HTTP have no clipboard
+  }
+}
+
+function copiedFromField(text) {
+  const field = element("textarea", { class: "off-screen", "aria-hidden": "true" });
+  field.value = text;
+  document.body.append(field);
+  field.select();
+  const done = document.execCommand("copy");
+  field.remove();
+  return done;
+}

@@ -1,0 +1,159 @@
+// Markdown as elements. Everything a model writes becomes text nodes: there is no HTML to escape,
+// no image is loaded, and a link leads only to a web page or a mail address.
+
+import { copyButton } from "./clipboard.js";
+import { element } from "./dom.js";
+import { inline } from "./markdown_inline.js";
+
+const DEEPEST = 8; // lists and quotes inside one another
+const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)/;
+const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*)$/;
+const RULE = /^ {0,3}(?:(?:-[ \t]*){3,}|(?:\*[ \t]*){3,}|(?:_[ \t]*){3,})$/;
+const QUOTE = /^ {0,3}> ?/;
+const ITEM = /^( *)(?:[-*+]|(\d{1,9})[.)])[ \t]+(.*)$/;
+const DASHES = /^[ \t]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
+
+/** The elements of ``text``, which may end anywhere: an open code block reaches to its end. */
+export function markdown(text) {
+  return blocks(text.split(/\r?\n/), 0);
+}
+
+function blocks(lines, depth) {
+  const found = [];
+  let at = 0;
+  while (at < lines.length) {
+    const [node, next] = lines[at].trim() ? block(lines, at, depth) : [null, at + 1];
+    if (node) found.push(node);
+    at = next;
+  }
+  return found;
+}
+
+/** The block that begins at a line, and the line after it. */
+function block(lines, at, depth) {
+  const line = lines[at];
+  if (FENCE.test(line)) return codeBlock(lines, at);
+  if (HEADING.test(line)) {
+    const [, marks, title] = line.match(HEADING);
+    const level = Math.min(6, marks.length + 3); // the page has the first three
+    return [element(`h${level}`, {}, ...inline(title.replace(/[ \t]#+[ \t]*$/, ""))), at + 1];
+  }
+  if (RULE.test(line)) return [element("hr"), at + 1];
+  if (depth < DEEPEST && QUOTE.test(line)) return quote(lines, at, depth);
+  if (depth < DEEPEST && ITEM.test(line)) return list(lines, at, depth);
+  if (isTable(lines, at)) return table(lines, at);
+  return paragraph(lines, at, depth);
+}
+
+function codeBlock(lines, at) {
+  const [, fence, language] = lines[at].match(FENCE);
+  const closing = (line) => {
+    const marks = line.trim();
+    return marks.length >= fence.length && marks === fence[0].repeat(marks.length);
+  };
+  let end = at + 1;
+  while (end < lines.length && !closing(lines[end])) end += 1;
+  const code = lines.slice(at + 1, end).join("\n");
+  const head = element(
+    "div",
+    { class: "code-head" },
+    element("span", {}, language || "code"),
+    copyButton("Copy", () => code),
+  );
+  const body = element("pre", { tabindex: "0", "aria-label": "code" }, element("code", {}, code));
+  return [element("div", { class: "code" }, head, body), end + 1];
+}
+
+function quote(lines, at, depth) {
+  let end = at;
+  while (end < lines.length && QUOTE.test(lines[end])) end += 1;
+  const inside = lines.slice(at, end).map((line) => line.replace(QUOTE, ""));
+  return [element("blockquote", {}, ...blocks(inside, depth + 1)), end];
+}
+
+/** Items of one indentation. What is indented further belongs to the item above it. */
+function list(lines, at, depth) {
+  const [, indent, number] = lines[at].match(ITEM);
+  const items = [];
+  let end = at;
+  while (end < lines.length) {
+    const item = lines[end].match(ITEM);
+    const isNext = item && item[1].length <= indent.length && Boolean(item[2]) === Boolean(number);
+    if (isNext && !RULE.test(lines[end])) items.push([item[3]]);
+    else if (belongs(lines, end, indent.length)) items.at(-1).push(lines[end].trimEnd());
+    else break;
+    end += 1;
+  }
+  const nodes = items.map((item) => element("li", {}, ...tight(blocks(dedented(item), depth + 1))));
+  return [element(number ? "ol" : "ul", { start: number }, ...nodes), end];
+}
+
+function belongs(lines, at, indent) {
+  const line = lines[at];
+  if (!line.trim()) {
+    const after = lines[at + 1] ?? "";
+    return indented(after) > indent || ITEM.test(after);
+  }
+  return (
+    indented(line) > indent || (Boolean(lines[at - 1]?.trim()) && !ITEM.test(line) && isText(line))
+  );
+}
+
+function indented(line) {
+  return line.trim() ? line.length - line.trimStart().length : 0;
+}
+
+function dedented([first, ...rest]) {
+  const depths = rest.filter((line) => line.trim()).map(indented);
+  const least = depths.length ? Math.min(...depths) : 0;
+  return [first, ...rest.map((line) => line.slice(least))];
+}
+
+/** The first paragraph of an item needs no element of its own. */
+function tight([first, ...rest]) {
+  return first?.tagName === "P" ? [...first.childNodes, ...rest] : first ? [first, ...rest] : [];
+}
+
+function isTable(lines, at) {
+  const below = lines[at + 1] ?? "";
+  return (
+    lines[at].includes("|") && below.includes("-") && below.includes("|") && DASHES.test(below)
+  );
+}
+
+function table(lines, at) {
+  let end = at + 2;
+  while (end < lines.length && lines[end].includes("|")) end += 1;
+  const row = (line, kind) =>
+    element("tr", {}, ...cells(line).map((cell) => element(kind, {}, ...inline(cell))));
+  const body = lines.slice(at + 2, end).map((line) => row(line, "td"));
+  const drawn = element(
+    "table",
+    {},
+    element("thead", {}, row(lines[at], "th")),
+    element("tbody", {}, ...body),
+  );
+  return [element("div", { class: "wide" }, drawn), end];
+}
+
+function cells(line) {
+  return line
+    .trim()
+    .replace(/^\|/, "")
+    .replace(/\|$/, "")
+    .split("|")
+    .map((cell) => cell.trim());
+}
+
+function isText(line) {
+  return !(FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line));
+}
+
+function paragraph(lines, at, depth) {
+  let end = at + 1;
+  while (end < lines.length && lines[end].trim() && isText(lines[end])) {
+    if ((depth < DEEPEST && ITEM.test(lines[end])) || isTable(lines, end)) break;
+    end += 1;
+  }
+  return [element("p", {}, ...inline(lines.slice(at, end).join("\n"))), end];
+}
