@@ -18,6 +18,7 @@ import kvboost
 from kvboost.errors import KVBoostError
 from kvboost.serve import admin, chat, completions, openapi
 from kvboost.serve.auth import AuthMiddleware
+from kvboost.serve.cors import Cors
 from kvboost.serve.errors import ApiError, on_engine_error, on_http_error, on_invalid
 from kvboost.serve.limits import HeadLimits, OpenRequests
 from kvboost.serve.metrics import CONTENT_TYPE
@@ -49,6 +50,8 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
         state.draining = True
         await engine.adrain(settings.drain_seconds)
         await asyncio.to_thread(engine.flush)
+        if state.tracing is not None:
+            await asyncio.to_thread(state.tracing.close)
 
     app = FastAPI(
         title="KVBoost",
@@ -73,7 +76,9 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     app.add_middleware(OpenRequests, settings=settings)
     app.add_middleware(AuthMiddleware, keys=state.keys, settings=settings)
     app.add_middleware(HeadLimits, settings=settings)
-    app.add_middleware(RequestMiddleware, settings=settings, metrics=state.metrics)
+    if settings.cors_origins:
+        app.add_middleware(Cors, origins=settings.cors_origins)
+    app.add_middleware(RequestMiddleware, server=state)
     openapi.install(app, state)
     return app
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvboost.errors import ConfigError
 from kvboost.serve.auth import Keys, Tenant
 from kvboost.serve.errors import ApiError
 from kvboost.serve.live import LiveLog
 from kvboost.serve.metrics import Metrics
-from kvboost.serve.settings import ServerSettings
+from kvboost.serve.settings import RELOADABLE, ServerSettings
 from kvboost.serve.workers import Workers
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
+    from kvboost.serve.tracing import Tracing
 
 
 class ServerState:
@@ -35,6 +38,24 @@ class ServerState:
         self.started = time.time()
         self.draining = False
         self.names = served_names(engine, settings)
+        self.tracing: Tracing | None = None
+        if settings.otlp_endpoint is not None:
+            from kvboost.serve.tracing import start_tracing
+
+            self.tracing = start_tracing(settings.otlp_endpoint, self.names[0])
+
+    def reload(self, settings: ServerSettings) -> list[str]:
+        """Takes over the settings that a running server can change; returns the names of those that
+        changed. Requests that have begun keep their tenant. Raises ConfigError, and changes
+        nothing, if ``settings`` would add the first key or remove the last one."""
+        if settings.needs_key != self.settings.needs_key:
+            raise ConfigError("whether requests need an API key cannot change without a restart")
+        new = {name: getattr(settings, name) for name in RELOADABLE}
+        changed = [name for name in RELOADABLE if new[name] != getattr(self.settings, name)]
+        self.settings = replace(self.settings, **new)
+        self.keys.load(self.settings)
+        self.names = served_names(self.engine, self.settings)
+        return changed
 
     def check_model(self, name: str) -> None:
         """Raises ApiError 404 if the model is not served under ``name``."""
