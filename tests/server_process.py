@@ -16,12 +16,17 @@ class ServerProcess:
     error is kept in ``log``."""
 
     def __init__(
-        self, *arguments: str, folder: Path, command: str = "serve", **environment: str
+        self,
+        *arguments: str,
+        folder: Path,
+        command: str = "serve",
+        python: str = sys.executable,
+        **environment: str,
     ) -> None:
         self._errors = folder / f"{command}.log"
         with self._errors.open("ab") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvboost", command, "--port", "0", *arguments],
+                [python, "-m", "kvboost", command, "--port", "0", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
