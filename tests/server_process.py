@@ -21,6 +21,7 @@ class ServerProcess:
         folder: Path,
         command: str = "serve",
         python: str = sys.executable,
+        start_seconds: float = 120.0,
         **environment: str,
     ) -> None:
         self._errors = folder / f"{command}.log"
@@ -33,7 +34,7 @@ class ServerProcess:
                 env={**os.environ, "COLUMNS": "200", **environment},
             )
         assert self._process.stdout is not None
-        watchdog = threading.Timer(120, self._process.kill)
+        watchdog = threading.Timer(start_seconds, self._process.kill)
         watchdog.start()
         self.url = self._process.stdout.readline().strip()
         watchdog.cancel()

@@ -38,7 +38,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     source = str(Path(__file__).parents[2] / "src")
     python = os.environ["KVBOOST_SERVER_PYTHON"]
     arguments = ("--model", MODEL, "--served-name", MODEL)
-    with ServerProcess(*arguments, folder=folder, python=python, PYTHONPATH=source) as process:
+    with ServerProcess(
+        *arguments, folder=folder, python=python, start_seconds=600.0, PYTHONPATH=source
+    ) as process:
         yield Server(process.root, process.url)
 
 

@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from kvboost.cli import app
+from serve_command import serve_options
 
 UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "kvboost.service"
 
@@ -39,8 +38,8 @@ def test_it_runs_a_command_that_parses_and_reloads_by_sighup() -> None:
     program, *arguments = service()["ExecStart"].split()
     assert program.endswith("/kvboost")
     file = UNIT.parent / Path(arguments[-1]).name
-    shown = CliRunner().invoke(app, [*arguments[:-1], str(file), "--help"])
-    assert shown.exit_code == 0, shown.output
+    assert arguments[0] == "serve"
+    assert serve_options(*arguments[1:-1], str(file))["max_waiting"] == 256
     assert service()["ExecReload"] == "/bin/kill -HUP $MAINPID"
 
 

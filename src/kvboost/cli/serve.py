@@ -29,6 +29,7 @@ from kvboost.cli.serve_options import (
     OtlpEndpoint,
     TlsCert,
     TlsKey,
+    check_config,
     reread_settings,
 )
 from kvboost.config import (
@@ -165,6 +166,7 @@ def serve(
     """
     bound_kernel_caches()
     with errors():
+        check_config(context)
         try:
             from kvboost.serve.process import bind
             from kvboost.serve.process import serve as run

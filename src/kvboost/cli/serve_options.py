@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvboost.cli.common import errors
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ logger = logging.getLogger("kvboost.serve")
 
 RELOADED = ("keys_file", "timeout", "mode", "log_prompts", "served_name")
 """Parameters whose new values a running server takes over. All others need a restart."""
+_MISTAKE = "kvboost.config"
 
 
 def read_config(context: typer.Context, path: Path) -> dict[str, Any]:
@@ -51,11 +51,20 @@ def read_config(context: typer.Context, path: Path) -> dict[str, Any]:
 
 
 def _take_defaults(context: typer.Context, path: Path | None) -> Path | None:
-    """Makes the options in ``path`` the defaults of the command line."""
+    """Makes the options in ``path`` the defaults of the command line. A mistake in it is kept for
+    ``check_config``: ``--help`` must work without the file."""
     if path is not None and not context.resilient_parsing:
-        with errors():
+        try:
             context.default_map = read_config(context, path)
+        except ConfigError as error:
+            context.meta[_MISTAKE] = error
     return path
+
+
+def check_config(context: typer.Context) -> None:
+    """Raises ConfigError if the configuration file has a mistake."""
+    if _MISTAKE in context.meta:
+        raise context.meta[_MISTAKE]
 
 
 ConfigFile = Annotated[
