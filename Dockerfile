@@ -14,10 +14,11 @@ WORKDIR /app
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src ./src
 RUN pip install --no-cache-dir -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
-    && pip install --no-cache-dir -c constraints.txt '.[serve,structured,remote]'
+    && pip install --no-cache-dir -c constraints.txt '.[serve,structured,remote,otel]'
 
+# A number, so that Kubernetes can see that it is not root.
 RUN useradd --create-home --uid 1000 kvboost && mkdir -p /data && chown kvboost /data
-USER kvboost
+USER 1000
 VOLUME /data
 EXPOSE 8000
 

@@ -6,10 +6,10 @@ READY  := $(VENV)/.ready
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm test-ray check services format peers bench clean
+.PHONY: help setup demo test test-vllm test-ray test-frameworks check docs services format peers bench clean
 
 help:  ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,9 +27,12 @@ check: $(READY)  ## format, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(READY)  ## the documentation site, into build/site; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 # Many tests start processes; they start faster if the package is compiled only once.
 test: export PYTHONDONTWRITEBYTECODE :=
-test: check services  ## check, then every test, in two processes (WORKERS=2)
+test: check docs services  ## check, then every test, in two processes (WORKERS=2)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 PEER := $(BIN)/python -c 'import sys; from kvboost.bench.peers import environments as e; \
@@ -38,6 +41,12 @@ test-ray: $(READY) services  ## the tests of kvboost.deploy in Ray Serve (sets i
 	@$(BIN)/python scripts/setup_peers.py ray
 	KVBOOST_TEST_RAY=1 RAY_AUTH_MODE=disabled PYTHONPATH=src \
 		"$$($(PEER) ray)" -m pytest tests/deploy_ray
+
+test-frameworks: $(READY)  ## LangChain, LlamaIndex and others against a server (sets them up: minutes)
+	@$(BIN)/python scripts/setup_peers.py frameworks
+	KVBOOST_TEST_FRAMEWORKS=1 KVBOOST_SERVER_PYTHON=$(BIN)/python "$$($(PEER) frameworks)" -m pytest \
+		--confcutdir=tests/frameworks -o pythonpath='tests tests/frameworks' \
+		-o filterwarnings=default -p no:cacheprovider --disable-warnings tests/frameworks
 
 # A process has one engine of vLLM, so every file is a run of its own.
 test-vllm: $(READY) services  ## KVBoost inside vLLM, in the environment of make peers (minutes)

@@ -16,19 +16,25 @@ class ServerProcess:
     error is kept in ``log``."""
 
     def __init__(
-        self, *arguments: str, folder: Path, command: str = "serve", **environment: str
+        self,
+        *arguments: str,
+        folder: Path,
+        command: str = "serve",
+        python: str = sys.executable,
+        start_seconds: float = 120.0,
+        **environment: str,
     ) -> None:
         self._errors = folder / f"{command}.log"
         with self._errors.open("ab") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvboost", command, "--port", "0", *arguments],
+                [python, "-m", "kvboost", command, "--port", "0", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
                 env={**os.environ, "COLUMNS": "200", **environment},
             )
         assert self._process.stdout is not None
-        watchdog = threading.Timer(120, self._process.kill)
+        watchdog = threading.Timer(start_seconds, self._process.kill)
         watchdog.start()
         self.url = self._process.stdout.readline().strip()
         watchdog.cancel()

@@ -20,10 +20,10 @@ from kvboost.cli import app
 ROOT = Path(__file__).parents[1]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "examples" / "README.md",
 ]
-RUNNABLE = ("README.md", "docs/tutorial.md", "docs/coming-from-0.9.md")
+RUNNABLE = ("README.md", "docs/tutorial.md", "docs/coming-from-0.9.md", "docs/howto/rag.md")
 """Pages whose Python blocks run from top to bottom, in one namespace per page."""
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

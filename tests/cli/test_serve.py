@@ -6,6 +6,7 @@ import socket
 
 import pytest
 import torch
+import trustme
 from typer.testing import CliRunner
 
 import kvboost
@@ -40,8 +41,8 @@ def started(monkeypatch):
         seen.update(options=options, model=model, engine=Loaded(kvboost.EngineConfig(**config)))
         return seen["engine"]
 
-    def serve(engine, settings, listening, on_ready):
-        seen["settings"] = settings
+    def serve(engine, settings, listening, on_ready, reread=None):
+        seen.update(settings=settings, reread=reread)
         on_ready()
 
     monkeypatch.setattr(kvboost.KVBoost, "from_pretrained", load)
@@ -198,3 +199,64 @@ def test_adapters_need_a_name_and_a_path(started, given: tuple[str, ...]) -> Non
     done = serve(*(part for one in given for part in ("--lora", one)))
     assert done.exit_code != 0 and "give NAME=PATH" in " ".join(done.output.split())
     assert "engine" not in started
+
+
+def test_options_for_operators_reach_the_server(started, tmp_path) -> None:
+    trustme.CA().issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(
+        tmp_path / "both.pem"
+    )
+    done = serve(
+        *("--cors-origin", "https://a.example", "--cors-origin", "http://localhost:3000"),
+        *("--tls-cert", str(tmp_path / "both.pem"), "--otlp-endpoint", "http://collector:4318"),
+    )
+    assert done.exit_code == 0, done.output
+    settings = started["settings"]
+    assert settings.cors_origins == ("https://a.example", "http://localhost:3000")
+    assert settings.tls_cert == tmp_path / "both.pem" and settings.tls_key is None
+    assert settings.otlp_endpoint == "http://collector:4318"
+    assert done.stdout.startswith("https://127.0.0.1:") and "curl https://" in done.stderr
+    assert "any web page" not in done.stderr
+    assert "any web page" in serve("--cors-origin", "*").stderr
+
+
+def test_a_file_gives_the_options_that_the_command_line_leaves_out(started, tmp_path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(
+        'max-running = 3\ntimeout = 5.0\nserved-name = ["a", "b"]\nlog-prompts = true\n'
+    )
+    done = serve("--config", str(file), "--timeout", "7")
+    assert done.exit_code == 0, done.output
+    assert started["options"]["max_running"] == 3
+    settings = started["settings"]
+    assert settings.timeout == 7.0 and settings.served_names == ("a", "b") and settings.log_prompts
+    for text, message in (
+        ("max-runing = 3", "unknown option 'max-runing'"),
+        ("max-running = 'many'", "--max-running"),
+        ("max-running =", "cannot be read"),
+    ):
+        file.write_text(text)
+        done = serve("--config", str(file))
+        assert done.exit_code == 2 and message in done.output and "Traceback" not in done.output
+
+
+def test_what_changed_in_the_files_is_read_again(started, tmp_path, caplog) -> None:
+    file, keys = tmp_path / "serve.toml", tmp_path / "keys.txt"
+    file.write_text(f'max-running = 3\ntimeout = 5.0\napi-keys = "{keys}"\n')
+    keys.write_text("ann:k-ann\n")
+    serve("--config", str(file), "--mode", "prefix_cache")
+    before, reread = started["settings"], started["reread"]
+    assert reread() == before and not caplog.text
+    file.write_text(f'max-running = 4\ntimeout = 6.0\nmode = "baseline"\napi-keys = "{keys}"\n')
+    keys.write_text("ann:k-ann\nbob:k-bob\n")
+    after = reread()
+    assert after.timeout == 6.0 and [key.name for key in after.keys] == ["ann", "bob"]
+    assert after.mode == "prefix_cache"  # the command line comes first
+    assert "a restart is needed for --max-running" in caplog.text
+    file.write_text("max-running = 0\n")
+    with pytest.raises(kvboost.ConfigError, match="max_running=0"):
+        reread()
+
+
+def test_without_files_there_is_nothing_to_read_again(started) -> None:
+    serve()
+    assert started["reread"] is None

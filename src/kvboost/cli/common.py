@@ -86,10 +86,10 @@ AllowHost = Annotated[
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
-def address(host: str, port: int) -> str:
+def address(host: str, port: int, scheme: str = "http") -> str:
     """Where a server that listens on ``host`` can be reached from this machine."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{shown}:{port}"
+    return f"{scheme}://{shown}:{port}"
 
 
 def only_local(more: Sequence[str]) -> tuple[str, ...]:

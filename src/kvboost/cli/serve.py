@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,15 @@ from kvboost.cli.common import (
     say,
     speculation,
 )
+from kvboost.cli.serve_options import (
+    ConfigFile,
+    CorsOrigin,
+    OtlpEndpoint,
+    TlsCert,
+    TlsKey,
+    check_config,
+    reread_settings,
+)
 from kvboost.config import (
     DEFAULT_MODEL,
     EngineConfig,
@@ -41,6 +51,7 @@ if TYPE_CHECKING:
 
 
 def serve(
+    context: typer.Context,
     model: Model = DEFAULT_MODEL,
     host: Host = "127.0.0.1",
     port: Annotated[
@@ -176,15 +187,22 @@ def serve(
     tp_size: Annotated[
         int, typer.Option(min=1, help="GPUs to split the model over; must divide its KV heads.")
     ] = 1,
+    config: ConfigFile = None,
+    cors_origin: CorsOrigin = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    otlp_endpoint: OtlpEndpoint = None,
 ) -> None:
     """Serve a model over OpenAI's API, with a page at / that shows what it does.
 
-    Ctrl-C or SIGTERM stops it: running answers end and the cache is written.
+    Ctrl-C or SIGTERM stops it: running answers end and the cache is written. SIGHUP reads --config,
+    --api-keys and the TLS files again; the log says what changed and what needs a restart.
 
     Example: [bold]kvboost serve --cache-dir ./kv --api-keys keys.txt[/bold]
     """
     bound_kernel_caches()
     with errors():
+        check_config(context)
         try:
             from kvboost.serve.process import bind
             from kvboost.serve.process import serve as run
@@ -214,7 +232,14 @@ def serve(
             metrics=metrics,
             log_prompts=log_prompts,
             allowed_hosts=only_local(allow_host or ()) if is_loopback(host) and not keys else (),
+            cors_origins=tuple(cors_origin or ()),
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            otlp_endpoint=otlp_endpoint,
         )
+        reread = None
+        if config or keys_file or tls_cert:
+            reread = partial(reread_settings, context, settings, _keys)
         events = _events(settings, kv_events, kv_events_topic, kv_events_replay, kv_events_block)
         adapters = _adapters(lora or [])
         folder = cache_dir or chosen_cache_dir()
@@ -247,7 +272,8 @@ def serve(
             for name, path in adapters.items():
                 engine.load_adapter(name, path)
             port = listening.getsockname()[1]
-            run(engine, settings, listening, lambda: _announce(engine, settings, host, port))
+            announce = partial(_announce, engine, settings, host, port)
+            run(engine, settings, listening, announce, reread)
     kept = f"; the cache is in {folder}" if folder else ""
     say.print(f"stopped{kept}", markup=False)
 
@@ -300,7 +326,7 @@ def _announce(engine: Any, settings: ServerSettings, host: str, port: int) -> No
     from kvboost.serve.server import served_names
     from kvboost.serve.settings import is_loopback
 
-    url = address(host, port)
+    url = address(host, port, "http" if settings.tls_cert is None else "https")
     name = served_names(engine, settings)[0]
     body = {
         "model": name,
@@ -325,6 +351,13 @@ def _announce(engine: Any, settings: ServerSettings, host: str, port: int) -> No
         say.print(
             f"warning: other machines can reach {host}, and the server asks for no key: anyone "
             "there can use the model and see what others have sent. Set --api-keys.",
+            style="yellow",
+            markup=False,
+        )
+    if "*" in settings.cors_origins and not settings.needs_key:
+        say.print(
+            "warning: with --cors-origin '*' and no key, any web page that a browser opens can use "
+            "the model and read what others have sent. Name the origins, or set --api-keys.",
             style="yellow",
             markup=False,
         )

@@ -17,6 +17,7 @@ from kvboost.results import GenerationResult
 from kvboost.serve.errors import ApiError, internal, shutting_down, timed_out
 from kvboost.serve.logprobs import ShownToken, TokenReader
 from kvboost.serve.prompts import Prompt, encode, num_characters
+from kvboost.serve.records import note
 from kvboost.serve.request_fields import MAX_SEED
 from kvboost.serve.reuse_report import counts, spans
 from kvboost.serve.server import ServerState
@@ -67,8 +68,8 @@ class Choice:
         self.prompt_ids = prompt_ids
         self.call = call
         self._stream = stream
-        self._received = received
-        self._submitted = time.perf_counter()
+        self.received = received
+        self.submitted = time.perf_counter()
         self.parser: AnswerParser | None = None
         """What splits the answer into content, reasoning and calls of tools."""
         self._tokens: TokenReader | None = None
@@ -85,11 +86,11 @@ class Choice:
     @property
     def ttft_ms(self) -> float:
         """Milliseconds from the complete body of the request to the first token."""
-        return (self._submitted - self._received) * 1e3 + self.result.ttft_ms
+        return (self.submitted - self.received) * 1e3 + self.result.ttft_ms
 
     @property
     def total_ms(self) -> float:
-        return ((self.ended or time.perf_counter()) - self._received) * 1e3
+        return ((self.ended or time.perf_counter()) - self.received) * 1e3
 
     def read_tokens(self, reader: TokenReader) -> None:
         self._tokens = reader
@@ -226,6 +227,7 @@ class Answers:
     def _note(self, choice: Choice) -> None:
         """Counts an answer that has ended."""
         choice.ended = time.perf_counter()
+        note(choice)
         result = choice.result
         rows = counts(result.reuse)
         self._server.metrics.answer(result.finish_reason, rows, len(result.token_ids))

@@ -27,6 +27,7 @@ from kvboost.serve import (
 )
 from kvboost.serve.anthropic import routes as anthropic
 from kvboost.serve.auth import AuthMiddleware
+from kvboost.serve.cors import Cors
 from kvboost.serve.errors import ApiError, on_engine_error, on_http_error, on_invalid
 from kvboost.serve.limits import HeadLimits, OpenRequests
 from kvboost.serve.metrics import CONTENT_TYPE
@@ -67,6 +68,8 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
         await state.documents.stop()
         await engine.adrain(settings.drain_seconds)
         await asyncio.to_thread(engine.flush)
+        if state.tracing is not None:
+            await asyncio.to_thread(state.tracing.close)
 
     app = FastAPI(
         title="KVBoost",
@@ -94,7 +97,9 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     app.add_middleware(OpenRequests, settings=settings)
     app.add_middleware(AuthMiddleware, keys=state.keys, settings=settings)
     app.add_middleware(HeadLimits, settings=settings)
-    app.add_middleware(RequestMiddleware, settings=settings, metrics=state.metrics)
+    if settings.cors_origins:
+        app.add_middleware(Cors, origins=settings.cors_origins)
+    app.add_middleware(RequestMiddleware, server=state)
     openapi.install(app, state)
     return app
 

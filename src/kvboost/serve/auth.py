@@ -35,6 +35,11 @@ class Keys:
     """The keys of the server and their tenants."""
 
     def __init__(self, settings: ServerSettings) -> None:
+        self._tenants: list[tuple[bytes, Tenant]] = []
+        self.load(settings)
+
+    def load(self, settings: ServerSettings) -> None:
+        """Replaces all keys by those of ``settings``."""
         marked = any(key.is_admin for key in settings.keys)
         self._tenants = [
             (

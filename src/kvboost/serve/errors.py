@@ -143,7 +143,9 @@ def internal() -> ApiError:
 
 
 def context_exceeded(message: str) -> ApiError:
-    """400, as OpenAI answers: clients recognise a prompt that is too long by this code."""
+    """400, as OpenAI answers: clients recognise a prompt that is too long by this code, LiteLLM by
+    the words of OpenAI's message."""
+    message = f"this model's maximum context length is exceeded: {message}"
     return ApiError(400, message, code="context_length_exceeded", param="prompt")
 
 

@@ -11,9 +11,9 @@ from uuid import uuid4
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvboost.serve import records
 from kvboost.serve.errors import ClientGone, internal, log_failure, shutting_down
-from kvboost.serve.metrics import Metrics
-from kvboost.serve.settings import ServerSettings
+from kvboost.serve.server import ServerState
 
 logger = logging.getLogger("kvboost.serve")
 
@@ -30,19 +30,18 @@ _POLICY = (
 
 class RequestMiddleware:
     """Gives every request an id (its own, if it sends a valid one), every response the headers
-    that restrict browsers, and the log one line. An unexpected error is answered with 500; the log
-    has the place where it happened, not its message."""
+    that restrict browsers, and the log one line with the request's tokens and times. An unexpected
+    error is answered with 500; the log has the place where it happened, not its message."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, server: ServerState) -> None:
         self._app = app
-        self._settings = settings
-        self._metrics = metrics
+        self._server = server
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began = time.perf_counter()
+        began, record = time.perf_counter(), records.begin()
         state = scope.setdefault("state", {})
         state["request_id"] = request_id = _request_id(scope)
         status = 0
@@ -62,22 +61,26 @@ class RequestMiddleware:
             if not status:
                 await shutting_down().response()(scope, receive, send_with_headers)
         except Exception as error:
-            log_failure(error, request_id, with_message=self._settings.log_prompts)
+            log_failure(error, request_id, with_message=self._server.settings.log_prompts)
             if not status:
                 await internal().response()(scope, receive, send_with_headers)
         finally:
-            self._metrics.response(status)
-            tenant = state.get("tenant")
+            ended, tenant = time.perf_counter(), state.get("tenant")
+            self._server.metrics.response(status)
+            is_polled = scope["path"] in POLLED_PATHS
             logger.log(
-                logging.DEBUG if scope["path"] in POLLED_PATHS else logging.INFO,
-                "%s %s %r %s %.0f ms %s",
+                logging.DEBUG if is_polled else logging.INFO,
+                "%s %s %r %s %.0f ms %s %s",
                 request_id,
                 scope["method"],
                 scope["path"],
                 status or "gone",
-                (time.perf_counter() - began) * 1e3,
+                (ended - began) * 1e3,
                 tenant.name if tenant is not None else "-",
+                record.line() or "-",
             )
+            if self._server.tracing is not None and not is_polled:
+                self._server.tracing.request(scope, record, status, began, ended)
 
 
 def _add_headers(headers: MutableHeaders, path: str, request_id: str) -> None:

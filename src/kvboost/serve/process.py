@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import signal
@@ -18,10 +19,14 @@ from starlette.applications import Starlette
 from kvboost.errors import ConfigError
 from kvboost.serve.app import create_app
 from kvboost.serve.connections import Connection, NetworkState
+from kvboost.serve.network_checks import check_certificate
+from kvboost.serve.server import ServerState
 from kvboost.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
+
+logger = logging.getLogger("kvboost.serve")
 
 _MAX_HEAD = 64 * 1024  # bytes; the parser refuses more before the application sees them
 _KEEP_ALIVE = 15
@@ -48,27 +53,43 @@ def serve(
     settings: ServerSettings,
     listening: socket.socket,
     on_ready: Callable[[], None] = lambda: None,
+    reread: Callable[[], ServerSettings] | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT. Then accepts no new requests, gives running answers
-    ``drain_seconds`` to finish and flushes the cache. The caller closes the engine."""
+    ``drain_seconds`` to finish and flushes the cache. The caller closes the engine. If ``reread``
+    is given, SIGHUP calls it and takes over the settings that a running server can change."""
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.freeze()  # the model stays; without this every full collection looks at all of it
-    run(create_app(engine, settings), listening, on_ready)
+    app = create_app(engine, settings)
+    state: ServerState = app.state.server
+    run(app, listening, on_ready, reread and (lambda: state.reload(reread())))
 
 
-def run(app: Starlette, listening: socket.socket, on_ready: Callable[[], None]) -> None:
+def run(
+    app: Starlette,
+    listening: socket.socket,
+    on_ready: Callable[[], None],
+    on_reload: Callable[[], list[str]] | None = None,
+) -> None:
     """Runs ``app``, whose ``state.server`` is a NetworkState, until SIGTERM or SIGINT."""
     _log_to_stderr()
-    Server(app, on_ready).run(sockets=[listening])
+    Server(app, on_ready, on_reload).run(sockets=[listening])
 
 
 class Server(uvicorn.Server):
     """uvicorn's server, with our connections. A signal only ends the serving: uvicorn would raise
     it again afterwards and end the process before the engine is closed."""
 
-    def __init__(self, app: Starlette, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        app: Starlette,
+        on_ready: Callable[[], None],
+        on_reload: Callable[[], list[str]] | None = None,
+    ) -> None:
         self.state: NetworkState = app.state.server
         self._on_ready = on_ready
+        self._on_reload = on_reload
+        settings = self.state.settings
         super().__init__(
             uvicorn.Config(
                 app,
@@ -82,7 +103,9 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 h11_max_incomplete_event_size=_MAX_HEAD,
                 timeout_keep_alive=_KEEP_ALIVE,
-                timeout_graceful_shutdown=max(1, round(self.state.settings.drain_seconds)),
+                timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+                ssl_certfile=settings.tls_cert,
+                ssl_keyfile=settings.tls_key,
             )
         )
 
@@ -94,6 +117,22 @@ class Server(uvicorn.Server):
         self.state.draining = True
         await super().shutdown(sockets)
 
+    def reload(self) -> None:
+        """Reads the settings and the TLS certificate again. If there is a mistake in them, nothing
+        changes. Connections that are open keep their certificate."""
+        assert self._on_reload is not None
+        cert, key = self.state.settings.tls_cert, self.state.settings.tls_key
+        try:
+            check_certificate(cert, key)
+            changed = self._on_reload()
+        except ConfigError as error:
+            logger.error("reload: nothing was changed: %s", error)
+            return
+        if cert is not None and self.config.ssl is not None:
+            self.config.ssl.load_cert_chain(cert, key)
+            changed = [*changed, "TLS certificate (read again)"]
+        logger.info("reload: changed %s", ", ".join(changed) or "nothing")
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
@@ -103,9 +142,14 @@ class Server(uvicorn.Server):
         before: dict[signal.Signals, Any] = {
             number: signal.signal(number, self.handle_exit) for number in handled
         }
+        loop = asyncio.get_running_loop()
+        if self._on_reload is not None:
+            loop.add_signal_handler(signal.SIGHUP, self.reload)
         try:
             yield
         finally:
+            if self._on_reload is not None:
+                loop.remove_signal_handler(signal.SIGHUP)
             for number, handler in before.items():
                 signal.signal(number, handler)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,11 +20,12 @@ from kvboost.serve.live import LiveLog
 from kvboost.serve.metrics import Metrics
 from kvboost.serve.openai_responses.store import StoredResponses
 from kvboost.serve.sessions import Sessions
-from kvboost.serve.settings import ServerSettings
+from kvboost.serve.settings import RELOADABLE, ServerSettings
 from kvboost.serve.workers import Workers
 
 if TYPE_CHECKING:
     from kvboost import KVBoost
+    from kvboost.serve.tracing import Tracing
 
 
 class ServerState:
@@ -46,14 +48,42 @@ class ServerState:
         """Connections without a request, the one that has waited longest first."""
         self.started = time.time()
         self.draining = False
-        self.names = served_names(engine, settings)
-        if hidden := sorted({*self.names} & {*engine.adapters()}):
+        self.names = self.embedding_names = served_names(engine, settings)
+        self._take_names()
+        self.tracing: Tracing | None = None
+        if settings.otlp_endpoint is not None:
+            from kvboost.serve.tracing import start_tracing
+
+            self.tracing = start_tracing(settings.otlp_endpoint, self.names[0])
+
+    def reload(self, settings: ServerSettings) -> list[str]:
+        """Takes over the settings that a running server can change; returns the names of those that
+        changed. Requests that have begun keep their tenant. Raises ConfigError, and changes
+        nothing, if ``settings`` would add the first key or remove the last one, or name the model
+        as an adapter is named."""
+        if settings.needs_key != self.settings.needs_key:
+            raise ConfigError("whether requests need an API key cannot change without a restart")
+        new = {name: getattr(settings, name) for name in RELOADABLE}
+        changed = [name for name in RELOADABLE if new[name] != getattr(self.settings, name)]
+        before, self.settings = self.settings, replace(self.settings, **new)
+        try:
+            self._take_names()
+        except ConfigError:
+            self.settings = before
+            raise
+        self.keys.load(self.settings)
+        return changed
+
+    def _take_names(self) -> None:
+        """Raises ConfigError if an adapter has one of the names of the model."""
+        names = served_names(self.engine, self.settings)
+        if hidden := sorted({*names} & {*self.engine.adapters()}):
             raise ConfigError(
                 f"{hidden[0]!r} names both the model and an adapter; rename one of them"
             )
-        self.embedding_names = self.names
-        if settings.embedding_model is not None:
-            self.embedding_names = (_plain_name(settings.embedding_model.name),)
+        self.names = self.embedding_names = names
+        if self.settings.embedding_model is not None:
+            self.embedding_names = (_plain_name(self.settings.embedding_model.name),)
 
     @property
     def adapter_names(self) -> list[str]:

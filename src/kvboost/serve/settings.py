@@ -5,15 +5,19 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvboost.config import GenerationMode, at_least, choose, one_of, whole
 from kvboost.errors import ConfigError
+from kvboost.serve.network_checks import check_certificate, check_collector, check_origin
 
 if TYPE_CHECKING:
     from kvboost import EmbeddingModel
 
 METRICS = ("open", "key", "off")
+RELOADABLE = ("served_names", "mode", "keys", "timeout", "log_prompts")
+"""Settings that a running server can change. All others need a restart."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,15 @@ class ServerSettings:
     log_prompts: bool = False
     allowed_hosts: tuple[str, ...] = ()
     """Host names that the server answers to (the ``Host`` header). Empty: any."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call the server from a browser, such as
+    ``https://app.example``; ``*`` means any page."""
+    tls_cert: Path | None = None
+    """A PEM file with the server's certificate and those of its issuers. Default: no TLS."""
+    tls_key: Path | None = None
+    """The certificate's private key, unless it is in ``tls_cert`` too."""
+    otlp_endpoint: str | None = None
+    """Where traces are sent: the address of an OpenTelemetry collector (OTLP over HTTP)."""
 
     def __post_init__(self) -> None:
         choose(GenerationMode, self.mode, "mode")
@@ -156,6 +169,11 @@ class ServerSettings:
             at_least(self.timeout, 0.0, "timeout")
         at_least(self.session_seconds, 0.0, "session_seconds")
         self._check_warm()
+        for origin in self.cors_origins:
+            check_origin(origin)
+        check_certificate(self.tls_cert, self.tls_key)
+        if self.otlp_endpoint is not None:
+            check_collector(self.otlp_endpoint)
 
     def _check_warm(self) -> None:
         names = [key.name for key in self.keys]

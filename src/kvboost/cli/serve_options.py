@@ -1,0 +1,149 @@
+"""Options of ``kvboost serve`` for operators, and its configuration file."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvboost.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvboost.serve.settings import ApiKey, ServerSettings
+
+logger = logging.getLogger("kvboost.serve")
+
+RELOADED = ("keys_file", "timeout", "mode", "log_prompts", "served_name")
+"""Parameters whose new values a running server takes over. All others need a restart."""
+_MISTAKE = "kvboost.config"
+
+
+def read_config(context: typer.Context, path: Path) -> dict[str, Any]:
+    """The options in the TOML file ``path``, by the names of the command's parameters. An option
+    has its name on the command line, without the dashes at the beginning."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
+    try:
+        given = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}") from None
+    names = {
+        option.removeprefix("--"): parameter.name
+        for parameter in context.command.params
+        for option in parameter.opts
+        if option.startswith("--") and parameter.name not in ("config", "help")
+    }
+    for option in given:
+        if option not in names:
+            raise ConfigError(
+                f"--config {path} has an unknown option {option!r}; there are "
+                f"{', '.join(sorted(names))}"
+            )
+    return {str(names[option]): value for option, value in given.items()}
+
+
+def _take_defaults(context: typer.Context, path: Path | None) -> Path | None:
+    """Makes the options in ``path`` the defaults of the command line. A mistake in it is kept for
+    ``check_config``: ``--help`` must work without the file."""
+    if path is not None and not context.resilient_parsing:
+        try:
+            context.default_map = read_config(context, path)
+        except ConfigError as error:
+            context.meta[_MISTAKE] = error
+    return path
+
+
+def check_config(context: typer.Context) -> None:
+    """Raises ConfigError if the configuration file has a mistake."""
+    if _MISTAKE in context.meta:
+        raise context.meta[_MISTAKE]
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="A TOML file of these options, such as max-running = 16. Options of the command line "
+        "come first.",
+        is_eager=True,
+        callback=_take_defaults,
+    ),
+]
+CorsOrigin = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A web page that may call the server from a browser, such as https://app.example; may "
+        "be repeated; * allows every page."
+    ),
+]
+TlsCert = Annotated[
+    Path | None, typer.Option(help="Serve HTTPS with this certificate, a PEM file.")
+]
+TlsKey = Annotated[
+    Path | None, typer.Option(help="The certificate's private key, unless it is in --tls-cert.")
+]
+OtlpEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        help="Send OpenTelemetry traces to this collector, such as http://127.0.0.1:4318."
+    ),
+]
+
+
+def reread_settings(
+    context: typer.Context,
+    settings: ServerSettings,
+    read_keys: Callable[[Path | None], tuple[ApiKey, ...]],
+) -> ServerSettings:
+    """The settings of a running server after its files have changed. Logs the options that changed
+    but need a restart. Raises ConfigError for a mistake."""
+    new = _reread(context)
+    waiting = [
+        option
+        for option, name in _options(context)
+        if name not in RELOADED and new[name] != context.params[name]
+    ]
+    if waiting:
+        logger.warning("reload: a restart is needed for %s", ", ".join(waiting))
+    return replace(
+        settings,
+        keys=read_keys(new["keys_file"]),
+        timeout=new["timeout"] or None,
+        mode=new["mode"],
+        log_prompts=new["log_prompts"],
+        served_names=tuple(new["served_name"] or ()),
+    )
+
+
+def _reread(context: typer.Context) -> dict[str, Any]:
+    """The parameters of the command, with what its configuration file says now."""
+    path = context.params["config"]
+    given = {} if path is None else read_config(context, path)
+    new = dict(context.params)
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        source = context.get_parameter_source(name)
+        if name not in new or (source is not None and source.name == "COMMANDLINE"):
+            continue
+        value = given.get(name, parameter.get_default(context))
+        try:
+            new[name] = parameter.process_value(context, value)
+        except typer.BadParameter as error:
+            raise ConfigError(f"--config {path}: {name}={value!r}: {error}") from None
+    return new
+
+
+def _options(context: typer.Context) -> list[tuple[str, str]]:
+    """The options of the command and the names of their parameters."""
+    return [
+        (parameter.opts[0], str(parameter.name))
+        for parameter in context.command.params
+        if parameter.name in context.params and parameter.name != "config"
+    ]

@@ -1,0 +1,64 @@
+"""What one request did, for the access log and for traces."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvboost.serve.reuse_report import counts
+
+if TYPE_CHECKING:
+    from kvboost.serve.answers import Choice
+
+
+@dataclass
+class RequestRecord:
+    """The answers of one request, in the order in which they ended."""
+
+    choices: list[Choice] = field(default_factory=list)
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """Milliseconds from the complete request to the first token of any answer."""
+        times = [choice.ttft_ms for choice in self.choices if choice.result.token_ids]
+        return min(times, default=None)
+
+    def tokens(self) -> dict[str, int]:
+        """Tokens by source. A prompt counts once, whatever its number of answers."""
+        total = dict.fromkeys(("prompt", "exact", "approximate", "moved", "computed"), 0)
+        total |= {"recomputed": 0, "generated": 0}
+        for choice in self.choices:
+            total["generated"] += len(choice.result.token_ids)
+            if choice.index % choice.call.n == 0:
+                total["prompt"] += len(choice.prompt_ids)
+                for name, count in counts(choice.result.reuse).items():
+                    total[name.removesuffix("_tokens")] += count
+        return total
+
+    def line(self) -> str:
+        """The answers as fields of the access log; empty if there were none."""
+        if not self.choices:
+            return ""
+        fields = [f"{name}={count}" for name, count in self.tokens().items()]
+        ttft = self.ttft_ms
+        fields += ["ttft_ms=-" if ttft is None else f"ttft_ms={ttft:.0f}"]
+        reasons = sorted({choice.result.finish_reason for choice in self.choices})
+        return " ".join([*fields, f"finish={','.join(reasons)}"])
+
+
+_current: ContextVar[RequestRecord | None] = ContextVar("kvboost_request", default=None)
+
+
+def begin() -> RequestRecord:
+    """A record for the request of this task and of the tasks that it starts."""
+    record = RequestRecord()
+    _current.set(record)
+    return record
+
+
+def note(choice: Choice) -> None:
+    """Adds an answer that has ended to the record of its request."""
+    record = _current.get()
+    if record is not None:
+        record.choices.append(choice)

@@ -1,0 +1,20 @@
+"""What the frameworks are asked."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+NOTES = (
+    "The lighthouse was lit in 1858. Its lamp burned paraffin until the cable came in 1931. The "
+    "keeper wrote down the weather every four hours. In the winter of 1892 the sea took the lower "
+    "steps, and they were built again in granite. Nobody has lived there since 1976.\n"
+) * 3
+
+
+class Verdict(BaseModel):
+    """Few tokens, whatever the model says."""
+
+    animal: Literal["cat", "dog"]
+    is_large: bool

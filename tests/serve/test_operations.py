@@ -1,0 +1,154 @@
+"""What operators set: origins of web pages, TLS, and settings that change while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import ssl
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+import trustme
+
+import kvboost
+from kvboost.serve.app import create_app
+from kvboost.serve.process import Server
+from kvboost.serve.settings import ServerSettings, parse_keys
+from live_server import live_app
+
+PAGE = "https://app.example"
+PREFLIGHT = {
+    "origin": PAGE,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+}
+BODY = {"model": "fake", "prompt": "words"}
+
+
+def test_browsers_may_not_call_it_by_default(client) -> None:
+    answer = client.options("/v1/completions", headers=PREFLIGHT)
+    assert answer.status_code == 405
+    answer = client.post("/v1/completions", json=BODY, headers={"origin": PAGE})
+    assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+def test_pages_of_allowed_origins_may_call_it_with_a_key(serve_fake) -> None:
+    client = serve_fake(cors_origins=(PAGE,), keys=parse_keys(["ann:k-ann"], "test"))
+    preflight = client.options("/v1/completions", headers=PREFLIGHT)
+    assert preflight.status_code == 200  # without a key: browsers send none here
+    assert preflight.headers["access-control-allow-origin"] == PAGE
+    assert "x-stainless-lang" in preflight.headers["access-control-allow-headers"]
+    assert "access-control-allow-credentials" not in preflight.headers
+    for headers, status in (({"authorization": "Bearer k-ann"}, 200), ({}, 401)):
+        answer = client.post("/v1/completions", json=BODY, headers={"origin": PAGE, **headers})
+        assert answer.status_code == status
+        assert answer.headers["access-control-allow-origin"] == PAGE
+        assert "x-kvboost-ttft-ms" in answer.headers["access-control-expose-headers"]
+    other = client.options("/v1/completions", headers={**PREFLIGHT, "origin": "https://evil.test"})
+    assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "ftp://a", ""])
+def test_an_origin_is_a_scheme_and_a_host(origin: str) -> None:
+    with pytest.raises(kvboost.ConfigError, match=r"https://app\.example"):
+        ServerSettings(cors_origins=(origin,))
+
+
+def issue(authority: trustme.CA, folder: Path) -> tuple[Path, Path]:
+    certificate = authority.issue_cert("127.0.0.1")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    certificate.cert_chain_pems[0].write_to_path(cert)
+    certificate.private_key_pem.write_to_path(key)
+    return cert, key
+
+
+def serial(url: str, trusted: ssl.SSLContext) -> int:
+    """The serial number of the server's certificate, after a request was answered."""
+    with httpx.Client(verify=trusted) as client:
+        answer = client.post(f"{url}/v1/completions", json=BODY)
+        assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "Hello"
+        stream = answer.extensions["network_stream"]
+        shown = stream.get_extra_info("ssl_object").getpeercert()
+    return int(shown["serialNumber"], 16)
+
+
+def test_it_serves_https_and_takes_a_new_certificate(fake, tmp_path, caplog) -> None:
+    caplog.set_level("INFO")
+    authority = trustme.CA()
+    trusted = ssl.create_default_context()
+    authority.configure_trust(trusted)
+    cert, key = issue(authority, tmp_path)
+    app = create_app(fake, ServerSettings(tls_cert=cert, tls_key=key, drain_seconds=5.0))
+    with live_app(app) as live:
+        url = live.url.replace("http:", "https:")
+        live.server._on_reload = list
+        first = serial(url, trusted)
+        assert serial(url, trusted) == first
+        issue(authority, tmp_path)
+        live.server.reload()
+        second = serial(url, trusted)
+        key.write_text("no key")
+        live.server.reload()
+        assert serial(url, trusted) == second != first
+    assert "TLS certificate (read again)" in caplog.text
+    assert "nothing was changed: the TLS certificate" in caplog.text
+
+
+def test_mistakes_of_tls_and_traces_are_found_at_once(tmp_path, monkeypatch) -> None:
+    cert, key = issue(trustme.CA(), tmp_path)
+    with pytest.raises(kvboost.ConfigError, match="needs a certificate"):
+        ServerSettings(tls_key=key)
+    with pytest.raises(kvboost.ConfigError, match=r"cert\.pem cannot be used"):
+        ServerSettings(tls_cert=cert)
+    with pytest.raises(kvboost.ConfigError, match=r"gone\.pem cannot be used"):
+        ServerSettings(tls_cert=tmp_path / "gone.pem")
+    with pytest.raises(kvboost.ConfigError, match="such as http"):
+        ServerSettings(otlp_endpoint="collector:4318")
+    monkeypatch.setattr("kvboost.serve.network_checks.find_spec", lambda name: None)
+    with pytest.raises(kvboost.ConfigError, match="pip install opentelemetry-sdk"):
+        ServerSettings(otlp_endpoint="http://collector:4318")
+
+
+def test_a_running_server_takes_over_new_keys_and_names(serve_fake) -> None:
+    client = serve_fake(keys=parse_keys(["ann:k-ann"], "test"), served_names=("fake",))
+    state = client.app.state.server
+
+    def status(key: str, model: str = "fake") -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        body = {**BODY, "model": model}
+        return client.post("/v1/completions", json=body, headers=headers).status_code
+
+    assert status("k-ann") == 200 and status("k-bob") == 401
+    new = replace(
+        state.settings,
+        keys=parse_keys(["bob:k-bob"], "test"),
+        served_names=("other",),
+        max_requests=1,
+    )
+    assert state.reload(new) == ["served_names", "keys"]
+    assert status("k-ann") == 401 and status("k-bob", "other") == 200 and status("k-bob") == 404
+    assert state.settings.max_requests == ServerSettings.max_requests
+    with pytest.raises(kvboost.ConfigError, match="restart"):
+        state.reload(replace(state.settings, keys=()))
+    assert status("k-bob", "other") == 200
+
+
+def test_sighup_reads_the_settings_again(fake) -> None:
+    before = signal.getsignal(signal.SIGHUP)
+
+    async def reloaded() -> None:
+        seen = asyncio.Event()
+
+        def reread() -> list[str]:
+            seen.set()
+            return []
+
+        with Server(create_app(fake), lambda: None, reread).capture_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+            await seen.wait()
+
+    asyncio.run(reloaded())
+    assert signal.getsignal(signal.SIGHUP) is before

@@ -1,0 +1,39 @@
+"""The access log: one line per request, with its tokens by source and its times."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+BODY = {"model": "fake", "prompt": "twelve bytes"}
+
+
+def lines(caplog) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.name == "kvboost.serve"]
+
+
+def test_the_line_of_an_answer_has_tokens_and_times(client, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    answer = client.post("/v1/completions", json={**BODY, "n": 2})
+    (line,) = lines(caplog)
+    pattern = (
+        r"(\S+) POST '/v1/completions' 200 \d+ ms anyone prompt=12 exact=0 approximate=0 moved=0 "
+        r"computed=12 recomputed=0 generated=4 ttft_ms=\d+ finish=stop"
+    )
+    found = re.fullmatch(pattern, line)
+    assert found is not None, line
+    assert found[1] == answer.headers["x-request-id"]
+
+
+def test_a_stream_is_one_line_when_it_has_ended(client, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    client.post("/v1/completions", json={**BODY, "stream": True})
+    (line,) = lines(caplog)
+    assert "generated=2" in line and line.endswith("finish=stop")
+
+
+def test_a_request_without_an_answer_has_no_tokens(client, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    client.post("/v1/completions", json={"model": "fake"})
+    (line,) = lines(caplog)
+    assert " 400 " in line and line.endswith(" anyone -")
