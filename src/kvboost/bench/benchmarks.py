@@ -65,6 +65,11 @@ _ENTRIES = (
         plots=True,
     ),
     Benchmark(
+        "shuffles",
+        "Does reuse decay over a long stream of ever new orders, and what is lost at seams?",
+        "kvboost.bench.quality.shuffles",
+    ),
+    Benchmark(
         "serve",
         "How do servers compare under the same load: ours, vLLM and llama.cpp?",
         "kvboost.bench.load.serve.run",
