@@ -17,14 +17,15 @@ GROWTH = 2.0
 """Each round makes the recomputed share so many times as large."""
 MOST_ABSENT = 0.05
 """If more of the prompt than this is new text before its last rows, what they say without it is no
-measure, and a second round is run to have one."""
+measure, and there is one round."""
 
 
 def asks_stale_answer(moved: MovedRows, repair: RepairParams) -> bool:
     """Whether the probe of a repair shall go through all layers, to compare its answer with that of
-    the first round."""
+    the first round. A round that would run the question's rows and hardly any others is none."""
     absent = int(moved.unknown[: moved.tail.start].sum())
-    return repair.takes_rounds and absent <= MOST_ABSENT * moved.live_end
+    pays = len(moved.tail) <= repair.ratio * moved.plan.num_moved
+    return repair.takes_rounds and pays and absent <= MOST_ABSENT * moved.live_end
 
 
 class Rounds:
@@ -42,7 +43,6 @@ class Rounds:
         """``stale_answer``: the logits of the probe, ``[vocab]``, if it has run to the end."""
         self._moved = moved
         self._tolerance = repair.tolerance
-        self._may_go_on = choice.shift and repair.takes_rounds
         self._before = stale_answer
         self._share = float(choice.rows.sum()) / moved.plan.num_moved
         self.fresh = choice.rows
@@ -54,9 +54,9 @@ class Rounds:
         """Whether one more round is needed, given the logits of the prompt's last row, ``[vocab]``,
         after this one. Chooses its rows then."""
         before, self._before = self._before, answer
-        if not self._may_go_on or self._share >= MOST_RECOMPUTED:
+        if before is None or self.spans is None or self._share >= MOST_RECOMPUTED:
             return False
-        if before is not None and movement(before, answer) <= self._tolerance:
+        if movement(before, answer) <= self._tolerance:
             return False
         self._share = min(GROWTH * self._share, MOST_RECOMPUTED)
         self._choose(round(self._share * self._moved.plan.num_moved) - int(self.fresh.sum()))

@@ -91,7 +91,7 @@ def test_the_control_gets_the_rows_that_auto_has_paid_for(rows) -> None:
     controls = [row for row in rows if row.strategy == "random" and row.ratio == 0.2]
     assert len(controls) == len(paid)
     for row in controls:
-        assert row.charged_share == pytest.approx(paid[row.key[:3]].charged_share, abs=0.01)
+        assert row.charged_share == pytest.approx(paid[row.key[:3]].charged_share, abs=0.01) < 1
 
 
 def test_rows_are_saved_loaded_and_summed_up(rows, tmp_path) -> None:

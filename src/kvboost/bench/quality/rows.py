@@ -77,10 +77,11 @@ def load_rows(paths: Sequence[str | os.PathLike[str]]) -> list[Row]:
 
 def _files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
     found = []
-    for path in map(os.fspath, paths):
-        matching = sorted(glob.glob(path)) if glob.has_magic(path) else [path]
+    for path in paths:
+        name = os.fspath(path)
+        matching = sorted(glob.glob(name)) if glob.has_magic(name) else [name]
         if not matching:
-            raise ConfigError(f"load={path!r} matches no file; give files that --save wrote")
+            raise ConfigError(f"load={name!r} matches no file; give files that --save wrote")
         found += matching
     return found
 
