@@ -186,12 +186,12 @@ class EngineConfig:
     """How moved text is repaired: ``"auto"``, ``"query"``, ``"cacheblend"``, ``"selective"``,
     ``"random"`` (a control) or ``"none"``."""
     recompute_ratio: float = 0.15
-    """The share of moved rows that is computed again; ``"auto"`` computes more of them where the
-    answer still changes."""
+    """The share of moved rows that is computed again; ``"auto"`` computes more of them where that
+    is not enough."""
     recompute_tolerance: float | None = None
-    """With ``"auto"``: rows are computed again, up to half of the moved ones, until the first
-    token's distribution changes by a KL of less than this. None: what ``calibrate`` has found for
-    this model, or 0.02."""
+    """With ``"auto"``: more rows are computed again, up to half of the moved ones, if the first
+    token's distribution is expected to be further from a full prefill's than this KL. None: what
+    ``calibrate`` has found for this model, or 0.03."""
     recompute_overlap: int = 16
     """With ``"selective"``: how many rows are computed again at each end of a moved passage."""
     kv_cache_bits: int = 16
@@ -439,9 +439,9 @@ class RepairParams:
     reuse_moved: str = "when_faster"
     """Strategy ``auto`` computes moved text where reusing it would not be faster. ``"always"``
     reuses it anyway, so every machine gives the same answer."""
-    tolerance: float = 0.02
-    """With ``auto``: rows are computed again until the first token's distribution changes by a KL
-    of less than this."""
+    tolerance: float = 0.03
+    """With ``auto``: more rows are computed again if the first token's distribution is expected to
+    be further from a full prefill's than this KL."""
 
     def __post_init__(self) -> None:
         one_of(self.strategy, STRATEGIES, "recompute_strategy")

@@ -136,6 +136,9 @@ class ReuseReport:
     probes ran and the last rows of the prompt that ran again."""
     charged_flops: float = 0.0
     """The same in arithmetic, attention included, as a share of computing all moved rows."""
+    expected_kl: float | None = None
+    """How far the first token's distribution is expected to be from that of a full prefill (KL),
+    with strategy ``auto``; None if there is nothing to tell it from."""
 
     @property
     def prompt_tokens(self) -> int:

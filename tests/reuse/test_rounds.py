@@ -6,7 +6,7 @@ import torch
 from kvboost import KVBoost
 from kvboost.config import MOST_RECOMPUTED, ConfigError, RepairParams
 from kvboost.results import Score, kl_divergence
-from kvboost.reuse.rounds import movement
+from kvboost.reuse.rounds import divergence
 from test_reuse import BASELINE, HEADER, PASSAGES, prompt_of, words
 from tiny import make_engine, tiny_model
 
@@ -31,24 +31,35 @@ def recomputed(scored: Score) -> int:
     return len(scored.reuse.recomputed)
 
 
-def test_rounds_go_on_until_the_answer_changes_by_less_than_the_tolerance(warmed) -> None:
+def test_a_second_round_is_run_if_the_expected_kl_exceeds_the_tolerance(warmed) -> None:
     full = warmed.score(PROMPT, ANSWER, BASELINE).logits
-    once, some, most = (score(warmed, tolerance) for tolerance in (1e6, 0.0, 0.0))
+    once, again, most = (score(warmed, tolerance) for tolerance in (1e6, 0.0, 0.0))
     moved = sum(span.num_tokens for span in once.reuse.spans if span.kind == "moved")
     assert recomputed(once) == round(0.2 * moved)
     assert recomputed(most) == round(MOST_RECOMPUTED * moved)
     assert set(once.reuse.recomputed) < set(most.reuse.recomputed)
-    assert torch.equal(some.logits, most.logits)  # the same every time
+    assert torch.equal(again.logits, most.logits)  # the same every time
     far, near = (kl_divergence(full, one.logits).mean() for one in (once, most))
     assert near < far
+    assert once.reuse.expected_kl > most.reuse.expected_kl > 0
+    same = score(warmed, once.reuse.expected_kl)
+    assert recomputed(same) == recomputed(once)
 
 
-def test_every_round_is_charged_with_the_rows_of_the_question(warmed) -> None:
+def test_a_second_round_has_as_many_rows_as_the_tolerance_asks_for(warmed) -> None:
+    once, most = score(warmed, 1e6), score(warmed, 0.0)
+    within = score(warmed, 1.01 * most.reuse.expected_kl)
+    assert within.reuse.expected_kl <= 1.01 * most.reuse.expected_kl
+    assert recomputed(once) < recomputed(within) <= recomputed(most)
+    little = score(warmed, 0.99 * once.reuse.expected_kl)
+    assert recomputed(little) == 2 * recomputed(once)  # fewer would not be worth a forward
+
+
+def test_a_second_round_is_charged_with_the_rows_of_the_question(warmed) -> None:
     once, most = score(warmed, 1e6), score(warmed, 0.0)
     tail = once.reuse.charged_tokens - recomputed(once)  # probed through all layers
     assert tail == int(tail) > 0
-    rounds = 2  # after the first: 20 %, then 40 % and 50 %
-    assert most.reuse.charged_tokens == recomputed(most) + (1 + rounds) * tail
+    assert most.reuse.charged_tokens == recomputed(most) + 2 * tail
     assert 0 < once.reuse.charged_flops < most.reuse.charged_flops
 
 
@@ -56,6 +67,7 @@ def test_new_text_before_the_question_leaves_nothing_to_compare_with(warmed) -> 
     new = [*HEADER, *PASSAGES[1], *words(40, 17), *PASSAGES[3], *words(20, 18)]
     strict, loose = score(warmed, 0.0, new), score(warmed, 1e6, new)
     assert recomputed(strict) == recomputed(loose) > 0
+    assert strict.reuse.expected_kl is None
 
 
 def test_a_question_that_is_long_beside_the_moved_text_has_one_round(warmed) -> None:
@@ -70,7 +82,7 @@ def test_only_auto_takes_rounds() -> None:
         RepairParams(tolerance=-1)
 
 
-def test_movement_is_a_divergence() -> None:
-    before, after = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 3.0, 0.0])
-    assert movement(before, before) == 0
-    assert movement(before, after) == pytest.approx(float(kl_divergence(after, before)), rel=1e-5)
+def test_the_change_is_a_divergence() -> None:
+    one, other = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 3.0, 0.0])
+    assert divergence(one, one) == 0
+    assert divergence(one, other) == pytest.approx(float(kl_divergence(one, other)), rel=1e-5)

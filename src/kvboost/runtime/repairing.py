@@ -47,7 +47,7 @@ class Repairing:
             rounds = self._choose(moved)
         state.clock.lap("probe")
         logits = yield from self._compute(rounds.rows, rounds.spans)
-        while self._goes_on(rounds, logits):
+        if self._goes_on(rounds, logits):
             logits = yield from self._compute(rounds.rows, rounds.spans)
         state.rows = total
         state.reuse = replace(
@@ -56,6 +56,7 @@ class Repairing:
             recomputed=tuple(rounds.fresh.nonzero()[:, 0].tolist()),
             charged_tokens=moved.charged_tokens,
             charged_flops=moved.charged_flops(self._runtime.model.attention_share),
+            expected_kl=rounds.expected_kl,
         )
         state.clock.lap("repair")
         return logits

@@ -38,6 +38,21 @@ def paired_bootstrap(
     return float(low), float(high)
 
 
+def spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    """The correlation of ranks, between -1 and 1; equal values share their mean rank."""
+    ranks = [_ranks(np.asarray(values, dtype=np.float64)) for values in (one, other)]
+    if any(np.ptp(each) == 0 for each in ranks):
+        return 0.0
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
+    mean_rank = np.cumsum(counts) - (counts + 1) / 2
+    ranks: np.ndarray = mean_rank[group]
+    return ranks
+
+
 def _words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 

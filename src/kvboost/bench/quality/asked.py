@@ -174,6 +174,7 @@ class Asked:
             ttft_ratio=scored.timings.total_ms / self._full_ms,
             charged_share=scored.reuse.charged_share,
             charged_flops=scored.reuse.charged_flops,
+            expected_kl=scored.reuse.expected_kl,
             hit_rate=scored.reuse.kv_reuse_ratio,
             bytes_per_token=sum(one["bytes"] for one in stored)
             / sum(one["tokens"] for one in stored),
