@@ -81,13 +81,14 @@ class Rounds:
         return torch.cat([covered.new_ones(1), 1 - covered / covered[-1].clamp(min=1e-30)])
 
     def _choose(self, num_rows: int) -> None:
-        """The next rows by attention. The prompt's last rows are computed again with them."""
+        """The next rows by attention. The rows of the first round, which have attended to rows that
+        were stale, and the prompt's last rows are computed again with them."""
         moved = self._moved
         assert self.spans is not None
         self.spans = self.spans.after(self.fresh)
         new = moved.top(moved.attention(), num_rows, without=self.fresh)
         self.fresh = self.fresh | new
-        self.rows = new.clone()
+        self.rows = self.fresh.clone()
         self.rows[moved.tail.start :] = True
         moved.charge(self.rows)
 

@@ -15,7 +15,7 @@ def test_a_stream_of_new_orders_keeps_its_reuse_in_a_bounded_cache() -> None:
     assert len(told) == 8 and served[0].reused == 0
     later = served[4:]  # all documents are known by then
     assert all(one.reused > 0.5 for one in later) and any(one.moved for one in later)
-    assert all(one.seam_rows < 2 for one in later)
+    assert all(one.seam_rows < 16 for one in later)
     assert [one.number for one in served if one.kl is not None] == [3, 7]
     most = max(one.cached_bytes for one in served)
     assert 0 < most <= 3 * sum(60 * 8 for _ in range(3)) * loaded.forward.shape.row_bytes
