@@ -134,7 +134,7 @@ class CostModel:
         try:
             learned = json.loads(self._path.read_text()) if self._path else None
             if learned and learned.get("tolerance") is not None:
-                self.tolerance = float(learned["tolerance"])
+                self.tolerance = max(0.0, float(learned["tolerance"]))
             if learned:
                 gram, target = np.array(learned["gram"]), np.array(learned["target"])
                 rows, place = map(float, learned["rows"]), map(float, learned["place"])

@@ -27,6 +27,8 @@ DONORS = {
     EXACT: "the same prompt read before: exact hits",
 }
 ALL_CHUNKS = 1_000_000
+MOST_BYTES = 2 * 1024**3
+"""Of a GPU's memory, for a request's rows and for the cache each: processes may share it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from kvboost import ConfigError, KVBoost
 from kvboost.bench.kit.benchmark import Bench, ModelSettings, Report, check_folder, option
-from kvboost.bench.quality.asked import DONORS, Asked, Asking, Cell
+from kvboost.bench.quality.asked import DONORS, MOST_BYTES, Asked, Asking, Cell
 from kvboost.bench.quality.noise import NOISE, NOISE_KINDS, NoiseFloor
 from kvboost.bench.quality.rows import DEFAULT_KEPT, Row, append_rows, load_rows, saved_rows
 from kvboost.bench.quality.summary import (
@@ -198,6 +198,8 @@ def measure(
                 chunk_size=kept.chunk_size,
                 kv_cache_bits=kept.bits,
                 reuse_moved="always",
+                max_kv_bytes=MOST_BYTES,
+                gpu_cache_bytes=MOST_BYTES,
             ),
         )
         for kept in settings.kept

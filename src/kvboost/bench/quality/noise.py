@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvboost import GenerationMode, KVBoost
-from kvboost.bench.quality.asked import Asked, Comparison
+from kvboost.bench.quality.asked import MOST_BYTES, Asked, Comparison
 from kvboost.bench.quality.rows import Row
 from kvboost.config import EngineConfig
 from kvboost.model.load import LoadedModel
@@ -21,7 +21,11 @@ class NoiseFloor:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._whole, self._sliced = (
-            KVBoost(loaded, EngineConfig(prefill_slice=rows)) for rows in (WHOLE, SLICED)
+            KVBoost(
+                loaded,
+                EngineConfig(prefill_slice=rows, max_kv_bytes=MOST_BYTES, gpu_cache_bytes=0),
+            )
+            for rows in (WHOLE, SLICED)
         )
 
     def rows(self, asked: Asked) -> list[Row]:
