@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -40,17 +41,16 @@ def paired_bootstrap(
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
     """The correlation of ranks, between -1 and 1; equal values share their mean rank."""
-    ranks = [_ranks(np.asarray(values, dtype=np.float64)) for values in (one, other)]
-    if any(np.ptp(each) == 0 for each in ranks):
+    first, second = _ranks(one), _ranks(other)
+    if not (np.ptp(first) and np.ptp(second)):
         return 0.0
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(np.corrcoef(first, second)[0, 1])
 
 
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
+def _ranks(values: Sequence[float]) -> npt.NDArray[np.float64]:
+    _, group, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
     mean_rank = np.cumsum(counts) - (counts + 1) / 2
-    ranks: np.ndarray = mean_rank[group]
-    return ranks
+    return np.asarray(mean_rank[group], dtype=np.float64)
 
 
 def _words(text: str) -> list[str]:
