@@ -60,7 +60,7 @@ _ENTRIES = (
         "quality",
         "How far are answers over reused text from those of a full prefill?",
         "kvboost.bench.quality.deviation",
-        in_all="--limit 12",
+        in_all="--limit 10",
         seconds=300,
         plots=True,
     ),
