@@ -27,7 +27,7 @@ DONORS = {
     EXACT: "the same prompt read before: exact hits",
 }
 ALL_CHUNKS = 1_000_000
-MOST_BYTES = 2 * 1024**3
+MOST_BYTES = 1 << 30
 """Of a GPU's memory, for a request's rows and for the cache each: processes may share it."""
 
 
