@@ -20,9 +20,11 @@ from kvboost.errors import ConfigError
 DEFAULT_MODEL = "smollm2-135m"
 
 CHUNKING = ("fixed", "semantic", "document")
-STRATEGIES = ("auto", "query", "cacheblend", "selective", "none")
+STRATEGIES = ("auto", "query", "cacheblend", "selective", "random", "none")
 WITHOUT_RATIO = ("selective", "none")
 """The strategies that ``recompute_ratio`` says nothing to."""
+MOST_RECOMPUTED = 0.5
+"""With ``auto``, rounds of repair end when this share of the moved rows has been recomputed."""
 KV_BITS = (16, 8, 4)
 LEAST_SECRET = 16
 """Characters of a cache secret."""
@@ -200,10 +202,15 @@ class EngineConfig:
     """Where chunks end: ``"fixed"`` every ``chunk_size`` tokens, ``"semantic"`` at places that the
     text itself determines, ``"document"`` at ``document_markers``."""
     recompute_strategy: str = "auto"
-    """How moved text is repaired: ``"auto"``, ``"query"``, ``"cacheblend"``, ``"selective"`` or
-    ``"none"``."""
+    """How moved text is repaired: ``"auto"``, ``"query"``, ``"cacheblend"``, ``"selective"``,
+    ``"random"`` (a control) or ``"none"``."""
     recompute_ratio: float = 0.15
-    """The share of moved rows that is computed again."""
+    """The share of moved rows that is computed again; ``"auto"`` computes more of them where that
+    is not enough."""
+    recompute_tolerance: float | None = None
+    """With ``"auto"``: more rows are computed again, up to half of the moved ones, if the first
+    token's distribution is expected to be further from a full prefill's than this KL. None: what
+    ``calibrate`` has found for this model, or 0.05."""
     recompute_overlap: int = 16
     """With ``"selective"``: how many rows are computed again at each end of a moved passage."""
     kv_cache_bits: int = 16
@@ -272,8 +279,13 @@ class EngineConfig:
 
     @property
     def repair(self) -> RepairParams:
+        tolerance = self.recompute_tolerance
         return RepairParams(
-            self.recompute_strategy, self.recompute_ratio, self.recompute_overlap, self.reuse_moved
+            self.recompute_strategy,
+            self.recompute_ratio,
+            self.recompute_overlap,
+            self.reuse_moved,
+            RepairParams.tolerance if tolerance is None else tolerance,
         )
 
     def __post_init__(self) -> None:
@@ -364,6 +376,7 @@ class EngineOptions(TypedDict, total=False):
     chunking: str
     recompute_strategy: str
     recompute_ratio: float
+    recompute_tolerance: float | None
     recompute_overlap: int
     kv_cache_bits: int
     key_norms: bool
@@ -458,17 +471,26 @@ class RepairParams:
     reuse_moved: str = "when_faster"
     """Strategy ``auto`` computes moved text where reusing it would not be faster. ``"always"``
     reuses it anyway, so every machine gives the same answer."""
+    tolerance: float = 0.05
+    """With ``auto``: more rows are computed again if the first token's distribution is expected to
+    be further from a full prefill's than this KL."""
 
     def __post_init__(self) -> None:
         one_of(self.strategy, STRATEGIES, "recompute_strategy")
         one_of(self.reuse_moved, REUSE_MOVED, "reuse_moved")
         within(self.ratio, 0.0, 1.0, "recompute_ratio")
         whole(self.overlap, 0, "recompute_overlap")
+        at_least(self.tolerance, 0.0, "recompute_tolerance")
+
+    @property
+    def takes_rounds(self) -> bool:
+        """Whether more rows may be recomputed than ``ratio`` says."""
+        return self.strategy == "auto" and 0 < self.ratio < MOST_RECOMPUTED
 
     @property
     def name(self) -> str:
         """Requests whose repairs have the same name may continue from each other's rows."""
-        return f"{self.strategy} {self.ratio} {self.overlap}"
+        return f"{self.strategy} {self.ratio} {self.overlap} {self.tolerance}"
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,9 @@ class KVBoost:
         self._model = model
         self._prompts = PromptReader(model.tokenizer, model.vocab_size)
         self._runtime = make_runtime(model, self.config, costs)
+        if self.config.recompute_tolerance is None:
+            calibrated = self._runtime.cost.tolerance
+            self.config = replace(self.config, recompute_tolerance=calibrated)
         self._grammars = Grammars(
             model.tokenizer.serialized,
             max(model.vocab_size, model.tokenizer.size),
@@ -577,16 +580,22 @@ class KVBoost:
     def calibrate(
         self, samples: Sequence[Prompt], max_kl: float, *, cache_salt: str = ""
     ) -> Calibration:
-        """Finds the smallest share of moved rows to recompute so that the answers to ``samples``
-        stay within ``max_kl`` of a full prefill, and uses it from now on. Read the documents of the
-        samples first, with :meth:`warm` or in other requests."""
+        """Finds how little of moved text may be recomputed so that the answers to ``samples`` stay
+        within ``max_kl`` of a full prefill, and uses it from now on. With ``auto`` this is the
+        tolerance, which is kept with the model's costs for later processes; with other strategies
+        it is the ratio. Read the documents of the samples first, with :meth:`warm` or in other
+        requests."""
         if self.config.recompute_strategy in WITHOUT_RATIO:
             raise ConfigError(
                 f"recompute_strategy={self.config.recompute_strategy!r} has no ratio to calibrate; "
                 "use 'auto', 'query' or 'cacheblend'"
             )
-        found = calibrate(self, samples, max_kl, cache_salt)
+        found = calibrate(self, samples, max_kl, self.config.repair, cache_salt)
         self.config = replace(self.config, recompute_ratio=found.ratio)
+        if found.tolerance is not None:
+            self.config = replace(self.config, recompute_tolerance=found.tolerance)
+            self._runtime.cost.tolerance = found.tolerance
+            self._runtime.cost.save()
         return found
 
     def heal(self, timeout: float | None = None) -> HealReport:

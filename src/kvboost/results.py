@@ -133,7 +133,12 @@ class ReuseReport:
     """The moved rows that were recomputed, in order."""
     charged_tokens: float = 0.0
     """The cost of repair, in rows through all layers: the recomputed rows, plus the layers that
-    probes ran."""
+    probes ran and the last rows of the prompt that ran again."""
+    charged_flops: float = 0.0
+    """The same in arithmetic, attention included, as a share of computing all moved rows."""
+    expected_kl: float | None = None
+    """How far the first token's distribution is expected to be from that of a full prefill (KL),
+    with strategy ``auto``; None if there is nothing to tell it from."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -423,20 +428,24 @@ class Pin:
 
 @dataclass(frozen=True)
 class CalibrationStep:
-    """One ratio that was tried: mean KL to a full prefill, and repair cost per moved row."""
+    """What was tried: a ratio, and with ``auto`` a tolerance. Mean KL to a full prefill, and repair
+    cost per moved row."""
 
     ratio: float
     mean_kl: float
     charged_share: float
+    tolerance: float | None = None
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The result of ``calibrate``. ``ratio`` is the smallest one tried that holds ``max_kl``."""
+    """The result of ``calibrate``: the cheapest settings tried that hold ``max_kl``. ``tolerance``
+    is None if the strategy repairs in one round."""
 
     ratio: float
     max_kl: float
     steps: tuple[CalibrationStep, ...]
+    tolerance: float | None = None
 
     @property
     def holds(self) -> bool:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from kvboost.model.kv import KVShape, RequestKV
 from kvboost.reuse.rope import Rotation
-from kvboost.reuse.shift import PRIOR_ROWS, SHIFT_STRENGTH, Shift, Spans
+from kvboost.reuse.shift import PRIOR_ROWS, SHIFT_STRENGTH, Shift, Spans, shift_weights
 
 ROTATION = Rotation(torch.rand(2, 2))
 SPAN_OF = torch.tensor([-1, -1, 0, 0, 0, 0, 1, 1, 1, -1])
@@ -58,3 +59,19 @@ def test_layer_0_and_single_rows_shift_nothing() -> None:
 def test_a_slice_shifts_only_its_own_rows() -> None:
     part = SPANS.between(4, 7)
     assert part.span_of.tolist() == [-1, -1, -1, -1, 0, 0, 1, -1, -1, -1]
+
+
+def test_a_later_round_shifts_what_is_stale_and_trusts_its_rows_less() -> None:
+    fresh = torch.zeros(len(SPAN_OF), dtype=torch.bool)
+    fresh[[2, 3, 9]] = True  # row 9 is not moved
+    later = SPANS.after(fresh)
+    assert later.span_of.tolist() == [-1, -1, -1, -1, 0, 0, 1, 1, 1, -1]
+    assert later.seen is not None and later.seen.tolist() == [2, 0]
+    positions = torch.tensor([6, 7, 9])
+    first, second = shift_weights(positions, SPANS), shift_weights(positions, later)
+    assert first is not None and second is not None and torch.equal(first, second)
+    again = later.after(torch.isin(torch.arange(len(SPAN_OF)), torch.tensor([6])))
+    third = shift_weights(torch.tensor([7, 8]), again)
+    assert third is not None and float(third[0]) == pytest.approx(
+        SHIFT_STRENGTH * 2 / (2 + 1 + PRIOR_ROWS) / 2
+    )

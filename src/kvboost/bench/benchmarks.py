@@ -60,9 +60,14 @@ _ENTRIES = (
         "quality",
         "How far are answers over reused text from those of a full prefill?",
         "kvboost.bench.quality.deviation",
-        in_all="--limit 12",
+        in_all="--limit 10",
         seconds=300,
         plots=True,
+    ),
+    Benchmark(
+        "shuffles",
+        "Does reuse decay over a long stream of ever new orders, and what is lost at seams?",
+        "kvboost.bench.quality.shuffles",
     ),
     Benchmark(
         "serve",

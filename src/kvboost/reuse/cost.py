@@ -53,6 +53,8 @@ class CostModel:
         self._steps: dict[int, deque[float]] = {}
         self.computed_rows: Callable[[int], int] = lambda rows: rows
         """How many rows are computed for so many: on a GPU, forwards are padded to a few sizes."""
+        self.tolerance: float | None = None
+        """The tolerance of repairs that ``calibrate`` has found for this model."""
         self._load()
 
     def observe(self, rows: int, keys: int, seconds: float) -> None:
@@ -138,16 +140,18 @@ class CostModel:
         return moving < WORTHWHILE_RATIO * plain
 
     def save(self) -> None:
-        """Writes the learned costs, if there are any. A folder that cannot be written is ignored:
-        the costs are learned again."""
-        if self._path is None or not self.is_measured:
+        """Writes what was learned, if there is anything. A folder that cannot be written is
+        ignored: the costs are learned again."""
+        if self._path is None or not (self.is_measured or self.tolerance is not None):
             return
-        learned = {
-            "gram": self._gram.tolist(),
-            "target": self._target.tolist(),
-            "rows": self._rows,
-            "place": self._place,
-        }
+        learned: dict[str, object] = {"tolerance": self.tolerance}
+        if self.is_measured:
+            learned |= {
+                "gram": self._gram.tolist(),
+                "target": self._target.tolist(),
+                "rows": self._rows,
+                "place": self._place,
+            }
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(
@@ -161,6 +165,8 @@ class CostModel:
     def _load(self) -> None:
         try:
             learned = json.loads(self._path.read_text()) if self._path else None
+            if learned and learned.get("tolerance") is not None:
+                self.tolerance = max(0.0, float(learned["tolerance"]))
             if learned:
                 gram, target = np.array(learned["gram"]), np.array(learned["target"])
                 rows, place = map(float, learned["rows"]), map(float, learned["place"])

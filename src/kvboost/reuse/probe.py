@@ -15,11 +15,15 @@ _SCORES = 1 << 24  # attention weights held at a time
 class AttentionMass:
     """Sums, over ``layers``, how much a prompt's last rows attend to each row before them: ``mass``
     is ``[start]``, the weights after softmax, averaged over heads and summed over the rows from
-    ``start`` on. Rows that are ``absent``, ``[start]``, receive none."""
+    ``start`` on. Rows that are ``absent``, ``[start]``, receive none. ``ends``: whether the forward
+    ends in the last of ``layers``."""
 
-    def __init__(self, layers: range, start: int, absent: torch.Tensor) -> None:
+    def __init__(
+        self, layers: range, start: int, absent: torch.Tensor, *, ends: bool = True
+    ) -> None:
         self.layers = layers
         self.absent = absent
+        self.ends = ends
         self.mass = torch.zeros(start, device=absent.device)
         self.wait: Callable[[], None] = lambda: None
         """Returns when ``mass`` is complete: a GPU may still be at it."""

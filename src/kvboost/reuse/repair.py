@@ -39,9 +39,9 @@ def probed_layers(num_layers: int) -> range:
     return range(min(low, high - 1), high)
 
 
-AttentionProbe = Callable[[torch.Tensor, Hook, int, "torch.Tensor | None"], None]
+AttentionProbe = Callable[[torch.Tensor, Hook, "int | None", "torch.Tensor | None"], None]
 """``probe(positions, hook, until, absent)`` runs rows of the prompt through the model up to layer
-``until``. Rows that are ``absent`` are not attended to."""
+``until``, or through all layers. Rows that are ``absent`` are not attended to."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class MovedPlan(Protocol):
 
 @dataclass
 class MovedRows:
-    """The moved rows of a prompt whose answer begins at row ``live_end``, and what probing them has
-    cost."""
+    """The moved rows of a prompt whose answer begins at row ``live_end``, and what probing and
+    repairing them has cost."""
 
     plan: MovedPlan
     live_end: int
@@ -81,6 +81,9 @@ class MovedRows:
     device: torch.device
     probe: AttentionProbe
     charged_tokens: float = field(default=0.0, init=False)
+    """Rows through all layers."""
+    charged_keys: float = field(default=0.0, init=False)
+    """Keys that these rows have attended to."""
     _seen: AttentionMass | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -107,16 +110,22 @@ class MovedRows:
         scores[: len(self._seen.mass)] = self._seen.mass
         return scores * self.rows
 
-    def start_attention(self) -> None:
+    @property
+    def tail(self) -> range:
+        """The prompt's last rows, which are probed: they are never moved."""
+        return range(max(self.runs[-1].end, self.live_end - PROBE_ROWS), self.live_end)
+
+    def start_attention(self, *, through_all_layers: bool = False) -> None:
         """Starts the probe for ``attention``: the last rows run over the moved KV as it is and do
         not attend to rows that are not computed yet."""
-        start = max(self.runs[-1].end, self.live_end - PROBE_ROWS)
-        tail = torch.arange(start, self.live_end, device=self.device)
+        start = self.tail.start
+        rows = torch.arange(start, self.live_end, device=self.device)
         absent = self.unknown[: self.live_end].clone()
         absent[start:] = False
         band = probed_layers(self.num_layers)
-        self._seen = AttentionMass(band, start, absent[:start])
-        self._run_probe(tail, self._seen, band[-1], absent if bool(absent.any()) else None)
+        self._seen = AttentionMass(band, start, absent[:start], ends=not through_all_layers)
+        until = None if through_all_layers else band[-1]
+        self._run_probe(rows, self._seen, until, absent if bool(absent.any()) else None)
 
     def deviation(self) -> torch.Tensor:
         """How far each moved row's keys and values in layer 1 are from those computed at its new
@@ -131,15 +140,34 @@ class MovedRows:
         return scores * self.rows
 
     def _run_probe(
-        self, positions: torch.Tensor, hook: Hook, until: int, absent: torch.Tensor | None
+        self, positions: torch.Tensor, hook: Hook, until: int | None, absent: torch.Tensor | None
     ) -> None:
         self.probe(positions, hook, until, absent)
-        self.charged_tokens += len(positions) * (until + PARTIAL_LAYER) / self.num_layers
+        depth = 1.0 if until is None else (until + PARTIAL_LAYER) / self.num_layers
+        self._charge(positions, depth)
 
-    def top(self, scores: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """The ``num_rows`` moved rows that score highest."""
+    def charge(self, rows: torch.Tensor) -> None:
+        """Counts ``rows``, ``[prompt]``, as computed once for the repair."""
+        self._charge(rows[: self.live_end].nonzero()[:, 0], 1.0)
+
+    def _charge(self, positions: torch.Tensor, depth: float) -> None:
+        self.charged_tokens += depth * len(positions)
+        self.charged_keys += depth * float(positions.sum())
+
+    def charged_flops(self, attention_share: float) -> float:
+        """What the repair has cost, as a share of the arithmetic of computing all moved rows.
+        ``attention_share``: attending to one key, relative to one row through the weights."""
+        moved_keys = float(self.rows.nonzero().sum())
+        computed = self.plan.num_moved + attention_share * moved_keys
+        return (self.charged_tokens + attention_share * self.charged_keys) / computed
+
+    def top(
+        self, scores: torch.Tensor, num_rows: int, without: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The ``num_rows`` moved rows that score highest, ``without`` some of them."""
         chosen = torch.zeros_like(self.rows)
-        ranked = scores.masked_fill(~self.rows, float("-inf"))
+        candidates = self.rows if without is None else self.rows & ~without
+        ranked = scores.masked_fill(~candidates, float("-inf"))
         chosen[ranked.topk(num_rows).indices] = True
         return chosen
 
@@ -179,6 +207,14 @@ def cacheblend(moved: MovedRows, repair: RepairParams) -> RepairChoice:
     return RepairChoice(moved.top(moved.deviation(), num_rows))
 
 
+def random(moved: MovedRows, repair: RepairParams) -> RepairChoice:
+    """Any rows, the same for the same prompt; the rest of each span is shifted. A control: what a
+    choice is worth is what it gains over this."""
+    num_rows = round(repair.ratio * moved.plan.num_moved)
+    drawn = torch.rand(len(moved.rows), generator=torch.Generator().manual_seed(num_rows))
+    return RepairChoice(moved.top(drawn.to(moved.device), num_rows), shift=True)
+
+
 def asks_attention(repair: RepairParams) -> bool:
     """Whether a repair chooses rows by ``MovedRows.attention``."""
     return repair.strategy in ("auto", "query") and 0 < repair.ratio < 1
@@ -205,5 +241,6 @@ STRATEGIES: dict[str, Callable[[MovedRows, RepairParams], RepairChoice]] = {
     "query": query,
     "cacheblend": cacheblend,
     "selective": selective,
+    "random": random,
     "none": none,
 }

@@ -7,7 +7,7 @@ is added to the other rows before any row attends to them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,19 +26,30 @@ PRIOR_ROWS = 4
 class Spans:
     """Rows that share one offset. ``span_of``, ``[prompt]``, is -1 for rows that are not moved.
     ``resemblance``, ``[spans]``: if a donor's context was similar, errors are small and less alike,
-    so less of their mean is applied."""
+    so less of their mean is applied. ``seen``, ``[spans]``: how many rows have shown the offset in
+    earlier rounds of the same repair."""
 
     span_of: torch.Tensor
     resemblance: torch.Tensor
+    seen: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Spans:
-        return Spans(self.span_of.to(device), self.resemblance.to(device))
+        seen = None if self.seen is None else self.seen.to(device)
+        return Spans(self.span_of.to(device), self.resemblance.to(device), seen)
 
     def between(self, start: int, end: int) -> Spans:
         """The spans of rows ``[start, end)`` alone."""
         span_of = self.span_of.clone()
         span_of[:start] = span_of[end:] = -1
-        return Spans(span_of, self.resemblance)
+        return replace(self, span_of=span_of)
+
+    def after(self, fresh: torch.Tensor) -> Spans:
+        """The spans for the next round, when rows ``fresh``, ``[prompt]``, are recomputed. Those
+        are not shifted any more, and the other rows have the offset that they have shown."""
+        which = self.span_of[fresh & (self.span_of >= 0)]
+        shown = torch.bincount(which, minlength=len(self.resemblance))
+        seen = shown if self.seen is None else self.seen + shown
+        return replace(self, span_of=self.span_of.masked_fill(fresh, -1), seen=seen)
 
 
 def shift_weights(positions: torch.Tensor, spans: Spans) -> torch.Tensor | None:
@@ -48,15 +59,18 @@ def shift_weights(positions: torch.Tensor, spans: Spans) -> torch.Tensor | None:
     which = which[which >= 0]
     if not 2 <= len(which) < int((spans.span_of >= 0).sum()):
         return None
-    return row_weights(which, spans.resemblance)
+    return row_weights(which, spans.resemblance, spans.seen)
 
 
-def row_weights(which: torch.Tensor, resemblance: torch.Tensor) -> torch.Tensor:
+def row_weights(
+    which: torch.Tensor, resemblance: torch.Tensor, seen: torch.Tensor | None = None
+) -> torch.Tensor:
     """What each recomputed row adds to the offset of its span; ``which``, ``[rows]``, are the
-    spans, and ``resemblance`` is that of :class:`Spans`."""
+    spans, ``resemblance`` and ``seen`` those of :class:`Spans`."""
     numbers = torch.arange(len(resemblance), device=which.device)[:, None]
     count = (which == numbers).sum(1)
-    trust = torch.where(count >= 2, count / (count + PRIOR_ROWS), 0.0)
+    known = count + PRIOR_ROWS if seen is None else count + PRIOR_ROWS + seen
+    trust = torch.where(count >= 2, count / known, 0.0)
     strength = SHIFT_STRENGTH * (1 - resemblance)
     return (strength * trust / count.clamp(min=1))[which]
 

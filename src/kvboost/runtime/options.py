@@ -53,6 +53,7 @@ class ReuseOptions(TypedDict, total=False):
     cache_salt: str
     recompute_strategy: str | None
     recompute_ratio: float | None
+    recompute_tolerance: float | None
     reuse_moved: str | None
     adapter: str | None
 
@@ -115,6 +116,7 @@ def make_request(
     cache_salt: str = "",
     recompute_strategy: str | None = None,
     recompute_ratio: float | None = None,
+    recompute_tolerance: float | None = None,
     reuse_moved: str | None = None,
 ) -> Request:
     """A checked request. ``repair`` holds the engine's own settings, used unless the request gives
@@ -130,6 +132,8 @@ def make_request(
         repair = replace(repair, strategy=recompute_strategy)
     if recompute_ratio is not None:
         repair = replace(repair, ratio=recompute_ratio)
+    if recompute_tolerance is not None:
+        repair = replace(repair, tolerance=recompute_tolerance)
     if reuse_moved is not None:
         repair = replace(repair, reuse_moved=reuse_moved)
     if grammar is not None and exactness == "verified":

@@ -68,7 +68,8 @@ class Planner:
         caller."""
         plan = make_plan(len(request.token_ids), known, num_shared)
         notes = []
-        if not self._cost.moving_pays(plan, request.repair, probe_depth=PROBE_BAND[1]):
+        depth = 1.0 if request.repair.takes_rounds else PROBE_BAND[1]
+        if not self._cost.moving_pays(plan, request.repair, probe_depth=depth):
             plan = plan.without_moved()
             notes.append("moved text was computed: reusing it would not have been faster")
         if request.mode is GenerationMode.CHUNK_KV_REUSE and not self._moves:

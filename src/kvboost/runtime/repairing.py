@@ -12,7 +12,8 @@ from kvboost.model.kv import RequestKV
 from kvboost.model.segment import Hook, Segment
 from kvboost.model.triton.host import one_thread
 from kvboost.reuse.plan import Plan
-from kvboost.reuse.repair import STRATEGIES, MovedRows, RepairChoice, asks_attention
+from kvboost.reuse.repair import STRATEGIES, MovedRows, asks_attention
+from kvboost.reuse.rounds import Rounds, asks_stale_answer
 from kvboost.reuse.shift import Spans
 from kvboost.runtime.computing import Computing
 from kvboost.runtime.request import RequestState
@@ -31,6 +32,7 @@ class Repairing:
         self._rows = runtime.rows_of(kv)
         ids = torch.from_numpy(state.request.token_ids.astype(np.int64))
         self._ids = ids.to(self._rows.device)
+        self._stale_answer: torch.Tensor | None = None
 
     def run(self, plan: Plan) -> Computing[torch.Tensor]:
         """Returns the logits of the prompt's last rows."""
@@ -42,33 +44,46 @@ class Repairing:
         layers = self._kv.shape.num_layers
         moved = MovedRows(plan, live_end, layers, self._rows.device, self._probe)
         with self._in_one_thread():
-            choice, spans = self._choose(moved)
+            rounds = self._choose(moved)
         state.clock.lap("probe")
-        rows = (choice.rows | moved.unknown).nonzero()[:, 0]
+        logits = yield from self._compute(rounds.rows, rounds.spans)
+        if self._goes_on(rounds, logits):
+            logits = yield from self._compute(rounds.rows, rounds.spans)
+        state.rows = total
+        state.reuse = replace(
+            state.reuse,
+            strategy=self._repair.strategy,
+            recomputed=tuple(rounds.fresh.nonzero()[:, 0].tolist()),
+            charged_tokens=moved.charged_tokens,
+            charged_flops=moved.charged_flops(self._runtime.model.attention_share),
+            expected_kl=rounds.expected_kl,
+        )
+        state.clock.lap("repair")
+        return logits
+
+    def _compute(self, rows: torch.Tensor, spans: Spans | None) -> Computing[torch.Tensor]:
+        """Runs ``rows``, ``[prompt]``, and shifts the others of ``spans``. Returns the logits of
+        the prompt's last rows."""
+        first_logits = len(self._ids) - self._num_logits
         logits, since = [], 0
         # What a slice shifts depends on where it ends, so slices do not depend on the batch.
-        for part in torch.split(rows, self._slice_rows):
+        for part in torch.split(rows.nonzero()[:, 0], self._slice_rows):
             hook = None
-            if choice.shift:
+            if spans is not None:
                 # A slice shifts the rows between the end of the last slice and its own, once.
                 until = int(part[-1]) + 1
                 with self._in_one_thread():
                     hook = self._rows.shift(part, spans.between(since, until))
                 since = until
-            num_logits = int((part >= total - self._num_logits).sum())
+            num_logits = int((part >= first_logits).sum())
             given = yield Segment(self._kv, self._ids[part], part, num_logits, hook=hook)
             assert isinstance(given, torch.Tensor)
             logits.append(given)
-        state.rows = total
-        recomputed = choice.rows.nonzero()[:, 0].tolist()
-        state.reuse = replace(
-            state.reuse,
-            strategy=self._repair.strategy,
-            recomputed=tuple(recomputed),
-            charged_tokens=moved.charged_tokens + len(recomputed),
-        )
-        state.clock.lap("repair")
         return logits[-1] if len(logits) == 1 else torch.cat(logits)
+
+    def _goes_on(self, rounds: Rounds, logits: torch.Tensor) -> bool:
+        with self._in_one_thread():
+            return rounds.goes_on(logits[0])
 
     @property
     def _slice_rows(self) -> int:
@@ -76,19 +91,25 @@ class Repairing:
             self._runtime.prefill_slice, self._rows.slice_rows or self._runtime.prefill_slice
         )
 
-    def _choose(self, moved: MovedRows) -> tuple[RepairChoice, Spans]:
-        if self._is_on_host and asks_attention(self._repair):
-            moved.start_attention()  # the GPU probes while the host goes on
+    def _choose(self, moved: MovedRows) -> Rounds:
+        if asks_attention(self._repair):  # a GPU probes while the host goes on
+            moved.start_attention(through_all_layers=asks_stale_answer(moved, self._repair))
         spans = moved.spans()
-        return STRATEGIES[self._repair.strategy](moved, self._repair), spans
+        choice = STRATEGIES[self._repair.strategy](moved, self._repair)
+        return Rounds(moved, choice, spans, self._repair, self._stale_answer)
 
     def _probe(
-        self, positions: torch.Tensor, hook: Hook, until: int, absent: torch.Tensor | None
+        self, positions: torch.Tensor, hook: Hook, until: int | None, absent: torch.Tensor | None
     ) -> None:
         hook = self._rows.probe(hook, positions)
-        ids = self._ids[positions]
-        segment = Segment(self._kv, ids, positions, 0, hook=hook, until=until, absent=absent)
-        self._runtime.model.forward.run([segment])
+        ids, num_logits = self._ids[positions], int(until is None)
+        segment = Segment(
+            self._kv, ids, positions, num_logits, hook=hook, until=until, absent=absent
+        )
+        (logits,) = self._runtime.model.forward.run([segment])
+        if num_logits:
+            assert isinstance(logits, torch.Tensor)
+            self._stale_answer = logits[-1]
 
     @property
     def _is_on_host(self) -> bool:

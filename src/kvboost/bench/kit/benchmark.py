@@ -232,7 +232,8 @@ class Bench:
         asked = cast(ModelSettings, self.settings)
         loaded = load(asked.model, device=asked.device, dtype=asked.dtype)
         self.describe(loaded.device, loaded.forward.shape.dtype)
-        with KVBoost(loaded, EngineConfig()) as engine:
+        # Several processes may share a GPU: a short prefill needs little of it.
+        with KVBoost(loaded, EngineConfig(max_kv_bytes=1 << 30, gpu_cache_bytes=0)) as engine:
             self._estimate(engine)
         return loaded
 

@@ -68,7 +68,7 @@ class Repairer:
         probed = [0]
 
         def probe(
-            positions: torch.Tensor, hook: Hook, until: int, absent: torch.Tensor | None
+            positions: torch.Tensor, hook: Hook, until: int | None, absent: torch.Tensor | None
         ) -> None:
             """vLLM's attention knows no absent rows: they are computed with the probe instead."""
             assert isinstance(hook, AttentionMass)

@@ -34,6 +34,8 @@ log = logging.getLogger("kvboost")
 MOST_KEYS = 1 << 18
 """Requests with more rows of KV than this have no such forwards: buffers would take too much."""
 ROWS, REPAIRS, PROBES = "rows of prompts", "repairs", "probes"
+ANSWERED = "probes with an answer"
+"""Probes that go through all layers."""
 
 RunRows = Callable[[torch.Tensor, torch.Tensor, RowBatch, torch.Tensor], torch.Tensor]
 """Runs token ids at positions, both int64 ``[rows]``, of a batch; returns logits of some rows."""
@@ -183,7 +185,7 @@ class SegmentForwards:
 
     def size_for(self, kind: str, rows: int) -> int:
         """The number of rows that a forward of this kind computes for ``rows``."""
-        return PROBE_ROWS if kind == PROBES else self.bucket_of(max(2, rows))
+        return PROBE_ROWS if kind in (PROBES, ANSWERED) else self.bucket_of(max(2, rows))
 
     def record(self, kind: str, size: int) -> None:
         """Records a forward before a request needs it. It runs padding."""
@@ -204,7 +206,7 @@ class SegmentForwards:
             and kind not in self._refused
             and isinstance(kv, PagedKV)
             and kv.slab is self.slab
-            and len(segment) <= (PROBE_ROWS if kind == PROBES else self.most_rows)
+            and len(segment) <= (PROBE_ROWS if kind in (PROBES, ANSWERED) else self.most_rows)
             and segment.num_logits <= 1
             and segment.sampler is None
             and not segment.as_stock
@@ -242,10 +244,11 @@ class SegmentForwards:
 
     def _make(self, kind: str, size: int) -> CapturedForward:
         kernels, capacity = self.kernels, min(self.slab.most_rows, MOST_KEYS)
-        rows = FixedRows(kernels, self._heads, size, capacity, size if kind == PROBES else 0)
+        probes = kind in (PROBES, ANSWERED)
+        rows = FixedRows(kernels, self._heads, size, capacity, size if probes else 0)
         hook: FixedShift | FixedMass | None = None
-        if kind == PROBES:
-            hook = FixedMass(kernels, rows, hides=True)
+        if probes:
+            hook = FixedMass(kernels, rows, hides=True, ends=kind == PROBES)
         elif kind == REPAIRS:
             hook = FixedShift(kernels, size, capacity)
         batch: RowsBatch | None = None
@@ -278,6 +281,8 @@ def _kind(segment: Segment) -> str | None:
     """What kind of forward a segment is; None if it is another."""
     hook = segment.hook.hook if isinstance(segment.hook, SegmentHook) else segment.hook
     if isinstance(hook, MassHook):
+        if segment.until is None:
+            return None if hook.seen.ends else ANSWERED
         return PROBES if segment.until == hook.seen.layers[-1] else None
     if segment.until is not None or segment.absent is not None:
         return None

@@ -242,14 +242,18 @@ class FixedShift:
 
 class FixedMass:
     """What the last rows of any prompt attend to. They are the lead of ``rows``. With ``hides``,
-    attention of the forward does not see absent rows either: they are not computed with it."""
+    attention of the forward does not see absent rows either: they are not computed with it.
+    ``ends``: whether the forward ends in the last layer that is observed."""
 
-    def __init__(self, kernels: GpuKernels, rows: FixedRows, *, hides: bool = False) -> None:
+    def __init__(
+        self, kernels: GpuKernels, rows: FixedRows, *, hides: bool = False, ends: bool = True
+    ) -> None:
         device, capacity = kernels.pages.device, rows.lead.end
         self._kernels, self._rows = kernels, rows.lead
         self._layers = probed_layers(len(kernels.pages.caches))
         self._absent = torch.ones(capacity, dtype=torch.bool, device=device)
         self._mass = torch.zeros(capacity, device=device)
+        self._ends = ends
         self.hidden = self._absent if hides else None
 
     def begin(self) -> None:
@@ -271,7 +275,7 @@ class FixedMass:
             window=window,
             absent=self._absent,
         )
-        if layer == self._layers[-1]:
+        if layer == self._layers[-1] and self._ends:
             raise EnoughLayers
 
     def num_last(self, hook: LayerHook | None) -> int:

@@ -206,7 +206,8 @@ class MassHook:
         )
         if layer == self.seen.layers[-1]:
             self.give(self._mass)
-            raise EnoughLayers
+            if self.seen.ends:
+                raise EnoughLayers
 
     def give(self, mass: torch.Tensor) -> None:
         """Hands over what was seen. The host goes on meanwhile."""

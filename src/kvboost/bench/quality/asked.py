@@ -1,0 +1,207 @@
+"""A question whose answer with full prefill is known, served from text that was read before."""
+
+from __future__ import annotations
+
+import random
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvboost import ConfigError, GenerationMode, KVBoost, SpanKind
+from kvboost.bench.kit.benchmark import option
+from kvboost.bench.kit.stats import f1
+from kvboost.bench.quality.rows import DEFAULT_KEPT, Row
+from kvboost.bench.texts.questions import Question
+from kvboost.results import kl_divergence
+
+if TYPE_CHECKING:
+    import torch
+
+EXACT = "exact"
+DONORS = {
+    "alone": "each passage read by itself",
+    "header": "each passage read after the chat template's header",
+    "other": "each passage read after the header and a passage of another question",
+    "reordered": "all passages read in one earlier request, in another order",
+    "orders": "several earlier requests with moved text, each in another order",
+    EXACT: "the same prompt read before: exact hits",
+}
+ALL_CHUNKS = 1_000_000
+MOST_BYTES = 1 << 30
+"""Of a GPU's memory, for a request's rows and for the cache each: processes may share it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asking:
+    """How questions are asked."""
+
+    passages: int = option(8, "Passages in a prompt.", least=2)
+    passage_tokens: int = option(256, "The most tokens of a passage.", least=64)
+    answer_tokens: int = option(16, "The most tokens of an answer.", least=1)
+    orders: int = option(3, "Earlier requests of donor kind orders.", least=1)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """How moved text is repaired."""
+
+    strategy: str
+    ratio: float
+    tolerance: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.strategy if self.tolerance is None else f"{self.strategy} {self.tolerance:g}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Distributions over the same answer, compared token by token."""
+
+    kl_by_token: tuple[float, ...]
+    top1: float
+    first_difference: int | None
+
+    @classmethod
+    def of(cls, expected: torch.Tensor, actual: torch.Tensor) -> Comparison:
+        divergences = kl_divergence(expected, actual).clamp(min=0.0)
+        agree = expected.argmax(-1).cpu() == actual.argmax(-1).cpu()
+        differs = (~agree).nonzero()
+        return cls(
+            tuple(divergences.tolist()),
+            float(agree.double().mean()),
+            int(differs[0]) if len(differs) else None,
+        )
+
+    @property
+    def kl(self) -> float:
+        return sum(self.kl_by_token) / len(self.kl_by_token)
+
+
+class Asked:
+    """A question whose full answer is known."""
+
+    def __init__(
+        self, engine: KVBoost, question: Question, other: Question, asking: Asking, seed: int
+    ) -> None:
+        self._engine = engine
+        self._kept = DEFAULT_KEPT
+        self._question = question
+        self._seed = seed
+        self._asking = asking
+        self._documents = self._cut(question)
+        self._others = self._cut(other)
+        ask = f"Question: {question.question}\nAnswer in a few words."
+        self.prompt = engine.arrange(None, self._documents, ask, cache_salt="none").prompt
+        baseline = GenerationMode.BASELINE
+        full = engine.generate(self.prompt, asking.answer_tokens, baseline)
+        self.answer = full.token_ids
+        self.full_f1 = f1(full.output_text, question.answers)
+        scored = engine.score(self.prompt, self.answer, baseline)
+        self.logits, self._full_ms = scored.logits, scored.timings.total_ms
+        bare = engine.arrange(None, [ask], "", cache_salt="none").prompt
+        guessed = engine.generate(bare, asking.answer_tokens, baseline)
+        self._no_context_f1 = f1(guessed.output_text, question.answers)
+        without = engine.score(bare, self.answer, baseline).logits
+        self._no_context_kl = Comparison.of(self.logits, without).kl
+
+    def through(self, engine: KVBoost, kept: str) -> Asked:
+        """The same question and answer for another engine on the same model."""
+        other = copy(self)
+        other._engine, other._kept = engine, kept
+        return other
+
+    def _cut(self, question: Question) -> list[str]:
+        """Passages of at most so many tokens, each a paragraph of its own."""
+        texts = [text.strip() + "\n\n" for text in question.passages[: self._asking.passages]]
+        ids = [self._engine.encode(text) for text in texts]
+        limit = self._asking.passage_tokens
+        return [
+            text if len(tokens) <= limit else self._engine.decode(tokens[: limit - 1]) + "\n\n"
+            for text, tokens in zip(texts, ids, strict=True)
+        ]
+
+    def read_before(self, donor: str, salt: str) -> None:
+        engine, documents = self._engine, self._documents
+        exact = GenerationMode.PREFIX_CACHE
+        if donor == EXACT:
+            engine.generate(self.prompt, 1, exact, cache_salt=salt)
+        elif donor == "alone":
+            for text in documents:
+                engine.warm(text, header="", cache_salt=salt)
+        elif donor == "header":
+            for text in documents:
+                engine.warm(text, cache_salt=salt)
+        elif donor == "other":
+            for number, text in enumerate(documents):
+                stranger = self._others[number % len(self._others)]
+                after = engine.arrange(None, [stranger, text], "", cache_salt="none").prompt
+                engine.warm(after, cache_salt=salt)
+        elif donor == "orders":
+            for number in range(self._asking.orders):
+                engine.generate(self._shuffled(self._seed + number), 1, cache_salt=salt)
+        else:
+            engine.generate(self._shuffled(self._seed), 1, exact, cache_salt=salt)
+
+    def _shuffled(self, seed: int) -> list[int]:
+        """A prompt with the same passages in another order."""
+        order, shuffler = list(self._documents), random.Random(seed)
+        while order == self._documents and len(set(order)) > 1:
+            shuffler.shuffle(order)
+        return self._engine.arrange(None, order, "Summarize this.", cache_salt="none").prompt
+
+    def served(self, donor: str, cell: Cell, salt: str, paid: float | None = None) -> Row:
+        """``paid``: what ``auto`` has paid per moved row, for a control with the same budget."""
+        is_control = cell.strategy == "random" and paid is not None
+        how: dict[str, Any] = {
+            "cache_salt": salt,
+            "recompute_strategy": cell.strategy,
+            "recompute_ratio": min(1.0, paid or 0.0) if is_control else cell.ratio,
+            "recompute_tolerance": cell.tolerance,
+        }
+        scored = self._engine.score(self.prompt, self.answer, **how)
+        if donor != EXACT and not scored.reuse.count(SpanKind.MOVED):
+            raise ConfigError(
+                f"nothing was moved in the prompt of {self._question.question!r}; give passages "
+                "of at least 64 tokens and load the model with reuse_moved='always'"
+            )
+        stored = self._engine.chunks(ALL_CHUNKS)
+        return self.row(
+            self._engine,
+            Comparison.of(self.logits, scored.logits),
+            how,
+            donor=donor,
+            strategy=cell.name,
+            ratio=cell.ratio,
+            ttft_ratio=scored.timings.total_ms / self._full_ms,
+            charged_share=scored.reuse.charged_share,
+            charged_flops=scored.reuse.charged_flops,
+            expected_kl=scored.reuse.expected_kl,
+            hit_rate=scored.reuse.kv_reuse_ratio,
+            bytes_per_token=sum(one["bytes"] for one in stored)
+            / sum(one["tokens"] for one in stored),
+        )
+
+    def row(
+        self, engine: KVBoost, compared: Comparison, how: dict[str, Any], **figures: Any
+    ) -> Row:
+        """What was compared, and the F1 of the answer that ``engine`` gives. The same greedy text
+        needs no second answer."""
+        found = self.full_f1
+        if compared.first_difference is not None:
+            tokens = self._asking.answer_tokens
+            result = engine.generate(self.prompt, tokens, keep=False, **how)
+            found = f1(result.output_text, self._question.answers)
+        return Row(
+            question=self._question.question,
+            kl=compared.kl,
+            kl_by_token=compared.kl_by_token,
+            top1=compared.top1,
+            first_difference=compared.first_difference,
+            f1=found,
+            full_f1=self.full_f1,
+            no_context_f1=self._no_context_f1,
+            no_context_kl=self._no_context_kl,
+            kept=self._kept,
+            **figures,
+        )

@@ -1,0 +1,98 @@
+"""What ``kvboost quality`` measures, question by question, and the files that keep it."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvboost import ConfigError
+
+DEFAULT_KEPT = "fixed 128, 16 bits"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question, served in one way."""
+
+    question: str
+    donor: str
+    strategy: str
+    ratio: float
+    kl: float
+    """Mean over the answer's tokens."""
+    top1: float
+    """The share of the answer's tokens that stay the likeliest."""
+    first_difference: int | None
+    """The first token that does not; None if the greedy answer is the same text."""
+    f1: float
+    full_f1: float
+    ttft_ratio: float
+    """Time until the answer's logits were there, as a share of full prefill's."""
+    charged_share: float
+    kept: str = DEFAULT_KEPT
+    hit_rate: float = 0.0
+    """Share of the prompt's rows that were not computed."""
+    bytes_per_token: float = 0.0
+    charged_flops: float = 0.0
+    """What repair cost, as a share of the arithmetic of computing all moved rows."""
+    kl_by_token: tuple[float, ...] = ()
+    expected_kl: float | None = None
+    """What ``auto`` expected the KL of the first token to be."""
+    no_context_f1: float | None = None
+    """Of the answer without passages."""
+    no_context_kl: float | None = None
+    """Of the distributions without passages, over the same answer."""
+
+    @property
+    def cell(self) -> tuple[str, str, str, float]:
+        """What rows of a table have in common."""
+        return self.donor, self.kept, self.strategy, self.ratio
+
+    @property
+    def key(self) -> tuple[str, str, str, str, float]:
+        return self.question, *self.cell
+
+
+def append_rows(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
+    """Adds rows to a file of JSON lines, to be shown again or together with others."""
+    with Path(path).open("a") as file:
+        file.write("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+
+
+def load_rows(paths: Sequence[str | os.PathLike[str]]) -> list[Row]:
+    """The rows of all files, each once. A path may be a pattern such as ``rows-*.jsonl``."""
+    rows: dict[tuple[str, str, str, str, float], Row] = {}
+    for path in _files(paths):
+        try:
+            for line in Path(path).read_text().splitlines():
+                read = json.loads(line)
+                row = Row(**{**read, "kl_by_token": tuple(read.get("kl_by_token", ()))})
+                rows[row.key] = row
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} holds no rows that --save wrote: {error}") from error
+    return list(rows.values())
+
+
+def _files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
+    found = []
+    for path in paths:
+        name = os.fspath(path)
+        matching = sorted(glob.glob(name)) if glob.has_magic(name) else [name]
+        if not matching:
+            raise ConfigError(f"load={name!r} matches no file; give files that --save wrote")
+        found += matching
+    return found
+
+
+def saved_rows(path: str | None) -> list[Row]:
+    """What an interrupted run has left in its file. A last line that was cut off is removed."""
+    if path is None or not Path(path).exists():
+        return []
+    text = Path(path).read_text()
+    if text and not text.endswith("\n"):
+        Path(path).write_text(text[: text.rfind("\n") + 1])
+    return load_rows([path])

@@ -1,0 +1,270 @@
+"""Rows of ``kvboost quality`` summed up: figures, tables, a picture and a table for documents."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.table import Table
+
+from kvboost.bench.kit.figures import Figure, draw_lines
+from kvboost.bench.kit.stats import paired_bootstrap, spearman
+from kvboost.bench.kit.tables import dim, percent, table
+from kvboost.bench.quality.rows import Row
+
+RATIO_FREE = ("none", "selective")
+"""Strategies that no ratio changes: they run once."""
+ROUNDING = 1e-6
+"""A KL below this comes from the order of additions only; it is drawn as zero."""
+ANSWERED_F1 = 0.5
+"""Full prefill answers a question if its F1 is at least this."""
+LEAST_GAP = 0.02
+"""If passages gain less F1 than this, the share of it that is kept says nothing."""
+LEAST_RANKED = 10
+"""Questions that can be ranked."""
+TOKEN_GROUPS = ((0, 1), (1, 4), (4, 8), (8, 16))
+"""The tokens of an answer whose KL is shown together."""
+COLUMNS = dim(
+    """ratio    share of moved rows that was recomputed (auto: at first)
+paid     what repair cost per moved row, probes included
+KL       deviation from full prefill over its answer: mean over questions, and median
+top-1    tokens of the answer that stay the likeliest
+same     questions with the very same greedy answer
+at       where the others first differ, in tokens
+F1/full  of the answers, with reuse and with full prefill
+95 %     interval of the paired difference of F1
+TTFT     time until the logits were there, as a share of full prefill's
+hits     rows of the prompt that were not computed; B/token: bytes of a row in the cache
+FLOPs    what repair cost, as a share of the arithmetic of computing all moved rows
+90 %     90th percentile of KL over questions; then the mean KL of single tokens of the answer
+gap      share of the way from no passages to full prefill that is kept, in F1 and in KL
+answered F1 on the questions that full prefill answers
+within   whether F1 is lower than full prefill's by less than --margin (one-sided, 95 %)
+rank     how well the KL that auto expected ranks questions by their KL (Spearman)"""
+)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All rows of a strategy, a ratio, a donor kind and a way of keeping."""
+
+    donor: str
+    kept: str
+    strategy: str
+    ratio: float
+    count: int
+    mean_kl: float
+    median_kl: float
+    p90_kl: float
+    kl_by_token: tuple[float, ...]
+    """Mean over the questions whose answers are that long."""
+    top1: float
+    same_text: float
+    first_difference: float | None
+    f1: float
+    full_f1: float
+    f1_difference: tuple[float, float]
+    """95 % interval of the mean paired difference."""
+    f1_at_least: float
+    """Lower end of the one-sided 95 % interval of the mean paired difference."""
+    answered: int
+    """How many questions full prefill answers."""
+    answered_f1: float | None
+    """On these questions."""
+    gap_f1: float | None
+    """How much of the F1 that passages gain is kept: 0 as without passages, 1 as full prefill."""
+    gap_kl: float | None
+    """One minus the mean KL as a share of the mean KL without passages."""
+    rank_agreement: float | None
+    """Spearman's correlation of KL with the KL that ``auto`` expected."""
+    ttft_ratio: float
+    charged_share: float
+    charged_flops: float
+    hit_rate: float
+    bytes_per_token: float
+
+    def is_within(self, margin: float) -> bool:
+        """Whether F1 is not lower than full prefill's by ``margin``."""
+        return self.f1_at_least > -margin
+
+
+def summarize(rows: Iterable[Row]) -> list[Summary]:
+    """Rows by donor, way of keeping, strategy and ratio, in the order they came."""
+    groups: dict[tuple[str, str, str, float], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.cell, []).append(row)
+    return [_summary(key, group) for key, group in groups.items()]
+
+
+def _summary(key: tuple[str, str, str, float], rows: Sequence[Row]) -> Summary:
+    def mean(name: str) -> float:
+        return float(statistics.mean(getattr(row, name) for row in rows))
+
+    first = [row.first_difference for row in rows if row.first_difference is not None]
+    answered = [row.f1 for row in rows if row.full_f1 >= ANSWERED_F1]
+    differences = [row.f1 - row.full_f1 for row in rows]
+    return Summary(
+        *key,
+        count=len(rows),
+        mean_kl=mean("kl"),
+        median_kl=statistics.median(row.kl for row in rows),
+        p90_kl=float(np.quantile([row.kl for row in rows], 0.9)),
+        kl_by_token=_by_token(rows),
+        top1=mean("top1"),
+        same_text=1 - len(first) / len(rows),
+        first_difference=statistics.median(first) if first else None,
+        f1=mean("f1"),
+        full_f1=mean("full_f1"),
+        f1_difference=paired_bootstrap(differences),
+        f1_at_least=paired_bootstrap(differences, level=0.9)[0],
+        answered=len(answered),
+        answered_f1=statistics.mean(answered) if answered else None,
+        gap_f1=_gap_f1(rows),
+        gap_kl=_gap_kl(rows),
+        rank_agreement=_rank_agreement(rows),
+        ttft_ratio=statistics.median(row.ttft_ratio for row in rows),
+        charged_share=mean("charged_share"),
+        charged_flops=mean("charged_flops"),
+        hit_rate=mean("hit_rate"),
+        bytes_per_token=mean("bytes_per_token"),
+    )
+
+
+def _by_token(rows: Sequence[Row]) -> tuple[float, ...]:
+    longest = max(len(row.kl_by_token) for row in rows)
+    return tuple(
+        statistics.mean(row.kl_by_token[n] for row in rows if n < len(row.kl_by_token))
+        for n in range(longest)
+    )
+
+
+def _gap_f1(rows: Sequence[Row]) -> float | None:
+    known = [(row.f1, row.full_f1, row.no_context_f1) for row in rows]
+    without = [one for _, _, one in known if one is not None]
+    if len(without) < len(rows):
+        return None
+    least = statistics.mean(without)
+    gained = statistics.mean(full for _, full, _ in known) - least
+    if gained < LEAST_GAP:
+        return None
+    return (statistics.mean(f1 for f1, _, _ in known) - least) / gained
+
+
+def _gap_kl(rows: Sequence[Row]) -> float | None:
+    without = [row.no_context_kl for row in rows if row.no_context_kl is not None]
+    if len(without) < len(rows) or not sum(without):
+        return None
+    return 1 - sum(row.kl for row in rows) / sum(without)
+
+
+def _rank_agreement(rows: Sequence[Row]) -> float | None:
+    """None if there are too few rows to rank."""
+    pairs = [(row.expected_kl, row.kl) for row in rows if row.expected_kl is not None]
+    if len(pairs) < LEAST_RANKED:
+        return None
+    return spearman(*zip(*pairs, strict=True))
+
+
+def pool(summaries: Sequence[Summary], donors: Sequence[str]) -> dict[tuple[str, float], float]:
+    """Mean KL per strategy and ratio over several donor kinds."""
+    pooled: dict[tuple[str, float], list[float]] = {}
+    for one in summaries:
+        if one.donor in donors:
+            pooled.setdefault((one.strategy, one.ratio), []).append(one.mean_kl)
+    return {key: statistics.mean(values) for key, values in pooled.items()}
+
+
+def quality_tables(
+    summaries: Sequence[Summary], described: Callable[[str], str], margin: float
+) -> Iterator[Table]:
+    """Two tables per donor kind and way of keeping. One way of keeping fits into 80 columns."""
+    many = len({one.kept for one in summaries}) > 1
+    headings = ("ratio", "paid", "KL", "median", "top-1", "same", "at", "F1/full", "95 %", "TTFT")
+    for donor, kept in dict.fromkeys((one.donor, one.kept) for one in summaries):
+        own = [one for one in summaries if (one.donor, one.kept) == (donor, kept)]
+        yield table(
+            f"{donor}: {described(donor)} ({max(one.count for one in own)} questions)"
+            + (f"\n{kept}, {own[0].bytes_per_token:,.0f} B/token" if many else ""),
+            ("strategy",),
+            (*headings, *(["hits"] if many else [])),
+            [_cells(one) + ([f"{one.hit_rate:.0%}"] if many else []) for one in own],
+        )
+        tokens = [
+            f"{low + 1}–{high}" if high > low + 1 else f"{high}" for low, high in TOKEN_GROUPS
+        ]
+        yield table(
+            "",
+            ("strategy",),
+            ("ratio", "FLOPs", "90 %", *tokens, "gap F1", "KL", "answered", "within", "rank"),
+            [_more_cells(one, margin) for one in own],
+        )
+
+
+def _ratio(one: Summary) -> str:
+    return "–" if one.strategy in RATIO_FREE or not one.ratio else f"{one.ratio:.0%}"
+
+
+def _cells(one: Summary) -> list[str]:
+    low, high = one.f1_difference
+    return [
+        *(one.strategy, _ratio(one)),
+        *(f"{one.charged_share:.1%}", f"{one.mean_kl:.4f}", f"{one.median_kl:.4f}"),
+        *(f"{one.top1:.0%}", f"{one.same_text:.0%}"),
+        "–" if one.first_difference is None else f"{one.first_difference:.0f}",
+        *(f"{one.f1:.2f}/{one.full_f1:.2f}", f"{low:+.2f}…{high:+.2f}", f"{one.ttft_ratio:.2f}"),
+    ]
+
+
+def _more_cells(one: Summary, margin: float) -> list[str]:
+    groups = [one.kl_by_token[low:high] for low, high in TOKEN_GROUPS]
+    return [
+        *(one.strategy, _ratio(one), f"{one.charged_flops:.1%}", f"{one.p90_kl:.3f}"),
+        *(f"{statistics.mean(group):.3f}" if group else "–" for group in groups),
+        *(percent(one.gap_f1), percent(one.gap_kl)),
+        "–" if one.answered_f1 is None else f"{one.answered_f1:.2f} ({one.answered})",
+        f"{margin:g}" if one.is_within(margin) else "no",
+        "–" if one.rank_agreement is None else f"{one.rank_agreement:.2f}",
+    ]
+
+
+def markdown_table(summaries: Sequence[Summary], described: Callable[[str], str]) -> str:
+    """The table of docs/reuse.md."""
+    headings = [
+        *("read before", "strategy", "ratio", "charged", "FLOPs", "mean KL", "median", "90 %"),
+        *("top-1", "same text", "F1 (full)", "F1 difference", "gap kept"),
+    ]
+    lines = ["| " + " | ".join(headings) + " |", "| --- | --- |" + " ---: |" * (len(headings) - 2)]
+    last = None
+    for one in summaries:
+        name = described(one.donor)
+        low, high = one.f1_difference
+        cells = [
+            *("" if name == last else name, one.strategy, _ratio(one)),
+            *(f"{one.charged_share:.1%}", f"{one.charged_flops:.1%}"),
+            *(f"{kl:.3f}".lstrip("0") for kl in (one.mean_kl, one.median_kl, one.p90_kl)),
+            *(f"{one.top1:.1%}", f"{one.same_text:.0%}"),
+            *(f"{one.f1:.3f} ({one.full_f1:.3f})", f"{low:+.2f} … {high:+.2f}"),
+            percent(one.gap_f1),
+        ]
+        last = name
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def quality_figure(summaries: Sequence[Summary], title: str) -> Figure:
+    """Mean KL against charged percent: a panel per donor kind, a curve per strategy and way of
+    keeping."""
+    many = len({one.kept for one in summaries}) > 1
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for one in summaries:
+        name = f"{one.strategy}, {one.kept}" if many else one.strategy
+        curve = panels.setdefault(one.donor, {}).setdefault(name, [])
+        curve.append((100 * one.charged_share, one.mean_kl if one.mean_kl > ROUNDING else 0.0))
+    return draw_lines(
+        panels,
+        title=title,
+        x="charged share of moved tokens, %",
+        y="mean KL against full prefill, nats",
+    )
