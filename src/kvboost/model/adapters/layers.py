@@ -81,7 +81,8 @@ class AdapterHooks:
         deltas = {}
         for name, weights in files.modules.items():
             self._check(files, name, weights.down.shape[1], weights.up.shape[0])
-            up = weights.up.float().t() * weights.scale
+            up = weights.up.t().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+            up.mul_(weights.scale)
             deltas[name] = Delta(self._placed(weights.down), self._placed(up))
         rank = max(len(delta.down) for delta in deltas.values())
         return Adapter(files.digest, rank, deltas, files.invocation)
