@@ -58,6 +58,10 @@ def test_text_that_is_not_a_size_is_refused_with_its_value(written) -> None:
         ("document_markers", 5),
         ("document_markers", " "),
         ("prefill_slice", 0),
+        ("speculate", "always"),
+        ("speculate", 0),
+        ("speculate", 65),
+        ("speculate", True),
     ],
 )
 def test_a_bad_engine_option_is_refused_with_its_name_and_value(option, value) -> None:

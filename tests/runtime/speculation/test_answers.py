@@ -214,16 +214,23 @@ def test_a_position_at_which_the_rotation_changes_ends_a_draft(monkeypatch) -> N
         assert_same(plain, drafted)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 4}])
-def test_over_pages_a_request_asks_for_drafts(monkeypatch, options) -> None:
-    prompt = words(1, 10)
-    given = {"ignore_eos": True, "keep": False, **options}
+def test_over_pages_a_request_asks_for_drafts(engine, monkeypatch) -> None:
+    speculation, root = engine._runtime.speculation, engine._runtime.root("")
+    for speculate, drafts in (("auto", False), ("off", False), (4, True)):
+        state = engine._begin(PROMPT, 4, "prefix_cache", {"speculate": speculate})
+        assert (speculation.start(state, root, 0, in_pages=True) is not None) == drafts
+        assert (speculation.start(state, root, 0, in_pages=False) is None) == (speculate == "off")
+
+
+def test_over_pages_tokens_are_the_same(monkeypatch) -> None:
+    prompt = words(1, 6)
+    given = {"ignore_eos": True, "keep": False, "temperature": 1.0, "seed": 4}
     with paged_engine(monkeypatch) as engine:
-        plain = engine.generate(prompt, 8, **given)
+        plain = engine.generate(prompt, 5, **given)
         assert steps_of(engine).num_ahead > 0
-        script(monkeypatch, engine, {key(prompt): plain.token_ids}, at_random)
-        assert engine.generate(prompt, 8, speculate="auto", **given).drafted_tokens == 0
-        drafted = engine.generate(prompt, 8, speculate=3, **given)
+        wrong_once = [*plain.token_ids[:3], 0, 0]
+        script(monkeypatch, engine, {key(prompt): wrong_once}, oracle)
+        drafted = engine.generate(prompt, 5, speculate=3, **given)
         assert_same(plain, drafted)
         assert 0 < drafted.accepted_tokens < drafted.drafted_tokens
         assert leaks(engine) == []
