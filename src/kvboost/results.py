@@ -114,7 +114,7 @@ class Span:
     """Of a moved span: how much the text before it resembles the text before its donor, 0 to 1."""
     tier: str | None = None
     """The tier that held the donor: ``"gpu"``, ``"ram"``, ``"disk"`` or ``"remote"``. ``"shared"``:
-    the rows belong to another running request."""
+    the rows are in place, in memory of another request that runs or, on a GPU, has ended."""
 
     @property
     def num_tokens(self) -> int:

@@ -99,7 +99,7 @@ def test_approximate_copies_are_dropped_once_there_are_exact_ones(engine) -> Non
         return sum(chunk["lineage"] == "approximate" for chunk in engine.chunks(1000))
 
     engine.generate(prompt_of([3, 1]), 4, **SLOPPY)
-    other = engine.generate(prompt_of([3, 2]), 4, **SLOPPY, heal="off")
+    other = engine.generate(prompt_of([3, 2]), 4, **{**SLOPPY, "heal": "off"})
     both = approximate()
     engine.heal()
     assert 0 < approximate() < both

@@ -22,6 +22,7 @@ if not triton.is_available():
 from torch_kernels import use_torch_kernels
 
 ROWS = 16
+IN_STEPS = {**SLOPPY, "heal": "auto"}
 PROMPT = [*words(4, 5), *PASSAGES[1], *QUESTION]
 
 
@@ -38,7 +39,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[KVBoost]:
 
 
 def test_from_the_catch_up_on_the_answer_is_that_of_exact_rows(engine: KVBoost) -> None:
-    result = engine.generate(PROMPT, 10, **SLOPPY)
+    result = engine.generate(PROMPT, 10, **IN_STEPS)
     assert result.moved_tokens > 30
     healed_in_steps = steps_of(engine).num_rows_beside
     assert healed_in_steps > 30, "no step computed rows beside its own"
@@ -60,7 +61,7 @@ def test_cancelled_anywhere_only_rows_before_the_frontier_are_exact(engine: KVBo
     for number in range(5):
         salt = f"cancelled {number}"
         engine.warm([*HEADER, *PASSAGES[1]], cache_salt=salt)
-        with engine.stream(PROMPT, 9, cache_salt=salt, **SLOPPY) as stream:
+        with engine.stream(PROMPT, 9, cache_salt=salt, **IN_STEPS) as stream:
             for _ in range(chance.randrange(1, 6)):
                 next(stream, None)
         result = stream.result
@@ -80,7 +81,7 @@ def test_in_a_batch_one_request_heals_at_a_time_and_none_while_another_reads(
 
     monkeypatch.setattr(forward, "run", running)
     other = [*PROMPT[:5], *PASSAGES[1][:40], *QUESTION]
-    results = engine.generate_batch([PROMPT, other], 9, **SLOPPY)
+    results = engine.generate_batch([PROMPT, other], 9, **IN_STEPS)
     assert max(map(sum, seen)) == 1, "two requests had rows beside one step"
     assert any(len(step) == 2 and sum(step) for step in seen)
     for prompt, result in zip([PROMPT, other], results, strict=True):
@@ -90,6 +91,6 @@ def test_in_a_batch_one_request_heals_at_a_time_and_none_while_another_reads(
 
 @pytest.mark.parametrize("heal", ["idle", "off"])
 def test_only_auto_heals_in_steps(heal: str, engine: KVBoost) -> None:
-    result = engine.generate(PROMPT, 3, heal=heal, **SLOPPY)
+    result = engine.generate(PROMPT, 3, **{**SLOPPY, "heal": heal})
     assert result.moved_tokens > 30 and result.answer_exact_from == 3
     assert steps_of(engine).num_rows_beside == 0

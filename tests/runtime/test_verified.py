@@ -147,7 +147,7 @@ def test_exact_prompts_need_no_draft(engine) -> None:
 
 def test_a_conversation_on_approximate_rows_is_verified_too(engine) -> None:
     prompt = prompt_of([3, 1])
-    first = engine.generate(prompt, 6, **SLOPPY, heal="off")
+    first = engine.generate(prompt, 6, **{**SLOPPY, "heal": "off"})
     follow = [*prompt, *first.token_ids, *words(8, 12)]
     full = engine.generate(follow, 8, BASELINE, ignore_eos=True)
     result = engine.generate(follow, 8, **VERIFIED)

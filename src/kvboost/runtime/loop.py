@@ -355,10 +355,10 @@ class Loop:
         """Whether the next step of a request may heal some of its rows: those of one request at a
         time, while few answer and no other one reads or waits."""
         running = self._running()
+        if len(running) > MOST_BESIDE_HEALING or self._scheduler.waiting:
+            return False
         healing = next((other for other in running if other.state.heals), job)
-        is_reading = any(other.is_reading for other in running if other is not job)
-        is_short = len(running) <= MOST_BESIDE_HEALING
-        return healing is job and is_short and not is_reading and not self._scheduler.waiting
+        return healing is job and not any(o.is_reading for o in running if o is not job)
 
     def _throw(self, job: Job, error: BaseException) -> None:
         """Tells a request that its rows could not be computed."""

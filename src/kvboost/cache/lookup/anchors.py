@@ -149,6 +149,7 @@ class _Search:
         self._window = window
         self._token_ids = token_ids
         self._start = start
+        self._bytes = token_ids.tobytes()
         self._held = np.zeros(len(token_ids), dtype=np.uint32)
         self._seen: dict[tuple[ChunkKey, int], int] = {}  # chunk, base: its first row in a run
         self.depth = self._held.data  # how many runs hold a row
@@ -196,6 +197,10 @@ class _Search:
         """
         tokens = self._tree.tokens(key)
         first, last = max(base, self._start), min(base + len(tokens), len(self._token_ids))
+        is_whole = last - first == len(tokens)
+        size = tokens.itemsize
+        if is_whole and tokens.tobytes() == self._bytes[first * size : last * size]:
+            return first, last
         differ = (tokens[first - base : last - base] != self._token_ids[first:last]).tobytes()
         before, after = differ.rfind(1, 0, row - first + 1), differ.find(1, row - first + 1)
         return first + before + 1, last if after < 0 else first + after
