@@ -64,8 +64,8 @@ def tenant_of(authorization: bytes | None) -> bytes:
 
 
 def sketch(body: bytes, tenant: bytes = b"", *, secret: bytes = b"") -> Sketch:
-    """The sketch of a request in OpenAI's or Anthropic's format; ``NOTHING`` if ``body`` has no prompt
-    that we know. With a ``secret`` the hashes cannot be computed without it."""
+    """The sketch of a request in OpenAI's or Anthropic's format; ``NOTHING`` if ``body`` has no
+    prompt that we know. With a ``secret`` the hashes cannot be computed without it."""
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
