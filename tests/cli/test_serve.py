@@ -182,3 +182,25 @@ def test_kv_events_do_not_show_what_tenants_send(started, monkeypatch) -> None:
     done = serve("--kv-events", "tcp://*:5557")
     assert done.exit_code == 2 and "--shared-cache" in done.output
     assert serve("--kv-events", "tcp://*:5557", "--shared-cache").exit_code == 0
+
+
+def test_files_are_warmed_and_pinned_and_an_embedding_model_is_loaded(
+    started, tmp_path, monkeypatch
+) -> None:
+    loaded = []
+    monkeypatch.setattr(
+        kvboost.EmbeddingModel, "from_pretrained", lambda name, device: loaded.append(name)
+    )
+    (tmp_path / "a.md").write_text("A lamp.")
+    (tmp_path / "b.bin").write_bytes(b"\xff")
+    done = serve(
+        *("--warm", str(tmp_path), "--pin", "--max-pinned-bytes", "1MiB"),
+        *("--embedding-model", "all-minilm-l6-v2"),
+    )
+    assert done.exit_code == 0, done.stderr
+    settings = started["settings"]
+    assert settings.warm == ((str(tmp_path / "a.md"), "A lamp."),) and settings.pin
+    assert started["engine"].config.max_pinned_bytes == 2**20
+    assert loaded == ["all-minilm-l6-v2"] and "b.bin" in done.stderr
+    refused = serve("--warm", str(tmp_path / "none"))
+    assert refused.exit_code == 2 and "no such file" in refused.stderr
