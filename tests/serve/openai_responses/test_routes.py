@@ -147,6 +147,8 @@ def test_kept_responses_can_be_read_and_deleted(client, fake) -> None:
     said = create(client).json()
     path = f"/v1/responses/{said['id']}"
     assert client.get(path).json() == said
+    refused = client.get(path, params={"stream": "true"})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "stream"
     (pin,) = fake.pins()
     assert pin.tokens == 9  # the prompt and the answer
     assert client.delete(path).json() == {"id": said["id"], "object": "response", "deleted": True}

@@ -52,10 +52,19 @@ async def create_response(
 @router.get(
     "/v1/responses/{response_id}",
     response_model=ResponseReply,
-    responses=errors(404, has_body=False),
+    responses=errors(400, 404, has_body=False),
 )
-async def retrieve_response(response_id: str, server: Server, caller: Caller) -> Response:
-    """A response that is kept."""
+async def retrieve_response(
+    response_id: str, request: Request, server: Server, caller: Caller
+) -> Response:
+    """A response that is kept. It cannot be streamed again."""
+    for name in request.query_params:
+        raise ApiError(
+            400,
+            f"{name} is not a parameter that this server knows",
+            code="unknown_field",
+            param=name,
+        )
     return JSONResponse(server.stored_responses.get(caller.name, response_id).response)
 
 
