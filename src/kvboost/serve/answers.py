@@ -204,10 +204,10 @@ class Answers:
                     metrics.tokens(now - last, tokens - seen)
                 last, seen = now, tokens
                 self._pieces.put_nowait((choice, piece))
+            await self._renew_session(choice)
         except Exception as error:
             self._pieces.put_nowait(error)
             return
-        await self._renew_session(choice)
         self._note(choice)
         self._pieces.put_nowait((choice, None))
 

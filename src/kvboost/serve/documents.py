@@ -188,8 +188,8 @@ class Documents:
 
     async def _warm(self, tenant: Tenant, name: str, text: str) -> None:
         """Reads a document that the server starts with, and says how it went."""
-        ids = await asyncio.to_thread(self._engine.encode, text)
         try:
+            ids = await asyncio.to_thread(self._engine.encode, text)
             document = self._make(tenant, "", text, len(ids), None, self._settings.pin)
             self._documents.setdefault((document.salt, document.id), document)
             await self._read(document)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,8 +37,8 @@ class Session:
 
 
 class Sessions:
-    """The sessions of all tenants. Thread-safe as far as an event loop and its threads need it:
-    only :meth:`renew` runs in threads, one per session at a time."""
+    """The sessions of all tenants. Of two turns of one session that end at the same time, the last
+    one counts. Thread-safe."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class Sessions:
         self._clock = clock
         self._sessions: dict[tuple[str, str], Session] = {}
         """By salt and id."""
+        self._lock = threading.Lock()
 
     def renew(
         self,
@@ -63,9 +65,10 @@ class Sessions:
         instead of that of the turn before, for ``ttl`` seconds. Returns why it cannot, if so."""
         seconds = self._settings.session_seconds if ttl is None else ttl
         now = self._clock()
-        session = self._live().get((salt, session_id))
+        live = self._live()
+        session = live.get((salt, session_id))
         if session is None:
-            own = sum(one.owner == owner for one in self._sessions.values())
+            own = sum(one.owner == owner for one in live.values())
             if own >= self._settings.max_sessions:
                 return (
                     f"the session's KV is not pinned: {own:,} sessions are open, as many as a key "
@@ -80,7 +83,8 @@ class Sessions:
             return "the session's KV is not pinned: nothing of it is in the cache"
         session.turns += 1
         session.expires, session.tokens, session.bytes = now + seconds, pin.tokens, pin.bytes
-        self._sessions[salt, session_id] = session
+        with self._lock:
+            self._sessions[salt, session_id] = session
         return None
 
     def all(self, salt: str) -> list[dict[str, Any]]:
@@ -93,7 +97,8 @@ class Sessions:
     def delete(self, salt: str, session_id: str) -> None:
         """Ends a session: its KV may be evicted from now on."""
         session = self._find(salt, session_id)
-        del self._sessions[salt, session_id]
+        with self._lock:
+            self._sessions.pop((salt, session_id), None)
         self._engine.drop_pin(session.pin_name)
 
     def _find(self, salt: str, session_id: str) -> Session:
@@ -111,10 +116,10 @@ class Sessions:
     def _live(self) -> dict[tuple[str, str], Session]:
         """The sessions that have not expired; forgets the others."""
         now = self._clock()
-        for place, session in list(self._sessions.items()):
-            if session.expires <= now:
-                self._sessions.pop(place, None)
-        return self._sessions
+        with self._lock:
+            live = {place: one for place, one in self._sessions.items() if one.expires > now}
+            self._sessions = live
+            return dict(live)
 
     def _describe(self, session: Session) -> dict[str, Any]:
         return {
