@@ -210,7 +210,7 @@ class EngineConfig:
     recompute_tolerance: float | None = None
     """With ``"auto"``: more rows are computed again, up to half of the moved ones, if the first
     token's distribution is expected to be further from a full prefill's than this KL. None: what
-    ``calibrate`` has found for this model, or 0.05."""
+    ``calibrate`` has found for this model, or 0.1."""
     recompute_overlap: int = 16
     """With ``"selective"``: how many rows are computed again at each end of a moved passage."""
     kv_cache_bits: int = 16
@@ -471,7 +471,7 @@ class RepairParams:
     reuse_moved: str = "when_faster"
     """Strategy ``auto`` computes moved text where reusing it would not be faster. ``"always"``
     reuses it anyway, so every machine gives the same answer."""
-    tolerance: float = 0.05
+    tolerance: float = 0.1
     """With ``auto``: more rows are computed again if the first token's distribution is expected to
     be further from a full prefill's than this KL."""
 
