@@ -205,12 +205,11 @@ class EngineConfig:
     """How moved text is repaired: ``"auto"``, ``"query"``, ``"cacheblend"``, ``"selective"``,
     ``"random"`` (a control) or ``"none"``."""
     recompute_ratio: float = 0.15
-    """The share of moved rows that is computed again; ``"auto"`` computes more of them where that
-    is not enough."""
+    """The share of moved rows that is computed again."""
     recompute_tolerance: float | None = None
     """With ``"auto"``: more rows are computed again, up to half of the moved ones, if the first
     token's distribution is expected to be further from a full prefill's than this KL. None: what
-    ``calibrate`` has found for this model, or 0.1."""
+    ``calibrate`` has found for this model, or no more than ``recompute_ratio`` says."""
     recompute_overlap: int = 16
     """With ``"selective"``: how many rows are computed again at each end of a moved passage."""
     kv_cache_bits: int = 16
@@ -279,13 +278,12 @@ class EngineConfig:
 
     @property
     def repair(self) -> RepairParams:
-        tolerance = self.recompute_tolerance
         return RepairParams(
             self.recompute_strategy,
             self.recompute_ratio,
             self.recompute_overlap,
             self.reuse_moved,
-            RepairParams.tolerance if tolerance is None else tolerance,
+            self.recompute_tolerance,
         )
 
     def __post_init__(self) -> None:
@@ -471,20 +469,26 @@ class RepairParams:
     reuse_moved: str = "when_faster"
     """Strategy ``auto`` computes moved text where reusing it would not be faster. ``"always"``
     reuses it anyway, so every machine gives the same answer."""
-    tolerance: float = 0.1
+    tolerance: float | None = None
     """With ``auto``: more rows are computed again if the first token's distribution is expected to
-    be further from a full prefill's than this KL."""
+    be further from a full prefill's than this KL. None: no more than ``ratio`` says."""
 
     def __post_init__(self) -> None:
         one_of(self.strategy, STRATEGIES, "recompute_strategy")
         one_of(self.reuse_moved, REUSE_MOVED, "reuse_moved")
         within(self.ratio, 0.0, 1.0, "recompute_ratio")
         whole(self.overlap, 0, "recompute_overlap")
-        at_least(self.tolerance, 0.0, "recompute_tolerance")
+        if self.tolerance is not None:
+            at_least(self.tolerance, 0.0, "recompute_tolerance")
 
     @property
     def takes_rounds(self) -> bool:
         """Whether more rows may be recomputed than ``ratio`` says."""
+        return self.tolerance is not None and self.can_take_rounds
+
+    @property
+    def can_take_rounds(self) -> bool:
+        """Whether a tolerance has an effect."""
         return self.strategy == "auto" and 0 < self.ratio < MOST_RECOMPUTED
 
     @property

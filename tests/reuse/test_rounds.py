@@ -75,9 +75,11 @@ def test_a_question_that_is_long_beside_the_moved_text_has_one_round(warmed) -> 
 
 
 def test_only_auto_takes_rounds() -> None:
-    assert RepairParams("auto", 0.15).takes_rounds
-    assert not RepairParams("query", 0.15).takes_rounds
-    assert not RepairParams("auto", 0.5).takes_rounds and not RepairParams("auto", 0).takes_rounds
+    assert RepairParams("auto", 0.15, tolerance=0.1).takes_rounds
+    assert not RepairParams("auto", 0.15).takes_rounds
+    assert not RepairParams("query", 0.15, tolerance=0.1).takes_rounds
+    for ratio in (0.5, 0.0):
+        assert not RepairParams("auto", ratio, tolerance=0.1).takes_rounds
     with pytest.raises(ConfigError, match="recompute_tolerance=-1"):
         RepairParams(tolerance=-1)
 

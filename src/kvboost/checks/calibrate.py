@@ -106,7 +106,7 @@ def calibrate(
 
 def _tried(repair: RepairParams) -> list[Settings]:
     """Ratios and tolerances, the cheapest first."""
-    if not repair.takes_rounds:
+    if not repair.can_take_rounds:
         return [(ratio, None) for ratio in RATIOS]
     more = [(ratio, 0.0) for ratio in RATIOS if ratio > MOST_RECOMPUTED]
     return [*((repair.ratio, tolerance) for tolerance in TOLERANCES), *more]

@@ -45,7 +45,7 @@ class Rounds:
     ) -> None:
         """``stale_answer``: the logits of the probe, ``[vocab]``, if it has run to the end."""
         self._moved = moved
-        self._tolerance = repair.tolerance
+        self._tolerance = 0.0 if repair.tolerance is None else repair.tolerance
         self._stale_answer = stale_answer
         self.expected_kl: float | None = None
         """Of the first token, to a full prefill; None if there is nothing to tell it from."""
