@@ -26,7 +26,7 @@ class Subscriber:
     def join(self, ping: Callable[[], object]) -> None:
         """Makes the publisher publish until a message arrives: a subscriber that has just connected
         may miss some."""
-        for _ in range(200):
+        for _ in range(2000):
             ping()
             if self._socket.poll(100):
                 return

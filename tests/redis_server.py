@@ -20,7 +20,7 @@ class RedisServer:
         self._socket = folder / "redis.sock"
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"unix://{self._socket}"
-        self.client = redis.Redis.from_url(self.url, socket_timeout=10)
+        self.client = redis.Redis.from_url(self.url, socket_timeout=60)
         """Past the tier, to look at what is there and to break it."""
 
     def start(self, *options: str) -> None:
@@ -28,7 +28,7 @@ class RedisServer:
         command = ["redis-server", "--port", "0", "--unixsocket", str(self._socket)]
         command += ["--save", "", "--appendonly", "no", "--dir", str(self._socket.parent)]
         self._process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while True:
             try:
                 self.client.ping()

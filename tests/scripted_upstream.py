@@ -71,7 +71,7 @@ def hang(fake: Scripted) -> Callable[[Handler], None]:
 
     def act(handler: Handler) -> None:
         handler.wfile.flush()
-        handler.connection.settimeout(20)
+        handler.connection.settimeout(120)
         if handler.connection.recv(1) == b"":
             fake.gone.set()
         handler.close_connection = True

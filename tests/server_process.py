@@ -21,7 +21,7 @@ class ServerProcess:
         folder: Path,
         command: str = "serve",
         python: str = sys.executable,
-        start_seconds: float = 120.0,
+        start_seconds: float = 400.0,
         **environment: str,
     ) -> None:
         self._errors = folder / f"{command}.log"
@@ -58,7 +58,7 @@ class ServerProcess:
     def terminate(self) -> None:
         self._process.send_signal(signal.SIGTERM)
 
-    def wait(self, seconds: float = 60.0) -> int:
+    def wait(self, seconds: float = 300.0) -> int:
         """Its exit code."""
         return self._process.wait(seconds)
 

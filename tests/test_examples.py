@@ -19,7 +19,7 @@ def test_every_pattern_runs_and_its_answers_match(tmp_path) -> None:
         [sys.executable, RUNNER, "all", "--model", tmp_path, "--max-new-tokens", "4"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -48,7 +48,7 @@ def ends(work: Callable[[], object]) -> bool:
     """Whether ``work`` returns in time."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(120)
     return not thread.is_alive()
 
 

@@ -32,7 +32,7 @@ def test_sampling_repeats_with_its_seed(smollm) -> None:
 def test_the_command_line_answers_in_a_process_of_its_own() -> None:
     command = [sys.executable, "-m", "kvboost", "generate", QUESTION[0]["content"]]
     done = subprocess.run(
-        [*command, "--max-new-tokens", "12"], capture_output=True, text=True, timeout=120
+        [*command, "--max-new-tokens", "12"], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout

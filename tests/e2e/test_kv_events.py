@@ -25,7 +25,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 def read(server: ServerProcess, ids: list[int], **more: object) -> None:
     body = {"model": "smollm2-135m", "prompt": ids, "max_tokens": 1, **more}
-    reply = httpx.post(f"{server.url}/completions", json=body, timeout=60)
+    reply = httpx.post(f"{server.url}/completions", json=body, timeout=300)
     assert reply.status_code == 200, reply.text
 
 

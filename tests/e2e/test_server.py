@@ -190,13 +190,13 @@ def test_a_client_that_leaves_a_stream_frees_its_place(server, client) -> None:
         request = urllib.request.Request(
             f"{server.root}/kvboost/live", headers={"authorization": "Bearer k-root"}
         )
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             seen = json.load(answer)
         last = seen["requests"][-1]
         return seen["queue"]["running"] == 0 and last["finish_reason"] == "cancelled"
 
     deadline = threading.Event()
-    assert any(is_idle() or deadline.wait(0.05) for _ in range(200))
+    assert any(is_idle() or deadline.wait(0.05) for _ in range(2000))
 
 
 def test_terminating_under_load_finishes_answers_and_keeps_the_cache(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_terminating_under_load_finishes_answers_and_keeps_the_cache(tmp_path: P
                 logit_bias={"256": -100},
                 stream=True,
             )
-            begun.wait(60)
+            begun.wait(300)
             *_, last = stream
             answers.append(last.choices[0].finish_reason)
 
@@ -223,11 +223,11 @@ def test_terminating_under_load_finishes_answers_and_keeps_the_cache(tmp_path: P
         threads = [threading.Thread(target=talk, args=(server.url, n)) for n in range(4)]
         for thread in threads:
             thread.start()
-        begun.wait(60)
+        begun.wait(300)
         assert not answers
         server.terminate()
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
         assert server.wait() == 0
         assert answers == ["length"] * 4
         assert "Traceback" not in server.log

@@ -305,12 +305,12 @@ def test_running_and_waiting_requests_time_out(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(max_running=1)
-    slow_down(engine, monkeypatch)
+    slow_down(engine, monkeypatch, 0.05)
 
     async def wait() -> None:
         streams = [
             engine.astream(TEXT[place : place + 20], 200, timeout=seconds)
-            for place, seconds in ((0, 0.2), (40, 0.1))
+            for place, seconds in ((0, 2.0), (40, 1.0))
         ]
         for stream in streams:
             async for _ in stream:

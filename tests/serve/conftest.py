@@ -58,7 +58,7 @@ def open_page(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
         def open_page(url: str = address, allowed: str = "^$", **context: object) -> Page:
             page = browser.new_context(**context).new_page()
             stack.callback(page.context.close)
-            page.set_default_timeout(10_000)
+            page.set_default_timeout(60_000)
             page.on("pageerror", lambda error: complaints.append(str(error)))
             page.on(
                 "console",

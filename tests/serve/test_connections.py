@@ -22,7 +22,7 @@ BODY = b'{"model": "fake", "prompt": "hi"}'
 
 @contextmanager
 def raw(server: LiveServer, sent: bytes = b"") -> Iterator[socket.socket]:
-    with socket.create_connection((server.host, server.port), timeout=10) as connection:
+    with socket.create_connection((server.host, server.port), timeout=120) as connection:
         connection.sendall(sent)
         yield connection
 
@@ -37,17 +37,17 @@ def is_closed(connection: socket.socket) -> bool:
     except ConnectionResetError:
         return True
     finally:
-        connection.settimeout(10)
+        connection.settimeout(120)
 
 
 def status(server: LiveServer, path: str, **headers: str) -> int:
-    return httpx.get(f"{server.url}{path}", headers=headers, timeout=10).status_code
+    return httpx.get(f"{server.url}{path}", headers=headers, timeout=120).status_code
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\nx-half: "])
 def test_a_head_must_be_complete_in_time(sent) -> None:
     with live_server(FakeEngine(), head_seconds=0.3) as server, raw(server, sent) as slow:
-        wait_for(lambda: is_closed(slow), 5.0)
+        wait_for(lambda: is_closed(slow))
         assert status(server, "/health") == 200
 
 
@@ -63,7 +63,7 @@ def test_a_second_head_must_be_complete_in_time_too() -> None:
         slow.sendall(request)
         read_until(slow, b'"ok"}')
         slow.sendall(request[:20])
-        wait_for(lambda: is_closed(slow), 5.0)
+        wait_for(lambda: is_closed(slow))
 
 
 def test_a_request_may_take_longer_than_its_head() -> None:
@@ -164,7 +164,7 @@ def test_a_body_in_chunks_of_one_byte_does_not_delay_others() -> None:
     )
     body = b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n"
     with live_server(FakeEngine()) as server, raw(server, head) as sending:
-        sending.settimeout(60)
+        sending.settimeout(300)
         answer = threading.Thread(target=lambda: read_until(sending, b"not JSON"))
         answer.start()
         sending.sendall(body)

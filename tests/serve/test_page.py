@@ -26,7 +26,7 @@ from playwright.sync_api import expect
 from kvboost.serve.settings import ApiKey
 from live_server import live_server
 
-expect.set_options(timeout=15_000)  # for a busy machine
+expect.set_options(timeout=60_000)  # for a busy machine
 KEY = "a-key-of-the-test"
 OpenPage = Callable[..., "Page"]
 

@@ -22,7 +22,7 @@ from playwright.sync_api import expect
 
 from live_server import live_server
 
-expect.set_options(timeout=15_000)
+expect.set_options(timeout=60_000)
 OpenPage = Callable[..., "Page"]
 
 MARKDOWN = """# A title

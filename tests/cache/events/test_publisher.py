@@ -205,12 +205,12 @@ def test_a_store_never_waits_and_routers_start_anew_when_too_much_happens() -> N
 
     def is_known(key: ChunkKey) -> bool:
         held.set()
-        assert hold.wait(20)
+        assert hold.wait(120)
         return key in published.store
 
     publisher._is_known = is_known
     published.store.forget_text([as_token_ids(list(range(16)))])
-    assert held.wait(20)
+    assert held.wait(120)
     for start in range(1000, 3000, 100):
         published.admit(range(start, start + 16))
     assert publisher.stats().dropped >= 20 - 8
@@ -237,7 +237,7 @@ def test_a_failure_is_counted_and_routers_start_anew(open_store: Open) -> None:
 
     published.publisher._sender.send = fail  # type: ignore[method-assign, assignment]
     published.admit(range(100, 116))
-    assert failed.wait(20)
+    assert failed.wait(120)
     published.admit(range(200, 216))
     router.listen_until(knows())
     assert published.publisher.stats().failed == 1

@@ -125,7 +125,7 @@ def started(folder: Path) -> DiskTier:
 
     thread = threading.Thread(target=start, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(120)
     assert found, "the start hangs or failed"
     return found[0]
 

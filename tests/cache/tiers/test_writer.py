@@ -54,7 +54,7 @@ def make(tier: FakeTier) -> Callable[..., Writer]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -176,7 +176,7 @@ def test_cancelled_chunks_are_not_written_and_current_writes_are_awaited(make, t
     waiting.join(0.05)
     assert waiting.is_alive()
     tier.may_go_on.set()
-    waiting.join(10)
+    waiting.join(120)
     assert not waiting.is_alive() and tier.written == [first.key]
     writer.await_writing()  # nothing is
 
