@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)
-    with KVBoost.from_pretrained(options.model) as engine:
+    with KVBoost.from_pretrained(options.model, speculate="off") as engine:
         ask(engine, 200, schema=SCHEMA)  # compiles the grammar and fills the cache
         rounds = []
         for number in range(options.rounds):

@@ -154,8 +154,8 @@ class KVBoost:
           ``remote_cache_url=None``, ``remote_cache_bytes=None``, ``cache_secret=None``
         - chunks: ``chunk_size=128``, ``chunking="fixed"``, ``document_markers="\\n\\n"``
         - moved text: ``recompute_strategy="auto"``, ``recompute_ratio=0.15``,
-          ``recompute_overlap=16``, ``reuse_moved="when_faster"``, ``heal="auto"``,
-          ``max_audit_kl=None``
+          ``recompute_tolerance=None``, ``recompute_overlap=16``, ``reuse_moved="when_faster"``,
+          ``heal="auto"``, ``max_audit_kl=None``
         - requests: ``max_running=16``, ``max_waiting=256``, ``max_kv_bytes=None``,
           ``sharing_wait=2.0``, ``step_rows=None``, ``prefill_slice=None``, ``graphs="auto"``
         - drafts: ``speculate="auto"``, ``draft_model=None``

@@ -143,7 +143,7 @@ def test_kv_bits_sets_the_precision_of_the_cache(model, tmp_path) -> None:
 
 def test_models_lists_names_and_refuses_unknown_ones() -> None:
     listed = json.loads(run("models", "--json").stdout)
-    assert [info["name"] for info in listed] == ["smollm2-135m"]
+    assert [info["name"] for info in listed] == ["all-minilm-l6-v2", "smollm2-135m"]
     assert "smollm2-135m" in run("models").output
     refused = run("models", "pull", "gpt-7")
     assert refused.exit_code == 2

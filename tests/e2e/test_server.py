@@ -176,7 +176,7 @@ def test_mistakes_raise_the_clients_own_errors(server, client) -> None:
     ):
         stranger.models.list()
     with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model=MODEL, input="x")
+        client.images.generate(model=MODEL, prompt="x")
 
 
 def test_a_client_that_leaves_a_stream_frees_its_place(server, client) -> None:

@@ -125,10 +125,17 @@ def read(
             if source.gguf and not hf_kwargs:  # otherwise transformers parses it again, in seconds
                 files["config"] = config
             model = _auto_class(config).from_pretrained(
-                source.place, dtype=chosen_dtype, **{**hf_kwargs, **files}
+                source.place, dtype=chosen_dtype, **{**_adapter_files(files), **hf_kwargs, **files}
             )
         tokenizer = AutoTokenizer.from_pretrained(source.place, **files)
     return model.to(chosen_device), tokenizer
+
+
+def _adapter_files(files: Mapping[str, Any]) -> dict[str, Any]:
+    """If PEFT is installed, transformers also looks for an adapter of that name, and asks a hub
+    that does not answer for half a minute unless it is told not to."""
+    wanted = {key: files[key] for key in ("local_files_only", "cache_dir") if key in files}
+    return {"adapter_kwargs": wanted} if wanted.get("local_files_only") else {}
 
 
 def read_config(

@@ -30,5 +30,5 @@ def test_a_batch_of_base_and_adapted_requests(
         fused = engine._model.forward.fused_layers
         assert fused is not None and len(fused) == 1
         # Steps take the rows of the base model only.
-        assert set(steps_of(engine)._buckets) == {1}
+        assert set(steps_of(engine)._buckets) == {(1, False)}
         assert leaks(engine) == []

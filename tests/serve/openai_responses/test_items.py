@@ -11,7 +11,7 @@ from kvboost.serve.openai_responses.items import Item, messages_of
 
 def messages(*items: dict[str, Any]) -> list[dict[str, Any]]:
     read = TypeAdapter(list[Item]).validate_python(list(items))
-    return [message.for_template() for message in messages_of(read)]
+    return [message.for_template(str) for message in messages_of(read)]
 
 
 def said(text: str) -> dict[str, Any]:

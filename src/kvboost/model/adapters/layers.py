@@ -10,15 +10,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from kvboost.model.adapters.adapter import Adapter, Delta
 from kvboost.model.adapters.files import AdapterFiles, refuse
 from kvboost.model.segment import Segment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class _Current(threading.local):
