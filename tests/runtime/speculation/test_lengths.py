@@ -33,6 +33,8 @@ def test_time_to_draft_and_other_requests_count() -> None:
     alone = best_pace(0.8, 16, step)
     assert best_pace(0.8, 16, step, drafting=0.2).length < alone.length
     assert best_pace(0.8, 16, step, other_tokens=30).length == 0  # rows cost what they give
+    assert best_pace(0.79, 16, lambda length: 1.0, other_tokens=1).length == 0  # not sure enough
+    assert best_pace(0.8, 16, lambda length: 1.0, other_tokens=1).length > 0
 
 
 def test_chances_are_learned_and_shared() -> None:

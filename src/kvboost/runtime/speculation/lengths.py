@@ -10,6 +10,9 @@ LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 LONGEST = LENGTHS[-1]
 WORTHWHILE = 1.03
 """A draft must promise this many times the tokens per second of a step without one."""
+SURE = 0.8
+"""In a batch, every row takes time from the others, and estimates are rough: tokens that are
+accepted less often than this are not drafted there."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ def best_pace(
     """The best length up to ``most`` of a draft whose tokens are accepted with ``chance`` each.
     ``step(length)`` is the time of a step with a draft of that length, ``drafting`` the time that
     one drafted token takes, ``other_tokens`` what the step gives other requests."""
+    if other_tokens and chance < SURE:
+        return NO_DRAFT
     plain = (other_tokens + 1) / step(0)
     best, expected = NO_DRAFT, 1.0
     for length in range(1, min(most, LONGEST) + 1):
