@@ -839,14 +839,8 @@ class KVBoost:
         boundaries: Sequence[int] = (),
         adapter: str | None = None,
     ) -> int:
-        request = self._request(
-            token_ids,
-            GenerationMode.PREFIX_CACHE,
-            boundaries=boundaries,
-            cache_salt=salt,
-            adapter=adapter,
-        )
-        return Generation(self._runtime, RequestState(request)).read()
+        state = self._reading(token_ids, salt, boundaries, adapter)
+        return Generation(self._runtime, state).read()
 
     async def _awarm(
         self,
@@ -855,6 +849,16 @@ class KVBoost:
         boundaries: Sequence[int],
         adapter: str | None = None,
     ) -> int:
+        state = self._reading(token_ids, salt, boundaries, adapter)
+        async with self._submit(state, None) as stream:
+            async for _ in stream:
+                pass
+        return stream.new_chunks
+
+    def _reading(
+        self, token_ids: TokenIds, salt: str, boundaries: Sequence[int], adapter: str | None
+    ) -> RequestState:
+        """A request that reads a text and answers nothing."""
         request = self._request(
             token_ids,
             GenerationMode.PREFIX_CACHE,
@@ -862,10 +866,7 @@ class KVBoost:
             cache_salt=salt,
             adapter=adapter,
         )
-        async with self._submit(RequestState(request), None) as stream:
-            async for _ in stream:
-                pass
-        return stream.new_chunks
+        return RequestState(request)
 
     def _pin_all(self, token_ids: TokenIds, ttl: float | None, salt: str) -> Pin:
         root = self._runtime.root(salt)
