@@ -162,7 +162,13 @@ class FakeEngine:
         return self.pin_cached("text-1", self.encode(text), ttl=ttl)
 
     def pin_cached(
-        self, name: str, ids: list[int], *, ttl: float | None = None, cache_salt: str = ""
+        self,
+        name: str,
+        ids: list[int],
+        *,
+        ttl: float | None = None,
+        cache_salt: str = "",
+        adapter: str | None = None,
     ) -> Pin:
         if self.refuse is not None:
             raise self.refuse

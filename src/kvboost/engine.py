@@ -44,6 +44,7 @@ from kvboost.errors import (
     PinError,
     PromptError,
 )
+from kvboost.model.adapters.adapter import AppliedAdapter
 from kvboost.model.embedding import run_steps
 from kvboost.model.load import LoadedModel, load, machine_key, wrap
 from kvboost.progress import Progress
@@ -665,7 +666,13 @@ class KVBoost:
         return self.drop_pin(pin_name(self._runtime.root(cache_salt), ids))
 
     def pin_cached(
-        self, name: str, prompt: Prompt, *, ttl: float | None = None, cache_salt: str = ""
+        self,
+        name: str,
+        prompt: Prompt,
+        *,
+        ttl: float | None = None,
+        cache_salt: str = "",
+        adapter: str | None = None,
     ) -> Pin:
         """Pins what is cached of a prompt under a name, and computes nothing: for conversations,
         whose KV is in the cache as soon as they are answered.
@@ -678,10 +685,11 @@ class KVBoost:
         the earlier pin as it was; callers that can do without a pin should catch it."""
         self._check_open()
         _check_ttl(ttl)
+        ids = self._prompts.read(prompt)
         return self._runtime.store.pin(
             name,
-            self._runtime.root(cache_salt),
-            self._prompts.read(prompt),
+            self._runtime.adapters.root(cache_salt, self._applied(adapter, ids)),
+            ids,
             repair=self.config.repair.name,
             ttl=ttl,
         )
@@ -880,6 +888,11 @@ class KVBoost:
             )
         return pin
 
+    def _applied(self, adapter: str | None, token_ids: TokenIds) -> AppliedAdapter | None:
+        if adapter is None:
+            return None
+        return self._runtime.adapters.get(adapter).applied_to(token_ids)
+
     def _request(
         self,
         token_ids: TokenIds,
@@ -897,9 +910,7 @@ class KVBoost:
         self._check_open()
         others: dict[str, Any] = dict(reuse)
         adapter = others.pop("adapter", None)
-        applied = None
-        if adapter is not None:
-            applied = self._runtime.adapters.get(adapter).applied_to(token_ids)
+        applied = self._applied(adapter, token_ids)
         if self.context_length is not None and len(token_ids) >= self.context_length:
             raise ContextLengthError(len(token_ids), self.context_length)
         params = params or SamplingParams(max_new_tokens=1)

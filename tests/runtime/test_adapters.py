@@ -76,6 +76,14 @@ def test_cached_text_never_crosses_adapters(adapted: KVBoost, answers) -> None:
         assert result.reuse.cached_tokens > 64 and result.token_ids == answers[name]
 
 
+def test_what_is_read_with_an_adapter_is_pinned_with_it(adapted: KVBoost) -> None:
+    ids = adapted.encode(PROMPT)
+    adapted.warm(ids, adapter="a")
+    assert adapted.pin_cached("base", ids).tokens == 0
+    assert adapted.pin_cached("b", ids, adapter="b").tokens == 0
+    assert adapted.pin_cached("a", ids, adapter="a").tokens == len(ids)
+
+
 def test_moved_text_is_reused_within_an_adapter_and_healed(adapted: KVBoost) -> None:
     adapted.warm(PROMPT, header="", adapter="a")
     moved = "Once upon a time: " + PROMPT

@@ -52,6 +52,10 @@ class EngineCall:
     """The conversation whose KV is pinned after the answer."""
     session_ttl: float | None = None
 
+    @property
+    def adapter(self) -> str | None:
+        return self.options.get("adapter")
+
 
 class Choice:
     """One answer, while it runs and after."""
@@ -220,7 +224,7 @@ class Answers:
         ids = [*choice.prompt_ids, *choice.result.token_ids]
         renew = self._server.sessions.renew
         problem = await asyncio.to_thread(
-            renew, self._tenant, call.salt, call.session, ids, call.session_ttl
+            renew, self._tenant, call.salt, call.session, ids, call.session_ttl, call.adapter
         )
         choice.notes += [] if problem is None else [problem]
 

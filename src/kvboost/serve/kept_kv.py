@@ -22,12 +22,13 @@ class _Kept:
     ids: bytes
     """Of 32-bit token ids."""
     salt: str
+    adapter: str | None
     expires: float
 
     def covers(self, other: _Kept) -> bool:
         """Whether this pin makes ``other`` superfluous."""
         return (
-            self.salt == other.salt
+            (self.salt, self.adapter) == (other.salt, other.adapter)
             and self.expires >= other.expires
             and self.ids.startswith(other.ids)
         )
@@ -43,17 +44,24 @@ class KeptKV:
         self._kept: dict[str, _Kept] = {}
         """By key, the oldest first."""
 
-    def keep(self, key: str, token_ids: Sequence[int], salt: str, seconds: float) -> None:
-        """Pins ``token_ids`` for ``seconds``, under a key by which they can be released. Replaces
-        pins of beginnings of the same text."""
+    def keep(
+        self,
+        key: str,
+        token_ids: Sequence[int],
+        salt: str,
+        seconds: float,
+        adapter: str | None = None,
+    ) -> None:
+        """Pins ``token_ids``, read with ``adapter``, for ``seconds``, under a key by which they can
+        be released. Replaces pins of beginnings of the same text."""
         if seconds <= 0:
             return
         ids = np.asarray(token_ids, dtype=np.int32).tobytes()
-        kept = _Kept(ids, salt, self._clock() + seconds)
+        kept = _Kept(ids, salt, adapter, self._clock() + seconds)
         for name, other in list(self._kept.items()):
             if name == key or other.expires <= self._clock() or kept.covers(other):
                 self.release(name)
-        if self._pin(key, list(token_ids), salt, seconds):
+        if self._pin(key, list(token_ids), kept, seconds):
             self._kept[key] = kept
         while len(self._kept) > MAX_PINS:
             self.release(next(iter(self._kept)))
@@ -63,11 +71,13 @@ class KeptKV:
         if self._kept.pop(key, None) is not None:
             self._engine.drop_pin(_name(key))
 
-    def _pin(self, key: str, ids: list[int], salt: str, seconds: float) -> bool:
+    def _pin(self, key: str, ids: list[int], kept: _Kept, seconds: float) -> bool:
         """Whether something is pinned. An answer does not depend on a pin."""
         while True:
             try:
-                pin = self._engine.pin_cached(_name(key), ids, ttl=seconds, cache_salt=salt)
+                pin = self._engine.pin_cached(
+                    _name(key), ids, ttl=seconds, cache_salt=kept.salt, adapter=kept.adapter
+                )
             except PinError:
                 if not self._kept:
                     return False

@@ -60,9 +60,11 @@ class Sessions:
         session_id: str,
         token_ids: Sequence[int],
         ttl: float | None = None,
+        adapter: str | None = None,
     ) -> str | None:
-        """A turn of a conversation has ended: ``token_ids`` are all that was said. Pins its KV
-        instead of that of the turn before, for ``ttl`` seconds. Returns why it cannot, if so."""
+        """A turn of a conversation with ``adapter`` has ended: ``token_ids`` are all that was said.
+        Pins its KV instead of that of the turn before, for ``ttl`` seconds. Returns why it cannot,
+        if so."""
         seconds = self._settings.session_seconds if ttl is None else ttl
         now = self._clock()
         live = self._live()
@@ -76,7 +78,9 @@ class Sessions:
                 )
             session = Session(session_id, owner, salt, time.time(), now)
         try:
-            pin = self._engine.pin_cached(session.pin_name, token_ids, ttl=seconds, cache_salt=salt)
+            pin = self._engine.pin_cached(
+                session.pin_name, token_ids, ttl=seconds, cache_salt=salt, adapter=adapter
+            )
         except KVBoostError as error:
             return f"the session's KV is not pinned: {error}"
         if not pin.tokens:

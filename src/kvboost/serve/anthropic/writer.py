@@ -132,12 +132,12 @@ class MessageWriter:
 
     def _keep(self, choice: Choice) -> None:
         """Pins the text that was marked."""
-        salt = choice.call.salt
+        salt, adapter = choice.call.salt, choice.call.adapter
         for tokens, seconds in self._kept.beginnings(choice.prompt_ids):
             ids = choice.prompt_ids[:tokens]
-            told = f"{salt}\0{seconds}\0{ids}"
+            told = f"{salt}\0{adapter}\0{seconds}\0{ids}"
             key = f"cache_control:{blake2b(told.encode(), digest_size=16).hexdigest()}"
-            self._server.kept_kv.keep(key, ids, salt, seconds)
+            self._server.kept_kv.keep(key, ids, salt, seconds, adapter)
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -92,7 +92,8 @@ class ResponseWriter:
         self._server.stored_responses.add(self._tenant, stored)
         ids = [*choice.prompt_ids, *choice.result.token_ids]
         seconds = self._server.settings.stored_response_seconds
-        self._server.kept_kv.keep(response["id"], ids, choice.call.salt, seconds)
+        call = choice.call
+        self._server.kept_kv.keep(response["id"], ids, call.salt, seconds, call.adapter)
 
     async def _usage(self, choice: Choice) -> dict[str, Any]:
         engine, result = self._server.engine, choice.result
