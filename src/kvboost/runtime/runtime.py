@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.pool import PagedPool
 from kvboost.results import ReuseReport
 from kvboost.reuse.assemble import Packer
-from kvboost.reuse.cost import CostModel
+from kvboost.reuse.cost import CostModel, unpadded
 from kvboost.reuse.request import BufferedRows, RequestRows
 from kvboost.reuse.rope import Rotation
 from kvboost.runtime.adapters import Adapters
@@ -209,11 +210,9 @@ class Runtime:
         self.store.close()
         if self._events is not None:
             self._events.close()
-        self.pool.clear()
-        self._forwards = None
         if self._draft_model is not None:
             self._draft_model.close()
-        self.model.forward.leave_pages()
+        self._leave_slab()
         self.model.forward.remove_adapters()
         self.model.forward.release()
 
@@ -297,6 +296,17 @@ class Runtime:
             self.cost.computed_rows = self._forwards.bucket_of
             capacity = min(slab.most_rows, MOST_KEYS)
             forward.steps.beside = RowsBeside(kernels, slab, heads, capacity)
+
+    def _leave_slab(self) -> None:
+        """Frees the memory of requests. Graphs and what they run refer to one another, so that only
+        a collection finds that nothing else needs them."""
+        self.pool.clear()
+        self.model.forward.leave_pages()
+        if self._forwards is not None:
+            self._forwards, self.cost.computed_rows = None, unpadded
+            gc.collect()
+            if self.model.forward.shape.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _publish_events(self, config: EngineConfig) -> EventPublisher | None:
         """Announces the text that is read without a salt: salts keep tenants apart, and events
