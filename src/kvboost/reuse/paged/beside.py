@@ -14,7 +14,9 @@ from kvboost.model.segment import Segment
 from kvboost.reuse.paged.graphs import FixedRows
 from kvboost.reuse.paged.kernels import GpuKernels
 
-ROWS = 128
+ROWS = 112
+"""With those of up to 16 requests, so many rows are one tile of a matrix product; one row more would
+be a second tile, and take twice the time."""
 
 
 class RowsBeside:
