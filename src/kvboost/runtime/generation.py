@@ -19,6 +19,7 @@ from kvboost.cache.chunk import Lineage
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.store import ChunkLost
 from kvboost.config import GenerationMode
+from kvboost.model.far.kv import FarKV
 from kvboost.model.forward import Forward
 from kvboost.model.kv import RequestKV, SharedRows
 from kvboost.model.paged.kv import PagedKV
@@ -315,7 +316,7 @@ class Generation:
                 return (yield from self._healing.catch_up(end))
             draft = self._drafts.draft(end - start, limit, constraint, switches_at)
             self._rows_run = end + len(draft) - start
-            kv.reserve(end + len(draft))
+            kv.prepare(start, end + len(draft))
             on_device = self.picks_on_device and self._drafts.speculator is None
             beside = self._healing.rows_beside() if self._healing is not None else None
             self._last_token[0] = state.token_ids[-1]
@@ -440,15 +441,16 @@ class Generation:
     @property
     def _is_alone(self) -> bool:
         """Whether its forwards were those of no other request, were not recorded meanwhile, and
-        took as long as those of others would: not those of an adapter."""
+        took as long as those of others would: not those of an adapter, or over far rows."""
         is_alone = not self._state.accompanied and self._request.adapter is None
+        is_alone = is_alone and not isinstance(self._kv, FarKV)
         return is_alone and self._runtime.num_graphs == self._num_graphs
 
     def _compute(
         self, token_ids: TokenIds, positions: range, num_logits: int
     ) -> Computing[torch.Tensor]:
         """Runs ``token_ids`` at ``positions``."""
-        self._kv.reserve(positions.stop)
+        self._kv.prepare(positions.start, positions.stop)
         ids = torch.from_numpy(token_ids.astype(np.int64))
         logits = yield Segment(self._kv, ids, positions, num_logits, as_stock=self._as_stock)
         assert isinstance(logits, torch.Tensor)
@@ -472,6 +474,8 @@ class Generation:
         step = total
         if self._reusable_rows:
             step = self._state.slice_rows or self._runtime.prefill_slice
+        if self._kv.most_rows is not None:
+            step = min(step, self._kv.most_rows)
         return min((start // step + 1) * step, total)
 
 

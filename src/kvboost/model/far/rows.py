@@ -1,0 +1,44 @@
+"""The far rows of a request, as attention sees them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from kvboost.model.kv import SharedRows
+
+Part = tuple[torch.Tensor, torch.Tensor]
+"""The result of attending to some of the keys: ``[1, heads, rows, dim]`` and the log-sum-exp of the
+weights, ``[1, heads, rows]`` in float32."""
+
+
+class FarAttention(Protocol):
+    """Attends to far rows. One forward at a time calls it."""
+
+    def attend(self, rows: FarRows, layer: int, query: torch.Tensor, scale: float) -> Part:
+        """Attention of ``query``, ``[1, heads, rows, dim]``, over all of ``rows`` in one layer; the
+        result is in float32, on the device of the query."""
+
+    def forget(self) -> None:
+        """Some far rows are about to change or to go."""
+
+
+class FarRows(SharedRows):
+    """The first ``count`` rows of ``data``, ``[2, layers, kv_heads, capacity, head_dim]``, which is
+    not in the model's memory."""
+
+    def __init__(self, data: torch.Tensor, count: int, attention: FarAttention) -> None:
+        super().__init__(data, count)
+        self._attention = attention
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float) -> Part:
+        return self._attention.attend(self, layer, query, scale)
+
+    def first(self, count: int) -> FarRows:
+        return self if count >= self.count else FarRows(self.data, count, self._attention)
+
+    @property
+    def layer_bytes(self) -> int:
+        """What attending to one layer reads."""
+        return self.data[:, 0, :, : self.count].nbytes
