@@ -6,7 +6,8 @@ import torch
 
 from kvboost.model.far.costs import FarCosts
 from kvboost.model.far.host import HostAttention
-from kvboost.model.far.kv import FarKV, HostFarKV
+from kvboost.model.far.host_kv import HostFarKV
+from kvboost.model.far.kv import FarKV
 from kvboost.model.far.memory import FarMemory, HostMemory
 from kvboost.model.far.rows import FarAttention
 from kvboost.model.far.slots import Slots
@@ -34,7 +35,8 @@ class LateTransfers:
         self._slots[slot] = target
 
     def release(self, slot: int) -> None:
-        self._slots.pop(slot).fill_(torch.nan)
+        if slot in self._slots:
+            self._slots.pop(slot).fill_(torch.nan)
 
 
 def late_attention(

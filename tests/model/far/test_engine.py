@@ -13,7 +13,8 @@ import pytest
 from far_kv import late_attention
 from kvboost import CacheFolderError, ConfigError, KVBoost, KVTooLargeError
 from kvboost.model.far.host import HostAttention
-from kvboost.model.far.kv import FarKV, HostFarKV
+from kvboost.model.far.host_kv import HostFarKV
+from kvboost.model.far.kv import FarKV
 from kvboost.model.far.memory import HostMemory
 from kvboost.model.far.place import FarPlace
 from kvboost.model.far.store import FarStore

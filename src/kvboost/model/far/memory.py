@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,11 @@ class HostMemory(FarMemory):
     speed and while computing; allocating it pinned would round it up to a power of two."""
 
     def __init__(self, shape: KVShape, num_rows: int) -> None:
-        super().__init__(shape, num_rows, mmap.mmap(-1, num_rows * shape.row_bytes))
+        mapping = mmap.mmap(-1, num_rows * shape.row_bytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # registering touches every page
+            with suppress(OSError):
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        super().__init__(shape, num_rows, mapping)
         if shape.device.type == "cuda":
             code = int(torch.cuda.cudart().cudaHostRegister(self._address, self.num_bytes, 0))
             self.is_pinned = code == 0

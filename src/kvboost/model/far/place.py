@@ -9,7 +9,8 @@ from pathlib import Path
 
 from kvboost.model.far.costs import FarCosts
 from kvboost.model.far.host import HostAttention
-from kvboost.model.far.kv import FarKV, HostFarKV
+from kvboost.model.far.host_kv import HostFarKV
+from kvboost.model.far.kv import FarKV
 from kvboost.model.far.memory import FarMemory, FileMemory, HostMemory
 from kvboost.model.far.rows import FarAttention
 from kvboost.model.far.slots import SLOTS, CudaTransfers, Slots

@@ -17,7 +17,8 @@ SLOTS = 2
 
 
 class Transfers(Protocol):
-    """How rows get into slots. Every slot goes through load, wait, release, in this order."""
+    """How rows get into slots. A slot is released at first, and then goes through load, wait and
+    release again and again."""
 
     def load(self, slot: int, source: torch.Tensor, target: torch.Tensor) -> None:
         """Begins to copy ``source`` into ``target``, which is the slot's memory, as soon as what
@@ -53,8 +54,6 @@ class CudaTransfers:
         )
         self._read = [torch.cuda.Event() for _ in range(SLOTS)]
         self._num_bytes = [0] * SLOTS
-        for event in self._read:  # the memory may still be used by what had it before
-            event.record()
 
     def load(self, slot: int, source: torch.Tensor, target: torch.Tensor) -> None:
         self._observe(slot)
@@ -91,10 +90,9 @@ class Slots:
         self._loading: deque[tuple[tuple[int, int, int, int], int, torch.Tensor]] = deque()
         """What was asked for, in order: its key, its slot, and its place in it."""
         self._free = deque(range(SLOTS))
-
-    @property
-    def num_bytes(self) -> int:
-        return self._data.nbytes
+        self._is_stale = False
+        for slot in self._free:  # after the memory was cleared
+            transfers.release(slot)
 
     def parts(self, rows: FarRows, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of one layer, ``[1, kv_heads, some, head_dim]`` each, on the device. A
@@ -108,7 +106,12 @@ class Slots:
             self._load_after(rows, layer, start)
 
     def forget(self) -> None:
-        """Expects nothing of what was loaded ahead: its rows are about to change, or to go."""
+        """Uses nothing of what was loaded ahead: its rows are about to change, or to go. Any thread
+        may call this, also while another one reads parts of other rows."""
+        self._is_stale = True
+
+    def _drop(self) -> None:
+        self._is_stale = False
         while self._loading:
             _, slot, _ = self._loading.popleft()
             self._transfers.wait(slot)
@@ -117,8 +120,8 @@ class Slots:
 
     def _take(self, rows: FarRows, layer: int, start: int) -> tuple[int, torch.Tensor]:
         key = self._key(rows, layer, start)
-        if not self._loading or self._loading[0][0] != key:
-            self.forget()  # another request's, or rows have been added
+        if self._is_stale or not self._loading or self._loading[0][0] != key:
+            self._drop()  # another request's, or rows have been added
             self._load(rows, layer, start)
             self._load_after(rows, layer, start)
         _, slot, target = self._loading.popleft()
