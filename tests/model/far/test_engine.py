@@ -88,18 +88,19 @@ def test_answers_over_far_rows_in_a_file(
     assert list(tmp_path.iterdir()) == [], "the files have no names"
 
 
-@pytest.mark.parametrize("method", ["stream", "host"])
+@pytest.mark.parametrize("share", [0, 0.5, 1])
 def test_answers_over_far_rows_of_another_device(
-    method: str, monkeypatch: pytest.MonkeyPatch
+    share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: rows pass through slots that hold NaN before and after, or the host attends."""
+    """As on a GPU: rows pass through slots that hold NaN before and after, and the host attends to
+    a share of them."""
     model = tiny_model("llama")
     made: list[StreamedAttention] = []
 
     def another_device(shape: KVShape, folder: object) -> FarPlace:
         def attention() -> StreamedAttention:
             made.append(late_attention(shape, 48, HostAttention(shape)))
-            monkeypatch.setattr(made[0].costs, "choose", lambda _: method)
+            monkeypatch.setattr(made[0].costs, "host_share", lambda _: share)
             return made[0]
 
         return FarPlace(HostFarKV, partial(HostMemory, shape), attention)
@@ -108,9 +109,9 @@ def test_answers_over_far_rows_of_another_device(
     with far_engine(model) as engine:
         engine._model.forward._kernels = None
         assert answers(engine) == expected_answers(model)
-    steps = 3 * 10  # layers of one answer; prompts are streamed by either method
-    assert made[0].num_streamed > (steps if method == "stream" else 0)
-    assert (made[0].num_on_host > steps) == (method == "host")
+    steps = 3 * 10  # layers of one answer; prompts are always streamed
+    assert made[0].num_streamed > (steps if share < 1 else 0)
+    assert (made[0].num_on_host > steps) == (share > 0)
 
 
 def test_a_request_that_does_not_fit_far_memory_either(tmp_path: Path) -> None:

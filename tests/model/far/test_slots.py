@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from far_kv import LateTransfers
-from kvboost.model.far.costs import ASK_AGAIN, FarCosts
+from kvboost.model.far.costs import TRIED_SHARE, FarCosts
 from kvboost.model.far.host import HostAttention
 from kvboost.model.far.rows import FarRows
 from kvboost.model.far.slots import Slots
@@ -47,15 +47,37 @@ def test_what_was_loaded_ahead_is_forgotten_when_rows_change() -> None:
     assert torch.equal(read(slots, rows, 1), torch.full((2, 2, 20, 4), 5.0))
 
 
-def test_the_faster_method_is_chosen_and_the_other_one_tried_again() -> None:
+def test_parts_after_the_rows_that_the_host_attends_to() -> None:
+    transfers = LateTransfers()
+    slots, rows = Slots(SHAPE, 8, transfers), rows_of(1, 30)
+    for layer in (0, 1, 2, 0):
+        parts = [keys.clone() for keys, _ in slots.parts(rows, layer, 13)]
+        assert torch.equal(torch.cat(parts, 2)[0], rows.data[0, layer, :, 13:30])
+    assert transfers.num_loads == 4 * 3 + 2
+
+
+def test_the_host_gets_the_share_that_takes_as_long_as_the_copy() -> None:
     costs = FarCosts()
-    assert costs.choose(1) == "stream"
+    assert costs.host_share(1) == 0, "the copy was not measured yet"
     costs.observe_stream(1000, 2.0)
-    assert costs.choose(1) == "host"
+    assert costs.host_share(1) == TRIED_SHARE
+    costs.observe_host(500, 1, 1 / 3)
+    assert costs.host_share(1) == 0.75
+    assert costs.host_share(8) == TRIED_SHARE  # not measured for so many rows
+    costs.observe_host(1000, 8, 100.0)
+    assert costs.host_share(8) == 0 and costs.host_share(1) == 0.75
+    costs.observe_host(1000, 2, 0.01)
+    assert costs.host_share(3) == 1
+
+
+def test_small_changes_of_pace_do_not_change_the_share() -> None:
+    costs = FarCosts()
+    costs.observe_stream(1000, 1.0)
     costs.observe_host(1000, 1, 1.0)
-    assert costs.choose(1) == "host"
-    assert costs.choose(8) == "host"  # not measured for so many rows
-    costs.observe_host(1000, 8, 5.0)
-    assert costs.choose(9) == "stream" and costs.choose(1) == "host"
-    chosen = [costs.choose(1) for _ in range(ASK_AGAIN)]
-    assert chosen.count("stream") == 1
+    assert costs.host_share(1) == 0.5
+    for _ in range(3):
+        costs.observe_host(1000, 1, 1.05)
+    assert costs.host_share(1) == 0.5
+    for _ in range(20):
+        costs.observe_host(1000, 1, 3.0)
+    assert costs.host_share(1) == 0.25

@@ -1,17 +1,20 @@
-"""How long attending to far rows takes, by either method: learned while requests run."""
+"""How long attending to far rows takes: learned while requests run."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from statistics import median
-from typing import Literal
 
-Method = Literal["host", "stream"]
-_KEPT = 9
-"""How many times are kept of each kind."""
-ASK_AGAIN = 512
-"""After so many choices the slower method is tried again: other work may have slowed it down."""
+TRIED_SHARE = 1 / 8
+"""The share of the rows that the host attends to until its pace is known."""
+LEAST_SHARE = 1 / 16
+"""The host, or the device, attends to all rows if the other one would to fewer than this."""
+STEPS = 32
+"""Shares are multiples of one over this, and only change by more than one step: rows that are
+loaded ahead are then those that are needed."""
+_KEPT = 15
+"""How many measurements of each kind count."""
 
 
 class FarCosts:
@@ -21,7 +24,7 @@ class FarCosts:
     def __init__(self) -> None:
         self._stream: deque[float] = deque(maxlen=_KEPT)
         self._host: dict[int, deque[float]] = {}
-        self._choices = 0
+        self._shares: dict[int, float] = {}
         self._lock = threading.Lock()
 
     def observe_stream(self, num_bytes: int, seconds: float) -> None:
@@ -43,24 +46,28 @@ class FarCosts:
             return median(self._stream) if self._stream else None
 
     def host(self, num_queries: int) -> float | None:
+        """Seconds per byte; None until something was measured."""
         with self._lock:
             known = self._host.get(_kind(num_queries))
             return median(known) if known else None
 
-    def choose(self, num_queries: int) -> Method:
-        """The faster method for so many rows; one that was not measured yet comes first."""
+    def host_share(self, num_queries: int) -> float:
+        """The share of far rows that the host should attend to while the others are copied to the
+        device: both then take the same time."""
         stream, host = self.stream(), self.host(num_queries)
-        with self._lock:
-            self._choices += 1
-            again = self._choices % ASK_AGAIN == 0
         if stream is None:
-            return "stream"
+            return 0.0
         if host is None:
-            return "host"
-        faster: Method = "host" if host < stream else "stream"
-        if again:
-            return "stream" if faster == "host" else "host"
-        return faster
+            return TRIED_SHARE
+        wanted = stream / (stream + host)
+        if wanted < LEAST_SHARE or wanted > 1 - LEAST_SHARE:
+            wanted = round(wanted)
+        with self._lock:
+            kind = _kind(num_queries)
+            last = self._shares.get(kind)
+            if last is None or abs(wanted - last) > 1 / STEPS:
+                self._shares[kind] = last = round(wanted * STEPS) / STEPS
+            return last
 
 
 def _kind(num_queries: int) -> int:

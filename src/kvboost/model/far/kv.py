@@ -53,6 +53,11 @@ class FarKV(RequestKV):
         self._make_whole()
 
     @property
+    def far_data(self) -> torch.Tensor:
+        """Far memory, ``[2, layers, kv_heads, capacity, head_dim]``."""
+        return self._far.data
+
+    @property
     def near_rows(self) -> int:
         return self._near.shape[3]
 

@@ -17,7 +17,7 @@ from kvboost.model.far.slots import SLOTS, CudaTransfers, Slots
 from kvboost.model.far.streamed import StreamedAttention
 from kvboost.model.kv import KVShape
 
-LEAST_SLOT_ROWS = 64
+LEAST_SLOT_ROWS = 16
 SLOT_BYTES = 128 * 1024**2
 SLOT_SHARE = 16
 """A slot takes at most this part of near memory."""

@@ -31,12 +31,17 @@ class FarRows(SharedRows):
     def __init__(self, data: torch.Tensor, count: int, attention: FarAttention) -> None:
         super().__init__(data, count)
         self._attention = attention
+        self._shorter_rows: FarRows | None = None
 
     def attend(self, layer: int, query: torch.Tensor, scale: float) -> Part:
         return self._attention.attend(self, layer, query, scale)
 
     def first(self, count: int) -> FarRows:
-        return self if count >= self.count else FarRows(self.data, count, self._attention)
+        if count >= self.count:
+            return self
+        if self._shorter_rows is None or self._shorter_rows.count != count:
+            self._shorter_rows = FarRows(self.data, count, self._attention)
+        return self._shorter_rows
 
     @property
     def layer_bytes(self) -> int:

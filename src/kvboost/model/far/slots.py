@@ -90,14 +90,18 @@ class Slots:
         self._loading: deque[tuple[tuple[int, int, int, int], int, torch.Tensor]] = deque()
         """What was asked for, in order: its key, its slot, and its place in it."""
         self._free = deque(range(SLOTS))
+        self._first = 0
         self._is_stale = False
         for slot in self._free:  # after the memory was cleared
             transfers.release(slot)
 
-    def parts(self, rows: FarRows, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of one layer, ``[1, kv_heads, some, head_dim]`` each, on the device. A
-        pair is valid until the next one is asked for."""
-        for start in range(0, rows.count, self.num_rows):
+    def parts(
+        self, rows: FarRows, layer: int, first: int = 0
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of one layer, from row ``first`` on, ``[1, kv_heads, some, head_dim]``
+        each, on the device. A pair is valid until the next one is asked for."""
+        self._first = first
+        for start in range(first, rows.count, self.num_rows):
             slot, target = self._take(rows, layer, start)
             self._transfers.wait(slot)
             yield target[:1], target[1:]
@@ -134,7 +138,7 @@ class Slots:
         while self._free:
             start += self.num_rows
             if start >= rows.count:
-                layer, start = (layer + 1) % self._num_layers, 0
+                layer, start = (layer + 1) % self._num_layers, self._first
             self._load(rows, layer, start)
 
     def _load(self, rows: FarRows, layer: int, start: int) -> None:
