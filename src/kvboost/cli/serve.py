@@ -29,6 +29,8 @@ from kvboost.cli.common import (
 from kvboost.cli.serve_options import (
     ConfigFile,
     CorsOrigin,
+    FarKVBytes,
+    FarKVDir,
     OtlpEndpoint,
     TlsCert,
     TlsKey,
@@ -118,6 +120,8 @@ def serve(
         str | None,
         typer.Option(help="Memory for running requests; by default a quarter of all memory."),
     ] = None,
+    far_kv_bytes: FarKVBytes = "0",
+    far_kv_dir: FarKVDir = None,
     sharing_wait: Annotated[
         float,
         typer.Option(
@@ -265,6 +269,8 @@ def serve(
                 max_running=max_running,
                 max_waiting=max_waiting,
                 max_kv_bytes=max_kv_bytes,
+                far_kv_bytes=far_kv_bytes,
+                far_kv_dir=far_kv_dir,
                 sharing_wait=sharing_wait,
                 kv_events=events,
             ) as engine,

@@ -1,4 +1,4 @@
-"""The benchmark of far rows: a tiny shape takes its path on a CPU; goals are judged from figures."""
+"""The benchmark of far rows: a tiny shape takes its path on a CPU; goals are judged by figures."""
 
 from __future__ import annotations
 

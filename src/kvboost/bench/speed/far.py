@@ -67,12 +67,13 @@ def run(settings: Settings, bench: Bench) -> Report:
         raise KVBoostError("bench far needs an NVIDIA GPU, and torch finds none (see --shape tiny)")
     bench.describe("cuda" if on_gpu else "cpu", DTYPES["cuda" if on_gpu else "cpu"])
     found = measure(settings, bench)
+    problems = found.pop("problems")
     return Report(
         found,
         shown=_tables(found),
         goals=_goals(settings, found),
         draw=lambda title: _draw(found, title),
-        problems=found["problems"],
+        problems=problems,
     )
 
 
