@@ -15,6 +15,11 @@ from kvboost.model.far.streamed import StreamedAttention
 from kvboost.model.kv import KVShape, RequestKV
 
 
+def poison(memory: torch.Tensor) -> None:
+    """All bits are set: any float is NaN."""
+    memory.view(torch.uint8).fill_(255)
+
+
 class LateTransfers:
     """As a GPU may do it: a copy is done when it is waited for, not before, and a slot that was
     released is overwritten at any time."""
@@ -36,14 +41,14 @@ class LateTransfers:
 
     def release(self, slot: int) -> None:
         if slot in self._slots:
-            self._slots.pop(slot).fill_(torch.nan)
+            poison(self._slots.pop(slot))
 
 
 def late_attention(
     shape: KVShape, slot_rows: int, host: HostAttention | None = None
 ) -> StreamedAttention:
     slots = Slots(shape, slot_rows, LateTransfers())
-    slots._data.fill_(torch.nan)
+    poison(slots._data)
     return StreamedAttention(slots, FarCosts(), host)
 
 

@@ -43,6 +43,17 @@ class FarRows(SharedRows):
             self._shorter_rows = FarRows(self.data, count, self._attention)
         return self._shorter_rows
 
+    def source(self, layer: int, start: int, end: int) -> torch.Tensor:
+        """What must be copied to the device to attend to rows ``[start, end)`` there."""
+        return self.data[:, layer, :, start:end]
+
+    def unpack(
+        self, copied: torch.Tensor, layer: int, start: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of a copied ``source`` that began at ``start``, ``[1, kv_heads,
+        rows, head_dim]`` each."""
+        return copied[:1], copied[1:]
+
     @property
     def layer_bytes(self) -> int:
         """What attending to one layer reads."""

@@ -31,22 +31,12 @@ class Transfers(Protocol):
         """What has been started so far is all that reads the slot."""
 
 
-class HostTransfers:
-    """Copies at once, where the device is the host."""
-
-    def load(self, slot: int, source: torch.Tensor, target: torch.Tensor) -> None:
-        copy_rows(source, target)
-
-    def wait(self, slot: int) -> None: ...
-
-    def release(self, slot: int) -> None: ...
-
-
 class CudaTransfers:
     """Copies in a stream of their own, while the device computes. Each slot has two events: it has
     been loaded, and it has been read."""
 
     def __init__(self, device: torch.device, costs: FarCosts) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)
         self._costs = costs
         self._begun, self._loaded = (
@@ -59,16 +49,16 @@ class CudaTransfers:
         self._observe(slot)
         self._stream.wait_event(self._read[slot])
         with torch.cuda.stream(self._stream):
-            self._begun[slot].record()
+            self._begun[slot].record(self._stream)
             copy_rows(source, target)
-            self._loaded[slot].record()
+            self._loaded[slot].record(self._stream)
         self._num_bytes[slot] = target.nbytes
 
     def wait(self, slot: int) -> None:
-        torch.cuda.current_stream().wait_event(self._loaded[slot])
+        torch.cuda.current_stream(self._device).wait_event(self._loaded[slot])
 
     def release(self, slot: int) -> None:
-        self._read[slot].record()
+        self._read[slot].record(torch.cuda.current_stream(self._device))
 
     def _observe(self, slot: int) -> None:
         if self._num_bytes[slot] and self._loaded[slot].query():
@@ -81,10 +71,14 @@ class Slots:
     is loaded; after the last of a layer, that is the first of the next layer, and after the last
     layer the first of a next forward."""
 
-    def __init__(self, shape: KVShape, num_rows: int, transfers: Transfers) -> None:
+    def __init__(
+        self, shape: KVShape, num_rows: int, transfers: Transfers, slot_bytes: int | None = None
+    ) -> None:
+        """``slot_bytes``: what ``num_rows`` rows of one layer take, if not as much as near."""
         self.num_rows = num_rows
-        size = (SLOTS, 2, shape.num_kv_heads, num_rows, shape.head_dim)
-        self._data = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        if slot_bytes is None:
+            slot_bytes = num_rows * shape.row_bytes // shape.num_layers
+        self._data = torch.zeros(SLOTS, slot_bytes, dtype=torch.uint8, device=shape.device)
         self._num_layers = shape.num_layers
         self._transfers = transfers
         self._loading: deque[tuple[tuple[int, int, int, int], int, torch.Tensor]] = deque()
@@ -103,10 +97,12 @@ class Slots:
         self._first = first
         for start in range(first, rows.count, self.num_rows):
             slot, target = self._take(rows, layer, start)
-            self._transfers.wait(slot)
-            yield target[:1], target[1:]
-            self._transfers.release(slot)
-            self._free.append(slot)
+            try:
+                self._transfers.wait(slot)
+                yield rows.unpack(target, layer, start)
+            finally:
+                self._transfers.release(slot)
+                self._free.append(slot)
             self._load_after(rows, layer, start)
 
     def forget(self) -> None:
@@ -144,8 +140,8 @@ class Slots:
     def _load(self, rows: FarRows, layer: int, start: int) -> None:
         slot = self._free.popleft()
         end = min(start + self.num_rows, rows.count)
-        source = rows.data[:, layer, :, start:end]
-        target = self._data[slot, :, :, : end - start]
+        source = rows.source(layer, start, end)
+        target = self._data[slot, : source.nbytes].view(source.dtype).view(source.shape)
         self._transfers.load(slot, source, target)
         self._loading.append((self._key(rows, layer, start), slot, target))
 
