@@ -90,6 +90,9 @@ FarKVBytes = Annotated[
         "on a GPU, or in a file. 0 refuses them."
     ),
 ]
+FarKVBits = Annotated[
+    int, typer.Option(help="Bits of that KV: 16, or 8 and 4 if the model is on a GPU.")
+]
 FarKVDir = Annotated[
     Path | None, typer.Option(help="The folder of these files; by default the temporary one.")
 ]

@@ -86,6 +86,10 @@ class RequestKV:
     """What the request's rows are computed with."""
     shares = True
     """Whether other requests may read its first rows."""
+    changes_rows = True
+    """Whether rows anywhere may be written again, as a repair does."""
+    is_exact = True
+    """Whether rows stay as they were written."""
 
     def __init__(self, shape: KVShape, num_tokens: int) -> None:
         self.shape = shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvboost.cache.quantize import RowCodec
 from kvboost.config import EngineConfig
 from kvboost.errors import ConfigError
 from kvboost.model.far.place import in_file, on_host
@@ -28,7 +29,13 @@ def open_far(
         )
     shape, near = model.forward.shape, max_kv_bytes // NEAR_SHARE
     if model.device.type == "cuda":
-        place, fits = on_host(shape, near), slab_bytes(config, max_kv_bytes)
+        codec = RowCodec(config.far_kv_bits) if config.far_kv_bits < 16 else None
+        place, fits = on_host(shape, near, codec), slab_bytes(config, max_kv_bytes)
+    elif config.far_kv_bits < 16:
+        raise ConfigError(
+            f"far_kv_bits={config.far_kv_bits} needs a model on a GPU; on a CPU, far rows are as "
+            "the model computes them: leave it at 16"
+        )
     else:
         folder = Path(config.far_kv_dir) if config.far_kv_dir is not None else None
         place, fits = in_file(shape, folder), max_kv_bytes

@@ -172,6 +172,9 @@ class Generation:
         planner, store, clock = runtime.planner, runtime.store, state.clock
         with planner.lookup(request, self._live_end, ask_remote=ask_remote) as known:
             plan, notes = planner.plan(request, known, self._kv.own_start)
+            if plan.moved and not self._kv.changes_rows:
+                plan = plan.without_moved()
+                notes = (*notes, "moved text was computed: far rows of fewer bits do not change")
             approximate = [h for h in plan.in_place if h.chunk.lineage is Lineage.APPROXIMATE]
             self._used = [[*known.exact, *approximate], *(run.hits for run in plan.moved)]
             if any(hit.tier != store.fastest_tier for hit in plan.hits):
@@ -412,7 +415,7 @@ class Generation:
     @property
     def _keeps_rows(self) -> bool:
         request = self._request
-        reuses = request.mode is not GenerationMode.BASELINE
+        reuses = request.mode is not GenerationMode.BASELINE and self._kv.is_exact
         if not (reuses and request.keep and self._state.kept):
             return False
         applied = request.adapter  # rows of one that was unloaded would serve no request

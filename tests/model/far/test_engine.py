@@ -100,7 +100,8 @@ def test_answers_over_far_rows_of_another_device(monkeypatch: pytest.MonkeyPatch
             monkeypatch.setattr(made[0].costs, "host_share", lambda _: 0.5)
             return made[0]
 
-        return FarPlace(HostFarKV, partial(HostMemory, shape), attention)
+        memory = partial(HostMemory, shape)
+        return FarPlace(HostFarKV, memory, shape.row_bytes.__mul__, attention)
 
     monkeypatch.setattr("kvboost.runtime.far.in_file", another_device)
     with far_engine(model) as engine:

@@ -23,6 +23,7 @@ from kvboost.bench.kit.benchmark import Bench, Report, option
 from kvboost.bench.kit.figures import draw_bars
 from kvboost.bench.kit.goals import Goal
 from kvboost.bench.kit.tables import ms, table
+from kvboost.cache.quantize import RowCodec
 from kvboost.config import format_bytes, parse_bytes
 from kvboost.errors import KVBoostError
 from kvboost.model.far.kv import FarKV
@@ -57,6 +58,7 @@ class Settings(benchmark.Settings):
     tokens: int = option(GOAL_TOKENS, "Tokens of the context.", least=256)
     device_memory: str = option("8GiB", "The GPU memory that the process may use.")
     near: str = option("1GiB", "The part of it for the KV of the request.")
+    bits: tuple[int, ...] = option((4,), "Also in so many bits, on a GPU.", choices=(8, 4))
     seconds: float = option(90.0, "About the most that the run takes.", least=1.0)
     ours_only: bool = option(False, "Do not measure transformers.")
 
@@ -133,6 +135,8 @@ class _Run:
             self._figures["peak_bytes"] = torch.cuda.max_memory_reserved()
             if not settings.ours_only:
                 self._attempt(STOCK, self._decode_stock)
+            for bits in settings.bits:
+                self._attempt(f"{bits} bits", partial(self._decode_coded, bits, near))
         else:
             self._bench.say("transformers' offloaded cache needs a GPU: not measured")
         self._figures["problems"] = self._problems
@@ -193,6 +197,13 @@ class _Run:
 
     def _decode(self, kv: FarKV, name: str) -> None:
         self._timed(name, lambda: self._step(kv))
+
+    def _decode_coded(self, bits: int, near: int) -> None:
+        place = on_host(self._shape, near, RowCodec(bits))
+        far = FarStore(self._shape, place, fits_bytes=0, near_bytes=near, far_bytes=1 << 50)
+        with far.lend(self._settings.tokens + FILLED) as kv:
+            self._fill(kv)
+            self._decode(kv, f"{bits} bits")
 
     def _timed(self, name: str, step: Callable[[], object], least: int = LEAST_STEPS) -> None:
         """Steps per second, as the median after two steps that warm up."""

@@ -25,16 +25,11 @@ class FarMemory:
     """Space for ``num_rows`` rows of KV outside of near memory. ``data`` is ``[2, layers, kv_heads,
     rows, head_dim]``; the rows of one layer are next to each other. It holds zeros at first."""
 
-    is_pinned = False
-    """Whether a GPU copies from it without a detour."""
-
-    def __init__(self, shape: KVShape, num_rows: int, mapping: mmap.mmap) -> None:
+    def __init__(self, shape: KVShape, num_rows: int, memory: torch.Tensor) -> None:
+        """``memory`` are bytes."""
         size = (shape.num_layers, 2, shape.num_kv_heads, num_rows, shape.head_dim)
-        num_bytes = num_rows * shape.row_bytes
-        numbers = torch.from_numpy(np.frombuffer(mapping, np.uint8, num_bytes)).view(shape.dtype)
-        self.data = numbers.view(size).transpose(0, 1)
+        self.data = memory.view(shape.dtype).view(size).transpose(0, 1)
         self.num_rows = num_rows
-        self.num_bytes = num_bytes
         self.on_close: Callable[[], object] = _nothing
 
     def close(self) -> None:
@@ -59,39 +54,46 @@ class FileMemory(FarMemory):
                 f"{format_bytes(num_bytes)} for far rows cannot be had in {str(where)!r}: {error}; "
                 "set far_kv_dir to a folder with more space, or lower max_new_tokens"
             ) from error
-        super().__init__(shape, num_rows, mapping)
+        memory = torch.from_numpy(np.frombuffer(mapping, np.uint8))
+        super().__init__(shape, num_rows, memory)
 
 
 class HostMemory(FarMemory):
-    """Memory of the host. It is registered with the GPU's driver, which then copies from it at full
-    speed and while computing; allocating it pinned would round it up to a power of two."""
+    """Memory of the host, from which a GPU copies."""
 
     def __init__(self, shape: KVShape, num_rows: int) -> None:
-        mapping = mmap.mmap(-1, num_rows * shape.row_bytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # registering touches every page
-            with suppress(OSError):
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-        super().__init__(shape, num_rows, mapping)
-        if shape.device.type == "cuda":
-            code = int(torch.cuda.cudart().cudaHostRegister(self._address, self.num_bytes, 0))
-            self.is_pinned = code == 0
-            if not self.is_pinned:
-                log.warning(
-                    "%s of far rows could not be pinned (CUDA error %d): copies from them are slow",
-                    format_bytes(self.num_bytes),
-                    code,
-                )
-
-    @property
-    def _address(self) -> int:
-        return self.data.data_ptr()
+        memory, self._unpin = pinned_memory(num_rows * shape.row_bytes, shape.device)
+        super().__init__(shape, num_rows, memory)
 
     def close(self) -> None:
-        if self.is_pinned:
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self._address)
-            self.is_pinned = False
+        self._unpin()
         super().close()
+
+
+def pinned_memory(
+    num_bytes: int, device: torch.device
+) -> tuple[torch.Tensor, Callable[[], object]]:
+    """Memory of the host, zero, and what must be called when it is not used any more. For a GPU it
+    is registered with the driver, which then copies from it at full speed and while computing;
+    allocating it pinned would round it up to a power of two."""
+    mapping = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # registering touches every page
+        with suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.from_numpy(np.frombuffer(mapping, np.uint8))
+    if device.type != "cuda":
+        return memory, _nothing
+    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+    if code:
+        told = "%s of far rows could not be pinned (CUDA error %d): copies from them are slow"
+        log.warning(told, format_bytes(num_bytes), code)
+        return memory, _nothing
+
+    def unpin() -> None:
+        torch.cuda.synchronize(device)
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    return memory, unpin
 
 
 def _nothing() -> None: ...

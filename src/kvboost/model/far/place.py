@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from kvboost.model.far.coded_kv import LEAST_NEAR_ROWS, CodedKV
+from kvboost.model.far.codes import BLOCK, CodedMemory, CodeLayout, RowCodec, coded_bytes
 from kvboost.model.far.costs import FarCosts
 from kvboost.model.far.host import HostAttention
 from kvboost.model.far.host_kv import HostFarKV
@@ -25,23 +27,28 @@ SLOT_SHARE = 16
 
 @dataclass(frozen=True)
 class FarPlace:
-    """``memory`` allocates so many far rows; ``attention`` is called once, for the first request,
-    and takes ``near_bytes`` of near memory."""
+    """``memory`` allocates so many far rows, which take ``far_bytes``; ``attention`` is called
+    once, for the first request, and takes ``near_bytes`` of near memory."""
 
-    kv: type[FarKV]
-    memory: Callable[[int], FarMemory]
+    kv: Callable[..., FarKV]
+    memory: Callable[[int], FarMemory | CodedMemory]
+    far_bytes: Callable[[int], int]
     attention: Callable[[], FarAttention]
     near_bytes: int = 0
+    least_near_rows: int = 64
 
 
 def in_file(shape: KVShape, folder: Path | None) -> FarPlace:
     """A file, for a model on the CPU."""
     memory = partial(FileMemory, shape, folder=folder)
-    return FarPlace(FarKV, memory, partial(HostAttention, shape))
+    return FarPlace(FarKV, memory, shape.row_bytes.__mul__, partial(HostAttention, shape))
 
 
-def on_host(shape: KVShape, near_bytes: int) -> FarPlace:
-    """The host's memory, for a model on a GPU. Slots take some of ``near_bytes``."""
+def on_host(shape: KVShape, near_bytes: int, codec: RowCodec | None = None) -> FarPlace:
+    """The host's memory, for a model on a GPU; rows in fewer bits with a ``codec``. Slots take some
+    of ``near_bytes``."""
+    if codec is not None:
+        return _coded(shape, near_bytes, codec)
     layer_bytes = shape.row_bytes // shape.num_layers
     slot = min(SLOT_BYTES, near_bytes // SLOT_SHARE)
     rows = max(LEAST_SLOT_ROWS, slot // layer_bytes)
@@ -51,4 +58,28 @@ def on_host(shape: KVShape, near_bytes: int) -> FarPlace:
         slots = Slots(shape, rows, CudaTransfers(shape.device, costs))
         return StreamedAttention(slots, costs, HostAttention(shape))
 
-    return FarPlace(HostFarKV, partial(HostMemory, shape), attention, SLOTS * rows * layer_bytes)
+    memory, far_bytes = partial(HostMemory, shape), shape.row_bytes.__mul__
+    return FarPlace(HostFarKV, memory, far_bytes, attention, SLOTS * rows * layer_bytes)
+
+
+def _coded(shape: KVShape, near_bytes: int, codec: RowCodec) -> FarPlace:
+    """All rows are streamed: the host would have to decode what it attends to."""
+    layer_bytes = shape.row_bytes // shape.num_layers
+    # A part is copied in codes, and becomes as large as near rows, and twice that meanwhile.
+    rows = min(SLOT_BYTES, near_bytes // SLOT_SHARE) // layer_bytes // BLOCK * BLOCK
+    rows = max(BLOCK, rows)
+    slot_bytes = rows // BLOCK * CodeLayout(shape, codec).block_bytes
+
+    def attention() -> FarAttention:
+        costs = FarCosts()
+        slots = Slots(shape, rows, CudaTransfers(shape.device, costs), slot_bytes)
+        return StreamedAttention(slots, costs, None)
+
+    return FarPlace(
+        CodedKV,
+        partial(CodedMemory, shape, codec=codec),
+        partial(coded_bytes, shape, codec),
+        attention,
+        SLOTS * slot_bytes + 3 * rows * layer_bytes,
+        LEAST_NEAR_ROWS,
+    )

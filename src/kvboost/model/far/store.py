@@ -10,13 +10,12 @@ from itertools import count
 
 from kvboost.config import format_bytes
 from kvboost.errors import ConfigError, KVTooLargeError
+from kvboost.model.far.codes import CodedMemory
 from kvboost.model.far.kv import FarKV
 from kvboost.model.far.memory import FarMemory
 from kvboost.model.far.place import FarPlace
 from kvboost.model.far.rows import FarAttention
 from kvboost.model.kv import KVShape
-
-LEAST_NEAR_ROWS = 64
 
 
 class FarStore:
@@ -32,11 +31,12 @@ class FarStore:
         self._place = place
         self._fits = fits_bytes
         self.near_rows = (near_bytes - place.near_bytes) // shape.row_bytes
-        if self.near_rows < LEAST_NEAR_ROWS:
+        if self.near_rows < place.least_near_rows:
             raise ConfigError(
                 f"max_kv_bytes leaves {format_bytes(near_bytes)} of near memory for a request with "
-                f"far rows; it needs {format_bytes(place.near_bytes)} for slots, and at least "
-                f"{LEAST_NEAR_ROWS} rows of {format_bytes(shape.row_bytes)}; raise max_kv_bytes"
+                f"far rows; it needs {format_bytes(place.near_bytes)} for slots and at least "
+                f"{place.least_near_rows} rows of {format_bytes(shape.row_bytes)}; raise "
+                "max_kv_bytes"
             )
         self._attention: FarAttention | None = None
         self._live: dict[int, int] = {}
@@ -71,11 +71,11 @@ class FarStore:
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether there is far memory for one more request, beside those that run."""
-        return self.used_bytes + num_tokens * self.shape.row_bytes <= self.far_bytes
+        return self.used_bytes + self._place.far_bytes(num_tokens) <= self.far_bytes
 
     def check(self, num_tokens: int) -> None:
         """Raises KVTooLargeError if a request of so many rows could not run at all."""
-        needed = num_tokens * self.shape.row_bytes
+        needed = self._place.far_bytes(num_tokens)
         if needed > self.far_bytes:
             raise KVTooLargeError(num_tokens, needed, self.far_bytes, "far_kv_bytes")
 
@@ -90,8 +90,8 @@ class FarStore:
         finally:
             kv.close()
 
-    def _allocate(self, num_rows: int) -> FarMemory:
-        needed = num_rows * self.shape.row_bytes
+    def _allocate(self, num_rows: int) -> FarMemory | CodedMemory:
+        needed = self._place.far_bytes(num_rows)
         with self._lock:
             free, number = self.far_bytes - self.used_bytes, next(self._numbers)
             if needed > free:
