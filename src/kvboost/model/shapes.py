@@ -16,32 +16,33 @@ SHAPES = {  # hidden, intermediate, layers, heads, KV heads
 VOCABULARY = 151_936
 
 
-def config_of(shape: str) -> Any:
-    """The transformers config of a shape. No token ends an answer."""
+def config_of(shape: str, **changes: Any) -> Any:
+    """The transformers config of a shape, with some ``changes``. No token ends an answer."""
     from transformers import Qwen2Config
 
     hidden, intermediate, layers, heads, kv_heads = SHAPES[shape]
-    return Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=131_072,
-        tie_word_embeddings=shape != "7b",
-        architectures=["Qwen2ForCausalLM"],
-        dtype="bfloat16",
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    options: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": shape != "7b",
+        "architectures": ["Qwen2ForCausalLM"],
+        "dtype": "bfloat16",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return Qwen2Config(**{**options, **changes})
 
 
-def random_model(shape: str, device: str, dtype: torch.dtype) -> Any:
-    """A transformers model, made on the device."""
+def random_model(shape: str, device: str, dtype: torch.dtype, **changes: Any) -> Any:
+    """A transformers model, made on the device; ``changes`` of its config."""
     from transformers import Qwen2ForCausalLM
 
-    config = config_of(shape)
+    config = config_of(shape, **changes)
     config.dtype = dtype
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -34,6 +34,7 @@ from kvboost.reuse.request import BufferedRows, RequestRows
 from kvboost.reuse.rope import Rotation
 from kvboost.runtime.adapters import Adapters
 from kvboost.runtime.beginnings import Beginnings
+from kvboost.runtime.far import open_far, slab_bytes
 from kvboost.runtime.memory import Trimmer
 from kvboost.runtime.planner import Planner
 from kvboost.runtime.request import Request
@@ -66,6 +67,8 @@ class Runtime:
     """Whether a forward may be ended between two layers, by a hook that raises."""
     no_adapters: str | None = None
     """Why no adapters can be loaded."""
+    no_far: str | None = None
+    """Why no request can have far rows."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig, costs: Path | None = None) -> None:
         self.model = model
@@ -74,6 +77,7 @@ class Runtime:
         self.max_kv_bytes = _kv_budget(config, model.device)
         self.pages = self._choose_pages()
         self.pool = self._make_pool()
+        self.pool.far = open_far(config, model, self.max_kv_bytes, self.no_far)
         self._forwards: SegmentForwards | None = None
         self.store = ChunkStore(
             tiers,
@@ -137,9 +141,11 @@ class Runtime:
     def rows_for(self, request: Request, *, batched: bool) -> int:
         """How many KV rows to reserve for a request. A batch counts memory before a request
         starts, so there it is all the rows the request may ever need."""
-        answer = self.answer_limit(request)
+        answer, prompt = self.answer_limit(request), len(request.token_ids)
+        if self.pool.far is not None and self.pool.far.takes(prompt + answer):
+            return prompt + answer
         reserved = answer if batched else min(answer, INITIAL_ANSWER_ROWS)
-        return len(request.token_ids) + reserved
+        return prompt + reserved
 
     def plan(self, request: Request) -> ReuseReport:
         """How a request would be served now."""
@@ -167,6 +173,7 @@ class Runtime:
             "hot_memory_mb": memory.nbytes / 1e6,
             **self.totals.stats().as_dict(),
             "idle_kv_bytes": self.pool.idle_bytes,
+            **({} if self.pool.far is None else {"far_kv_bytes": self.pool.far.used_bytes}),
             **store.as_dict(),
             **({} if self._events is None else {"kv_events": self._events.stats().as_dict()}),
         }
@@ -240,7 +247,7 @@ class Runtime:
             return KVPool(shape, MAX_IDLE)
         return PagedPool(
             shape,
-            self.max_kv_bytes,
+            slab_bytes(self._config, self.max_kv_bytes),
             self._config.max_running,
             model.context_length,
             on_slab=self._use_slab,
