@@ -275,6 +275,14 @@ class EngineConfig:
     ``"off"`` drafts nothing. Answers are the same. On GPUs, ``"auto"`` drafts nothing as yet."""
     draft_model: str | os.PathLike[str] | None = None
     """A smaller model with the same vocabulary that drafts tokens too; by default none."""
+    device_memory: int | None = None
+    """What an engine may take of a GPU's memory: for weights, the KV of running requests,
+    ``gpu_cache_bytes`` (by default 0 then) and the rows of a forward. Decoder layers that do not
+    fit are streamed to the GPU in every forward. None: no limit, and nothing is streamed. A draft
+    model comes on top."""
+    host_memory: int | None = None
+    """What streamed layers may take of the machine's memory; others are read from disk in every
+    forward. By default four fifths of what is free."""
 
     @property
     def repair(self) -> RepairParams:
@@ -307,6 +315,10 @@ class EngineConfig:
             )
         if self.disk_cache_dir is not None and not os.fspath(self.disk_cache_dir):
             raise ConfigError("disk_cache_dir='' must name a folder; None keeps nothing on disk")
+        if self.host_memory is not None and self.device_memory is None:
+            raise ConfigError(
+                "host_memory is for layers that do not fit into device_memory; set that too"
+            )
         one_of(self.graphs, GRAPHS, "graphs")
         most_drafted(self.speculate)
         whole(self.max_running, 1, "max_running")
@@ -359,6 +371,8 @@ SIZES = (
     "disk_cache_bytes",
     "remote_cache_bytes",
     "max_kv_bytes",
+    "device_memory",
+    "host_memory",
 )
 """The options of EngineConfig that are sizes."""
 
@@ -398,6 +412,8 @@ class EngineOptions(TypedDict, total=False):
     kv_events: KVEvents | None
     speculate: str | int
     draft_model: str | os.PathLike[str] | None
+    device_memory: int | str | None
+    host_memory: int | str | None
 
 
 class HubOptions(TypedDict, total=False):
@@ -440,7 +456,7 @@ REMOVED = {
     "one; max_audit_kl says what to do about it",
     "speculative_config": "use speculate, and draft_model for a model that drafts",
     "tree_speculative_config": "use speculate: drafts are sequences, not trees",
-    "streaming_config": "leave it out: KVBoost does not stream weights from disk",
+    "streaming_config": "use device_memory, and host_memory for layers from disk",
 }
 """Options of earlier versions that are gone, and what to do instead."""
 

@@ -47,6 +47,7 @@ from kvboost.errors import (
 from kvboost.model.adapters.adapter import AppliedAdapter
 from kvboost.model.embedding import run_steps
 from kvboost.model.load import LoadedModel, load, machine_key, wrap
+from kvboost.model.streaming.plan import DeviceBudget
 from kvboost.progress import Progress
 from kvboost.results import (
     AdapterInfo,
@@ -160,6 +161,7 @@ class KVBoost:
         - requests: ``max_running=16``, ``max_waiting=256``, ``max_kv_bytes=None``,
           ``sharing_wait=2.0``, ``step_rows=None``, ``prefill_slice=None``, ``graphs="auto"``
         - drafts: ``speculate="auto"``, ``draft_model=None``
+        - models larger than the GPU: ``device_memory=None``, ``host_memory=None``
         - routers: ``kv_events=None``
 
         Options of transformers' ``from_pretrained`` that have a name here (``HubOptions``, such as
@@ -175,8 +177,13 @@ class KVBoost:
         more: dict[str, Any] = {**hub, **(model_kwargs or {})}
         make_runtime: MakeRuntime = Runtime
         whole(tp_size, 1, "tp_size")
+        if tp_size > 1 and config.device_memory is not None:
+            raise ConfigError("device_memory streams the layers of one GPU; leave out tp_size")
         if tp_size == 1:
-            model = load(model_name, strict=strict, device=device, dtype=dtype, **more)
+            budget = DeviceBudget.of(config)
+            model = load(
+                model_name, strict=strict, device=device, dtype=dtype, budget=budget, **more
+            )
         else:  # not every build of torch has torch.distributed
             from kvboost.runtime.parallel.runtime import (
                 ParallelRuntime,
@@ -211,6 +218,10 @@ class KVBoost:
         refuse_unknown_options(options, EngineOptions)
         chosen: Any = options
         config = replace(config or EngineConfig(), **chosen)
+        if config.device_memory is not None:
+            raise ConfigError(
+                "device_memory moves a model to the GPU, layer by layer: use from_pretrained"
+            )
         return cls(wrap(model, tokenizer, strict=strict), config)
 
     @property

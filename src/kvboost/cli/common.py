@@ -54,6 +54,16 @@ DraftModel = Annotated[
     str | None,
     typer.Option(help="A smaller model with the same vocabulary that drafts tokens too."),
 ]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="What to take of the GPU's memory, such as 8GiB: layers that do not fit are streamed."
+    ),
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(help="Memory for streamed layers; others are read from disk in every step."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Temperature = Annotated[
     float,
@@ -131,6 +141,7 @@ def load_engine(
     dtype: str | None,
     cache_dir: Path | None = None,
     kv_bits: int = EngineConfig.kv_cache_bits,
+    **options: Any,
 ) -> Any:
     """Loads an engine and meanwhile says so: importing torch takes seconds, and so do weights."""
     with Console(stderr=True).status(f"loading {model}") as status:
@@ -144,6 +155,7 @@ def load_engine(
             dtype=dtype,
             disk_cache_dir=cache_dir or chosen_cache_dir(),
             kv_cache_bits=kv_bits,
+            **options,
         )
 
 

@@ -20,8 +20,10 @@ from kvboost.cli.common import (
     AsJson,
     CacheDir,
     Device,
+    DeviceMemory,
     Dtype,
     Exactness,
+    HostMemory,
     KVBits,
     MaxNewTokens,
     Mode,
@@ -179,6 +181,8 @@ def chat(
     kv_bits: KVBits = EngineConfig.kv_cache_bits,
     device: Device = None,
     dtype: Dtype = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
 ) -> None:
     """Talk to a model; every answer shows how much of the conversation was reused.
 
@@ -187,7 +191,8 @@ def chat(
 
     Example: [bold]kvboost chat --cache-dir ./kv[/bold]
     """
-    with errors(), load_engine(model, device, dtype, cache_dir, kv_bits) as engine:
+    memory = {"device_memory": device_memory, "host_memory": host_memory}
+    with errors(), load_engine(model, device, dtype, cache_dir, kv_bits, **memory) as engine:
         edit_lines()
         options = {
             "temperature": temperature,

@@ -35,6 +35,8 @@ from kvboost.model.gguf import check_gguf
 from kvboost.model.hub import why_unreachable
 from kvboost.model.rope import frequencies
 from kvboost.model.sampling import eos_ids, warn_about_defaults
+from kvboost.model.streaming.place import Placement, check_device, place
+from kvboost.model.streaming.plan import DeviceBudget
 from kvboost.model.tokenizer import ModelTokenizer
 
 
@@ -52,6 +54,8 @@ class LoadedModel:
     eos_ids: frozenset[int]
     frequencies: torch.Tensor | None
     """``[layers, pairs]``: the angle by which keys rotate per position; None if they do not."""
+    placement: Placement | None = None
+    """Which layers are streamed; None if the device's memory has no budget."""
 
     @property
     def vocab_size(self) -> int:
@@ -90,12 +94,26 @@ def load(
     strict: bool = True,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    budget: DeviceBudget | None = None,
     **hf_kwargs: Any,
 ) -> LoadedModel:
-    """Loads a model and its tokenizer, ready to serve. ``hf_kwargs`` go to transformers'
-    ``from_pretrained``."""
-    model, tokenizer = read(name, strict=strict, device=device, dtype=dtype, **hf_kwargs)
-    return wrap(model, tokenizer, name=os.fspath(name), strict=strict, own=True)
+    """Loads a model and its tokenizer, ready to serve. Layers that do not fit into ``budget`` are
+    streamed. ``hf_kwargs`` go to transformers' ``from_pretrained``."""
+    if budget is None:
+        model, tokenizer = read(name, strict=strict, device=device, dtype=dtype, **hf_kwargs)
+        return wrap(model, tokenizer, name=os.fspath(name), strict=strict, own=True)
+    target = pick_device(device)
+    check_device(target)
+    dtype = pick_dtype(dtype, target)
+    model, tokenizer = read(name, strict=strict, device="cpu", dtype=dtype, **hf_kwargs)
+    return wrap(
+        model,
+        tokenizer,
+        name=os.fspath(name),
+        strict=strict,
+        own=True,
+        move=lambda model: place(model, target, budget),
+    )
 
 
 def read(
@@ -168,22 +186,25 @@ def wrap(
     strict: bool = True,
     own: bool = False,
     make_forward: Callable[..., Forward] = Forward,
+    move: Callable[[PreTrainedModel], Placement] | None = None,
 ) -> LoadedModel:
     """A model that is already in memory, ready to serve. From now on KVBoost computes its
     attention. If the caller gives the model away (``own``), KVBoost may also rearrange its
-    weights."""
+    weights, and ``move`` it to another device."""
     support = check(model.config, strict=strict)
     model = model.eval()
     if model.generation_config is None:
         raise ModelError(f"{type(model).__name__} cannot generate text")
     warn_about_defaults(model.generation_config)
     identity = fingerprint(model, model.config)
+    placement = move(model) if move is not None else None
     packs = own and can_pack(model.device, model.dtype)
     forward = make_forward(
         model,
         packed=support.packed,
         alone_beyond=support.reuse_limit,
         fast_layers=pack_layers(model) if packs else None,
+        streams=placement is not None and placement.streamed is not None,
     )
     return LoadedModel(
         name=name,
@@ -194,6 +215,7 @@ def wrap(
         context_length=context_length(model.config),
         eos_ids=eos_ids(model.generation_config),
         frequencies=frequencies(model, support, forward.shape.num_layers),
+        placement=placement,
     )
 
 
@@ -329,4 +351,5 @@ def machine_key(model: LoadedModel, num_ranks: int = 1) -> str:
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     identity = f"{model.fingerprint} {device.type} {chip} {torch.get_num_threads()}"
     identity += f" {num_ranks} ranks" if num_ranks > 1 else ""
+    identity += f" {model.placement.key}" if model.placement is not None else ""
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()

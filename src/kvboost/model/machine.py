@@ -17,6 +17,17 @@ def memory_bytes() -> int:
         return 0
 
 
+def available_bytes() -> int:
+    """The memory that programs can still have without swapping; half of it all if the system does
+    not say."""
+    try:
+        with open("/proc/meminfo") as lines:
+            sizes = dict(line.split(":") for line in lines)
+        return int(sizes["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return memory_bytes() // 2
+
+
 def copy_bandwidth(device: str) -> float:
     """Bytes per second that a copy within the device's memory reads and writes, measured."""
     size = 2 << 30 if device == "cuda" else 1 << 26
