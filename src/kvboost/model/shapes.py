@@ -12,29 +12,31 @@ SHAPES = {  # hidden, intermediate, layers, heads, KV heads
     "1.5b": (1536, 8960, 28, 12, 2),
     "3b": (2048, 11008, 36, 16, 2),
     "7b": (3584, 18944, 28, 28, 4),
+    "32b": (5120, 27648, 64, 40, 8),
 }
 VOCABULARY = 151_936
 
 
-def config_of(shape: str) -> Any:
-    """The transformers config of a shape. No token ends an answer."""
+def config_of(shape: str, **changes: Any) -> Any:
+    """The transformers config of a shape, with ``changes``. No token ends an answer."""
     from transformers import Qwen2Config
 
     hidden, intermediate, layers, heads, kv_heads = SHAPES[shape]
-    return Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=131_072,
-        tie_word_embeddings=shape != "7b",
-        architectures=["Qwen2ForCausalLM"],
-        dtype="bfloat16",
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    options = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": shape not in ("7b", "32b"),
+        "architectures": ["Qwen2ForCausalLM"],
+        "dtype": "bfloat16",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return Qwen2Config(**{**options, **changes})
 
 
 def random_model(shape: str, device: str, dtype: torch.dtype) -> Any:

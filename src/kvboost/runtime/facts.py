@@ -21,7 +21,8 @@ def facts_of(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
     placement = model.placement
     return {
         "architecture": type(model.forward.model).__name__,
-        "parameters": model.forward.model.num_parameters(),
+        "parameters": model.forward.model.num_parameters()
+        + (0 if placement is None else placement.host_weights),
         "layers": shape.num_layers,
         "dtype": str(shape.dtype).removeprefix("torch."),
         "device": str(model.device),

@@ -17,6 +17,7 @@ from kvboost.config import format_bytes, home
 from kvboost.errors import ConfigError, ModelError
 from kvboost.model.machine import available_bytes, memory_bytes
 from kvboost.model.streaming.disk import DiskLayers
+from kvboost.model.streaming.embedding import HostEmbedding, host_embedding
 from kvboost.model.streaming.layers import StreamedLayers, slot_of
 from kvboost.model.streaming.plan import (
     NUM_SLOTS,
@@ -44,6 +45,8 @@ class Placement:
     plan: LayerPlan
     streamed: StreamedLayers | None
     """None if all layers are on the device."""
+    host_weights: int = 0
+    """Numbers of the embedding, if that stays on the host; it is no parameter of the model then."""
 
     @property
     def note(self) -> str | None:
@@ -91,19 +94,24 @@ def place(
     if not plan.streamed:
         model.to(cast(Any, device))
         return Placement(plan, None)
+    if (embedding := host_embedding(model)) is not None:
+        model.set_input_embeddings(HostEmbedding(embedding, device))
     _move_others(model, layers, device)
     for number in sorted(plan.resident):
         layers[number].to(device)
     largest = max(sizes.layers[number] for number in plan.streamed)
     slots = make_slots(min(NUM_SLOTS, len(plan.streamed)), largest, device)
-    return Placement(plan, stream_layers(layers, plan, slots, device))
+    streamed = stream_layers(layers, plan, slots, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # each layer was on the device once
+    return Placement(plan, streamed, 0 if embedding is None else embedding.weight.numel())
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The layers of a model that are all alike and run one after the other."""
     number = model.config.get_text_config().num_hidden_layers
     found = [
-        module
+        list(module)
         for module in model.modules()
         if isinstance(module, nn.ModuleList) and len(module) == number
     ]
@@ -112,7 +120,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
             f"{type(model).__name__} has no list of {number} decoder layers, so it cannot be "
             "streamed; leave device_memory out"
         )
-    return list(max(found, key=lambda some: layer_bytes(some)))
+    return max(found, key=lambda layers: sum(map(layer_bytes, layers)))
 
 
 def measure(
@@ -124,6 +132,7 @@ def measure(
     there = layer_bytes(copy.deepcopy(layers[0]).to(device))
     scale = there / max(1, here[0])
     everything = layer_bytes(model)
+    embedding = host_embedding(model)
     config = model.config.get_text_config()
     width = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * width
@@ -132,6 +141,7 @@ def measure(
     return ModelSizes(
         layers=tuple(aligned(int(size * scale)) for size in here),
         others=everything - sum(here),
+        embedding=0 if embedding is None else int(embedding.weight.nbytes),
         per_row=(4 * width + 4 * inner) * itemsize,
         scratch=0 if plain else width * inner * itemsize,
     )

@@ -52,6 +52,8 @@ class ModelSizes:
     layers: tuple[int, ...]
     others: int
     """Embeddings, norms, the output head: all that is no decoder layer."""
+    embedding: int
+    """Of these, the embedding if it can stay on the host."""
     per_row: int
     """What a row of a forward needs at most between the weights of a layer."""
     scratch: int = 0
@@ -94,6 +96,7 @@ def make_plan(sizes: ModelSizes, budget: DeviceBudget, host_bytes: int) -> Layer
         kv_bytes = left if budget.kv_bytes is None else kv_bytes
         return LayerPlan(every, frozenset(), frozenset(), kv_bytes, most_rows)
     slots = NUM_SLOTS * aligned(max(sizes.layers))
+    fixed -= sizes.embedding
     left = total - fixed - kv_bytes - slots
     if left < 0:
         raise ConfigError(_too_little(sizes, budget, total - left, kv_bytes, slots, reserve))
@@ -126,7 +129,7 @@ def _too_little(
     sizes: ModelSizes, budget: DeviceBudget, needed: int, kv_bytes: int, slots: int, reserve: int
 ) -> str:
     parts = {
-        "all weights but those of decoder layers": sizes.others,
+        "weights that are not streamed": sizes.others - sizes.embedding,
         f"{NUM_SLOTS} layers on their way": slots,
         "the KV of running requests": kv_bytes,
         "gpu_cache_bytes": budget.cache_bytes,
