@@ -34,6 +34,7 @@ EXACTNESS = ("repaired", "verified")
 GRAPHS = ("auto", "lazy", "off")
 DTYPES = ("float32", "bfloat16", "float16")
 SPECULATE = ("auto", "off")
+WEIGHTS = ("auto", "plain", "packed")
 MOST_DRAFTED, LIMIT_DRAFTED = 16, 64
 """Tokens of a draft: the most by default, and the most that may be asked for."""
 
@@ -275,6 +276,11 @@ class EngineConfig:
     ``"off"`` drafts nothing. Answers are the same. On GPUs, ``"auto"`` drafts nothing as yet."""
     draft_model: str | os.PathLike[str] | None = None
     """A smaller model with the same vocabulary that drafts tokens too; by default none."""
+    weights: str = "auto"
+    """What ``from_pretrained`` does with quantised weights. ``"packed"`` keeps the codes of 4 and 8
+    bits and multiplies with them; ``"plain"`` expands them to the engine's dtype. ``"auto"`` packs
+    GGUF files and AWQ, GPTQ and compressed-tensors folders where there are kernels for it, and
+    takes the embedded models in ordinary numbers."""
 
     @property
     def repair(self) -> RepairParams:
@@ -308,6 +314,7 @@ class EngineConfig:
         if self.disk_cache_dir is not None and not os.fspath(self.disk_cache_dir):
             raise ConfigError("disk_cache_dir='' must name a folder; None keeps nothing on disk")
         one_of(self.graphs, GRAPHS, "graphs")
+        one_of(self.weights, WEIGHTS, "weights")
         most_drafted(self.speculate)
         whole(self.max_running, 1, "max_running")
         whole(self.max_waiting, 0, "max_waiting")
@@ -398,6 +405,7 @@ class EngineOptions(TypedDict, total=False):
     kv_events: KVEvents | None
     speculate: str | int
     draft_model: str | os.PathLike[str] | None
+    weights: str
 
 
 class HubOptions(TypedDict, total=False):

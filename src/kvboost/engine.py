@@ -160,6 +160,7 @@ class KVBoost:
         - requests: ``max_running=16``, ``max_waiting=256``, ``max_kv_bytes=None``,
           ``sharing_wait=2.0``, ``step_rows=None``, ``prefill_slice=None``, ``graphs="auto"``
         - drafts: ``speculate="auto"``, ``draft_model=None``
+        - quantised models: ``weights="auto"``
         - routers: ``kv_events=None``
 
         Options of transformers' ``from_pretrained`` that have a name here (``HubOptions``, such as
@@ -176,8 +177,20 @@ class KVBoost:
         make_runtime: MakeRuntime = Runtime
         whole(tp_size, 1, "tp_size")
         if tp_size == 1:
-            model = load(model_name, strict=strict, device=device, dtype=dtype, **more)
+            model = load(
+                model_name,
+                strict=strict,
+                device=device,
+                dtype=dtype,
+                weight_form=config.weights,
+                **more,
+            )
         else:  # not every build of torch has torch.distributed
+            if config.weights == "packed":
+                raise ConfigError(
+                    f"weights='packed' is for one device, and tp_size is {tp_size}; use "
+                    "weights='plain'"
+                )
             from kvboost.runtime.parallel.runtime import (
                 ParallelRuntime,
                 load_parallel,

@@ -29,6 +29,7 @@ from kvboost.cli.common import (
     Seed,
     Speculate,
     Temperature,
+    Weights,
     describe,
     errors,
     load_engine,
@@ -132,6 +133,7 @@ def generate(
     kv_bits: KVBits = EngineConfig.kv_cache_bits,
     device: Device = None,
     dtype: Dtype = None,
+    weights: Weights = EngineConfig.weights,
     as_json: AsJson = False,
 ) -> None:
     """Answer one prompt.
@@ -143,7 +145,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     with errors():
         format_options = {"schema": read_schema(schema) if schema else None, "regex": regex}
-    with errors(), load_engine(model, device, dtype, cache_dir, kv_bits) as engine:
+    with errors(), load_engine(model, device, dtype, cache_dir, kv_bits, weights) as engine:
         stream = engine.stream(
             [{"role": "user", "content": text}] if chat else text,
             max_new_tokens,
@@ -179,6 +181,7 @@ def chat(
     kv_bits: KVBits = EngineConfig.kv_cache_bits,
     device: Device = None,
     dtype: Dtype = None,
+    weights: Weights = EngineConfig.weights,
 ) -> None:
     """Talk to a model; every answer shows how much of the conversation was reused.
 
@@ -187,7 +190,7 @@ def chat(
 
     Example: [bold]kvboost chat --cache-dir ./kv[/bold]
     """
-    with errors(), load_engine(model, device, dtype, cache_dir, kv_bits) as engine:
+    with errors(), load_engine(model, device, dtype, cache_dir, kv_bits, weights) as engine:
         edit_lines()
         options = {
             "temperature": temperature,

@@ -20,6 +20,7 @@ from kvboost.cli.common import (
     Mode,
     Model,
     Speculate,
+    Weights,
     address,
     errors,
     only_local,
@@ -184,6 +185,7 @@ def serve(
     allow_host: AllowHost = None,
     device: Device = None,
     dtype: Dtype = None,
+    weights: Weights = EngineConfig.weights,
     tp_size: Annotated[
         int, typer.Option(min=1, help="GPUs to split the model over; must divide its KV heads.")
     ] = 1,
@@ -250,6 +252,7 @@ def serve(
                 model,
                 device=device,
                 dtype=dtype,
+                weights=weights,
                 tp_size=tp_size,
                 disk_cache_dir=folder,
                 max_cache_bytes=max_cache_bytes,

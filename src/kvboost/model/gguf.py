@@ -1,5 +1,5 @@
-"""Checks that a file is a whole GGUF file before a parser that trusts it reads it, and says where its
-tensors are.
+"""Checks that a file is a whole GGUF file before a parser that trusts it reads it, and says where
+its tensors are.
 
     magic, version, number of tensors, number of values
     values:   key, type, value          a string is its length and its bytes,

@@ -3,6 +3,7 @@ to 8 bits in groups of 32."""
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_int32, c_void_p
@@ -49,18 +50,25 @@ class QuantizedProduct:
         _check(weights, gated)
         self.dtype = dtype
         self._library = native.library(dtype)
-        self._packed = [_PackedWeight(part, self._library) for part in weights]
-        self.num_bytes = sum(packed.num_bytes for packed in self._packed)
-        panels = [packed.panels() for packed in self._packed]
+        packed = [_PackedWeight(part, self._library) for part in weights]
+        self._link(packed, weights[0].shape[1], bias, gated)
+
+    def _link(
+        self, packed: list[_PackedWeight], k: int, bias: torch.Tensor | None, gated: bool
+    ) -> None:
+        """Describes the product with these weights to the kernels."""
+        self._packed = packed
+        self.num_bytes = sum(part.num_bytes for part in packed)
+        panels = [part.panels() for part in packed]
         if gated:
             ordered = [panel for pair in zip(*panels, strict=True) for panel in pair]
         else:
             ordered = [panel for part in panels for panel in part]
         self._panels = (_Panel * len(ordered))(*ordered)
-        n, k = len(ordered) * PANEL, weights[0].shape[1]
+        n = len(ordered) * PANEL
         if bias is not None and gated:
             bias = bias.reshape(2, -1, PANEL).transpose(0, 1).reshape(-1)
-        self._bias = None if bias is None else bias.to(dtype).contiguous()
+        self._bias = None if bias is None else bias.to(self.dtype).contiguous()
         self.width, self.depth = n // 2 if gated else n, k
         bias_address = None if self._bias is None else self._bias.data_ptr()
         self._linear = LinearStruct(
@@ -80,6 +88,12 @@ class QuantizedProduct:
         """``silu(rows gate') * (rows up')`` in one call."""
         bias = torch.cat(biases) if biases else None
         return cls((gate, up), bias, gated=True, dtype=dtype)
+
+    def part(self, index: int, bias: torch.Tensor | None = None) -> QuantizedProduct:
+        """The product with the weight at ``index`` alone. Both share its codes."""
+        part = copy.copy(self)
+        part._link([self._packed[index]], self.depth, bias, gated=False)
+        return part
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """The output has the dtype of the rows."""

@@ -133,8 +133,8 @@ def _q8_0(blocks: Bytes) -> Parts:
 
 def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
     """Scales and offsets ``[..., 8]`` of Q4_K and Q5_K. Of the 12 bytes, the first 8 hold in 6 bits
-    each the first four scales and the first four offsets; the rest is 4 bits in the last 4 bytes and
-    the 2 high bits of the first 8."""
+    each the first four scales and the first four offsets; the others have 4 bits in the last 4
+    bytes and 2 in the high bits of the first 8."""
     packed = blocks[..., 4:16]
     first, second, last = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     factors = np.concatenate([first & 63, (last & 15) | (first >> 6 << 4)], axis=-1)

@@ -3,7 +3,7 @@ is made without weights and filled tensor by tensor, so it never exists in ordin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,7 +36,10 @@ def build(
 
 
 def _fill_quantized(
-    model: PreTrainedModel, checkpoint: QuantizedCheckpoint, device: torch.device, dtype: torch.dtype
+    model: PreTrainedModel,
+    checkpoint: QuantizedCheckpoint,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = {module: name for name, module in model.named_modules()}
@@ -69,7 +72,9 @@ def _fill_quantized(
         model.set_input_embeddings(_embedding(embedding, checkpoint, source, device, dtype))
 
 
-def _parts(model: nn.Module, quantized: set[nn.Module]) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+def _parts(
+    model: nn.Module, quantized: set[nn.Module]
+) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
     """The quantised linear layers of each module, those that read the same rows together."""
     for parent in model.modules():
         left = [name for name, child in parent.named_children() if child in quantized]
@@ -106,7 +111,10 @@ def _embedding(
 
 
 def _fill_plain(
-    model: PreTrainedModel, checkpoint: QuantizedCheckpoint, device: torch.device, dtype: torch.dtype
+    model: PreTrainedModel,
+    checkpoint: QuantizedCheckpoint,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> None:
     for name, parameter in list(model.named_parameters()):
         value = checkpoint.plain(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -113,3 +113,22 @@ def num_weights(model: nn.Module, *, embeddings: bool = True) -> int:
                 seen.add(id(weight))
                 total += weight.numel()
     return total
+
+
+def packed_identity(model: nn.Module) -> dict[str, Any]:
+    """What the KV of a model with quantised layers depends on besides its parameters: its codes,
+    and the kernels that multiply with them. Empty for other models."""
+    found: dict[str, Any] = {}
+    kernels = set()
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+            found[name] = module.digest
+        if isinstance(module, QuantizedLinear):
+            kernels.add(module.product.kernel)
+    return {"packed": found, "kernels": sorted(kernels)} if found else {}
+
+
+def weights_of(model: nn.Module) -> str:
+    """``"packed"`` with the kernels that multiply with quantised weights, or ``"plain"``."""
+    kernels = packed_identity(model).get("kernels")
+    return f"packed ({', '.join(kernels)})" if kernels else "plain"

@@ -67,7 +67,9 @@ class QuantizedWeight:
     def digest(self) -> str:
         """Identifies its numbers: their sum as bits, and a sample."""
         found = [f"{self.shape} {self.bits} {self.group}"]
-        found += [digest_of(part) for part in (self.codes, self.scales, self.offsets) if part is not None]
+        found += [
+            digest_of(part) for part in (self.codes, self.scales, self.offsets) if part is not None
+        ]
         return hashlib.blake2b(" ".join(found).encode(), digest_size=16).hexdigest()
 
 
