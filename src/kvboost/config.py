@@ -34,6 +34,7 @@ EXACTNESS = ("repaired", "verified")
 GRAPHS = ("auto", "lazy", "off")
 DTYPES = ("float32", "bfloat16", "float16")
 SPECULATE = ("auto", "off")
+WEIGHTS = ("auto", "plain", "packed")
 MOST_DRAFTED, LIMIT_DRAFTED = 16, 64
 """Tokens of a draft: the most by default, and the most that may be asked for."""
 
@@ -275,6 +276,11 @@ class EngineConfig:
     ``"off"`` drafts nothing. Answers are the same. On GPUs, ``"auto"`` drafts nothing as yet."""
     draft_model: str | os.PathLike[str] | None = None
     """A smaller model with the same vocabulary that drafts tokens too; by default none."""
+    weights: str = "auto"
+    """What ``from_pretrained`` does with quantised weights. ``"packed"`` keeps the codes of 4 and 8
+    bits and multiplies with them; ``"plain"`` expands them to the engine's dtype. ``"auto"`` packs
+    GGUF files and AWQ, GPTQ and compressed-tensors folders where there are kernels for it, and
+    takes the embedded models in ordinary numbers."""
     device_memory: int | None = None
     """What an engine may take of a GPU's memory: for weights, the KV of running requests,
     ``gpu_cache_bytes`` (by default 0 then) and the rows of a forward. Decoder layers that do not
@@ -320,6 +326,7 @@ class EngineConfig:
                 "host_memory is for layers that do not fit into device_memory; set that too"
             )
         one_of(self.graphs, GRAPHS, "graphs")
+        one_of(self.weights, WEIGHTS, "weights")
         most_drafted(self.speculate)
         whole(self.max_running, 1, "max_running")
         whole(self.max_waiting, 0, "max_waiting")
@@ -412,6 +419,7 @@ class EngineOptions(TypedDict, total=False):
     kv_events: KVEvents | None
     speculate: str | int
     draft_model: str | os.PathLike[str] | None
+    weights: str
     device_memory: int | str | None
     host_memory: int | str | None
 

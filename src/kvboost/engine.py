@@ -161,6 +161,7 @@ class KVBoost:
         - requests: ``max_running=16``, ``max_waiting=256``, ``max_kv_bytes=None``,
           ``sharing_wait=2.0``, ``step_rows=None``, ``prefill_slice=None``, ``graphs="auto"``
         - drafts: ``speculate="auto"``, ``draft_model=None``
+        - quantised models: ``weights="auto"``
         - models larger than the GPU: ``device_memory=None``, ``host_memory=None``
         - routers: ``kv_events=None``
 
@@ -180,11 +181,21 @@ class KVBoost:
         if tp_size > 1 and config.device_memory is not None:
             raise ConfigError("device_memory streams the layers of one GPU; leave out tp_size")
         if tp_size == 1:
-            budget = DeviceBudget.of(config)
             model = load(
-                model_name, strict=strict, device=device, dtype=dtype, budget=budget, **more
+                model_name,
+                strict=strict,
+                device=device,
+                dtype=dtype,
+                weight_form=config.weights,
+                budget=DeviceBudget.of(config),
+                **more,
             )
         else:  # not every build of torch has torch.distributed
+            if config.weights == "packed":
+                raise ConfigError(
+                    f"weights='packed' is for one device, and tp_size is {tp_size}; use "
+                    "weights='plain'"
+                )
             from kvboost.runtime.parallel.runtime import (
                 ParallelRuntime,
                 load_parallel,

@@ -15,6 +15,7 @@ from kvboost.model.device import cpu_has_bf16, pick_device, pick_dtype
 from kvboost.model.fast_layers import can_pack
 from kvboost.model.machine import memory_bytes
 from kvboost.model.paged.choose import why_no_pages
+from kvboost.model.quantized.products import describe_path
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def examine(model: str, device: str | None = None, dtype: str | None = None) -> 
         "dtype": str(chosen_dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "packed weights": packs,
+        "quantised weights": describe_path(chosen_device, chosen_dtype),
         "kernels": kernels,
         "memory": f"{memory / 1024**3:.1f} GiB" if memory else "unknown",
         "cache folder": str(home()),

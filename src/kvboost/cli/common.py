@@ -31,6 +31,13 @@ Dtype = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16 or float16; by default what suits the device."),
 ]
+Weights = Annotated[
+    str,
+    typer.Option(
+        help="Weights of a quantised model: packed (kept in 4 and 8 bits), plain (expanded) or "
+        "auto (packed where that is fast)."
+    ),
+]
 Mode = Annotated[
     str,
     typer.Option(
@@ -141,6 +148,7 @@ def load_engine(
     dtype: str | None,
     cache_dir: Path | None = None,
     kv_bits: int = EngineConfig.kv_cache_bits,
+    weights: str = EngineConfig.weights,
     **options: Any,
 ) -> Any:
     """Loads an engine and meanwhile says so: importing torch takes seconds, and so do weights."""
@@ -155,6 +163,7 @@ def load_engine(
             dtype=dtype,
             disk_cache_dir=cache_dir or chosen_cache_dir(),
             kv_cache_bits=kv_bits,
+            weights=weights,
             **options,
         )
 

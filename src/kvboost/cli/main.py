@@ -31,6 +31,7 @@ from kvboost.cli.common import (
     Seed,
     Speculate,
     Temperature,
+    Weights,
     describe,
     errors,
     load_engine,
@@ -134,6 +135,7 @@ def generate(
     kv_bits: KVBits = EngineConfig.kv_cache_bits,
     device: Device = None,
     dtype: Dtype = None,
+    weights: Weights = EngineConfig.weights,
     as_json: AsJson = False,
 ) -> None:
     """Answer one prompt.
@@ -145,7 +147,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     with errors():
         format_options = {"schema": read_schema(schema) if schema else None, "regex": regex}
-    with errors(), load_engine(model, device, dtype, cache_dir, kv_bits) as engine:
+    with errors(), load_engine(model, device, dtype, cache_dir, kv_bits, weights) as engine:
         stream = engine.stream(
             [{"role": "user", "content": text}] if chat else text,
             max_new_tokens,
@@ -181,6 +183,7 @@ def chat(
     kv_bits: KVBits = EngineConfig.kv_cache_bits,
     device: Device = None,
     dtype: Dtype = None,
+    weights: Weights = EngineConfig.weights,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
 ) -> None:
@@ -192,7 +195,10 @@ def chat(
     Example: [bold]kvboost chat --cache-dir ./kv[/bold]
     """
     memory = {"device_memory": device_memory, "host_memory": host_memory}
-    with errors(), load_engine(model, device, dtype, cache_dir, kv_bits, **memory) as engine:
+    with (
+        errors(),
+        load_engine(model, device, dtype, cache_dir, kv_bits, weights, **memory) as engine,
+    ):
         edit_lines()
         options = {
             "temperature": temperature,

@@ -22,6 +22,7 @@ from kvboost.cli.common import (
     Mode,
     Model,
     Speculate,
+    Weights,
     address,
     errors,
     only_local,
@@ -188,6 +189,7 @@ def serve(
     allow_host: AllowHost = None,
     device: Device = None,
     dtype: Dtype = None,
+    weights: Weights = EngineConfig.weights,
     tp_size: Annotated[
         int, typer.Option(min=1, help="GPUs to split the model over; must divide its KV heads.")
     ] = 1,
@@ -254,6 +256,7 @@ def serve(
                 model,
                 device=device,
                 dtype=dtype,
+                weights=weights,
                 tp_size=tp_size,
                 disk_cache_dir=folder,
                 max_cache_bytes=max_cache_bytes,

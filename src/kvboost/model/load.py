@@ -31,8 +31,10 @@ from kvboost.model.device import pick_device, pick_dtype
 from kvboost.model.fast_layers import can_pack, pack_layers
 from kvboost.model.fingerprint import fingerprint
 from kvboost.model.forward import Forward
-from kvboost.model.gguf import check_gguf
+from kvboost.model.gguf import GgufIndex, check_gguf
 from kvboost.model.hub import why_unreachable
+from kvboost.model.quantized.layers import num_weights, packed_identity
+from kvboost.model.quantized.source import PackedModel, find_packed
 from kvboost.model.rope import frequencies
 from kvboost.model.sampling import eos_ids, warn_about_defaults
 from kvboost.model.streaming.place import Placement, check_device, place
@@ -71,7 +73,7 @@ class LoadedModel:
         """What attending to one key costs, as a share of what one row costs in the weights."""
         shape = self.forward.shape
         per_key = 2 * self.num_heads * shape.head_dim * shape.num_layers
-        return float(per_key / self.forward.model.num_parameters(exclude_embeddings=True))
+        return float(per_key / num_weights(self.forward.model, embeddings=False))
 
     @property
     def active_adapters(self) -> list[str]:
@@ -94,13 +96,17 @@ def load(
     strict: bool = True,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    weight_form: str = "plain",
     budget: DeviceBudget | None = None,
     **hf_kwargs: Any,
 ) -> LoadedModel:
-    """Loads a model and its tokenizer, ready to serve. Layers that do not fit into ``budget`` are
-    streamed. ``hf_kwargs`` go to transformers' ``from_pretrained``."""
+    """Loads a model and its tokenizer, ready to serve. ``weight_form`` is ``"auto"``, ``"plain"``
+    or ``"packed"``; layers that do not fit into ``budget`` are streamed; ``hf_kwargs`` go to
+    transformers' ``from_pretrained``."""
     if budget is None:
-        model, tokenizer = read(name, strict=strict, device=device, dtype=dtype, **hf_kwargs)
+        model, tokenizer = read(
+            name, strict=strict, device=device, dtype=dtype, weight_form=weight_form, **hf_kwargs
+        )
         return wrap(model, tokenizer, name=os.fspath(name), strict=strict, own=True)
     target = pick_device(device)
     check_device(target)
@@ -123,11 +129,12 @@ def read(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     torch_dtype: str | torch.dtype | None = None,
+    weight_form: str = "plain",
     **hf_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer as transformers loads them, on their device. ``torch_dtype`` is
-    transformers' older name for ``dtype``. Code that comes with a model runs only if
-    ``trust_remote_code=True`` is given."""
+    """A model and its tokenizer as transformers loads them, or with packed weights, on their
+    device. ``torch_dtype`` is transformers' older name for ``dtype``. Code that comes with a model
+    runs only if ``trust_remote_code=True`` is given."""
     chosen_device = pick_device(device)
     chosen_dtype = pick_dtype(dtype if torch_dtype is None else torch_dtype, chosen_device)
     if dtype is not None and pick_dtype(dtype, chosen_device) != chosen_dtype:
@@ -137,6 +144,10 @@ def read(
     source = _locate(name, hf_kwargs)
     files = dict(source.options)
     with _explained(name, source, hf_kwargs):
+        packed = _find_packed(name, source, weight_form, hf_kwargs, chosen_device, chosen_dtype)
+        if packed is not None:
+            check(packed.config, strict=strict)
+            return packed.model(_auto_class(packed.config)), packed.tokenizer()
         config = AutoConfig.from_pretrained(source.place, **files)
         check(config, strict=strict)  # before it spends minutes on weights
         with weights.quiet_transformers():
@@ -147,6 +158,25 @@ def read(
             )
         tokenizer = AutoTokenizer.from_pretrained(source.place, **files)
     return model.to(chosen_device), tokenizer
+
+
+def _find_packed(
+    name: str | os.PathLike[str],
+    source: _Source,
+    form: str,
+    hf_kwargs: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> PackedModel | None:
+    """What to read if the weights stay packed; None if they become plain. The embedded models have
+    folders in ordinary numbers, which ``"auto"`` takes."""
+    options = {**source.options, **hf_kwargs}
+    index, folder = source.index, None if source.index else Path(source.place)
+    if index is None and os.fspath(name) in weights.known_names():
+        if form != "packed":
+            return None
+        index = check_gguf(weights.pull_gguf(os.fspath(name)))
+    return find_packed(form, folder, index, options, device, dtype)
 
 
 def _adapter_files(files: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,7 +226,7 @@ def wrap(
     if model.generation_config is None:
         raise ModelError(f"{type(model).__name__} cannot generate text")
     warn_about_defaults(model.generation_config)
-    identity = fingerprint(model, model.config)
+    identity = fingerprint(model, model.config, **packed_identity(model))
     placement = move(model) if move is not None else None
     packs = own and can_pack(model.device, model.dtype)
     forward = make_forward(
@@ -229,6 +259,8 @@ class _Source:
     """What config, weights and tokenizer are all asked for with."""
     hub_problem: str | None = None
     """Why the hub does not answer, if the model would have to come from there."""
+    index: GgufIndex | None = None
+    """What that file holds, if it is here."""
 
     @property
     def gguf(self) -> str | None:
@@ -265,7 +297,8 @@ def _locate(name: str | os.PathLike[str], hf_kwargs: Mapping[str, Any]) -> _Sour
         options["gguf_file"] = gguf
     if Path(place).is_dir():
         if options.get("gguf_file"):
-            check_gguf(Path(place, options.get("subfolder") or "", options["gguf_file"]))
+            path = Path(place, options.get("subfolder") or "", options["gguf_file"])
+            return _Source(place, options, index=check_gguf(path))
         return _Source(place, options)
     problem = None if options.get("local_files_only") else why_unreachable()
     if problem:

@@ -11,6 +11,7 @@ from kvboost.config import EngineConfig
 from kvboost.model import native
 from kvboost.model.load import LoadedModel
 from kvboost.model.machine import memory_bytes
+from kvboost.model.quantized.layers import num_weights, weights_of
 
 
 def facts_of(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
@@ -21,8 +22,9 @@ def facts_of(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
     placement = model.placement
     return {
         "architecture": type(model.forward.model).__name__,
-        "parameters": model.forward.model.num_parameters()
+        "parameters": num_weights(model.forward.model)
         + (0 if placement is None else placement.host_weights),
+        "weights": weights_of(model.forward.model),
         "layers": shape.num_layers,
         "dtype": str(shape.dtype).removeprefix("torch."),
         "device": str(model.device),
