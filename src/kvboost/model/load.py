@@ -110,8 +110,15 @@ def load(
         return wrap(model, tokenizer, name=os.fspath(name), strict=strict, own=True)
     target = pick_device(device)
     check_device(target)
-    dtype = pick_dtype(dtype, target)
-    model, tokenizer = read(name, strict=strict, device="cpu", dtype=dtype, **hf_kwargs)
+    model, tokenizer = read(
+        name,
+        strict=strict,
+        device=target,
+        dtype=dtype,
+        weight_form=weight_form,
+        parked=True,
+        **hf_kwargs,
+    )
     return wrap(
         model,
         tokenizer,
@@ -130,11 +137,13 @@ def read(
     dtype: str | torch.dtype | None = None,
     torch_dtype: str | torch.dtype | None = None,
     weight_form: str = "plain",
+    parked: bool = False,
     **hf_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model and its tokenizer as transformers loads them, or with packed weights, on their
     device. ``torch_dtype`` is transformers' older name for ``dtype``. Code that comes with a model
-    runs only if ``trust_remote_code=True`` is given."""
+    runs only if ``trust_remote_code=True`` is given. If it is ``parked``, the model stays on the
+    host, in the form that it has on its device."""
     chosen_device = pick_device(device)
     chosen_dtype = pick_dtype(dtype if torch_dtype is None else torch_dtype, chosen_device)
     if dtype is not None and pick_dtype(dtype, chosen_device) != chosen_dtype:
@@ -147,7 +156,8 @@ def read(
         packed = _find_packed(name, source, weight_form, hf_kwargs, chosen_device, chosen_dtype)
         if packed is not None:
             check(packed.config, strict=strict)
-            return packed.model(_auto_class(packed.config)), packed.tokenizer()
+            kind = _auto_class(packed.config)
+            return packed.model(kind, parked=parked), packed.tokenizer()
         config = AutoConfig.from_pretrained(source.place, **files)
         check(config, strict=strict)  # before it spends minutes on weights
         with weights.quiet_transformers():
@@ -157,7 +167,7 @@ def read(
                 source.place, dtype=chosen_dtype, **{**_adapter_files(files), **hf_kwargs, **files}
             )
         tokenizer = AutoTokenizer.from_pretrained(source.place, **files)
-    return model.to(chosen_device), tokenizer
+    return model if parked else model.to(chosen_device), tokenizer
 
 
 def _find_packed(

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from kvboost.model.quantized.layers import BlockProduct, QuantizedLinear
+from kvboost.model.quantized.weight import QuantizedWeight
 from kvboost.model.streaming.place import decoder_layers
 from kvboost.model.streaming.slabs import ALIGNMENT, SlabLayout, host_slab
 from streamed import LAYERS, stream, streamed_of
@@ -105,6 +107,36 @@ def test_layers_from_disk_are_read_ahead_and_in_order() -> None:
     assert on_disk is not None and on_disk.num_read >= 3 * LAYERS - 1
     on_disk.close()
     assert on_disk._round == 0, "it never had to start anew"
+
+
+def test_packed_layers_stream_with_their_products() -> None:
+    model = tiny_model("llama", num_hidden_layers=LAYERS)
+    torch.manual_seed(1)
+    for layer in decoder_layers(model):
+        for parent in (layer.self_attn, layer.mlp):
+            for name, linear in list(parent.named_children()):
+                if isinstance(linear, nn.Linear):
+                    setattr(parent, name, packed_like(linear))
+    expected = logits_of(model)
+    slots, placement = stream(model, resident=(3,))
+    for _ in range(2):
+        assert torch.equal(logits_of(model), expected)
+    first = decoder_layers(model)[0]
+    assert slots.num_waits == 2 * (LAYERS - 1)
+    held = first.mlp.up_proj.product._weight.codes.untyped_storage().data_ptr()
+    assert held == slots.buffers.untyped_storage().data_ptr()
+    codes = sum(
+        child.product.num_bytes for child in first.mlp.children() if hasattr(child, "product")
+    )
+    assert streamed_of(placement).pass_bytes > (LAYERS - 1) * codes
+
+
+def packed_like(linear: nn.Linear) -> QuantizedLinear:
+    n, k = linear.out_features, linear.in_features
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    scales, offsets = torch.rand(2, n, k // 32, dtype=torch.float16)
+    weight = QuantizedWeight(codes, scales * 0.05, offsets * -0.4, 4, 32).to(linear.weight.device)
+    return QuantizedLinear(k, n, BlockProduct(weight), weight.digest())
 
 
 def test_a_slab_holds_tensors_of_any_type() -> None:

@@ -3,7 +3,7 @@ is made without weights and filled tensor by tensor, so it never exists in ordin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 
 from kvboost.errors import ModelError
 from kvboost.model.quantized.checkpoint import QuantizedCheckpoint
-from kvboost.model.quantized.layers import QuantizedEmbedding
+from kvboost.model.quantized.cuda import TensorCoreProduct
+from kvboost.model.quantized.layers import QuantizedEmbedding, QuantizedLinear
 from kvboost.model.quantized.products import make_layers
+from kvboost.model.streaming.tensors import move_tensors
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that read the same rows: they become one product where a kernel can do that."""
@@ -26,13 +28,17 @@ def build(
     checkpoint: QuantizedCheckpoint,
     device: torch.device,
     dtype: torch.dtype,
+    *,
+    parked: bool = False,
 ) -> PreTrainedModel:
-    """The model that ``make_model`` makes, with the weights of ``checkpoint``, on ``device``."""
+    """The model that ``make_model`` makes, with the weights of ``checkpoint``, on ``device``; or
+    ``parked`` on the host in the form that it has there."""
     with init_empty_weights(include_buffers=False):
         model = make_model()
-    _fill_quantized(model, checkpoint, device, dtype)
-    _fill_plain(model, checkpoint, device, dtype)
-    return model.eval().to(device)
+    place = torch.device("cpu") if parked else device
+    _fill_quantized(model, checkpoint, device, dtype, place)
+    _fill_plain(model, checkpoint, place, dtype)
+    return model.eval().to(place)
 
 
 def _fill_quantized(
@@ -40,6 +46,7 @@ def _fill_quantized(
     checkpoint: QuantizedCheckpoint,
     device: torch.device,
     dtype: torch.dtype,
+    place: torch.device,
 ) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = {module: name for name, module in model.named_modules()}
@@ -60,6 +67,8 @@ def _fill_quantized(
             for child in children
         ]
         layers = make_layers(weights, biases, device, dtype)
+        if place != device:
+            _park(layers, place)
         for child, layer in zip(children, layers, strict=True):
             setattr(parent, child, layer)
 
@@ -69,7 +78,15 @@ def _fill_quantized(
             pass
     source = f"{names[embedding]}.weight"
     if checkpoint.is_quantized(source):
-        model.set_input_embeddings(_embedding(embedding, checkpoint, source, device, dtype))
+        model.set_input_embeddings(_embedding(embedding, checkpoint, source, device, dtype, place))
+
+
+def _park(layers: Sequence[QuantizedLinear], place: torch.device) -> None:
+    """Moves what was made for a device that has no memory to spare."""
+    for layer in layers:
+        if isinstance(layer.product, TensorCoreProduct):
+            layer.product = layer.product.with_less_memory()
+        move_tensors(layer, place)
 
 
 def _parts(
@@ -91,13 +108,14 @@ def _embedding(
     source: str,
     device: torch.device,
     dtype: torch.dtype,
+    place: torch.device,
 ) -> QuantizedEmbedding:
     """On a CPU, rows are read from the checkpoint when they are asked for; elsewhere the codes are
-    copied to the device."""
+    copied to their place."""
     if device.type == "cpu":
         rows, identity = checkpoint.rows(source), checkpoint.digest(source)
     else:
-        weight = checkpoint.quantized(source).to(device)
+        weight = checkpoint.quantized(source).to(place)
         rows, identity = weight.rows, weight.digest()
     scale = getattr(embedding, "embed_scale", None)  # Gemma multiplies by it
     return QuantizedEmbedding(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear
 
+from kvboost.model.quantized.layers import BlockProduct, Product
 from kvboost.model.quantized.weight import QuantizedWeight
 
 FEW_ROWS = 48
@@ -32,7 +33,8 @@ class TensorCoreProduct:
     kernel = "torch int4, bfloat16"
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
-        self._weight, self._bias = weight, bias
+        self._weight: QuantizedWeight | None = weight
+        self._bias, self._group = bias, weight.group
         self._packed: torch.Tensor | None = None
         self.num_bytes = weight.nbytes
         tiles = packed_tiles(weight)
@@ -42,11 +44,25 @@ class TensorCoreProduct:
             self._packed = torch._convert_weight_to_int4pack(swapped, tiles)
             self.num_bytes += self._packed.nbytes + self._scales.nbytes
 
+    def with_less_memory(self) -> Product:
+        """The product for a device that has none to spare: many rows are multiplied as few are,
+        without codes in another form, and weights that have no int4 product are expanded block by
+        block."""
+        if self._packed is None:
+            assert self._weight is not None
+            return BlockProduct(self._weight, self._bias)
+        self._weight = None
+        self.num_bytes = self._packed.nbytes + self._scales.nbytes
+        self.kernel = f"{self.kernel}, any number of rows"
+        return self
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._packed is None or rows.numel() > FEW_ROWS * rows.shape[-1]:
+        is_few = self._packed is not None and rows.numel() <= FEW_ROWS * rows.shape[-1]
+        if self._weight is not None and not is_few:
             return linear(rows, self._weight.dequantized().to(rows.dtype), self._bias)
+        assert self._packed is not None
         flat = rows.reshape(-1, rows.shape[-1]).contiguous()
-        out = torch._weight_int4pack_mm(flat, self._packed, self._weight.group, self._scales)
+        out = torch._weight_int4pack_mm(flat, self._packed, self._group, self._scales)
         out = out.view(*rows.shape[:-1], -1)
         return out if self._bias is None else out + self._bias
 

@@ -45,7 +45,8 @@ class PackedModel:
     device: torch.device
     dtype: torch.dtype
 
-    def model(self, auto_class: Any) -> PreTrainedModel:
+    def model(self, auto_class: Any, *, parked: bool = False) -> PreTrainedModel:
+        """``parked``: it stays on the host, in the form that it has on its device."""
         make = partial(
             auto_class.from_config,
             self.config,
@@ -53,7 +54,7 @@ class PackedModel:
             **_trust(self.options),
         )
         with quiet_transformers():
-            model = build(make, self.checkpoint, self.device, self.dtype)
+            model = build(make, self.checkpoint, self.device, self.dtype, parked=parked)
         if (self.folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(self.folder)
         return model

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import torch
 from torch import nn
@@ -26,8 +25,9 @@ from kvboost.model.streaming.plan import (
     ModelSizes,
     make_plan,
 )
-from kvboost.model.streaming.slabs import SlabLayout, aligned, host_slab, layer_bytes
+from kvboost.model.streaming.slabs import SlabLayout, host_slab, layer_bytes
 from kvboost.model.streaming.slots import CudaSlots, Slots
+from kvboost.model.streaming.tensors import move_tensors, tensors_of
 
 HOST_SHARE = 0.8
 """Of the host's memory, for streamed layers."""
@@ -88,23 +88,24 @@ def place(
     """Moves a model from the host to ``device``, and leaves the layers on the host that do not fit
     into the budget. Layers that are streamed need their memory on the host once: each slab takes
     the place of a layer's own tensors."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what it took to make the model
     layers = decoder_layers(model)
-    sizes = measure(model, layers, device)
+    sizes = measure(model, layers)
     plan = make_plan(sizes, budget, _host_bytes(budget, sum(sizes.layers)))
     if not plan.streamed:
-        model.to(cast(Any, device))
+        move_tensors(model, device)
         return Placement(plan, None)
     if (embedding := host_embedding(model)) is not None:
         model.set_input_embeddings(HostEmbedding(embedding, device))
     _move_others(model, layers, device)
     for number in sorted(plan.resident):
-        layers[number].to(device)
+        move_tensors(layers[number], device)
     largest = max(sizes.layers[number] for number in plan.streamed)
     slots = make_slots(min(NUM_SLOTS, len(plan.streamed)), largest, device)
     streamed = stream_layers(layers, plan, slots, device)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # each layer was on the device once
-    return Placement(plan, streamed, 0 if embedding is None else embedding.weight.numel())
+    on_host = 0 if embedding is None else embedding.num_embeddings * embedding.embedding_dim
+    return Placement(plan, streamed, on_host)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -123,25 +124,19 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return max(found, key=lambda layers: sum(map(layer_bytes, layers)))
 
 
-def measure(
-    model: PreTrainedModel, layers: Sequence[nn.Module], device: torch.device
-) -> ModelSizes:
-    """What a model takes on the device. The layers must be alike in how their form there differs
-    from that on the host."""
-    here = [layer_bytes(layer) for layer in layers]
-    there = layer_bytes(copy.deepcopy(layers[0]).to(device))
-    scale = there / max(1, here[0])
-    everything = layer_bytes(model)
+def measure(model: PreTrainedModel, layers: Sequence[nn.Module]) -> ModelSizes:
+    """What a model takes on the device. It is on the host now, in the form that it has there."""
+    sizes = tuple(map(layer_bytes, layers))
     embedding = host_embedding(model)
     config = model.config.get_text_config()
     width = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * width
     itemsize = model.dtype.itemsize
-    plain = all(weight.is_floating_point() for weight in layers[0].state_dict().values())
+    plain = all(tensor.is_floating_point() for tensor in tensors_of(layers[0]).values())
     return ModelSizes(
-        layers=tuple(aligned(int(size * scale)) for size in here),
-        others=everything - sum(here),
-        embedding=0 if embedding is None else int(embedding.weight.nbytes),
+        layers=sizes,
+        others=layer_bytes(model) - sum(sizes),
+        embedding=0 if embedding is None else layer_bytes(embedding),
         per_row=(4 * width + 4 * inner) * itemsize,
         scratch=0 if plain else width * inner * itemsize,
     )
@@ -159,19 +154,19 @@ def _move_others(model: PreTrainedModel, layers: Sequence[nn.Module], device: to
     inside = {module for layer in layers for module in layer.modules()}
     for module in model.modules():
         if module not in inside:
-            module._apply(lambda tensor: tensor.to(device), recurse=False)
+            move_tensors(module, device, recurse=False)
 
 
 def stream_layers(
     layers: Sequence[nn.Module], plan: LayerPlan, slots: Slots, device: torch.device
 ) -> StreamedLayers:
-    """Takes the weights of layers in the form that they have on the device."""
+    """Takes the weights of layers from where they are now."""
     chosen = [layers[number] for number in plan.streamed]
     num_slots, slot_bytes = slots.buffers.shape
     file = _open_file(sum(map(layer_bytes, chosen))) if plan.on_disk else None
     sizes, in_memory, places = [], {}, {}
     for number, layer in enumerate(chosen):
-        layout = SlabLayout(layer.to(device))
+        layout = SlabLayout(layer)
         sizes.append(layout.num_bytes)
         if plan.streamed[number] in plan.in_memory:
             slab = in_memory[number] = host_slab(layout.num_bytes, device)

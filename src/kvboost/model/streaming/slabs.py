@@ -6,11 +6,12 @@ import contextlib
 import logging
 import mmap
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from kvboost.model.streaming.tensors import Place, replace_tensor, tensors_of
 
 log = logging.getLogger("kvboost")
 
@@ -20,62 +21,49 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class _Part:
-    """A parameter or buffer of a layer, and where it is in the slab. Several names may share it."""
+    """A tensor of a layer, and where it is in the slab. The layer may have it at several places."""
 
-    places: tuple[tuple[nn.Module, str], ...]
-    shape: torch.Size
-    dtype: torch.dtype
+    places: tuple[Place, ...]
+    tensor: torch.Tensor
     start: int
     end: int
 
     def view(self, slab: torch.Tensor) -> torch.Tensor:
-        return slab[self.start : self.end].view(self.dtype).view(self.shape)
+        return slab[self.start : self.end].view(self.tensor.dtype).view(self.tensor.shape)
 
 
 class SlabLayout:
-    """Where the parameters and buffers of a layer are in its slab, whatever their types."""
+    """Where the tensors of a layer are in its slab, whatever their types."""
 
     def __init__(self, layer: nn.Module) -> None:
-        found: dict[int, tuple[torch.Tensor, list[tuple[nn.Module, str]]]] = {}
-        for module, name, tensor in _tensors(layer):
-            found.setdefault(id(tensor), (tensor, []))[1].append((module, name))
         self._parts: list[_Part] = []
-        end = 0
-        for tensor, places in found.values():
-            start = aligned(end)
+        self.num_bytes = 0
+        for tensor, places in _distinct(layer):
+            start = self.num_bytes
             end = start + tensor.nbytes
-            self._parts.append(_Part(tuple(places), tensor.shape, tensor.dtype, start, end))
-        self.num_bytes = aligned(end)
+            self._parts.append(_Part(tuple(places), tensor, start, end))
+            self.num_bytes = aligned(end)
 
     def save(self, slab: torch.Tensor) -> None:
         """Copies the layer's tensors into ``slab``, uint8 ``[num_bytes]``."""
         with torch.no_grad():
             for part in self._parts:
-                module, name = part.places[0]
-                part.view(slab).copy_(_get(module, name))
+                part.view(slab).copy_(part.tensor)
 
     def bind(self, slab: torch.Tensor) -> None:
         """Makes the layer's tensors views of ``slab``. Whoever fills it fills the layer."""
         for part in self._parts:
-            view = part.view(slab)
-            for module, name in part.places:
-                if name in module._parameters:
-                    _get(module, name).data = view
-                else:
-                    module._buffers[name] = view
+            for place in part.places:
+                replace_tensor(place, part.view(slab))
+        self._parts = []  # frees the tensors that the layer had
 
 
-def _tensors(layer: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    for module in layer.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None:
-                    yield module, name, tensor
-
-
-def _get(module: nn.Module, name: str) -> torch.Tensor:
-    found: torch.Tensor = getattr(module, name)
-    return found
+def _distinct(layer: nn.Module) -> list[tuple[torch.Tensor, list[Place]]]:
+    """Each tensor with all of its places."""
+    found: dict[int, tuple[torch.Tensor, list[Place]]] = {}
+    for place, tensor in tensors_of(layer).items():
+        found.setdefault(id(tensor), (tensor, []))[1].append(place)
+    return list(found.values())
 
 
 def aligned(num_bytes: int) -> int:
