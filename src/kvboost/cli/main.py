@@ -14,7 +14,7 @@ from rich.table import Table
 
 import kvboost
 from kvboost.bench.benchmarks import BENCHMARKS
-from kvboost.cli import bench, cache, route, serve, vllm
+from kvboost.cli import bench, cache, models, route, serve, vllm
 from kvboost.cli.chat import Conversation, ask_in_terminal, edit_lines
 from kvboost.cli.common import (
     AsJson,
@@ -41,7 +41,7 @@ from kvboost.cli.common import (
     speculation,
     summary,
 )
-from kvboost.config import DEFAULT_MODEL, EngineConfig, home
+from kvboost.config import DEFAULT_MODEL, EngineConfig
 
 app = typer.Typer(
     name="kvboost",
@@ -49,8 +49,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
 )
-models_app = typer.Typer(help="List and install models.", invoke_without_command=True)
-app.add_typer(models_app, name="models")
+app.add_typer(models.app, name="models")
 app.add_typer(cache.app, name="cache")
 app.add_typer(bench.app, name="bench")
 app.add_typer(vllm.app, name="vllm")
@@ -207,35 +206,6 @@ def chat(
             "speculate": speculation(speculate),
         }
         Conversation(engine, out, system, max_new_tokens, mode, options).run(ask_in_terminal)
-
-
-@models_app.callback()
-def models(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the models that load by name, or install one of them."""
-    if context.invoked_subcommand is not None:
-        return
-    with errors():
-        known = kvboost.list_models()
-    if as_json:
-        print_json([vars(info) for info in known])
-        return
-    table = Table(title="models that load by name")
-    for heading in ("name", "installed", "description", "license"):
-        table.add_column(heading)
-    for info in known:
-        state = "yes" if info.installed else "on first use"
-        table.add_row(info.name, state, info.description, info.license)
-    out.print(table)
-    out.print(f"Installed models are in {home() / 'models'}.", style="dim", highlight=False)
-
-
-@models_app.command()
-def pull(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A name from kvboost models.")],
-) -> None:
-    """Install a model now rather than on first use."""
-    with errors():
-        out.print(f"{name} is in {kvboost.pull_model(name)}", highlight=False)
 
 
 @app.command()

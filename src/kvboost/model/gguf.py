@@ -17,7 +17,7 @@ import math
 import mmap
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,6 +29,8 @@ _HEAD_BYTES = 24
 _VERSIONS = (2, 3)
 _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """The size of each type of value that has a fixed one."""
+_WHOLE = {4: "I", 10: "Q"}
+"""The types of whole numbers that are not negative."""
 _STRING, _ARRAY = 8, 9
 _MOST_NESTED = 4
 _MOST_DIMENSIONS = 8
@@ -57,6 +59,8 @@ class GgufIndex:
     data_start: int
     """Where values and descriptions end and the data of tensors begins."""
     is_little_endian: bool
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Its values that are whole numbers, by their keys."""
 
 
 def check_gguf(path: Path) -> GgufIndex:
@@ -82,23 +86,24 @@ def _check(path: Path, data: mmap.mmap) -> GgufIndex:
         _refuse(path, f"it is version {version} of the format, and 2 and 3 are known")
     if tensors * 24 + values * 13 > len(data):  # the least that each of them takes
         _refuse(path, f"it claims {tensors:,} tensors and {values:,} values in {len(data):,} bytes")
-    alignment, architecture = _ALIGNMENT, ""
+    numbers, architecture = {"general.alignment": _ALIGNMENT}, ""
     for _ in range(values):
         key, kind = reader.string(), reader.number("I")
-        if key == b"general.alignment" and kind == 4:
-            alignment = reader.number("I")
-            reader.position -= 4
+        if kind in _WHOLE:
+            numbers[key.decode(errors="replace")] = reader.number(_WHOLE[kind])
+            continue
         if key == b"general.architecture" and kind == _STRING:
             architecture = reader.string().decode(errors="replace")
             continue
         reader.skip_value(kind)
     found = [reader.tensor() for _ in range(tensors)]
-    start = -(-reader.position // max(1, alignment)) * max(1, alignment)
+    alignment = max(1, numbers["general.alignment"])
+    start = -(-reader.position // alignment) * alignment
     end = start + max((each.start + each.num_bytes for each in found), default=0)
     if end > len(data):
         _refuse(path, f"its last {end - len(data):,} bytes are missing")
     placed = {each.name: replace(each, start=start + each.start) for each in found}
-    return GgufIndex(path, architecture, placed, start, order == "<")
+    return GgufIndex(path, architecture, placed, start, order == "<", numbers)
 
 
 def _refuse(path: Path, why: str) -> NoReturn:

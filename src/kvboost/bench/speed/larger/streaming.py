@@ -13,11 +13,11 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.bench.kit.benchmark import Bench
-from kvboost.bench.speed.larger.random_int4 import random_model
 from kvboost.config import EngineConfig, format_bytes
 from kvboost.errors import KVBoostError
 from kvboost.model.load import wrap
 from kvboost.model.machine import bus_bandwidth
+from kvboost.model.random_int4 import random_model
 from kvboost.model.shapes import VOCABULARY, number_tokenizer
 from kvboost.model.streaming.layers import StreamedLayers
 from kvboost.model.streaming.place import Placement, place
