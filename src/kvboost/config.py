@@ -34,6 +34,7 @@ EXACTNESS = ("repaired", "verified")
 GRAPHS = ("auto", "lazy", "off")
 DTYPES = ("float32", "bfloat16", "float16")
 SPECULATE = ("auto", "off")
+WEIGHTS = ("auto", "plain", "packed")
 MOST_DRAFTED, LIMIT_DRAFTED = 16, 64
 """Tokens of a draft: the most by default, and the most that may be asked for."""
 
@@ -284,6 +285,19 @@ class EngineConfig:
     ``"off"`` drafts nothing. Answers are the same. On GPUs, ``"auto"`` drafts nothing as yet."""
     draft_model: str | os.PathLike[str] | None = None
     """A smaller model with the same vocabulary that drafts tokens too; by default none."""
+    weights: str = "auto"
+    """What ``from_pretrained`` does with quantised weights. ``"packed"`` keeps the codes of 4 and 8
+    bits and multiplies with them; ``"plain"`` expands them to the engine's dtype. ``"auto"`` packs
+    GGUF files and AWQ, GPTQ and compressed-tensors folders where there are kernels for it, and
+    takes the embedded models in ordinary numbers."""
+    device_memory: int | None = None
+    """What an engine may take of a GPU's memory: for weights, the KV of running requests,
+    ``gpu_cache_bytes`` (by default 0 then) and the rows of a forward. Decoder layers that do not
+    fit are streamed to the GPU in every forward. None: no limit, and nothing is streamed. A draft
+    model comes on top."""
+    host_memory: int | None = None
+    """What streamed layers may take of the machine's memory; others are read from disk in every
+    forward. By default four fifths of what is free."""
 
     @property
     def repair(self) -> RepairParams:
@@ -317,7 +331,12 @@ class EngineConfig:
             )
         if self.disk_cache_dir is not None and not os.fspath(self.disk_cache_dir):
             raise ConfigError("disk_cache_dir='' must name a folder; None keeps nothing on disk")
+        if self.host_memory is not None and self.device_memory is None:
+            raise ConfigError(
+                "host_memory is for layers that do not fit into device_memory; set that too"
+            )
         one_of(self.graphs, GRAPHS, "graphs")
+        one_of(self.weights, WEIGHTS, "weights")
         most_drafted(self.speculate)
         whole(self.max_running, 1, "max_running")
         whole(self.max_waiting, 0, "max_waiting")
@@ -370,6 +389,8 @@ SIZES = (
     "remote_cache_bytes",
     "max_kv_bytes",
     "far_kv_bytes",
+    "device_memory",
+    "host_memory",
 )
 """The options of EngineConfig that are sizes."""
 
@@ -412,6 +433,9 @@ class EngineOptions(TypedDict, total=False):
     kv_events: KVEvents | None
     speculate: str | int
     draft_model: str | os.PathLike[str] | None
+    weights: str
+    device_memory: int | str | None
+    host_memory: int | str | None
 
 
 class HubOptions(TypedDict, total=False):
@@ -454,7 +478,7 @@ REMOVED = {
     "one; max_audit_kl says what to do about it",
     "speculative_config": "use speculate, and draft_model for a model that drafts",
     "tree_speculative_config": "use speculate: drafts are sequences, not trees",
-    "streaming_config": "leave it out: KVBoost does not stream weights from disk",
+    "streaming_config": "use device_memory, and host_memory for layers from disk",
 }
 """Options of earlier versions that are gone, and what to do instead."""
 

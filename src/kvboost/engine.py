@@ -47,6 +47,7 @@ from kvboost.errors import (
 from kvboost.model.adapters.adapter import AppliedAdapter
 from kvboost.model.embedding import run_steps
 from kvboost.model.load import LoadedModel, load, machine_key, wrap
+from kvboost.model.streaming.plan import DeviceBudget
 from kvboost.progress import Progress
 from kvboost.results import (
     AdapterInfo,
@@ -161,6 +162,8 @@ class KVBoost:
           ``far_kv_bytes=0``, ``far_kv_bits=16``, ``far_kv_dir=None``, ``sharing_wait=2.0``,
           ``step_rows=None``, ``prefill_slice=None``, ``graphs="auto"``
         - drafts: ``speculate="auto"``, ``draft_model=None``
+        - quantised models: ``weights="auto"``
+        - models larger than the GPU: ``device_memory=None``, ``host_memory=None``
         - routers: ``kv_events=None``
 
         Options of transformers' ``from_pretrained`` that have a name here (``HubOptions``, such as
@@ -176,9 +179,24 @@ class KVBoost:
         more: dict[str, Any] = {**hub, **(model_kwargs or {})}
         make_runtime: MakeRuntime = Runtime
         whole(tp_size, 1, "tp_size")
+        if tp_size > 1 and config.device_memory is not None:
+            raise ConfigError("device_memory streams the layers of one GPU; leave out tp_size")
         if tp_size == 1:
-            model = load(model_name, strict=strict, device=device, dtype=dtype, **more)
+            model = load(
+                model_name,
+                strict=strict,
+                device=device,
+                dtype=dtype,
+                weight_form=config.weights,
+                budget=DeviceBudget.of(config),
+                **more,
+            )
         else:  # not every build of torch has torch.distributed
+            if config.weights == "packed":
+                raise ConfigError(
+                    f"weights='packed' is for one device, and tp_size is {tp_size}; use "
+                    "weights='plain'"
+                )
             from kvboost.runtime.parallel.runtime import (
                 ParallelRuntime,
                 load_parallel,
@@ -212,6 +230,10 @@ class KVBoost:
         refuse_unknown_options(options, EngineOptions)
         chosen: Any = options
         config = replace(config or EngineConfig(), **chosen)
+        if config.device_memory is not None:
+            raise ConfigError(
+                "device_memory moves a model to the GPU, layer by layer: use from_pretrained"
+            )
         return cls(wrap(model, tokenizer, strict=strict), config)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -139,6 +140,24 @@ def test_kv_bits_sets_the_precision_of_the_cache(model, tmp_path) -> None:
     run("generate", "hello " * 40, "-m", model, "--max-new-tokens", "4", *kept)
     listed = json.loads(run("cache", "ls", "--dir", str(tmp_path / "kv"), "--json").stdout)
     assert listed and {entry["bits"] for entry in listed} == {4}
+
+
+def test_models_says_how_a_model_would_run_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "plain")
+    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    monkeypatch.setattr("kvboost.model.fit.bandwidths.RAM_BYTES", 1 << 20)
+    monkeypatch.setattr("kvboost.model.fit.bandwidths.DISK_BYTES", 1 << 20)
+    folder = str(tmp_path / "plain")
+    found = json.loads(run("models", folder, "--json").stdout)
+    assert json.loads(run("models", "--json", folder).stdout).keys() == found.keys()
+    assert found["layers"] == 3 and found["fits"][-1]["how"] == "resident"
+    assert set(found["bytes_per_s"]) >= {"ram", "disk"}
+    shown = run("models", folder).output
+    assert "plain: llama" in shown and "resident" in shown and "GB/s" in shown
+    refused = run("models", str(tmp_path / "none.gguf"))
+    assert refused.exit_code == 2 and "there is no GGUF file" in refused.stderr
 
 
 def test_models_lists_names_and_refuses_unknown_ones() -> None:

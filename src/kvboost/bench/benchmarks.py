@@ -68,6 +68,19 @@ _ENTRIES = (
         plots=True,
     ),
     Benchmark(
+        "larger",
+        "How fast is a model that is larger than the GPU's memory?",
+        "kvboost.bench.speed.larger.run",
+        goals=(
+            "32B shape, 4 bits, 8 GiB: at least 90 % of what the bus carries",
+            "32B shape, 4 bits, 8 GiB: at least 3.9 tokens/s, one greedy request",
+            "8 requests at least 7 × as many tokens/s as one",
+            "drafted text at least 2 × as many tokens/s",
+            "the peak of reserved memory is within device_memory",
+        ),
+        plots=True,
+    ),
+    Benchmark(
         "quality",
         "How far are answers over reused text from those of a full prefill?",
         "kvboost.bench.quality.deviation",

@@ -13,8 +13,10 @@ from kvboost.config import home
 from kvboost.model import native, weights
 from kvboost.model.device import cpu_has_bf16, pick_device, pick_dtype
 from kvboost.model.fast_layers import can_pack
+from kvboost.model.fit.bandwidths import bandwidths
 from kvboost.model.machine import memory_bytes
 from kvboost.model.paged.choose import why_no_pages
+from kvboost.model.quantized.products import describe_path
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ def examine(model: str, device: str | None = None, dtype: str | None = None) -> 
         "dtype": str(chosen_dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "packed weights": packs,
+        "quantised weights": describe_path(chosen_device, chosen_dtype),
         "kernels": kernels,
+        **_rates(),
         "memory": f"{memory / 1024**3:.1f} GiB" if memory else "unknown",
         "cache folder": str(home()),
         "cache folder is": folder_state,
@@ -89,6 +93,18 @@ def examine(model: str, device: str | None = None, dtype: str | None = None) -> 
                 f"decoding runs without pages and CUDA graphs, several times slower: {reason}"
             )
     return Findings(facts, advice)
+
+
+def _rates() -> dict[str, str]:
+    """How fast weights move, which decides how fast large models are."""
+    found = bandwidths()
+    rates = {
+        "reading memory": found.ram,
+        "reading disk": found.disk,
+        "host to GPU": found.bus,
+        "GPU memory": found.gpu,
+    }
+    return {name: f"{rate / 1e9:.1f} GB/s" for name, rate in rates.items() if rate is not None}
 
 
 def _version(package: str) -> str:

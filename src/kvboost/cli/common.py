@@ -31,6 +31,13 @@ Dtype = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16 or float16; by default what suits the device."),
 ]
+Weights = Annotated[
+    str,
+    typer.Option(
+        help="Weights of a quantised model: packed (kept in 4 and 8 bits), plain (expanded) or "
+        "auto (packed where that is fast)."
+    ),
+]
 Mode = Annotated[
     str,
     typer.Option(
@@ -53,6 +60,16 @@ Speculate = Annotated[
 DraftModel = Annotated[
     str | None,
     typer.Option(help="A smaller model with the same vocabulary that drafts tokens too."),
+]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="What to take of the GPU's memory, such as 8GiB: layers that do not fit are streamed."
+    ),
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(help="Memory for streamed layers; others are read from disk in every step."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Temperature = Annotated[
@@ -131,6 +148,8 @@ def load_engine(
     dtype: str | None,
     cache_dir: Path | None = None,
     kv_bits: int = EngineConfig.kv_cache_bits,
+    weights: str = EngineConfig.weights,
+    **options: Any,
 ) -> Any:
     """Loads an engine and meanwhile says so: importing torch takes seconds, and so do weights."""
     with Console(stderr=True).status(f"loading {model}") as status:
@@ -144,6 +163,8 @@ def load_engine(
             dtype=dtype,
             disk_cache_dir=cache_dir or chosen_cache_dir(),
             kv_cache_bits=kv_bits,
+            weights=weights,
+            **options,
         )
 
 

@@ -14,14 +14,16 @@ from rich.table import Table
 
 import kvboost
 from kvboost.bench.benchmarks import BENCHMARKS
-from kvboost.cli import bench, cache, route, serve, vllm
+from kvboost.cli import bench, cache, models, route, serve, vllm
 from kvboost.cli.chat import Conversation, ask_in_terminal, edit_lines
 from kvboost.cli.common import (
     AsJson,
     CacheDir,
     Device,
+    DeviceMemory,
     Dtype,
     Exactness,
+    HostMemory,
     KVBits,
     MaxNewTokens,
     Mode,
@@ -29,6 +31,7 @@ from kvboost.cli.common import (
     Seed,
     Speculate,
     Temperature,
+    Weights,
     describe,
     errors,
     load_engine,
@@ -38,7 +41,7 @@ from kvboost.cli.common import (
     speculation,
     summary,
 )
-from kvboost.config import DEFAULT_MODEL, EngineConfig, home
+from kvboost.config import DEFAULT_MODEL, EngineConfig
 
 app = typer.Typer(
     name="kvboost",
@@ -46,8 +49,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
 )
-models_app = typer.Typer(help="List and install models.", invoke_without_command=True)
-app.add_typer(models_app, name="models")
+app.add_typer(models.app, name="models")
 app.add_typer(cache.app, name="cache")
 app.add_typer(bench.app, name="bench")
 app.add_typer(vllm.app, name="vllm")
@@ -132,6 +134,7 @@ def generate(
     kv_bits: KVBits = EngineConfig.kv_cache_bits,
     device: Device = None,
     dtype: Dtype = None,
+    weights: Weights = EngineConfig.weights,
     as_json: AsJson = False,
 ) -> None:
     """Answer one prompt.
@@ -143,7 +146,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     with errors():
         format_options = {"schema": read_schema(schema) if schema else None, "regex": regex}
-    with errors(), load_engine(model, device, dtype, cache_dir, kv_bits) as engine:
+    with errors(), load_engine(model, device, dtype, cache_dir, kv_bits, weights) as engine:
         stream = engine.stream(
             [{"role": "user", "content": text}] if chat else text,
             max_new_tokens,
@@ -179,6 +182,9 @@ def chat(
     kv_bits: KVBits = EngineConfig.kv_cache_bits,
     device: Device = None,
     dtype: Dtype = None,
+    weights: Weights = EngineConfig.weights,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
 ) -> None:
     """Talk to a model; every answer shows how much of the conversation was reused.
 
@@ -187,7 +193,11 @@ def chat(
 
     Example: [bold]kvboost chat --cache-dir ./kv[/bold]
     """
-    with errors(), load_engine(model, device, dtype, cache_dir, kv_bits) as engine:
+    memory = {"device_memory": device_memory, "host_memory": host_memory}
+    with (
+        errors(),
+        load_engine(model, device, dtype, cache_dir, kv_bits, weights, **memory) as engine,
+    ):
         edit_lines()
         options = {
             "temperature": temperature,
@@ -196,35 +206,6 @@ def chat(
             "speculate": speculation(speculate),
         }
         Conversation(engine, out, system, max_new_tokens, mode, options).run(ask_in_terminal)
-
-
-@models_app.callback()
-def models(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the models that load by name, or install one of them."""
-    if context.invoked_subcommand is not None:
-        return
-    with errors():
-        known = kvboost.list_models()
-    if as_json:
-        print_json([vars(info) for info in known])
-        return
-    table = Table(title="models that load by name")
-    for heading in ("name", "installed", "description", "license"):
-        table.add_column(heading)
-    for info in known:
-        state = "yes" if info.installed else "on first use"
-        table.add_row(info.name, state, info.description, info.license)
-    out.print(table)
-    out.print(f"Installed models are in {home() / 'models'}.", style="dim", highlight=False)
-
-
-@models_app.command()
-def pull(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A name from kvboost models.")],
-) -> None:
-    """Install a model now rather than on first use."""
-    with errors():
-        out.print(f"{name} is in {kvboost.pull_model(name)}", highlight=False)
 
 
 @app.command()

@@ -23,7 +23,7 @@ from kvboost.model import native
 from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.machine import memory_bytes
 from kvboost.model.native.adapters import ChangeTables
-from kvboost.model.native.decoder import KINDS, DecoderLayer
+from kvboost.model.native.decoder import KINDS, AnyProduct, DecoderLayer
 from kvboost.model.native.layers import (
     BLOCK,
     Product,
@@ -32,6 +32,8 @@ from kvboost.model.native.layers import (
     can_norm,
     rms_norm,
 )
+from kvboost.model.quantized.layers import QuantizedLinear
+from kvboost.model.quantized.products import joint_product
 
 Serve = Callable[[torch.Tensor], torch.Tensor]
 Names = tuple[str, ...]
@@ -55,7 +57,7 @@ class FastLayers:
     num_linears: int = 0
     num_bytes: int = 0
     """The memory of the copies."""
-    products: dict[tuple[nn.Module, Names], Product] = field(default_factory=dict)
+    products: dict[tuple[nn.Module, Names], AnyProduct] = field(default_factory=dict)
     """Our products, by parent module and the names of the linear layers they replace."""
     norms: set[nn.Module] = field(default_factory=set)
     """Norms that equal ours."""
@@ -143,7 +145,9 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 def pack_layers(model: nn.Module) -> FastLayers:
     """Packs the linear layers of ``model``, and in bfloat16 replaces what gated layers and norms do
     with few rows. A weight that is used elsewhere too (an output head tied to the embedding) stays
-    as it is."""
+    as it is. Quantised layers have packed their codes before."""
+    if any(isinstance(module, QuantizedLinear) for module in model.modules()):
+        return _quantized_layers(model)
     owners: dict[int, int] = {}
     for module in model.modules():
         for weight in module.parameters(recurse=False):
@@ -204,6 +208,19 @@ def _pack_whole_layers(model: nn.Module, allowed: set[int]) -> FastLayers:
     return packed
 
 
+def _quantized_layers(model: nn.Module) -> FastLayers:
+    """The products of decoder layers whose weights are all quantised."""
+    packed = FastLayers()
+    for layer in _decoders(model):
+        found = {part: joint_product(*part) for part in _parts_of(layer)}
+        products = {part: product for part, product in found.items() if product is not None}
+        norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        if len(products) == len(found) and _is_silu(layer.mlp) and all(map(_is_rms_norm, norms)):
+            packed.products.update(products)
+            packed.norms.update(norms)
+    return packed
+
+
 def _parts_of(layer: Any) -> list[tuple[nn.Module, Names]]:
     """The products of a decoder layer, in order."""
     attention, mlp = layer.self_attn, layer.mlp
@@ -227,16 +244,20 @@ def _is_gated(module: Any, allowed: set[int]) -> bool:
     names = {name for name, _ in module.named_children()}
     if not {"gate_proj", "up_proj", "down_proj"} <= names:
         return False
-    from transformers.activations import SiLUActivation  # here: `doctor` does not need it
-
     gate, up = module.gate_proj, module.up_proj
     return (
-        isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation)
+        _is_silu(module)
         and {id(gate), id(up)} <= allowed
         and gate.weight.shape == up.weight.shape
         and (gate.bias is None) == (up.bias is None)
         and can_multiply(gate.weight)
     )
+
+
+def _is_silu(mlp: Any) -> bool:
+    from transformers.activations import SiLUActivation  # here: `doctor` does not need it
+
+    return isinstance(getattr(mlp, "act_fn", None), nn.SiLU | SiLUActivation)
 
 
 class Gated:

@@ -78,11 +78,14 @@ class Forward:
         packed: bool,
         alone_beyond: int | None = None,
         fast_layers: FastLayers | None = None,
+        streams: bool = False,
     ) -> None:
         """``alone_beyond``: segments that reach further run alone, because the model then rotates
-        all positions of a call by other factors. ``fast_layers``: what was packed of the model."""
+        all positions of a call by other factors. ``fast_layers``: what was packed of the model.
+        ``streams``: weights of layers come to the device only when they are needed."""
         self.model = model
         self.packed = packed
+        self.streams = streams
         self._alone_beyond = alone_beyond
         self._own_attention = "sdpa" if model._supports_sdpa else "eager"
         self._lock = threading.Lock()
@@ -269,8 +272,10 @@ class Forward:
 
             with self._lock:
                 self.bind()
-                self.fused_layers = FusedLayers(self.model, slab, self.run_rows)
+                if not self.streams:
+                    self.fused_layers = FusedLayers(self.model, slab, self.run_rows)
                 self._steps = Steps(slab, self.run_rows, self._num_logits, capture)
+                self._steps.runs_ahead = not self.streams
 
     def use_runner(self, runner: SegmentRunner) -> None:
         """Runs the segments that ``runner`` takes with it."""

@@ -1,4 +1,5 @@
-"""Checks that a file is a whole GGUF file before a parser that trusts it reads it.
+"""Checks that a file is a whole GGUF file before a parser that trusts it reads it, and says where
+its tensors are.
 
     magic, version, number of tensors, number of values
     values:   key, type, value          a string is its length and its bytes,
@@ -12,9 +13,11 @@ of the file.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,25 +29,53 @@ _HEAD_BYTES = 24
 _VERSIONS = (2, 3)
 _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """The size of each type of value that has a fixed one."""
+_WHOLE = {4: "I", 10: "Q"}
+"""The types of whole numbers that are not negative."""
 _STRING, _ARRAY = 8, 9
 _MOST_NESTED = 4
 _MOST_DIMENSIONS = 8
 _ALIGNMENT = 32
 
 
-def check_gguf(path: Path) -> None:
+@dataclass(frozen=True)
+class GgufTensor:
+    """Where a tensor is in its file."""
+
+    name: str
+    shape: tuple[int, ...]
+    """As torch has it: the dimension whose numbers are neighbours is the last."""
+    kind: GGMLQuantizationType
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class GgufIndex:
+    """What a GGUF file holds."""
+
+    path: Path
+    architecture: str
+    tensors: dict[str, GgufTensor]
+    data_start: int
+    """Where values and descriptions end and the data of tensors begins."""
+    is_little_endian: bool
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Its values that are whole numbers, by their keys."""
+
+
+def check_gguf(path: Path) -> GgufIndex:
     """Raises ModelError, naming the file, unless ``path`` is a whole GGUF file."""
     try:
         with path.open("rb") as file:
             if (size := path.stat().st_size) < _HEAD_BYTES:
                 _refuse(path, f"it has only {size} bytes")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                _check(path, data)
+                return _check(path, data)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _check(path: Path, data: mmap.mmap) -> None:
+def _check(path: Path, data: mmap.mmap) -> GgufIndex:
     if data[:4] != b"GGUF":
         _refuse(path, "it does not begin with GGUF")
     order = "<" if data[4] else ">"  # the version is small, so its large bytes are zero
@@ -55,18 +86,24 @@ def _check(path: Path, data: mmap.mmap) -> None:
         _refuse(path, f"it is version {version} of the format, and 2 and 3 are known")
     if tensors * 24 + values * 13 > len(data):  # the least that each of them takes
         _refuse(path, f"it claims {tensors:,} tensors and {values:,} values in {len(data):,} bytes")
-    alignment = _ALIGNMENT
+    numbers, architecture = {"general.alignment": _ALIGNMENT}, ""
     for _ in range(values):
         key, kind = reader.string(), reader.number("I")
-        if key == b"general.alignment" and kind == 4:
-            alignment = reader.number("I")
-            reader.position -= 4
+        if kind in _WHOLE:
+            numbers[key.decode(errors="replace")] = reader.number(_WHOLE[kind])
+            continue
+        if key == b"general.architecture" and kind == _STRING:
+            architecture = reader.string().decode(errors="replace")
+            continue
         reader.skip_value(kind)
-    ends = [reader.tensor_end() for _ in range(tensors)]
-    start = -(-reader.position // max(1, alignment)) * max(1, alignment)
-    if start + max(ends, default=0) > len(data):
-        missing = start + max(ends) - len(data)
-        _refuse(path, f"its last {missing:,} bytes are missing")
+    found = [reader.tensor() for _ in range(tensors)]
+    alignment = max(1, numbers["general.alignment"])
+    start = -(-reader.position // alignment) * alignment
+    end = start + max((each.start + each.num_bytes for each in found), default=0)
+    if end > len(data):
+        _refuse(path, f"its last {end - len(data):,} bytes are missing")
+    placed = {each.name: replace(each, start=start + each.start) for each in found}
+    return GgufIndex(path, architecture, placed, start, order == "<", numbers)
 
 
 def _refuse(path: Path, why: str) -> NoReturn:
@@ -108,19 +145,20 @@ class _Reader:
         else:
             self._refuse(f"a value has the unknown type {kind}")
 
-    def tensor_end(self) -> int:
-        """Where the data of the tensor described here ends, from the start of all data."""
+    def tensor(self) -> GgufTensor:
+        """The tensor described here; its start is counted from the start of all data."""
         name, dimensions = self.string(), self.number("I")
         if dimensions > _MOST_DIMENSIONS:
             self._refuse(f"the tensor {name!r} claims {dimensions:,} dimensions")
-        items = 1
-        for _ in range(dimensions):
-            items *= self.number("Q")
+        shape = [self.number("Q") for _ in range(dimensions)]
         kind, offset = self.number("I"), self.number("Q")
         if kind not in set(GGMLQuantizationType):
             self._refuse(f"the tensor {name!r} has the unknown type {kind}")
-        per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-        return offset + items // per_block * block_bytes
+        known = GGMLQuantizationType(kind)
+        per_block, block_bytes = GGML_QUANT_SIZES[known]
+        num_bytes = math.prod(shape) // per_block * block_bytes
+        text = name.decode(errors="replace")
+        return GgufTensor(text, tuple(reversed(shape)), known, offset, num_bytes)
 
     def _skip(self, num_bytes: int) -> None:
         self.position += num_bytes

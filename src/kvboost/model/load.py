@@ -31,10 +31,14 @@ from kvboost.model.device import pick_device, pick_dtype
 from kvboost.model.fast_layers import can_pack, pack_layers
 from kvboost.model.fingerprint import fingerprint
 from kvboost.model.forward import Forward
-from kvboost.model.gguf import check_gguf
+from kvboost.model.gguf import GgufIndex, check_gguf
 from kvboost.model.hub import why_unreachable
+from kvboost.model.quantized.layers import num_weights, packed_identity
+from kvboost.model.quantized.source import PackedModel, find_packed
 from kvboost.model.rope import frequencies
 from kvboost.model.sampling import eos_ids, warn_about_defaults
+from kvboost.model.streaming.place import Placement, check_device, place
+from kvboost.model.streaming.plan import DeviceBudget
 from kvboost.model.tokenizer import ModelTokenizer
 
 
@@ -52,6 +56,8 @@ class LoadedModel:
     eos_ids: frozenset[int]
     frequencies: torch.Tensor | None
     """``[layers, pairs]``: the angle by which keys rotate per position; None if they do not."""
+    placement: Placement | None = None
+    """Which layers are streamed; None if the device's memory has no budget."""
 
     @property
     def vocab_size(self) -> int:
@@ -67,7 +73,7 @@ class LoadedModel:
         """What attending to one key costs, as a share of what one row costs in the weights."""
         shape = self.forward.shape
         per_key = 2 * self.num_heads * shape.head_dim * shape.num_layers
-        return float(per_key / self.forward.model.num_parameters(exclude_embeddings=True))
+        return float(per_key / num_weights(self.forward.model, embeddings=False))
 
     @property
     def active_adapters(self) -> list[str]:
@@ -90,12 +96,37 @@ def load(
     strict: bool = True,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    weight_form: str = "plain",
+    budget: DeviceBudget | None = None,
     **hf_kwargs: Any,
 ) -> LoadedModel:
-    """Loads a model and its tokenizer, ready to serve. ``hf_kwargs`` go to transformers'
-    ``from_pretrained``."""
-    model, tokenizer = read(name, strict=strict, device=device, dtype=dtype, **hf_kwargs)
-    return wrap(model, tokenizer, name=os.fspath(name), strict=strict, own=True)
+    """Loads a model and its tokenizer, ready to serve. ``weight_form`` is ``"auto"``, ``"plain"``
+    or ``"packed"``; layers that do not fit into ``budget`` are streamed; ``hf_kwargs`` go to
+    transformers' ``from_pretrained``."""
+    if budget is None:
+        model, tokenizer = read(
+            name, strict=strict, device=device, dtype=dtype, weight_form=weight_form, **hf_kwargs
+        )
+        return wrap(model, tokenizer, name=os.fspath(name), strict=strict, own=True)
+    target = pick_device(device)
+    check_device(target)
+    model, tokenizer = read(
+        name,
+        strict=strict,
+        device=target,
+        dtype=dtype,
+        weight_form=weight_form,
+        parked=True,
+        **hf_kwargs,
+    )
+    return wrap(
+        model,
+        tokenizer,
+        name=os.fspath(name),
+        strict=strict,
+        own=True,
+        move=lambda model: place(model, target, budget),
+    )
 
 
 def read(
@@ -105,11 +136,14 @@ def read(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     torch_dtype: str | torch.dtype | None = None,
+    weight_form: str = "plain",
+    parked: bool = False,
     **hf_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer as transformers loads them, on their device. ``torch_dtype`` is
-    transformers' older name for ``dtype``. Code that comes with a model runs only if
-    ``trust_remote_code=True`` is given."""
+    """A model and its tokenizer as transformers loads them, or with packed weights, on their
+    device. ``torch_dtype`` is transformers' older name for ``dtype``. Code that comes with a model
+    runs only if ``trust_remote_code=True`` is given. If it is ``parked``, the model stays on the
+    host, in the form that it has on its device."""
     chosen_device = pick_device(device)
     chosen_dtype = pick_dtype(dtype if torch_dtype is None else torch_dtype, chosen_device)
     if dtype is not None and pick_dtype(dtype, chosen_device) != chosen_dtype:
@@ -119,6 +153,11 @@ def read(
     source = _locate(name, hf_kwargs)
     files = dict(source.options)
     with _explained(name, source, hf_kwargs):
+        packed = _find_packed(name, source, weight_form, hf_kwargs, chosen_device, chosen_dtype)
+        if packed is not None:
+            check(packed.config, strict=strict)
+            kind = _auto_class(packed.config)
+            return packed.model(kind, parked=parked), packed.tokenizer()
         config = AutoConfig.from_pretrained(source.place, **files)
         check(config, strict=strict)  # before it spends minutes on weights
         with weights.quiet_transformers():
@@ -128,7 +167,26 @@ def read(
                 source.place, dtype=chosen_dtype, **{**_adapter_files(files), **hf_kwargs, **files}
             )
         tokenizer = AutoTokenizer.from_pretrained(source.place, **files)
-    return model.to(chosen_device), tokenizer
+    return model if parked else model.to(chosen_device), tokenizer
+
+
+def _find_packed(
+    name: str | os.PathLike[str],
+    source: _Source,
+    form: str,
+    hf_kwargs: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> PackedModel | None:
+    """What to read if the weights stay packed; None if they become plain. The embedded models have
+    folders in ordinary numbers, which ``"auto"`` takes."""
+    options = {**source.options, **hf_kwargs}
+    index, folder = source.index, None if source.index else Path(source.place)
+    if index is None and os.fspath(name) in weights.known_names():
+        if form != "packed":
+            return None
+        index = check_gguf(weights.pull_gguf(os.fspath(name)))
+    return find_packed(form, folder, index, options, device, dtype)
 
 
 def _adapter_files(files: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,22 +226,25 @@ def wrap(
     strict: bool = True,
     own: bool = False,
     make_forward: Callable[..., Forward] = Forward,
+    move: Callable[[PreTrainedModel], Placement] | None = None,
 ) -> LoadedModel:
     """A model that is already in memory, ready to serve. From now on KVBoost computes its
     attention. If the caller gives the model away (``own``), KVBoost may also rearrange its
-    weights."""
+    weights, and ``move`` it to another device."""
     support = check(model.config, strict=strict)
     model = model.eval()
     if model.generation_config is None:
         raise ModelError(f"{type(model).__name__} cannot generate text")
     warn_about_defaults(model.generation_config)
-    identity = fingerprint(model, model.config)
+    identity = fingerprint(model, model.config, **packed_identity(model))
+    placement = move(model) if move is not None else None
     packs = own and can_pack(model.device, model.dtype)
     forward = make_forward(
         model,
         packed=support.packed,
         alone_beyond=support.reuse_limit,
         fast_layers=pack_layers(model) if packs else None,
+        streams=placement is not None and placement.streamed is not None,
     )
     return LoadedModel(
         name=name,
@@ -194,6 +255,7 @@ def wrap(
         context_length=context_length(model.config),
         eos_ids=eos_ids(model.generation_config),
         frequencies=frequencies(model, support, forward.shape.num_layers),
+        placement=placement,
     )
 
 
@@ -207,6 +269,8 @@ class _Source:
     """What config, weights and tokenizer are all asked for with."""
     hub_problem: str | None = None
     """Why the hub does not answer, if the model would have to come from there."""
+    index: GgufIndex | None = None
+    """What that file holds, if it is here."""
 
     @property
     def gguf(self) -> str | None:
@@ -243,7 +307,8 @@ def _locate(name: str | os.PathLike[str], hf_kwargs: Mapping[str, Any]) -> _Sour
         options["gguf_file"] = gguf
     if Path(place).is_dir():
         if options.get("gguf_file"):
-            check_gguf(Path(place, options.get("subfolder") or "", options["gguf_file"]))
+            path = Path(place, options.get("subfolder") or "", options["gguf_file"])
+            return _Source(place, options, index=check_gguf(path))
         return _Source(place, options)
     problem = None if options.get("local_files_only") else why_unreachable()
     if problem:
@@ -329,4 +394,5 @@ def machine_key(model: LoadedModel, num_ranks: int = 1) -> str:
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     identity = f"{model.fingerprint} {device.type} {chip} {torch.get_num_threads()}"
     identity += f" {num_ranks} ranks" if num_ranks > 1 else ""
+    identity += f" {model.placement.key}" if model.placement is not None else ""
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from kvboost.model.streaming.slabs import host_slab
+
 
 def memory_bytes() -> int:
     """The memory of this machine; 0 if the system does not say."""
@@ -15,6 +17,17 @@ def memory_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         return 0
+
+
+def available_bytes() -> int:
+    """The memory that programs can still have without swapping; half of it all if the system does
+    not say."""
+    try:
+        with open("/proc/meminfo") as lines:
+            sizes = dict(line.split(":") for line in lines)
+        return int(sizes["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return memory_bytes() // 2
 
 
 def copy_bandwidth(device: str) -> float:
@@ -30,6 +43,22 @@ def copy_bandwidth(device: str) -> float:
         target[:1].tolist()  # waits for the copies
         found.append((time.perf_counter() - started) / 5)
     return 2 * source.nbytes / min(found)
+
+
+def bus_bandwidth(device: torch.device, num_bytes: int = 256 << 20) -> float:
+    """Bytes per second of copies from registered memory of the host to a GPU, measured; the best of
+    three rounds of four."""
+    source = host_slab(num_bytes, device)
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    target.copy_(source)
+    found = []
+    for _ in range(3):
+        started = time.perf_counter()
+        for _ in range(4):
+            target.copy_(source, non_blocking=True)
+        target[:1].tolist()  # waits for the copies
+        found.append((time.perf_counter() - started) / 4)
+    return num_bytes / min(found)
 
 
 def gpu_kernels(run: Callable[[], object]) -> list[tuple[str, float, float]]:

@@ -12,6 +12,7 @@ SHAPES = {  # hidden, intermediate, layers, heads, KV heads
     "1.5b": (1536, 8960, 28, 12, 2),
     "3b": (2048, 11008, 36, 16, 2),
     "7b": (3584, 18944, 28, 28, 4),
+    "32b": (5120, 27648, 64, 40, 8),
 }
 VOCABULARY = 151_936
 
@@ -29,7 +30,7 @@ def config_of(shape: str, **changes: Any) -> Any:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": 131_072,
-        "tie_word_embeddings": shape != "7b",
+        "tie_word_embeddings": shape not in ("7b", "32b"),
         "architectures": ["Qwen2ForCausalLM"],
         "dtype": "bfloat16",
         "bos_token_id": None,

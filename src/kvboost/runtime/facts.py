@@ -11,6 +11,7 @@ from kvboost.config import EngineConfig
 from kvboost.model import native
 from kvboost.model.load import LoadedModel
 from kvboost.model.machine import memory_bytes
+from kvboost.model.quantized.layers import num_weights, weights_of
 
 
 def facts_of(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
@@ -18,9 +19,12 @@ def facts_of(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
     addresses: whoever may see the counts of a server may see this."""
     shape = model.forward.shape
     on_cpu = model.device.type == "cpu"
+    placement = model.placement
     return {
         "architecture": type(model.forward.model).__name__,
-        "parameters": model.forward.model.num_parameters(),
+        "parameters": num_weights(model.forward.model)
+        + (0 if placement is None else placement.host_weights),
+        "weights": weights_of(model.forward.model),
         "layers": shape.num_layers,
         "dtype": str(shape.dtype).removeprefix("torch."),
         "device": str(model.device),
@@ -28,6 +32,9 @@ def facts_of(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
         "threads": torch.get_num_threads() if on_cpu else None,
         "kernels": native.describe(shape.dtype) if on_cpu else None,
         "memory_bytes": memory_bytes(),
+        "device_memory": config.device_memory,
+        "streamed_layers": 0 if placement is None else len(placement.plan.streamed),
+        "streamed_from_disk": 0 if placement is None else len(placement.plan.on_disk),
         "kv_bytes_per_token": shape.row_bytes,
         "kv_cache_bits": config.kv_cache_bits,
         "chunk_size": config.chunk_size,

@@ -350,7 +350,8 @@ class Generation:
                 self._state,
                 runtime.root_of(request),
                 runtime.store.epoch,
-                in_pages=isinstance(self._kv, PagedKV),
+                runs_ahead=isinstance(self._kv, PagedKV)
+                and not self._runtime.model.forward.streams,
             )
 
     def _admit(self, *, wait: bool = True) -> int:

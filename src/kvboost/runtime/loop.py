@@ -70,6 +70,8 @@ class Loop:
         device = self._forward.shape.device
         on_cpu = device.type == "cpu"
         rows = config.step_rows or (STEP_ROWS_ON_CPU if on_cpu else STEP_ROWS_ON_GPU)
+        if runtime.most_rows is not None:
+            rows = min(rows, runtime.most_rows // 4)  # the scheduler takes four times as many
         self._scheduler = Scheduler(config, rows)
         self.max_kv_bytes = runtime.max_kv_bytes
         self._changed = threading.Condition()

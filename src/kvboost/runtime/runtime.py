@@ -25,6 +25,7 @@ from kvboost.model.load import LoadedModel
 from kvboost.model.machine import memory_bytes
 from kvboost.model.native.moved_rows import move_keys
 from kvboost.model.paged.choose import PagesChoice, choose_pages, make_capture
+from kvboost.model.paged.graphs import Capture, NoCapture
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.pool import PagedPool
 from kvboost.results import ReuseReport
@@ -74,7 +75,7 @@ class Runtime:
         self.model = model
         self._config = config
         tiers = self._open_tiers()
-        self.max_kv_bytes = _kv_budget(config, model.device)
+        self.max_kv_bytes = _kv_budget(config, model)
         self.pages = self._choose_pages()
         self.pool = self._make_pool()
         self.pool.far = open_far(config, model, self.max_kv_bytes, self.no_far)
@@ -109,9 +110,10 @@ class Runtime:
             model, self.rotation, tiers.ram, config.kv_cache_bits, config.key_norms
         )
         self.packer = self._make_packer(self._quantizer)
-        self.prefill_slice = config.prefill_slice or (
-            SLICE_ON_CPU if model.device.type == "cpu" else SLICE_ON_GPU
-        )
+        self.most_rows = None if model.placement is None else model.placement.plan.most_rows
+        """How many rows of a forward there is memory for; None: for any slice."""
+        slice_rows = SLICE_ON_CPU if model.device.type == "cpu" else SLICE_ON_GPU
+        self.prefill_slice = config.prefill_slice or self.most_rows or slice_rows
         self._events = self._publish_events(config)
         self.trimmer = Trimmer()
         self.running = RunningRequests(shares=self._shares_rows())
@@ -191,6 +193,8 @@ class Runtime:
         steps, layers = self.model.forward.steps, self.model.forward.fused_layers
         own = self._forwards.note if self._forwards else None
         found = [steps.capture.note if steps else None, layers.note if layers else None, own]
+        if self.model.placement is not None:
+            found.append(self.model.placement.note)
         if self.adapters.infos():
             found.append("requests with adapters run without CUDA graphs and fused layers")
         return [note for note in found if note is not None]
@@ -293,7 +297,9 @@ class Runtime:
         from kvboost.reuse.paged.kernels import GpuKernels
 
         forward = self.model.forward
-        capture = make_capture(forward.shape.device, self._config.graphs)
+        capture: Capture = NoCapture()
+        if not forward.streams:
+            capture = make_capture(forward.shape.device, self._config.graphs)
         forward.use_pages(slab, capture)
         if forward.steps is not None:
             kernels = GpuKernels(SlabPages(slab), self.rotation)
@@ -329,13 +335,14 @@ class Runtime:
         return publisher
 
 
-def _kv_budget(config: EngineConfig, device: torch.device) -> int:
+def _kv_budget(config: EngineConfig, model: LoadedModel) -> int:
     """How many bytes the KV of running requests may take."""
     if config.max_kv_bytes is not None:
         return config.max_kv_bytes
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 2 * MEMORY_SHARE)
-    return int(memory_bytes() * MEMORY_SHARE) or 4 * 1024**3
+    if model.device.type != "cuda":
+        return int(memory_bytes() * MEMORY_SHARE) or 4 * 1024**3
+    usual = int(torch.cuda.mem_get_info(model.device)[0] * 2 * MEMORY_SHARE)
+    return usual if model.placement is None else min(usual, model.placement.plan.kv_bytes)
 
 
 def rotation_of(model: LoadedModel) -> Rotation | None:

@@ -2,7 +2,7 @@
 // together with the kernels and run it in an emulator:
 //
 //   flags="-mcpu=neoverse-n1 -O3 -ffp-contract=fast -fopenmp -static -DKVBOOST_FLOAT32"
-//   native=src/kvboost/model/native; kernels="$native/float32/*.c $native/*.c"
+//   native=src/kvboost/model/native; kernels="$native/float32/*.c $native/quantized/*.c $native/*.c"
 //   aarch64-linux-gnu-gcc $flags tests/model/native/check.c $kernels -lm -o check
 //   qemu-aarch64 ./check
 
@@ -143,7 +143,7 @@ static void check_linear(int m, int n, int k, int gated, int halved) {
     } else {
         kvboost_pack(weights, n, k, packed);
     }
-    const Linear linear = {packed, bias, n, k, gated, halved};
+    const Linear linear = {packed, bias, n, k, gated, halved, NULL};
     kvboost_linear(&linear, rows, m, NULL, out, NULL, 2);
     const int width = gated ? n / 2 : n;
     float *expected = random_numbers((int64_t)m * width);

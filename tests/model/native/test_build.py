@@ -87,7 +87,8 @@ def test_float32_needs_no_particular_processor_and_is_compiled_once(
 def test_the_float32_kernels_equal_naive_loops_on_the_oldest_processor(tmp_path: Path) -> None:
     """Compiled without wide vectors and without a warning; ``check.c`` compares them."""
     needs_compiler()
-    sources = [*build.FOLDER.glob("*.c"), *(build.FOLDER / "float32").glob("*.c")]
+    folders = (build.FOLDER, build.FOLDER / build.QUANTIZED, build.FOLDER / "float32")
+    sources = [path for folder in folders for path in folder.glob("*.c")]
     flags = ["-O1", "-fopenmp", "-DKVBOOST_FLOAT32", "-Wall", "-Wextra", "-Werror"]
     program, check = tmp_path / "check", Path(__file__).with_name("check.c")
     subprocess.run(["cc", *flags, check, *sources, "-o", program, "-lm"], check=True)

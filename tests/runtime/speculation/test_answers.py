@@ -218,8 +218,8 @@ def test_over_pages_a_request_asks_for_drafts(engine, monkeypatch) -> None:
     speculation, root = engine._runtime.speculation, engine._runtime.root("")
     for speculate, drafts in (("auto", False), ("off", False), (4, True)):
         state = engine._begin(PROMPT, 4, "prefix_cache", {"speculate": speculate})
-        assert (speculation.start(state, root, 0, in_pages=True) is not None) == drafts
-        assert (speculation.start(state, root, 0, in_pages=False) is None) == (speculate == "off")
+        assert (speculation.start(state, root, 0, runs_ahead=True) is not None) == drafts
+        assert (speculation.start(state, root, 0, runs_ahead=False) is None) == (speculate == "off")
 
 
 def test_over_pages_tokens_are_the_same(monkeypatch) -> None:

@@ -38,7 +38,8 @@ def open_tiers(config: EngineConfig, device: torch.device) -> Tiers:
     if on_gpu:
         share = config.gpu_cache_bytes
         if share is None:
-            share = min(config.max_cache_bytes, torch.cuda.mem_get_info(device)[0] // 4)
+            free = torch.cuda.mem_get_info(device)[0] if config.device_memory is None else 0
+            share = min(config.max_cache_bytes, free // 4)
         gpu = GpuTier(share, device) if share else None
     if config.disk_cache_dir is not None:
         disk = DiskTier(

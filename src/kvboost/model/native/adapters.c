@@ -1,32 +1,9 @@
 // What adapters add to the outputs of a product: for some rows each, rows down' up.
 
-#include "kernels.h"
-
-#include <string.h>
+#include "numbers.h"
 
 #define LANES 16 // columns of outputs come in multiples of this
 #define TILE 64  // columns that are added up at a time
-
-static inline float as_float(number x) {
-#ifdef KVBOOST_FLOAT32
-    return x;
-#else
-    const uint32_t bits = (uint32_t)x << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-#endif
-}
-
-static inline number as_number(float x) {
-#ifdef KVBOOST_FLOAT32
-    return x;
-#else
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return (number)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16); // to nearest, ties to even
-#endif
-}
 
 // sums[num_rows, rank] from rank `first` to `end`: each row times a row of `down`.
 static void shrink(

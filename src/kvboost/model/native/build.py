@@ -29,6 +29,8 @@ from kvboost.config import home, native_kernels_allowed
 log = logging.getLogger("kvboost")
 
 FOLDER = Path(__file__).parent
+QUANTIZED = "quantized"
+"""The folder of what all forms share about quantised weights."""
 FLAGS = ("-O3", "-fopenmp", "-shared", "-fPIC")
 TUNING = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}
 """The flag that makes a compiler use everything this processor has."""
@@ -44,6 +46,7 @@ SIGNATURES: dict[str, Sequence[type]] = {
     ),
     "kvboost_write": (c_void_p, c_int32, *(c_void_p, c_int64, c_int64) * 2, c_int32),
     "kvboost_pack": (c_void_p, c_int32, c_int32, c_void_p),
+    "kvboost_pack_quantized": (*(c_void_p,) * 4, c_int32, c_int32, c_void_p, c_int32),
     "kvboost_linear": (c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_int32),
     "kvboost_layer": (*(c_void_p,) * 11, c_int32),
     "kvboost_layer_begin": (*(c_void_p,) * 8, c_int32),
@@ -146,6 +149,8 @@ def _load(dtype: torch.dtype) -> ctypes.CDLL | str:
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, None
     loaded.kvboost_workspace_bytes.restype = loaded.kvboost_mass_bytes.restype = c_int64
+    loaded.kvboost_quantized_bytes.argtypes = (c_void_p, c_int32, c_int32)
+    loaded.kvboost_quantized_bytes.restype = c_int64
     loaded.kvboost_instructions.restype = c_char_p
     return loaded
 
@@ -156,7 +161,7 @@ def _built(compiler: str, form: Form) -> Path:
     flags = (*FLAGS, *form.flags)
     if tuning := TUNING.get(platform.machine()):
         flags += (tuning,)
-    folders = (FOLDER, FOLDER / form.folder)
+    folders = (FOLDER, FOLDER / QUANTIZED, FOLDER / form.folder)
     sources = [path for folder in folders for path in sorted(folder.glob("*.c"))]
     headers = [path for folder in folders for path in sorted(folder.glob("*.h"))]
     texts = [path.read_text() for path in (*sources, *headers)]

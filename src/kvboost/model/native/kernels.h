@@ -53,12 +53,29 @@ typedef struct {
     float scale;
 } MassCall;
 
+// How the codes of a quantised weight are kept. The `group` inputs that share a scale are
+// neighbours; a weight is code * scale + offset.
+typedef struct {
+    int32_t bits;        // of a code: 4, or 8 with a sign
+    int32_t group;       // 16, or a multiple of 32
+    int32_t has_offsets; // if not, all offsets are -zero * scale
+    int32_t zero;
+    int32_t is_wide; // scales and offsets are float32, not float16
+} Coding;
+
+// 16 columns of a quantised weight, rearranged by kvboost_pack_quantized.
+typedef struct {
+    const uint8_t *data;
+    const Coding *coding;
+} Panel;
+
 typedef struct {
     const void *weights; // rearranged by kvboost_pack
     const number *bias;  // [n], or none
     int32_t n, k;
     int32_t gated;  // of every 32 columns, 16 are gates and 16 are the values they multiply
     int32_t halved; // float32 only: the weights are packed by kvboost_pack_halved
+    const Panel *panels; // [n / 16]: the weights are quantised; otherwise none
 } Linear;
 
 typedef struct {
@@ -109,6 +126,12 @@ void kvboost_write(
 );
 
 void kvboost_linear(
+    const Linear *linear, const number *rows, int32_t m, const number *residual, number *out,
+    number *packed, int threads
+);
+
+// kvboost_linear of quantised weights. Rows are rounded to 8 bits in groups of 32.
+void kvboost_quantized_linear(
     const Linear *linear, const number *rows, int32_t m, const number *residual, number *out,
     number *packed, int threads
 );

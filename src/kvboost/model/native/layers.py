@@ -16,11 +16,14 @@ LANES = 16
 """The dimension of a norm is a multiple of this in bfloat16."""
 
 
-class _Linear(ctypes.Structure):
+class LinearStruct(ctypes.Structure):
+    """``Linear`` in kernels.h."""
+
     _fields_ = [
         ("weights", c_void_p),
         ("bias", c_void_p),
         *((name, c_int32) for name in ("n", "k", "gated", "halved")),
+        ("panels", c_void_p),
     ]
 
 
@@ -37,7 +40,7 @@ class Product:
         n, k = weight.shape
         self.is_halved = can_halve(weight)
         kept = torch.bfloat16 if self.is_halved else weight.dtype
-        self._packed, address = _aligned(weight.numel(), kept)
+        self._packed, address = aligned(weight.numel(), kept)
         self.num_bytes = self._packed.nbytes
         pack = self._library.kvboost_pack
         if self.is_halved:
@@ -46,7 +49,7 @@ class Product:
         self._bias = None if bias is None else bias.contiguous()
         self.width, self.depth = n // 2 if gated else n, k
         bias_address = None if self._bias is None else self._bias.data_ptr()
-        self._linear = _Linear(address, bias_address, n, k, gated, self.is_halved)
+        self._linear = LinearStruct(address, bias_address, n, k, gated, self.is_halved, None)
         self.address = ctypes.addressof(self._linear)
 
     @classmethod
@@ -120,7 +123,7 @@ def rounded_up(rows: int) -> int:
     return -(-rows // BLOCK) * BLOCK
 
 
-def _aligned(num: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+def aligned(num: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
     """Memory for ``num`` numbers: the tensor that holds it, and an address in it that is a
     multiple of 64."""
     memory = scratch(num + 64 // dtype.itemsize, dtype)

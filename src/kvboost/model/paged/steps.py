@@ -253,6 +253,8 @@ class Steps:
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.beside: Beside | None = None
         """What runs rows beside those of a step."""
+        self.runs_ahead = True
+        """Whether the next step starts before it is known whether its requests have ended."""
         self.num_steps = self.num_ahead = self.num_rows_beside = 0
         self._buckets: dict[tuple[int, bool], _Bucket] = {}
         self._next: dict[int, tuple[int, int]] = {}
@@ -317,7 +319,8 @@ class Steps:
         return found if (found.serial, found.position) == wanted else None
 
     def _looks_ahead(self, segment: Segment) -> bool:
-        return segment.ahead and segment.sampler is not None and segment.end < segment.kv.capacity
+        wanted = self.runs_ahead and segment.ahead
+        return wanted and segment.sampler is not None and segment.end < segment.kv.capacity
 
     def _launch(self, segments: Sequence[Segment]) -> list[_Pending]:
         """Starts a step of these segments."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,3 +48,34 @@ class QuantizedWeight:
         if self.offsets is not None:
             grouped = grouped + self.offsets.float()[..., None]
         return grouped.reshape(n, k)
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        offsets = None if self.offsets is None else self.offsets.to(device)
+        return replace(
+            self, codes=self.codes.to(device), scales=self.scales.to(device), offsets=offsets
+        )
+
+    def part(self, rows: slice | torch.Tensor) -> QuantizedWeight:
+        """Some of its rows."""
+        offsets = None if self.offsets is None else self.offsets[rows]
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], offsets=offsets)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Some of its rows in float32."""
+        return self.part(ids).dequantized()
+
+    def digest(self) -> str:
+        """Identifies its numbers: their sum as bits, and a sample."""
+        found = [f"{self.shape} {self.bits} {self.group}"]
+        found += [
+            digest_of(part) for part in (self.codes, self.scales, self.offsets) if part is not None
+        ]
+        return hashlib.blake2b(" ".join(found).encode(), digest_size=16).hexdigest()
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Identifies the bits of a tensor by their sum and a sample."""
+    octets = tensor.contiguous().reshape(-1).view(torch.uint8)
+    wide = octets[: len(octets) // 8 * 8].view(torch.int64)
+    sample = octets[:: max(1, len(octets) // 64)].tolist()
+    return f"{int(wide.sum())} {octets[len(wide) * 8 :].tolist()} {sample}"

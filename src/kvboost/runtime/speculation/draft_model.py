@@ -32,7 +32,7 @@ class DraftModel:
         """Loads the model that drafts for ``serves``, on the same device. Raises ConfigError if
         they have other tokens."""
         dtype = serves.forward.shape.dtype
-        self._model = load(name, device=serves.device, dtype=dtype)
+        self._model = load(name, device=serves.device, dtype=dtype, weight_form="auto")
         self._vocab_size = min(serves.vocab_size, self._model.vocab_size)
         if self._model.tokenizer.vocabulary() != serves.tokenizer.vocabulary():
             raise ConfigError(

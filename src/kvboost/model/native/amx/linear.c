@@ -114,6 +114,10 @@ void kvboost_linear(
     const Linear *linear, const bf16 *rows, int32_t m, const bf16 *residual, bf16 *out, bf16 *packed,
     int threads
 ) {
+    if (linear->panels != NULL) {
+        kvboost_quantized_linear(linear, rows, m, residual, out, packed, threads);
+        return;
+    }
     const int n = linear->n, k = linear->k, width = linear->gated ? n / 2 : n;
     const int blocks = n / COLUMNS, fitting = PANEL_BYTES / (COLUMNS * k * (int)sizeof(bf16));
     const int least = fitting > 0 ? (blocks + fitting - 1) / fitting : blocks;

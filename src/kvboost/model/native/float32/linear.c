@@ -33,12 +33,6 @@ void kvboost_pack_halved(const float *weights, int32_t n, int32_t k, uint32_t *o
             }
 }
 
-// gates times their logistic function, times values.
-INLINE vec gate(vec gates, vec values) {
-    const vec exponents = larger(gates * LOG2_E, (vec){0} - 120.0f); // far shut: zero, not NaN
-    return gates / (powers_of_2((vec){0} - exponents) + 1.0f) * values;
-}
-
 void kvboost_gate(const float *wide, int m, int width, float *out, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int row = 0; row < m; row++)
@@ -123,12 +117,15 @@ static void multiply_few(
 }
 
 // rows [m, k] and out [m, n], or [m, n / 2] if gated, contiguous. Adds the residual, which may be
-// out itself. packed is not used.
+// out itself. packed is used by quantised weights only.
 void kvboost_linear(
     const Linear *linear, const float *rows, int32_t m, const float *residual, float *out,
     float *packed, int threads
 ) {
-    (void)packed;
+    if (linear->panels != NULL) {
+        kvboost_quantized_linear(linear, rows, m, residual, out, packed, threads);
+        return;
+    }
     if (m <= FEW_ROWS) {
         multiply_few(linear, rows, m, residual, out, threads);
         return;

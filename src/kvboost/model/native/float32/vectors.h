@@ -89,3 +89,9 @@ INLINE vec powers_of_2(vec x) {
 }
 
 INLINE float power_of_2(float x) { return powers_of_2((vec){0} + x)[0]; }
+
+// gates times their logistic function, times values.
+INLINE vec gate(vec gates, vec values) {
+    const vec exponents = larger(gates * LOG2_E, (vec){0} - 120.0f); // far shut: zero, not NaN
+    return gates / (powers_of_2((vec){0} - exponents) + 1.0f) * values;
+}

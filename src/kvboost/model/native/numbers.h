@@ -1,0 +1,27 @@
+// Numbers of a model and floats.
+#pragma once
+
+#include <string.h>
+
+#include "kernels.h"
+
+static inline float as_float(number x) {
+#ifdef KVBOOST_FLOAT32
+    return x;
+#else
+    const uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+#endif
+}
+
+static inline number as_number(float x) {
+#ifdef KVBOOST_FLOAT32
+    return x;
+#else
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (number)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16); // to nearest, ties to even
+#endif
+}

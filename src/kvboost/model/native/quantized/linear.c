@@ -1,0 +1,142 @@
+// Products of rows with quantised weights.
+//
+// out[m, n] = rows[m, k] weights[n, k]'. Rows are rounded to 8 bits, so that codes are multiplied
+// with codes. With few rows, reading the weights takes all the time. Many rows are multiplied in
+// blocks that fit the second cache. Every sum has the same order, whatever rows are beside it.
+
+#include "../float32/vectors.h"
+#include "../numbers.h"
+#include "panels.h"
+
+#define BLOCK_ROWS 128  // more rows are multiplied in blocks: of rows,
+#define BLOCK_PANELS 16 // of columns, 16 each,
+#define BLOCK_DEPTH 2048 // and of what is added up
+
+static const uint8_t *tile_at(const uint8_t *packed, int row, int count, int k, int depth) {
+    return packed + ((int64_t)row * k + (int64_t)count * depth) / BLOCK * ROW_BLOCK_BYTES;
+}
+
+// Writes sums [count, 16] of the columns from `column` on to the same rows of out.
+static void finish(
+    const Linear *linear, const float *sums, int column, int count, const number *residual,
+    number *out
+) {
+    for (int row = 0; row < count; row++, sums += PANEL) {
+        const int64_t at = (int64_t)row * linear->n + column;
+        for (int c = 0; c < PANEL; c++) {
+            float sum = sums[c];
+            if (linear->bias != NULL) sum += as_float(linear->bias[column + c]);
+            if (residual != NULL) sum += as_float(residual[at + c]);
+            out[at + c] = as_number(sum);
+        }
+    }
+}
+
+// The same for the panel of gates from `column` on and the panel of values after it.
+static void finish_gated(
+    const Linear *linear, const float *gates, const float *values, int column, int count,
+    number *out
+) {
+    for (int row = 0; row < count; row++, gates += PANEL, values += PANEL) {
+        float both[2][PANEL] __attribute__((aligned(64)));
+        for (int c = 0; c < PANEL; c++) {
+            both[0][c] = gates[c], both[1][c] = values[c];
+            if (linear->bias != NULL) {
+                both[0][c] += as_float(linear->bias[column + c]);
+                both[1][c] += as_float(linear->bias[column + PANEL + c]);
+            }
+        }
+        for (int c = 0; c < PANEL; c += LANES)
+            store(both[0] + c, gate(load(both[0] + c), load(both[1] + c)));
+        number *to = out + (int64_t)row * (linear->n / 2) + column / 2;
+        for (int c = 0; c < PANEL; c++) to[c] = as_number(both[0][c]);
+    }
+}
+
+typedef struct {
+    float sums[BLOCK_PANELS][BLOCK_ROWS * PANEL];
+} __attribute__((aligned(64))) Block;
+
+// How many inputs are added up before the next panel has its turn: whole units of both codings.
+static int depth_of(const Coding *coding, int k) {
+    const int unit = unit_depth(coding), depth = BLOCK_DEPTH / unit * unit;
+    return depth == 0 ? unit : depth < k ? depth : k;
+}
+
+// Sums of rows from `row` to `row + count` with some panels.
+static void multiply_block(
+    const Linear *linear, const uint8_t *packed, int row, int count, int first, int panels,
+    Block *block
+) {
+    const int k = linear->k;
+    int done[BLOCK_PANELS] = {0};
+    for (int left = panels; left > 0;) {
+        for (int at = 0; at < count;) {
+            const int some = tile_rows(count - at);
+            for (int p = 0; p < panels; p++) {
+                const Panel *panel = linear->panels + first + p;
+                const Coding *coding = panel->coding;
+                int depth = depth_of(coding, k);
+                if (k - done[p] < depth) depth = k - done[p];
+                if (depth == 0) continue;
+                multiply_tile(
+                    coding, panel->data + (int64_t)done[p] / unit_depth(coding) * unit_bytes(coding),
+                    tile_at(packed, row + at, some, k, done[p]), some, depth / BLOCK, done[p] > 0,
+                    block->sums[p] + at * PANEL
+                );
+            }
+            at += some;
+        }
+        left = 0;
+        for (int p = 0; p < panels; p++) {
+            const int depth = depth_of(linear->panels[first + p].coding, k);
+            done[p] += k - done[p] < depth ? k - done[p] : depth;
+            left += done[p] < k;
+        }
+    }
+}
+
+// rows [m, k] and out [m, n], or [m, n / 2] if gated, contiguous. Adds the residual, which may be
+// out itself. packed has space for 3 k / 2 bytes for each row, aligned to 64 bytes.
+void kvboost_quantized_linear(
+    const Linear *linear, const number *rows, int32_t m, const number *residual, number *out,
+    number *packed, int threads
+) {
+    const int k = linear->k, panels = linear->n / PANEL, step = linear->gated ? 2 : 1;
+    const int width = linear->n / step, blocks = (m + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const int share = panels * blocks / (4 * threads) / step * step; // every thread has work
+    const int most = share < step ? step : share < BLOCK_PANELS ? share : BLOCK_PANELS;
+    const int groups = (panels + most - 1) / most, parts = k / BLOCK;
+    uint8_t *codes = (uint8_t *)packed;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for schedule(static)
+        for (int part = 0; part < blocks * threads; part++) { // a share of the inputs of a block
+            const int first = part / threads * BLOCK_ROWS, share = part % threads;
+            const int end = m < first + BLOCK_ROWS ? m : first + BLOCK_ROWS;
+            const int from = parts * share / threads, to = parts * (share + 1) / threads;
+            for (int row = first, count; row < end; row += count) {
+                count = tile_rows(end - row);
+                uint8_t *place = codes + (tile_at(codes, row, count, k, from * BLOCK) - codes);
+                quantize_tile(rows + (int64_t)row * k, count, k, from * BLOCK, to - from, place);
+            }
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int task = 0; task < groups * blocks; task++) {
+            Block block;
+            const int first = task % groups * most, row = task / groups * BLOCK_ROWS;
+            const int some = panels - first < most ? panels - first : most;
+            const int count = m - row < BLOCK_ROWS ? m - row : BLOCK_ROWS;
+            multiply_block(linear, codes, row, count, first, some, &block);
+            number *to = out + (int64_t)row * width;
+            for (int p = 0; p < some; p += step) {
+                const int column = (first + p) * PANEL;
+                if (linear->gated)
+                    finish_gated(linear, block.sums[p], block.sums[p + 1], column, count, to);
+                else
+                    finish(linear, block.sums[p], column, count,
+                           residual ? residual + (int64_t)row * width : NULL, to);
+            }
+        }
+    }
+}

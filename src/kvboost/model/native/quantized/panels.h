@@ -1,0 +1,63 @@
+// How quantised weights and rows are arranged, and the small product of both.
+//
+// A panel is 16 columns of weights. It is a sequence of units; a unit has `group` inputs, or 32 if
+// the group is 16. A unit begins with its scales, [sets][16], and its offsets, likewise; there are
+// two sets if the group is 16. Its codes follow, in blocks of 32 inputs:
+//
+//   8 bits: [8][16 columns][4]; byte j of part i is input 4 i + j.
+//   4 bits: [4][16 columns][4]; byte j of part i has input 4 i + j in its low half and
+//           16 + 4 i + j in its high half.
+//
+// Rows are kept in tiles of `count` rows. In a tile, each block of 32 inputs is
+//
+//   int8 codes[count][32]; float scales[count], sums[3][count];
+//
+// where sums are those of what the codes stand for: of all 32 inputs, of the first and the last 16.
+#pragma once
+
+#include <stdint.h>
+
+#include "../kernels.h"
+
+#define PANEL 16 // columns of a panel
+#define BLOCK 32 // inputs of a block
+#define ROW_BLOCK_BYTES (BLOCK + 4 * (int)sizeof(float))
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define CODE_BIAS 128 // added to 8-bit codes, because the instruction multiplies unsigned numbers
+#else
+#define CODE_BIAS 0
+#endif
+
+static inline int unit_depth(const Coding *coding) {
+    return coding->group < BLOCK ? BLOCK : coding->group;
+}
+
+static inline int sets_of(const Coding *coding) { return coding->group < BLOCK ? 2 : 1; }
+
+static inline int block_bytes(const Coding *coding) { return BLOCK * PANEL * coding->bits / 8; }
+
+// Of the scales of a unit; the offsets take the same.
+static inline int scale_bytes(const Coding *coding) {
+    return sets_of(coding) * PANEL * (coding->is_wide ? 4 : 2);
+}
+
+static inline int unit_bytes(const Coding *coding) {
+    return scale_bytes(coding) * (coding->has_offsets ? 2 : 1) +
+           unit_depth(coding) / BLOCK * block_bytes(coding);
+}
+
+#pragma GCC visibility push(hidden)
+// The most rows of a tile.
+extern const int most_tile_rows;
+// How many of the next `rows` rows form a tile.
+int tile_rows(int rows);
+// Rows of a tile, [count, k], from input `first` on, to codes of its blocks.
+void quantize_tile(const number *rows, int count, int k, int first, int blocks, uint8_t *out);
+// sums[count, 16] of a tile of rows and a panel, from the beginning of a unit on. Adds them to what
+// is in sums if `adds`.
+void multiply_tile(
+    const Coding *coding, const uint8_t *panel, const uint8_t *rows, int count, int blocks, int adds,
+    float *sums
+);
+#pragma GCC visibility pop

@@ -1,0 +1,182 @@
+"""Products with quantised weights: the codes are multiplied as they are, with rows that are rounded
+to 8 bits in groups of 32."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int32, c_void_p
+
+import torch
+
+from kvboost.model import native
+from kvboost.model.native.layers import LinearStruct, aligned, scratch
+from kvboost.model.quantized.weight import QuantizedWeight
+
+PANEL = 16
+"""Rows of a weight come in multiples of this."""
+BLOCK = 32
+"""Columns of a weight come in multiples of this."""
+SMALL_GROUP = 16
+"""The only group that is not a multiple of 32."""
+
+
+class _Coding(ctypes.Structure):
+    _fields_ = [(name, c_int32) for name in ("bits", "group", "has_offsets", "zero", "is_wide")]
+
+
+class _Panel(ctypes.Structure):
+    _fields_ = [("data", c_void_p), ("coding", c_void_p)]
+
+
+class QuantizedProduct:
+    """Rows times ``weight``, ``[n, k]``, or times several weights that read the same rows, whose
+    outputs follow each other. It holds rearranged copies of the codes, so the weights themselves
+    need not be kept. With ``gated``, there are two weights, gate and up, and the output is
+    ``silu(rows gate') * (rows up')``."""
+
+    def __init__(
+        self,
+        weight: QuantizedWeight | Sequence[QuantizedWeight],
+        bias: torch.Tensor | None = None,
+        *,
+        gated: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """``dtype`` is that of the rows in calls of whole layers; there must be kernels for it.
+        ``bias`` is that of all weights, one after the other."""
+        weights = [weight] if isinstance(weight, QuantizedWeight) else list(weight)
+        _check(weights, gated)
+        self.dtype = dtype
+        self._library = native.library(dtype)
+        packed = [_PackedWeight(part, self._library) for part in weights]
+        self._link(packed, weights[0].shape[1], bias, gated)
+
+    def _link(
+        self, packed: list[_PackedWeight], k: int, bias: torch.Tensor | None, gated: bool
+    ) -> None:
+        """Describes the product with these weights to the kernels."""
+        self._packed = packed
+        self.num_bytes = sum(part.num_bytes for part in packed)
+        panels = [part.panels() for part in packed]
+        if gated:
+            ordered = [panel for pair in zip(*panels, strict=True) for panel in pair]
+        else:
+            ordered = [panel for part in panels for panel in part]
+        self._panels = (_Panel * len(ordered))(*ordered)
+        n = len(ordered) * PANEL
+        if bias is not None and gated:
+            bias = bias.reshape(2, -1, PANEL).transpose(0, 1).reshape(-1)
+        self._bias = None if bias is None else bias.to(self.dtype).contiguous()
+        self.width, self.depth = n // 2 if gated else n, k
+        bias_address = None if self._bias is None else self._bias.data_ptr()
+        self._linear = LinearStruct(
+            None, bias_address, n, k, gated, False, ctypes.addressof(self._panels)
+        )
+        self.address = ctypes.addressof(self._linear)
+
+    @classmethod
+    def gated(
+        cls,
+        gate: QuantizedWeight,
+        up: QuantizedWeight,
+        biases: tuple[torch.Tensor, ...] = (),
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> QuantizedProduct:
+        """``silu(rows gate') * (rows up')`` in one call."""
+        bias = torch.cat(biases) if biases else None
+        return cls((gate, up), bias, gated=True, dtype=dtype)
+
+    def part(self, index: int, bias: torch.Tensor | None = None) -> QuantizedProduct:
+        """The product with the weight at ``index`` alone. Both share its codes."""
+        part = copy.copy(self)
+        part._link([self._packed[index]], self.depth, bias, gated=False)
+        return part
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """The output has the dtype of the rows."""
+        given = rows.to(self.dtype).contiguous()
+        number = given.numel() // self.depth
+        out = given.new_empty((*given.shape[:-1], self.width))
+        packed = scratch(number * self.depth, self.dtype)
+        self._library.kvboost_linear(
+            *(self.address, given.data_ptr(), number, None, out.data_ptr(), packed.data_ptr()),
+            torch.get_num_threads(),
+        )
+        return out.to(rows.dtype)
+
+
+def can_multiply_quantized(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether there is a kernel for this weight and rows of ``dtype`` on this machine."""
+    fits = why_not(weight) is None and weight.codes.device.type == "cpu"
+    return fits and native.is_available(dtype)
+
+
+def why_not(weight: QuantizedWeight) -> str | None:
+    """What is wrong with this weight for our kernels; None if nothing is."""
+    (n, k), group = weight.shape, weight.group
+    if weight.bits not in (4, 8):
+        return f"codes have {weight.bits} bits; there are kernels for 4 and 8"
+    if n % PANEL or k % BLOCK:
+        return f"shape [{n}, {k}]: rows must be a multiple of {PANEL}, columns of {BLOCK}"
+    if (group != SMALL_GROUP and (group <= 0 or group % BLOCK)) or k % group:
+        return f"groups of {group} in {k} columns: 16 or a multiple of 32 that divides the columns"
+    return None
+
+
+def _check(weights: Sequence[QuantizedWeight], gated: bool) -> None:
+    if gated and (len(weights) != 2 or weights[0].shape != weights[1].shape):
+        shapes = [weight.shape for weight in weights]
+        raise ValueError(f"a gated product has two weights of the same shape, not {shapes}")
+    if len({weight.shape[1] for weight in weights}) != 1:
+        columns = [weight.shape[1] for weight in weights]
+        raise ValueError(f"weights that read the same rows have as many columns, not {columns}")
+    for weight in weights:
+        if reason := why_not(weight):
+            raise ValueError(f"there is no kernel for this quantised weight: {reason}")
+
+
+class _PackedWeight:
+    """The rearranged copy of one weight."""
+
+    def __init__(self, weight: QuantizedWeight, library: ctypes.CDLL) -> None:
+        n, k = weight.shape
+        scales, offsets, zero = _numbers(weight)
+        is_wide = scales.dtype == torch.float32
+        self._coding = _Coding(weight.bits, weight.group, offsets is not None, zero, is_wide)
+        coding = ctypes.addressof(self._coding)
+        self.num_bytes = int(library.kvboost_quantized_bytes(coding, n, k))
+        self._memory, self._address = aligned(self.num_bytes, torch.uint8)
+        self._count = n // PANEL
+        codes = weight.codes.contiguous()
+        library.kvboost_pack_quantized(
+            *(coding, codes.data_ptr(), scales.data_ptr()),
+            *(None if offsets is None else offsets.data_ptr(), n, k, self._address),
+            torch.get_num_threads(),
+        )
+
+    def panels(self) -> list[_Panel]:
+        each = self.num_bytes // self._count
+        coding = ctypes.addressof(self._coding)
+        return [_Panel(self._address + at * each, coding) for at in range(self._count)]
+
+
+def _numbers(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """Scales and offsets in float16 if that loses nothing, and the zero: offsets that are all
+    ``-zero * scale`` are not kept."""
+    scales, offsets, zero = weight.scales.float(), weight.offsets, 0
+    if offsets is not None:
+        offsets = offsets.float()
+        zero = 1 << (weight.bits - 1)
+        if torch.equal(offsets, scales * -zero):
+            offsets = None
+        else:
+            zero = 0
+    both = [part for part in (scales, offsets) if part is not None]
+    if not all(bool(part.isfinite().all()) for part in both):
+        raise ValueError("scales and offsets of a quantised weight must be finite")
+    if all(torch.equal(part.half().float(), part) for part in both):
+        scales, offsets = scales.half(), None if offsets is None else offsets.half()
+    return scales.contiguous(), None if offsets is None else offsets.contiguous(), zero

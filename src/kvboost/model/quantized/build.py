@@ -1,0 +1,148 @@
+"""A transformers model whose linear layers and embeddings are made from a quantised checkpoint. It
+is made without weights and filled tensor by tensor, so it never exists in ordinary numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvboost.errors import ModelError
+from kvboost.model.quantized.checkpoint import QuantizedCheckpoint
+from kvboost.model.quantized.cuda import TensorCoreProduct
+from kvboost.model.quantized.layers import QuantizedEmbedding, QuantizedLinear
+from kvboost.model.quantized.products import make_layers
+from kvboost.model.streaming.tensors import move_tensors
+
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers that read the same rows: they become one product where a kernel can do that."""
+
+
+def build(
+    make_model: Callable[[], PreTrainedModel],
+    checkpoint: QuantizedCheckpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    parked: bool = False,
+) -> PreTrainedModel:
+    """The model that ``make_model`` makes, with the weights of ``checkpoint``, on ``device``; or
+    ``parked`` on the host in the form that it has there."""
+    with init_empty_weights(include_buffers=False):
+        model = make_model()
+    place = torch.device("cpu") if parked else device
+    _fill_quantized(model, checkpoint, device, dtype, place)
+    _fill_plain(model, checkpoint, place, dtype)
+    return model.eval().to(place)
+
+
+def _fill_quantized(
+    model: PreTrainedModel,
+    checkpoint: QuantizedCheckpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    place: torch.device,
+) -> None:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    sources = {
+        module: f"{name}.weight" for module, name in names.items() if isinstance(module, nn.Linear)
+    }
+    if head is not None and model.config.get_text_config().tie_word_embeddings:
+        sources[head] = f"{names[embedding]}.weight"
+
+    def fill(part: tuple[nn.Module, tuple[str, ...]]) -> None:
+        parent, children = part
+        weights = [checkpoint.quantized(sources[getattr(parent, child)]) for child in children]
+        prefix = f"{names[parent]}." if names[parent] else ""
+        biases = [
+            checkpoint.plain(f"{prefix}{child}.bias")
+            if getattr(parent, child).bias is not None
+            else None
+            for child in children
+        ]
+        layers = make_layers(weights, biases, device, dtype)
+        if place != device:
+            _park(layers, place)
+        for child, layer in zip(children, layers, strict=True):
+            setattr(parent, child, layer)
+
+    parts = list(_parts(model, {m for m, name in sources.items() if checkpoint.is_quantized(name)}))
+    with ThreadPoolExecutor(max(1, min(4, torch.get_num_threads()))) as threads:
+        for _ in threads.map(fill, parts):
+            pass
+    source = f"{names[embedding]}.weight"
+    if checkpoint.is_quantized(source):
+        model.set_input_embeddings(_embedding(embedding, checkpoint, source, device, dtype, place))
+
+
+def _park(layers: Sequence[QuantizedLinear], place: torch.device) -> None:
+    """Moves what was made for a device that has no memory to spare."""
+    for layer in layers:
+        if isinstance(layer.product, TensorCoreProduct):
+            layer.product = layer.product.with_less_memory()
+        move_tensors(layer, place)
+
+
+def _parts(
+    model: nn.Module, quantized: set[nn.Module]
+) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+    """The quantised linear layers of each module, those that read the same rows together."""
+    for parent in model.modules():
+        left = [name for name, child in parent.named_children() if child in quantized]
+        for group in TOGETHER:
+            if set(group) <= set(left):
+                yield parent, group
+                left = [name for name in left if name not in group]
+        yield from ((parent, (name,)) for name in left)
+
+
+def _embedding(
+    embedding: Any,
+    checkpoint: QuantizedCheckpoint,
+    source: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    place: torch.device,
+) -> QuantizedEmbedding:
+    """On a CPU, rows are read from the checkpoint when they are asked for; elsewhere the codes are
+    copied to their place."""
+    if device.type == "cpu":
+        rows, identity = checkpoint.rows(source), checkpoint.digest(source)
+    else:
+        weight = checkpoint.quantized(source).to(place)
+        rows, identity = weight.rows, weight.digest()
+    scale = getattr(embedding, "embed_scale", None)  # Gemma multiplies by it
+    return QuantizedEmbedding(
+        embedding.num_embeddings,
+        embedding.embedding_dim,
+        rows,
+        dtype=dtype,
+        scale=None if scale is None else float(scale),
+        digest=identity,
+    )
+
+
+def _fill_plain(
+    model: PreTrainedModel,
+    checkpoint: QuantizedCheckpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    for name, parameter in list(model.named_parameters()):
+        value = checkpoint.plain(name)
+        if value.shape != parameter.shape:
+            raise ModelError(
+                f"the tensor for {name!r} has the shape {tuple(value.shape)}, and the model's "
+                f"config says {tuple(parameter.shape)}; the file is for another model"
+            )
+        parent, _, attribute = name.rpartition(".")
+        filled = nn.Parameter(value.to(device, dtype), requires_grad=False)
+        setattr(model.get_submodule(parent), attribute, filled)
+    if isinstance(model.get_output_embeddings(), nn.Linear):
+        model.tie_weights()

@@ -1,0 +1,45 @@
+"""What a quantised checkpoint offers, whatever its format."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from kvboost.errors import ModelError
+from kvboost.model.quantized.layers import Rows
+from kvboost.model.quantized.weight import QuantizedWeight
+
+
+class QuantizedCheckpoint(Protocol):
+    """The tensors of a model by their names in transformers. Reads them when they are asked for."""
+
+    format: str
+    """What its files call it, for people."""
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor for this parameter, such as ``lm_head.weight``."""
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether the parameter ``name`` is kept as codes."""
+
+    def quantized(self, name: str) -> QuantizedWeight:
+        """A weight that is kept as codes."""
+
+    def rows(self, name: str) -> Rows:
+        """Reads single rows of a weight that is kept as codes."""
+
+    def digest(self, name: str) -> str:
+        """Identifies a weight that is kept as codes."""
+
+    def plain(self, name: str) -> torch.Tensor:
+        """A parameter that is not."""
+
+
+def refused(place: object, tensor: str, why: str, remedy: str) -> ModelError:
+    """The error for a tensor that cannot stay packed."""
+    return ModelError(f"{place}: the tensor {tensor!r} {why}; {remedy}")
+
+
+PLAIN = "weights='plain' expands it to ordinary numbers"
+"""The remedy that always works for GGUF files."""

@@ -1,0 +1,85 @@
+"""Quantised weights on NVIDIA GPUs: torch's int4 product on tensor cores for few rows; many rows
+are multiplied with the weight in bfloat16, which is expanded for the call."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import linear
+
+from kvboost.model.quantized.layers import BlockProduct, Product
+from kvboost.model.quantized.weight import QuantizedWeight
+
+FEW_ROWS = 48
+"""Up to so many rows are multiplied with the codes. It has not been measured yet."""
+GROUPS = (32, 64, 128, 256)
+TILES = (8, 4, 2)
+"""Columns come in multiples of 16 times one of these."""
+LEAST_CAPABILITY = (8, 0)
+
+
+def has_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there is an int4 product for rows of ``dtype`` on ``device``."""
+    return (
+        device.type == "cuda"
+        and dtype == torch.bfloat16
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+    )
+
+
+class TensorCoreProduct:
+    """Rows in bfloat16 times a weight on an NVIDIA GPU."""
+
+    kernel = "torch int4, bfloat16"
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+        self._weight: QuantizedWeight | None = weight
+        self._bias, self._group = bias, weight.group
+        self._packed: torch.Tensor | None = None
+        self.num_bytes = weight.nbytes
+        tiles = packed_tiles(weight)
+        if tiles is not None:
+            self._scales = scales_and_zeros(weight)
+            swapped = (weight.codes << 4) | (weight.codes >> 4)  # it has even columns high
+            self._packed = torch._convert_weight_to_int4pack(swapped, tiles)
+            self.num_bytes += self._packed.nbytes + self._scales.nbytes
+
+    def with_less_memory(self) -> Product:
+        """The product for a device that has none to spare: many rows are multiplied as few are,
+        without codes in another form, and weights that have no int4 product are expanded block by
+        block."""
+        if self._packed is None:
+            assert self._weight is not None
+            return BlockProduct(self._weight, self._bias)
+        self._weight = None
+        self.num_bytes = self._packed.nbytes + self._scales.nbytes
+        self.kernel = f"{self.kernel}, any number of rows"
+        return self
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        is_few = self._packed is not None and rows.numel() <= FEW_ROWS * rows.shape[-1]
+        if self._weight is not None and not is_few:
+            return linear(rows, self._weight.dequantized().to(rows.dtype), self._bias)
+        assert self._packed is not None
+        flat = rows.reshape(-1, rows.shape[-1]).contiguous()
+        out = torch._weight_int4pack_mm(flat, self._packed, self._group, self._scales)
+        out = out.view(*rows.shape[:-1], -1)
+        return out if self._bias is None else out + self._bias
+
+
+def packed_tiles(weight: QuantizedWeight) -> int | None:
+    """How many tiles of 16 columns the int4 product takes at once; None if it cannot take this
+    weight."""
+    n, k = weight.shape
+    if weight.bits != 4 or weight.group not in GROUPS or n % 8:
+        return None
+    return next((tiles for tiles in TILES if k % (16 * tiles) == 0), None)
+
+
+def scales_and_zeros(weight: QuantizedWeight) -> torch.Tensor:
+    """bfloat16 ``[k / group, n, 2]``. The product computes ``(code - 8) * scale + zero``."""
+    scales = weight.scales.float()
+    zeros = 8 * scales
+    if weight.offsets is not None:
+        zeros = zeros + weight.offsets.float()
+    return torch.stack([scales, zeros], dim=-1).transpose(0, 1).contiguous().bfloat16()

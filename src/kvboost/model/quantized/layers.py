@@ -1,0 +1,134 @@
+"""Layers whose weights stay quantised."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from kvboost.model.quantized.weight import QuantizedWeight
+
+BLOCK_BYTES = 16 << 20
+"""Without a kernel, so many bytes of a weight are dequantised at a time."""
+
+
+class Product(Protocol):
+    """Rows times a quantised weight. It holds all that it needs of the weight."""
+
+    kernel: str
+    """The name of what computes it; KV of different kernels is not mixed."""
+    num_bytes: int
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+
+class BlockProduct:
+    """Dequantises the weight block by block and multiplies with torch: slow, and right anywhere."""
+
+    kernel = "torch"
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+        self._weight, self._bias = weight, bias
+        self.num_bytes = weight.nbytes
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        n, k = self._weight.shape
+        step = max(1, BLOCK_BYTES // (4 * k))
+        out = rows.new_empty((*rows.shape[:-1], n))
+        for start in range(0, n, step):
+            some = slice(start, start + step)
+            part = self._weight.part(some).dequantized().to(rows.dtype)
+            out[..., some] = nn.functional.linear(rows, part)
+        return out if self._bias is None else out + self._bias.to(out.dtype)
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer for inference. It is not an ``nn.Linear`` and has no ``weight``: nothing can
+    train it or take its weight for a float tensor. An adapter's hook can add to its output."""
+
+    def __init__(self, in_features: int, out_features: int, product: Product, digest: str) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.product = product
+        self.digest = digest
+        """Identifies codes, scales, offsets and bias."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.product(rows)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, kernel={self.product.kernel}"
+
+
+class Rows(Protocol):
+    """Where the rows of a quantised embedding are."""
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """float32 ``[len(ids), width]``."""
+
+
+class QuantizedEmbedding(nn.Module):
+    """An embedding that dequantises the rows that are asked for."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        rows: Rows,
+        *,
+        dtype: torch.dtype,
+        digest: str,
+        scale: float | None = None,
+    ) -> None:
+        """Rows are multiplied by ``scale``, if there is one, in ``dtype``."""
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self._rows, self._dtype, self._scale = rows, dtype, scale
+        self.digest = digest
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = self._rows(ids.reshape(-1)).to(self._dtype)
+        if self._scale is not None:
+            found = found * torch.tensor(self._scale, dtype=self._dtype, device=found.device)
+        return found.view(*ids.shape, self.embedding_dim)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+def num_weights(model: nn.Module, *, embeddings: bool = True) -> int:
+    """How many numbers a model has learned, quantised or not; perhaps without its embedding."""
+    total = 0
+    seen: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            total += module.in_features * module.out_features
+        elif isinstance(module, QuantizedEmbedding) and embeddings:
+            total += module.num_embeddings * module.embedding_dim
+        if isinstance(module, nn.Embedding) and not embeddings:
+            continue
+        for weight in module.parameters(recurse=False):
+            if id(weight) not in seen:
+                seen.add(id(weight))
+                total += weight.numel()
+    return total
+
+
+def packed_identity(model: nn.Module) -> dict[str, Any]:
+    """What the KV of a model with quantised layers depends on besides its parameters: its codes,
+    and the kernels that multiply with them. Empty for other models."""
+    found: dict[str, Any] = {}
+    kernels = set()
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+            found[name] = module.digest
+        if isinstance(module, QuantizedLinear):
+            kernels.add(module.product.kernel)
+    return {"packed": found, "kernels": sorted(kernels)} if found else {}
+
+
+def weights_of(model: nn.Module) -> str:
+    """``"packed"`` with the kernels that multiply with quantised weights, or ``"plain"``."""
+    kernels = packed_identity(model).get("kernels")
+    return f"packed ({', '.join(kernels)})" if kernels else "plain"

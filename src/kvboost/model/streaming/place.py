@@ -1,0 +1,200 @@
+"""A model on a device that need not hold all of it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvboost.config import format_bytes, home
+from kvboost.errors import ConfigError, ModelError
+from kvboost.model.machine import available_bytes, memory_bytes
+from kvboost.model.streaming.disk import DiskLayers
+from kvboost.model.streaming.embedding import HostEmbedding, host_embedding
+from kvboost.model.streaming.layers import StreamedLayers, slot_of
+from kvboost.model.streaming.plan import (
+    NUM_SLOTS,
+    DeviceBudget,
+    LayerPlan,
+    ModelSizes,
+    make_plan,
+)
+from kvboost.model.streaming.slabs import SlabLayout, host_slab, layer_bytes
+from kvboost.model.streaming.slots import CudaSlots, Slots
+from kvboost.model.streaming.tensors import move_tensors, tensors_of
+
+HOST_SHARE = 0.8
+"""Of the host's memory, for streamed layers."""
+NUM_STAGED = 2
+"""Layers that are read from disk ahead of their use."""
+
+MakeSlots = Callable[[int, int, torch.device], Slots]
+"""Given their number and size, and the device."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model's layers are, and what is left for requests."""
+
+    plan: LayerPlan
+    streamed: StreamedLayers | None
+    """None if all layers are on the device."""
+    host_weights: int = 0
+    """Numbers of the embedding, if that stays on the host; it is no parameter of the model then."""
+
+    @property
+    def note(self) -> str | None:
+        """Why steps take longer than on a device that holds the model; None if they do not."""
+        if self.streamed is None:
+            return None
+        plan = self.plan
+        number = len(plan.resident) + len(plan.streamed)
+        disk = f", {len(plan.on_disk)} of them from disk" if plan.on_disk else ""
+        return (
+            f"{len(plan.streamed)} of {number} layers are streamed{disk}: a step sends "
+            f"{format_bytes(self.streamed.pass_bytes)} to the GPU, without CUDA graphs and fused "
+            "layers"
+        )
+
+    @property
+    def key(self) -> str:
+        """Tells placements apart in which a forward takes another time."""
+        plan = self.plan
+        return f"{len(plan.in_memory)} layers streamed, {len(plan.on_disk)} from disk"
+
+
+def check_device(device: torch.device) -> None:
+    """Raises ConfigError unless layers can be streamed to the device."""
+    if device.type != "cuda":
+        raise ConfigError(
+            f"device_memory is a budget for an NVIDIA GPU, and the model runs on {device}: there "
+            "the weights are in the machine's memory already; leave device_memory out, or use "
+            "device='cuda'"
+        )
+
+
+def place(
+    model: PreTrainedModel,
+    device: torch.device,
+    budget: DeviceBudget,
+    make_slots: MakeSlots = CudaSlots,
+) -> Placement:
+    """Moves a model from the host to ``device``, and leaves the layers on the host that do not fit
+    into the budget. Layers that are streamed need their memory on the host once: each slab takes
+    the place of a layer's own tensors."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what it took to make the model
+    layers = decoder_layers(model)
+    sizes = measure(model, layers)
+    plan = make_plan(sizes, budget, _host_bytes(budget, sum(sizes.layers)))
+    if not plan.streamed:
+        move_tensors(model, device)
+        return Placement(plan, None)
+    if (embedding := host_embedding(model)) is not None:
+        model.set_input_embeddings(HostEmbedding(embedding, device))
+    _move_others(model, layers, device)
+    for number in sorted(plan.resident):
+        move_tensors(layers[number], device)
+    largest = max(sizes.layers[number] for number in plan.streamed)
+    slots = make_slots(min(NUM_SLOTS, len(plan.streamed)), largest, device)
+    streamed = stream_layers(layers, plan, slots, device)
+    on_host = 0 if embedding is None else embedding.num_embeddings * embedding.embedding_dim
+    return Placement(plan, streamed, on_host)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of a model that are all alike and run one after the other."""
+    number = model.config.get_text_config().num_hidden_layers
+    found = [
+        list(module)
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == number
+    ]
+    if not found:
+        raise ModelError(
+            f"{type(model).__name__} has no list of {number} decoder layers, so it cannot be "
+            "streamed; leave device_memory out"
+        )
+    return max(found, key=lambda layers: sum(map(layer_bytes, layers)))
+
+
+def measure(model: PreTrainedModel, layers: Sequence[nn.Module]) -> ModelSizes:
+    """What a model takes on the device. It is on the host now, in the form that it has there."""
+    sizes = tuple(map(layer_bytes, layers))
+    embedding = host_embedding(model)
+    config = model.config.get_text_config()
+    width = config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or 4 * width
+    itemsize = model.dtype.itemsize
+    plain = all(tensor.is_floating_point() for tensor in tensors_of(layers[0]).values())
+    return ModelSizes(
+        layers=sizes,
+        others=layer_bytes(model) - sum(sizes),
+        embedding=0 if embedding is None else layer_bytes(embedding),
+        per_row=(4 * width + 4 * inner) * itemsize,
+        scratch=0 if plain else width * inner * itemsize,
+    )
+
+
+def _host_bytes(budget: DeviceBudget, layers_bytes: int) -> int:
+    """The layers are on the host now, and free their memory one by one."""
+    if budget.host_bytes is not None:
+        return budget.host_bytes
+    free = available_bytes() + layers_bytes
+    return int(HOST_SHARE * min(free, memory_bytes() or free))
+
+
+def _move_others(model: PreTrainedModel, layers: Sequence[nn.Module], device: torch.device) -> None:
+    inside = {module for layer in layers for module in layer.modules()}
+    for module in model.modules():
+        if module not in inside:
+            move_tensors(module, device, recurse=False)
+
+
+def stream_layers(
+    layers: Sequence[nn.Module], plan: LayerPlan, slots: Slots, device: torch.device
+) -> StreamedLayers:
+    """Takes the weights of layers from where they are now."""
+    chosen = [layers[number] for number in plan.streamed]
+    num_slots, slot_bytes = slots.buffers.shape
+    file = _open_file(sum(map(layer_bytes, chosen))) if plan.on_disk else None
+    sizes, in_memory, places = [], {}, {}
+    for number, layer in enumerate(chosen):
+        layout = SlabLayout(layer)
+        sizes.append(layout.num_bytes)
+        if plan.streamed[number] in plan.in_memory:
+            slab = in_memory[number] = host_slab(layout.num_bytes, device)
+            layout.save(slab)
+        else:
+            assert file is not None
+            slab = torch.empty(layout.num_bytes, dtype=torch.uint8)
+            layout.save(slab)
+            places[number] = (file.tell(), layout.num_bytes)
+            file.write(slab.numpy().data)
+        layout.bind(slots.buffers[slot_of(number, num_slots)])
+    on_disk = None
+    if file is not None:
+        file.flush()
+        staged = [host_slab(slot_bytes, device) for _ in range(NUM_STAGED)]
+        on_disk = DiskLayers(file, places, staged)
+    return StreamedLayers(chosen, sizes, slots, in_memory, on_disk)
+
+
+def _open_file(num_bytes: int) -> BinaryIO:
+    """A file without a name: it vanishes with the process."""
+    folder = home() / "layers"
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise ModelError(
+            f"layers that fit neither into device_memory nor into host_memory need "
+            f"{format_bytes(num_bytes)} on disk, and {folder} has {format_bytes(free)}; set "
+            "KVBOOST_HOME to another folder, or raise host_memory"
+        )
+    return cast(BinaryIO, tempfile.TemporaryFile(dir=folder))

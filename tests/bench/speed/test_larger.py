@@ -1,0 +1,58 @@
+"""The benchmark of larger models: a tiny shape takes every path on a CPU; goals are judged from
+given figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvboost.bench.benchmarks import BENCHMARKS
+from kvboost.bench.speed.larger import run, streaming
+from kvboost.errors import KVBoostError
+from kvboost.model import shapes
+from tiny import DEVICE
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has int4 products, and they need wider rows")
+def test_a_tiny_shape_takes_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "LEAST_STEPS", 4)
+    monkeypatch.setattr(streaming, "MOST_STEPS", 4)
+    monkeypatch.setattr(streaming, "PROMPT", 12)
+    for module in (streaming, shapes):  # a smaller embedding
+        monkeypatch.setattr(module, "VOCABULARY", 2048)
+    monkeypatch.setattr(run, "TINY_MEMORY", 105 << 20)
+    console = Console(record=True, width=140)
+    settings = BENCHMARKS["larger"].settings(shape="tiny", requests=(1, 2))
+    plot = tmp_path / "larger.png"
+    record = BENCHMARKS["larger"].perform(settings, console, plot=plot)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    found = record["streaming"]["tiny"]
+    assert found["layers"] == 16 and 0 < found["resident"] < 16
+    runs = found["runs"]
+    assert set(runs) == {"1 request", "2 requests", streaming.DRAFTED}
+    assert runs["1 request"]["passes"] == 4 and runs["2 requests"]["tokens"] == 8
+    assert runs[streaming.DRAFTED]["passes"] < runs[streaming.DRAFTED]["tokens"] == 8
+    assert runs["1 request"]["copied_bytes"] == 4 * found["pass_bytes"]
+    assert "layers are streamed" in console.export_text()
+
+
+def test_another_shape_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(KVBoostError, match="needs an NVIDIA GPU"):
+        BENCHMARKS["larger"].perform(BENCHMARKS["larger"].settings(), Console(quiet=True))
+
+
+def test_goals_are_judged_for_their_shape_and_memory() -> None:
+    paces = {"1 request": 4.1, "8 requests": 30.0, streaming.DRAFTED: 7.0}
+    found: dict[str, Any] = {
+        "runs": {name: {"tokens_per_s": n, "share_of_bus": 0.93} for name, n in paces.items()},
+        "device_memory": 8 << 30,
+        "peak_reserved": 7 << 30,
+    }
+    goals = run._goals("32b", found)
+    assert [goal.met for goal in goals] == [True, True, True, False, True]
+    assert [goal.figure for goal in goals] == ["93%", "4.10", "7.32 ×", "1.71 ×", "7GiB"]
+    assert {goal.met for goal in run._goals("tiny", found)} == {None}

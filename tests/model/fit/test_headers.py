@@ -1,0 +1,107 @@
+"""Sizes come from the headers of files alone."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter, quants
+
+from kvboost.errors import ModelError, ModelNotFoundError
+from kvboost.model.fit.headers import read_header
+from tiny import tiny_model
+
+
+def write_folder(
+    folder: Path, tensors: dict[str, tuple[str, list[int], int]], **config: Any
+) -> None:
+    """A transformers folder whose safetensors file has a header and no data."""
+    folder.mkdir()
+    end, described = 0, {"__metadata__": {"format": "pt"}}
+    for name, (kind, shape, size) in tensors.items():
+        described[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    header = json.dumps(described).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_gguf_file_says_what_it_holds(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "some.gguf", "llama")
+    writer.add_block_count(2)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_embedding_length(64)
+    writer.add_context_length(512)
+    codes = quants.quantize(np.ones((32, 64), np.float32), GGMLQuantizationType.Q4_0)
+    for layer in range(2):
+        writer.add_tensor(f"blk.{layer}.attn_q.weight", codes, raw_dtype=GGMLQuantizationType.Q4_0)
+    writer.add_tensor("token_embd.weight", np.ones((8, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = read_header(tmp_path / "some.gguf")
+    assert (found.architecture, found.layers, found.context) == ("llama", 2, 512)
+    assert found.kv_numbers == 2 * 2 * 2 * 16
+    assert found.parameters == 2 * 32 * 64 + 8 * 64
+    assert found.stored_bytes == 2 * 32 * 64 * 18 // 32 + 8 * 64 * 4
+    assert found.kind == "Q4_0" and found.is_quantized and found.embedding is None
+    assert len(found.in_layers) == 2
+
+
+def test_a_saved_model_has_the_parameters_of_the_model(tmp_path: Path) -> None:
+    model = tiny_model("qwen3")
+    model.save_pretrained(tmp_path / "plain")
+    found = read_header(tmp_path / "plain")
+    assert found.parameters == model.num_parameters()
+    assert found.stored_bytes == sum(weight.nbytes for weight in model.parameters())
+    assert found.kv_numbers == 2 * 3 * 2 * 16 and not found.is_quantized
+    assert found.embedding is not None, "the head is another tensor"
+
+
+def test_codes_of_a_quantised_folder_count_as_the_weights_they_are(tmp_path: Path) -> None:
+    write_folder(
+        tmp_path / "awq",
+        {
+            "model.layers.0.mlp.up_proj.qweight": ("I32", [64, 16], 64 * 16 * 4),
+            "model.layers.0.mlp.up_proj.scales": ("F16", [1, 128], 256),
+        },
+        model_type="llama",
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        hidden_size=64,
+        quantization_config={"quant_method": "awq", "bits": 4},
+    )
+    found = read_header(tmp_path / "awq")
+    assert found.parameters == 64 * 128 + 128 and found.is_quantized
+    assert found.bits == pytest.approx(4.2, abs=0.1)
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"no GGUF file .*none\.gguf"):
+        read_header(tmp_path / "none.gguf")
+    with pytest.raises(ModelError, match=r"no \.safetensors files"):
+        read_header(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(ModelError, match=r"model\.safetensors is no safetensors file"):
+        read_header(tmp_path)
+    with pytest.raises(ModelNotFoundError, match="there is no model folder"):
+        read_header("./not-here")
+    monkeypatch.setattr("kvboost.model.hub.why_unreachable", lambda: "no network")
+    with pytest.raises(ModelNotFoundError, match=r"the hub does not answer \(no network\)"):
+        read_header("some/model")
+
+
+def test_a_bundled_model_that_is_not_installed_says_what_it_would_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    found = read_header("smollm2-135m")
+    assert found.to_download == found.stored_bytes == 98_362_432
+    assert found.kv_numbers is None and 120e6 < found.parameters < 180e6
+    assert not list(tmp_path.iterdir())

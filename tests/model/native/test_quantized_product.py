@@ -1,0 +1,177 @@
+"""Products with quantised weights against torch, over the same rounded rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import linear, silu
+
+from kvboost.model import native
+from kvboost.model.native.quantized_product import QuantizedProduct, can_multiply_quantized, why_not
+from kvboost.model.quantized.weight import QuantizedWeight
+
+pytestmark = pytest.mark.skipif(
+    not native.is_available(torch.float32), reason="no float32 kernels on this machine"
+)
+
+
+def random_weight(
+    n: int, k: int, *, bits: int = 4, group: int = 32, offsets: str = "own", dtype: str = "float16"
+) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(n + k + bits + group)
+    low, high = (0, 256) if bits == 4 else (-128, 128)
+    codes = torch.randint(low, high, (n, k * bits // 8), generator=generator)
+    scales = (torch.rand(n, k // group, generator=generator) + 0.5).to(getattr(torch, dtype)) / 64
+    own = {
+        "none": None,
+        "centred": scales * -(1 << (bits - 1)),
+        "own": torch.randn(scales.shape, generator=generator).to(scales.dtype) / 8,
+    }
+    kind = torch.uint8 if bits == 4 else torch.int8
+    return QuantizedWeight(codes.to(kind), scales, own[offsets], bits, group)
+
+
+def random_rows(m: int, k: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(m, k, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def rounded(rows: torch.Tensor) -> torch.Tensor:
+    """Rows as the kernels round them: 8 bits in groups of 32."""
+    blocks = rows.reshape(*rows.shape[:-1], -1, 32)
+    scales = blocks.abs().amax(-1, keepdim=True) / 127
+    times = torch.where(scales > 0, 1 / scales, 0)
+    return ((blocks * times).round() * scales).reshape(rows.shape)
+
+
+def assert_close(given: torch.Tensor, rows: torch.Tensor, weight: QuantizedWeight) -> None:
+    """Equal to the product of the rounded rows, to 1e-5 of the size of what is added up."""
+    dense = weight.dequantized()
+    size = rows.abs() @ dense.abs().t()
+    expected = rounded(rows).double() @ dense.double().t()
+    assert ((given.double() - expected).abs() <= 1e-5 * size).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    m=st.integers(1, 40),
+    n=st.integers(1, 5),
+    units=st.integers(1, 4),
+    bits=st.sampled_from([4, 8]),
+    group=st.sampled_from([16, 32, 64, 96, 128]),
+    offsets=st.sampled_from(["none", "centred", "own"]),
+    dtype=st.sampled_from(["float16", "float32"]),
+)
+def test_a_product_equals_torchs_over_rounded_rows(
+    m: int, n: int, units: int, bits: int, group: int, offsets: str, dtype: str
+) -> None:
+    k = units * max(group, 32)
+    weight = random_weight(n * 16, k, bits=bits, group=group, offsets=offsets, dtype=dtype)
+    rows = random_rows(m, k)
+    assert can_multiply_quantized(weight)
+    assert_close(QuantizedProduct(weight)(rows), rows, weight)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_the_rows_costs_half_a_percent(bits: int) -> None:
+    """Of the product's size, for normal rows and weights that are centred on zero."""
+    weight = random_weight(256, 1024, bits=bits, offsets="centred" if bits == 4 else "none")
+    rows = random_rows(4, 1024)
+    exact = linear(rows, weight.dequantized())
+    error = (QuantizedProduct(weight)(rows) - exact).norm() / exact.norm()
+    assert 0.002 < error < 0.0065
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [16, 32, 128])
+def test_a_product_does_not_depend_on_the_rows_beside_it(bits: int, group: int) -> None:
+    """Rows in blocks and rows alone add up the same numbers in the same order."""
+    weight = random_weight(48, 2304, bits=bits, group=group)
+    product = QuantizedProduct(weight)
+    rows = random_rows(150, 2304)
+    together = product(rows)
+    assert_close(together, rows, weight)
+    for first, count in ((0, 1), (3, 2), (0, 7), (16, 13), (20, 129)):
+        part = rows[first : first + count]
+        assert torch.equal(product(part), together[first : first + count])
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_gated_product(rows: int, with_bias: bool) -> None:
+    gate, up = random_weight(48, 64), random_weight(48, 64, bits=8, group=16)
+    biases = (torch.randn(48), torch.randn(48)) if with_bias else ()
+    x = random_rows(rows, 64)
+    first, second = (
+        linear(rounded(x), weight.dequantized(), bias)
+        for weight, bias in zip((gate, up), biases or (None, None), strict=True)
+    )
+    expected = silu(first) * second
+    given = QuantizedProduct.gated(gate, up, biases)(x)
+    assert torch.allclose(given, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_of_several_kinds_are_one_product() -> None:
+    parts = [random_weight(64, 96), random_weight(16, 96, bits=8, group=16), random_weight(32, 96)]
+    bias = torch.randn(112)
+    x = random_rows(5, 96)
+    product = QuantizedProduct(parts, bias)
+    assert (product.width, product.depth) == (112, 96)
+    alone = torch.cat([QuantizedProduct(part)(x) for part in parts], dim=-1)
+    assert torch.equal(product(x), alone + bias)
+
+
+def test_rows_of_other_types_and_strides() -> None:
+    weight = random_weight(32, 64)
+    product = QuantizedProduct(weight)
+    wide = random_rows(64, 6).t()
+    assert torch.equal(product(wide), product(wide.contiguous()))
+    for dtype in (torch.bfloat16, torch.float16):
+        rows = random_rows(3, 64).to(dtype)[None]
+        given = product(rows)
+        assert given.dtype == dtype and given.shape == (1, 3, 32)
+        assert torch.equal(given, product(rows.float()).to(dtype))
+
+
+def test_rows_of_zeros() -> None:
+    assert torch.equal(
+        QuantizedProduct(random_weight(16, 32))(torch.zeros(2, 32)), torch.zeros(2, 16)
+    )
+
+
+def test_memory_is_that_of_codes_and_scales() -> None:
+    """Offsets that follow from the scales take none, and float32 only what float16 would round."""
+    n, k = 64, 256
+    bits = lambda weight: QuantizedProduct(weight).num_bytes * 8 / (n * k)  # noqa: E731
+    assert bits(random_weight(n, k)) == 5
+    assert bits(random_weight(n, k, offsets="centred")) == 4.5
+    assert bits(random_weight(n, k, group=128)) == 4.25
+    assert bits(random_weight(n, k, bits=8, group=16, offsets="none")) == 9
+    assert bits(random_weight(n, k, dtype="float32")) == 6
+    exact = random_weight(n, k)
+    assert exact.offsets is not None
+    wide = QuantizedWeight(exact.codes, exact.scales.float(), exact.offsets.float(), 4, 32)
+    assert bits(wide) == 5
+
+
+def test_weights_without_a_kernel() -> None:
+    refused = {
+        random_weight(24, 32): "multiple of 16",
+        random_weight(16, 48, group=16): "columns of 32",
+        random_weight(16, 96, group=48): "groups of 48",
+    }
+    for weight, reason in refused.items():
+        assert reason in str(why_not(weight)) and not can_multiply_quantized(weight)
+        with pytest.raises(ValueError, match=reason):
+            QuantizedProduct(weight)
+    good = random_weight(16, 32)
+    with pytest.raises(ValueError, match="3 bits"):
+        QuantizedProduct(QuantizedWeight(good.codes, good.scales, None, 3, 32))
+    with pytest.raises(ValueError, match="finite"):
+        QuantizedProduct(QuantizedWeight(good.codes, good.scales * float("inf"), None, 4, 32))
+    with pytest.raises(ValueError, match="same shape"):
+        QuantizedProduct.gated(good, random_weight(32, 32))
+    with pytest.raises(ValueError, match="as many columns"):
+        QuantizedProduct((good, random_weight(16, 64)))
+    assert not can_multiply_quantized(good, torch.float16)
