@@ -15,8 +15,8 @@ from kvboost.reuse.paged.graphs import FixedRows
 from kvboost.reuse.paged.kernels import GpuKernels
 
 ROWS = 112
-"""With those of up to 16 requests, so many rows are one tile of a matrix product; one row more would
-be a second tile, and take twice the time."""
+"""With those of up to 16 requests, so many rows are one tile of a matrix product; a second tile would
+take the time of the first."""
 
 
 class RowsBeside:
