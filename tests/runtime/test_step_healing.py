@@ -45,6 +45,8 @@ def test_from_the_catch_up_on_the_answer_is_that_of_exact_rows(engine: KVBoost) 
     assert healed_in_steps > 30, "no step computed rows beside its own"
     first = result.answer_exact_from
     assert 1 < first < 8
+    before_catch_up = first - 1
+    assert steps_of(engine).num_ahead >= before_catch_up - 1, "the GPU waits for each token"
     sure = [*PROMPT, *result.token_ids[:first]]
     exact = engine.generate(sure, 10 - first, BASELINE, ignore_eos=True)
     assert result.token_ids[first:] == exact.token_ids

@@ -208,7 +208,8 @@ class Forward:
                 is_taken = True
             else:
                 self.run([segment.beside])
-                segment.beside = None
+                segment.beside = segment.beside_ahead = None
+                segment.ahead = False
 
     def hidden(self, segments: Sequence[Segment]) -> Sequence[torch.Tensor]:
         """The last hidden states ``[rows, width]`` of each segment, as the output head gets them.

@@ -49,7 +49,8 @@ class Segment:
     in bfloat16 only if it begins at position 0. ``sampler``: the result is to be the next token,
     picked on the device, not logits. ``ahead``: the row after this one will be asked for with that
     token, unless the request ends, so it may be computed before. ``beside``: earlier rows of the
-    same request, without logits, that run in the same forward or before it.
+    same request, without logits, that run in the same forward or before it; ``beside_ahead``: those
+    beside the row after this one.
     """
 
     kv: RequestKV
@@ -63,6 +64,7 @@ class Segment:
     sampler: RowSampler | None = None
     ahead: bool = False
     beside: Segment | None = None
+    beside_ahead: Segment | None = None
     _blocks: dict[int | None, list[Block]] = field(default_factory=dict, repr=False)
     _own_mask: torch.Tensor | None = field(default=None, repr=False)
 

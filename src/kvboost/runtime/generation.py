@@ -321,7 +321,9 @@ class Generation:
             self._rows_run = end + len(draft) - start
             kv.prepare(start, end + len(draft))
             on_device = self.picks_on_device and self._drafts.speculator is None
-            beside = self._healing.rows_beside() if self._healing is not None else None
+            beside = following = None
+            if self._healing is not None and (beside := self._healing.rows_beside()) is not None:
+                following = self._healing.rows_after(beside, end)
             self._last_token[0] = state.token_ids[-1]
             few = [*state.token_ids[start - end :], *draft] if self._rows_run > 1 else None
             given = yield Segment(
@@ -331,8 +333,10 @@ class Generation:
                 1 + len(draft),
                 as_stock=self._as_stock,
                 sampler=sampler if on_device and isinstance(sampler, RowSampler) else None,
-                ahead=len(state.token_ids) + 1 < limit and beside is None,
+                ahead=len(state.token_ids) + 1 < limit
+                and (beside is None or following is not None),
                 beside=beside,
+                beside_ahead=following,
             )
             if self._healing is not None and beside is not None:
                 self._healing.computed(beside)

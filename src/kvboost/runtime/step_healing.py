@@ -53,13 +53,20 @@ class StepHealing:
 
     def rows_beside(self) -> Segment | None:
         """The rows to compute beside the next step; None if it has no time for any."""
-        state = self._state
-        start = state.exact_rows
-        end = min(start + self._most, len(self._prompt) - 1)
-        if self.is_done or not state.has_slack or end <= start:
+        if self.is_done or not self._state.has_slack:
             return None
-        state.accompanied = True
-        return self._segment(self._prompt[start:end], start, 0)
+        rows = self._next_rows(self._state.exact_rows)
+        self._state.accompanied |= rows is not None
+        return rows
+
+    def rows_after(self, rows: Segment, end: int) -> Segment | None:
+        """The rows to compute beside the step after the next, which computes ``rows``; None if that
+        one is to catch up. ``end``: of the answer so far, in the prompt and it."""
+        return None if end + 1 - rows.end <= self._most else self._next_rows(rows.end)
+
+    def _next_rows(self, start: int) -> Segment | None:
+        end = min(start + self._most, len(self._prompt) - 1)
+        return self._segment(self._prompt[start:end], start, 0) if start < end else None
 
     def computed(self, rows: Segment) -> None:
         """Rows that ``rows_beside`` gave are in place."""

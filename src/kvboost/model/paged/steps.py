@@ -234,6 +234,8 @@ class _Pending:
     tokens: _Tokens
     index: int
     logits: torch.Tensor | None
+    beside: Segment | None
+    """The rows that are computed with it."""
 
     def get(self) -> torch.Tensor | Picked:
         return (self.tokens[self.index], None) if self.logits is None else self.logits
@@ -311,15 +313,18 @@ class Steps:
 
     def _claim(self, segment: Segment) -> _Pending | None:
         """The result of a segment that an earlier call has launched. It is a token: a segment that
-        asks for logits, or has rows beside it, runs again."""
+        asks for logits, or has other rows beside it, runs again."""
         found = self._pending.pop(_row(segment), None)
-        if found is None or segment.sampler is None or segment.beside is not None:
+        if found is None or segment.sampler is None:
+            return None
+        if segment.beside is not None and _rows(segment.beside) != _rows(found.beside):
             return None
         wanted = (_serial(segment), segment.first)
         return found if (found.serial, found.position) == wanted else None
 
     def _looks_ahead(self, segment: Segment) -> bool:
-        wanted = self.runs_ahead and segment.ahead
+        rows = segment.beside_ahead
+        wanted = self.runs_ahead and segment.ahead and (rows is None or self._takes_beside(rows))
         return wanted and segment.sampler is not None and segment.end < segment.kv.capacity
 
     def _launch(self, segments: Sequence[Segment]) -> list[_Pending]:
@@ -346,7 +351,7 @@ class Steps:
                 self._next.pop(row, None)  # another token than the one picked here will follow
             else:
                 self._next[row] = (serial, position + 1)
-            launched.append(_Pending(serial, position, tokens, index, logits))
+            launched.append(_Pending(serial, position, tokens, index, logits, segment.beside))
         return launched
 
     def _bucket(self, size: int, *, with_beside: bool = False) -> _Bucket:
@@ -382,6 +387,11 @@ def _serial(segment: Segment) -> int:
     return segment.kv.holding.serial
 
 
+def _rows(beside: Segment | None) -> tuple[int, int]:
+    """Where they begin and end."""
+    return (0, 0) if beside is None else (beside.first, beside.end)
+
+
 def _after(segment: Segment) -> Segment:
     """The row after this one. The device has its token."""
     return Segment(
@@ -389,4 +399,5 @@ def _after(segment: Segment) -> Segment:
         segment.token_ids,
         range(segment.end, segment.end + 1),
         sampler=segment.sampler,
+        beside=segment.beside_ahead,
     )

@@ -57,7 +57,7 @@ def measure(
     shape: str, device_memory: int, requests: tuple[int, ...], seconds: float, bench: Bench
 ) -> dict[str, Any]:
     """The figures of one shape in one budget."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     started = time.monotonic()
 
     def say(text: str) -> None:
