@@ -213,7 +213,8 @@ class _Run:
             step()
             took.append(time.perf_counter() - started)
         measured = took[2:] if len(took) > 3 else took[1:]
-        self._figures["tokens_per_s"][name] = 1 / statistics.median(measured)
+        pace = self._figures["tokens_per_s"][name] = 1 / statistics.median(measured)
+        self._bench.say(f"{name}: {pace:.2f} tokens/s")
 
     def _read(self, kv: FarKV) -> None:
         """A slice of a prompt after all of these rows."""
