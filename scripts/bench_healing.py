@@ -7,6 +7,11 @@ Medians of the whole time of a call, in milliseconds; how many drafted tokens we
 many rows a second healing computes. The last line is JSON.
 
     python scripts/bench_healing.py [--model smollm2-135m] [--dtype float32] [--rounds 5]
+
+With ``--shape``, a model with random weights on a GPU answers after moved text, with healing in its
+steps and without it: milliseconds of a step, and how many steps healing takes.
+
+    python scripts/bench_healing.py --shape 7b [--tokens 8192]
 """
 
 from __future__ import annotations
@@ -17,10 +22,16 @@ import os
 import platform
 import random
 import statistics
+import time
+from itertools import chain, pairwise
 from typing import Any
 
+import torch
+
 from kvboost import KVBoost
+from kvboost.bench.peers.workers.vllm_connector import HEADER, PASSAGES, QUESTION, random_tokens
 from kvboost.bench.texts.prompts import PATTERNS, fragments, question
+from kvboost.model.shapes import SHAPES, number_tokenizer, random_model
 
 ANSWERS = (64, 256)
 PASSAGE_TOKENS = 250
@@ -37,7 +48,13 @@ def main() -> None:
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--passages", type=int, default=6)
+    parser.add_argument("--shape", choices=SHAPES, help="random weights: healing in decode steps")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a prompt, with --shape")
+    parser.add_argument("--steps", type=int, default=160, help="of an answer, with --shape")
     options = parser.parse_args()
+    if options.shape:
+        print(json.dumps(heal_in_steps(options)))
+        return
     with KVBoost.from_pretrained(
         options.model, dtype=options.dtype, reuse_moved="always", heal="auto"
     ) as engine:
@@ -102,6 +119,56 @@ def measure(engine: KVBoost, answer_tokens: int, rounds: int, passages: int) -> 
         total, first = (statistics.median(column) for column in zip(*measured, strict=True))
         found[way] = {"total_ms": round(total, 1), "first_text_ms": round(first, 1)}
         print(f"  {way:13} {total:9.0f} ms in all, first text after {first:7.0f} ms", flush=True)
+    return found
+
+
+def heal_in_steps(options: argparse.Namespace) -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    rng = random.Random(1)
+    passages = [
+        random_tokens(rng, (options.tokens - HEADER - QUESTION) // PASSAGES)
+        for _ in range(PASSAGES)
+    ]
+    found: dict[str, Any] = {"shape": options.shape, "tokens": options.tokens}
+    with KVBoost.from_model(
+        random_model(options.shape, device, dtype),
+        number_tokenizer(),
+        reuse_moved="always",
+        recompute_ratio=0.15,
+    ) as engine:
+        engine.warm([*random_tokens(rng, HEADER), *chain.from_iterable(passages)])
+        for number in range(options.rounds + 1):  # the first one warms up
+            for heal in ("off", "auto"):
+                order = chain.from_iterable(rng.sample(passages, PASSAGES))
+                prompt = [*random_tokens(rng, HEADER), *order, *random_tokens(rng, QUESTION)]
+                marks = []
+                stream = engine.stream(
+                    prompt, options.steps, ignore_eos=True, keep=False, heal=heal
+                )
+                for _ in stream:
+                    marks.append(time.perf_counter())
+                result = stream.result
+                steps = [(after - before) * 1e3 for before, after in pairwise(marks)]
+                if number:
+                    one = {
+                        "median_ms": statistics.median(steps),
+                        "mean_ms": statistics.mean(steps),
+                        "longest_ms": max(steps),
+                        "moved_tokens": result.moved_tokens,
+                        "exact_from": result.answer_exact_from,
+                    }
+                    if heal == "auto" and (healed := result.answer_exact_from):
+                        one |= {
+                            "healing_median_ms": statistics.median(steps[:healed]),
+                            "healing_mean_ms": statistics.mean(steps[:healed]),
+                        }
+                    found.setdefault(heal, []).append(one)
+                    told = ", ".join(
+                        f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}"
+                        for name, value in one.items()
+                    )
+                    print(f"  heal={heal}: {told}", flush=True)
     return found
 
 

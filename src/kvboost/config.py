@@ -256,6 +256,15 @@ class EngineConfig:
     """How many requests may wait; more are refused with QueueFullError."""
     max_kv_bytes: int | None = None
     """The budget for the KV of all running requests; by default a quarter of the memory."""
+    far_kv_bytes: int = 0
+    """The budget for KV outside of ``max_kv_bytes``: a request that does not fit there has its
+    first rows in the host's memory, if the model is on a GPU, or in a file, if it is on a CPU. 0
+    refuses such requests."""
+    far_kv_bits: int = 16
+    """The precision of these rows. 8 and 4, for models on GPUs, take less memory and time; answers
+    are then close to those with 16, and what such requests compute is not kept in the cache."""
+    far_kv_dir: str | os.PathLike[str] | None = None
+    """The folder of these files; by default that of the system's temporary files."""
     sharing_wait: float = 2.0
     """If a running request is reading text that a new request shares, the new one waits up to this
     many seconds, and the text is read once. 0 disables the waiting."""
@@ -310,6 +319,7 @@ class EngineConfig:
         one_of(self.heal, HEAL, "heal")
         self._check_audit()
         one_of(self.kv_cache_bits, KV_BITS, "kv_cache_bits")
+        one_of(self.far_kv_bits, KV_BITS, "far_kv_bits")
         if not isinstance(self.key_norms, bool):
             raise ConfigError(f"key_norms={self.key_norms!r} must be True or False")
         if self.cache_secret is None:
@@ -378,6 +388,7 @@ SIZES = (
     "disk_cache_bytes",
     "remote_cache_bytes",
     "max_kv_bytes",
+    "far_kv_bytes",
     "device_memory",
     "host_memory",
 )
@@ -413,6 +424,9 @@ class EngineOptions(TypedDict, total=False):
     max_running: int
     max_waiting: int
     max_kv_bytes: int | str | None
+    far_kv_bytes: int | str
+    far_kv_bits: int
+    far_kv_dir: str | os.PathLike[str] | None
     sharing_wait: float
     graphs: str
     step_rows: int | None

@@ -159,7 +159,8 @@ class KVBoost:
           ``recompute_tolerance=None``, ``recompute_overlap=16``, ``reuse_moved="when_faster"``,
           ``heal="auto"``, ``max_audit_kl=None``
         - requests: ``max_running=16``, ``max_waiting=256``, ``max_kv_bytes=None``,
-          ``sharing_wait=2.0``, ``step_rows=None``, ``prefill_slice=None``, ``graphs="auto"``
+          ``far_kv_bytes=0``, ``far_kv_bits=16``, ``far_kv_dir=None``, ``sharing_wait=2.0``,
+          ``step_rows=None``, ``prefill_slice=None``, ``graphs="auto"``
         - drafts: ``speculate="auto"``, ``draft_model=None``
         - quantised models: ``weights="auto"``
         - models larger than the GPU: ``device_memory=None``, ``host_memory=None``

@@ -62,11 +62,16 @@ class ContextLengthError(PromptError):
 class KVTooLargeError(PromptError):
     """The KV of this request would not fit, even if it ran alone."""
 
-    def __init__(self, num_tokens: int, needed: int, budget: int) -> None:
+    def __init__(
+        self, num_tokens: int, needed: int, budget: int, option: str = "max_kv_bytes"
+    ) -> None:
+        """``option``: the one that gives the budget."""
+        remedy = f"raise {option}"
+        if option == "max_kv_bytes":
+            remedy += ", or keep rows outside of it with far_kv_bytes"
         super().__init__(
             f"{num_tokens:,} tokens, prompt and answer, need {needed:,} bytes of KV, but "
-            f"max_kv_bytes is {budget:,}; shorten the prompt, lower max_new_tokens or raise "
-            "max_kv_bytes"
+            f"{option} leaves {budget:,}; shorten the prompt, lower max_new_tokens or {remedy}"
         )
         self.num_tokens = num_tokens
         self.needed = needed

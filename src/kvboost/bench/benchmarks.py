@@ -57,6 +57,17 @@ _ENTRIES = (
         plots=True,
     ),
     Benchmark(
+        "far",
+        "How fast are answers whose KV is larger than the GPU's memory?",
+        "kvboost.bench.speed.far",
+        goals=(
+            "256k tokens, 7B shape, 8 GiB: at most 1.3 × the better of the two bandwidth limits",
+            "256k tokens, 7B shape, 8 GiB: at least 2 × transformers' offloaded cache",
+            "the peak of the GPU's memory is within 8 GiB",
+        ),
+        plots=True,
+    ),
+    Benchmark(
         "larger",
         "How fast is a model that is larger than the GPU's memory?",
         "kvboost.bench.speed.larger.run",

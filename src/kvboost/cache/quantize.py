@@ -263,6 +263,26 @@ class Quantizer:
         return self._positions.rotate_to(keys, position, back=back)
 
 
+class RowCodec:
+    """Rows in ``bits`` where they are: keys stay rotated. Whole groups only."""
+
+    group = GROUP
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def encode(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """``rows``, ``[2, ..., rows, dim]``, as the quantized tensors of :class:`KVData`."""
+        keys, values = rows.float()
+        groups = keys.unflatten(-2, (-1, GROUP))
+        return _quantize(groups, "keys", self.bits) | _quantize(values, "values", self.bits)
+
+    def decode(self, codes: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The rows again, in float32."""
+        keys = _dequantize(codes, "keys", self.bits).flatten(-3, -2)
+        return torch.stack([keys, _dequantize(codes, "values", self.bits)])
+
+
 def _copy(rows: torch.Tensor) -> torch.Tensor:
     """``rows`` in contiguous memory of their own."""
     return rows.clone(memory_format=torch.contiguous_format)

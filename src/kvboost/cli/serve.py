@@ -32,6 +32,9 @@ from kvboost.cli.common import (
 from kvboost.cli.serve_options import (
     ConfigFile,
     CorsOrigin,
+    FarKVBits,
+    FarKVBytes,
+    FarKVDir,
     OtlpEndpoint,
     TlsCert,
     TlsKey,
@@ -123,6 +126,9 @@ def serve(
         str | None,
         typer.Option(help="Memory for running requests; by default a quarter of all memory."),
     ] = None,
+    far_kv_bytes: FarKVBytes = "0",
+    far_kv_bits: FarKVBits = 16,
+    far_kv_dir: FarKVDir = None,
     sharing_wait: Annotated[
         float,
         typer.Option(
@@ -274,6 +280,9 @@ def serve(
                 max_running=max_running,
                 max_waiting=max_waiting,
                 max_kv_bytes=max_kv_bytes,
+                far_kv_bytes=far_kv_bytes,
+                far_kv_bits=far_kv_bits,
+                far_kv_dir=far_kv_dir,
                 sharing_wait=sharing_wait,
                 kv_events=events,
             ) as engine,

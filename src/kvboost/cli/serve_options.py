@@ -83,6 +83,19 @@ CorsOrigin = Annotated[
         "be repeated; * allows every page."
     ),
 ]
+FarKVBytes = Annotated[
+    str,
+    typer.Option(
+        help="Memory for requests that --max-kv-bytes does not hold: of the host, if the model is "
+        "on a GPU, or in a file. 0 refuses them."
+    ),
+]
+FarKVBits = Annotated[
+    int, typer.Option(help="Bits of that KV: 16, or 8 and 4 if the model is on a GPU.")
+]
+FarKVDir = Annotated[
+    Path | None, typer.Option(help="The folder of these files; by default the temporary one.")
+]
 TlsCert = Annotated[
     Path | None, typer.Option(help="Serve HTTPS with this certificate, a PEM file.")
 ]

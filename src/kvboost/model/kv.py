@@ -13,7 +13,10 @@ import torch
 
 if TYPE_CHECKING:
     from kvboost.model.adapters.adapter import AppliedAdapter
+    from kvboost.model.far.store import FarStore
 
+READ_ROWS = 2048
+"""Rows that are read together for one who reads them in parts."""
 _ROUND = 256  # capacities are multiples of this, so that a buffer fits many requests
 
 
@@ -81,6 +84,12 @@ class RequestKV:
 
     adapter: AppliedAdapter | None = None
     """What the request's rows are computed with."""
+    shares = True
+    """Whether other requests may read its first rows."""
+    changes_rows = True
+    """Whether rows anywhere may be written again, as a repair does."""
+    is_exact = True
+    """Whether rows stay as they were written."""
 
     def __init__(self, shape: KVShape, num_tokens: int) -> None:
         self.shape = shape
@@ -102,6 +111,11 @@ class RequestKV:
     def own_start(self) -> int:
         """The first position that is not read from ``base``."""
         return 0 if self.base is None else self.base.count
+
+    @property
+    def most_rows(self) -> int | None:
+        """The most rows of one forward, if there is such a limit."""
+        return None
 
     @property
     def positions_on(self) -> torch.device:
@@ -140,6 +154,11 @@ class RequestKV:
         grown[:, :, :, : self.data.shape[3] - kept] = self.data[:, :, :, kept:]
         self.start = self.own_start
         self._hold(grown)
+
+    def prepare(self, first: int, end: int) -> None:
+        """Makes space for rows ``[first, end)``, which are computed next. Rows before ``first`` are
+        written, and do not change any more."""
+        self.reserve(end)
 
     def rows(self, start: int, end: int) -> torch.Tensor:
         """Rows ``[start, end)``: a view, unless some of them are in ``base``."""
@@ -221,9 +240,29 @@ class RequestKV:
         )
 
 
+def reading_ahead(
+    rows: Callable[[int, int], torch.Tensor], end: int
+) -> Callable[[int, int], torch.Tensor]:
+    """``rows`` for one who reads parts of the first ``end`` rows in order, where reading many at
+    once is faster: every call of ``rows`` reads ``READ_ROWS``."""
+    first, last, read = 0, -1, torch.empty(0)
+
+    def some(start: int, stop: int) -> torch.Tensor:
+        nonlocal first, last, read
+        if not first <= start <= stop <= last:
+            first, last = start, max(stop, min(end, start + READ_ROWS))
+            read = rows(first, last)
+        return read[:, :, :, start - first : stop - first]
+
+    return some
+
+
 class KVPool:
     """Lends KV buffers to requests. Fresh memory costs a page fault every 4 KiB, five times the
     cost of copying a hit, so the last few buffers are kept for the next requests."""
+
+    far: FarStore | None = None
+    """Lends to requests that are too large for this pool, if they may have far rows."""
 
     def __init__(self, shape: KVShape, max_idle: int = 2, max_idle_bytes: int = 1024**3) -> None:
         self.shape = shape
@@ -236,6 +275,10 @@ class KVPool:
     def lend(self, num_tokens: int, base: Prefix | None = None) -> Iterator[RequestKV]:
         """A buffer for at least ``num_tokens`` rows, including those of ``base``, until the context
         is left."""
+        if self.far is not None and self.far.takes(num_tokens):
+            with self.far.lend(num_tokens) as far:
+                yield far
+            return
         assert base is None or isinstance(base, SharedRows)
         kv = self._take(num_tokens - (base.count if base else 0))
         kv.attach_prefix(base)
@@ -251,6 +294,8 @@ class KVPool:
 
     def bytes_for(self, num_tokens: int) -> int:
         """How much memory ``lend`` would use now for so many rows of a request's own."""
+        if self.far is not None and self.far.takes(num_tokens):
+            return self.far.near_bytes
         with self._lock:
             idle = self._fitting(num_tokens)
         rows = idle.capacity if idle is not None else -(-num_tokens // _ROUND) * _ROUND

@@ -40,6 +40,16 @@ class StockModel:
         return cache
 
     @torch.inference_mode()
+    def offloaded_cache(self, keys: torch.Tensor, values: torch.Tensor) -> DynamicCache:
+        """A cache that holds its layers on the host and copies each to the device and back, as
+        transformers does it. All layers hold ``keys`` and ``values``, ``[1, kv_heads, tokens,
+        head_dim]``."""
+        cache = DynamicCache(config=self.model.config, offloading=True)
+        for layer in range(self.model.config.num_hidden_layers):
+            cache.update(keys, values, layer)
+        return cache
+
+    @torch.inference_mode()
     def next_token(self, token_ids: Sequence[int], cache: DynamicCache | None = None) -> int:
         """The token after ``token_ids``, which continue what ``cache`` holds, if given. The cache
         grows by them; ``rewind`` removes them."""

@@ -18,11 +18,11 @@ VOCABULARY = 151_936
 
 
 def config_of(shape: str, **changes: Any) -> Any:
-    """The transformers config of a shape, with ``changes``. No token ends an answer."""
+    """The transformers config of a shape, with some ``changes``. No token ends an answer."""
     from transformers import Qwen2Config
 
     hidden, intermediate, layers, heads, kv_heads = SHAPES[shape]
-    options = {
+    options: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -39,11 +39,11 @@ def config_of(shape: str, **changes: Any) -> Any:
     return Qwen2Config(**{**options, **changes})
 
 
-def random_model(shape: str, device: str, dtype: torch.dtype) -> Any:
-    """A transformers model, made on the device."""
+def random_model(shape: str, device: str, dtype: torch.dtype, **changes: Any) -> Any:
+    """A transformers model, made on the device; ``changes`` of its config."""
     from transformers import Qwen2ForCausalLM
 
-    config = config_of(shape)
+    config = config_of(shape, **changes)
     config.dtype = dtype
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-from kvboost.model.segment import Segment
+from kvboost.model.far.rows import FarRows, Part
+from kvboost.model.segment import Block, Segment
 
 MOST_WEIGHTS = 1 << 22
 """Attention weights of one head of keys that are held at once."""
-
-Part = tuple[torch.Tensor, torch.Tensor]
-"""The result of attending to some of the keys: ``[1, heads, rows, dim]`` and the log-sum-exp of the
-weights, ``[1, heads, rows]`` in float32."""
+FOLDED_ROWS = 64
+"""Up to so many rows, FlashAttention gets the query heads that share a head of keys as rows of one
+matrix; of more rows it has tiles enough."""
 
 
 def attend_groups(
@@ -57,14 +57,19 @@ def _attend_group(
         for query, segment in zip(queries, segments, strict=True)
     ]
     query = torch.cat(list(queries), dim=2)
-    theirs = attend_part(query, base.keys[layer], base.values[layer], scale)
     own = (torch.cat([out for out, _ in parts], 2), torch.cat([weight for _, weight in parts], 2))
-    return merge(theirs, own).split([len(segment) for segment in segments], 2)
+    if isinstance(base, FarRows):
+        merged = merge(own, base.attend(layer, query, scale)).to(query.dtype)
+    else:
+        merged = merge(attend_part(query, base.keys[layer], base.values[layer], scale), own)
+    return merged.split([len(segment) for segment in segments], 2)
 
 
 def attend_own(query: torch.Tensor, segment: Segment, layer: int, scale: float) -> Part:
     """Attention of a segment over the rows that are not its base's."""
     rows, first = len(segment), segment.kv.own_start
+    if isinstance(segment.kv.base, FarRows):
+        return _attend_near(query, segment, layer, scale)
     if rows == 1:
         keys, values = segment.kv.layer(layer, first, segment.end)
         return attend_part(query, keys, values, scale)
@@ -74,6 +79,52 @@ def attend_own(query: torch.Tensor, segment: Segment, layer: int, scale: float) 
     padded = pad(query, (0, 0, 0, mask.shape[0] // groups - rows))
     out, weight = attend_part(padded, keys, values, scale, mask)
     return out[:, :, :rows], weight[:, :, :rows]
+
+
+def _attend_near(query: torch.Tensor, segment: Segment, layer: int, scale: float) -> Part:
+    """As :func:`attend_own`, without a mask as large as rows times keys: over the rows before the
+    segment's, and over its own."""
+    kv, first = segment.kv, segment.kv.own_start
+    if len(segment) == 1:
+        return attend_dense(query, *kv.layer(layer, first, segment.end), scale)
+    own = kv.layer(layer, segment.first, segment.end)
+    found = attend_dense(query, *own, scale, causal=True)
+    if segment.first == first:
+        return found
+    return merge_parts(attend_dense(query, *kv.layer(layer, first, segment.first), scale), found)
+
+
+def attend_dense(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+) -> Part:
+    """Attention of ``[1, heads, rows, dim]`` over ``[1, kv_heads, keys, dim]``, by FlashAttention
+    where there is one. If it is ``causal``, there are as many keys as rows."""
+    rows, dim = query.shape[2:]
+    if query.device.type == "cuda" and query.dtype.itemsize == 2 and dim % 8 == 0 and dim <= 256:
+        return _flash(query, keys, values, scale, causal=causal)
+    mask = None
+    if causal:
+        positions = torch.arange(rows, device=query.device)
+        groups = query.shape[1] // keys.shape[1]
+        mask = Block.of(0, positions, None, query).mask[:rows, :rows].repeat(groups, 1)
+    return attend_part(query, keys, values, scale, mask)
+
+
+def _flash(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, causal: bool
+) -> Part:
+    heads, kv_heads, rows, dim = query.shape[1], keys.shape[1], *query.shape[2:]
+    asked = query
+    if rows <= FOLDED_ROWS and not causal:
+        asked = query.reshape(1, kv_heads, heads // kv_heads * rows, dim)
+    run = torch.ops.aten._scaled_dot_product_flash_attention
+    out, sums, *_ = run(asked, keys, values, 0.0, causal, False, scale=scale)
+    return out.reshape(query.shape), sums[:, :, : asked.shape[2]].reshape(1, heads, rows)
 
 
 def attend_part(
@@ -122,3 +173,10 @@ def merge(first: Part, second: Part) -> torch.Tensor:
     """Merges two parts: attention over the keys of both."""
     share = torch.sigmoid(first[1] - second[1])[..., None]
     return torch.lerp(second[0].float(), first[0].float(), share).to(first[0].dtype)
+
+
+def merge_parts(first: Part, second: Part) -> Part:
+    """Merges two parts, in float32, into one that can be merged again."""
+    share = torch.sigmoid(first[1] - second[1])[..., None]
+    out = torch.lerp(second[0].float(), first[0].float(), share)
+    return out, torch.logaddexp(first[1], second[1])

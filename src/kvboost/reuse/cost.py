@@ -37,6 +37,11 @@ _STEPS_KEPT = 9
 """How many times of each size are kept."""
 
 
+def unpadded(rows: int) -> int:
+    """Forwards compute the rows that they are asked for."""
+    return rows
+
+
 class CostModel:
     """Thread-safe. ``attention_share`` is the arithmetic of attending to one key, relative to one
     row through the weights. ``path``, if given, is a file that keeps the costs between
@@ -51,7 +56,7 @@ class CostModel:
         self._rows = [float("inf"), 0.0]
         self._place = [0.0, 0.0]
         self._steps: dict[int, deque[float]] = {}
-        self.computed_rows: Callable[[int], int] = lambda rows: rows
+        self.computed_rows: Callable[[int], int] = unpadded
         """How many rows are computed for so many: on a GPU, forwards are padded to a few sizes."""
         self.tolerance: float | None = None
         """The tolerance of repairs that ``calibrate`` has found for this model."""

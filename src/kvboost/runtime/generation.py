@@ -19,6 +19,7 @@ from kvboost.cache.chunk import Lineage
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.store import ChunkLost
 from kvboost.config import GenerationMode
+from kvboost.model.far.kv import FarKV
 from kvboost.model.forward import Forward
 from kvboost.model.kv import RequestKV, SharedRows
 from kvboost.model.paged.kv import PagedKV
@@ -171,6 +172,9 @@ class Generation:
         planner, store, clock = runtime.planner, runtime.store, state.clock
         with planner.lookup(request, self._live_end, ask_remote=ask_remote) as known:
             plan, notes = planner.plan(request, known, self._kv.own_start)
+            if plan.moved and not self._kv.changes_rows:
+                plan = plan.without_moved()
+                notes = (*notes, "moved text was computed: far rows of fewer bits do not change")
             approximate = [h for h in plan.in_place if h.chunk.lineage is Lineage.APPROXIMATE]
             self._used = [[*known.exact, *approximate], *(run.hits for run in plan.moved)]
             if any(hit.tier != store.fastest_tier for hit in plan.hits):
@@ -315,7 +319,7 @@ class Generation:
                 return (yield from self._healing.catch_up(end))
             draft = self._drafts.draft(end - start, limit, constraint, switches_at)
             self._rows_run = end + len(draft) - start
-            kv.reserve(end + len(draft))
+            kv.prepare(start, end + len(draft))
             on_device = self.picks_on_device and self._drafts.speculator is None
             beside = self._healing.rows_beside() if self._healing is not None else None
             self._last_token[0] = state.token_ids[-1]
@@ -412,7 +416,7 @@ class Generation:
     @property
     def _keeps_rows(self) -> bool:
         request = self._request
-        reuses = request.mode is not GenerationMode.BASELINE
+        reuses = request.mode is not GenerationMode.BASELINE and self._kv.is_exact
         if not (reuses and request.keep and self._state.kept):
             return False
         applied = request.adapter  # rows of one that was unloaded would serve no request
@@ -441,15 +445,16 @@ class Generation:
     @property
     def _is_alone(self) -> bool:
         """Whether its forwards were those of no other request, were not recorded meanwhile, and
-        took as long as those of others would: not those of an adapter."""
+        took as long as those of others would: not those of an adapter, or over far rows."""
         is_alone = not self._state.accompanied and self._request.adapter is None
+        is_alone = is_alone and not isinstance(self._kv, FarKV)
         return is_alone and self._runtime.num_graphs == self._num_graphs
 
     def _compute(
         self, token_ids: TokenIds, positions: range, num_logits: int
     ) -> Computing[torch.Tensor]:
         """Runs ``token_ids`` at ``positions``."""
-        self._kv.reserve(positions.stop)
+        self._kv.prepare(positions.start, positions.stop)
         ids = torch.from_numpy(token_ids.astype(np.int64))
         logits = yield Segment(self._kv, ids, positions, num_logits, as_stock=self._as_stock)
         assert isinstance(logits, torch.Tensor)
@@ -473,6 +478,8 @@ class Generation:
         step = total
         if self._reusable_rows:
             step = self._state.slice_rows or self._runtime.prefill_slice
+        if self._kv.most_rows is not None:
+            step = min(step, self._kv.most_rows)
         return min((start // step + 1) * step, total)
 
 

@@ -97,7 +97,10 @@ class Loop:
         state.batched = True
         rows = self._runtime.rows_for(state.request, batched=True)
         needed = rows * self._forward.shape.row_bytes
-        if needed > self.max_kv_bytes:
+        far = self._runtime.pool.far
+        if far is not None and far.takes(rows):
+            far.check(rows)
+        elif needed > self.max_kv_bytes:
             raise KVTooLargeError(rows, needed, self.max_kv_bytes)
         now = time.monotonic()
         job = Job(
@@ -413,7 +416,11 @@ class Loop:
         shared = 0
         if job.mode is GenerationMode.PREFIX_CACHE:  # other modes may reuse moved text instead
             shared = running.num_shared(request, job.root)
-        rows = self._runtime.rows_for(request, batched=True) - shared
+        rows = self._runtime.rows_for(request, batched=True)
+        far = self._runtime.pool.far
+        if far is not None and far.takes(rows) and not far.has_room(rows):
+            return False
+        rows -= shared
         return running.nbytes()[0] + self._runtime.pool.bytes_for(rows) <= self.max_kv_bytes
 
     def _needs(self) -> dict[Job, int]:

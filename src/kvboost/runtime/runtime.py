@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +30,12 @@ from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.pool import PagedPool
 from kvboost.results import ReuseReport
 from kvboost.reuse.assemble import Packer
-from kvboost.reuse.cost import CostModel
+from kvboost.reuse.cost import CostModel, unpadded
 from kvboost.reuse.request import BufferedRows, RequestRows
 from kvboost.reuse.rope import Rotation
 from kvboost.runtime.adapters import Adapters
 from kvboost.runtime.beginnings import Beginnings
+from kvboost.runtime.far import open_far, slab_bytes
 from kvboost.runtime.memory import Trimmer
 from kvboost.runtime.planner import Planner
 from kvboost.runtime.request import Request
@@ -66,6 +68,8 @@ class Runtime:
     """Whether a forward may be ended between two layers, by a hook that raises."""
     no_adapters: str | None = None
     """Why no adapters can be loaded."""
+    no_far: str | None = None
+    """Why no request can have far rows."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig, costs: Path | None = None) -> None:
         self.model = model
@@ -74,6 +78,7 @@ class Runtime:
         self.max_kv_bytes = _kv_budget(config, model)
         self.pages = self._choose_pages()
         self.pool = self._make_pool()
+        self.pool.far = open_far(config, model, self.max_kv_bytes, self.no_far)
         self._forwards: SegmentForwards | None = None
         self.store = ChunkStore(
             tiers,
@@ -138,9 +143,11 @@ class Runtime:
     def rows_for(self, request: Request, *, batched: bool) -> int:
         """How many KV rows to reserve for a request. A batch counts memory before a request
         starts, so there it is all the rows the request may ever need."""
-        answer = self.answer_limit(request)
+        answer, prompt = self.answer_limit(request), len(request.token_ids)
+        if self.pool.far is not None and self.pool.far.takes(prompt + answer):
+            return prompt + answer
         reserved = answer if batched else min(answer, INITIAL_ANSWER_ROWS)
-        return len(request.token_ids) + reserved
+        return prompt + reserved
 
     def plan(self, request: Request) -> ReuseReport:
         """How a request would be served now."""
@@ -168,6 +175,7 @@ class Runtime:
             "hot_memory_mb": memory.nbytes / 1e6,
             **self.totals.stats().as_dict(),
             "idle_kv_bytes": self.pool.idle_bytes,
+            **({} if self.pool.far is None else {"far_kv_bytes": self.pool.far.used_bytes}),
             **store.as_dict(),
             **({} if self._events is None else {"kv_events": self._events.stats().as_dict()}),
         }
@@ -213,11 +221,9 @@ class Runtime:
         self.store.close()
         if self._events is not None:
             self._events.close()
-        self.pool.clear()
-        self._forwards = None
         if self._draft_model is not None:
             self._draft_model.close()
-        self.model.forward.leave_pages()
+        self._leave_slab()
         self.model.forward.remove_adapters()
         self.model.forward.release()
 
@@ -245,7 +251,7 @@ class Runtime:
             return KVPool(shape, MAX_IDLE)
         return PagedPool(
             shape,
-            self.max_kv_bytes,
+            slab_bytes(self._config, self.max_kv_bytes),
             self._config.max_running,
             model.context_length,
             on_slab=self._use_slab,
@@ -303,6 +309,17 @@ class Runtime:
             self.cost.computed_rows = self._forwards.bucket_of
             capacity = min(slab.most_rows, MOST_KEYS)
             forward.steps.beside = RowsBeside(kernels, slab, heads, capacity)
+
+    def _leave_slab(self) -> None:
+        """Frees the memory of requests. Graphs and what they run refer to one another, so that only
+        a collection finds that nothing else needs them."""
+        self.pool.clear()
+        self.model.forward.leave_pages()
+        if self._forwards is not None:
+            self._forwards, self.cost.computed_rows = None, unpadded
+            gc.collect()
+            if self.model.forward.shape.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _publish_events(self, config: EngineConfig) -> EventPublisher | None:
         """Announces the text that is read without a salt: salts keep tenants apart, and events

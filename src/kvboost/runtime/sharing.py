@@ -75,7 +75,7 @@ class RunningRequests:
         if not self._shares or request.mode is GenerationMode.BASELINE:
             return None, 0
         with self._lock:
-            candidates = [one for one in self._running if one.root == root]
+            candidates = [one for one in self._running if one.root == root and one.kv.shares]
         # The last row is always computed.
         limit = min(len(request.token_ids) - 1, request.cacheable_rows)
         for one in candidates:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from kvboost.model.paged.choose import choose_pages, make_capture
+from kvboost.model.paged.pool import PagedPool
 from kvboost.model.paged.slab import Holding, Slab
 from kvboost.reuse.paged.forwards import PROBES, REPAIRS, ROWS
 from paged_engines import TWO_LAYERS, leaks, paged_engine, steps_of
@@ -185,3 +187,15 @@ def test_the_kernels_themselves_give_the_same_answers(monkeypatch: pytest.Monkey
     with paged_engine(monkeypatch, interpreted=True) as engine:
         assert engine.generate(prompt, 2, ignore_eos=True).token_ids == expected
         assert steps_of(engine).num_steps >= 1
+
+
+def test_a_closed_engine_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while somebody still holds the engine."""
+    engine = paged_engine(monkeypatch, reuse_moved="always")
+    for prompt in (TEXT, "Before it. " + TEXT):
+        engine.generate(prompt, 3, ignore_eos=True)
+    pool = engine._runtime.pool
+    assert isinstance(pool, PagedPool)
+    slab = weakref.ref(pool.slab)
+    engine.close()
+    assert slab() is None

@@ -49,7 +49,7 @@ def test_reading(both, start: int, end: int) -> None:
 
 def test_reading_in_parts_gathers_many_at_once(both, monkeypatch: pytest.MonkeyPatch) -> None:
     paged, buffer = both
-    monkeypatch.setattr("kvboost.model.paged.kv.READ_ROWS", 40)
+    monkeypatch.setattr("kvboost.model.kv.READ_ROWS", 40)
     gathered: list[tuple[int, int]] = []
     rows = paged.rows
 

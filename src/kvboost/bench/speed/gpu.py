@@ -118,8 +118,10 @@ def _measure(
 
     if settings.vllm is not None:
         attempt(VLLM, partial(_vllm, settings, bench, shape))
-    torch.manual_seed(0)
-    model = random_model(shape, device, DTYPES[device])
+    found: dict[str, Any] = {"times": times, "notes": []}
+    attempt(f"{OURS}: the model", lambda _: found.update(model=_model(shape, device)))
+    if (model := found.pop("model", None)) is None:
+        return found
     ours = Ours(model, settings, bench)
     attempt(f"{OURS}: GPU memory", ours.in_gpu_memory)
     attempt(f"{OURS}: RAM", ours.in_ram)
@@ -128,8 +130,13 @@ def _measure(
         attempt(STOCK, partial(_stock, StockModel(model), settings))
         attempt(BATCHING, partial(_continuous_batching, StockModel(model), settings))
     copied = copy_bandwidth(device)
-    limit = step_bytes(model) / copied * 1e3
-    return {"times": times, "copy_tb_per_s": copied / 1e12, "limit_ms": limit, "notes": ours.notes}
+    found["copy_tb_per_s"], found["limit_ms"] = copied / 1e12, step_bytes(model) / copied * 1e3
+    return found | {"notes": ours.notes}
+
+
+def _model(shape: str, device: str) -> Any:
+    torch.manual_seed(0)
+    return random_model(shape, device, DTYPES[device])
 
 
 class Ours:

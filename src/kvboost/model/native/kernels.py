@@ -99,20 +99,69 @@ class Kernels:
 
     def attend(self, plan: Plan, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
         """Attention of ``[1, heads, rows, dim]``; returns ``[1, rows, heads, dim]``."""
-        query = _by_strides(query)
         _, heads, rows, dim = query.shape
         out = query.new_empty(1, rows, heads, dim)
         parts = self.scratch("parts", plan.num_slots * heads * (dim + 1), torch.float32)
+        self._call(plan.address, layer, query, scale, out.data_ptr(), parts)
+        return out
+
+    def attend_parts(
+        self, plan: PartPlan, layer: int, query: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Attention of ``[1, heads, rows, dim]`` to each piece of the plan: float32 ``[pieces,
+        rows, heads, dim + 1]``, of which the last number is the log2-sum-exp2 of the weights. Valid
+        until the next call."""
+        _, heads, rows, dim = query.shape
+        size = plan.num_pieces * rows * heads * (dim + 1)
+        parts = self.scratch("parts", size, torch.float32)
+        self._call(plan.address, layer, query, scale, None, parts)
+        return parts[:size].view(plan.num_pieces, rows, heads, dim + 1)
+
+    def _call(
+        self,
+        plan: int,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        out: int | None,
+        parts: torch.Tensor,
+    ) -> None:
+        query = _by_strides(query)
         call = _Call(
-            plan.address,
-            layer,
-            heads,
-            scale,
+            *(plan, layer, query.shape[1], scale),
             *(query.data_ptr(), query.stride(1), query.stride(2)),
-            *(out.data_ptr(), parts.data_ptr(), self.workspaces()),
+            *(out, parts.data_ptr(), self.workspaces()),
         )
         self._attend(ctypes.addressof(call), torch.get_num_threads())
-        return out
+
+
+class PartPlan:
+    """The first ``count`` rows of ``data``, ``[2, layers, kv_heads, capacity, dim]``, in pieces of
+    ``size``; ``num_rows`` queries attend to all of them. Holds the arrays that the kernels read."""
+
+    def __init__(
+        self, data: torch.Tensor, count: int, size: int, num_rows: int, shape: KVShape
+    ) -> None:
+        starts = np.arange(0, count, size)
+        self.num_pieces = len(starts)
+        self._data = data
+        runs = np.zeros(len(starts), RUN)
+        row_bytes = data.stride(3) * data.itemsize
+        runs["keys"] = data.data_ptr() + starts * row_bytes
+        runs["values"] = runs["keys"] + data.stride(0) * data.itemsize
+        runs["layer_stride"], runs["head_stride"] = data.stride(1), data.stride(2)
+        runs["first"], runs["num_rows"] = np.arange(len(starts)) * num_rows, num_rows
+        rows = np.tile(np.arange(num_rows, dtype=np.int32), len(starts))
+        limits = np.minimum(count - starts, size).astype(np.int32).repeat(num_rows)
+        slots = np.arange(len(rows), dtype=np.int32)
+        self._arrays = (runs, rows, limits, slots)
+        self._plan = _Plan(
+            *(shape.num_kv_heads, shape.head_dim, len(runs), num_rows, 0),
+            *(runs.ctypes.data, None),
+            *(array.ctypes.data for array in (rows, limits, slots)),
+            None,
+        )
+        self.address = ctypes.addressof(self._plan)
 
 
 class Plan:
@@ -154,6 +203,7 @@ class Plan:
 
     def _add_runs(self, rows: Sequence[Ints], positions: Sequence[Ints]) -> None:
         """Lists the runs: one for each set of shared rows, then those of each segment alone."""
+        alone = len(self._segments) == 1 and len(rows[0]) == 1
         on_base: dict[int, tuple[SharedRows, list[int]]] = {}
         for index, segment in enumerate(self._segments):
             if segment.kv.base is not None:
@@ -162,10 +212,12 @@ class Plan:
         for base, members in on_base.values():
             if len(members) > 1 or self._segments[members[0]].kv.start:
                 together = np.concatenate([rows[index] for index in members])
-                limits = np.full(len(together), base.count, np.int32)
-                self._runs.append((base.data, 0, together, limits))
+                cut = CUT_KEYS if alone else base.count
+                for start in range(0, base.count, cut):
+                    seen = min(cut, base.count - start)
+                    limits = np.full(len(together), seen, np.int32)
+                    self._runs.append((base.data, start, together, limits))
                 based.update(members)
-        alone = len(self._segments) == 1 and len(rows[0]) == 1
         for index, segment in enumerate(self._segments):
             kv = segment.kv
             first = kv.own_start if index in based else 0

@@ -8,11 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from kvboost.errors import KVTooLargeError
-from kvboost.model.kv import Prefix, RequestKV
+from kvboost.model.kv import Prefix, RequestKV, reading_ahead
 from kvboost.model.paged.slab import PAGE, Holding, Slab, pages_for
-
-READ_ROWS = 2048
-"""Rows that are gathered together for one who reads them in parts."""
 
 
 class SharedPages(Prefix):
@@ -80,16 +77,7 @@ class PagedKV(RequestKV):
 
     def reading(self, end: int) -> Callable[[int, int], torch.Tensor]:
         """Gathers many rows at once: every gathering is several launches."""
-        first, last, gathered = 0, -1, torch.empty(0)
-
-        def rows(start: int, stop: int) -> torch.Tensor:
-            nonlocal first, last, gathered
-            if not first <= start <= stop <= last:
-                first, last = start, max(stop, min(end, start + READ_ROWS))
-                gathered = self.rows(first, last)
-            return gathered[:, :, :, start - first : stop - first]
-
-        return rows
+        return reading_ahead(self.rows, end)
 
     def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._gather(self.slab.layers[layer][None], start, end)

@@ -60,7 +60,8 @@ class PagedPool(KVPool):
 
     @contextmanager
     def lend(self, num_tokens: int, base: Prefix | None = None) -> Iterator[RequestKV]:
-        if isinstance(base, SharedRows):
+        is_far = self.far is not None and self.far.takes(num_tokens)
+        if is_far or isinstance(base, SharedRows):
             with super().lend(num_tokens, base) as kv:
                 yield kv
             return
@@ -83,6 +84,8 @@ class PagedPool(KVPool):
         return [] if self._slab is None or self._lent else self._slab.check_integrity()
 
     def bytes_for(self, num_tokens: int) -> int:
+        if self.far is not None and self.far.takes(num_tokens):
+            return self.far.near_bytes
         return pages_for(num_tokens) * PAGE * self.shape.row_bytes
 
     def clear(self) -> None:

@@ -14,7 +14,9 @@ from kvboost.model.segment import Segment
 from kvboost.reuse.paged.graphs import FixedRows
 from kvboost.reuse.paged.kernels import GpuKernels
 
-ROWS = 128
+ROWS = 112
+"""With those of up to 16 requests, so many rows are one tile of a matrix product; a second tile would
+take the time of the first."""
 
 
 class RowsBeside:
