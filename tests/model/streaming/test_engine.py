@@ -50,11 +50,11 @@ def test_requests_with_pages_run_eagerly_over_streamed_layers(
 ) -> None:
     """On GPUs requests have pages; here, torch runs the kernels over them."""
     with paged_engine(monkeypatch, sizes={"num_hidden_layers": 3}) as resident:
-        expected = resident.generate_batch(PROMPTS, 5, ignore_eos=True)
+        expected = resident.generate_batch(PROMPTS, 5, "baseline", ignore_eos=True)
         assert steps_of(resident).num_ahead > 0
     engine, slots = streamed_engine(num_layers=3, resident=(1,))
     with engine:
-        found = engine.generate_batch(PROMPTS, 5, ignore_eos=True)
+        found = engine.generate_batch(PROMPTS, 5, "baseline", ignore_eos=True)
         steps = steps_of(engine)
         assert steps.num_steps > 0 and steps.num_ahead == 0, "a step in vain is a whole pass"
         assert engine._model.forward.fused_layers is None and engine._runtime.num_graphs == 0
