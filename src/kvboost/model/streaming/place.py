@@ -97,6 +97,7 @@ def place(
         move_tensors(model, device)
         return Placement(plan, None)
     if (embedding := host_embedding(model)) is not None:
+        move_tensors(embedding, torch.device("cpu"))
         model.set_input_embeddings(HostEmbedding(embedding, device))
     _move_others(model, layers, device)
     for number in sorted(plan.resident):
@@ -171,7 +172,8 @@ def stream_layers(
     """Takes the weights of layers from where they are now."""
     chosen = [layers[number] for number in plan.streamed]
     num_slots, slot_bytes = slots.buffers.shape
-    file = _open_file(sum(map(layer_bytes, chosen))) if plan.on_disk else None
+    written = sum(layer_bytes(layers[number]) for number in plan.on_disk)
+    file = _open_file(written) if plan.on_disk else None
     sizes, in_memory, places = [], {}, {}
     for number, layer in enumerate(chosen):
         layout = SlabLayout(layer)
