@@ -15,8 +15,8 @@ from kvboost.reuse.paged.graphs import FixedRows
 from kvboost.reuse.paged.kernels import GpuKernels
 
 ROWS = 112
-"""With those of up to 16 requests, so many rows are one tile of a matrix product; a second tile would
-take the time of the first."""
+"""With those of up to 16 requests, so many rows are one tile of a matrix product; a second tile
+would take as long again."""
 
 
 class RowsBeside:
