@@ -299,7 +299,8 @@ class Runtime:
         forward = self.model.forward
         capture: Capture = NoCapture()
         if not forward.streams:
-            capture = make_capture(forward.shape.device, self._config.graphs)
+            config = self._config
+            capture = make_capture(forward.shape.device, config.graphs, config.device_memory)
         forward.use_pages(slab, capture)
         if forward.steps is not None:
             kernels = GpuKernels(SlabPages(slab), self.rotation)

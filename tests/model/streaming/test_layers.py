@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from kvboost.errors import ModelError
 from kvboost.model.quantized.layers import BlockProduct, QuantizedLinear
 from kvboost.model.quantized.weight import QuantizedWeight
+from kvboost.model.streaming.disk import DiskLayers
 from kvboost.model.streaming.place import decoder_layers
 from kvboost.model.streaming.slabs import ALIGNMENT, SlabLayout, host_slab
+from kvboost.model.streaming.slots import HostSlots
 from streamed import LAYERS, stream, streamed_of
 from tiny import DEVICE, tiny_model
 
@@ -107,6 +110,17 @@ def test_layers_from_disk_are_read_ahead_and_in_order() -> None:
     assert on_disk is not None and on_disk.num_read >= 3 * LAYERS - 1
     on_disk.close()
     assert on_disk._round == 0, "it never had to start anew"
+
+
+def test_a_file_that_cannot_be_read_fails_the_forward(tmp_path: Path) -> None:
+    (tmp_path / "layers").write_bytes(bytes(100))
+    file = (tmp_path / "layers").open("rb")
+    layers = DiskLayers(file, {0: (0, 100), 1: (100, 50)}, [torch.empty(100, dtype=torch.uint8)])
+    assert len(layers.take(0)) == 100
+    layers.give_back(0, HostSlots(1, 1, torch.device("cpu")).copied())
+    with pytest.raises(ModelError, match="streamed layers cannot be read: it ends before byte 150"):
+        layers.take(1)
+    layers.close()
 
 
 def test_packed_layers_stream_with_their_products() -> None:

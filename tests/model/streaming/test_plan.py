@@ -66,7 +66,7 @@ def test_a_32b_model_in_8_gib_keeps_some_layers_and_streams_the_others_between_t
 def test_what_fits_is_not_streamed() -> None:
     plan = make_plan(OF_32B, DeviceBudget(30 * GIB), 0)
     assert len(plan.resident) == 64 and not plan.streamed
-    assert plan.kv_bytes > 8 * GIB, "requests have what is left"
+    assert plan.kv_bytes > 7 * GIB, "requests have what is left"
 
 
 def test_too_small_a_budget_is_refused_with_its_parts() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvboost.model import triton
-from kvboost.model.paged.graphs import Capture, GraphCapture, NoCapture
+from kvboost.model.paged.graphs import MEMORY_SHARE, Capture, GraphCapture, NoCapture
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,11 @@ def why_no_pages(device: torch.device) -> str:
     return ""
 
 
-def make_capture(device: torch.device, graphs: str) -> Capture:
-    """``graphs`` is the option of that name."""
+def make_capture(device: torch.device, graphs: str, memory: int | None = None) -> Capture:
+    """``graphs`` is the option of that name; ``memory`` is what the engine may take of the
+    device's, None: all."""
     if device.type != "cuda":
         return NoCapture("CUDA graphs need a GPU")
-    return GraphCapture(device) if graphs != "off" else NoCapture("graphs='off'")
+    if graphs == "off":
+        return NoCapture("graphs='off'")
+    return GraphCapture(device, None if memory is None else int(memory * MEMORY_SHARE))

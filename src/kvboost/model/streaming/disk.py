@@ -59,7 +59,7 @@ class DiskLayers:
         with self._lock:
             while layer not in self._read:
                 if self._error is not None:
-                    raise ModelError(f"the file of streamed layers: {self._error}")
+                    raise ModelError(f"streamed layers cannot be read: {self._error}")
                 if not self._is_coming(layer):
                     self._start_at(layer)
                 self._lock.wait()
@@ -102,26 +102,26 @@ class DiskLayers:
                 (buffer, copied), this_round = self._free.popleft(), self._round
             error = self._fill(buffer, copied, layer, after)
             with self._lock:
-                self._error = self._error or error
+                self._lock.notify_all()
+                if error is not None:
+                    self._error = error
+                    return
                 self.num_read += 1
                 if this_round == self._round:
                     self._read[layer], self._reading = buffer, None
                 else:
                     self._free.append((buffer, None))
-                self._lock.notify_all()
-                if error is not None:
-                    return
 
     def _fill(
         self, buffer: torch.Tensor, copied: Copied | None, layer: int, after: int
     ) -> Exception | None:
-        if copied is not None:
-            copied.synchronize()
         start, num_bytes = self._places[layer]
         try:
+            if copied is not None:
+                copied.synchronize()
             _expect(self._file, *self._places[after])
             _read_into(self._file, buffer[:num_bytes], start)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # of the disk, or of the GPU
             return error
         return None
 

@@ -97,10 +97,11 @@ def place(
         move_tensors(model, device)
         return Placement(plan, None)
     if (embedding := host_embedding(model)) is not None:
+        move_tensors(embedding, torch.device("cpu"))
         model.set_input_embeddings(HostEmbedding(embedding, device))
     _move_others(model, layers, device)
     for number in sorted(plan.resident):
-        move_tensors(layers[number], device)
+        _keep(layers[number], device)
     largest = max(sizes.layers[number] for number in plan.streamed)
     slots = make_slots(min(NUM_SLOTS, len(plan.streamed)), largest, device)
     streamed = stream_layers(layers, plan, slots, device)
@@ -157,13 +158,22 @@ def _move_others(model: PreTrainedModel, layers: Sequence[nn.Module], device: to
             move_tensors(module, device, recurse=False)
 
 
+def _keep(layer: nn.Module, device: torch.device) -> None:
+    """Moves a layer for good. In one piece, so that the allocator rounds up once."""
+    layout = SlabLayout(layer)
+    slab = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+    layout.save(slab)
+    layout.bind(slab)
+
+
 def stream_layers(
     layers: Sequence[nn.Module], plan: LayerPlan, slots: Slots, device: torch.device
 ) -> StreamedLayers:
     """Takes the weights of layers from where they are now."""
     chosen = [layers[number] for number in plan.streamed]
     num_slots, slot_bytes = slots.buffers.shape
-    file = _open_file(sum(map(layer_bytes, chosen))) if plan.on_disk else None
+    written = sum(layer_bytes(layers[number]) for number in plan.on_disk)
+    file = _open_file(written) if plan.on_disk else None
     sizes, in_memory, places = [], {}, {}
     for number, layer in enumerate(chosen):
         layout = SlabLayout(layer)

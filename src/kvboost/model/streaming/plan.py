@@ -17,6 +17,8 @@ KV_SHARE, ROWS_SHARE = 1 / 8, 1 / 16
 what the rows of a forward need between the weights."""
 OTHER_BYTES = 96 << 20
 """Logits, sampling, and what the memory allocator loses."""
+GRAPHS_SHARE = 0.05
+"""Of the budget: for CUDA graphs, which there are if nothing is streamed."""
 LEAST_ROWS, MOST_ROWS = 128, 16384
 
 
@@ -91,8 +93,8 @@ def make_plan(sizes: ModelSizes, budget: DeviceBudget, host_bytes: int) -> Layer
     fixed = sizes.others + reserve + budget.cache_bytes
     number = len(sizes.layers)
     every = frozenset(range(number))
-    if fixed + kv_bytes + sum(sizes.layers) <= total:
-        left = total - fixed - sum(sizes.layers)
+    left = total - fixed - sum(sizes.layers) - int(total * GRAPHS_SHARE)
+    if kv_bytes <= left:
         kv_bytes = left if budget.kv_bytes is None else kv_bytes
         return LayerPlan(every, frozenset(), frozenset(), kv_bytes, most_rows)
     slots = NUM_SLOTS * aligned(max(sizes.layers))

@@ -52,11 +52,13 @@ def run(settings: Settings, bench: Bench) -> Report:
     if settings.shape == "tiny":
         memory = TINY_MEMORY + (max(settings.requests) << 20)
     found = streaming.measure(settings.shape, memory, settings.requests, settings.seconds, bench)
+    problems = found.pop("problems")
     return Report(
         {"streaming": {settings.shape: found}},
         [_table(settings.shape, found), _projection(found)],
         _goals(settings.shape, found),
-        partial(_draw, found),
+        partial(_draw, found) if found["runs"] else None,
+        problems,
     )
 
 

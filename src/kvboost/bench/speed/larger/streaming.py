@@ -139,10 +139,18 @@ def _measure(
         "limit_tokens_per_s": bus / pass_bytes,
         "device_memory": device_memory,
         "runs": {},
+        "problems": [],
         "projections": {name: rate / pass_bytes for name, rate in OTHER_BUSES.items()},
     }
 
-    def note(name: str, pace: Pace) -> None:
+    def note(name: str, run: Callable[[], Pace]) -> None:
+        """A part that fails is a problem, and the others still run."""
+        try:
+            pace = run()
+        except (KVBoostError, RuntimeError) as error:
+            found["problems"].append(f"{name}: {type(error).__name__}: {error}")
+            say(found["problems"][-1])
+            return
         share = pace.bytes_per_s / bus
         found["runs"][name] = {
             **asdict(pace),
@@ -156,8 +164,9 @@ def _measure(
         )
 
     for number in requests:
-        note(_name(number), _decode(engine, number, seconds))
-    note(DRAFTED, _drafted(engine, found["runs"][_name(requests[0])]["passes"]))
+        note(_name(number), partial(_decode, engine, number, seconds))
+    passes = found["runs"].get(_name(requests[0]), {}).get("passes", LEAST_STEPS)
+    note(DRAFTED, partial(_drafted, engine, passes))
     if engine.device.type == "cuda":
         found["peak_reserved"] = torch.cuda.max_memory_reserved(engine.device)
         say(f"peak of reserved memory: {format_bytes(found['peak_reserved'])}")
