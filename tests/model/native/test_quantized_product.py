@@ -41,6 +41,7 @@ def rounded(rows: torch.Tensor) -> torch.Tensor:
     """Rows as the kernels round them: 8 bits in groups of 32."""
     blocks = rows.reshape(*rows.shape[:-1], -1, 32)
     scales = blocks.abs().amax(-1, keepdim=True) / 127
+    scales = (scales.view(torch.int32) & ~3).view(torch.float32)  # 22 bits: sums are exact
     times = torch.where(scales > 0, 1 / scales, 0)
     return ((blocks * times).round() * scales).reshape(rows.shape)
 
@@ -50,7 +51,7 @@ def assert_close(given: torch.Tensor, rows: torch.Tensor, weight: QuantizedWeigh
     dense = weight.dequantized()
     size = rows.abs() @ dense.abs().t()
     expected = rounded(rows).double() @ dense.double().t()
-    assert ((given.double() - expected).abs() <= 1e-5 * size).all()
+    assert ((given.double() - expected).abs() <= 2e-6 * size).all()
 
 
 @settings(max_examples=60, deadline=None)

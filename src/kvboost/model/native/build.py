@@ -152,6 +152,7 @@ def _load(dtype: torch.dtype) -> ctypes.CDLL | str:
     loaded.kvboost_quantized_bytes.argtypes = (c_void_p, c_int32, c_int32)
     loaded.kvboost_quantized_bytes.restype = c_int64
     loaded.kvboost_instructions.restype = c_char_p
+    loaded.kvboost_quantized_instructions.restype = c_char_p
     return loaded
 
 
