@@ -10,7 +10,8 @@ from ctypes import c_int32, c_void_p
 import torch
 
 from kvboost.model import native
-from kvboost.model.native.layers import LinearStruct, aligned, scratch
+from kvboost.model.native.layers import LinearStruct, scratch
+from kvboost.model.native.memory import large_pages
 from kvboost.model.quantized.weight import QuantizedWeight
 
 PANEL = 16
@@ -138,7 +139,7 @@ class _PackedWeight:
         self._coding = _Coding(bits, weight.group, has_offsets, is_wide)
         coding = ctypes.addressof(self._coding)
         self.num_bytes = int(library.kvboost_quantized_bytes(coding, n, k))
-        self._memory, self._address = aligned(self.num_bytes, torch.uint8)
+        self._memory, self._address = large_pages.take(self.num_bytes, library)
         self._count = n // PANEL
         codes = weight.codes.contiguous()
         library.kvboost_pack_quantized(

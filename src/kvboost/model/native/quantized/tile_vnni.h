@@ -11,7 +11,7 @@
 #define TILES(CASE) CASE(16) CASE(8) CASE(4) CASE(2) CASE(1)
 #define MOST_TILE_ROWS 16
 #define PARTS (BLOCK / 4)
-#define AHEAD 1024 // bytes of a panel that are fetched before they are needed
+#define AHEAD 2048 // bytes of a panel that are fetched before they are needed
 
 typedef struct {
     __m512 scales, offsets;
