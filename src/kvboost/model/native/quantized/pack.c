@@ -18,27 +18,51 @@ int64_t kvboost_quantized_bytes(const Coding *coding, int32_t n, int32_t k) {
     return (int64_t)(n / PANEL) * (k / unit_depth(coding)) * unit_bytes(coding);
 }
 
-// The code of an input as it is kept, not negative.
-static int code_at(const uint8_t *row, int bits, int at) {
-    if (bits == 4) return row[at / 2] >> (at % 2 * 4) & 15;
-    return (int8_t)row[at] + (1 << (bits - 1));
+static void put(uint8_t *parts, int part, uint32_t four) { memcpy(parts + 64 * part, &four, 4); }
+
+// Eight codes of 4 bits, each in a byte of its own.
+static uint64_t spread(const uint8_t *from) {
+    uint32_t codes;
+    memcpy(&codes, from, 4);
+    uint64_t bytes = (codes | (uint64_t)codes << 16) & 0x0000ffff0000ffff;
+    bytes = (bytes | bytes << 8) & 0x00ff00ff00ff00ff;
+    return (bytes | bytes << 4) & 0x0f0f0f0f0f0f0f0f;
 }
 
-// Codes of 32 inputs from `at` on of 16 rows of the weight.
-static void pack_block(const uint8_t *codes, int64_t stride, int bits, int at, uint8_t *out) {
-    const int low = bits == 6 ? 2 : 0; // bits that are kept apart
-    memset(out, 0, block_bytes(bits));
-    for (int column = 0; column < PANEL; column++)
-        for (int input = 0; input < BLOCK; input++) {
-            const int code = code_at(codes + column * stride, bits, at + input);
-            const int part = input / 4, place = column * 4 + input % 4;
-            if (bits == 8)
-                out[64 * part + place] = (uint8_t)code;
-            else
-                out[64 * (part % 4) + place] |= (uint8_t)(code >> low << (part / 4 * 4));
-            if (bits == 6)
-                out[64 * (4 + part / 4) + place] |= (uint8_t)((code & 3) << (part % 4 * 2));
-        }
+// Codes of 4 bits, eight inputs in each word, to the parts of a column.
+static void put_halves(const uint64_t *codes, uint8_t *out) {
+    for (int i = 0; i < 2; i++) {
+        const uint64_t both = codes[i] | codes[2 + i] << 4;
+        put(out, 2 * i, (uint32_t)both);
+        put(out, 2 * i + 1, (uint32_t)(both >> 32));
+    }
+}
+
+// Codes of 32 inputs of one column. Processors have their lowest byte first.
+static void pack_column(const uint8_t *codes, int bits, uint8_t *out) {
+    uint64_t words[4], low[4];
+    if (bits == 4) {
+        for (int i = 0; i < 4; i++) words[i] = spread(codes + 4 * i);
+        put_halves(words, out);
+        return;
+    }
+    memcpy(words, codes, sizeof words);
+    if (bits == 8) {
+        for (int part = 0; part < 8; part++)
+            put(out, part, (uint32_t)(words[part / 2] >> (part % 2 * 32)) ^ 0x80808080);
+        return;
+    }
+    for (int i = 0; i < 4; i++) {
+        const uint64_t six = (words[i] ^ 0x2020202020202020) & 0x3f3f3f3f3f3f3f3f;
+        words[i] = six >> 2 & 0x0f0f0f0f0f0f0f0f;
+        low[i] = six & 0x0303030303030303;
+    }
+    put_halves(words, out);
+    for (int half = 0; half < 2; half++) {
+        const uint64_t first = low[2 * half], last = low[2 * half + 1];
+        put(out, 4 + half,
+            (uint32_t)(first | first >> 32 << 2 | last << 4 | last >> 32 << 6));
+    }
 }
 
 // Numbers [16, groups], of `size` bytes each, from group `first` on: to [sets][16].
@@ -70,7 +94,9 @@ void kvboost_pack_quantized(
             if (coding->has_offsets)
                 to = pack_numbers(offsets + from, size, groups, unit * sets, sets, to);
             for (int at = unit * depth; at < (unit + 1) * depth; at += BLOCK) {
-                pack_block(codes + row * stride, stride, bits, at, to);
+                const int64_t first = bits == 4 ? at / 2 : at;
+                for (int column = 0; column < PANEL; column++)
+                    pack_column(codes + (row + column) * stride + first, bits, to + 4 * column);
                 to += block_bytes(bits);
             }
         }
