@@ -61,6 +61,8 @@ class FastLayers:
     """Our products, by parent module and the names of the linear layers they replace."""
     norms: set[nn.Module] = field(default_factory=set)
     """Norms that equal ours."""
+    is_quantized: bool = False
+    """Whether the products are those of quantised weights."""
 
 
 class PackedGroup:
@@ -210,7 +212,7 @@ def _pack_whole_layers(model: nn.Module, allowed: set[int]) -> FastLayers:
 
 def _quantized_layers(model: nn.Module) -> FastLayers:
     """The products of decoder layers whose weights are all quantised."""
-    packed = FastLayers()
+    packed = FastLayers(is_quantized=True)
     for layer in _decoders(model):
         found = {part: joint_product(*part) for part in _parts_of(layer)}
         products = {part: product for part, product in found.items() if product is not None}
