@@ -15,12 +15,15 @@ from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.attention import Batch
 from kvboost.model.native.adapters import ChangeTables, changes_of
 from kvboost.model.native.layers import Product, rounded_up
+from kvboost.model.native.quantized_product import QuantizedProduct
+
+AnyProduct = Product | QuantizedProduct
 
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
 """Norm, attention, norm, gated layer; rotary positions in halves; no norm of queries or keys."""
 MOST_ROWS = 96
 """How many rows our layers take at once in float32: as many as they multiply faster than torch
-does. In bfloat16 they take any number."""
+does. In bfloat16, and with quantised weights, they take any number."""
 NARROW, MOST_NARROW_ROWS = 576, 512
 """Layers of at most this width take more rows. torch multiplies them about a tenth faster, but its
 operations between the products cost more than that. Measured at this width; wider layers were not.
@@ -42,10 +45,10 @@ class DecoderLayer:
     def __init__(
         self,
         layer: Any,
-        qkv: Product,
-        o: Product,
-        gate_up: Product,
-        down: Product,
+        qkv: AnyProduct,
+        o: AnyProduct,
+        gate_up: AnyProduct,
+        down: AnyProduct,
         *,
         tables: ChangeTables,
         name: str,
@@ -75,7 +78,7 @@ class DecoderLayer:
         self._qkv, self._width = qkv.width, qkv.depth
         self._library = native.library(qkv.dtype)
         self._most_rows: int | None = None
-        if qkv.dtype == torch.float32:
+        if isinstance(qkv, Product) and qkv.dtype == torch.float32:
             self._most_rows = MOST_NARROW_ROWS if qkv.depth <= NARROW else MOST_ROWS
 
     def takes(self, rows: int) -> bool:

@@ -169,7 +169,7 @@ def _bits(weight: QuantizedWeight, has_offsets: bool) -> int:
     """How many bits of each code are kept: 6 of those codes of 8 bits that fit."""
     if weight.bits == 4 or (has_offsets and weight.group == SMALL_GROUP):
         return weight.bits
-    fits = -32 <= int(weight.codes.min()) and int(weight.codes.max()) < 32
+    fits = int(weight.codes.min()) >= -32 and int(weight.codes.max()) < 32
     return 6 if fits else 8
 
 
