@@ -32,6 +32,7 @@ from kvboost.model.native.layers import (
     can_norm,
     rms_norm,
 )
+from kvboost.model.native.quantized_product import QuantizedProduct
 from kvboost.model.quantized.layers import QuantizedLinear
 from kvboost.model.quantized.products import joint_product
 
@@ -61,8 +62,11 @@ class FastLayers:
     """Our products, by parent module and the names of the linear layers they replace."""
     norms: set[nn.Module] = field(default_factory=set)
     """Norms that equal ours."""
-    is_quantized: bool = False
-    """Whether the products are those of quantised weights."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some weights are quantised, so that rows are rounded."""
+        return any(isinstance(product, QuantizedProduct) for product in self.products.values())
 
 
 class PackedGroup:
@@ -212,7 +216,7 @@ def _pack_whole_layers(model: nn.Module, allowed: set[int]) -> FastLayers:
 
 def _quantized_layers(model: nn.Module) -> FastLayers:
     """The products of decoder layers whose weights are all quantised."""
-    packed = FastLayers(is_quantized=True)
+    packed = FastLayers()
     for layer in _decoders(model):
         found = {part: joint_product(*part) for part in _parts_of(layer)}
         products = {part: product for part, product in found.items() if product is not None}

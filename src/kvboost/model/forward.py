@@ -53,6 +53,9 @@ MOST_APART = 4
 """Segments that run by themselves in one step: from more on, packing them is faster."""
 LAYER_ROUNDING = {torch.bfloat16: 2**-4, torch.float32: 1e-3}
 """How far the logits may be apart after all layers, relative to the largest."""
+QUANTIZED_ROUNDING = 2**-4
+"""The same for quantised weights: a number that falls to the other side when rows are rounded to 8
+bits makes others do so in later layers."""
 
 AttentionInterface.register(attention.NAME, attention.attend)
 
@@ -115,15 +118,15 @@ class Forward:
         rows = torch.arange(1, PROBED, device=self.shape.device)
         probe = [Segment(kv, rows, range(PROBED, 2 * PROBED - 1), PROBED - 1)]
         if packed.is_quantized:
-            far, most = self._furthest_layer(layers, probe), LAYER_ROUNDING[torch.bfloat16]
+            far, limit = self._furthest_layer(layers, probe), QUANTIZED_ROUNDING
         else:
-            expected, most = self(probe), LAYER_ROUNDING[self.shape.dtype]
+            expected, limit = self(probe), LAYER_ROUNDING[self.shape.dtype]
         for layer, ours in layers.items():
             replace_forward(layer, ours)
         if not packed.is_quantized:
             far = float((self(probe) - expected).abs().max() / expected.abs().max())
         self.release()
-        if not far < most:
+        if not far < limit:
             log.warning("our whole layers are off by %.3f; the model's own are left alone", far)
             for layer in layers:
                 restore_forward(layer)
