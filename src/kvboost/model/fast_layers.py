@@ -23,7 +23,7 @@ from kvboost.model import native
 from kvboost.model.adapters.layers import adapted_rows
 from kvboost.model.machine import memory_bytes
 from kvboost.model.native.adapters import ChangeTables
-from kvboost.model.native.decoder import KINDS, DecoderLayer
+from kvboost.model.native.decoder import KINDS, AnyProduct, DecoderLayer
 from kvboost.model.native.layers import (
     BLOCK,
     Product,
@@ -32,6 +32,7 @@ from kvboost.model.native.layers import (
     can_norm,
     rms_norm,
 )
+from kvboost.model.native.quantized_product import QuantizedProduct
 
 Serve = Callable[[torch.Tensor], torch.Tensor]
 Names = tuple[str, ...]
@@ -55,10 +56,15 @@ class FastLayers:
     num_linears: int = 0
     num_bytes: int = 0
     """The memory of the copies."""
-    products: dict[tuple[nn.Module, Names], Product] = field(default_factory=dict)
+    products: dict[tuple[nn.Module, Names], AnyProduct] = field(default_factory=dict)
     """Our products, by parent module and the names of the linear layers they replace."""
     norms: set[nn.Module] = field(default_factory=set)
     """Norms that equal ours."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some weights are quantised, so that rows are rounded."""
+        return any(isinstance(product, QuantizedProduct) for product in self.products.values())
 
 
 class PackedGroup:
