@@ -10,7 +10,7 @@
 
 #define BLOCK_ROWS 128  // more rows are multiplied in blocks: of rows,
 #define BLOCK_PANELS 16 // of columns, 16 each,
-#define BLOCK_DEPTH 2048 // and of what is added up
+#define BLOCK_DEPTH 1024 // and of what is added up
 
 static const uint8_t *tile_at(const uint8_t *packed, int row, int count, int k, int depth) {
     return packed + ((int64_t)row * k + (int64_t)count * depth) / BLOCK * ROW_BLOCK_BYTES;
