@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def test_parts_are_aligned_apart_and_inside_their_region() -> None:
     sizes = [100, 64, REGION // 2, REGION // 2, 3 * REGION, 5]
     parts = [(*pages.take(size, library), size) for size in sizes]
     taken = sorted((address, address + size) for _, address, size in parts)
-    assert all(end <= start for (_, end), (start, _) in zip(taken, taken[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(taken))
     for region, address, size in parts:
         assert address % ALIGNMENT == 0
         assert region.data_ptr() <= address and address + size <= region.data_ptr() + region.nbytes
