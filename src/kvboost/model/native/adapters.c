@@ -5,7 +5,7 @@
 #include <string.h>
 
 #define LANES 16 // columns of outputs come in multiples of this
-#define TILE 64  // columns that are added up at a time
+#define TILE 1024 // columns that are added up at a time: long runs of `up`, and little of the stack
 
 static inline float as_float(number x) {
 #ifdef KVBOOST_FLOAT32
@@ -51,7 +51,8 @@ static void expand(
     for (int column = first; column < end; column += TILE) {
         const int count = end - column < TILE ? end - column : TILE;
         for (int row = 0; row < change->num_rows; row++) {
-            float added[TILE] __attribute__((aligned(64))) = {0};
+            float added[TILE] __attribute__((aligned(64)));
+            memset(added, 0, count * sizeof *added);
             for (int j = 0; j < change->rank; j++) {
                 const float times = sums[(int64_t)row * change->rank + j];
                 const number *up = change->up + (int64_t)j * change->width + column;
@@ -81,22 +82,24 @@ void kvboost_adapt(
 ) {
     const int count = parts * all->num_runs;
     if (!kvboost_has_changes(changes, count)) return;
+    // With many short runs, each is one task, and no thread waits between the two products.
+    const int shares = count < 2 * threads || m > 2 * all->num_runs ? threads : 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
-    for (int expands = 0; expands < 2; expands++) {
+    for (int expands = shares == 1; expands < 2; expands++) {
 #pragma omp for schedule(dynamic, 1)
-        for (int task = 0; task < count * threads; task++) {
-            const Change *change = changes + task / threads;
-            const int64_t place = (int64_t)(task / threads / all->num_runs) * m + change->first;
+        for (int task = 0; task < count * shares; task++) {
+            const Change *change = changes + task / shares;
+            const int64_t place = (int64_t)(task / shares / all->num_runs) * m + change->first;
             float *sums = all->sums + place * all->most_rank;
-            const int share = task % threads;
+            const int share = task % shares;
+            if (!expands || shares == 1)
+                shrink(change, rows + (int64_t)change->first * width, width,
+                       change->rank * share / shares, change->rank * (share + 1) / shares, sums);
             if (expands) {
                 const int blocks = change->rank ? change->width / LANES : 0;
-                expand(change, sums, blocks * share / threads * LANES,
-                       blocks * (share + 1) / threads * LANES,
+                expand(change, sums, blocks * share / shares * LANES,
+                       blocks * (share + 1) / shares * LANES,
                        out + (int64_t)change->first * out_width, out_width);
-            } else {
-                shrink(change, rows + (int64_t)change->first * width, width,
-                       change->rank * share / threads, change->rank * (share + 1) / threads, sums);
             }
         }
     }
