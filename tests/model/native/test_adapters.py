@@ -17,6 +17,7 @@ from kvboost.model.adapters.layers import AdaptedRows
 from kvboost.model.fast_layers import can_pack, pack_layers
 from kvboost.model.forward import Forward
 from kvboost.model.kv import RequestKV
+from kvboost.model.native.adapters import halved
 from kvboost.model.native.decoder import restore_forward
 from kvboost.model.segment import Segment
 
@@ -76,10 +77,18 @@ def test_whole_layers_take_adapters(
     forward = Forward(model, packed=True, fast_layers=pack_layers(model))
     everywhere, few = (
         forward.load_adapter(
-            read_adapter(write_adapter(tmp_path / name, model, targets=targets, rank=rank))
+            read_adapter(
+                write_adapter(tmp_path / name, model, targets=targets, rank=rank, dtype=saved)
+            )
         )
-        for name, targets, rank in (("a", LINEARS, 5), ("b", ("k_proj", "up_proj"), 20))
+        for name, targets, rank, saved in (
+            ("a", LINEARS, 5, torch.float32),
+            ("b", ("k_proj", "up_proj"), 20, torch.bfloat16),
+        )
     )
+    assert all(halved(delta) is None for delta in everywhere.deltas.values())
+    is_wide = dtype == torch.float32  # and then its weights are read as the file has them
+    assert all((halved(delta) is not None) == is_wide for delta in few.deltas.values())
     order = [everywhere, None, few, everywhere, few, everywhere][: len(lengths)]
     calls: list[str] = []
     add = AdaptedRows.add

@@ -4,17 +4,21 @@
 
 #include <string.h>
 
-#define LANES 16 // columns of outputs come in multiples of this
-#define TILE 1024 // columns that are added up at a time: long runs of `up`, and little of the stack
+#define LANES 16   // columns of outputs come in multiples of this
+#define TILE 1024 // columns that are added up at a time: long runs of `up`
+
+static inline float half_as_float(bf16 x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
 
 static inline float as_float(number x) {
 #ifdef KVBOOST_FLOAT32
     return x;
 #else
-    const uint32_t bits = (uint32_t)x << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
+    return half_as_float(x);
 #endif
 }
 
@@ -28,18 +32,41 @@ static inline number as_number(float x) {
 #endif
 }
 
+static float dot(const number *x, const number *weights, int count) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < count; i++) sum += as_float(x[i]) * as_float(weights[i]);
+    return sum;
+}
+
+static float dot_halved(const number *x, const bf16 *weights, int count) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < count; i++) sum += as_float(x[i]) * half_as_float(weights[i]);
+    return sum;
+}
+
+static void add(float *to, float times, const number *weights, int count) {
+#pragma omp simd
+    for (int i = 0; i < count; i++) to[i] += times * as_float(weights[i]);
+}
+
+static void add_halved(float *to, float times, const bf16 *weights, int count) {
+#pragma omp simd
+    for (int i = 0; i < count; i++) to[i] += times * half_as_float(weights[i]);
+}
+
 // sums[num_rows, rank] from rank `first` to `end`: each row times a row of `down`.
 static void shrink(
     const Change *change, const number *rows, int width, int first, int end, float *sums
 ) {
     for (int j = first; j < end; j++) {
-        const number *down = change->down + (int64_t)j * width;
+        const int64_t at = (int64_t)j * width;
         for (int row = 0; row < change->num_rows; row++) {
             const number *from = rows + (int64_t)row * width;
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int d = 0; d < width; d++) sum += as_float(from[d]) * as_float(down[d]);
-            sums[(int64_t)row * change->rank + j] = sum;
+            sums[(int64_t)row * change->rank + j] =
+                change->halved ? dot_halved(from, (const bf16 *)change->down + at, width)
+                               : dot(from, (const number *)change->down + at, width);
         }
     }
 }
@@ -55,9 +82,11 @@ static void expand(
             memset(added, 0, count * sizeof *added);
             for (int j = 0; j < change->rank; j++) {
                 const float times = sums[(int64_t)row * change->rank + j];
-                const number *up = change->up + (int64_t)j * change->width + column;
-#pragma omp simd
-                for (int c = 0; c < count; c++) added[c] += times * as_float(up[c]);
+                const int64_t at = (int64_t)j * change->width + column;
+                if (change->halved)
+                    add_halved(added, times, (const bf16 *)change->up + at, count);
+                else
+                    add(added, times, (const number *)change->up + at, count);
             }
             for (int c = 0; c < count; c += LANES) {
                 const int at = change->interleaved ? 2 * (column + c) : column + c;
