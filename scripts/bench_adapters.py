@@ -50,7 +50,9 @@ def now() -> Times:
     return Times(time.perf_counter(), time.process_time())
 
 
-def write_adapter(folder: Path, engine: KVBoost, targets: Sequence[str], rank: int) -> Path:
+def write_adapter(
+    folder: Path, engine: KVBoost, targets: Sequence[str], rank: int, dtype: torch.dtype
+) -> Path:
     """A random adapter, whose factors are both other than zero."""
     tensors = {}
     for name, module in engine._model.forward.model.named_modules():
@@ -60,7 +62,7 @@ def write_adapter(folder: Path, engine: KVBoost, targets: Sequence[str], rank: i
             tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(sizes[0], rank) / 50
     folder.mkdir()
     save_file(
-        {name: one.to(engine.dtype) for name, one in tensors.items()},
+        {name: one.to(dtype) for name, one in tensors.items()},
         folder / "adapter_model.safetensors",
     )
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*targets]}
@@ -81,11 +83,13 @@ def seconds(engine: KVBoost, names: Sequence[str | None], num_tokens: int) -> Ti
     return now() - began
 
 
-def measure(engine: KVBoost, folder: Path, kind: str, count: int, rank: int, rounds: int) -> Any:
+def measure(engine: KVBoost, folder: Path, kind: str, given: argparse.Namespace) -> Any:
+    count, rank, rounds = given.adapters, given.rank, given.rounds
+    saved = getattr(torch, given.saved) if given.saved else engine.dtype
     names = [f"{kind} {number}" for number in range(count)]
     loading = []
     for number, name in enumerate(names):
-        path = write_adapter(folder / f"{kind} {number}", engine, KINDS[kind], rank)
+        path = write_adapter(folder / f"{kind} {number}", engine, KINDS[kind], rank, saved)
         began = now()
         engine.load_adapter(name, path)
         loading.append(now() - began)
@@ -134,6 +138,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default=None)
+    parser.add_argument(
+        "--saved", help="the dtype of the adapters' files; the model's if not given"
+    )
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
@@ -145,7 +152,7 @@ def main() -> None:
     ):
         report["dtype"] = str(engine.dtype)
         for kind in KINDS:
-            found = measure(engine, Path(folder), kind, given.adapters, given.rank, given.rounds)
+            found = measure(engine, Path(folder), kind, given)
             report[kind] = found
             print(
                 f"{kind}, rank {given.rank}: a step of {given.adapters} requests takes "

@@ -28,10 +28,11 @@ def write_adapter(
     rank: int = 4,
     tensors: Mapping[str, torch.Tensor] | None = None,
     loudness: float = 0.2,
+    dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> Path:
     """An adapter of all modules whose names end with one of ``targets``. Both factors are random,
-    so it changes every answer. ``tensors`` are written beside its own."""
+    so it changes every answer. ``tensors`` are written beside its own. ``dtype``: of the file."""
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
@@ -42,7 +43,7 @@ def write_adapter(
                 out, width = width, out
             for side, shape in (("A", (own, width)), ("B", (out, own))):
                 random = loudness * torch.randn(shape, generator=generator)
-                found[f"base_model.model.{name}.lora_{side}.weight"] = random
+                found[f"base_model.model.{name}.lora_{side}.weight"] = random.to(dtype)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({**found, **(tensors or {})}, folder / "adapter_model.safetensors")
     described = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, **config}

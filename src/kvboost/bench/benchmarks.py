@@ -108,6 +108,18 @@ _ENTRIES = (
         plots=True,
     ),
     Benchmark(
+        "agent",
+        "How soon does each turn of a coding agent begin: ours, vLLM and llama.cpp?",
+        "kvboost.bench.load.agent",
+        goals=(
+            "append: the first tokens of a session's turns no later than vllm's",
+            "files: the first tokens of a session's turns no later than vllm's",
+        ),
+        in_all="--rounds 1",
+        seconds=600,
+        plots=True,
+    ),
+    Benchmark(
         "cluster",
         "What does routing by content gain over taking turns, and what if a server is killed?",
         "kvboost.bench.load.cluster",

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import fake_openai
 from fake_openai import FakePeer
@@ -33,6 +30,7 @@ from kvboost.bench.load.serve.users import (
 )
 from kvboost.bench.peers.servers import OURS, SYSTEMS
 from kvboost.errors import ConfigError, KVBoostError
+from word_model import word_model
 
 
 def count_words(text: str) -> int:
@@ -280,15 +278,7 @@ def test_each_round_another_system_comes_first() -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """As much of a model as a client needs."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    tokenizer = Tokenizer(WordLevel({"?": 0}, unk_token="?"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text('{"max_position_embeddings": 4096}')
-    return folder
+    return word_model(tmp_path)
 
 
 def test_a_whole_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

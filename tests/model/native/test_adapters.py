@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kvboost.model.adapters.layers import AdaptedRows
 from kvboost.model.fast_layers import can_pack, pack_layers
 from kvboost.model.forward import Forward
 from kvboost.model.kv import RequestKV
+from kvboost.model.native.adapters import halved
 from kvboost.model.native.decoder import restore_forward
 from kvboost.model.segment import Segment
 
@@ -38,13 +40,19 @@ class Nothing:
     def on_query(self, *_: object) -> None: ...
 
 
-def segments(forward: Forward, adapters: list[Adapter | None], hooked: bool) -> list[Segment]:
-    """Of different lengths: one row, some, and more than are multiplied at once."""
+LENGTHS = (1, 5, 7, 60)
+"""One row, some, and more than are multiplied at once."""
+STEP = (1,) * 6
+
+
+def segments(
+    forward: Forward, adapters: Sequence[Adapter | None], hooked: bool, lengths: Sequence[int]
+) -> list[Segment]:
     made = []
-    for number, adapter in enumerate(adapters):
+    for number, (adapter, rows) in enumerate(zip(adapters, lengths, strict=True)):
         kv = RequestKV(forward.shape, 64)
-        kv.adapter = None if adapter is None else AppliedAdapter(adapter, start=number)
-        rows = (1, 5, 7, 60)[number]
+        start = min(number, rows - 1)
+        kv.adapter = None if adapter is None else AppliedAdapter(adapter, start)
         ids = torch.randint(0, 128, (rows,), generator=torch.Generator().manual_seed(number))
         hook = Nothing() if hooked else None
         made.append(Segment(kv, ids, range(rows), num_logits=rows, hook=hook))
@@ -52,22 +60,36 @@ def segments(forward: Forward, adapters: list[Adapter | None], hooked: bool) -> 
 
 
 @each_dtype
-@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize(("hooked", "lengths"), [(False, LENGTHS), (True, LENGTHS), (False, STEP)])
 def test_whole_layers_take_adapters(
-    dtype: torch.dtype, hooked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    hooked: bool,
+    lengths: Sequence[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)
+    if dtype == torch.float32:
+        config.intermediate_size = 1056  # more columns than are added up at a time
     model = LlamaForCausalLM(config).to(dtype).eval()
     assert can_pack(CPU, dtype)
     forward = Forward(model, packed=True, fast_layers=pack_layers(model))
     everywhere, few = (
         forward.load_adapter(
-            read_adapter(write_adapter(tmp_path / name, model, targets=targets, rank=rank))
+            read_adapter(
+                write_adapter(tmp_path / name, model, targets=targets, rank=rank, dtype=saved)
+            )
         )
-        for name, targets, rank in (("a", LINEARS, 5), ("b", ("k_proj", "up_proj"), 20))
+        for name, targets, rank, saved in (
+            ("a", LINEARS, 5, torch.float32),
+            ("b", ("k_proj", "up_proj"), 20, torch.bfloat16),
+        )
     )
-    order = [everywhere, None, few, everywhere]
+    assert all(halved(delta) is None for delta in everywhere.deltas.values())
+    is_wide = dtype == torch.float32  # and then its weights are read as the file has them
+    assert all((halved(delta) is not None) == is_wide for delta in few.deltas.values())
+    order = [everywhere, None, few, everywhere, few, everywhere][: len(lengths)]
     calls: list[str] = []
     add = AdaptedRows.add
 
@@ -76,11 +98,12 @@ def test_whole_layers_take_adapters(
         add(self, module, *rows)
 
     monkeypatch.setattr(AdaptedRows, "add", counted)
-    given = forward(segments(forward, order, hooked))
+    given = forward(segments(forward, order, hooked, lengths))
     assert not calls
     for layer in model.model.layers:
         restore_forward(layer)
-    expected = forward(segments(forward, order, hooked))
+    expected = forward(segments(forward, order, hooked, lengths))
     assert len(calls) == 7 * SIZES["num_hidden_layers"]
     assert close(given, expected, 4)
-    assert not torch.allclose(given, forward(segments(forward, [None] * 4, hooked)), atol=0.1)
+    plain = forward(segments(forward, [None] * len(order), hooked, lengths))
+    assert not torch.allclose(given, plain, atol=0.1)

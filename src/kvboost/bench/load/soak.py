@@ -259,10 +259,14 @@ def _check_budgets(engine: KVBoost, seen: Soak) -> None:
 
 def used_mb(device: torch.device) -> float:
     """Resident memory, and what tensors on a GPU take."""
-    with open("/proc/self/statm") as file:
-        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
     on_gpu = torch.cuda.memory_allocated(device) / 1e6 if device.type == "cuda" else 0.0
-    return resident + on_gpu
+    return resident_mb(os.getpid()) + on_gpu
+
+
+def resident_mb(pid: int) -> float:
+    """Resident memory of a process."""
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def levels(samples: Sequence[float]) -> tuple[float, float, float]:

@@ -99,8 +99,18 @@ class Running:
 
     def kill(self) -> None:
         """Ends it as a crash would."""
+        self._signal(signal.SIGKILL)
+
+    def freeze(self) -> None:
+        """None of its threads runs until ``thaw``. It must be thawed before it is stopped."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, number)
 
 
 @contextmanager

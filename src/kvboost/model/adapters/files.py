@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,13 @@ class AdapterFiles:
     modules: Mapping[str, ModuleWeights]
     """By the path of the module in the model."""
     invocation: tuple[int, ...]
-    digest: str
-    """Depends on the tensors' bytes, their scales and the invocation tokens, and nothing else."""
+    hashed: Future[str]
+
+    @property
+    def digest(self) -> str:
+        """Depends on the tensors' bytes, their scales and the invocation tokens, and nothing
+        else."""
+        return self.hashed.result()
 
 
 def read_adapter(path: str | os.PathLike[str]) -> AdapterFiles:
@@ -87,7 +93,10 @@ def read_adapter(path: str | os.PathLike[str]) -> AdapterFiles:
     tensors = _read_tensors(folder)
     modules = _modules(folder, config, tensors)
     invocation = _invocation(folder, config)
-    return AdapterFiles(folder, modules, invocation, _digest(modules, invocation))
+    hashing = ThreadPoolExecutor(1)  # a third of the time, and weights can be placed meanwhile
+    hashed = hashing.submit(_digest, modules, invocation)
+    hashing.shutdown(wait=False)
+    return AdapterFiles(folder, modules, invocation, hashed)
 
 
 def refuse(path: Path, reason: str) -> AdapterError:

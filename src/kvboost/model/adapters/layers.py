@@ -81,18 +81,21 @@ class AdapterHooks:
     def make(self, files: AdapterFiles) -> Adapter:
         """The adapter for this model. Raises AdapterError if it does not fit."""
         deltas = {}
+        place = self._model.device, self._model.dtype
+        head = self._model.get_output_embeddings()
         for name, weights in files.modules.items():
-            self._check(files, name, weights.down.shape[1], weights.up.shape[0])
+            self._check(files, name, weights.down.shape[1], weights.up.shape[0], head)
             up = weights.up.t().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-            up.mul_(weights.scale)
-            deltas[name] = Delta(self._placed(weights.down), self._placed(up))
+            if weights.scale != 1.0:
+                up.mul_(weights.scale)
+            down = weights.down.to(*place).contiguous()
+            deltas[name] = Delta(down, up.to(*place).contiguous())
         rank = max(len(delta.down) for delta in deltas.values())
         return Adapter(files.digest, rank, deltas, files.invocation)
 
-    def _placed(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.to(self._model.device, self._model.dtype).contiguous()
-
-    def _check(self, files: AdapterFiles, name: str, width: int, height: int) -> None:
+    def _check(
+        self, files: AdapterFiles, name: str, width: int, height: int, head: nn.Module | None
+    ) -> None:
         try:
             module = self._model.get_submodule(name)
         except AttributeError:
@@ -100,7 +103,7 @@ class AdapterHooks:
                 files.path,
                 f"it changes {name!r}, and {type(self._model).__name__} has no such part",
             ) from None
-        if module is self._model.get_output_embeddings() or isinstance(module, nn.Embedding):
+        if module is head or isinstance(module, nn.Embedding):
             raise refuse(files.path, f"it changes {name!r}; embeddings and heads are not supported")
         sizes = _sizes(module)
         if sizes is None:

@@ -86,13 +86,15 @@ typedef struct {
 
 // What an adapter changes in the output of one linear layer, for some consecutive rows.
 typedef struct {
-    const number *down; // [rank, k]
-    const number *up;   // [rank, width]
+    const void *down; // [rank, k]
+    const void *up;   // [rank, width]
     int32_t rank;       // 0: nothing
     int32_t width;      // columns of the linear layer, a multiple of 16
     int32_t column;     // where they begin in the output of the product
     int32_t interleaved; // whether every 16 of them are followed by 16 of another layer
     int32_t first, num_rows;
+    int32_t halved; // whether down and up are bfloat16 numbers and the rows are not
+    int32_t unused;
 } Change;
 
 #define CHANGED_LINEARS 7 // of a layer: q, k, v; o; gate, up; down

@@ -5,14 +5,18 @@
 
 #include "kernels.h"
 
-static inline float as_float(number x) {
-#ifdef KVBOOST_FLOAT32
-    return x;
-#else
+static inline float half_as_float(bf16 x) {
     const uint32_t bits = (uint32_t)x << 16;
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
+}
+
+static inline float as_float(number x) {
+#ifdef KVBOOST_FLOAT32
+    return x;
+#else
+    return half_as_float(x);
 #endif
 }
 

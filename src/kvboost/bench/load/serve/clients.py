@@ -19,6 +19,8 @@ import httpx
 from kvboost.bench.load.serve.users import Message, Request
 
 OnAnswer = Callable[[], None]
+SOURCES = ("exact", "approximate", "moved", "recomputed", "computed")
+"""Where our server says that the rows of a prompt come from; moved rows include recomputed ones."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Target:
     """A request fails after so many seconds without text."""
     seconds: float = math.inf
     """Nothing is sent later than this after the load began."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields of the bodies."""
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
         return {
@@ -44,6 +48,7 @@ class Target:
             "logit_bias": dict(self.logit_bias),
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self.more,
         }
 
 
@@ -64,6 +69,8 @@ class Answer:
     """Prompt tokens that were not computed, as the server reports them."""
     moved_tokens: int = 0
     """Ours only: not computed either, but reused from another place."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """Ours only: the prompt's rows by source."""
     error: str | None = None
 
 
@@ -87,6 +94,7 @@ def read_event(data: str, answer: Answer) -> str:
     if ours := chunk.get("kvboost"):
         reused = ours["approximate_tokens"] + ours["moved_tokens"]
         answer.moved_tokens = reused - ours["recomputed_tokens"]
+        answer.rows = {name: ours.get(f"{name}_tokens", 0) for name in SOURCES}
     pieces = [choice.get("delta", {}).get("content") or "" for choice in chunk.get("choices", ())]
     return "".join(pieces)
 
@@ -136,7 +144,7 @@ async def closed_loop(
     target: Target, users: Sequence[Sequence[Request]], on_answer: OnAnswer = lambda: None
 ) -> list[Answer]:
     """All users at once; each waits for an answer before its next request."""
-    async with _client(target, len(users)) as client:
+    async with open_client(target, len(users)) as client:
         since = time.perf_counter()
 
         async def talk(requests: Sequence[Request]) -> list[Answer]:
@@ -157,7 +165,7 @@ async def closed_loop(
         return [answer for answers in talks for answer in answers]
 
 
-def _client(target: Target, connections: int) -> httpx.AsyncClient:
+def open_client(target: Target, connections: int) -> httpx.AsyncClient:
     """Straight to the server, a connection per request: one that is kept alive may end any time."""
     return httpx.AsyncClient(
         timeout=target.timeout,

@@ -10,7 +10,7 @@ by the same traffic, is loaded and stopped; the order rotates.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -70,13 +70,7 @@ def run(settings: Settings, bench: Bench) -> Report:
         settings.model, settings.users, device=torch.device(settings.device)
     )
     bench.describe(setting.device, setting.dtype, threads=setting.threads)
-    missing = {name: SYSTEMS[name].missing(setting) for name in settings.systems}
-    present = [name for name in settings.systems if missing[name] is None]
-    for name, reason in missing.items():
-        if reason is not None:
-            bench.say(f"{name} is missing: {reason}", style="yellow")
-    if not present:
-        raise KVBoostError("none of the chosen systems is here to be measured")
+    present, missing = find_systems(settings.systems, setting, bench)
     each = START_SECONDS + settings.seconds * len(settings.workloads)
     most = settings.rounds * len(present) * each
     bench.say(f"at most about {duration(most)}; change it with --seconds, --rounds or --workload")
@@ -84,18 +78,10 @@ def run(settings: Settings, bench: Bench) -> Report:
     with Progress("servers under load, one at a time") as progress:
         comparison.run(progress)
     rows = comparison.rows()
-    systems = {
-        name: {
-            "version": SYSTEMS[name].version(),
-            "started_s": comparison.started_s.get(name),
-            **SYSTEMS[name].settings(setting),
-        }
-        for name in present
-    }
     return Report(
         {
-            "systems": systems,
-            "missing": {name: reason for name, reason in missing.items() if reason is not None},
+            "systems": describe_systems(present, setting, comparison.started_s),
+            "missing": missing,
             "failures": comparison.failures,
             "errors": comparison.errors,
             "rows": [row.as_json() for row in rows],
@@ -109,6 +95,33 @@ def run(settings: Settings, bench: Bench) -> Report:
         goals(rows),
         draw=partial(report.serve_figure, rows),
     )
+
+
+def find_systems(
+    names: Sequence[str], setting: Setting, bench: Bench
+) -> tuple[list[str], dict[str, str]]:
+    """The systems that can run here, and why others cannot. Raises if there are none."""
+    found = {name: SYSTEMS[name].missing(setting) for name in names}
+    missing = {name: reason for name, reason in found.items() if reason is not None}
+    for name, reason in missing.items():
+        bench.say(f"{name} is missing: {reason}", style="yellow")
+    if len(missing) == len(found):
+        raise KVBoostError("none of the chosen systems is here to be measured")
+    return [name for name in names if name not in missing], missing
+
+
+def describe_systems(
+    names: Sequence[str], setting: Setting, started_s: Mapping[str, float]
+) -> dict[str, object]:
+    """For the record."""
+    return {
+        name: {
+            "version": SYSTEMS[name].version(),
+            "started_s": started_s.get(name),
+            **SYSTEMS[name].settings(setting),
+        }
+        for name in names
+    }
 
 
 class Comparison:
