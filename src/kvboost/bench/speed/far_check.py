@@ -31,7 +31,7 @@ def same_answers(model: Any, shape: KVShape, vocabulary: int, num_tokens: int) -
 
 def _answers(
     model: Any, vocabulary: int, prompt: list[int], options: dict[str, Any]
-) -> tuple[list[Sequence[int]], int, int]:
+) -> tuple[list[list[int]], int, int]:
     config = EngineConfig(graphs="off", heal="off", speculate="off", gpu_cache_bytes=0, **options)
     with KVBoost.from_model(model, number_tokenizer(vocabulary), config=config) as engine:
         given = [engine.generate(prompt, ANSWER, "prefix_cache", ignore_eos=True) for _ in range(2)]
