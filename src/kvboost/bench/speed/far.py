@@ -47,6 +47,8 @@ FILLED = 4096
 """Rows that are made up at a time."""
 CHECKED = 2048
 """Rows of the comparison with all rows near."""
+ROUNDING = 0.1
+"""How far logits may be apart, relative to the largest: in bfloat16."""
 CHECKED_PROMPT = 6000
 """Tokens of the prompt that two engines answer."""
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
@@ -191,6 +193,8 @@ class _Run:
                 ]
                 apart.append(float((given[0] - given[1]).abs().max() / given[1].abs().max()))
         self._figures["apart"] = max(apart)
+        if not max(apart) < ROUNDING:
+            self._problems.append(f"logits over far rows are {max(apart):.2f} apart, relative")
 
     def _check_answers(self) -> None:
         tokens = min(CHECKED_PROMPT, self._settings.tokens)

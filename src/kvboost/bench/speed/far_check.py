@@ -22,8 +22,9 @@ def same_answers(model: Any, shape: KVShape, vocabulary: int, num_tokens: int) -
     generator = torch.Generator().manual_seed(1)
     prompt = torch.randint(vocabulary, (num_tokens,), generator=generator).tolist()
     near = max(LEAST_ROWS, num_tokens // 3) * shape.row_bytes
-    small = {"max_kv_bytes": near, "far_kv_bytes": 4 * num_tokens * shape.row_bytes}
-    expected, _, _ = _answers(model, vocabulary, prompt, {})
+    enough = 2 * num_tokens * shape.row_bytes
+    small = {"max_kv_bytes": near, "far_kv_bytes": enough}
+    expected, _, _ = _answers(model, vocabulary, prompt, {"max_kv_bytes": enough})
     found, cached, num_far = _answers(model, vocabulary, prompt, small)
     alike = [_common(one, other) for one, other in zip(expected, found, strict=True)]
     return {"alike": min(alike), "of": ANSWER, "cached": cached, "requests": num_far}
