@@ -337,6 +337,8 @@ class KVPool:
         """Frees the buffers that no request uses."""
         with self._lock:
             self._idle.clear()
+        if self.far is not None:
+            self.far.clear()
 
     @property
     def idle_bytes(self) -> int:

@@ -54,14 +54,14 @@ def random_model(shape: str, device: str, dtype: torch.dtype, **changes: Any) ->
         torch.set_default_dtype(previous)
 
 
-def number_tokenizer() -> Any:
+def number_tokenizer(size: int = VOCABULARY) -> Any:
     """One token per byte, and numbers for the other tokens: random weights choose any of them, and
     all have a text, as those of a real model."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [f"word{number}" for number in range(len(alphabet), VOCABULARY)]
+    words = [f"word{number}" for number in range(len(alphabet), size)]
     vocab = {symbol: number for number, symbol in enumerate([*alphabet, *words])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

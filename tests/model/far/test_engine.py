@@ -126,6 +126,20 @@ def test_a_request_that_does_not_fit_far_memory_either(tmp_path: Path) -> None:
         engine.generate(PROMPT, 5)
 
 
+def test_far_memory_is_given_back_if_near_memory_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with far_engine(tiny_model("llama")) as engine:
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="out of memory"):
+            patched.setattr(KVShape, "allocate", fails)
+            engine.generate(PROMPT, 5)
+        assert far_of(engine).used_bytes == 0
+        assert engine.cache_stats()["far_kv_bytes"] == 0
+
+
 def test_requests_wait_for_far_memory() -> None:
     """There is enough for one of them at a time."""
     with far_engine(tiny_model("llama"), far_kv_bytes="200KiB") as engine:

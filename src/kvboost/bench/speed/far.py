@@ -23,6 +23,7 @@ from kvboost.bench.kit.benchmark import Bench, Report, option
 from kvboost.bench.kit.figures import draw_bars
 from kvboost.bench.kit.goals import Goal
 from kvboost.bench.kit.tables import ms, table
+from kvboost.bench.speed.far_check import same_answers
 from kvboost.cache.quantize import RowCodec
 from kvboost.config import format_bytes, parse_bytes
 from kvboost.errors import KVBoostError
@@ -46,6 +47,10 @@ FILLED = 4096
 """Rows that are made up at a time."""
 CHECKED = 2048
 """Rows of the comparison with all rows near."""
+ROUNDING = 0.1
+"""How far logits may be apart, relative to the largest: in bfloat16."""
+CHECKED_PROMPT = 6000
+"""Tokens of the prompt that two engines answer."""
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 GOAL_SHAPE, GOAL_TOKENS, GOAL_MEMORY = "7b", 256 * 1024, 8 << 30
 
@@ -121,6 +126,7 @@ class _Run:
             "near_rows": far.near_rows,
         }
         self._attempt("far and near rows against near rows alone", lambda: self._compare(far))
+        self._attempt("answers of engines", self._check_answers)
         with far.lend(settings.tokens + 2 * MOST_STEPS * len(ALONE) + FILLED) as kv:
             self._attempt(f"{settings.tokens:,} random rows", lambda: self._fill(kv))
             self._attempt("bandwidths", lambda: self._bandwidths(kv))
@@ -187,6 +193,15 @@ class _Run:
                 ]
                 apart.append(float((given[0] - given[1]).abs().max() / given[1].abs().max()))
         self._figures["apart"] = max(apart)
+        if not max(apart) < ROUNDING:
+            self._problems.append(f"logits over far rows are {max(apart):.2f} apart, relative")
+
+    def _check_answers(self) -> None:
+        tokens = min(CHECKED_PROMPT, self._settings.tokens)
+        found = same_answers(self._model, self._shape, VOCABULARY, tokens)
+        self._figures["answers"] = found
+        if not found["requests"] or not found["cached"]:
+            self._problems.append(f"no request had far rows, or none a hit: {found}")
 
     def _step(self, kv: FarKV) -> None:
         kv.prepare(self._end, self._end + 1)
@@ -315,6 +330,8 @@ def _tables(found: dict[str, Any]) -> list[Any]:
         lines.append(f"reading more: {found['read_tokens_per_s']:,.0f} tokens/s")
     if "apart" in found:
         lines.append(f"logits against near rows: {found['apart']:.1e} apart, relative")
+    if "answers" in found:
+        lines.append("answers alike: {alike} of {of} tokens".format(**found["answers"]))
     if "peak_bytes" in found:
         lines.append(f"peak of GPU memory: {format_bytes(found['peak_bytes'])}")
     return [*told, "; ".join(lines)]

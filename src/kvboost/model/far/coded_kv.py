@@ -33,10 +33,10 @@ class CodedKV(FarKV):
         attention: FarAttention,
     ) -> None:
         self.shape = shape
-        self._coded = allocate(num_tokens)
-        self._group = self._coded.codec.group
         self._attention = attention
         self._near = shape.allocate(near_rows)
+        self._coded = allocate(num_tokens)  # last: only ``close`` gives it back
+        self._group = self._coded.codec.group
         self._written = 0
         self._edges: dict[int, tuple[torch.Tensor, set[int]]] = {}
         """Groups that are placed in part: their rows, and which of them are there."""

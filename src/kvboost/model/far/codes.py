@@ -69,11 +69,11 @@ class CodedMemory:
         self.layout = CodeLayout(shape, codec)
         self.num_rows = num_rows
         self.num_bytes = coded_bytes(shape, codec, num_rows)
+        size = (2, shape.num_layers, shape.num_kv_heads, codec.group, shape.head_dim)
+        self._first = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         memory, self._unpin = pinned_memory(self.num_bytes, shape.device)
         self.codes = memory.view(shape.num_layers, -1, self.layout.block_bytes)
         self._views = self.layout.views(self.codes)
-        size = (2, shape.num_layers, shape.num_kv_heads, codec.group, shape.head_dim)
-        self._first = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self.on_close: Callable[[], object] = _nothing
 
     def write(self, start: int, rows: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from kvboost.model.far.memory import copy_rows
 from kvboost.model.kv import reading_ahead
 
 MOST_ROWS = 4096
-"""Rows of one forward on a GPU. So many compute longer than the far rows take to get there."""
+"""Rows of one forward on a GPU: by arithmetic, so many compute longer than far rows are copied."""
 
 
 class HostFarKV(FarKV):

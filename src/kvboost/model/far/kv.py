@@ -43,10 +43,10 @@ class FarKV(RequestKV):
         """``allocate`` gives far memory for so many rows."""
         self.shape = shape
         self.base: SharedRows | None = None
-        self._allocate = allocate
-        self._far = allocate(num_tokens)
         self._attention = attention
         self._near = shape.allocate(near_rows)
+        self._allocate = allocate
+        self._far = allocate(num_tokens)  # last: only ``close`` gives it back
         self._is_whole = True
         self._written = 0
         """Rows that may hold something: those of forwards that were prepared."""

@@ -90,6 +90,12 @@ class FarStore:
         finally:
             kv.close()
 
+    def clear(self) -> None:
+        """Frees what attends to far rows, if no request has any."""
+        with self._lock:
+            if not self._live:
+                self._attention = None
+
     def _allocate(self, num_rows: int) -> FarMemory | CodedMemory:
         needed = self._place.far_bytes(num_rows)
         with self._lock:
