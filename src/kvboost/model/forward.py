@@ -8,12 +8,13 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 from transformers import AttentionInterface, GenerationConfig, PreTrainedModel
 
 from kvboost.config import SamplingParams
@@ -25,7 +26,12 @@ from kvboost.model.attention import Batch
 from kvboost.model.caches import PackedCache, SequenceCache, observe_shape
 from kvboost.model.fast_layers import FastLayers, decoder_layers
 from kvboost.model.kv import RequestKV
-from kvboost.model.native.decoder import replace_forward, restore_forward
+from kvboost.model.native.decoder import (
+    DecoderLayer,
+    compare_forward,
+    replace_forward,
+    restore_forward,
+)
 from kvboost.model.native.kernels import Kernels
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.sampling import Picked, Sampler, TokenMask
@@ -47,6 +53,9 @@ MOST_APART = 4
 """Segments that run by themselves in one step: from more on, packing them is faster."""
 LAYER_ROUNDING = {torch.bfloat16: 2**-4, torch.float32: 1e-3}
 """How far the logits may be apart after all layers, relative to the largest."""
+QUANTIZED_ROUNDING = 2**-4
+"""The same for quantised weights: a number that falls to the other side when rows are rounded to 8
+bits makes others do so in later layers."""
 
 AttentionInterface.register(attention.NAME, attention.attend)
 
@@ -111,16 +120,32 @@ class Forward:
         kv = RequestKV(self.shape, 2 * PROBED)
         rows = torch.arange(1, PROBED, device=self.shape.device)
         probe = [Segment(kv, rows, range(PROBED, 2 * PROBED - 1), PROBED - 1)]
-        expected = self(probe)
+        if packed.is_quantized:
+            far, limit = self._furthest_layer(layers, probe), QUANTIZED_ROUNDING
+        else:
+            expected, limit = self(probe), LAYER_ROUNDING[self.shape.dtype]
         for layer, ours in layers.items():
             replace_forward(layer, ours)
-        given = self(probe)
+        if not packed.is_quantized:
+            far = float((self(probe) - expected).abs().max() / expected.abs().max())
         self.release()
-        far = float((given - expected).abs().max() / expected.abs().max())
-        if not far < LAYER_ROUNDING[self.shape.dtype]:
+        if not far < limit:
             log.warning("our whole layers are off by %.3f; the model's own are left alone", far)
             for layer in layers:
                 restore_forward(layer)
+
+    def _furthest_layer(
+        self, layers: Mapping[nn.Module, DecoderLayer], probe: Sequence[Segment]
+    ) -> float:
+        """How far one of our layers is from the model's own on the same rows. With quantised
+        weights, rows are rounded to 8 bits, so that small differences grow from layer to layer."""
+        distances: list[float] = []
+        for layer, ours in layers.items():
+            compare_forward(layer, ours, distances)
+        self(probe)
+        for layer in layers:
+            restore_forward(layer)
+        return max(distances)
 
     @property
     def has_kernels(self) -> bool:

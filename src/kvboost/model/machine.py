@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -28,6 +29,14 @@ def available_bytes() -> int:
         return int(sizes["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return memory_bytes() // 2
+
+
+def release_freed_memory() -> None:
+    """Gives memory that was freed, but that the C library keeps, back to the system, where it can
+    do that."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 def copy_bandwidth(device: str) -> float:

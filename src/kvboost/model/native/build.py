@@ -46,6 +46,7 @@ SIGNATURES: dict[str, Sequence[type]] = {
     ),
     "kvboost_write": (c_void_p, c_int32, *(c_void_p, c_int64, c_int64) * 2, c_int32),
     "kvboost_pack": (c_void_p, c_int32, c_int32, c_void_p),
+    "kvboost_use_large_pages": (c_void_p, c_int64),
     "kvboost_pack_quantized": (*(c_void_p,) * 4, c_int32, c_int32, c_void_p, c_int32),
     "kvboost_linear": (c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_int32),
     "kvboost_layer": (*(c_void_p,) * 11, c_int32),
@@ -152,6 +153,7 @@ def _load(dtype: torch.dtype) -> ctypes.CDLL | str:
     loaded.kvboost_quantized_bytes.argtypes = (c_void_p, c_int32, c_int32)
     loaded.kvboost_quantized_bytes.restype = c_int64
     loaded.kvboost_instructions.restype = c_char_p
+    loaded.kvboost_quantized_instructions.restype = c_char_p
     return loaded
 
 

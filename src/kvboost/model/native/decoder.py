@@ -134,6 +134,24 @@ def replace_forward(module: nn.Module, ours: DecoderLayer) -> None:
     module.forward = forward
 
 
+def compare_forward(module: nn.Module, ours: DecoderLayer, distances: list[float]) -> None:
+    """Makes the layer itself run our batches, and ours after it on the same rows; adds how far the
+    outputs are apart, relative to the largest number."""
+    stock = module.forward
+
+    def forward(
+        hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
+    ) -> Any:
+        out = stock(hidden_states, *args, past_key_values=past_key_values, **kwargs)
+        cos, sin = kwargs["position_embeddings"]
+        given = ours(hidden_states, cos, sin, past_key_values.batch)
+        expected = out[0] if isinstance(out, tuple) else out
+        distances.append(float((given - expected).abs().max() / expected.abs().max()))
+        return out
+
+    module.forward = forward
+
+
 def restore_forward(module: nn.Module) -> None:
-    """Undoes :func:`replace_forward`."""
+    """Undoes :func:`replace_forward` and :func:`compare_forward`."""
     vars(module).pop("forward", None)

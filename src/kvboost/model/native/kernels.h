@@ -56,11 +56,10 @@ typedef struct {
 // How the codes of a quantised weight are kept. The `group` inputs that share a scale are
 // neighbours; a weight is code * scale + offset.
 typedef struct {
-    int32_t bits;        // of a code: 4, or 8 with a sign
-    int32_t group;       // 16, or a multiple of 32
-    int32_t has_offsets; // if not, all offsets are -zero * scale
-    int32_t zero;
-    int32_t is_wide; // scales and offsets are float32, not float16
+    int32_t bits;        // 4: codes 0 to 15. 6: -32 to 31. 8: -128 to 127.
+    int32_t group;       // 16, with 6 or 8 bits, or a multiple of 32
+    int32_t has_offsets; // if not, they are -8 * scale with 4 bits, and otherwise 0
+    int32_t is_wide;     // scales and offsets are float32, not float16
 } Coding;
 
 // 16 columns of a quantised weight, rearranged by kvboost_pack_quantized.

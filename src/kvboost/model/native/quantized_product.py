@@ -11,7 +11,8 @@ from ctypes import c_int32, c_void_p
 import torch
 
 from kvboost.model import native
-from kvboost.model.native.layers import LinearStruct, aligned, scratch
+from kvboost.model.native.layers import LinearStruct, scratch
+from kvboost.model.native.memory import large_pages
 from kvboost.model.quantized.weight import QuantizedWeight
 
 PANEL = 16
@@ -20,10 +21,12 @@ BLOCK = 32
 """Columns of a weight come in multiples of this."""
 SMALL_GROUP = 16
 """The only group that is not a multiple of 32."""
+CENTRE = 8
+"""The code of 4 bits that is zero if codes are centred."""
 
 
 class _Coding(ctypes.Structure):
-    _fields_ = [(name, c_int32) for name in ("bits", "group", "has_offsets", "zero", "is_wide")]
+    _fields_ = [(name, c_int32) for name in ("bits", "group", "has_offsets", "is_wide")]
 
 
 class _Panel(ctypes.Structure):
@@ -143,12 +146,14 @@ class _PackedWeight:
 
     def __init__(self, weight: QuantizedWeight, library: ctypes.CDLL) -> None:
         n, k = weight.shape
-        scales, offsets, zero = _numbers(weight)
+        weight = _widened(weight)
+        scales, offsets = _numbers(weight)
+        bits, has_offsets = _bits(weight, offsets is not None), offsets is not None
         is_wide = scales.dtype == torch.float32
-        self._coding = _Coding(weight.bits, weight.group, offsets is not None, zero, is_wide)
+        self._coding = _Coding(bits, weight.group, has_offsets, is_wide)
         coding = ctypes.addressof(self._coding)
         self.num_bytes = int(library.kvboost_quantized_bytes(coding, n, k))
-        self._memory, self._address = aligned(self.num_bytes, torch.uint8)
+        self._memory, self._address = large_pages.take(self.num_bytes, library)
         self._count = n // PANEL
         codes = weight.codes.contiguous()
         library.kvboost_pack_quantized(
@@ -163,20 +168,37 @@ class _PackedWeight:
         return [_Panel(self._address + at * each, coding) for at in range(self._count)]
 
 
-def _numbers(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """Scales and offsets in float16 if that loses nothing, and the zero: offsets that are all
-    ``-zero * scale`` are not kept."""
-    scales, offsets, zero = weight.scales.float(), weight.offsets, 0
-    if offsets is not None:
-        offsets = offsets.float()
-        zero = 1 << (weight.bits - 1)
-        if torch.equal(offsets, scales * -zero):
-            offsets = None
-        else:
-            zero = 0
-    both = [part for part in (scales, offsets) if part is not None]
-    if not all(bool(part.isfinite().all()) for part in both):
+def _widened(weight: QuantizedWeight) -> QuantizedWeight:
+    """Codes of 4 bits in groups of 16 have no kernel of their own: they become codes of 8 bits."""
+    if weight.bits != 4 or weight.group != SMALL_GROUP:
+        return weight
+    codes = torch.stack([weight.codes & 15, weight.codes >> 4], dim=-1).flatten(1).to(torch.int8)
+    scales, offsets = weight.scales, weight.offsets
+    if offsets is not None and torch.equal(offsets, scales * -CENTRE):
+        codes, offsets = codes - CENTRE, None
+    return QuantizedWeight(codes, scales, offsets, 8, weight.group)
+
+
+def _bits(weight: QuantizedWeight, has_offsets: bool) -> int:
+    """How many bits of each code are kept: 6 of those codes of 8 bits that fit."""
+    if weight.bits == 4 or (has_offsets and weight.group == SMALL_GROUP):
+        return weight.bits
+    fits = int(weight.codes.min()) >= -32 and int(weight.codes.max()) < 32
+    return 6 if fits else 8
+
+
+def _numbers(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales and offsets, in float16 if that loses nothing. Offsets that kernels know without
+    reading them are not kept: those of codes that are centred on zero."""
+    scales = weight.scales.float()
+    offsets = torch.zeros_like(scales) if weight.offsets is None else weight.offsets.float()
+    if torch.equal(offsets, scales * (-CENTRE if weight.bits == 4 else 0)):
+        numbers = [scales]
+    else:
+        numbers = [scales, offsets]
+    if not all(bool(part.isfinite().all()) for part in numbers):
         raise ValueError("scales and offsets of a quantised weight must be finite")
-    if all(torch.equal(part.half().float(), part) for part in both):
-        scales, offsets = scales.half(), None if offsets is None else offsets.half()
-    return scales.contiguous(), None if offsets is None else offsets.contiguous(), zero
+    if all(torch.equal(part.half().float(), part) for part in numbers):
+        numbers = [part.half() for part in numbers]
+    scales, *rest = (part.contiguous() for part in numbers)
+    return scales, rest[0] if rest else None

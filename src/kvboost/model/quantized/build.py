@@ -3,7 +3,7 @@ is made without weights and filled tensor by tensor, so it never exists in ordin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvboost.errors import ModelError
+from kvboost.model.machine import release_freed_memory
 from kvboost.model.quantized.checkpoint import QuantizedCheckpoint
 from kvboost.model.quantized.cuda import TensorCoreProduct
 from kvboost.model.quantized.layers import QuantizedEmbedding, QuantizedLinear
@@ -38,6 +39,7 @@ def build(
     place = torch.device("cpu") if parked else device
     _fill_quantized(model, checkpoint, device, dtype, place)
     _fill_plain(model, checkpoint, place, dtype)
+    release_freed_memory()
     return model.eval().to(place)
 
 
@@ -72,7 +74,8 @@ def _fill_quantized(
         for child, layer in zip(children, layers, strict=True):
             setattr(parent, child, layer)
 
-    parts = list(_parts(model, {m for m, name in sources.items() if checkpoint.is_quantized(name)}))
+    quantized = {module for module, name in sources.items() if checkpoint.is_quantized(name)}
+    parts = sorted(_parts(model, quantized), key=_size, reverse=True)
     with ThreadPoolExecutor(max(1, min(4, torch.get_num_threads()))) as threads:
         for _ in threads.map(fill, parts):
             pass
@@ -89,8 +92,14 @@ def _park(layers: Sequence[QuantizedLinear], place: torch.device) -> None:
         move_tensors(layer, place)
 
 
+def _size(part: tuple[Any, tuple[str, ...]]) -> int:
+    """The largest parts come first, while there is the most memory for what is in between."""
+    parent, children = part
+    return sum(getattr(parent, child).weight.numel() for child in children)
+
+
 def _parts(
-    model: nn.Module, quantized: set[nn.Module]
+    model: nn.Module, quantized: Collection[nn.Module]
 ) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
     """The quantised linear layers of each module, those that read the same rows together."""
     for parent in model.modules():

@@ -27,7 +27,7 @@ from kvboost.model.quantized.blocks import (
 )
 from kvboost.model.quantized.checkpoint import PLAIN, refused
 from kvboost.model.quantized.layers import Rows
-from kvboost.model.quantized.weight import QuantizedWeight, digest_of
+from kvboost.model.quantized.weight import QuantizedWeight, digest_of_bytes
 
 FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
@@ -115,7 +115,7 @@ class GgufCheckpoint:
 
     def digest(self, name: str) -> str:
         tensor = self._tensor(name)
-        found = digest_of(torch.from_numpy(np.array(self._blocks(tensor))))
+        found = digest_of_bytes(self._blocks(tensor).reshape(-1))
         self._leave(tensor)
         return f"{tensor.shape} {tensor.kind.name} {found}"
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from kvboost.model.quantized.weight import QuantizedWeight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BLOCK_BYTES = 16 << 20
 """Without a kernel, so many bytes of a weight are dequantised at a time."""
@@ -47,10 +50,14 @@ class QuantizedLinear(nn.Module):
     """A linear layer for inference. It is not an ``nn.Linear`` and has no ``weight``: nothing can
     train it or take its weight for a float tensor. An adapter's hook can add to its output."""
 
-    def __init__(self, in_features: int, out_features: int, product: Product, digest: str) -> None:
+    def __init__(
+        self, shape: tuple[int, int], product: Product, *, has_bias: bool, digest: str
+    ) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        self.out_features, self.in_features = shape
         self.product = product
+        self.has_bias = has_bias
+        """Whether the product adds one."""
         self.digest = digest
         """Identifies codes, scales, offsets and bias."""
 
@@ -97,21 +104,17 @@ class QuantizedEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
-def num_weights(model: nn.Module, *, embeddings: bool = True) -> int:
-    """How many numbers a model has learned, quantised or not; perhaps without its embedding."""
-    total = 0
-    seen: set[int] = set()
+def num_weights(model: PreTrainedModel, *, embeddings: bool = True) -> int:
+    """How many numbers a model has learned, quantised or not; perhaps without its embedding, and
+    without the output head that is the same."""
+    total = model.num_parameters(exclude_embeddings=not embeddings)
+    tied = model.config.get_text_config().tie_word_embeddings
+    head = model.get_output_embeddings() if tied else None
     for module in model.modules():
-        if isinstance(module, QuantizedLinear):
-            total += module.in_features * module.out_features
+        if isinstance(module, QuantizedLinear) and module is not head:
+            total += module.out_features * (module.in_features + module.has_bias)
         elif isinstance(module, QuantizedEmbedding) and embeddings:
             total += module.num_embeddings * module.embedding_dim
-        if isinstance(module, nn.Embedding) and not embeddings:
-            continue
-        for weight in module.parameters(recurse=False):
-            if id(weight) not in seen:
-                seen.add(id(weight))
-                total += weight.numel()
     return total
 
 

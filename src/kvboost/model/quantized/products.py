@@ -40,9 +40,9 @@ def make_layers(
     for weight, bias, product in zip(
         weights, biases, _products(weights, biases, device, dtype), strict=True
     ):
-        n, k = weight.shape
         identity = weight.digest() + ("" if bias is None else digest_of(bias))
-        made.append(QuantizedLinear(k, n, product, identity))
+        has_bias = bias is not None
+        made.append(QuantizedLinear(weight.shape, product, has_bias=has_bias, digest=identity))
     return made
 
 

@@ -164,7 +164,7 @@ def _unpacked(
     packed: torch.Tensor, bits: int, order: tuple[int, ...] | None = None
 ) -> torch.Tensor:
     """uint8 codes ``[rows, m * 32 / bits]`` of 32-bit integers ``[rows, m]``."""
-    octets = packed.contiguous().view(torch.uint8)
+    octets = packed.reshape(-1).view(torch.uint8).view(len(packed), -1)
     if bits == 4:
         octets = torch.stack([octets & 15, octets >> 4], dim=-1).flatten(1)
     if order is not None and bits == 4:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -74,8 +76,12 @@ class QuantizedWeight:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """Identifies the bits of a tensor by their sum and a sample."""
-    octets = tensor.contiguous().reshape(-1).view(torch.uint8)
-    wide = octets[: len(octets) // 8 * 8].view(torch.int64)
+    """Identifies the bits of a tensor."""
+    return digest_of_bytes(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def digest_of_bytes(octets: npt.NDArray[np.uint8]) -> str:
+    """Identifies bytes by their sum, eight at a time, and a sample."""
+    wide = octets[: len(octets) // 8 * 8].view(np.uint64)
     sample = octets[:: max(1, len(octets) // 64)].tolist()
-    return f"{int(wide.sum())} {octets[len(wide) * 8 :].tolist()} {sample}"
+    return f"{int(wide.sum(dtype=np.uint64))} {octets[len(wide) * 8 :].tolist()} {sample}"

@@ -6,12 +6,6 @@ const char *kvboost_instructions(void) { return INSTRUCTIONS; }
 
 int kvboost_is_permitted(void) { return 1; }
 
-#ifdef __clang__
-#define UNROLL _Pragma("unroll")
-#else
-#define UNROLL _Pragma("GCC unroll 32")
-#endif
-
 // One row of a matrix, 32 columns. Halved, it is 16 pairs of bf16: column i and column 16 + i.
 INLINE void load_columns(vec *columns, const void *from, const int halved) {
     if (halved) {

@@ -57,10 +57,11 @@ typedef struct {
     float sums[BLOCK_PANELS][BLOCK_ROWS * PANEL];
 } __attribute__((aligned(64))) Block;
 
-// How many inputs are added up before the next panel has its turn: whole units of both codings.
-static int depth_of(const Coding *coding, int k) {
+// How many inputs of a panel are added up before the next panel has its turn: all of them if the
+// rows are one tile, and otherwise whole units.
+static int depth_of(const Coding *coding, int k, int is_one_tile) {
     const int unit = unit_depth(coding), depth = BLOCK_DEPTH / unit * unit;
-    return depth == 0 ? unit : depth < k ? depth : k;
+    return is_one_tile || depth > k ? k : depth > unit ? depth : unit;
 }
 
 // Sums of rows from `row` to `row + count` with some panels.
@@ -68,36 +69,35 @@ static void multiply_block(
     const Linear *linear, const uint8_t *packed, int row, int count, int first, int panels,
     Block *block
 ) {
-    const int k = linear->k;
-    int done[BLOCK_PANELS] = {0};
-    for (int left = panels; left > 0;) {
-        for (int at = 0; at < count;) {
-            const int some = tile_rows(count - at);
+    const int k = linear->k, is_one_tile = tile_rows(count) == count;
+    int done[BLOCK_PANELS] = {0}; // inputs of each panel
+    for (int more = 1; more;) {
+        for (int at = 0, rows; at < count; at += rows) {
+            rows = tile_rows(count - at);
             for (int p = 0; p < panels; p++) {
                 const Panel *panel = linear->panels + first + p;
                 const Coding *coding = panel->coding;
-                int depth = depth_of(coding, k);
-                if (k - done[p] < depth) depth = k - done[p];
-                if (depth == 0) continue;
-                multiply_tile(
-                    coding, panel->data + (int64_t)done[p] / unit_depth(coding) * unit_bytes(coding),
-                    tile_at(packed, row + at, some, k, done[p]), some, depth / BLOCK, done[p] > 0,
-                    block->sums[p] + at * PANEL
-                );
+                const int depth = depth_of(coding, k, is_one_tile), left = k - done[p];
+                if (left > 0)
+                    multiply_tile(
+                        coding,
+                        panel->data + (int64_t)done[p] / unit_depth(coding) * unit_bytes(coding),
+                        tile_at(packed, row + at, rows, k, done[p]), rows,
+                        (left < depth ? left : depth) / BLOCK, done[p] > 0,
+                        block->sums[p] + at * PANEL
+                    );
             }
-            at += some;
         }
-        left = 0;
+        more = 0;
         for (int p = 0; p < panels; p++) {
-            const int depth = depth_of(linear->panels[first + p].coding, k);
-            done[p] += k - done[p] < depth ? k - done[p] : depth;
-            left += done[p] < k;
+            done[p] += depth_of(linear->panels[first + p].coding, k, is_one_tile);
+            more |= done[p] < k;
         }
     }
 }
 
 // rows [m, k] and out [m, n], or [m, n / 2] if gated, contiguous. Adds the residual, which may be
-// out itself. packed has space for 3 k / 2 bytes for each row, aligned to 64 bytes.
+// out itself. packed has space for 2 k bytes for each row.
 void kvboost_quantized_linear(
     const Linear *linear, const number *rows, int32_t m, const number *residual, number *out,
     number *packed, int threads

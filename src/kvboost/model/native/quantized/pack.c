@@ -1,28 +1,68 @@
 // Rearranges quantised weights to panels.
 
 #include <string.h>
+#include <sys/mman.h>
 
 #include "panels.h"
+
+// Asks the system for large pages: memory is read a fifth faster with them.
+void kvboost_use_large_pages(void *memory, int64_t num_bytes) {
+#ifdef MADV_HUGEPAGE
+    madvise(memory, (size_t)num_bytes, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)num_bytes;
+#endif
+}
 
 int64_t kvboost_quantized_bytes(const Coding *coding, int32_t n, int32_t k) {
     return (int64_t)(n / PANEL) * (k / unit_depth(coding)) * unit_bytes(coding);
 }
 
-static int code_at(const uint8_t *row, int bits, int at) {
-    if (bits == 8) return (row[at] ^ (CODE_BIAS ? 0x80 : 0)) & 0xff;
-    return row[at / 2] >> (at % 2 * 4) & 15;
+static void put(uint8_t *parts, int part, uint32_t four) { memcpy(parts + 64 * part, &four, 4); }
+
+// Eight codes of 4 bits, each in a byte of its own.
+static uint64_t spread(const uint8_t *from) {
+    uint32_t codes;
+    memcpy(&codes, from, 4);
+    uint64_t bytes = (codes | (uint64_t)codes << 16) & 0x0000ffff0000ffff;
+    bytes = (bytes | bytes << 8) & 0x00ff00ff00ff00ff;
+    return (bytes | bytes << 4) & 0x0f0f0f0f0f0f0f0f;
 }
 
-// Codes of 32 inputs from `at` on of 16 rows of the weight.
-static void pack_block(const uint8_t *codes, int bits, int k, int at, uint8_t *out) {
-    const int64_t stride = (int64_t)k * bits / 8;
-    for (int i = 0; i < (bits == 4 ? 4 : 8); i++)
-        for (int column = 0; column < PANEL; column++)
-            for (int j = 0; j < 4; j++, out++) {
-                const uint8_t *row = codes + column * stride;
-                *out = (uint8_t)code_at(row, bits, at + 4 * i + j);
-                if (bits == 4) *out |= (uint8_t)(code_at(row, bits, at + 16 + 4 * i + j) << 4);
-            }
+// Codes of 4 bits, eight inputs in each word, to the parts of a column.
+static void put_halves(const uint64_t *codes, uint8_t *out) {
+    for (int i = 0; i < 2; i++) {
+        const uint64_t both = codes[i] | codes[2 + i] << 4;
+        put(out, 2 * i, (uint32_t)both);
+        put(out, 2 * i + 1, (uint32_t)(both >> 32));
+    }
+}
+
+// Codes of 32 inputs of one column. Processors have their lowest byte first.
+static void pack_column(const uint8_t *codes, int bits, uint8_t *out) {
+    uint64_t words[4], low[4];
+    if (bits == 4) {
+        for (int i = 0; i < 4; i++) words[i] = spread(codes + 4 * i);
+        put_halves(words, out);
+        return;
+    }
+    memcpy(words, codes, sizeof words);
+    if (bits == 8) {
+        for (int part = 0; part < 8; part++)
+            put(out, part, (uint32_t)(words[part / 2] >> (part % 2 * 32)) ^ 0x80808080);
+        return;
+    }
+    for (int i = 0; i < 4; i++) {
+        const uint64_t six = (words[i] ^ 0x2020202020202020) & 0x3f3f3f3f3f3f3f3f;
+        words[i] = six >> 2 & 0x0f0f0f0f0f0f0f0f;
+        low[i] = six & 0x0303030303030303;
+    }
+    put_halves(words, out);
+    for (int half = 0; half < 2; half++) {
+        const uint64_t first = low[2 * half], last = low[2 * half + 1];
+        put(out, 4 + half,
+            (uint32_t)(first | first >> 32 << 2 | last << 4 | last >> 32 << 6));
+    }
 }
 
 // Numbers [16, groups], of `size` bytes each, from group `first` on: to [sets][16].
@@ -35,14 +75,15 @@ static uint8_t *pack_numbers(
     return out;
 }
 
-// codes [n, k * bits / 8], two codes of 4 bits in a byte, the first in its low half; scales and
-// offsets [n, k / group].
+// codes: of 4 bits [n, k / 2], two in a byte, the first in its low half; others int8 [n, k]. Scales
+// and offsets [n, k / group].
 void kvboost_pack_quantized(
     const Coding *coding, const uint8_t *codes, const uint8_t *scales, const uint8_t *offsets,
     int32_t n, int32_t k, uint8_t *out, int threads
 ) {
     const int size = coding->is_wide ? 4 : 2, sets = sets_of(coding), depth = unit_depth(coding);
-    const int groups = k / coding->group;
+    const int groups = k / coding->group, bits = coding->bits;
+    const int64_t stride = bits == 4 ? k / 2 : k;
     const int64_t panel_bytes = kvboost_quantized_bytes(coding, PANEL, k);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int panel = 0; panel < n / PANEL; panel++) {
@@ -53,8 +94,10 @@ void kvboost_pack_quantized(
             if (coding->has_offsets)
                 to = pack_numbers(offsets + from, size, groups, unit * sets, sets, to);
             for (int at = unit * depth; at < (unit + 1) * depth; at += BLOCK) {
-                pack_block(codes + row * k * coding->bits / 8, coding->bits, k, at, to);
-                to += block_bytes(coding);
+                const int64_t first = bits == 4 ? at / 2 : at;
+                for (int column = 0; column < PANEL; column++)
+                    pack_column(codes + (row + column) * stride + first, bits, to + 4 * column);
+                to += block_bytes(bits);
             }
         }
     }

@@ -2,17 +2,26 @@
 //
 // A panel is 16 columns of weights. It is a sequence of units; a unit has `group` inputs, or 32 if
 // the group is 16. A unit begins with its scales, [sets][16], and its offsets, likewise; there are
-// two sets if the group is 16. Its codes follow, in blocks of 32 inputs:
+// two sets if the group is 16. Its codes follow, in blocks of 32 inputs. Codes of 6 bits are kept
+// as code + 32 and those of 8 bits as code + 128, so none is negative:
 //
 //   8 bits: [8][16 columns][4]; byte j of part i is input 4 i + j.
 //   4 bits: [4][16 columns][4]; byte j of part i has input 4 i + j in its low half and
 //           16 + 4 i + j in its high half.
+//   6 bits: the high 4 bits of each code as with 4 bits; then the low 2 bits, [2][16 columns][4]:
+//           byte j of part i has inputs 16 i + j, 16 i + 4 + j, 16 i + 8 + j, 16 i + 12 + j, of
+//           which the first is in its lowest bits.
 //
 // Rows are kept in tiles of `count` rows. In a tile, each block of 32 inputs is
 //
-//   int8 codes[count][32]; float scales[count], sums[3][count];
+//   int8 codes[count][32]; float scales[count], shifts[count], sums[3][count];
+//   int32 starts[3][count];
 //
-// where sums are those of what the codes stand for: of all 32 inputs, of the first and the last 16.
+// where sums are those of what the codes stand for: of all 32 inputs, of the first 16, of the last.
+// Starts and shifts are for sums of products of codes that are floats without conversion: the bits
+// of SHIFT + x as an integer are those of SHIFT as an integer, plus x. A sum of (code + 128) *
+// row code that begins with a start is SHIFT + the sum of code * row code; times the scale, plus
+// the shift, it is exact, because scales have 22 bits.
 #pragma once
 
 #include <stdint.h>
@@ -21,13 +30,9 @@
 
 #define PANEL 16 // columns of a panel
 #define BLOCK 32 // inputs of a block
-#define ROW_BLOCK_BYTES (BLOCK + 4 * (int)sizeof(float))
-
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#define CODE_BIAS 128 // added to 8-bit codes, because the instruction multiplies unsigned numbers
-#else
-#define CODE_BIAS 0
-#endif
+#define ROW_BLOCK_BYTES (BLOCK + 8 * 4)
+#define SHIFT 12582912.0f // 1.5 * 2^23
+#define SHIFT_BITS 0x4b400000
 
 static inline int unit_depth(const Coding *coding) {
     return coding->group < BLOCK ? BLOCK : coding->group;
@@ -35,7 +40,7 @@ static inline int unit_depth(const Coding *coding) {
 
 static inline int sets_of(const Coding *coding) { return coding->group < BLOCK ? 2 : 1; }
 
-static inline int block_bytes(const Coding *coding) { return BLOCK * PANEL * coding->bits / 8; }
+static inline int block_bytes(const int bits) { return BLOCK * PANEL * bits / 8; }
 
 // Of the scales of a unit; the offsets take the same.
 static inline int scale_bytes(const Coding *coding) {
@@ -44,12 +49,10 @@ static inline int scale_bytes(const Coding *coding) {
 
 static inline int unit_bytes(const Coding *coding) {
     return scale_bytes(coding) * (coding->has_offsets ? 2 : 1) +
-           unit_depth(coding) / BLOCK * block_bytes(coding);
+           unit_depth(coding) / BLOCK * block_bytes(coding->bits);
 }
 
 #pragma GCC visibility push(hidden)
-// The most rows of a tile.
-extern const int most_tile_rows;
 // How many of the next `rows` rows form a tile.
 int tile_rows(int rows);
 // Rows of a tile, [count, k], from input `first` on, to codes of its blocks.

@@ -1,81 +1,65 @@
-// The small product of a tile of rows and a panel of weights.
+// The small product of a tile of rows and a panel of weights, for all codings.
 
 #include <string.h>
 
+#include "../float32/vectors.h"
 #include "panels.h"
 
-#define MOST_ROWS 16
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#include "tile_vnni.h"
+#else
+#include "tile_portable.h"
+#endif
 
-const int most_tile_rows = MOST_ROWS;
+const char *kvboost_quantized_instructions(void) { return INSTRUCTIONS_FOR_CODES; }
 
-int tile_rows(int rows) { return rows < MOST_ROWS ? rows : MOST_ROWS; }
+#define FIRST_THAT_FITS(count)                                                                  \
+    if (rows >= count) return count;
 
-static float float_of_half(uint16_t half) {
-    const uint32_t bits = (uint32_t)(half & 0x7fff) << 13, sign = (uint32_t)(half & 0x8000) << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    value *= 0x1p112f;
-    uint32_t all;
-    memcpy(&all, &value, sizeof all);
-    all |= sign;
-    memcpy(&value, &all, sizeof value);
-    return value;
+int tile_rows(int rows) {
+    TILES(FIRST_THAT_FITS)
+    return 1;
 }
 
-static void read_numbers(const uint8_t *from, int is_wide, int count, float *out) {
-    for (int i = 0; i < count; i++) {
-        if (is_wide) {
-            memcpy(out + i, from + 4 * i, 4);
-        } else {
-            uint16_t half;
-            memcpy(&half, from + 2 * i, 2);
-            out[i] = float_of_half(half);
-        }
+#define CASE_OF(count)                                                                          \
+    case count:                                                                                 \
+        multiply_rows(count, bits, sets, offsets, coding, panel, rows, blocks, adds, sums);     \
+        break;
+
+// A function for each coding, so that a compiler has several small ones.
+#define FOR_CODING(name, bits_of_codes, sets_of_unit, has_offsets)                              \
+    static __attribute__((noinline)) void name(                                                 \
+        const Coding *coding, const uint8_t *panel, const uint8_t *rows, int count, int blocks, \
+        int adds, float *sums                                                                   \
+    ) {                                                                                         \
+        const int bits = bits_of_codes, sets = sets_of_unit, offsets = has_offsets;             \
+        switch (count) { TILES(CASE_OF) }                                                       \
     }
-}
+FOR_CODING(multiply_4, 4, 1, 0)
+FOR_CODING(multiply_4_with_offsets, 4, 1, 1)
+FOR_CODING(multiply_6, 6, 1, 0)
+FOR_CODING(multiply_6_with_offsets, 6, 1, 1)
+FOR_CODING(multiply_6_in_16, 6, 2, 0)
+FOR_CODING(multiply_8, 8, 1, 0)
+FOR_CODING(multiply_8_with_offsets, 8, 1, 1)
+FOR_CODING(multiply_8_in_16, 8, 2, 0)
+FOR_CODING(multiply_8_in_16_with_offsets, 8, 2, 1)
 
-// Codes of a block: [32 inputs][16 columns].
-static void unpack(const uint8_t *codes, int bits, int16_t *out) {
-    for (int i = 0; i < 8; i++)
-        for (int j = 0; j < 4; j++)
-            for (int column = 0; column < PANEL; column++, out++) {
-                const uint8_t byte = codes[(bits == 4 ? i % 4 : i) * 64 + column * 4 + j];
-                *out = bits == 4 ? byte >> (i / 4 * 4) & 15 : (int16_t)((int8_t)(byte ^ CODE_BIAS));
-            }
-}
+typedef void (*Multiply)(
+    const Coding *, const uint8_t *, const uint8_t *, int count, int blocks, int adds, float *
+);
+
+// By bits, whether groups have 16 inputs, and whether there are offsets. Python widens the others.
+static const Multiply KINDS[3][2][2] = {
+    {{multiply_4, multiply_4_with_offsets}, {NULL, NULL}},
+    {{multiply_6, multiply_6_with_offsets}, {multiply_6_in_16, NULL}},
+    {{multiply_8, multiply_8_with_offsets}, {multiply_8_in_16, multiply_8_in_16_with_offsets}},
+};
 
 void multiply_tile(
     const Coding *coding, const uint8_t *panel, const uint8_t *rows, int count, int blocks, int adds,
     float *sums
 ) {
-    const int sets = sets_of(coding), units = unit_depth(coding) / BLOCK;
-    float scales[2 * PANEL], offsets[2 * PANEL];
-    int16_t codes[BLOCK * PANEL];
-    if (!adds) memset(sums, 0, count * PANEL * sizeof(float));
-    for (int block = 0; block < blocks; block++, rows += count * ROW_BLOCK_BYTES) {
-        if (block % units == 0) {
-            read_numbers(panel, coding->is_wide, sets * PANEL, scales);
-            panel += scale_bytes(coding);
-            for (int i = 0; i < sets * PANEL; i++) offsets[i] = -(float)coding->zero * scales[i];
-            if (coding->has_offsets) {
-                read_numbers(panel, coding->is_wide, sets * PANEL, offsets);
-                panel += scale_bytes(coding);
-            }
-        }
-        unpack(panel, coding->bits, codes);
-        panel += block_bytes(coding);
-        const float *row_scales = (const float *)(rows + count * BLOCK), *row_sums = row_scales + count;
-        for (int row = 0; row < count; row++)
-            for (int set = 0; set < sets; set++) {
-                int32_t dots[PANEL] = {0};
-                for (int i = set * 16; i < (set + 1) * 16 * (3 - sets); i++) {
-                    const int16_t code = ((const int8_t *)rows)[row * BLOCK + i];
-                    for (int c = 0; c < PANEL; c++) dots[c] += code * codes[i * PANEL + c];
-                }
-                const float sum = row_sums[(sets == 1 ? 0 : 1 + set) * count + row];
-                for (int c = 0; c < PANEL; c++)
-                    sums[row * PANEL + c] += scales[set * PANEL + c] * row_scales[row] * (float)dots[c] +
-                                             offsets[set * PANEL + c] * sum;
-            }
-    }
+    const int bits = coding->bits / 2 - 2, halves = sets_of(coding) - 1;
+    KINDS[bits][halves][coding->has_offsets](coding, panel, rows, count, blocks, adds, sums);
 }

@@ -1,0 +1,67 @@
+"""Blocks of GGUF files against the package that defines them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvboost.model.quantized.blocks import can_read, readable_formats, weight_from_blocks
+
+SCALES_AT = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Where the float16 numbers of a block are; in other formats at its beginning only."""
+EXACT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+"""Formats whose scales are float16 numbers; elsewhere they are products, which we round."""
+
+
+def random_blocks(name: str, rows: int, blocks: int, seed: int, size: float = 0.1) -> np.ndarray:
+    _, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    random = np.random.default_rng(seed)
+    made = random.integers(0, 256, (rows, blocks, block_bytes), dtype=np.uint8)
+    for at in SCALES_AT.get(name, (0,)):
+        scales = (random.standard_normal((rows, blocks, 1)) * size).astype("<f2")
+        made[..., at : at + 2] = scales.view(np.uint8)
+    return made.reshape(rows, -1)
+
+
+@settings(max_examples=12)
+@pytest.mark.parametrize("name", readable_formats())
+@given(rows=st.integers(1, 9), blocks=st.integers(1, 4), seed=st.integers(0, 1000))
+def test_codes_are_those_of_the_file(name: str, rows: int, blocks: int, seed: int) -> None:
+    given = random_blocks(name, rows, blocks, seed)
+    kind = GGMLQuantizationType[name]
+    expected = torch.from_numpy(dequantize(given, kind))
+    made = weight_from_blocks(given, kind)
+    assert made.shape == tuple(expected.shape) and made.bits in (4, 8)
+    assert made.codes.dtype == (torch.uint8 if made.bits == 4 else torch.int8)
+    most = 0.0 if name in EXACT else 2**-10 * float(expected.abs().max())
+    assert torch.allclose(made.dequantized(), expected, rtol=0, atol=most)
+
+
+@settings(max_examples=5)
+@given(seed=st.integers(0, 1000))
+def test_rows_are_taken_in_the_order_asked_for(seed: int) -> None:
+    given = random_blocks("Q4_K", 6, 2, seed)
+    order = np.random.default_rng(seed).permutation(6)
+    kind = GGMLQuantizationType.Q4_K
+    sorted_rows = weight_from_blocks(given, kind, order).dequantized()
+    assert torch.equal(sorted_rows, weight_from_blocks(given, kind).dequantized()[order])
+
+
+def test_scales_that_float16_cannot_hold_stay_wide() -> None:
+    kind = GGMLQuantizationType.Q6_K
+    assert weight_from_blocks(random_blocks("Q6_K", 2, 1, 0), kind).scales.dtype == torch.float16
+    for size in (1e-7, 1e4):
+        given = random_blocks("Q6_K", 2, 1, 0, size)
+        made = weight_from_blocks(given, kind)
+        assert made.scales.dtype == torch.float32
+        assert torch.equal(made.dequantized(), torch.from_numpy(dequantize(given, kind)))
+
+
+def test_formats_that_are_not_read_are_named_as_such() -> None:
+    assert can_read(GGMLQuantizationType.Q4_K)
+    assert not can_read(GGMLQuantizationType.IQ2_XXS)
+    assert not can_read(GGMLQuantizationType.F16)
