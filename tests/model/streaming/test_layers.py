@@ -150,8 +150,8 @@ def packed_like(linear: nn.Linear) -> QuantizedLinear:
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
     scales, offsets = torch.rand(2, n, k // 32, dtype=torch.float16)
     weight = QuantizedWeight(codes, scales * 0.05, offsets * -0.4, 4, 32).to(linear.weight.device)
-    digest = weight.digest()
-    return QuantizedLinear((n, k), BlockProduct(weight), has_bias=False, digest=digest)
+    product = BlockProduct(weight)
+    return QuantizedLinear((n, k), product, has_bias=False, digest=weight.digest())
 
 
 def test_a_slab_holds_tensors_of_any_type() -> None:

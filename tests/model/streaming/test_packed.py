@@ -1,0 +1,79 @@
+"""A packed model is made layer by layer, parked on the host, and streamed from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from kvboost.model.load import read
+from kvboost.model.quantized import products
+from kvboost.model.quantized.cuda import TensorCoreProduct
+from kvboost.model.quantized.layers import BlockProduct, QuantizedEmbedding
+from kvboost.model.quantized.weight import QuantizedWeight
+from kvboost.model.streaming.embedding import HostEmbedding
+from kvboost.model.streaming.place import decoder_layers, place
+from kvboost.model.streaming.plan import DeviceBudget
+from late_slots import LateSlots
+from tiny import tiny_model
+from tiny_gguf import install_tiny
+
+DEVICE = torch.device("cpu", 0)
+"""Another name than the host's."""
+
+
+def logits_of(model: nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.arange(2, 40)[None]).logits
+    return logits
+
+
+def test_a_parked_model_streams_its_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    monkeypatch.setattr(products, "native_dtype", lambda dtype: None)
+    monkeypatch.setattr("kvboost.model.streaming.plan.OTHER_BYTES", 0)
+    install_tiny(tiny_model("llama", num_hidden_layers=6).cpu(), tmp_path)
+    options = {"strict": True, "dtype": "float32", "weight_form": "packed"}
+    expected = logits_of(read("tiny", device="cpu", **options)[0])
+    model, _ = read("tiny", device=DEVICE, parked=True, **options)
+    assert isinstance(model.get_input_embeddings(), QuantizedEmbedding)
+    made: list[LateSlots] = []
+
+    def make_slots(number: int, num_bytes: int, device: torch.device) -> LateSlots:
+        made.append(LateSlots(number, num_bytes, device))
+        return made[0]
+
+    placement = place(model, DEVICE, DeviceBudget(600_000), make_slots)
+    assert placement.streamed is not None and 0 < len(placement.streamed) < 6
+    assert isinstance(model.get_input_embeddings(), HostEmbedding)
+    assert isinstance(decoder_layers(model)[0].mlp.up_proj.product, BlockProduct)
+    for _ in range(2):
+        assert torch.equal(logits_of(model), expected)
+    assert made[0].num_waits == 2 * len(placement.streamed)
+
+
+def test_a_product_of_a_streamed_layer_has_its_codes_in_one_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's int4 product runs on GPUs only: here it is one of the test's."""
+    monkeypatch.setattr(torch, "_convert_weight_to_int4pack", lambda codes, tiles: codes.clone())
+    calls: list[int] = []
+
+    def multiply(rows: torch.Tensor, packed: torch.Tensor, *_: object) -> torch.Tensor:
+        calls.append(len(rows))
+        return rows.new_zeros(len(rows), len(packed))
+
+    monkeypatch.setattr(torch, "_weight_int4pack_mm", multiply)
+    scales = torch.ones(8, 2, dtype=torch.float16)
+    of_4 = QuantizedWeight(torch.zeros(8, 32, dtype=torch.uint8), scales, None, 4, 32)
+    product = TensorCoreProduct(of_4)
+    product(torch.ones(200, 64))
+    assert calls == [] and product.num_bytes > of_4.nbytes
+    smaller = product.with_less_memory()
+    assert smaller(torch.ones(200, 64)).shape == (200, 8) and calls == [200]
+    assert smaller.num_bytes < TensorCoreProduct(of_4).num_bytes
+    assert smaller.kernel != TensorCoreProduct.kernel, "their KV is not mixed"
+    of_8 = QuantizedWeight(torch.zeros(8, 64, dtype=torch.int8), scales, None, 8, 32)
+    assert isinstance(TensorCoreProduct(of_8).with_less_memory(), BlockProduct)
