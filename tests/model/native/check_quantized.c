@@ -31,7 +31,11 @@ static float random_half(uint16_t *half, int has_sign) {
     return ldexpf(1 + (float)mantissa / 1024, exponent - 15) * (sign ? -1 : 1);
 }
 
-static void fill(const Coding *coding, uint8_t *codes, uint16_t *halves, float *floats, float *dense) {
+// Random codes, or all of them the largest.
+static void fill(
+    const Coding *coding, int is_extreme, uint8_t *codes, uint16_t *halves, float *floats,
+    float *dense
+) {
     const int groups = N * K / coding->group, limit = 1 << (coding->bits - 1);
     for (int i = 0; i < groups; i++) {
         floats[i] = random_half(halves + i, 0);
@@ -40,7 +44,8 @@ static void fill(const Coding *coding, uint8_t *codes, uint16_t *halves, float *
     }
     memset(codes, 0, N * K);
     for (int i = 0; i < N * K; i++) {
-        int code = rand() % (2 * limit);
+        const int largest = coding->bits == 4 ? 15 : 0; // -limit after the subtraction
+        int code = is_extreme ? largest : rand() % (2 * limit);
         if (coding->bits == 4)
             codes[i / 2] |= (uint8_t)(code << (i % 2 * 4));
         else
@@ -72,8 +77,10 @@ static void check(Coding coding, int m) {
     static uint16_t halves[N * K];
     static float floats[N * K], dense[N * K], rows[MOST_ROWS * K], rounded[MOST_ROWS * K];
     static float bias[N], residual[MOST_ROWS * N], out[MOST_ROWS * N];
-    fill(&coding, codes, halves, floats, dense);
-    for (int i = 0; i < m * K; i++) rows[i] = (float)rand() / (float)RAND_MAX * 2 - 1;
+    const int is_extreme = m == 1; // sums are as large as they can be
+    fill(&coding, is_extreme, codes, halves, floats, dense);
+    for (int i = 0; i < m * K; i++)
+        rows[i] = is_extreme ? 1 : (float)rand() / (float)RAND_MAX * 2 - 1;
     for (int i = 0; i < N; i++) bias[i] = (float)rand() / (float)RAND_MAX;
     for (int i = 0; i < m * N; i++) residual[i] = (float)rand() / (float)RAND_MAX;
     round_rows(rows, m, rounded);
