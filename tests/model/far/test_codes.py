@@ -19,7 +19,7 @@ from kvboost.model.far.slots import Slots
 from kvboost.model.far.streamed import StreamedAttention
 from kvboost.model.kv import KVShape
 from kvboost.model.shared_attention import attend_part
-from tiny import make_engine, tiny_model
+from tiny import DEVICE, make_engine, tiny_model
 
 SHAPE = KVShape(2, 2, 16, torch.float32, torch.device("cpu"))
 ERRORS = {8: 0.02, 4: 0.4}
@@ -88,6 +88,7 @@ def test_rows_of_the_cache_are_placed_in_any_order_and_the_rest_is_near() -> Non
     kv.close()
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="its device is one that tests make up")
 @pytest.mark.usefixtures("small_blocks")
 def test_a_request_with_far_rows_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     codec, made = RowCodec(8), []

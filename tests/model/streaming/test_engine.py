@@ -67,7 +67,7 @@ def test_requests_with_pages_run_eagerly_over_streamed_layers(
 def test_adapters_drafts_and_healing_work_over_streamed_layers(tmp_path: Any) -> None:
     model = tiny_model("llama", num_hidden_layers=LAYERS)
     adapter = write_adapter(tmp_path / "adapter", model)
-    options = {"reuse_moved": "always", "speculate": 4}
+    options = {"reuse_moved": "always", "speculate": 4, "heal": "idle"}
 
     def run(engine: KVBoost) -> list[Any]:
         engine.load_adapter("own", adapter)

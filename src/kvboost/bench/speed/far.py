@@ -359,7 +359,7 @@ def _goals(settings: Settings, found: dict[str, Any]) -> list[Goal]:
 
 
 def _draw(found: dict[str, Any], title: str) -> Any:
-    bars = {name: {"far rows": pace} for name, pace in found["tokens_per_s"].items()}
     names = {"ram_bytes_per_s": "limit of RAM", "bus_bytes_per_s": "limit of the bus"}
-    bars |= {names[name]: {"far rows": pace} for name, pace in found.get("limits", {}).items()}
+    limits = {names[name]: pace for name, pace in found.get("limits", {}).items()}
+    bars = {"tokens/s": found["tokens_per_s"] | limits}
     return draw_bars({f"{found['tokens']:,} tokens": bars}, title=title, y=("tokens/s",))
