@@ -96,6 +96,22 @@ def test_the_float32_kernels_equal_naive_loops_on_the_oldest_processor(tmp_path:
     assert done.stdout.endswith("all equal\n"), done.stdout
 
 
+@pytest.mark.parametrize("flags", [(), ("-mavx2", "-mfma", "-mf16c")], ids=["oldest", "AVX2"])
+def test_quantized_products_equal_naive_loops_on_older_processors(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    needs_compiler()
+    if flags and "avx2" not in build._processor():
+        pytest.skip("this processor has no AVX2")
+    program, check = tmp_path / "check", Path(__file__).with_name("check_quantized.c")
+    sources = (build.FOLDER / build.QUANTIZED).glob("*.c")
+    strict = ("-O1", "-fopenmp", "-DKVBOOST_FLOAT32", "-Wall", "-Wextra", "-Werror")
+    subprocess.run(["cc", *strict, *flags, check, *sources, "-o", program, "-lm"], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("all equal\n"), done.stdout
+    assert ("AVX2" in done.stdout) == bool(flags)
+
+
 def test_a_model_answers_without_them() -> None:
     """In a process of its own, because a loaded library stays loaded."""
     code = (

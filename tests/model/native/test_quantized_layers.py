@@ -9,10 +9,15 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kernel_forms import each_dtype
-from kvboost.model.fast_layers import FastLayers
 from kvboost.model.forward import Forward
 from kvboost.model.kv import RequestKV
-from kvboost.model.native.decoder import MOST_NARROW_ROWS, restore_forward
+from kvboost.model.native.adapters import ChangeTables
+from kvboost.model.native.decoder import (
+    MOST_NARROW_ROWS,
+    DecoderLayer,
+    replace_forward,
+    restore_forward,
+)
 from kvboost.model.native.quantized_product import QuantizedProduct
 from kvboost.model.quantized.weight import QuantizedWeight
 from kvboost.model.segment import Segment
@@ -39,12 +44,12 @@ def quantize(linear: nn.Linear, bits: int, group: int) -> QuantizedWeight:
     return found
 
 
-def quantized_layers(model: LlamaForCausalLM, dtype: torch.dtype) -> FastLayers:
-    """Products of all layers, with values in 6 bits and the others in 4."""
-    packed = FastLayers()
-    for layer in model.model.layers:
+def install(model: LlamaForCausalLM, dtype: torch.dtype) -> None:
+    """Makes all layers run on codes: values in 6 bits and the others in 4."""
+    tables = ChangeTables()
+    for index, layer in enumerate(model.model.layers):
         attention, mlp = layer.self_attn, layer.mlp
-        packed.norms |= {layer.input_layernorm, layer.post_attention_layernorm}
+        products = []
         for parent, names in (
             (attention, QKV),
             (attention, ("o_proj",)),
@@ -57,10 +62,11 @@ def quantized_layers(model: LlamaForCausalLM, dtype: torch.dtype) -> FastLayers:
                 for name, linear in zip(names, linears, strict=True)
             ]
             bias = torch.cat([linear.bias.detach() for linear in linears])
-            packed.products[parent, names] = QuantizedProduct(
-                weights, bias, gated=names == GATED, dtype=dtype
-            )
-    return packed
+            gated = names == GATED
+            products.append(QuantizedProduct(weights, bias, gated=gated, dtype=dtype))
+        ours = DecoderLayer(layer, *products, tables=tables, name=f"model.layers.{index}")
+        assert ours.takes(10_000)
+        replace_forward(layer, ours)
 
 
 @each_dtype
@@ -80,10 +86,8 @@ def test_a_model_runs_on_codes(dtype: torch.dtype) -> None:
         mlp_bias=True,
     )
     model = LlamaForCausalLM(config).to(dtype).eval()
-    packed = quantized_layers(model, dtype)
-    assert packed.is_quantized
-    forward = Forward(model, packed=True, fast_layers=packed)
-    assert all("forward" in vars(layer) for layer in model.model.layers)
+    forward = Forward(model, packed=True)
+    install(model, dtype)
     calls: list[int] = []
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(lambda *_: calls.append(1))

@@ -138,6 +138,15 @@ def test_rows_of_other_types_and_strides() -> None:
         assert torch.equal(given, product(rows.float()).to(dtype))
 
 
+@pytest.mark.parametrize(("bits", "code"), [(4, 255), (8, -128), (8, 127), (8, -32)])
+@pytest.mark.parametrize("group", [16, 32])
+def test_the_largest_sums(bits: int, code: int, group: int) -> None:
+    weight = random_weight(16, 64, bits=bits, group=group)
+    weight.codes.fill_(code)
+    rows = torch.ones(5, 64) * torch.tensor([[1.0], [-1.0], [1e30], [1e-30], [3.0]])
+    assert_close(QuantizedProduct(weight)(rows), rows, weight)
+
+
 def test_rows_of_zeros() -> None:
     assert torch.equal(
         QuantizedProduct(random_weight(16, 32))(torch.zeros(2, 32)), torch.zeros(2, 16)

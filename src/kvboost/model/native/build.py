@@ -1,7 +1,7 @@
 """Compiles the kernels for the machine they run on, once, and loads them.
 
 There is one form of the kernels per dtype: bfloat16 for CPUs with AMX, float32 for any CPU. A C
-compiler takes a second or two for each. The result is kept in the home folder under a name that
+compiler takes a few seconds for each. The result is kept in the home folder under a name that
 changes with the source, the compiler and the processor. If a form cannot be built or does not fit
 the processor, torch's own kernels serve: slower, with the same results.
 """

@@ -8,9 +8,10 @@
 #include "../numbers.h"
 #include "panels.h"
 
+#define FEW_ROWS 16     // at most so many rows are multiplied with one panel after the other
 #define BLOCK_ROWS 128  // more rows are multiplied in blocks: of rows,
 #define BLOCK_PANELS 16 // of columns, 16 each,
-#define BLOCK_DEPTH 2048 // and of what is added up
+#define BLOCK_DEPTH 1024 // and of what is added up
 
 static const uint8_t *tile_at(const uint8_t *packed, int row, int count, int k, int depth) {
     return packed + ((int64_t)row * k + (int64_t)count * depth) / BLOCK * ROW_BLOCK_BYTES;
@@ -57,19 +58,34 @@ typedef struct {
     float sums[BLOCK_PANELS][BLOCK_ROWS * PANEL];
 } __attribute__((aligned(64))) Block;
 
-// How many inputs of a panel are added up before the next panel has its turn: all of them if the
-// rows are one tile, and otherwise whole units.
-static int depth_of(const Coding *coding, int k, int is_one_tile) {
-    const int unit = unit_depth(coding), depth = BLOCK_DEPTH / unit * unit;
-    return is_one_tile || depth > k ? k : depth > unit ? depth : unit;
-}
-
-// Sums of rows from `row` to `row + count` with some panels.
-static void multiply_block(
+// Sums of rows from `row` to `row + count` with some panels, one panel after the other.
+static void multiply_few(
     const Linear *linear, const uint8_t *packed, int row, int count, int first, int panels,
     Block *block
 ) {
-    const int k = linear->k, is_one_tile = tile_rows(count) == count;
+    const int k = linear->k;
+    for (int p = 0; p < panels; p++) {
+        const Panel *panel = linear->panels + first + p;
+        for (int at = 0, rows; at < count; at += rows) {
+            rows = tile_rows(count - at);
+            multiply_tile(panel->coding, panel->data, tile_at(packed, row + at, rows, k, 0), rows,
+                          k / BLOCK, 0, block->sums[p] + at * PANEL);
+        }
+    }
+}
+
+// How many inputs of a panel are added up before the next panel has its turn: whole units.
+static int depth_of(const Coding *coding, int k) {
+    const int unit = unit_depth(coding), depth = BLOCK_DEPTH / unit * unit;
+    return depth > k ? k : depth > unit ? depth : unit;
+}
+
+// The same for many rows: a part of some panels stays in the cache while all rows are multiplied.
+static void multiply_many(
+    const Linear *linear, const uint8_t *packed, int row, int count, int first, int panels,
+    Block *block
+) {
+    const int k = linear->k;
     int done[BLOCK_PANELS] = {0}; // inputs of each panel
     for (int more = 1; more;) {
         for (int at = 0, rows; at < count; at += rows) {
@@ -77,20 +93,18 @@ static void multiply_block(
             for (int p = 0; p < panels; p++) {
                 const Panel *panel = linear->panels + first + p;
                 const Coding *coding = panel->coding;
-                const int depth = depth_of(coding, k, is_one_tile), left = k - done[p];
+                const int depth = depth_of(coding, k), left = k - done[p];
+                const int64_t units = done[p] / unit_depth(coding);
                 if (left > 0)
-                    multiply_tile(
-                        coding,
-                        panel->data + (int64_t)done[p] / unit_depth(coding) * unit_bytes(coding),
-                        tile_at(packed, row + at, rows, k, done[p]), rows,
-                        (left < depth ? left : depth) / BLOCK, done[p] > 0,
-                        block->sums[p] + at * PANEL
-                    );
+                    multiply_tile(coding, panel->data + units * unit_bytes(coding),
+                                  tile_at(packed, row + at, rows, k, done[p]), rows,
+                                  (left < depth ? left : depth) / BLOCK, done[p] > 0,
+                                  block->sums[p] + at * PANEL);
             }
         }
         more = 0;
         for (int p = 0; p < panels; p++) {
-            done[p] += depth_of(linear->panels[first + p].coding, k, is_one_tile);
+            done[p] += depth_of(linear->panels[first + p].coding, k);
             more |= done[p] < k;
         }
     }
@@ -127,7 +141,9 @@ void kvboost_quantized_linear(
             const int first = task % groups * most, row = task / groups * BLOCK_ROWS;
             const int some = panels - first < most ? panels - first : most;
             const int count = m - row < BLOCK_ROWS ? m - row : BLOCK_ROWS;
-            multiply_block(linear, codes, row, count, first, some, &block);
+            (count <= FEW_ROWS ? multiply_few : multiply_many)(
+                linear, codes, row, count, first, some, &block
+            );
             number *to = out + (int64_t)row * width;
             for (int p = 0; p < some; p += step) {
                 const int column = (first + p) * PANEL;

@@ -7,6 +7,10 @@
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #include "tile_vnni.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "tile_avx2.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include "tile_neon.h"
 #else
 #include "tile_portable.h"
 #endif
