@@ -18,7 +18,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -37,7 +37,7 @@ CACHE_BYTES = 256 * 1024**2
 """Soon full, so that memory does not grow because the cache fills."""
 TEXTS = 6
 TEXT_CHARACTERS = 1200
-MAX_TOKENS = 64
+MAX_TOKENS = 128
 REST_SECONDS = 120.0
 REFUSALS = (429, 503)
 SCHEMA: dict[str, Any] = {
@@ -85,7 +85,7 @@ def make_requests(model: str, texts: Iterable[str], max_tokens: int = MAX_TOKENS
         function = {"name": NAME, "description": TOLD, "parameters": SCHEMA, "strict": True}
         tool = {"name": NAME, "description": TOLD, "input_schema": SCHEMA}
         made += [
-            _chat("chat", chat | {"max_tokens": max_tokens // 4}),
+            _chat("chat", chat | {"max_tokens": max_tokens // 8}),
             _chat(
                 "schema", chat | {"response_format": {"type": "json_schema", "json_schema": held}}
             ),
@@ -98,7 +98,7 @@ def make_requests(model: str, texts: Iterable[str], max_tokens: int = MAX_TOKENS
                     "tool_choice": "required",
                 },
             ),
-            _response("responses", reply | {"max_output_tokens": max_tokens // 4}),
+            _response("responses", reply | {"max_output_tokens": max_tokens // 8}),
             _response(
                 "responses, schema", reply | {"text": {"format": {"type": "json_schema", **held}}}
             ),
@@ -106,7 +106,7 @@ def make_requests(model: str, texts: Iterable[str], max_tokens: int = MAX_TOKENS
                 "responses, tools",
                 reply | {"tools": [{"type": "function", **function}], "tool_choice": "required"},
             ),
-            _message("messages", chat | {"max_tokens": max_tokens // 4}),
+            _message("messages", chat | {"max_tokens": max_tokens // 8}),
             _message("messages, tools", chat | {"tools": [tool], "tool_choice": {"type": "any"}}),
         ]
     return made
@@ -380,7 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"memory: {told}")
     for problem in list(dict.fromkeys(seen.problems))[:20]:
         print(f"! {problem}")
-    print(json.dumps(asdict(seen)))
+    print(json.dumps(vars(seen)))
     raise SystemExit(1 if seen.problems else 0)
 
 

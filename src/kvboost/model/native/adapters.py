@@ -49,7 +49,7 @@ class ChangeTables:
         """``[layers, linear layers]``: what the adapter changes, of no rows yet."""
         if adapter not in self._tables:
             table = np.zeros((max(self._layers) + 1, len(LINEARS)), CHANGE)
-            kept = []
+            kept: list[torch.Tensor] = []
             for index, (name, columns) in self._layers.items():
                 for linear, (path, column) in enumerate(zip(LINEARS, columns, strict=True)):
                     delta = adapter.deltas.get(f"{name}.{path}")
