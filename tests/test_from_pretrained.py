@@ -47,7 +47,7 @@ def test_options_of_transformers_are_passed_on(monkeypatch) -> None:
         KVBoost.from_pretrained(
             "m", chunk_size=16, revision="main", torch_dtype="float32", model_kwargs={"tp_plan": 1}
         )
-    assert given.pop("strict") is True
+    assert given.pop("strict") is True and given.pop("weight_form") == "auto"
     assert {name: value for name, value in given.items() if value is not None} == {
         "revision": "main",
         "torch_dtype": "float32",

@@ -144,6 +144,7 @@ class Server(uvicorn.Server):
         }
         loop = asyncio.get_running_loop()
         if self._on_reload is not None:
+            before[signal.SIGHUP] = signal.getsignal(signal.SIGHUP)  # nohup ignores it
             loop.add_signal_handler(signal.SIGHUP, self.reload)
         try:
             yield
