@@ -45,8 +45,8 @@ def quantize(linear: nn.Linear, bits: int, group: int) -> QuantizedWeight:
 
 
 def install(model: LlamaForCausalLM, dtype: torch.dtype) -> None:
-    """Makes all layers run on codes: values in 6 bits and the others in 4. Rows of the first and the
-    last product have two codes."""
+    """Makes all layers run on codes: values in 6 bits and the others in 4. Rows of the first and
+    the last product have two codes."""
     tables = ChangeTables()
     for index, layer in enumerate(model.model.layers):
         attention, mlp = layer.self_attn, layer.mlp

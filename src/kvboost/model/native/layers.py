@@ -50,6 +50,7 @@ class Product:
         self._bias = None if bias is None else bias.contiguous()
         self.width, self.depth = n // 2 if gated else n, k
         self.packed_depth = k
+        """Space that the kernels need for each row, in numbers."""
         bias_address = None if self._bias is None else self._bias.data_ptr()
         self._linear = LinearStruct(address, bias_address, n, k, gated, self.is_halved, None)
         self.address = ctypes.addressof(self._linear)

@@ -37,8 +37,8 @@ class QuantizedProduct:
     """Rows times ``weight``, ``[n, k]``, or times several weights that read the same rows, whose
     outputs follow each other. It holds rearranged copies of the codes, so the weights themselves
     need not be kept. With ``gated``, there are two weights, gate and up, and the output is
-    ``silu(rows gate') * (rows up')``. With ``fine``, each number of the rows has two codes, the second
-    of what the first leaves, so that 15 bits of it are kept."""
+    ``silu(rows gate') * (rows up')``. With ``fine``, each number of the rows has two codes, the
+    second of what the first leaves, so that 15 bits of it are kept."""
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class QuantizedProduct:
         self._bias = None if bias is None else bias.to(self.dtype).contiguous()
         self.width, self.depth = n // 2 if gated else n, k
         self.packed_depth = 2 * k if self.fine else k
+        """Space that the kernels need for each row, in numbers."""
         bias_address = None if self._bias is None else self._bias.data_ptr()
         self._linear = LinearStruct(
             *(None, bias_address, n, k, gated, False, ctypes.addressof(self._panels), self.fine)

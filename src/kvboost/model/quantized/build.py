@@ -23,7 +23,8 @@ from kvboost.model.streaming.tensors import move_tensors
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that read the same rows: they become one product where a kernel can do that."""
 FINE = frozenset(("q_proj", "k_proj", "v_proj", "qkv_proj"))
-"""Names of layers that lose the most by rounded rows, for what they cost. So does the output head."""
+"""Names of layers that keep more of their rows, as the output head does: of all layers, rounding
+theirs changes a model the most for what it saves."""
 
 
 def build(

@@ -100,7 +100,7 @@ def describe_path(device: torch.device, dtype: torch.dtype) -> str:
     """What multiplies with packed weights, for people."""
     if device.type == "cpu":
         if native_dtype(dtype) is not None:
-            return "yes: native kernels, with rows rounded to 8 bits"
+            return "yes: native kernels, with rows rounded to 8 or 15 bits"
         return "slow: there are no native kernels here, so weights are expanded for every product"
     if has_tensor_cores(device, dtype):
         return "yes: int4 tensor cores for few rows; many rows and 8 bits are expanded to bfloat16"
