@@ -2,8 +2,8 @@
 //
 // out[m, n] = rows[m, k] weights[n, k]'. Rows are rounded to 8 bits, so that codes are multiplied
 // with codes. Rows of two codes are multiplied as two rows, and the sums of both are added up at the
-// end. With few rows, reading the weights takes all the time. Many rows are multiplied in
-// blocks that fit the second cache. Every sum has the same order, whatever rows are beside it.
+// end. With few rows, reading the weights takes all the time. Many rows are multiplied in blocks that
+// fit the second cache. Every sum has the same order, whatever rows are beside it.
 
 #include "../float32/vectors.h"
 #include "../numbers.h"
@@ -120,8 +120,7 @@ static void multiply_many(
 }
 
 // rows [m, k] and out [m, n], or [m, n / 2] if gated, contiguous. Adds the residual, which may be
-// out itself. packed has space for 2 k bytes for each row, or 4 k bytes if
-// they have two codes.
+// out itself. packed has space for 2 k bytes for each row, or 4 k bytes if rows have two codes.
 void kvboost_quantized_linear(
     const Linear *linear, const number *rows, int32_t m, const number *residual, number *out,
     number *packed, int threads

@@ -12,7 +12,8 @@
 //           byte j of part i has inputs 16 i + j, 16 i + 4 + j, 16 i + 8 + j, 16 i + 12 + j, of
 //           which the first is in its lowest bits.
 //
-// Rows are kept in tiles of `count` rows; a row of two codes is two of them. In a tile, each block of 32 inputs is
+// Rows are kept in tiles of `count` rows; a row of two codes is two of them. In a tile, each block
+// of 32 inputs is
 //
 //   int8 codes[count][32]; float scales[count], shifts[count], sums[3][count];
 //   int32 starts[3][count];

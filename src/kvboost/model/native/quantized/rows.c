@@ -1,5 +1,5 @@
-// Rows, rounded to 8 bits in blocks of 32 numbers, each with a scale. What that leaves of a number, at
-// most half a step, can be rounded once more, in steps of a 128th: both codes have 15 bits.
+// Rows, rounded to 8 bits in blocks of 32 numbers, each with a scale. What that leaves of a number,
+// at most half a step, can be rounded once more, in steps of a 128th: 15 bits in two codes.
 
 #include <math.h>
 
