@@ -143,7 +143,7 @@ static void check_linear(int m, int n, int k, int gated, int halved) {
     } else {
         kvboost_pack(weights, n, k, packed);
     }
-    const Linear linear = {packed, bias, n, k, gated, halved, NULL};
+    const Linear linear = {packed, bias, n, k, gated, halved, NULL, 0};
     kvboost_linear(&linear, rows, m, NULL, out, NULL, 2);
     const int width = gated ? n / 2 : n;
     float *expected = random_numbers((int64_t)m * width);

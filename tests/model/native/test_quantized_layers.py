@@ -45,7 +45,8 @@ def quantize(linear: nn.Linear, bits: int, group: int) -> QuantizedWeight:
 
 
 def install(model: LlamaForCausalLM, dtype: torch.dtype) -> None:
-    """Makes all layers run on codes: values in 6 bits and the others in 4."""
+    """Makes all layers run on codes: values in 6 bits and the others in 4. Rows of the first and
+    the last product have two codes."""
     tables = ChangeTables()
     for index, layer in enumerate(model.model.layers):
         attention, mlp = layer.self_attn, layer.mlp
@@ -62,8 +63,8 @@ def install(model: LlamaForCausalLM, dtype: torch.dtype) -> None:
                 for name, linear in zip(names, linears, strict=True)
             ]
             bias = torch.cat([linear.bias.detach() for linear in linears])
-            gated = names == GATED
-            products.append(QuantizedProduct(weights, bias, gated=gated, dtype=dtype))
+            gated, fine = names == GATED, names in (QKV, ("down_proj",))
+            products.append(QuantizedProduct(weights, bias, gated=gated, fine=fine, dtype=dtype))
         ours = DecoderLayer(layer, *products, tables=tables, name=f"model.layers.{index}")
         assert ours.takes(10_000)
         replace_forward(layer, ours)

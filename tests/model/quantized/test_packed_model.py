@@ -25,6 +25,7 @@ from kvboost.model.quantized.layers import (
     QuantizedEmbedding,
     QuantizedLinear,
     num_weights,
+    weights_of,
 )
 from kvboost.model.quantized.products import NativeProduct, describe_path, is_fast
 from tiny import tiny_model
@@ -111,6 +112,21 @@ def test_our_kernels_run_whole_layers_from_the_codes(home) -> None:
     expected, given = logits_of(model), logits_of(packed)
     far = (given - expected).norm() / expected.norm()
     assert 0 < float(far) < 0.1  # rows are rounded to 8 bits
+
+
+@needs_kernels
+def test_the_head_and_the_attentions_inputs_keep_more_of_the_rows(home) -> None:
+    install_tiny(tiny_model("llama", **WIDE, vocab_size=272).cpu(), home)
+    packed = load_tiny().forward.model
+    found = {
+        name.rpartition(".")[2]: module.product.joint.fine
+        for name, module in packed.named_modules()
+        if isinstance(module, QuantizedLinear) and isinstance(module.product, NativeProduct)
+    }
+    fine = {name for name, is_fine in found.items() if is_fine}
+    assert fine == {"lm_head", "q_proj", "k_proj", "v_proj"}
+    assert set(found) - fine == {"o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert weights_of(packed) == "packed (native, rows of 8 and 15 bits)"
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ class DecoderLayer:
         dim = attention.head_dim
         weights = [norm.weight.detach() for norm in norms]  # the kernels read them
         self._held = (qkv, o, gate_up, down, weights)
-        self._depth = max(product.depth for product in (qkv, o, gate_up, down))
+        self._packed = max(product.packed_depth for product in (qkv, o, gate_up, down))
         self._heads = o.depth // dim
         num_queries = self._heads * dim
         num_keys = (qkv.width - num_queries) // 2
@@ -95,7 +95,7 @@ class DecoderLayer:
         out = torch.empty_like(hidden)
         assert batch.kernels is not None
         scratch = batch.kernels.scratch("layer", rows * self._scratch)
-        packed = batch.kernels.scratch("packed", rounded_up(rows) * self._depth)
+        packed = batch.kernels.scratch("packed", rounded_up(rows) * self._packed)
         num_parts = batch.plan.num_slots * self._heads * (dim + 1)
         parts = batch.kernels.scratch("parts", num_parts, torch.float32)
         layer, plan, threads = self._address, batch.plan.address, torch.get_num_threads()

@@ -75,6 +75,7 @@ typedef struct {
     int32_t gated;  // of every 32 columns, 16 are gates and 16 are the values they multiply
     int32_t halved; // float32 only: the weights are packed by kvboost_pack_halved
     const Panel *panels; // [n / 16]: the weights are quantised; otherwise none
+    int32_t fine;        // quantised weights only: rows have a second code, of what is left
 } Linear;
 
 typedef struct {
@@ -131,7 +132,8 @@ void kvboost_linear(
     number *packed, int threads
 );
 
-// kvboost_linear of quantised weights. Rows are rounded to 8 bits in groups of 32.
+// kvboost_linear of quantised weights. Rows are rounded to 8 bits in groups of 32, or to 15 bits in
+// two codes.
 void kvboost_quantized_linear(
     const Linear *linear, const number *rows, int32_t m, const number *residual, number *out,
     number *packed, int threads

@@ -24,6 +24,7 @@ class LinearStruct(ctypes.Structure):
         ("bias", c_void_p),
         *((name, c_int32) for name in ("n", "k", "gated", "halved")),
         ("panels", c_void_p),
+        ("fine", c_int32),
     ]
 
 
@@ -48,6 +49,8 @@ class Product:
         pack(weight.data_ptr(), n, k, address)
         self._bias = None if bias is None else bias.contiguous()
         self.width, self.depth = n // 2 if gated else n, k
+        self.packed_depth = k
+        """Space that the kernels need for each row, in numbers."""
         bias_address = None if self._bias is None else self._bias.data_ptr()
         self._linear = LinearStruct(address, bias_address, n, k, gated, self.is_halved, None)
         self.address = ctypes.addressof(self._linear)

@@ -1,5 +1,5 @@
 """Products with quantised weights: the codes are multiplied as they are, with rows that are rounded
-to 8 bits in groups of 32."""
+to 8 bits in groups of 32, or to 15 bits in two codes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class QuantizedProduct:
     """Rows times ``weight``, ``[n, k]``, or times several weights that read the same rows, whose
     outputs follow each other. It holds rearranged copies of the codes, so the weights themselves
     need not be kept. With ``gated``, there are two weights, gate and up, and the output is
-    ``silu(rows gate') * (rows up')``."""
+    ``silu(rows gate') * (rows up')``. With ``fine``, each number of the rows has two codes, the
+    second of what the first leaves, so that 15 bits of it are kept."""
 
     def __init__(
         self,
@@ -45,13 +46,14 @@ class QuantizedProduct:
         bias: torch.Tensor | None = None,
         *,
         gated: bool = False,
+        fine: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """``dtype`` is that of the rows in calls of whole layers; there must be kernels for it.
         ``bias`` is that of all weights, one after the other."""
         weights = [weight] if isinstance(weight, QuantizedWeight) else list(weight)
         _check(weights, gated)
-        self.dtype = dtype
+        self.dtype, self.fine = dtype, fine
         self._library = native.library(dtype)
         packed = [_PackedWeight(part, self._library) for part in weights]
         self._link(packed, weights[0].shape[1], bias, gated)
@@ -73,9 +75,11 @@ class QuantizedProduct:
             bias = bias.reshape(2, -1, PANEL).transpose(0, 1).reshape(-1)
         self._bias = None if bias is None else bias.to(self.dtype).contiguous()
         self.width, self.depth = n // 2 if gated else n, k
+        self.packed_depth = 2 * k if self.fine else k
+        """Space that the kernels need for each row, in numbers."""
         bias_address = None if self._bias is None else self._bias.data_ptr()
         self._linear = LinearStruct(
-            None, bias_address, n, k, gated, False, ctypes.addressof(self._panels)
+            *(None, bias_address, n, k, gated, False, ctypes.addressof(self._panels), self.fine)
         )
         self.address = ctypes.addressof(self._linear)
 
@@ -86,11 +90,12 @@ class QuantizedProduct:
         up: QuantizedWeight,
         biases: tuple[torch.Tensor, ...] = (),
         *,
+        fine: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> QuantizedProduct:
         """``silu(rows gate') * (rows up')`` in one call."""
         bias = torch.cat(biases) if biases else None
-        return cls((gate, up), bias, gated=True, dtype=dtype)
+        return cls((gate, up), bias, gated=True, fine=fine, dtype=dtype)
 
     def part(self, index: int, bias: torch.Tensor | None = None) -> QuantizedProduct:
         """The product with the weight at ``index`` alone. Both share its codes."""
@@ -103,7 +108,7 @@ class QuantizedProduct:
         given = rows.to(self.dtype).contiguous()
         number = given.numel() // self.depth
         out = given.new_empty((*given.shape[:-1], self.width))
-        packed = scratch(number * self.depth, self.dtype)
+        packed = scratch(number * self.packed_depth, self.dtype)
         self._library.kvboost_linear(
             *(self.address, given.data_ptr(), number, None, out.data_ptr(), packed.data_ptr()),
             torch.get_num_threads(),

@@ -22,6 +22,9 @@ from kvboost.model.streaming.tensors import move_tensors
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that read the same rows: they become one product where a kernel can do that."""
+FINE = frozenset(("q_proj", "k_proj", "v_proj", "qkv_proj"))
+"""Names of layers that keep more of their rows, as the output head does: of all layers, rounding
+theirs changes a model the most for what it saves."""
 
 
 def build(
@@ -68,7 +71,8 @@ def _fill_quantized(
             else None
             for child in children
         ]
-        layers = make_layers(weights, biases, device, dtype)
+        fine = getattr(parent, children[0]) is head or not FINE.isdisjoint(children)
+        layers = make_layers(weights, biases, device, dtype, fine=fine)
         if place != device:
             _park(layers, place)
         for child, layer in zip(children, layers, strict=True):

@@ -19,7 +19,7 @@ Biases = Sequence[torch.Tensor | None]
 class NativeProduct:
     """One of the weights of a product of our own kernels."""
 
-    kernel = "native, rows of 8 bits"
+    kernel = "native, rows of 8 and 15 bits"
 
     def __init__(self, joint: QuantizedProduct, index: int, bias: torch.Tensor | None) -> None:
         self.joint = joint
@@ -32,13 +32,19 @@ class NativeProduct:
 
 
 def make_layers(
-    weights: Sequence[QuantizedWeight], biases: Biases, device: torch.device, dtype: torch.dtype
+    weights: Sequence[QuantizedWeight],
+    biases: Biases,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    fine: bool = False,
 ) -> list[QuantizedLinear]:
     """Layers that read the same rows. The two of a gated layer are the gate and what it
-    multiplies. The weights need not be kept."""
+    multiplies. The weights need not be kept. With ``fine``, kernels that round rows keep more of
+    them."""
     made = []
     for weight, bias, product in zip(
-        weights, biases, _products(weights, biases, device, dtype), strict=True
+        weights, biases, _products(weights, biases, device, dtype, fine), strict=True
     ):
         identity = weight.digest() + ("" if bias is None else digest_of(bias))
         has_bias = bias is not None
@@ -47,14 +53,19 @@ def make_layers(
 
 
 def _products(
-    weights: Sequence[QuantizedWeight], biases: Biases, device: torch.device, dtype: torch.dtype
+    weights: Sequence[QuantizedWeight],
+    biases: Biases,
+    device: torch.device,
+    dtype: torch.dtype,
+    fine: bool,
 ) -> Sequence[Product]:
     rows = native_dtype(dtype) if device.type == "cpu" else None
     if rows is not None and all(can_multiply_quantized(weight, rows) for weight in weights):
         given = [bias for bias in biases if bias is not None]
         if len(given) in (0, len(biases)):
             joint_bias = torch.cat(given) if given else None
-            joint = QuantizedProduct(weights, joint_bias, gated=len(weights) == 2, dtype=rows)
+            gated = len(weights) == 2
+            joint = QuantizedProduct(weights, joint_bias, gated=gated, fine=fine, dtype=rows)
             return [NativeProduct(joint, index, bias) for index, bias in enumerate(biases)]
     return [_product(*each, device, dtype) for each in zip(weights, biases, strict=True)]
 
@@ -89,7 +100,7 @@ def describe_path(device: torch.device, dtype: torch.dtype) -> str:
     """What multiplies with packed weights, for people."""
     if device.type == "cpu":
         if native_dtype(dtype) is not None:
-            return "yes: native kernels, with rows rounded to 8 bits"
+            return "yes: native kernels, with rows rounded to 8 or 15 bits"
         return "slow: there are no native kernels here, so weights are expanded for every product"
     if has_tensor_cores(device, dtype):
         return "yes: int4 tensor cores for few rows; many rows and 8 bits are expanded to bfloat16"

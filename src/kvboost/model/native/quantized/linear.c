@@ -1,8 +1,9 @@
 // Products of rows with quantised weights.
 //
 // out[m, n] = rows[m, k] weights[n, k]'. Rows are rounded to 8 bits, so that codes are multiplied
-// with codes. With few rows, reading the weights takes all the time. Many rows are multiplied in
-// blocks that fit the second cache. Every sum has the same order, whatever rows are beside it.
+// with codes. Rows of two codes are multiplied as two rows, and the sums of both are added up at the
+// end. With few rows, reading the weights takes all the time. Many rows are multiplied in blocks that
+// fit the second cache. Every sum has the same order, whatever rows are beside it.
 
 #include "../float32/vectors.h"
 #include "../numbers.h"
@@ -51,6 +52,14 @@ static void finish_gated(
             store(both[0] + c, gate(load(both[0] + c), load(both[1] + c)));
         number *to = out + (int64_t)row * (linear->n / 2) + column / 2;
         for (int c = 0; c < PANEL; c++) to[c] = as_number(both[0][c]);
+    }
+}
+
+// Adds the sums [count, 16] of the second codes of rows to those of the first, which are before them.
+static void add_fine(float *sums, int count) {
+    for (int i = 0; i < count / 2 * PANEL; i++) {
+        const float *first = sums + i / PANEL * 2 * PANEL + i % PANEL;
+        sums[i] = first[0] + first[PANEL];
     }
 }
 
@@ -111,13 +120,14 @@ static void multiply_many(
 }
 
 // rows [m, k] and out [m, n], or [m, n / 2] if gated, contiguous. Adds the residual, which may be
-// out itself. packed has space for 2 k bytes for each row.
+// out itself. packed has space for 2 k bytes for each row, or 4 k bytes if rows have two codes.
 void kvboost_quantized_linear(
     const Linear *linear, const number *rows, int32_t m, const number *residual, number *out,
     number *packed, int threads
 ) {
     const int k = linear->k, panels = linear->n / PANEL, step = linear->gated ? 2 : 1;
-    const int width = linear->n / step, blocks = (m + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const int fine = linear->fine, each = fine ? 2 : 1, lines = m * each; // each row is so many lines
+    const int width = linear->n / step, blocks = (lines + BLOCK_ROWS - 1) / BLOCK_ROWS;
     const int share = panels * blocks / (4 * threads) / step * step; // every thread has work
     const int most = share < step ? step : share < BLOCK_PANELS ? share : BLOCK_PANELS;
     const int groups = (panels + most - 1) / most, parts = k / BLOCK;
@@ -127,23 +137,26 @@ void kvboost_quantized_linear(
 #pragma omp for schedule(static)
         for (int part = 0; part < blocks * threads; part++) { // a share of the inputs of a block
             const int first = part / threads * BLOCK_ROWS, share = part % threads;
-            const int end = m < first + BLOCK_ROWS ? m : first + BLOCK_ROWS;
+            const int end = lines < first + BLOCK_ROWS ? lines : first + BLOCK_ROWS;
             const int from = parts * share / threads, to = parts * (share + 1) / threads;
             for (int row = first, count; row < end; row += count) {
                 count = tile_rows(end - row);
                 uint8_t *place = codes + (tile_at(codes, row, count, k, from * BLOCK) - codes);
-                quantize_tile(rows + (int64_t)row * k, count, k, from * BLOCK, to - from, place);
+                quantize_tile(rows + (int64_t)(row / each) * k, count, k, from * BLOCK, to - from,
+                              fine, place);
             }
         }
 #pragma omp for schedule(dynamic, 1)
         for (int task = 0; task < groups * blocks; task++) {
             Block block;
-            const int first = task % groups * most, row = task / groups * BLOCK_ROWS;
+            const int first = task % groups * most, line = task / groups * BLOCK_ROWS;
             const int some = panels - first < most ? panels - first : most;
-            const int count = m - row < BLOCK_ROWS ? m - row : BLOCK_ROWS;
-            (count <= FEW_ROWS ? multiply_few : multiply_many)(
-                linear, codes, row, count, first, some, &block
+            const int together = lines - line < BLOCK_ROWS ? lines - line : BLOCK_ROWS;
+            (together <= FEW_ROWS ? multiply_few : multiply_many)(
+                linear, codes, line, together, first, some, &block
             );
+            const int row = line / each, count = together / each;
+            for (int p = 0; fine && p < some; p++) add_fine(block.sums[p], together);
             number *to = out + (int64_t)row * width;
             for (int p = 0; p < some; p += step) {
                 const int column = (first + p) * PANEL;

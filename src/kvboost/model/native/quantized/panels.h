@@ -12,7 +12,8 @@
 //           byte j of part i has inputs 16 i + j, 16 i + 4 + j, 16 i + 8 + j, 16 i + 12 + j, of
 //           which the first is in its lowest bits.
 //
-// Rows are kept in tiles of `count` rows. In a tile, each block of 32 inputs is
+// Rows are kept in tiles of `count` rows; a row of two codes is two of them. In a tile, each block
+// of 32 inputs is
 //
 //   int8 codes[count][32]; float scales[count], shifts[count], sums[3][count];
 //   int32 starts[3][count];
@@ -55,8 +56,11 @@ static inline int unit_bytes(const Coding *coding) {
 #pragma GCC visibility push(hidden)
 // How many of the next `rows` rows form a tile.
 int tile_rows(int rows);
-// Rows of a tile, [count, k], from input `first` on, to codes of its blocks.
-void quantize_tile(const number *rows, int count, int k, int first, int blocks, uint8_t *out);
+// Rows of a tile, [count, k], from input `first` on, to codes of its blocks. If `fine`, every other
+// row of the tile has the second codes of the row before it, and rows are [count / 2, k].
+void quantize_tile(
+    const number *rows, int count, int k, int first, int blocks, int fine, uint8_t *out
+);
 // sums[count, 16] of a tile of rows and a panel, from the beginning of a unit on. Adds them to what
 // is in sums if `adds`.
 void multiply_tile(
