@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -37,6 +36,8 @@ def build(
 ) -> PreTrainedModel:
     """The model that ``make_model`` makes, with the weights of ``checkpoint``, on ``device``; or
     ``parked`` on the host in the form that it has there."""
+    from accelerate import init_empty_weights  # not in every environment that has vLLM
+
     with init_empty_weights(include_buffers=False):
         model = make_model()
     place = torch.device("cpu") if parked else device
