@@ -6,16 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvboost.chat.calls import Part
-from kvboost.chat.parser import AnswerParser
-from kvboost.chat.tool_use import ToolUse
 from kvboost.errors import StructuredOutputError
-from kvboost.results import GenerationResult
-from kvboost.serve.errors import ApiError, internal, shutting_down, timed_out
-from kvboost.serve.logprobs import ShownToken, TokenReader
+from kvboost.serve.choices import Choice, EngineCall
+from kvboost.serve.errors import ApiError
+from kvboost.serve.logprobs import TokenReader
 from kvboost.serve.prompts import Prompt, encode, num_characters
 from kvboost.serve.records import note
 from kvboost.serve.request_fields import MAX_SEED
@@ -24,108 +20,6 @@ from kvboost.serve.server import ServerState
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from kvboost import AsyncTextStream
-
-
-@dataclass(frozen=True)
-class EngineCall:
-    """What a request asks of the engine."""
-
-    prompts: Sequence[Prompt]
-    n: int
-    max_tokens: int | None
-    mode: str
-    salt: str
-    tenant: str
-    """The name that the scheduler counts the request under."""
-    seed: int | None
-    options: dict[str, Any] = field(default_factory=dict)
-    explain: bool = False
-    use: ToolUse | None = None
-    """The tools of a chat request; None for a completion."""
-    format_field: str | None = None
-    """The field that asks for a format."""
-    documents: Sequence[str] = ()
-    """The texts of documents in the prompt."""
-    session: str | None = None
-    """The conversation whose KV is pinned after the answer."""
-    session_ttl: float | None = None
-
-    @property
-    def adapter(self) -> str | None:
-        return self.options.get("adapter")
-
-
-class Choice:
-    """One answer, while it runs and after."""
-
-    def __init__(
-        self,
-        index: int,
-        prompt_ids: list[int],
-        call: EngineCall,
-        stream: AsyncTextStream,
-        received: float,
-    ) -> None:
-        self.index = index
-        self.prompt_ids = prompt_ids
-        self.call = call
-        self._stream = stream
-        self.received = received
-        self.submitted = time.perf_counter()
-        self.parser: AnswerParser | None = None
-        """What splits the answer into content, reasoning and calls of tools."""
-        self._tokens: TokenReader | None = None
-        self._shown = 0
-        self.ended: float | None = None
-        self.notes: list[str] = []
-        """What the client should know beyond the engine's own notes."""
-
-    @property
-    def result(self) -> GenerationResult:
-        """The result so far."""
-        return self._stream.result
-
-    @property
-    def ttft_ms(self) -> float:
-        """Milliseconds from the complete body of the request to the first token."""
-        return (self.submitted - self.received) * 1e3 + self.result.ttft_ms
-
-    @property
-    def total_ms(self) -> float:
-        return ((self.ended or time.perf_counter()) - self.received) * 1e3
-
-    def read_tokens(self, reader: TokenReader) -> None:
-        self._tokens = reader
-
-    def tokens_of(self, piece: str) -> list[ShownToken] | None:
-        """The tokens of ``piece``, the next piece of the answer; None unless the request asked for
-        log probabilities."""
-        if self._tokens is None:
-            return None
-        self._shown += len(piece)
-        return self._tokens.take(self.result.logprobs or (), self._shown)
-
-    def parts(self, piece: str) -> list[Part]:
-        """What ``piece``, the next piece of the answer, adds to its parts."""
-        return [Part("content", piece)] if self.parser is None else self.parser.feed(piece)
-
-    def last_parts(self) -> list[Part]:
-        """What was held back when the answer ended."""
-        return [] if self.parser is None else self.parser.finish()
-
-    def check(self, timeout: float | None) -> None:
-        """Raises ApiError unless the answer ended normally."""
-        match self.result.finish_reason:
-            case "stop" | "length":
-                return
-            case "timeout":
-                raise timed_out(timeout)
-            case "cancelled":  # by the engine: we do not check answers that we cancel
-                raise shutting_down()
-            case _:
-                raise internal()
 
 
 class Answers:

@@ -13,9 +13,9 @@ from starlette.responses import Response
 from kvboost.chat.calls import Part
 from kvboost.chat.parser import collect
 from kvboost.results import ToolCall
-from kvboost.serve.answers import Choice, EngineCall
 from kvboost.serve.auth import Tenant
 from kvboost.serve.bodies import BodyRoute
+from kvboost.serve.choices import Choice, EngineCall
 from kvboost.serve.logprobs import ShownToken, chat_logprobs
 from kvboost.serve.openapi import errors, streamed
 from kvboost.serve.request_models import ChatRequest

@@ -7,9 +7,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from kvboost.serve.answers import Choice, EngineCall
 from kvboost.serve.auth import Tenant
 from kvboost.serve.bodies import BodyRoute
+from kvboost.serve.choices import Choice, EngineCall
 from kvboost.serve.logprobs import ShownToken, completion_logprobs
 from kvboost.serve.openapi import errors, streamed
 from kvboost.serve.request_models import CompletionRequest

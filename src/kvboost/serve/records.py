@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from kvboost.serve.choices import Choice
 from kvboost.serve.reuse_report import counts
-
-if TYPE_CHECKING:
-    from kvboost.serve.answers import Choice
 
 
 @dataclass

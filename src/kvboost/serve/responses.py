@@ -14,16 +14,9 @@ from starlette.responses import JSONResponse, Response
 
 import kvboost
 from kvboost.chat.tool_use import ToolUse
-from kvboost.serve.answers import (
-    Answers,
-    Choice,
-    EngineCall,
-    describe,
-    headers,
-    open_answers,
-    usage,
-)
+from kvboost.serve.answers import Answers, describe, headers, open_answers, usage
 from kvboost.serve.auth import Tenant
+from kvboost.serve.choices import Choice, EngineCall
 from kvboost.serve.errors import ApiError, answer_to, logger
 from kvboost.serve.request_models import Generation
 from kvboost.serve.server import ServerState

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -21,11 +21,9 @@ from starlette.types import Scope
 
 import kvboost
 from kvboost.results import PHASES
+from kvboost.serve.choices import Choice
 from kvboost.serve.records import RequestRecord
 from kvboost.serve.reuse_report import counts
-
-if TYPE_CHECKING:
-    from kvboost.serve.answers import Choice
 
 _PATH = "/v1/traces"
 _OPERATIONS = {"/v1/completions": "text_completion"}

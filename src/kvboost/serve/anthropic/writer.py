@@ -8,11 +8,12 @@ from hashlib import blake2b
 from typing import Any
 from uuid import uuid4
 
-from kvboost.serve.answers import Answers, Choice, describe
+from kvboost.serve.answers import Answers, describe
 from kvboost.serve.anthropic.error_form import error_body
 from kvboost.serve.anthropic.marks import Kept
 from kvboost.serve.anthropic.request_models import MessagesRequest
 from kvboost.serve.blocks import Block, Blocks, BlockStep
+from kvboost.serve.choices import Choice
 from kvboost.serve.errors import ApiError
 from kvboost.serve.server import ServerState
 from kvboost.serve.streaming import event

@@ -9,8 +9,9 @@ from uuid import uuid4
 
 from pydantic import BaseModel
 
-from kvboost.serve.answers import Answers, Choice, describe
+from kvboost.serve.answers import Answers, describe
 from kvboost.serve.blocks import Blocks
+from kvboost.serve.choices import Choice
 from kvboost.serve.errors import ApiError
 from kvboost.serve.openai_responses.items import messages_of_output
 from kvboost.serve.openai_responses.output import Output
