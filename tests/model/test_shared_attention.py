@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvboost.model import attention, shared_attention
+from kvboost.model import attention, partial_attention, shared_attention
+from kvboost.model import kv as kv_module
 from kvboost.model.attention import attend
 from kvboost.model.kv import KVPool, KVShape, RequestKV
 from kvboost.model.segment import Segment
@@ -80,37 +81,19 @@ def test_all_requests_attend_to_the_shared_rows_in_one_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = filled(RequestKV(SHAPE, 80), 1)
-    kvs = [first, *(on_base(first, 48, 32, seed) for seed in range(3))]
+    every = [first, *(on_base(first, 48, 32, seed) for seed in range(3))]
     calls: list[int] = []
-    attend_part = shared_attention.attend_part
+    attend_part = partial_attention.attend_part
 
-    def watched(query: torch.Tensor, keys: torch.Tensor, *rest: object) -> shared_attention.Part:
+    def watched(query: torch.Tensor, keys: torch.Tensor, *rest: object) -> partial_attention.Part:
         calls.append(keys.shape[2])
         return attend_part(query, keys, *rest)
 
-    monkeypatch.setattr(shared_attention, "attend_part", watched)
-    segments = [Segment(kv, torch.zeros(1), range(60, 61)) for kv in kvs]
+    for module in (kv_module, shared_attention):
+        monkeypatch.setattr(module, "attend_part", watched)
+    segments = [Segment(one, torch.zeros(1), range(60, 61)) for one in every]
     run(segments, torch.randn(1, HEADS, 4, DIM))
     assert sorted(calls) == [13, 13, 13, 13, 48]
-
-
-def test_written_out_equals_the_kernel() -> None:
-    query, keys = torch.randn(1, 2, 6, DIM), torch.randn(1, 2, 9, DIM)
-    mask = torch.zeros(6, 9).masked_fill_(torch.ones(6, 9).triu(4).bool(), float("-inf"))
-    for one in (None, mask):
-        ours = shared_attention._written_out(query, keys, keys, 0.3, one)
-        kernel = shared_attention.attend_part(query, keys, keys, 0.3, one)
-        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, kernel, strict=True))
-
-
-def test_blocks_of_queries_equal_all_queries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    query, keys = torch.randn(1, 2, 7, DIM), torch.randn(1, 2, 9, DIM)
-    mask = torch.zeros(7, 9).masked_fill_(torch.ones(7, 9).triu(4).bool(), float("-inf"))
-    whole = shared_attention._written_out(query, keys, keys, 0.3, mask)
-    monkeypatch.setattr(shared_attention, "MOST_WEIGHTS", 18)
-    parts = shared_attention._written_out(query, keys, keys, 0.3, mask)
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(whole, parts, strict=True))
 
 
 def test_growing_does_not_move_rows_that_others_read() -> None:

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from kvboost.errors import UnsupportedModelError
 from kvboost.model import shared_attention
 from kvboost.model.native.kernels import Kernels, Plan
+from kvboost.model.partial_attention import attend_part
 from kvboost.model.segment import Segment, grid_of, round_up, split
 
 NAME = "kvboost"
@@ -156,7 +157,7 @@ def attend_segment(
         return out[:, :, :rows]
     keys, values = segment.kv.layer(layer, 0, segment.end)
     if rows == 1 and on_cpu:
-        return shared_attention.attend_part(query, keys, values, scale)[0]
+        return attend_part(query, keys, values, scale)[0]
     if query.device.type == "cuda":
         return sdpa(query, keys, values, attn_mask=segment.corner, scale=scale, enable_gqa=True)
     if segment.first <= rows:

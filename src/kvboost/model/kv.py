@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
+from kvboost.model.partial_attention import Part, attend_part
+
 if TYPE_CHECKING:
     from kvboost.model.adapters.adapter import AppliedAdapter
-    from kvboost.model.far.store import FarStore
 
 READ_ROWS = 2048
 """Rows that are read together for one who reads them in parts."""
@@ -56,6 +57,9 @@ class SharedRows(Prefix):
     """The first rows of a buffer. ``keys`` and ``values`` are views per layer, ``[1, kv_heads,
     count, head_dim]``."""
 
+    is_far = False
+    """Whether they are outside of the memory that the model computes in."""
+
     def __init__(self, data: torch.Tensor, count: int, shorter: SharedRows | None = None) -> None:
         super().__init__(count)
         self.data = data
@@ -70,6 +74,10 @@ class SharedRows(Prefix):
         if count >= self.count:
             return self
         return self._shorter.setdefault(count, SharedRows(self.data, count))
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float) -> Part:
+        """Attention of ``query``, ``[1, heads, rows, dim]``, over all of them in one layer."""
+        return attend_part(query, self.keys[layer], self.values[layer], scale)
 
 
 class RequestKV:
@@ -257,11 +265,38 @@ def reading_ahead(
     return some
 
 
+class LargerPool(Protocol):
+    """Lends KV to requests that are too large for near memory (``model/far/``)."""
+
+    @property
+    def near_bytes(self) -> int:
+        """The near memory of one request."""
+
+    @property
+    def used_bytes(self) -> int:
+        """The far memory of all requests that run."""
+
+    def takes(self, num_tokens: int) -> bool:
+        """Whether a request of so many rows is one of its own."""
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether there is memory for one more request, beside those that run."""
+
+    def check(self, num_tokens: int) -> None:
+        """Raises KVTooLargeError if a request of so many rows could not run at all."""
+
+    def lend(self, num_tokens: int) -> AbstractContextManager[RequestKV]:
+        """KV for so many rows, until the context exits."""
+
+    def clear(self) -> None:
+        """Frees what no request needs."""
+
+
 class KVPool:
     """Lends KV buffers to requests. Fresh memory costs a page fault every 4 KiB, five times the
     cost of copying a hit, so the last few buffers are kept for the next requests."""
 
-    far: FarStore | None = None
+    far: LargerPool | None = None
     """Lends to requests that are too large for this pool, if they may have far rows."""
 
     def __init__(self, shape: KVShape, max_idle: int = 2, max_idle_bytes: int = 1024**3) -> None:

@@ -12,11 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-from kvboost.model.far.rows import FarRows, Part
+from kvboost.model.partial_attention import Part, attend_part, merge, merge_parts
 from kvboost.model.segment import Block, Segment
 
-MOST_WEIGHTS = 1 << 22
-"""Attention weights of one head of keys that are held at once."""
 FOLDED_ROWS = 64
 """Up to so many rows, FlashAttention gets the query heads that share a head of keys as rows of one
 matrix; of more rows it has tiles enough."""
@@ -58,17 +56,14 @@ def _attend_group(
     ]
     query = torch.cat(list(queries), dim=2)
     own = (torch.cat([out for out, _ in parts], 2), torch.cat([weight for _, weight in parts], 2))
-    if isinstance(base, FarRows):
-        merged = merge(own, base.attend(layer, query, scale)).to(query.dtype)
-    else:
-        merged = merge(attend_part(query, base.keys[layer], base.values[layer], scale), own)
+    merged = merge(base.attend(layer, query, scale), own).to(query.dtype)
     return merged.split([len(segment) for segment in segments], 2)
 
 
 def attend_own(query: torch.Tensor, segment: Segment, layer: int, scale: float) -> Part:
     """Attention of a segment over the rows that are not its base's."""
     rows, first = len(segment), segment.kv.own_start
-    if isinstance(segment.kv.base, FarRows):
+    if segment.kv.base is not None and segment.kv.base.is_far:
         return _attend_near(query, segment, layer, scale)
     if rows == 1:
         keys, values = segment.kv.layer(layer, first, segment.end)
@@ -125,58 +120,3 @@ def _flash(
     run = torch.ops.aten._scaled_dot_product_flash_attention
     out, sums, *_ = run(asked, keys, values, 0.0, causal, False, scale=scale)
     return out.reshape(query.shape), sums[:, :, : asked.shape[2]].reshape(1, heads, rows)
-
-
-def attend_part(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor | None = None,
-) -> Part:
-    """Attention of ``[1, heads, rows, dim]`` over some keys. Queries that share a head of keys
-    become rows of one matrix: fewer, larger products. ``mask`` is additive, ``[groups * rows,
-    keys]``."""
-    heads, kv_heads, rows = query.shape[1], keys.shape[1], query.shape[2]
-    folded = query.reshape(1, kv_heads, heads // kv_heads * rows, query.shape[3])
-    if query.device.type == "cpu":
-        out, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            folded, keys, values, 0.0, False, attn_mask=mask, scale=scale
-        )
-    else:
-        out, weight = _written_out(folded, keys, values, scale, mask)
-    return out.reshape(query.shape), weight.reshape(1, heads, rows)
-
-
-def _written_out(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor | None,
-) -> Part:
-    """Written out, where no kernel returns the log-sum-exp. Takes a few queries at a time, so that
-    memory is bounded."""
-    rows = max(1, MOST_WEIGHTS // keys.shape[2])
-    outputs, totals = [], []
-    for start in range(0, query.shape[2], rows):
-        some = query[:, :, start : start + rows]
-        weights = torch.matmul(some, keys.transpose(2, 3)).float() * scale
-        if mask is not None:
-            weights += mask[start : start + rows]
-        totals.append(weights.logsumexp(dim=-1, keepdim=True))
-        outputs.append(torch.matmul((weights - totals[-1]).exp().to(values.dtype), values))
-    return torch.cat(outputs, 2), torch.cat(totals, 2)[..., 0]
-
-
-def merge(first: Part, second: Part) -> torch.Tensor:
-    """Merges two parts: attention over the keys of both."""
-    share = torch.sigmoid(first[1] - second[1])[..., None]
-    return torch.lerp(second[0].float(), first[0].float(), share).to(first[0].dtype)
-
-
-def merge_parts(first: Part, second: Part) -> Part:
-    """Merges two parts, in float32, into one that can be merged again."""
-    share = torch.sigmoid(first[1] - second[1])[..., None]
-    out = torch.lerp(second[0].float(), first[0].float(), share)
-    return out, torch.logaddexp(first[1], second[1])

@@ -14,8 +14,8 @@ from kvboost.model.far.host import HostAttention
 from kvboost.model.far.rows import FarRows
 from kvboost.model.kv import KVShape, RequestKV
 from kvboost.model.native.kernels import Kernels
+from kvboost.model.partial_attention import attend_part
 from kvboost.model.segment import Segment
-from kvboost.model.shared_attention import attend_part
 
 LAYERS, KV_HEADS, ROWS = 2, 2, 160
 

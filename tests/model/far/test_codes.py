@@ -18,7 +18,7 @@ from kvboost.model.far.place import FarPlace, on_host
 from kvboost.model.far.slots import Slots
 from kvboost.model.far.streamed import StreamedAttention
 from kvboost.model.kv import KVShape
-from kvboost.model.shared_attention import attend_part
+from kvboost.model.partial_attention import attend_part
 from tiny import DEVICE, make_engine, tiny_model
 
 SHAPE = KVShape(2, 2, 16, torch.float32, torch.device("cpu"))

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from kvboost.errors import ModelError
+from kvboost.model.host_memory import host_memory
 from kvboost.model.quantized.layers import BlockProduct, QuantizedLinear
 from kvboost.model.quantized.weight import QuantizedWeight
 from kvboost.model.streaming.disk import DiskLayers
 from kvboost.model.streaming.place import decoder_layers
-from kvboost.model.streaming.slabs import ALIGNMENT, SlabLayout, host_slab
+from kvboost.model.streaming.slabs import ALIGNMENT, SlabLayout
 from kvboost.model.streaming.slots import HostSlots
 from streamed import LAYERS, stream, streamed_of
 from tiny import DEVICE, tiny_model
@@ -165,7 +166,7 @@ def test_a_slab_holds_tensors_of_any_type() -> None:
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     layout = SlabLayout(layer)
     assert layout.num_bytes == 3 * ALIGNMENT
-    slab = host_slab(layout.num_bytes, torch.device("cpu"))
+    slab = host_memory(layout.num_bytes, torch.device("cpu"))
     layout.save(slab)
     other = slab.clone()
     layout.bind(other)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -40,3 +42,20 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+@contextmanager
+def memory_fence(device: torch.device, num_bytes: int) -> Iterator[None]:
+    """Torch refuses to take more of a GPU's memory than this; its peak is counted anew."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0, device)

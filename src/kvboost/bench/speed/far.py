@@ -22,6 +22,7 @@ from kvboost.bench.kit import benchmark
 from kvboost.bench.kit.benchmark import Bench, Report, option
 from kvboost.bench.kit.figures import draw_bars
 from kvboost.bench.kit.goals import Goal
+from kvboost.bench.kit.machine import memory_fence
 from kvboost.bench.kit.tables import ms, table
 from kvboost.bench.speed.far_check import same_answers
 from kvboost.cache.quantize import RowCodec
@@ -88,16 +89,8 @@ def measure(settings: Settings, bench: Bench) -> dict[str, Any]:
     """The figures of one context; ``bench larger`` may call it too."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     memory = parse_bytes(settings.device_memory, "device_memory")
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total))
-    try:
+    with memory_fence(torch.device(device, 0), memory):
         return _Run(settings, bench, device).everything()
-    finally:
-        if device == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 class _Run:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvboost import EngineConfig, KVBoost
+from kvboost.model.far.store import FarStore
 from kvboost.model.kv import KVShape
 from kvboost.model.shapes import number_tokenizer
 
@@ -38,7 +39,7 @@ def _answers(
         given = [engine.generate(prompt, ANSWER, "prefix_cache", ignore_eos=True) for _ in range(2)]
         far = engine._runtime.pool.far
         answers = [one.token_ids for one in given]
-        return answers, given[1].exact_tokens, 0 if far is None else far.num_lent
+        return answers, given[1].exact_tokens, far.num_lent if isinstance(far, FarStore) else 0
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

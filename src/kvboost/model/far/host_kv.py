@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from kvboost.model.far.kv import FarKV
-from kvboost.model.far.memory import copy_rows
+from kvboost.model.far.memory import copy_rows, wait_for
 from kvboost.model.kv import reading_ahead
 
 MOST_ROWS = 4096
@@ -102,5 +102,4 @@ class HostFarKV(FarKV):
 
     def _wait(self) -> None:
         """The host is about to read what the GPU copies, or to write over it."""
-        if self.shape.device.type == "cuda":
-            torch.cuda.synchronize(self.shape.device)
+        wait_for(self.shape.device)

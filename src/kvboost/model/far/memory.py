@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +14,8 @@ import torch
 
 from kvboost.config import format_bytes
 from kvboost.errors import CacheFolderError
+from kvboost.model.host_memory import host_memory
 from kvboost.model.kv import KVShape
-
-log = logging.getLogger("kvboost")
 
 
 class FarMemory:
@@ -62,38 +59,19 @@ class HostMemory(FarMemory):
     """Memory of the host, from which a GPU copies."""
 
     def __init__(self, shape: KVShape, num_rows: int) -> None:
-        memory, self._unpin = pinned_memory(num_rows * shape.row_bytes, shape.device)
+        self._device = shape.device
+        memory = host_memory(num_rows * shape.row_bytes, shape.device)
         super().__init__(shape, num_rows, memory)
 
     def close(self) -> None:
-        self._unpin()
+        wait_for(self._device)
         super().close()
 
 
-def pinned_memory(
-    num_bytes: int, device: torch.device
-) -> tuple[torch.Tensor, Callable[[], object]]:
-    """Memory of the host, zero, and what must be called when it is not used any more. For a GPU it
-    is registered with the driver, which then copies from it at full speed and while computing;
-    allocating it pinned would round it up to a power of two."""
-    mapping = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # registering touches every page
-        with suppress(OSError):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.from_numpy(np.frombuffer(mapping, np.uint8))
-    if device.type != "cuda":
-        return memory, _nothing
-    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
-    if code:
-        told = "%s of far rows could not be pinned (CUDA error %d): copies from them are slow"
-        log.warning(told, format_bytes(num_bytes), code)
-        return memory, _nothing
-
-    def unpin() -> None:
+def wait_for(device: torch.device) -> None:
+    """Copies to ``device`` have ended: their memory may be written, or freed."""
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-
-    return memory, unpin
 
 
 def _nothing() -> None: ...

@@ -7,10 +7,7 @@ from typing import Protocol
 import torch
 
 from kvboost.model.kv import SharedRows
-
-Part = tuple[torch.Tensor, torch.Tensor]
-"""The result of attending to some of the keys: ``[1, heads, rows, dim]`` and the log-sum-exp of the
-weights, ``[1, heads, rows]`` in float32."""
+from kvboost.model.partial_attention import Part
 
 
 class FarAttention(Protocol):
@@ -27,6 +24,8 @@ class FarAttention(Protocol):
 class FarRows(SharedRows):
     """The first ``count`` rows of ``data``, ``[2, layers, kv_heads, capacity, head_dim]``, which is
     not in the model's memory."""
+
+    is_far = True
 
     def __init__(self, data: torch.Tensor, count: int, attention: FarAttention) -> None:
         super().__init__(data, count)

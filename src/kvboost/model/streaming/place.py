@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from kvboost.config import format_bytes, home
 from kvboost.errors import ConfigError, ModelError
+from kvboost.model.host_memory import host_memory
 from kvboost.model.machine import available_bytes, memory_bytes
 from kvboost.model.streaming.disk import DiskLayers
 from kvboost.model.streaming.embedding import HostEmbedding, host_embedding
@@ -25,7 +26,7 @@ from kvboost.model.streaming.plan import (
     ModelSizes,
     make_plan,
 )
-from kvboost.model.streaming.slabs import SlabLayout, host_slab, layer_bytes
+from kvboost.model.streaming.slabs import SlabLayout, layer_bytes
 from kvboost.model.streaming.slots import CudaSlots, Slots
 from kvboost.model.streaming.tensors import move_tensors, tensors_of
 
@@ -179,7 +180,7 @@ def stream_layers(
         layout = SlabLayout(layer)
         sizes.append(layout.num_bytes)
         if plan.streamed[number] in plan.in_memory:
-            slab = in_memory[number] = host_slab(layout.num_bytes, device)
+            slab = in_memory[number] = host_memory(layout.num_bytes, device)
             layout.save(slab)
         else:
             assert file is not None
@@ -191,7 +192,7 @@ def stream_layers(
     on_disk = None
     if file is not None:
         file.flush()
-        staged = [host_slab(slot_bytes, device) for _ in range(NUM_STAGED)]
+        staged = [host_memory(slot_bytes, device) for _ in range(NUM_STAGED)]
         on_disk = DiskLayers(file, places, staged)
     return StreamedLayers(chosen, sizes, slots, in_memory, on_disk)
 

@@ -13,6 +13,7 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.bench.kit.benchmark import Bench
+from kvboost.bench.kit.machine import memory_fence
 from kvboost.config import EngineConfig, format_bytes
 from kvboost.errors import KVBoostError
 from kvboost.model.load import wrap
@@ -63,25 +64,11 @@ def measure(
     def say(text: str) -> None:
         bench.say(f"{time.monotonic() - started:6.1f} s  {text}")
 
-    fence(device, device_memory)
-    try:
+    with memory_fence(device, device_memory):
         bus = bus_bandwidth(device, 256 << 20 if device.type == "cuda" else 8 << 20)
         say(f"a plain copy from registered memory: {bus / 1e9:.1f} GB/s")
         with make_engine(shape, device, device_memory, max(requests), say) as engine:
             return _measure(engine, device_memory, bus, requests, seconds, say)
-    finally:
-        fence(device, None)
-
-
-def fence(device: torch.device, num_bytes: int | None) -> None:
-    """Makes torch refuse to take more of the GPU's memory than this; None: takes the fence away."""
-    if device.type != "cuda":
-        return
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    total = torch.cuda.get_device_properties(device).total_memory
-    share = 1.0 if num_bytes is None else min(1.0, num_bytes / total)
-    torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def make_engine(
