@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,15 @@ def test_a_missing_peer_is_said_to_be_missing(
         (tmp_path / "peers" / name / environments.READY).touch()
     assert VLLMServer().missing(setting) is None
     assert "smollm2-135m.gguf" in str(LlamaServer().missing(setting))
+
+
+def test_on_a_gpu_vllm_runs_in_the_environment_that_is_named(setting: Setting) -> None:
+    on_gpu, vllm = replace(setting, device="cuda"), VLLMServer()
+    assert "--vllm" in str(vllm.missing(on_gpu))
+    named = replace(on_gpu, vllm="/its/python")
+    assert vllm.missing(named) is None and vllm.command(named, 1)[0] == "/its/python"
+    assert "--gpu-memory-utilization" in vllm.command(named, 1)
+    assert vllm.environment(named)["PYTHONPATH"] == ""
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import httpx
+import torch
 from rich.table import Table
 
 from kvboost.bench.benchmarks import BENCHMARKS
@@ -26,7 +27,13 @@ from kvboost.bench.kit.goals import Goal
 from kvboost.bench.kit.tables import dim, ms, percent, table
 from kvboost.bench.load.serve.clients import SOURCES, Answer, Target, ask, open_client
 from kvboost.bench.load.serve.report import problems
-from kvboost.bench.load.serve.run import describe_systems, find_systems, rotated
+from kvboost.bench.load.serve.run import (
+    DEVICE,
+    PYTHON_OF_VLLM,
+    describe_systems,
+    find_systems,
+    rotated,
+)
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import OURS, SYSTEMS, KVBoostServer
 from kvboost.bench.peers.setting import Setting, Vocabulary, prepare
@@ -54,6 +61,8 @@ class Settings(Base):
     QUICK: ClassVar = {"turns": 6, "rounds": 1, "tool_seconds": 0.2, "systems": (OURS,)}
 
     model: str = option(DEFAULT_MODEL, "A bundled name or a folder.")
+    device: str = option("cpu", DEVICE, choices=("cpu", "cuda"))
+    vllm: str | None = option(None, PYTHON_OF_VLLM)
     systems: tuple[str, ...] = option(
         tuple(SYSTEMS), "Server to measure.", "system", choices=tuple(SYSTEMS)
     )
@@ -125,7 +134,9 @@ class Row:
 
 
 def run(settings: Settings, bench: Bench) -> Report:
-    setting, vocabulary = prepare(settings.model)
+    setting, vocabulary = prepare(
+        settings.model, device=torch.device(settings.device), vllm=settings.vllm
+    )
     bench.describe(setting.device, setting.dtype, threads=setting.threads)
     present, missing = find_systems(settings.systems, setting, bench)
     comparison = Comparison(settings, setting, vocabulary)

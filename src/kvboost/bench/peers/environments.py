@@ -56,14 +56,13 @@ def why_missing(name: str, model: str | None = None) -> str | None:
     return None
 
 
-def installed_version(name: str, package: str) -> str:
-    """The version of ``package`` in the environment called ``name``; imports nothing of it."""
+def installed_version(python: str | Path, package: str) -> str:
+    """The version of ``package`` in the environment of ``python``; imports nothing of it."""
     program = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
-    done = subprocess.run(
-        [str(peer_python(name)), "-c", program, package], capture_output=True, text=True
-    )
+    done = subprocess.run([str(python), "-c", program, package], capture_output=True, text=True)
     if done.returncode:
         raise KVBoostError(
-            f"{package} is not in {peers_dir() / name}; remove that folder and run {SETUP}"
+            f"{package} is not in the environment of {python}; if make peers has made it, remove "
+            f"its folder and run {SETUP}"
         )
     return done.stdout.strip()

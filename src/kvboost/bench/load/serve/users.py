@@ -57,14 +57,20 @@ class Workload:
 
 
 def make_workload(
-    name: str, count_tokens: Count, *, users: int, requests: int, seed: int
+    name: str,
+    count_tokens: Count,
+    *,
+    users: int,
+    requests: int,
+    seed: int,
+    passage_tokens: int = PASSAGE_TOKENS,
 ) -> Workload:
     """``requests`` requests of each of ``users`` users."""
     one_of(name, tuple(WORKLOADS), "workload")
     whole(users, 1, "users")
     whole(requests, 1, "requests")
     rng = random.Random(f"{name} {seed}")
-    maker = WORKLOADS[name](rng, Texts(count_tokens, rng, name))
+    maker = WORKLOADS[name](rng, Texts(count_tokens, rng, name, passage_tokens))
     return Workload(
         name,
         tuple(tuple(maker.requests(requests)) for _ in range(users)),
@@ -76,7 +82,10 @@ class Texts:
     """Passages of given lengths, cut from text that every Python has. Each workload has its own
     texts: what one left in a server's cache is of no use to the next."""
 
-    def __init__(self, count_tokens: Count, rng: random.Random, workload: str) -> None:
+    def __init__(
+        self, count_tokens: Count, rng: random.Random, workload: str, passage_tokens: int
+    ) -> None:
+        self.passage_tokens = passage_tokens
         self._count = count_tokens
         number = list(WORKLOADS).index(workload)
         self._found = [
@@ -116,7 +125,7 @@ class Rag:
 
     def __init__(self, rng: random.Random, texts: Texts) -> None:
         self._rng = rng
-        self._pool = [texts.passage(PASSAGE_TOKENS) for _ in range(PASSAGES)]
+        self._pool = [texts.passage(texts.passage_tokens) for _ in range(PASSAGES)]
         self._numbers = count(1)
 
     def requests(self, number: int) -> Iterator[Request]:
