@@ -9,7 +9,7 @@ import torch
 
 import torch_kernels
 from kvboost.model.triton.attention import attend
-from kvboost.model.triton.rows import PagedRows, pick_splits
+from kvboost.model.triton.rows import PagedRows, Tile, pick_splits
 from paged_kv import (
     attention,
     each_dtype,
@@ -175,6 +175,15 @@ def test_few_tiles_are_split_over_their_keys() -> None:
     assert splits(rows=1, keys=8192, kv_heads=4) == 16  # no part has fewer than 512 keys
     assert splits(rows=1, keys=10**6, kv_heads=1) == 32
     assert splits(rows=1, keys=300, kv_heads=1) == 1
+    equal = torch.full([7], 8192)
+    assert pick_splits(equal, 4, at_once=132) == 4  # with five, eight of 140 would run alone
+    assert pick_splits(equal[:6], 4, at_once=132) == 5
+
+
+def test_whole_tiles() -> None:
+    tile = Tile(128, 64, 8, 3)
+    assert tile.whole(112, 7) == 108 and tile.whole(112, 16) == 112  # 6 by 18 rows, 14 by 8
+    assert tile.whole(16, 7) == 16  # not even one
 
 
 def test_positions_that_do_not_fit_are_refused() -> None:

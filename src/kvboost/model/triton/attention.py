@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kvboost.model.triton.pages import check_pages
-from kvboost.model.triton.rows import MOST_SPLITS, PagedRows
+from kvboost.model.triton.rows import PagedRows
 from kvboost.model.triton.scores import (
     LN_2,
     LOG2_E,
@@ -282,6 +282,6 @@ def attend(
             HEADS=heads,
             DIM=dim,
             WIDE=wide,
-            SPLITS=MOST_SPLITS,
+            SPLITS=triton.next_power_of_2(rows.splits),
         )
     return out

@@ -22,6 +22,12 @@ class Tile:
     warps: int
     stages: int
 
+    def whole(self, num_rows: int, group: int) -> int:
+        """The most rows up to ``num_rows`` that leave no tile in part empty, if one takes fewer;
+        ``group`` query heads share a KV head."""
+        each = self.rows // group
+        return num_rows if num_rows < each else num_rows - num_rows % each
+
     @classmethod
     def pick(cls, num_rows: int, dtype: torch.dtype, dim: int = 128) -> Tile:
         """The tile for requests of up to ``num_rows`` rows times heads that share a KV head."""
@@ -119,10 +125,19 @@ def _check_positions(positions: Sequence[torch.Tensor], tables: torch.Tensor, pa
 
 def pick_splits(ends: torch.Tensor, kv_heads: int, at_once: int) -> int:
     """How many programs share the keys of a tile, if tiles have keys up to ``ends`` and ``at_once``
-    programs run at a time: so many that the longest takes no longer than all of them together."""
-    longest, total = int(ends.max()), int(ends.sum()) * kv_heads
+    programs run at a time: no more than let the longest end with all of them together, and fewer if
+    the last of more would begin when the others have ended."""
+    shortest, longest = int(ends.min()), int(ends.max())
+    total, tiles = int(ends.sum()) * kv_heads, len(ends) * kv_heads
     wanted = -(-longest * at_once // total)
-    return max(1, min(wanted, longest // KEYS_PER_SPLIT, MOST_SPLITS))
+    most = max(1, min(wanted, longest // KEYS_PER_SPLIT, MOST_SPLITS))
+
+    def keys_until_done(splits: int) -> float:
+        if tiles * splits <= at_once:
+            return longest / splits
+        return max(longest / splits, total / at_once + shortest / splits)
+
+    return min(range(1, most + 1), key=keys_until_done)
 
 
 def programs_at_once(device: torch.device, tile: Tile) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import product, starmap
 
 import torch
 
@@ -10,10 +10,12 @@ from kvboost.model.triton.attention import attend
 from kvboost.model.triton.mass import attention_mass
 from kvboost.model.triton.move import MovedRows, StoredSpan, move
 from kvboost.model.triton.pages import PagedLayers
-from kvboost.model.triton.rows import PagedRows, tiles_of
+from kvboost.model.triton.rows import MOST_SPLITS, PagedRows, Tile, tiles_of
 from kvboost.model.triton.shift import ShiftPlan, shift
 
 PAGES = 2
+MORE_SPLITS = [1 << bit for bit in range(2, MOST_SPLITS.bit_length())]
+"""The kernel that combines parts is compiled for powers of two."""
 
 
 def warm_up(
@@ -37,8 +39,9 @@ def warm_up(
     query = torch.zeros(1, heads, dim, dtype=like.dtype, device=like.device)
     absent = torch.zeros(PAGES * page, dtype=torch.bool, device=like.device)
     position = torch.tensor([page])
-    for tile, splits in product(tiles_of(like.dtype), (1, 2)):
-        rows = PagedRows.of(
+
+    def rows_of(tile: Tile, splits: int) -> PagedRows:
+        return PagedRows.of(
             [position],
             table[None],
             page=page,
@@ -48,10 +51,15 @@ def warm_up(
             tile=tile,
             splits=splits,
         )
+
+    tiles = tiles_of(like.dtype)
+    for rows in starmap(rows_of, product(tiles, (1, 2))):
         attend(query, pages, rows, 1.0, window=window, soft_cap=soft_cap)
         attention_mass(
             query, pages, rows, 1.0, page, window=window, soft_cap=soft_cap, absent=absent
         )
+    for splits in MORE_SPLITS:
+        attend(query, pages, rows_of(tiles[0], splits), 1.0, window=window, soft_cap=soft_cap)
 
     angles = torch.ones(page + 1, pairs, device=like.device)
     stored = torch.zeros(2, len(layers), kv_heads, 1, dim, dtype=like.dtype, device=like.device)

@@ -16,16 +16,17 @@ from kvboost.reuse.paged.kernels import GpuKernels
 
 ROWS = 112
 """With those of up to 16 requests, so many rows are one tile of a matrix product; a second tile
-would take as long again."""
+would take as long again. Whole tiles of attention may be some rows fewer."""
 
 
 class RowsBeside:
     """Up to ``ROWS`` consecutive rows in buffers of fixed size."""
 
     def __init__(self, kernels: GpuKernels, slab: Slab, heads: int, capacity: int) -> None:
-        self.most_rows = ROWS
+        group = heads // kernels.pages.num_kv_heads
+        self.most_rows = kernels.tile(heads, ROWS).whole(ROWS, group)
         self._slab = slab
-        self._rows = FixedRows(kernels, heads, ROWS, capacity)
+        self._rows = FixedRows(kernels, heads, self.most_rows, capacity)
         self._attention = kernels.attend_rows(self._rows.paged)
         self._is_padding = torch.empty(0)
 
