@@ -106,7 +106,7 @@ class FakePeer:
     def missing(self, setting: object) -> str | None:
         return None
 
-    def version(self, setting: Setting) -> str:
+    def version(self, setting: Any) -> str:
         return "fake 1"
 
     def command(self, setting: object, port: int) -> list[str]:

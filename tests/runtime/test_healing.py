@@ -80,7 +80,7 @@ def test_all_rows_from_the_exact_prefix_on_are_computed_in_order(
 ) -> None:
     """Those that repair had recomputed too, and those of the question and the answer."""
     options = {"recompute_strategy": "query", "recompute_ratio": 0.5, "ignore_eos": True}
-    result = engine.generate(prompt_of([3, 1]), 5, **options)
+    result = engine.generate(prompt_of([3, 1]), 5, heal="idle", **options)
     assert result.recomputed_tokens > 10
     computed: list[int] = []
     run = engine._model.forward._run_packed

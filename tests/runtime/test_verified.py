@@ -55,13 +55,13 @@ def test_a_draft_that_is_right_needs_no_more_steps(engine, monkeypatch) -> None:
     full = engine.generate(prompt, 9, BASELINE, ignore_eos=True)
     options = {**VERIFIED, "recompute_strategy": "query", "recompute_ratio": 1.0}
     single_rows = []
-    run = engine._model.forward._run_packed
+    run = engine._model.forward.run
 
     def spy(segments):
         single_rows.extend(len(segment) for segment in segments if len(segment) == 1)
         return run(segments)
 
-    monkeypatch.setattr(engine._model.forward, "_run_packed", spy)
+    monkeypatch.setattr(engine._model.forward, "run", spy)
     result = engine.generate(prompt, 9, **options)
     assert result.token_ids == full.token_ids and result.confirmed_tokens == 9
     assert len(single_rows) == 8  # of the draft

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class LoadedModel:
         """Query heads of a layer."""
         return int(self.forward.model.config.get_text_config().num_attention_heads)
 
-    @property
+    @cached_property
     def attention_share(self) -> float:
         """What attending to one key costs, as a share of what one row costs in the weights."""
         shape = self.forward.shape

@@ -32,15 +32,16 @@ class TopTokens:
     @classmethod
     def of(cls, logits: torch.Tensor) -> TopTokens:
         """Of the model's own distribution, given its logits ``[vocab]``."""
-        scores = logits.float()
-        values, ids = scores.topk(min(TOLD_APART, len(scores)))
-        return cls(ids.to("cpu", torch.int32), (values - scores.logsumexp(-1)).cpu())
+        values, ids = logits.float().topk(min(TOLD_APART, len(logits)))
+        # What the others have is what these leave of one: 32 bits would round it away.
+        logprobs = values.double() - logits.double().logsumexp(-1)
+        return cls(ids.to("cpu", torch.int32), logprobs.cpu())
 
     def kl_from(self, exact: torch.Tensor) -> float:
         """KL(exact || this), with all tokens but these as one outcome; ``exact`` are logits
         ``[vocab]``. Never larger than the KL over all tokens."""
         expected = exact.cpu().double().log_softmax(-1)[self.ids.long()]
-        actual = self.logprobs.double()
+        actual = self.logprobs
         shares = expected.exp()
         rest = [max(_LEAST_SHARE, 1.0 - float(one.exp().sum())) for one in (expected, actual)]
         outcomes = torch.tensor(rest, dtype=torch.float64).log()

@@ -16,6 +16,7 @@ from kvboost.runtime.parallel import runtime
 from kvboost.runtime.parallel.ranks import Ranks
 from kvboost.runtime.parallel.runtime import ParallelRuntime
 from split_models import save_model
+from tiny import DEVICE
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps. "
 
@@ -27,6 +28,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(models: Path) -> Iterator[KVBoost]:
+    if DEVICE != "cpu":
+        pytest.skip("it needs a GPU for each rank")
     folder = save_model("llama", models)
     with KVBoost.from_pretrained(folder, dtype="float32", tp_size=2, chunk_size=16) as made:
         yield made

