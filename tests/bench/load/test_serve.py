@@ -228,10 +228,10 @@ def test_a_round_counts_what_was_answered() -> None:
     assert failed.ttft_p50_ms == pytest.approx(200)
 
 
-def row(system: str, name: str, ttft_s: Sequence[float], users: int = 1) -> Row:
-    """A round for each time to first token, of ``users`` requests at once."""
-    rounds = [Round.of([answered(one)] * users) for one in ttft_s]
-    return Row.of(system, name, rounds)
+def row(system: str, name: str, ttft_s: Sequence[float], at_once: int = 1, users: int = 1) -> Row:
+    """A round for each time to first token, of ``at_once`` requests at once."""
+    rounds = [Round.of([answered(one)] * at_once) for one in ttft_s]
+    return Row.of(system, name, users, rounds)
 
 
 def test_a_row_holds_medians_over_rounds() -> None:
@@ -242,14 +242,16 @@ def test_a_row_holds_medians_over_rounds() -> None:
 
 
 def test_goals_are_met_or_not_or_not_measured() -> None:
-    ours = [row(OURS, "rag", [0.1], users=4), row(OURS, "chat", [0.3], users=2)]
-    theirs = [row("vllm", "rag", [0.2], users=2), row("vllm", "chat", [0.3], users=2)]
-    best = row("llama.cpp", "rag", [0.1], users=5)
+    ours = [row(OURS, "rag", [0.1], at_once=4), row(OURS, "chat", [0.3], at_once=2)]
+    theirs = [row("vllm", "rag", [0.2], at_once=2), row("vllm", "chat", [0.3], at_once=2)]
+    best = row("llama.cpp", "rag", [0.1], at_once=5)
     assert [goal.met for goal in goals([*ours, *theirs])] == [False, True, True, True]
     assert [goal.met for goal in goals([*ours, *theirs, best])] == [False, False, True, True]
     assert [goal.met for goal in goals(ours)] == [None] * 4
-    quicker = row(OURS, "rag", [0.08], users=4)
+    quicker = row(OURS, "rag", [0.08], at_once=4)
     assert goals([quicker, *theirs])[0].met
+    few = row("vllm", "rag", [0.01], users=0)
+    assert goals([quicker, *theirs, few])[0].met  # as with the most users
 
 
 def test_systems_that_did_not_have_the_same_work_are_named() -> None:
@@ -257,12 +259,12 @@ def test_systems_that_did_not_have_the_same_work_are_named() -> None:
     assert list(inequalities(rows)) == []
     longer = answered(0.1)
     longer.completion_tokens = 5
-    rows.append(Row.of(OURS, "rag", [Round.of([longer])]))
+    rows.append(Row.of(OURS, "rag", 1, [Round.of([longer])]))
     assert list(inequalities(rows)) == [
-        "rag: mean completion tokens differ: vllm 3.0, llama.cpp 3.0, kvboost 5.0"
+        "rag, 1 users: mean completion tokens differ: vllm 3.0, llama.cpp 3.0, kvboost 5.0"
     ]
-    assert "; 1 were sent" in next(cut_short(rows, planned=2))
-    assert list(cut_short(rows, planned=1)) == []
+    assert "; 1 were sent" in next(cut_short(rows, requests=2))
+    assert list(cut_short(rows, requests=1)) == []
 
 
 def test_a_picture_is_drawn_even_if_a_system_lacks_a_workload() -> None:
@@ -291,7 +293,7 @@ def test_a_whole_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         model=str(model),
         systems=("broken", "fake", "vllm"),
         workloads=("rag", "chat"),
-        users=2,
+        users=(2, 1),
         requests=2,
         max_tokens=2,
         rounds=2,
@@ -301,10 +303,10 @@ def test_a_whole_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     report = BENCHMARKS["serve"].perform(settings, console, plot=plot, output=saved)
     assert json.loads(saved.read_text()) == json.loads(json.dumps(report))
     rows = report["rows"]
-    assert [(one["workload"], one["loop"], len(one["rounds"])) for one in rows] == [
-        *(("rag", "closed", 2), ("chat", "closed", 2))
+    assert [(one["workload"], one["users"], len(one["rounds"])) for one in rows] == [
+        *(("rag", 2, 2), ("rag", 1, 2), ("chat", 2, 2), ("chat", 1, 2))
     ]
-    assert all(one["errors"] == 0 and one["requests"] == 4 for one in rows)
+    assert all(one["errors"] == 0 and one["requests"] == 2 * one["users"] for one in rows)
     assert "broken was given up: fake ended with 7" in shown.getvalue()
     assert "vllm is missing: not set up" in shown.getvalue()
     assert list(report["missing"]) == ["vllm"]
@@ -323,7 +325,7 @@ def test_a_run_needs_a_system_to_measure(model: Path, monkeypatch: pytest.Monkey
     [
         ("systems", ("vlm",), "system='vlm' .* 'vllm'"),
         ("workloads", ("x",), "workload='x'"),
-        ("users", 0, "users=0"),
+        ("users", (0,), "users=0"),
         ("seconds", 0.0, "seconds=0.0"),
     ],
 )

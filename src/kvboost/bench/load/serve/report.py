@@ -20,13 +20,13 @@ NOTE = dim(
 )
 
 
-def tables(rows: Sequence[Row], users: int) -> Iterator[Table]:
-    """One per workload."""
-    for workload, own in _by_workload(rows).items():
+def tables(rows: Sequence[Row]) -> Iterator[Table]:
+    """One per load."""
+    for load, own in _by_load(rows).items():
         first = own[0]
         prompt, answer = first.median.prompt_tokens, first.median.completion_tokens
         yield table(
-            f"{workload}, {users} users: {first.median.requests:.0f} requests of about "
+            f"{load}: {first.median.requests:.0f} requests of about "
             f"{prompt:,.0f} tokens, {answer:.0f} tokens out; medians of {len(first.rounds)} rounds",
             ("system",),
             ("TTFT p50", "p95", "ITL p50", "p95", "req/s", "tok/s", "cached", "errors"),
@@ -34,9 +34,9 @@ def tables(rows: Sequence[Row], users: int) -> Iterator[Table]:
         )
 
 
-def notes(rows: Sequence[Row], planned: int) -> Iterator[Text]:
-    """``planned``: the requests of a load, if there was time for all of them."""
-    for note in (*inequalities(rows), *cut_short(rows, planned)):
+def notes(rows: Sequence[Row], requests: int) -> Iterator[Text]:
+    """``requests``: of each user, if there was time for all of them."""
+    for note in (*inequalities(rows), *cut_short(rows, requests)):
         yield warning(note)
 
 
@@ -49,40 +49,45 @@ def problems(errors: Mapping[str, str], failures: Mapping[str, str]) -> Iterator
 
 def inequalities(rows: Sequence[Row]) -> Iterator[str]:
     """Where systems did not read or write the same amount: their rates do not compare."""
-    for workload, own in _by_workload(rows).items():
+    for load, own in _by_load(rows).items():
         for what in ("prompt_tokens", "completion_tokens"):
             lengths = {row.system: getattr(row.median, what) for row in own}
             if max(lengths.values()) > (1 + UNEQUAL) * min(lengths.values()):
                 told = ", ".join(f"{name} {mean:.1f}" for name, mean in lengths.items())
-                yield f"{workload}: mean {what.replace('_', ' ')} differ: {told}"
+                yield f"{load}: mean {what.replace('_', ' ')} differ: {told}"
 
 
-def cut_short(rows: Sequence[Row], planned: int) -> Iterator[str]:
+def cut_short(rows: Sequence[Row], requests: int) -> Iterator[str]:
     for row in rows:
+        planned = row.users * requests
         if row.median.requests < planned:
             yield (
-                f"{row.workload}: {row.system} was too slow for all of {planned} requests; "
+                f"{_load(row)}: {row.system} was too slow for all of {planned} requests; "
                 f"{row.median.requests:.0f} were sent"
             )
 
 
 def serve_figure(rows: Sequence[Row], title: str) -> Figure:
-    """Two panels, with a group of bars per workload in each: the median time to first token with a
+    """Two panels, with a group of bars per load in each: the median time to first token with a
     line up to the 95th percentile, and requests per second."""
     systems = dict.fromkeys(row.system for row in rows)
     times: dict[str, dict[str, Value]] = {name: {} for name in systems}
     rates: dict[str, dict[str, float]] = {name: {} for name in systems}
     for row in rows:
         middle, high = row.median.ttft_p50_ms / 1e3, row.median.ttft_p95_ms / 1e3
-        times[row.system][row.workload] = Value(middle, middle, max(middle, high))
-        rates[row.system][row.workload] = row.median.requests_per_s
+        times[row.system][_load(row)] = Value(middle, middle, max(middle, high))
+        rates[row.system][_load(row)] = row.median.requests_per_s
     panels: dict[str, Bars] = {"time to first token": times, "throughput": rates}
     return draw_bars(panels, title=title, y=("seconds, p50 to p95", "requests per second"))
 
 
-def _by_workload(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    names = dict.fromkeys(row.workload for row in rows)
-    return {name: [row for row in rows if row.workload == name] for name in names}
+def _load(row: Row) -> str:
+    return f"{row.workload}, {row.users} users"
+
+
+def _by_load(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    names = dict.fromkeys(map(_load, rows))
+    return {name: [row for row in rows if _load(row) == name] for name in names}
 
 
 def _cells(row: Row) -> list[str]:

@@ -41,7 +41,7 @@ class Settings(Base):
     QUICK: ClassVar = {
         "systems": (OURS, BASELINE),
         "workloads": ("rag",),
-        "users": 4,
+        "users": (4,),
         "requests": 2,
         "max_tokens": 16,
         "rounds": 1,
@@ -56,7 +56,9 @@ class Settings(Base):
     workloads: tuple[str, ...] = option(
         tuple(WORKLOADS), "What users send.", "workload", choices=tuple(WORKLOADS)
     )
-    users: int = option(8, "Users at once.", least=1)
+    users: tuple[int, ...] = option(
+        (8,), "Users at once; several numbers, one after the other.", "users", least=1
+    )
     requests: int = option(4, "Requests of each user.", least=1)
     max_tokens: int = option(32, "Tokens of every answer.", least=1)
     passage_tokens: int = option(
@@ -72,13 +74,13 @@ class Settings(Base):
 def run(settings: Settings, bench: Bench) -> Report:
     setting, vocabulary = prepare(
         settings.model,
-        settings.users,
+        max(settings.users),
         device=torch.device(settings.device),
         vllm=settings.vllm,
     )
     bench.describe(setting.device, setting.dtype, threads=setting.threads)
     present, missing = find_systems(settings.systems, setting, bench)
-    each = START_SECONDS + settings.seconds * len(settings.workloads)
+    each = START_SECONDS + settings.seconds * len(settings.workloads) * len(settings.users)
     most = settings.rounds * len(present) * each
     bench.say(f"at most about {duration(most)}; change it with --seconds, --rounds or --workload")
     comparison = Comparison(settings, setting, vocabulary, present)
@@ -94,9 +96,9 @@ def run(settings: Settings, bench: Bench) -> Report:
             "rows": [row.as_json() for row in rows],
         },
         [
-            *report.tables(rows, settings.users),
+            *report.tables(rows),
             report.NOTE,
-            *report.notes(rows, settings.users * settings.requests),
+            *report.notes(rows, settings.requests),
             *report.problems(comparison.errors, comparison.failures),
         ],
         goals(rows),
@@ -147,16 +149,15 @@ class Comparison:
         self._setting = setting
         self._bias = {str(number): -100 for number in vocabulary.special_ids}
         self._present = present
-        self._measured: dict[tuple[str, str], list[Round]] = {}
-        sizes = {
-            "users": settings.users,
-            "requests": settings.requests,
-            "passage_tokens": settings.passage_tokens,
-        }
+        self._measured: dict[tuple[str, str, int], list[Round]] = {}
+        sizes = {"requests": settings.requests, "passage_tokens": settings.passage_tokens}
         self._traffic = [
             [
-                make_workload(name, vocabulary.count, **sizes, seed=settings.seed + number)
+                make_workload(
+                    name, vocabulary.count, users=users, **sizes, seed=settings.seed + number
+                )
                 for name in settings.workloads
+                for users in settings.users
             ]
             for number in range(settings.rounds)
         ]
@@ -179,10 +180,11 @@ class Comparison:
         """Workload by workload, in the order of the settings."""
         asked = self._settings
         return [
-            Row.of(system, workload, self._measured[system, workload])
+            Row.of(system, workload, users, self._measured[system, workload, users])
             for workload in asked.workloads
+            for users in asked.users
             for system in asked.systems
-            if (system, workload) in self._measured
+            if (system, workload, users) in self._measured
         ]
 
     def _load(self, name: str, there: Running, traffic: Sequence[Workload], step: Step) -> None:
@@ -196,7 +198,8 @@ class Comparison:
             _check(name, answers)
             if error := next((answer.error for answer in answers if answer.error), None):
                 self.errors.setdefault(f"{name}, {workload.name}", error)
-            self._measured.setdefault((name, workload.name), []).append(Round.of(answers))
+            load = (name, workload.name, len(workload.users))
+            self._measured.setdefault(load, []).append(Round.of(answers))
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:

@@ -74,28 +74,35 @@ class Row:
 
     system: str
     workload: str
+    users: int
     rounds: tuple[Round, ...]
     median: Round
 
     @classmethod
-    def of(cls, system: str, workload: str, rounds: Sequence[Round]) -> Row:
+    def of(cls, system: str, workload: str, users: int, rounds: Sequence[Round]) -> Row:
         median = Round(
             **{
                 one.name: statistics.median(getattr(round_, one.name) for round_ in rounds)
                 for one in fields(Round)
             }
         )
-        return cls(system, workload, tuple(rounds), median)
+        return cls(system, workload, users, tuple(rounds), median)
 
     def as_json(self) -> dict[str, object]:
-        said = {"system": self.system, "workload": self.workload, "loop": "closed"}
-        return {**said, **asdict(self.median), "rounds": [asdict(one) for one in self.rounds]}
+        said = {"system": self.system, "workload": self.workload, "users": self.users}
+        return {
+            **said,
+            "loop": "closed",
+            **asdict(self.median),
+            "rounds": [asdict(one) for one in self.rounds],
+        }
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
-    """Whether we reached what we set out to."""
+    """Whether we reached what we set out to, with as many users as there were at most."""
+    most = max((row.users for row in rows), default=0)
     rag, chat = (
-        {row.system: row.median for row in rows if row.workload == workload}
+        {row.system: row.median for row in rows if (row.workload, row.users) == (workload, most)}
         for workload in ("rag", "chat")
     )
     return [

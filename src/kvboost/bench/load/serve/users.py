@@ -69,7 +69,7 @@ def make_workload(
     one_of(name, tuple(WORKLOADS), "workload")
     whole(users, 1, "users")
     whole(requests, 1, "requests")
-    rng = random.Random(f"{name} {seed}")
+    rng = random.Random(f"{name} {seed} {users}")
     maker = WORKLOADS[name](rng, Texts(count_tokens, rng, name, passage_tokens))
     return Workload(
         name,
