@@ -137,8 +137,10 @@ class DeviceSampling:
             draws, top_k, seed = self._whole[rows].unbind(1)
             values, ids = _likeliest(scores / temperature, kind)
             kept = _kept(values, top_k[:, None], top_p, min_p)
-            drawn = _draw(kept, uniform(seed, positions))
-            token = torch.where(draws > 0, ids.gather(1, drawn)[:, 0], token)
+            # In the order of tokens: what rounding does to nearly equal scores changes their order,
+            # and the same number would draw another token.
+            shares = torch.zeros_like(scores).scatter_(1, ids, kept)
+            token = torch.where(draws > 0, _draw(shares, uniform(seed, positions)), token)
         return token
 
 
@@ -190,11 +192,11 @@ def _kept(
 
 
 def _draw(shares: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """The index of one entry of each row, int64 ``[rows, 1]``, drawn by ``random``, ``[rows]``."""
+    """The index of one entry of each row, int64 ``[rows]``, drawn by ``random``, ``[rows]``."""
     sums = shares.cumsum(-1)
-    below = (sums <= random[:, None] * sums[:, -1:]).sum(-1, keepdim=True)
-    most = (shares > 0).sum(-1, keepdim=True) - 1  # rounding must not reach what was removed
-    return torch.minimum(below, most)
+    total = sums[:, -1:]
+    last = (sums < total).sum(-1)  # rounding must not reach what was removed
+    return torch.minimum((sums <= random[:, None] * total).sum(-1), last)
 
 
 _STEP, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
