@@ -380,7 +380,7 @@ def test_a_request_of_the_loop_does_not_wait_for_healing(engine, monkeypatch) ->
     listener = Listener(events)
 
     def submit() -> None:
-        state = engine._begin(QUESTION, 3, MOVED, {})
+        state = engine._requests.begin(QUESTION, 3, MOVED, {})
         engine._loop.submit(state, listener)
 
     watch_healing(monkeypatch, events, at_layer=4, act=submit)
