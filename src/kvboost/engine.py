@@ -41,9 +41,10 @@ from kvboost.results import (
     Score,
     VerificationReport,
 )
+from kvboost.runtime.alone import text_pieces
 from kvboost.runtime.embedding import LoadedModelEmbedder
 from kvboost.runtime.facts import describe, facts_of
-from kvboost.runtime.generation import Generation, text_pieces
+from kvboost.runtime.generation import Generation
 from kvboost.runtime.loading import MakeRuntime, load_model
 from kvboost.runtime.options import BatchOptions, RequestOptions, ReuseOptions
 from kvboost.runtime.recording import record_graphs
