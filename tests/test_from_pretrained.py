@@ -17,7 +17,7 @@ def no_loading(monkeypatch) -> None:
     def load(*_: object, **__: object) -> None:
         raise AssertionError("something was loaded")
 
-    monkeypatch.setattr("kvboost.engine.load", load)
+    monkeypatch.setattr("kvboost.runtime.loading.load", load)
 
 
 def test_a_misspelled_option_is_refused_before_anything_is_loaded() -> None:
@@ -42,7 +42,7 @@ def test_options_of_transformers_are_passed_on(monkeypatch) -> None:
         given.update(options)
         raise InterruptedError
 
-    monkeypatch.setattr("kvboost.engine.load", load)
+    monkeypatch.setattr("kvboost.runtime.loading.load", load)
     with pytest.raises(InterruptedError):
         KVBoost.from_pretrained(
             "m", chunk_size=16, revision="main", torch_dtype="float32", model_kwargs={"tp_plan": 1}

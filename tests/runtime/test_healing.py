@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from healed import SLOPPY, num_exact, warmed
 from kvboost import ConfigError, KVBoost
 from kvboost.runtime import healing, unhealed
-from kvboost.runtime.generation import Generation
+from kvboost.runtime.keeping import Keeping
 from paged_engines import TWO_LAYERS, leaks, paged_engine
 from test_reuse import BASELINE, EXACT, HEADER, MOVED, PASSAGES, QUESTION, prompt_of, words
 from tiny import CONTEXT, DEVICE, ROPE_MODELS, dynamic_model, make_engine, tiny_model
@@ -124,7 +124,7 @@ def test_healing_ends_anywhere_and_goes_on_from_there(engine, small_slices) -> N
 
 def test_healing_ends_while_it_copies_rows_too(engine, monkeypatch) -> None:
     result = engine.generate(prompt_of([3, 1]), 2, **SLOPPY)
-    monkeypatch.setattr("kvboost.runtime.generation.YIELD_AFTER_SECONDS", -1.0)
+    monkeypatch.setattr("kvboost.runtime.assembling.YIELD_AFTER_SECONDS", -1.0)
     run = engine._model.forward._run_packed
     forwards: list[int] = []
 
@@ -156,14 +156,14 @@ def test_admission_beyond_the_frontier_would_be_noticed(engine, monkeypatch) -> 
     """A negative control of ``num_exact``: if healing admitted rows that it has not reached, they
     would be served as exact, and the check would fail."""
     result = engine.generate(prompt_of([3, 1]), 4, **SLOPPY)
-    admit = Generation._admit
+    admit = Keeping.admit
 
     def ignore_frontier(self, **options):
         self._state.rows = len(self._request.token_ids)
         return admit(self, **options)
 
     monkeypatch.setattr(healing, "SLICE_ROWS", 16)
-    monkeypatch.setattr(Generation, "_admit", ignore_frontier)
+    monkeypatch.setattr(Keeping, "admit", ignore_frontier)
     engine._healer.heal_next(after(4))
     with pytest.raises(AssertionError, match="called exact are off"):
         num_exact(engine, [*prompt_of([3, 1]), *result.token_ids])
@@ -380,7 +380,7 @@ def test_a_request_of_the_loop_does_not_wait_for_healing(engine, monkeypatch) ->
     listener = Listener(events)
 
     def submit() -> None:
-        state = engine._begin(QUESTION, 3, MOVED, {})
+        state = engine._requests.begin(QUESTION, 3, MOVED, {})
         engine._loop.submit(state, listener)
 
     watch_healing(monkeypatch, events, at_layer=4, act=submit)

@@ -174,7 +174,7 @@ def test_a_cancelled_one_leaves_only_exact_rows_as_exact(engine, monkeypatch, se
     """Cancelled after so many forwards: in the draft, while confirming, or later."""
     prompt = prompt_of([3, 1])
     monkeypatch.setattr(engine._runtime, "prefill_slice", 16)
-    state = engine._begin(prompt, 6, "chunk_kv_reuse", VERIFIED)
+    state = engine._requests.begin(prompt, 6, "chunk_kv_reuse", VERIFIED)
     steps = verified.make_generation(engine._runtime, state).steps()
     given = None
     for _ in range(segments):

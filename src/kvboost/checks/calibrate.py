@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvboost.config import MOST_RECOMPUTED, GenerationMode, RepairParams, at_least
-from kvboost.errors import PromptError
+from kvboost.config import (
+    MOST_RECOMPUTED,
+    WITHOUT_RATIO,
+    GenerationMode,
+    RepairParams,
+    at_least,
+)
+from kvboost.errors import ConfigError, PromptError
 from kvboost.progress import Progress
 from kvboost.results import (
     Calibration,
@@ -55,6 +61,11 @@ def calibrate(
 ) -> Calibration:
     """Tries settings that repair more and more until the mean KL of the samples' answers is within
     ``max_kl``: tolerances if ``repair`` takes rounds, and ratios."""
+    if repair.strategy in WITHOUT_RATIO:
+        raise ConfigError(
+            f"recompute_strategy={repair.strategy!r} has no ratio to calibrate; use 'auto', "
+            "'query' or 'cacheblend'"
+        )
     at_least(max_kl, 0.0, "max_kl")
     if isinstance(samples, str) or not samples:
         raise PromptError("calibrate() takes several sample prompts, as they will be sent")

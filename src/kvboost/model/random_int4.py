@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvboost.model.quantized.cuda import int4_product
 from kvboost.model.shapes import config_of
 
 GROUP = 128
@@ -38,10 +39,7 @@ class Int4Linear(nn.Module):
         self.register_parameter("bias", nn.Parameter(bias, False) if has_bias else None)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        flat = rows.reshape(-1, self.in_features).contiguous()
-        out = torch._weight_int4pack_mm(flat, self.codes, GROUP, self.scales)
-        out = out.view(*rows.shape[:-1], self.out_features)
-        return out if self.bias is None else out + self.bias
+        return int4_product(rows, self.codes, GROUP, self.scales, self.bias)
 
 
 def _random_codes(shape: tuple[int, ...]) -> torch.Tensor:

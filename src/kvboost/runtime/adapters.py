@@ -14,7 +14,7 @@ from kvboost.model.adapters.adapter import Adapter, AppliedAdapter
 from kvboost.model.adapters.files import read_adapter
 from kvboost.model.forward import Forward
 from kvboost.results import LONGEST_ADAPTER_NAME, AdapterInfo
-from kvboost.tokens.hashing import ChunkKey
+from kvboost.tokens.hashing import ChunkKey, TokenIds
 
 MOST_ROOTS = 1024
 """Roots that are remembered of one adapter before those that hold nothing are left out."""
@@ -91,6 +91,10 @@ class Adapters:
 
     def get(self, name: str) -> Adapter:
         return self._get(name).adapter
+
+    def applied(self, name: str | None, token_ids: TokenIds) -> AppliedAdapter | None:
+        """The adapter ``name`` as it applies to a prompt; None if no adapter is named."""
+        return None if name is None else self.get(name).applied_to(token_ids)
 
     def infos(self) -> dict[str, AdapterInfo]:
         with self._lock:

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvboost.model.embedding import by_length, normalised
+from kvboost.errors import ContextLengthError
+from kvboost.model.embedding import by_length, normalised, run_steps
 from kvboost.model.segment import Segment
 from kvboost.runtime.runtime import Runtime
 
@@ -37,6 +38,13 @@ class LoadedModelEmbedder:
     @property
     def max_tokens(self) -> int | None:
         return self._runtime.model.context_length
+
+    def embed(self, batch: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
+        """The embeddings of ``batch``, at once."""
+        for token_ids in batch:
+            if self.max_tokens is not None and len(token_ids) > self.max_tokens:
+                raise ContextLengthError(len(token_ids), self.max_tokens)
+        return run_steps(self.steps(batch))
 
     def steps(self, batch: Sequence[Sequence[int]]) -> Embedding:
         """Short inputs share forwards; a long one is computed in slices. Nothing is read from the

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import Any
 
 import torch
 
-from kvboost.config import EngineConfig
+from kvboost.config import EngineConfig, format_bytes
 from kvboost.model import native
 from kvboost.model.load import LoadedModel
 from kvboost.model.machine import memory_bytes
@@ -41,6 +42,24 @@ def facts_of(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
         "heal": config.heal,
         "recompute_strategy": config.recompute_strategy,
     }
+
+
+def describe(model: LoadedModel, config: EngineConfig, *, is_closed: bool) -> str:
+    """An engine in one line."""
+    dtype = str(model.forward.shape.dtype).removeprefix("torch.")
+    return f"KVBoost({model.name!r}, {model.device}, {dtype}, {_tiers(config, is_closed)})"
+
+
+def _tiers(config: EngineConfig, is_closed: bool) -> str:
+    if is_closed:
+        return "closed"
+    tiers = [f"{format_bytes(config.max_cache_bytes)} in memory"]
+    if config.disk_cache_dir is not None:
+        size = format_bytes(config.disk_cache_bytes)
+        tiers.append(f"{size} in {os.fspath(config.disk_cache_dir)!r}")
+    if config.remote_cache_url is not None:
+        tiers.append("a remote store")  # its address may hold a password
+    return f"cache: {', '.join(tiers)}"
 
 
 def _name_of(device: torch.device) -> str:

@@ -1,46 +1,41 @@
 """One request: plan → assemble → repair or prefill → decode → admit.
 
 ``steps()`` is a generator. It yields the rows to run next and receives their logits. A request
-that runs alone makes one forward of each segment (:func:`run_alone`); in a batch,
+that runs alone makes one forward of each segment (``runtime/alone.py``); in a batch,
 ``runtime/loop.py`` packs the segments of many requests into one forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, cast
 
 import numpy as np
 import torch
 
-from kvboost.cache.chunk import Lineage
-from kvboost.cache.lookup.hits import Hit
-from kvboost.cache.store import ChunkLost
 from kvboost.config import GenerationMode
 from kvboost.model.far.kv import FarKV
-from kvboost.model.forward import Forward
-from kvboost.model.kv import RequestKV, SharedRows
+from kvboost.model.kv import RequestKV
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.sampling import RowSampler
-from kvboost.model.sampling import Picked, Sampler, takes_likeliest
+from kvboost.model.sampling import Picked, Sampler
 from kvboost.model.segment import Segment
-from kvboost.results import ReuseReport, SpanKind
+from kvboost.results import SpanKind
 from kvboost.reuse.plan import Plan
+from kvboost.runtime.alone import run_alone
 from kvboost.runtime.answer import Answer
+from kvboost.runtime.assembling import Assembling
 from kvboost.runtime.audit import RECORDED_TOKENS, TopTokens
-from kvboost.runtime.computing import Computing, Given, Result, Steps
+from kvboost.runtime.computing import Computing, Given, Steps
 from kvboost.runtime.drafts import Drafts
+from kvboost.runtime.keeping import Keeping
 from kvboost.runtime.repairing import Repairing
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.step_healing import StepHealing
 from kvboost.structured.grammars import Constraint
 from kvboost.tokens.hashing import TokenIds, as_token_ids
-
-YIELD_AFTER_SECONDS = 0.02
-"""How long a request of a batch may place rows before it lets the other requests run."""
 
 
 class Generation:
@@ -62,8 +57,7 @@ class Generation:
         self._live_end = len(state.request.token_ids) - num_logits + 1
         self._num_graphs = runtime.num_graphs
         self._kv: RequestKV
-        self._used: list[Sequence[Hit]] = []
-        """Paths of chunks that served it, of which the eviction order has not heard yet."""
+        self._keeping: Keeping
         self._healing: StepHealing | None = None
         self._last_token = np.zeros(1, np.int64)
         self._last_ids = torch.from_numpy(self._last_token)  # the same memory
@@ -73,7 +67,7 @@ class Generation:
 
     def steps(self) -> Steps:
         """The whole request. Progress and text appear in its ``RequestState``."""
-        with self._lend_kv(), self._admit_at_end():
+        with self._lend_kv(), self._keep_at_end():
             plan = yield from self._assemble()
             logits = yield from (self._repair(plan) if plan.moved else self._prefill())
             yield from self._decode(logits[-1])
@@ -82,9 +76,9 @@ class Generation:
         """Computes the unknown part of the prompt and keeps it; returns the new chunks."""
         with self._lend_kv():
             run_alone(self._runtime.model.forward, self._prompt_logits())
-            new = self._admit()
-            self._leave_pages()
-            self._remember()
+            new = self._keeping.admit()
+            self._keeping.leave_pages()
+            self._keeping.remember()
             return new
 
     def score(self) -> torch.Tensor:
@@ -94,7 +88,7 @@ class Generation:
             if logits.device.type == "cuda":
                 torch.cuda.synchronize(logits.device)
             self._state.clock.lap("prefill")
-            self._touch_used()
+            self._keeping.touch_used()
             return logits
 
     def heal(self, epoch: int) -> Computing[torch.Tensor]:
@@ -102,8 +96,8 @@ class Generation:
         it may be closed at any moment. Keeps nothing if something was forgotten after ``epoch``.
         Does not wait for the remote store."""
         rows = self._runtime.rows_for(self._request, batched=False)
-        with self._runtime.pool.lend(rows) as self._kv:
-            self._kv.adapter = self._request.adapter
+        with self._runtime.pool.lend(rows) as kv:
+            self._take(kv)
             yield from self._assemble(ask_remote=False)
             self._state.epoch = epoch
             return (yield from self._prefill(keep_slices=True))
@@ -124,14 +118,19 @@ class Generation:
             runtime.beginnings.borrow(
                 runtime.pool, request, root, runtime.store.epoch, prefix
             ) as prefix,
-            runtime.pool.lend(rows, prefix) as self._kv,
-            runtime.running.register(state, root, self._kv),
+            runtime.pool.lend(rows, prefix) as kv,
+            runtime.running.register(state, root, kv),
         ):
-            self._kv.adapter = request.adapter
+            self._take(kv)
             yield
 
+    def _take(self, kv: RequestKV) -> None:
+        kv.adapter = self._request.adapter
+        self._kv = kv
+        self._keeping = Keeping(self._runtime, self._state, kv, self._reusable_rows)
+
     @contextmanager
-    def _admit_at_end(self) -> Iterator[None]:
+    def _keep_at_end(self) -> Iterator[None]:
         """Keeps the computed rows and counts the request, also if it is cancelled."""
         state = self._state
         settled = True
@@ -146,63 +145,20 @@ class Generation:
             raise
         finally:
             if settled:
-                self._touch_used()
+                self._keeping.touch_used()
                 state.clock.lap("decode")
-                self._admit()
-                self._leave_pages()
-                self._remember()
-                self._leave_to_healing()
+                self._keeping.admit()
+                self._keeping.leave_pages()
+                self._keeping.remember()
+                self._keeping.leave_to_healing(self._healing)
                 self._runtime.totals.add(state)
                 self._runtime.trimmer.after_request()
                 state.clock.lap("admit")
 
-    def _assemble(self, *, ask_remote: bool = True) -> Generator[None, object, Plan]:
-        """Plans the prompt and copies the known rows into place. If a chunk turns out to be lost,
-        plans again without it and without asking the remote store a second time."""
-        self._state.epoch = self._runtime.store.epoch
-        plan = yield from self._try_assemble(ask_remote=ask_remote)
-        while plan is None:
-            plan = yield from self._try_assemble(ask_remote=False)
-        self._state.exact_rows = plan.exact_rows
-        return plan
-
-    def _try_assemble(self, *, ask_remote: bool) -> Generator[None, object, Plan | None]:
-        """As :meth:`_assemble`; None if a chunk of the plan was lost on the way."""
-        runtime, request, state = self._runtime, self._request, self._state
-        planner, store, clock = runtime.planner, runtime.store, state.clock
-        with planner.lookup(request, self._live_end, ask_remote=ask_remote) as known:
-            plan, notes = planner.plan(request, known, self._kv.own_start)
-            if plan.moved and not self._kv.changes_rows:
-                plan = plan.without_moved()
-                notes = (*notes, "moved text was computed: far rows of fewer bits do not change")
-            approximate = [h for h in plan.in_place if h.chunk.lineage is Lineage.APPROXIMATE]
-            self._used = [[*known.exact, *approximate], *(run.hits for run in plan.moved)]
-            if any(hit.tier != store.fastest_tier for hit in plan.hits):
-                self._touch_used()  # before these chunks are added to a faster tier
-            clock.lap("plan")
-            seconds = since_pause = 0.0
-            if plan.moved and isinstance(self._kv.base, SharedRows):
-                self._kv.detach_prefix()  # hooks of a repair need rows in one piece
-            try:
-                rows = runtime.rows_of(self._kv)
-                for hit, data in store.fetch(plan.hits):
-                    spent = clock.lap("fetch")
-                    rows.place(hit, data)
-                    spent += clock.lap("assemble")
-                    seconds += spent
-                    since_pause += spent
-                    if state.batched and since_pause > YIELD_AFTER_SECONDS:
-                        since_pause = 0.0
-                        yield None
-                        clock.lap("queue")
-                rows.finish()
-                seconds += clock.lap("assemble")
-            except ChunkLost:
-                return None
-        state.reuse = ReuseReport(plan.spans, notes)
-        if plan.moved:
-            runtime.cost.observe_place(plan.num_known, seconds)
-        return plan
+    def _assemble(self, *, ask_remote: bool = True) -> Computing[Plan]:
+        """Plans the prompt and copies the known rows into place."""
+        assembling = Assembling(self._runtime, self._state, self._kv, self._live_end, self._keeping)
+        return (yield from assembling.run(ask_remote=ask_remote))
 
     def _prefill(self, *, keep_slices: bool = False) -> Computing[torch.Tensor]:
         """Computes the rest of the prompt, slice by slice. Returns the logits of its last rows."""
@@ -215,7 +171,7 @@ class Generation:
             logits.append((yield from self._compute(ids[start:end], range(start, end), num_logits)))
             state.rows = end
             if keep_slices:
-                self._admit()
+                self._keeping.admit()
         return logits[-1] if len(logits) == 1 else torch.cat(logits)
 
     def _repair(self, plan: Plan) -> Computing[torch.Tensor]:
@@ -250,7 +206,7 @@ class Generation:
                 break
             if state.batched and is_first:  # others may wait for this prompt
                 yield None
-                self._admit(wait=False)
+                self._keeping.admit(wait=False)
                 state.clock.lap("admit")
             given = yield from self._next(sampler, constraint, limit)
         self._drafts.confirm()
@@ -358,74 +314,6 @@ class Generation:
                 and not self._runtime.model.forward.streams,
             )
 
-    def _admit(self, *, wait: bool = True) -> int:
-        """Keeps the rows this request computed, generated tokens included; returns how many
-        chunks are new. Without ``wait``, keeps nothing if the store is busy."""
-        runtime, request, state, kv = self._runtime, self._request, self._state, self._kv
-        self._touch_used()  # before what is new: it follows these chunks
-        if not self._keeps_rows:
-            return 0
-        num_rows = min(state.rows, self._reusable_rows, request.cacheable_rows)
-        ids = as_token_ids(np.concatenate([request.token_ids, state.token_ids])[:num_rows])
-
-        new = runtime.store.admit(
-            runtime.root_of(request),
-            ids,
-            runtime.packer.packing(kv, num_rows),
-            exact_rows=state.exact_rows,
-            repair=request.repair.name,
-            boundaries=request.boundaries,
-            epoch=state.epoch,
-            wait=wait,
-        )
-        state.new_chunks += new
-        return new
-
-    def _leave_pages(self) -> None:
-        """Leaves exact rows in their pages, on a GPU, for a request that begins alike."""
-        runtime, request, state = self._runtime, self._request, self._state
-        if self._keeps_rows and runtime.keeps_pages and state.epoch == runtime.store.epoch:
-            ids = as_token_ids(np.concatenate([request.token_ids, state.token_ids]))
-            num_rows = min(state.rows, state.exact_rows, request.cacheable_rows)
-            root = runtime.root_of(request)
-            runtime.beginnings.keep(self._kv, ids, num_rows, root, state.epoch)
-
-    def _touch_used(self) -> None:
-        """Tells the eviction order what served this request. It learns from that, which takes its
-        time, so the first token does not wait for it."""
-        used, self._used = self._used, []
-        if used:
-            self._runtime.store.touch(*used)
-
-    def _remember(self) -> None:
-        """Later requests may be drafted from this text."""
-        runtime, request, state = self._runtime, self._request, self._state
-        if self._keeps_rows and request.speculate != "off":
-            ids = as_token_ids(np.concatenate([request.token_ids, state.token_ids]))
-            runtime.speculation.remember(runtime.root_of(request), ids, state.epoch)
-
-    def _leave_to_healing(self) -> None:
-        """If rows that were kept are approximate, they become exact when there is time."""
-        runtime, request, state = self._runtime, self._request, self._state
-        is_kept = self._keeps_rows and state.rows <= request.cacheable_rows
-        if self._healing is not None and self._healing.is_done:
-            self._healing.finish(is_kept=is_kept)
-        elif is_kept:
-            # A sequence that fills what may be reused could not be read again in parts.
-            num_rows = min(state.rows, self._reusable_rows - 1)
-            greedy = takes_likeliest(request.params, runtime.model.generation_config)
-            is_free = request.grammar is None
-            runtime.unhealed.add(state, num_rows, takes_likeliest=greedy and is_free)
-
-    @property
-    def _keeps_rows(self) -> bool:
-        request = self._request
-        reuses = request.mode is not GenerationMode.BASELINE and self._kv.is_exact
-        if not (reuses and request.keep and self._state.kept):
-            return False
-        applied = request.adapter  # rows of one that was unloaded would serve no request
-        return applied is None or self._runtime.adapters.is_loaded(applied.adapter)
-
     def _observe_cost(self) -> None:
         """Teaches the cost model from the prefill and from the first decode step; the other steps
         of a request cost the same. A request that shared its forwards teaches nothing, nor does
@@ -485,39 +373,3 @@ class Generation:
         if self._kv.most_rows is not None:
             step = min(step, self._kv.most_rows)
         return min((start // step + 1) * step, total)
-
-
-def run_alone(forward: Forward, steps: Computing[Result]) -> Result:
-    """Runs ``steps`` to the end, each segment in a forward of its own."""
-    given = None
-    while True:
-        try:
-            segment = steps.send(given)
-        except StopIteration as end:
-            return cast(Result, end.value)
-        given = None if segment is None else _run(forward, steps, segment)
-
-
-def text_pieces(forward: Forward, steps: Steps, state: RequestState) -> Generator[str, None, None]:
-    """Runs one request alone; yields the text that is safe to show."""
-    shown = 0
-    with closing(steps):
-        given = None
-        while True:
-            try:
-                segment = steps.send(given)
-            except StopIteration:
-                break
-            new, shown = state.text[shown:], len(state.text)
-            yield from new
-            given = None if segment is None else _run(forward, steps, segment)
-    yield from state.text[shown:]
-
-
-def _run(forward: Forward, steps: Computing[Any], segment: Segment) -> Given:
-    """What a segment asks for. The steps see a failure first, so that they can clean up."""
-    try:
-        return forward.run([segment])[0]
-    except BaseException as error:
-        steps.throw(error)
-        raise

@@ -41,7 +41,7 @@ class VerifiedGeneration(Generation):
             self._request = replace(self._request, params=seeded)
 
     def steps(self) -> Steps:
-        with self._lend_kv(), self._admit_at_end():
+        with self._lend_kv(), self._keep_at_end():
             plan = yield from self._assemble()
             logits = yield from (self._repair(plan) if plan.moved else self._prefill())
             given = logits[-1]
@@ -94,7 +94,7 @@ class _Draft(Generation):
     speculates = False
 
     def over(self, kv: RequestKV, given: torch.Tensor) -> Steps:
-        self._kv = kv
+        self._take(kv)
         return self._decode(given)
 
 

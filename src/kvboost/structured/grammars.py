@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvboost.errors import StructuredOutputError
+from kvboost.structured.formats import FORMATS, grammar_for
 from kvboost.structured.library import library
 
 KEPT_GRAMMARS = 64
@@ -52,6 +53,14 @@ class Grammars:
             if len(self._compiled) > KEPT_GRAMMARS:
                 self._compiled.popitem(last=False)
         return found
+
+    def of_format(self, options: Mapping[str, Any]) -> Grammar | None:
+        """The compiled grammar of the format in ``options``; None if there is none."""
+        grammar = grammar_for(options)
+        if grammar is None:
+            return None
+        option = next(name for name in FORMATS if options.get(name) is not None)
+        return self.compile(grammar, option)
 
     def _known_tokens(self) -> Any:
         """The tokenizer as llguidance wants it. Making it takes about a second."""

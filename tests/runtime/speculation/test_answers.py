@@ -217,7 +217,7 @@ def test_a_position_at_which_the_rotation_changes_ends_a_draft(monkeypatch) -> N
 def test_over_pages_a_request_asks_for_drafts(engine, monkeypatch) -> None:
     speculation, root = engine._runtime.speculation, engine._runtime.root("")
     for speculate, drafts in (("auto", False), ("off", False), (4, True)):
-        state = engine._begin(PROMPT, 4, "prefix_cache", {"speculate": speculate})
+        state = engine._requests.begin(PROMPT, 4, "prefix_cache", {"speculate": speculate})
         assert (speculation.start(state, root, 0, runs_ahead=True) is not None) == drafts
         assert (speculation.start(state, root, 0, runs_ahead=False) is None) == (speculate == "off")
 

@@ -12,6 +12,7 @@ from kvboost.model.far.costs import FarCosts
 from kvboost.model.far.memory import copy_rows
 from kvboost.model.far.rows import FarRows
 from kvboost.model.kv import KVShape
+from kvboost.model.slot_events import SlotEvents
 
 SLOTS = 2
 
@@ -32,37 +33,31 @@ class Transfers(Protocol):
 
 
 class CudaTransfers:
-    """Copies in a stream of their own, while the device computes. Each slot has two events: it has
-    been loaded, and it has been read."""
+    """Copies in a stream of their own, while the device computes; their times are observed."""
 
     def __init__(self, device: torch.device, costs: FarCosts) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._events = SlotEvents(SLOTS, device, timed=True)
+        self._begun = [torch.cuda.Event(enable_timing=True) for _ in range(SLOTS)]
         self._costs = costs
-        self._begun, self._loaded = (
-            [torch.cuda.Event(enable_timing=True) for _ in range(SLOTS)] for _ in range(2)
-        )
-        self._read = [torch.cuda.Event() for _ in range(SLOTS)]
         self._num_bytes = [0] * SLOTS
 
     def load(self, slot: int, source: torch.Tensor, target: torch.Tensor) -> None:
         self._observe(slot)
-        self._stream.wait_event(self._read[slot])
-        with torch.cuda.stream(self._stream):
-            self._begun[slot].record(self._stream)
+        with self._events.filling(slot):
+            self._begun[slot].record(self._events.stream)
             copy_rows(source, target)
-            self._loaded[slot].record(self._stream)
         self._num_bytes[slot] = target.nbytes
 
     def wait(self, slot: int) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._loaded[slot])
+        self._events.wait(slot)
 
     def release(self, slot: int) -> None:
-        self._read[slot].record(torch.cuda.current_stream(self._device))
+        self._events.release(slot)
 
     def _observe(self, slot: int) -> None:
-        if self._num_bytes[slot] and self._loaded[slot].query():
-            seconds = self._begun[slot].elapsed_time(self._loaded[slot]) / 1e3
+        filled = self._events.filled[slot]
+        if self._num_bytes[slot] and filled.query():
+            seconds = self._begun[slot].elapsed_time(filled) / 1e3
             self._costs.observe_stream(self._num_bytes[slot], seconds)
 
 

@@ -61,10 +61,21 @@ class TensorCoreProduct:
         if self._weight is not None and not is_few:
             return linear(rows, self._weight.dequantized().to(rows.dtype), self._bias)
         assert self._packed is not None
-        flat = rows.reshape(-1, rows.shape[-1]).contiguous()
-        out = torch._weight_int4pack_mm(flat, self._packed, self._group, self._scales)
-        out = out.view(*rows.shape[:-1], -1)
-        return out if self._bias is None else out + self._bias
+        return int4_product(rows, self._packed, self._group, self._scales, self._bias)
+
+
+def int4_product(
+    rows: torch.Tensor,
+    packed: torch.Tensor,
+    group: int,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Rows ``[..., k]`` times codes as ``_convert_weight_to_int4pack`` makes them."""
+    flat = rows.reshape(-1, rows.shape[-1]).contiguous()
+    out = torch._weight_int4pack_mm(flat, packed, group, scales)
+    out = out.view(*rows.shape[:-1], out.shape[-1])
+    return out if bias is None else out + bias
 
 
 def packed_tiles(weight: QuantizedWeight) -> int | None:

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from kvboost.model.slot_events import SlotEvents
+
 
 class Copied(Protocol):
     """Waits, on the host, until a copy has read its source."""
@@ -63,30 +65,23 @@ _DONE = _Done()
 
 
 class CudaSlots:
-    """Slots that a stream of their own fills while the current stream computes. Two events of each
-    slot keep them apart: ``ready`` after it was filled, ``free`` after it was used."""
+    """Slots that a stream of their own fills while the current stream computes."""
 
     def __init__(self, num_slots: int, num_bytes: int, device: torch.device) -> None:
         self.buffers = torch.empty(num_slots, num_bytes, dtype=torch.uint8, device=device)
-        self._device = device
-        self._copies = torch.cuda.Stream(device)
-        self._copies.wait_stream(torch.cuda.current_stream(device))  # what had the memory before
-        self._ready = [torch.cuda.Event() for _ in range(num_slots)]
-        self._free = [torch.cuda.Event() for _ in range(num_slots)]
+        self._events = SlotEvents(num_slots, device)
 
     def fill(self, slot: int, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self._copies):
-            self._copies.wait_event(self._free[slot])
+        with self._events.filling(slot):
             self.buffers[slot, : len(source)].copy_(source, non_blocking=True)
-            self._ready[slot].record(self._copies)
 
     def copied(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
-        event.record(self._copies)
+        event.record(self._events.stream)
         return event
 
     def wait(self, slot: int) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._ready[slot])
+        self._events.wait(slot)
 
     def release(self, slot: int) -> None:
-        self._free[slot].record(torch.cuda.current_stream(self._device))
+        self._events.release(slot)

@@ -1,0 +1,47 @@
+"""The options of a chat request as those of a plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from kvboost.chat.styles import ChatStyle
+from kvboost.chat.tool_use import Reasoning, ToolUse
+from kvboost.config import stop_strings
+from kvboost.structured.formats import FORMATS, grammar_for
+from kvboost.structured.grammars import Grammars
+
+
+class ChatTokenizer(Protocol):
+    """What the options depend on: how the model writes calls and reasoning."""
+
+    @property
+    def style(self) -> ChatStyle: ...
+
+    @property
+    def writes_special_tokens(self) -> bool: ...
+
+    def reasoning_after(self, prompt_ids: Sequence[int]) -> Reasoning: ...
+
+
+def answer_options(
+    tokenizer: ChatTokenizer,
+    grammars: Grammars,
+    prompt_ids: Sequence[int],
+    use: ToolUse,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """``options`` with a format that covers reasoning and calls of tools as well, which is then
+    compiled, and with the strings that end a call."""
+    answer = grammar_for(options)
+    grammar = use.grammar(tokenizer.style, answer, tokenizer.reasoning_after(prompt_ids))
+    prepared = {name: value for name, value in options.items() if name not in FORMATS}
+    if grammar is not None:
+        given = [name for name in FORMATS if options.get(name) is not None]
+        grammars.compile(grammar, "tools" if use.is_forced or not given else given[0])
+        prepared["grammar"] = grammar
+    if stops := use.stops(tokenizer.style, grammar):
+        prepared["stop"] = [*stop_strings(options.get("stop")), *stops]
+    if tokenizer.writes_special_tokens and not use.is_forced:
+        prepared["skip_special_tokens"] = False
+    return prepared

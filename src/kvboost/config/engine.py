@@ -1,0 +1,237 @@
+"""The options of an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvboost.config.environment import chosen_cache_secret
+from kvboost.config.events import KVEvents
+from kvboost.config.repair import WITHOUT_RATIO, RepairParams
+from kvboost.config.request import HEAL, most_drafted
+from kvboost.config.sizes import parse_bytes
+from kvboost.config.validation import at_least, one_of, whole
+from kvboost.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2-135m"
+
+CHUNKING = ("fixed", "semantic", "document")
+KV_BITS = (16, 8, 4)
+LEAST_SECRET = 16
+"""Characters of a cache secret."""
+GRAPHS = ("auto", "lazy", "off")
+DTYPES = ("float32", "bfloat16", "float16")
+WEIGHTS = ("auto", "plain", "packed")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine keeps and reuses KV: every option, its default and its check.
+
+    Sizes may be written as ``"2GiB"`` and are kept in bytes; ``document_markers`` may be a single
+    string and is kept as a tuple.
+    """
+
+    chunk_size: int = 128
+    """Tokens in a chunk, the unit in which KV is kept, found and evicted."""
+    max_chunks: int | None = None
+    """The most chunks in memory; by default only bytes limit them."""
+    max_cache_bytes: int = 2 * 1024**3
+    """The cache's budget in memory."""
+    max_pinned_bytes: int | None = None
+    """The most that pinned texts may take of it; by default half."""
+    chunking: str = "fixed"
+    """Where chunks end: ``"fixed"`` every ``chunk_size`` tokens, ``"semantic"`` at places that the
+    text itself determines, ``"document"`` at ``document_markers``."""
+    recompute_strategy: str = "auto"
+    """How moved text is repaired: ``"auto"``, ``"query"``, ``"cacheblend"``, ``"selective"``,
+    ``"random"`` (a control) or ``"none"``."""
+    recompute_ratio: float = 0.15
+    """The share of moved rows that is computed again."""
+    recompute_tolerance: float | None = None
+    """With ``"auto"``: more rows are computed again, up to half of the moved ones, if the first
+    token's distribution is expected to be further from a full prefill's than this KL. None: what
+    ``calibrate`` has found for this model, or no more than ``recompute_ratio`` says."""
+    recompute_overlap: int = 16
+    """With ``"selective"``: how many rows are computed again at each end of a moved passage."""
+    kv_cache_bits: int = 16
+    """The precision in which KV is kept. 16 keeps what the model computed (32 bits if the model
+    runs in 32); 8 and 4 need less space and are close to it."""
+    key_norms: bool = False
+    """Whether eviction also considers the norms of a chunk's keys: keys with small norms receive
+    more attention."""
+    gpu_cache_bytes: int | None = None
+    """The cache's budget in the GPU's own memory; by default a quarter of what is free."""
+    disk_cache_dir: str | os.PathLike[str] | None = None
+    """A folder in which the cache outlives the process; None keeps nothing on disk."""
+    disk_cache_bytes: int = 20 * 1024**3
+    """The budget of that folder."""
+    remote_cache_url: str | None = None
+    """A store that several machines share: ``redis://host``, or what fsspec knows, such as
+    ``s3://bucket`` or a shared folder."""
+    remote_cache_bytes: int | None = None
+    """The budget of that store. Without it, the limit of a Redis or Valkey server applies; other
+    stores need one."""
+    cache_secret: str | None = field(default=None, repr=False)
+    """Signs the chunks in the folder and the remote store, and keys their names: chunks that are
+    not signed with it are refused. At least 16 characters; by default ``KVBOOST_CACHE_SECRET``."""
+    prefill_slice: int | None = None
+    """Long prompts are prefilled this many tokens at a time, so that memory stays bounded; by
+    default 2,048 on a CPU and 16,384 on a GPU. Requests of a batch take smaller slices
+    (``step_rows``)."""
+    document_markers: tuple[str, ...] = ("\n\n",)
+    """The strings that end a document, with ``chunking="document"``."""
+    reuse_moved: str = "when_faster"
+    """``"when_faster"`` computes moved text where reusing it would not save time; ``"always"``
+    reuses it all the same."""
+    heal: str = "auto"
+    """When rows that were computed on moved text are computed again, exactly: ``"idle"`` after the
+    answer, while no request runs; ``"off"`` never. ``"auto"`` begins while the request answers
+    where its decode steps have time for it, on GPUs, and leaves the rest to idle time."""
+    max_audit_kl: float | None = None
+    """If the answers over moved text were further than this from exact ones (mean KL of the last
+    eight that were healed), ``recompute_ratio`` is doubled. None: it stays as it is."""
+    max_running: int = 16
+    """How many requests of a batch or server run at once; the others wait."""
+    max_waiting: int = 256
+    """How many requests may wait; more are refused with QueueFullError."""
+    max_kv_bytes: int | None = None
+    """The budget for the KV of all running requests; by default a quarter of the memory."""
+    far_kv_bytes: int = 0
+    """The budget for KV outside of ``max_kv_bytes``: a request that does not fit there has its
+    first rows in the host's memory, if the model is on a GPU, or in a file, if it is on a CPU. 0
+    refuses such requests."""
+    far_kv_bits: int = 16
+    """The precision of these rows. 8 and 4, for models on GPUs, take less memory and time; answers
+    are then close to those with 16, and what such requests compute is not kept in the cache."""
+    far_kv_dir: str | os.PathLike[str] | None = None
+    """The folder of these files; by default that of the system's temporary files."""
+    sharing_wait: float = 2.0
+    """If a running request is reading text that a new request shares, the new one waits up to this
+    many seconds, and the text is read once. 0 disables the waiting."""
+    graphs: str = "auto"
+    """On a GPU, decode steps and short forwards are recorded as CUDA graphs where the model allows
+    it, which takes up to a twentieth of the GPU's memory: with ``"auto"`` the usual ones when
+    ``from_pretrained`` loads a model, with ``"lazy"`` all when they are first needed. ``"off"``
+    records none."""
+    step_rows: int | None = None
+    """While some requests are answering, at most this many tokens of other prompts are read per
+    step. Fewer keep the answers' pace, more read prompts faster; by default 256 on a CPU and 2,048
+    on a GPU. While no request is answering, it is four times as many."""
+    kv_events: KVEvents | None = None
+    """Where to publish which text the cache holds, for routers; by default nowhere."""
+    speculate: str | int = "auto"
+    """``"auto"`` drafts the next tokens from the text that was read and checks them in one forward,
+    where that is expected to be faster; a number is the most tokens of a draft, by default 16;
+    ``"off"`` drafts nothing. Answers are the same. On GPUs, ``"auto"`` drafts nothing as yet."""
+    draft_model: str | os.PathLike[str] | None = None
+    """A smaller model with the same vocabulary that drafts tokens too; by default none."""
+    weights: str = "auto"
+    """What ``from_pretrained`` does with quantised weights. ``"packed"`` keeps the codes of 4 and 8
+    bits and multiplies with them; ``"plain"`` expands them to the engine's dtype. ``"auto"`` packs
+    GGUF files and AWQ, GPTQ and compressed-tensors folders where there are kernels for it, and
+    takes the embedded models in ordinary numbers."""
+    device_memory: int | None = None
+    """What an engine may take of a GPU's memory: for weights, the KV of running requests,
+    ``gpu_cache_bytes`` (by default 0 then) and the rows of a forward. Decoder layers that do not
+    fit are streamed to the GPU in every forward. None: no limit, and nothing is streamed. A draft
+    model comes on top."""
+    host_memory: int | None = None
+    """What streamed layers may take of the machine's memory; others are read from disk in every
+    forward. By default four fifths of what is free."""
+
+    @property
+    def repair(self) -> RepairParams:
+        return RepairParams(
+            self.recompute_strategy,
+            self.recompute_ratio,
+            self.recompute_overlap,
+            self.reuse_moved,
+            self.recompute_tolerance,
+        )
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        whole(self.chunk_size, 8, "chunk_size")
+        if self.max_chunks is not None:
+            whole(self.max_chunks, 1, "max_chunks")
+        one_of(self.chunking, CHUNKING, "chunking")
+        _ = self.repair  # validates its part
+        one_of(self.heal, HEAL, "heal")
+        self._check_audit()
+        one_of(self.kv_cache_bits, KV_BITS, "kv_cache_bits")
+        one_of(self.far_kv_bits, KV_BITS, "far_kv_bits")
+        if not isinstance(self.key_norms, bool):
+            raise ConfigError(f"key_norms={self.key_norms!r} must be True or False")
+        if self.cache_secret is None:
+            object.__setattr__(self, "cache_secret", chosen_cache_secret())
+        if self.cache_secret is not None and len(self.cache_secret) < LEAST_SECRET:
+            raise ConfigError(
+                f"cache_secret (or KVBOOST_CACHE_SECRET) has {len(self.cache_secret)} characters; "
+                f"at least {LEAST_SECRET} are needed: take `openssl rand -hex 32`"
+            )
+        if self.disk_cache_dir is not None and not os.fspath(self.disk_cache_dir):
+            raise ConfigError("disk_cache_dir='' must name a folder; None keeps nothing on disk")
+        if self.host_memory is not None and self.device_memory is None:
+            raise ConfigError(
+                "host_memory is for layers that do not fit into device_memory; set that too"
+            )
+        one_of(self.graphs, GRAPHS, "graphs")
+        one_of(self.weights, WEIGHTS, "weights")
+        most_drafted(self.speculate)
+        whole(self.max_running, 1, "max_running")
+        whole(self.max_waiting, 0, "max_waiting")
+        at_least(self.sharing_wait, 0.0, "sharing_wait")
+        if self.kv_events is not None and not isinstance(self.kv_events, KVEvents):
+            raise ConfigError(
+                f"kv_events={self.kv_events!r} must be KVEvents, such as KVEvents('tcp://*:5557')"
+            )
+        for option in ("prefill_slice", "step_rows"):
+            if (rows := getattr(self, option)) is not None:
+                whole(rows, 1, option)
+        if not self.document_markers or not all(
+            isinstance(marker, str) and marker.strip(" ") for marker in self.document_markers
+        ):
+            raise ConfigError(
+                f"document_markers={self.document_markers!r} must hold strings that are not blank"
+            )
+
+    def _check_audit(self) -> None:
+        if self.max_audit_kl is None:
+            return
+        at_least(self.max_audit_kl, 0.0, "max_audit_kl")
+        if self.heal == "off":
+            raise ConfigError("max_audit_kl needs healing, which measures answers; heal is 'off'")
+        if self.recompute_strategy in WITHOUT_RATIO:
+            raise ConfigError(
+                f"max_audit_kl raises recompute_ratio, and recompute_strategy="
+                f"{self.recompute_strategy!r} has none; use 'auto', 'query' or 'cacheblend'"
+            )
+
+    def _normalise(self) -> None:
+        """Sizes become bytes and markers a tuple, whichever way they were written."""
+        for option in SIZES:
+            size = getattr(self, option)
+            if size is not None or getattr(EngineConfig, option) is not None:
+                object.__setattr__(self, option, parse_bytes(size, option))
+        markers: object = self.document_markers
+        if isinstance(markers, str):
+            markers = (markers,)
+        if not isinstance(markers, Sequence):
+            raise ConfigError(f"document_markers={markers!r} must be a string or several strings")
+        object.__setattr__(self, "document_markers", tuple(markers))
+
+
+SIZES = (
+    "max_cache_bytes",
+    "max_pinned_bytes",
+    "gpu_cache_bytes",
+    "disk_cache_bytes",
+    "remote_cache_bytes",
+    "max_kv_bytes",
+    "far_kv_bytes",
+    "device_memory",
+    "host_memory",
+)
+"""The options of EngineConfig that are sizes."""

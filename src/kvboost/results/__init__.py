@@ -1,0 +1,49 @@
+"""The result of a request: text, tokens, times, and the source of every prompt row."""
+
+from kvboost.results.answer import (
+    GenerationResult,
+    ParsedAnswer,
+    Speculated,
+    TokenLogprob,
+    ToolCall,
+)
+from kvboost.results.healing import AnswerAudit, Healing, HealReport
+from kvboost.results.reports import (
+    LONGEST_ADAPTER_NAME,
+    AdapterInfo,
+    Arrangement,
+    Calibration,
+    CalibrationStep,
+    Pin,
+    Score,
+    VerificationReport,
+    kl_divergence,
+)
+from kvboost.results.reuse import ReuseReport, Span, SpanKind
+from kvboost.results.timings import PHASES, Clock, Timings
+
+__all__ = [
+    "LONGEST_ADAPTER_NAME",
+    "PHASES",
+    "AdapterInfo",
+    "AnswerAudit",
+    "Arrangement",
+    "Calibration",
+    "CalibrationStep",
+    "Clock",
+    "GenerationResult",
+    "HealReport",
+    "Healing",
+    "ParsedAnswer",
+    "Pin",
+    "ReuseReport",
+    "Score",
+    "Span",
+    "SpanKind",
+    "Speculated",
+    "Timings",
+    "TokenLogprob",
+    "ToolCall",
+    "VerificationReport",
+    "kl_divergence",
+]

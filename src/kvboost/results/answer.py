@@ -1,0 +1,177 @@
+"""The answer to one request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvboost.results.healing import Healing
+from kvboost.results.reuse import ReuseReport, Span, SpanKind
+from kvboost.results.timings import Timings
+
+_SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One generated token under the model's own distribution (before penalties and sampling)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model asks for."""
+
+    name: str
+    """The tool's."""
+    arguments: str
+    """JSON text, as the model wrote it."""
+
+
+@dataclass(frozen=True)
+class ParsedAnswer:
+    """An answer in its parts."""
+
+    content: str
+    """The text for the user."""
+    reasoning: str = ""
+    """What the model wrote between ``<think>`` and ``</think>``."""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True)
+class Speculated:
+    """The drafts of one answer."""
+
+    drafted: int = 0
+    """How many tokens were drafted, and run as rows of a forward."""
+    accepted: int = 0
+    """How many of them are tokens of the answer."""
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """The answer to one request, how long it took, and where its prompt's rows came from."""
+
+    output_text: str
+    token_ids: list[int]
+    finish_reason: str
+    """``"stop"`` (end of sequence or a stop string), ``"length"`` (the limit was reached),
+    ``"cancelled"`` (the stream was closed early), ``"timeout"`` or ``"error"``."""
+    timings: Timings
+    reuse: ReuseReport
+    logprobs: list[TokenLogprob] | None = None
+    parsed: ParsedAnswer | None = None
+    """The parts of an answer of ``chat``; None if there is only content."""
+
+    answer_exact_from: int = 0
+    """The tokens of the answer from this one on were drawn from exact distributions: 0 if all of
+    them were, ``generated_tokens`` if none. Healing changes the cache, never an answer that was
+    given, and so not this number."""
+    healing: Healing | None = None
+    """What becomes of the approximate rows; None if there are none, or if they are not healed."""
+    speculated: Speculated = Speculated()
+
+    @property
+    def content(self) -> str:
+        """The answer's text without reasoning and calls of tools."""
+        return self.output_text if self.parsed is None else self.parsed.content
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls that the model asks for."""
+        return () if self.parsed is None else self.parsed.tool_calls
+
+    @property
+    def healed_tokens(self) -> int:
+        """How many approximate rows of this request are exact in the cache by now. Grows while the
+        engine is idle; ``engine.heal()`` waits for it."""
+        return self.healing.healed_tokens if self.healing is not None else 0
+
+    @property
+    def drafted_tokens(self) -> int:
+        """How many tokens were drafted before they were picked: by speculation, or of a verified
+        answer over moved text."""
+        return self.speculated.drafted + len(self._draft)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """How many of the drafted tokens are tokens of the answer. ``drafted_tokens`` less these
+        are rows that were computed for nothing."""
+        return self.speculated.accepted + self.confirmed_tokens
+
+    @property
+    def confirmed_tokens(self) -> int:
+        """How many tokens at the beginning of a verified answer are those of its draft."""
+        pairs = zip(self._draft, self.token_ids, strict=False)
+        return next((i for i, (ours, its) in enumerate(pairs) if ours != its), len(self._draft))
+
+    @property
+    def _draft(self) -> tuple[int, ...]:
+        return (self.healing and self.healing.draft) or ()
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        return self.reuse.spans
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.reuse.prompt_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.reuse.cached_tokens
+
+    @property
+    def exact_tokens(self) -> int:
+        return self.reuse.count(SpanKind.EXACT)
+
+    @property
+    def approximate_tokens(self) -> int:
+        """Rows of this conversation's past that were computed on top of moved rows."""
+        return self.reuse.count(SpanKind.APPROXIMATE)
+
+    @property
+    def moved_tokens(self) -> int:
+        """Rows whose text was read at another position; ``recomputed_tokens`` of them were
+        recomputed."""
+        return self.reuse.count(SpanKind.MOVED)
+
+    @property
+    def recomputed_tokens(self) -> int:
+        return len(self.reuse.recomputed)
+
+    @property
+    def kv_reuse_ratio(self) -> float:
+        return self.reuse.kv_reuse_ratio
+
+    @property
+    def ttft_ms(self) -> float:
+        return self.timings.ttft_ms
+
+    @property
+    def total_ms(self) -> float:
+        return self.timings.total_ms
+
+    @property
+    def generated_tokens(self) -> int:
+        """How many tokens the answer has."""
+        return len(self.token_ids)
+
+    @property
+    def tokens_per_sec(self) -> float:
+        """Generated tokens over the whole time of the call."""
+        return self.generated_tokens / (self.total_ms / 1e3) if self.total_ms else 0.0
+
+    def __repr__(self) -> str:
+        text = self.output_text
+        shown = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+        return (
+            f"GenerationResult({shown!r}, {self.generated_tokens:,} tokens, "
+            f"{self.finish_reason!r}; prompt of {self.prompt_tokens:,} tokens, "
+            f"{self.kv_reuse_ratio:.0%} reused; first token after {self.ttft_ms:,.0f} ms, "
+            f"all after {self.total_ms:,.0f} ms)"
+        )

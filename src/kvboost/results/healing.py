@@ -1,0 +1,52 @@
+"""What becomes of approximate rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AnswerAudit:
+    """An answer over approximate rows, compared with the exact distributions at its positions."""
+
+    compared_tokens: int
+    """How many tokens were compared: of a greedy answer all, of others the first 16."""
+    agreement: float
+    """The share of them at which the likeliest token was the same."""
+    first_divergence: int | None
+    """The first token at which it was not; None if there is none."""
+    mean_kl: float | None
+    """KL(exact || answer's own), averaged over the first 16 tokens. The 64 tokens that the answer's
+    distribution had as likeliest are told apart, the others are one outcome: so this is never
+    larger than the KL over all tokens, and close to it if these 64 have most of the mass."""
+
+
+@dataclass
+class Healing:
+    """What becomes of the approximate rows of one request: the engine computes them again, exactly,
+    when it is idle, or on a GPU while the request answers. Changes until ``status`` is final."""
+
+    approximate_tokens: int
+    """Rows of prompt and answer that were approximate when the answer ended, or when it became
+    exact."""
+    healed_tokens: int = 0
+    """How many of them are exact in the cache by now. They are the first ones, without gaps."""
+    status: str = "waiting"
+    """``"waiting"``; ``"done"``; ``"dropped"`` (too many waited, or something was forgotten);
+    ``"failed"``."""
+    audit: AnswerAudit | None = None
+    """How far the answer was from an exact one, once it has been healed."""
+    draft: tuple[int, ...] | None = None
+    """Of a verified answer: the tokens that were drafted, before the answer was released."""
+
+
+@dataclass(frozen=True)
+class HealReport:
+    """The result of ``heal``."""
+
+    conversations: int
+    """How many were healed to their end."""
+    tokens: int
+    """How many rows became exact."""
+    waiting: int
+    """How many conversations are left: time ran out, or they were interrupted."""

@@ -1,0 +1,82 @@
+"""The plan of a prompt, and its known rows in place."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from kvboost.cache.chunk import Lineage
+from kvboost.cache.store import ChunkLost
+from kvboost.model.kv import RequestKV, SharedRows
+from kvboost.results import ReuseReport
+from kvboost.reuse.plan import Plan
+from kvboost.runtime.keeping import Keeping
+from kvboost.runtime.request import RequestState
+from kvboost.runtime.runtime import Runtime
+
+YIELD_AFTER_SECONDS = 0.02
+"""How long a request of a batch may place rows before it lets the other requests run."""
+
+
+class Assembling:
+    """The known rows of one request, whose KV is empty."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        state: RequestState,
+        kv: RequestKV,
+        live_end: int,
+        keeping: Keeping,
+    ) -> None:
+        """Rows from ``live_end`` on are computed in any case."""
+        self._runtime, self._state, self._kv = runtime, state, kv
+        self._live_end = live_end
+        self._keeping = keeping
+
+    def run(self, *, ask_remote: bool = True) -> Generator[None, object, Plan]:
+        """Plans the prompt and copies the known rows into place. If a chunk turns out to be lost,
+        plans again without it and without asking the remote store a second time."""
+        self._state.epoch = self._runtime.store.epoch
+        plan = yield from self._try(ask_remote=ask_remote)
+        while plan is None:
+            plan = yield from self._try(ask_remote=False)
+        self._state.exact_rows = plan.exact_rows
+        return plan
+
+    def _try(self, *, ask_remote: bool) -> Generator[None, object, Plan | None]:
+        """As :meth:`run`; None if a chunk of the plan was lost on the way."""
+        runtime, request, state = self._runtime, self._state.request, self._state
+        planner, store, clock = runtime.planner, runtime.store, state.clock
+        with planner.lookup(request, self._live_end, ask_remote=ask_remote) as known:
+            plan, notes = planner.plan(request, known, self._kv.own_start)
+            if plan.moved and not self._kv.changes_rows:
+                plan = plan.without_moved()
+                notes = (*notes, "moved text was computed: far rows of fewer bits do not change")
+            approximate = [h for h in plan.in_place if h.chunk.lineage is Lineage.APPROXIMATE]
+            self._keeping.used = [[*known.exact, *approximate], *(run.hits for run in plan.moved)]
+            if any(hit.tier != store.fastest_tier for hit in plan.hits):
+                self._keeping.touch_used()  # before these chunks are added to a faster tier
+            clock.lap("plan")
+            seconds = since_pause = 0.0
+            if plan.moved and isinstance(self._kv.base, SharedRows):
+                self._kv.detach_prefix()  # hooks of a repair need rows in one piece
+            try:
+                rows = runtime.rows_of(self._kv)
+                for hit, data in store.fetch(plan.hits):
+                    spent = clock.lap("fetch")
+                    rows.place(hit, data)
+                    spent += clock.lap("assemble")
+                    seconds += spent
+                    since_pause += spent
+                    if state.batched and since_pause > YIELD_AFTER_SECONDS:
+                        since_pause = 0.0
+                        yield None
+                        clock.lap("queue")
+                rows.finish()
+                seconds += clock.lap("assemble")
+            except ChunkLost:
+                return None
+        state.reuse = ReuseReport(plan.spans, notes)
+        if plan.moved:
+            runtime.cost.observe_place(plan.num_known, seconds)
+        return plan

@@ -1,0 +1,100 @@
+"""What a request leaves for later ones: chunks, pages, texts to draft from, rows to heal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvboost.cache.lookup.hits import Hit
+from kvboost.config import GenerationMode
+from kvboost.model.kv import RequestKV
+from kvboost.model.sampling import takes_likeliest
+from kvboost.runtime.request import RequestState
+from kvboost.runtime.runtime import Runtime
+from kvboost.runtime.step_healing import StepHealing
+from kvboost.tokens.hashing import TokenIds, as_token_ids
+
+
+class Keeping:
+    """Keeps the rows of one request, as far as it may be kept."""
+
+    def __init__(
+        self, runtime: Runtime, state: RequestState, kv: RequestKV, reusable_rows: int
+    ) -> None:
+        """``reusable_rows``: how many of the first rows another request could use."""
+        self._runtime, self._state, self._kv = runtime, state, kv
+        self._request = state.request
+        self._reusable_rows = reusable_rows
+        self.used: list[Sequence[Hit]] = []
+        """Paths of chunks that served it, of which the eviction order has not heard yet."""
+
+    def admit(self, *, wait: bool = True) -> int:
+        """Keeps the rows this request computed, generated tokens included; returns how many
+        chunks are new. Without ``wait``, keeps nothing if the store is busy."""
+        runtime, request, state, kv = self._runtime, self._request, self._state, self._kv
+        self.touch_used()  # before what is new: it follows these chunks
+        if not self._keeps_rows:
+            return 0
+        num_rows = min(state.rows, self._reusable_rows, request.cacheable_rows)
+        ids = self._token_ids[:num_rows]
+        new = runtime.store.admit(
+            runtime.root_of(request),
+            ids,
+            runtime.packer.packing(kv, num_rows),
+            exact_rows=state.exact_rows,
+            repair=request.repair.name,
+            boundaries=request.boundaries,
+            epoch=state.epoch,
+            wait=wait,
+        )
+        state.new_chunks += new
+        return new
+
+    def leave_pages(self) -> None:
+        """Leaves exact rows in their pages, on a GPU, for a request that begins alike."""
+        runtime, request, state = self._runtime, self._request, self._state
+        if self._keeps_rows and runtime.keeps_pages and state.epoch == runtime.store.epoch:
+            num_rows = min(state.rows, state.exact_rows, request.cacheable_rows)
+            root = runtime.root_of(request)
+            runtime.beginnings.keep(self._kv, self._token_ids, num_rows, root, state.epoch)
+
+    def touch_used(self) -> None:
+        """Tells the eviction order what served this request. It learns from that, which takes its
+        time, so the first token does not wait for it."""
+        used, self.used = self.used, []
+        if used:
+            self._runtime.store.touch(*used)
+
+    def remember(self) -> None:
+        """Later requests may be drafted from this text."""
+        runtime, request, state = self._runtime, self._request, self._state
+        if self._keeps_rows and request.speculate != "off":
+            root = runtime.root_of(request)
+            runtime.speculation.remember(root, self._token_ids, state.epoch)
+
+    def leave_to_healing(self, healing: StepHealing | None) -> None:
+        """If rows that were kept are approximate, they become exact when there is time."""
+        runtime, request, state = self._runtime, self._request, self._state
+        is_kept = self._keeps_rows and state.rows <= request.cacheable_rows
+        if healing is not None and healing.is_done:
+            healing.finish(is_kept=is_kept)
+        elif is_kept:
+            # A sequence that fills what may be reused could not be read again in parts.
+            num_rows = min(state.rows, self._reusable_rows - 1)
+            greedy = takes_likeliest(request.params, runtime.model.generation_config)
+            is_free = request.grammar is None
+            runtime.unhealed.add(state, num_rows, takes_likeliest=greedy and is_free)
+
+    @property
+    def _keeps_rows(self) -> bool:
+        request = self._request
+        reuses = request.mode is not GenerationMode.BASELINE and self._kv.is_exact
+        if not (reuses and request.keep and self._state.kept):
+            return False
+        applied = request.adapter  # rows of one that was unloaded would serve no request
+        return applied is None or self._runtime.adapters.is_loaded(applied.adapter)
+
+    @property
+    def _token_ids(self) -> TokenIds:
+        return as_token_ids(np.concatenate([self._request.token_ids, self._state.token_ids]))

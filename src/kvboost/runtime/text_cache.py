@@ -1,0 +1,377 @@
+"""The texts that an engine has read, and what its user does with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
+
+from kvboost.config import EngineConfig, GenerationMode, at_least, whole
+from kvboost.errors import ConfigError, PinError, PromptError
+from kvboost.model.load import LoadedModel
+from kvboost.progress import Progress
+from kvboost.results import Arrangement, HealReport, Pin, ReuseReport
+from kvboost.reuse.arrange import arrange
+from kvboost.runtime.generation import Generation
+from kvboost.runtime.healing import Healer
+from kvboost.runtime.lifetime import Lifetime
+from kvboost.runtime.loop import Loop
+from kvboost.runtime.options import ReuseOptions
+from kvboost.runtime.request import RequestState
+from kvboost.runtime.requests import Requests
+from kvboost.runtime.runtime import Runtime
+from kvboost.runtime.settings import Settings
+from kvboost.runtime.streams import AsyncTextStream
+from kvboost.structured.grammars import Grammars
+from kvboost.tokens.hashing import TokenIds, pin_name
+from kvboost.tokens.prompt import Prompt, PromptReader
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+PREVIEW_TOKENS = 48
+
+
+class TextCache:
+    """What an engine does with texts apart from answering: it reads, finds, pins, heals and forgets
+    them. Thread-safe."""
+
+    def __init__(self, model: LoadedModel, config: EngineConfig, runtime: Runtime) -> None:
+        self._model = model
+        self._runtime = runtime
+        self._settings = Settings(config, runtime.cost)
+        self._lifetime = Lifetime()
+        self._prompts = PromptReader(model.tokenizer, model.vocab_size)
+        self._grammars = Grammars(
+            model.tokenizer.serialized,
+            max(model.vocab_size, model.tokenizer.size),
+            model.eos_ids or model.tokenizer.eos_ids,
+        )
+        self._requests = Requests(
+            runtime, self._prompts, self._grammars, self._settings, self._lifetime
+        )
+        self._healer = Healer(
+            runtime,
+            config.max_audit_kl,
+            lambda: self._settings.repair,
+            self._settings.repair_more,
+        )
+        self._loop = Loop(runtime, config, self._healer)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt."""
+        ids: list[int] = self._prompts.read(prompt).tolist()
+        return ids
+
+    def locate(self, text: str, token_ids: Sequence[int]) -> tuple[int, int] | None:
+        """Where a text is in a prompt: the first token that is its own and the one after its last.
+        None if it is not there, or is tokenized differently there."""
+        return self._prompts.locate(text, token_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._model.tokenizer.decode(token_ids)
+
+    def plan(
+        self,
+        prompt: Prompt,
+        mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
+        **options: Unpack[ReuseOptions],
+    ) -> ReuseReport:
+        """How a prompt would be served now. Runs nothing and counts nothing. The model decides
+        which moved rows to recompute, so the plan does not name them."""
+        return self._runtime.plan(self._requests.plain(self._prompts.read(prompt), mode, options))
+
+    def warm(
+        self,
+        text: Prompt | Sequence[str],
+        position_offset: int = 0,
+        header: str | None = None,
+        *,
+        cache_salt: str = "",
+        adapter: str | None = None,
+        progress: bool = True,
+    ) -> int:
+        """Reads one document or several and keeps them; returns the number of new chunks.
+
+        A text is read after ``header``. Without a header it is read as the beginning of a user's
+        first message in the model's chat template; ``header=""`` reads it alone. It then serves
+        anywhere in a prompt, and exactly if everything before it is the same too. Token ids and
+        messages are read as they are. Only requests with the same ``adapter`` can use it.
+
+        Reading several documents shows a progress bar if standard error is a terminal;
+        ``progress=False`` hides it.
+        """
+        if position_offset != 0:
+            raise ConfigError(
+                f"position_offset={position_offset!r} is not needed: what is read serves at any "
+                "position; to read it after other text, give that text as header"
+            )
+        if not _is_documents(text):
+            ids, boundaries = self._read_one(cast(Prompt, text), header)
+            return self._warm(ids, cache_salt, boundaries, adapter)
+        with (
+            Progress("reading documents", only_on_terminal=True, show=progress) as shown,
+            shown.step("read", len(text)) as step,
+        ):
+            new = 0
+            for document in text:
+                ids, boundaries = self._read_one(document, header)
+                new += self._warm(ids, cache_salt, boundaries, adapter)
+                step.advance()
+            return new
+
+    async def awarm(
+        self,
+        text: Prompt,
+        header: str | None = None,
+        *,
+        cache_salt: str = "",
+        adapter: str | None = None,
+    ) -> int:
+        """Like :meth:`warm` of one text, for coroutines."""
+        ids, boundaries = await asyncio.to_thread(self._read_one, text, header)
+        return await self._awarm(ids, cache_salt, boundaries, adapter)
+
+    def arrange(
+        self,
+        header: str | None,
+        documents: Sequence[str],
+        question: str,
+        *,
+        cache_salt: str = "",
+    ) -> Arrangement:
+        """Puts ``documents`` into the order with the longest exact hit, and says what that is
+        expected to save. The prompt is ``header``, documents, ``question``; with ``header=None``
+        it follows the model's chat template."""
+        if isinstance(documents, str) or not documents:
+            raise PromptError(f"documents={documents!r} must be several strings")
+        before, after = self._prompts.frame(header, question)
+        return arrange(
+            before,
+            [self._prompts.join(text) for text in documents],
+            after,
+            lambda ids: self._runtime.known_exactly(ids, cache_salt),
+        )
+
+    def pin(
+        self,
+        text: Prompt,
+        header: str | None = None,
+        *,
+        ttl: float | None = None,
+        cache_salt: str = "",
+    ) -> Pin:
+        """Reads a text as :meth:`warm` does, unless it is cached, and protects it from eviction on
+        the GPU, in memory and on disk: for ``ttl`` seconds, or until :meth:`unpin` or
+        :meth:`close`. To pin it again renews it. Raises ``PinError`` if there is no room: pins may
+        take ``max_pinned_bytes``. A pin ends with the process; what is on disk stays there, and
+        pinning it in the next process computes nothing."""
+        ids, boundaries = self._read_one(text, header)
+        _check_ttl(ttl)
+        self._warm(ids, cache_salt, boundaries)
+        return self._pin_all(ids, ttl, cache_salt)
+
+    async def apin(
+        self,
+        text: Prompt,
+        header: str | None = None,
+        *,
+        ttl: float | None = None,
+        cache_salt: str = "",
+    ) -> Pin:
+        """Like :meth:`pin`, for coroutines."""
+        _check_ttl(ttl)
+        ids, boundaries = await asyncio.to_thread(self._read_one, text, header)
+        await self._awarm(ids, cache_salt, boundaries)
+        return self._pin_all(ids, ttl, cache_salt)
+
+    def unpin(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> Pin | None:
+        """Undoes :meth:`pin` of the same text; returns what was pinned, None if nothing was."""
+        ids, _ = self._read_one(text, header)
+        return self.drop_pin(pin_name(self._runtime.root(cache_salt), ids))
+
+    def pin_cached(
+        self,
+        name: str,
+        prompt: Prompt,
+        *,
+        ttl: float | None = None,
+        cache_salt: str = "",
+        adapter: str | None = None,
+    ) -> Pin:
+        """Pins what is cached of a prompt under a name, and computes nothing: for conversations,
+        whose KV is in the cache as soon as they are answered.
+
+        The same call renews a pin: it replaces what ``name`` had pinned, so a pin grows with its
+        conversation (``prompt`` = the token ids of the prompt and the answer) and lasts another
+        ``ttl`` seconds. :meth:`drop_pin` ends it. Rows that are still approximate are pinned too,
+        and the exact ones instead once they are healed. Takes a few milliseconds at most, so a
+        coroutine may call it with token ids. Raises ``PinError`` if there is no room, and leaves
+        the earlier pin as it was; callers that can do without a pin should catch it."""
+        self._lifetime.check()
+        _check_ttl(ttl)
+        ids = self._prompts.read(prompt)
+        adapters = self._runtime.adapters
+        root = adapters.root(cache_salt, adapters.applied(adapter, ids))
+        repair = self._settings.repair.name
+        return self._runtime.store.pin(name, root, ids, repair=repair, ttl=ttl)
+
+    def drop_pin(self, name: str) -> Pin | None:
+        """Ends the pin of that name; returns what it was, None if there is none."""
+        self._lifetime.check()
+        return self._runtime.store.unpin(name)
+
+    def pins(self) -> list[Pin]:
+        """All pins with their sizes and the time that is left, those that end first first."""
+        self._lifetime.check()
+        return self._runtime.store.pins()
+
+    def forget(self, text: Prompt) -> int:
+        """Forgets a text on every tier, after any prefix and under any salt: every chunk that holds
+        it (of a long text: 32 consecutive tokens of it), and every chunk that was computed after
+        one of those. Requests that run at the same time are not kept. Returns the number of
+        chunks. Raises ``ForgetError`` if some could not be removed. Other processes keep what they
+        hold in memory."""
+        self._lifetime.check()
+        ids = (
+            [self._prompts.read(text)] if not isinstance(text, str) else self._prompts.inside(text)
+        )
+        return self._runtime.store.forget_text(ids)
+
+    def forget_salt(self, cache_salt: str) -> int:
+        """Forgets everything that was read under ``cache_salt``, on every tier, with no adapter and
+        with each that this engine has had; returns the number of chunks."""
+        self._lifetime.check()
+        runtime = self._runtime
+        return sum(map(runtime.store.forget, runtime.adapters.roots_of_salt(cache_salt)))
+
+    def clear(self) -> None:
+        """Forgets everything in memory and on disk. The remote store, which other machines share,
+        keeps its chunks."""
+        self._lifetime.check()
+        self._runtime.store.clear()
+
+    def reset_cache(self) -> None:
+        """The name of :meth:`clear` in version 0.9."""
+        self.clear()
+
+    def flush(self) -> None:
+        """Writes chunks that are only in memory to disk and to the remote store now."""
+        self._runtime.store.flush()
+
+    def heal(self, timeout: float | None = None) -> HealReport:
+        """Computes the rows that requests have left approximate, exactly, and keeps them instead:
+        the conversations are then what a full prefill would have left. Batches, coroutines and a
+        server need not call it: their loop heals whenever it is idle. Ends after ``timeout``
+        seconds at the latest; requests of the loop go first."""
+        self._lifetime.check()
+        if timeout is not None:
+            at_least(timeout, 0.0, "timeout")
+        return self._healer.heal(timeout, self._loop.is_busy, self._loop.wait_idle)
+
+    def chunks(self, limit: int = 20) -> list[dict[str, Any]]:
+        """The most valuable chunks in memory: those that would be evicted last come first."""
+        whole(limit, 1, "limit")
+        found = self._runtime.store.most_valuable(limit)
+        for chunk in found:
+            chunk["text"] = self.decode(chunk.pop("token_ids")[:PREVIEW_TOKENS])
+        return found
+
+    def cache_stats(self) -> dict[str, Any]:
+        """What the cache holds, and totals. ``cache_hits`` are chunks that served rows, wholly or
+        in part; ``cache_misses`` are the chunks that the computed rows would fill. ``healing``:
+        approximate rows and what became of them; ``audit``: how far answers over moved text were
+        from exact ones."""
+        return {
+            **self._runtime.stats(),
+            "healing": self._healer.stats(),
+            "audit": {
+                **self._healer.audit_stats(),
+                "recompute_ratio": self._settings.config.recompute_ratio,
+            },
+        }
+
+    def check_integrity(self) -> list[str]:
+        """Inconsistencies in the cache's own records, across all tiers; empty if there are none. On
+        a GPU also pages that are held although no request runs."""
+        return self._runtime.check_integrity()
+
+    def close(self) -> None:
+        """Cancels running requests, closes the cache and restores the model's own attention. In a
+        forked child it does nothing: the engine belongs to the parent."""
+        if self._lifetime.is_elsewhere:
+            return
+        self._loop.close()
+        self._healer.close()
+        self._lifetime.is_over = True
+        self._runtime.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _submit(self, state: RequestState, timeout: float | None) -> AsyncTextStream:
+        stream = AsyncTextStream(state)
+        job = self._loop.submit(state, stream, timeout=timeout)
+        stream.on_close(lambda: self._loop.cancel(job))
+        return stream
+
+    def _read_one(self, text: Prompt, header: str | None) -> tuple[TokenIds, Sequence[int]]:
+        """The ids of one text to warm, and its boundary if documents are cut on their own."""
+        if isinstance(text, str):
+            ids, start = self._prompts.read_document(text, header)
+            return ids, (start,) if self._settings.config.chunking == "document" else ()
+        if header is not None:
+            raise PromptError("header= goes with text given as a string or several")
+        return self._prompts.read(text), ()
+
+    def _warm(
+        self,
+        token_ids: TokenIds,
+        salt: str,
+        boundaries: Sequence[int] = (),
+        adapter: str | None = None,
+    ) -> int:
+        state = self._requests.reading(token_ids, salt, boundaries, adapter)
+        return Generation(self._runtime, state).read()
+
+    async def _awarm(
+        self,
+        token_ids: TokenIds,
+        salt: str,
+        boundaries: Sequence[int],
+        adapter: str | None = None,
+    ) -> int:
+        state = self._requests.reading(token_ids, salt, boundaries, adapter)
+        async with self._submit(state, None) as stream:
+            async for _ in stream:
+                pass
+        return stream.new_chunks
+
+    def _pin_all(self, token_ids: TokenIds, ttl: float | None, salt: str) -> Pin:
+        root = self._runtime.root(salt)
+        name = pin_name(root, token_ids)
+        pin = self._runtime.store.pin(name, root, token_ids, ttl=ttl)
+        if pin.tokens < len(token_ids):
+            self.drop_pin(name)
+            raise PinError(
+                f"only {pin.tokens:,} of {len(token_ids):,} tokens are in the cache after reading "
+                "them, so they cannot be pinned; raise max_cache_bytes"
+            )
+        return pin
+
+
+def _check_ttl(ttl: float | None) -> None:
+    if ttl is not None:
+        at_least(ttl, 0.0, "ttl")
+
+
+def _is_documents(text: object) -> TypeGuard[Sequence[str]]:
+    return (
+        isinstance(text, Sequence)
+        and not isinstance(text, str)
+        and bool(text)
+        and isinstance(text[0], str)
+    )

@@ -1,0 +1,80 @@
+"""What users do with texts apart from asking about them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvboost import ConfigError, GenerationMode, PromptError
+from tiny import make_engine, tiny_model
+
+TEXT = "the quick brown fox jumps over the lazy dog and runs away. "
+EXACT = GenerationMode.PREFIX_CACHE
+
+
+def test_plan_reports_without_running_anything(engine) -> None:
+    assert engine.plan(TEXT).cached_tokens == 0
+    engine.warm(TEXT, header="")
+    before = engine.cache_stats()
+    report = engine.plan(TEXT + "what?")
+    assert report.cached_tokens == len(TEXT)
+    assert report.spans[-1].num_tokens == len("what?")
+    assert engine.cache_stats() == before
+    assert engine.plan(TEXT, "baseline").cached_tokens == 0
+
+
+def test_warm_counts_new_chunks_and_reads_after_a_header(engine) -> None:
+    assert engine.warm("x" * 40, header="") == 3
+    assert engine.warm("x" * 40, header="") == 0
+    assert engine.warm(TEXT, header="header: ") > 0
+    assert engine.plan(f"header: {TEXT}!").cached_tokens == len(TEXT) + 8
+    with pytest.raises(ConfigError, match="position_offset=5"):
+        engine.warm(TEXT, position_offset=5)
+    with pytest.raises(PromptError, match="header="):
+        engine.warm([1, 2, 3], header="h")
+
+
+def test_a_document_is_read_as_the_beginning_of_a_chat(engine) -> None:
+    engine.warm(TEXT)
+    asked = [{"role": "user", "content": f"{TEXT} And then?"}]
+    assert engine.plan(asked, EXACT).cached_tokens == len(f"u:{TEXT}")
+
+
+def test_many_documents_are_read_and_serve_in_any_order(engine) -> None:
+    documents = [letter * 3 + TEXT[number : number + 40] for number, letter in enumerate("abc")]
+    new = engine.warm(documents)
+    assert new == sum(-(-len(f"u:{text}") // 16) for text in documents)
+    assert engine.warm(documents) == 0
+    asked = [{"role": "user", "content": "".join(reversed(documents)) + " What is new here?"}]
+    report = engine.plan(asked, recompute_strategy="query")
+    assert report.cached_tokens >= sum(map(len, documents))
+    with pytest.raises(PromptError, match="a document is a non-empty string"):
+        engine.warm(["a", ""])
+
+
+def test_a_callers_boundaries_are_kept(engine) -> None:
+    engine.generate(TEXT, 1, boundaries=[5, 11])
+    chunks = {span.end for span in engine.plan(TEXT + "!").spans}
+    assert {5, 11} <= chunks
+    with pytest.raises(ConfigError, match="boundaries=1000"):
+        engine.generate(TEXT, 1, boundaries=[1000])
+    with make_engine(tiny_model("llama"), chunking="document") as by_document:
+        by_document.warm("x" * 40)  # after the two tokens of the chat template's header
+        report = by_document.plan([{"role": "user", "content": "x" * 40}], EXACT)
+        assert [span.end for span in report.spans[:2]] == [2, 18]
+
+
+def test_arranging_documents_finds_the_longest_exact_hit(engine) -> None:
+    documents = [letter * 30 for letter in "abc"]
+    assert engine.arrange("read: ", documents, "?").exact_tokens == 0
+    engine.generate(f"read: {documents[2]}{documents[0]}", 1)
+    found = engine.arrange("read: ", documents, "?")
+    assert found.order == (2, 0, 1)
+    assert found.exact_tokens == len("read: ") + 60
+    assert found.exact_tokens_as_given == len("read: ")
+    result = engine.generate(found.prompt, 1, EXACT)
+    assert result.exact_tokens == found.exact_tokens
+    framed = engine.arrange(None, documents, "What?")
+    asked = [{"role": "user", "content": "".join(documents) + "What?"}]
+    assert framed.prompt == engine.encode(asked)
+    with pytest.raises(PromptError, match="must be several strings"):
+        engine.arrange("", "abc", "?")
