@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from kvboost.model.forward import Forward
 from kvboost.model.segment import Segment
-from kvboost.runtime.computing import Computing, Given, Result, Steps
+from kvboost.runtime.computing import Computing, Given, Result, Steps, next_need
 from kvboost.runtime.request import RequestState
 
 
@@ -17,7 +17,7 @@ def run_alone(forward: Forward, steps: Computing[Result]) -> Result:
     given = None
     while True:
         try:
-            segment = steps.send(given)
+            segment = next_need(forward, steps, given)
         except StopIteration as end:
             return cast(Result, end.value)
         given = None if segment is None else _run(forward, steps, segment)
@@ -30,7 +30,7 @@ def text_pieces(forward: Forward, steps: Steps, state: RequestState) -> Generato
         given = None
         while True:
             try:
-                segment = steps.send(given)
+                segment = next_need(forward, steps, given)
             except StopIteration:
                 break
             new, shown = state.text[shown:], len(state.text)

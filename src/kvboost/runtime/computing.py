@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TypeVar
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import torch
 
+from kvboost.model.forward import Forward
 from kvboost.model.sampling import Picked
 from kvboost.model.segment import Segment
+from kvboost.model.triton.host import one_thread
 
 Result = TypeVar("Result")
 Given = torch.Tensor | Picked
@@ -19,3 +22,10 @@ Computing = Generator[Segment | None, Given | None, Result]
 run."""
 Steps = Computing[None]
 """A whole request."""
+
+
+def next_need(forward: Forward, steps: Computing[Any], given: Given | None) -> Segment | None:
+    """What ``steps`` need after what they are given. Beside a GPU, what is planned and chosen
+    between two forwards is little, and one thread does it."""
+    with one_thread() if forward.steps is not None else nullcontext():
+        return steps.send(given)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import KVBoostError, KVTooLargeError, ShuttingDownError
 from kvboost.results import GenerationResult
-from kvboost.runtime.computing import Given, Steps
+from kvboost.runtime.computing import Given, Steps, next_need
 from kvboost.runtime.healing import Healer
 from kvboost.runtime.job import Job
 from kvboost.runtime.request import RequestState
@@ -348,7 +348,10 @@ class Loop:
         job.state.other_answers = sum(not other.is_reading for other in others)
         job.state.other_rows = sum(len(other.need) for other in others if other.need is not None)
         try:
-            job.need = job.steps.send(given)
+            if job.is_reading:
+                job.need = next_need(self._runtime.model.forward, job.steps, given)
+            else:  # a step has no work for several threads, and no time to set their number
+                job.need = job.steps.send(given)
         except StopIteration:
             self._finish(job, None)
         except BaseException as error:

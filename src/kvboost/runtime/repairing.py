@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +9,6 @@ import torch
 
 from kvboost.model.kv import RequestKV
 from kvboost.model.segment import Hook, Segment
-from kvboost.model.triton.host import one_thread
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.repair import STRATEGIES, MovedRows, asks_attention
 from kvboost.reuse.rounds import Rounds, asks_stale_answer
@@ -43,11 +41,10 @@ class Repairing:
         live_end = total - self._num_logits + 1
         layers = self._kv.shape.num_layers
         moved = MovedRows(plan, live_end, layers, self._rows.device, self._probe)
-        with self._in_one_thread():
-            rounds = self._choose(moved)
+        rounds = self._choose(moved)
         state.clock.lap("probe")
         logits = yield from self._compute(rounds.rows, rounds.spans)
-        if self._goes_on(rounds, logits):
+        if rounds.goes_on(logits[0]):
             logits = yield from self._compute(rounds.rows, rounds.spans)
         state.rows = total
         state.reuse = replace(
@@ -72,18 +69,13 @@ class Repairing:
             if spans is not None:
                 # A slice shifts the rows between the end of the last slice and its own, once.
                 until = int(part[-1]) + 1
-                with self._in_one_thread():
-                    hook = self._rows.shift(part, spans.between(since, until))
+                hook = self._rows.shift(part, spans.between(since, until))
                 since = until
             num_logits = int((part >= first_logits).sum())
             given = yield Segment(self._kv, self._ids[part], part, num_logits, hook=hook)
             assert isinstance(given, torch.Tensor)
             logits.append(given)
         return logits[-1] if len(logits) == 1 else torch.cat(logits)
-
-    def _goes_on(self, rounds: Rounds, logits: torch.Tensor) -> bool:
-        with self._in_one_thread():
-            return rounds.goes_on(logits[0])
 
     @property
     def _slice_rows(self) -> int:
@@ -110,12 +102,3 @@ class Repairing:
         if num_logits:
             assert isinstance(logits, torch.Tensor)
             self._stale_answer = logits[-1]
-
-    @property
-    def _is_on_host(self) -> bool:
-        """Whether the host chooses rows for a GPU."""
-        return self._rows.device != self._kv.shape.device
-
-    def _in_one_thread(self) -> AbstractContextManager[None]:
-        """One thread for what the host does between two forwards on a GPU."""
-        return one_thread() if self._is_on_host else nullcontext()
