@@ -292,7 +292,9 @@ def test_originals_are_preferred_to_copies(engine) -> None:
     report = engine.plan([*words(500, 20), *PASSAGES[0], *QUESTION], **SLOPPY)
     (root,) = {span.donor for span in engine.plan([*HEADER, *PASSAGES[0], 1]).spans[:1]}
     donors = [span.donor for span in report.spans if span.kind is SpanKind.MOVED]
-    lineages = {engine._runtime.store._catalogue.info(donor).lineage.value for donor in donors}
+    lineages = {
+        engine._runtime.store._holdings.catalogue.info(donor).lineage.value for donor in donors
+    }
     assert root in donors and lineages == {"exact"}
 
 

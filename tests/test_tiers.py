@@ -116,8 +116,8 @@ def test_a_growing_chat_in_four_bits_is_quantized_once(open_engine) -> None:
     before = {}
     for end in range(20, 129, 9):
         result = engine.generate(ids[:end], 1, PREFIX)
-        (key,) = store._catalogue
-        tensors = store._residency.ready(key).data.tensors
+        (key,) = store._holdings.catalogue
+        tensors = store._holdings.residency.ready(key).data.tensors
         for name, packed in before.items():
             assert torch.equal(tensors[name][:, :, : packed.shape[2]], packed)
         before = {name: tensors[name] for name in ("keys", "keys_range", "values", "values_range")}
@@ -198,7 +198,7 @@ def test_norms_of_keys_are_kept_with_their_chunks(open_engine) -> None:
     engine.generate(TEXT, 4)
     engine.close()
     again = open_engine(key_norms=True)
-    catalogue = again._runtime.store._catalogue
+    catalogue = again._runtime.store._holdings.catalogue
     norms = [catalogue.info(key).key_norm for key in catalogue]
     assert len(norms) > 8 and all(norm > 0 for norm in norms) and len(set(norms)) > 1
     assert again.generate(TEXT, 4).exact_tokens > 140

@@ -85,7 +85,7 @@ def integrity(engine: KVBoost) -> list[str]:
 
 
 def known_chunks(engine: KVBoost) -> int:
-    return len(engine._runtime.store._catalogue)
+    return len(engine._runtime.store._holdings.catalogue)
 
 
 def marks_in(server: RedisServer) -> list[bytes]:

@@ -293,9 +293,9 @@ def test_whatever_happens_only_exact_rows_are_called_exact(events, random) -> No
                 case "evict":
                     store = engine._runtime.store
                     with store._lock:
-                        for key in random.sample(list(store._catalogue), 2):
-                            if key in store._catalogue:
-                                store._residency.mark_lost(key)
+                        for key in random.sample(list(store._holdings.catalogue), 2):
+                            if key in store._holdings.catalogue:
+                                store._holdings.residency.mark_lost(key)
                 case "forget":
                     engine.forget(random.choice(PASSAGES))
             for ids in asked:

@@ -3,33 +3,34 @@ No model is needed, and engines may use the folder meanwhile."""
 
 from __future__ import annotations
 
-import io
 import os
-import re
-import stat
 import sys
-import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
 
 from kvboost.cache import codec
-from kvboost.cache.chunk import ChunkInfo, Origin
+from kvboost.cache.archive import (
+    Exported,
+    Imported,
+    key_in,
+    member_name,
+    read_archive,
+    write_archive,
+)
+from kvboost.cache.chunk import ChunkInfo, KVChunk, Origin
 from kvboost.cache.lookup.anchors import WINDOW
 from kvboost.cache.lookup.catalogue import Catalogue, holding, preceding
 from kvboost.cache.secret import Secret
 from kvboost.cache.tiers import files
-from kvboost.cache.tiers.disk import LOCK_SECONDS, SUFFIX, DiskTier, is_cache_folder
+from kvboost.cache.tiers.disk import LOCK_SECONDS, DiskTier, is_cache_folder
 from kvboost.errors import CacheFolderError, ConfigError, ForgetError
 from kvboost.progress import Progress
 from kvboost.tokens.hashing import ChunkKey
 from kvboost.tokens.prompt import PromptReader
 from kvboost.tokens.text import Tokenizer
-
-_MEMBER = re.compile(rf"([0-9a-f]{{2}})/(\1[0-9a-f]{{30}}){re.escape(SUFFIX)}")
 
 
 @dataclass(frozen=True)
@@ -88,27 +89,6 @@ class Verdict:
 
     def __bool__(self) -> bool:
         return not (self.bad or self.unreadable or self.signed)
-
-
-@dataclass(frozen=True)
-class Exported:
-    chunks: int
-    nbytes: int
-    """Size of the archive."""
-    bad: int
-    """Files that were left out because they are damaged or cannot be read."""
-
-
-@dataclass(frozen=True)
-class Imported:
-    installed: int
-    present: int
-    """Chunks that the folder had already."""
-    refused: int
-    """Members of the archive that are not whole chunks under their own name, or not signed with
-    our secret."""
-    no_room: int
-    """Chunks that did not fit into the budget."""
 
 
 class CacheFolder:
@@ -223,27 +203,8 @@ class CacheFolder:
                 f"{beyond} of {len(infos)} chunks in {str(self.path)!r} are signed and cannot be "
                 "checked; set KVBOOST_CACHE_SECRET to the secret that they were signed with"
             )
-        temporary = target.with_name(f"{target.name}.{uuid4().hex}.tmp")
-        written = 0
-        try:
-            with (
-                open(temporary, "xb", opener=_private) as file,
-                tarfile.open(fileobj=file, mode="w:") as archive,
-                Progress(f"exporting {self.path}") as progress,
-                progress.step(f"writing {len(infos):,} chunks", len(infos)) as step,
-            ):
-                for info in _front_to_end(infos):
-                    written += self._add_to(archive, info.key)
-                    step.advance()
-            os.replace(temporary, target)
-            return Exported(written, target.stat().st_size, len(infos) - written)
-        except OSError as error:
-            raise CacheFolderError(
-                f"{str(target)!r} cannot be written: {error.strerror or error}; choose another file"
-            ) from error
-        finally:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+        keys = [info.key for info in _front_to_end(infos)]
+        return write_archive(target, f"exporting {self.path}", keys, self._read_if_whole)
 
     def install(self, source: str | os.PathLike[str]) -> Imported:
         """Installs the chunks of an exported file. Each is checked before it is written, and any
@@ -253,38 +214,11 @@ class CacheFolder:
         A checksum proves that a chunk is whole, not where it is from: without a secret, the author
         of the file chooses what the model will believe to have read.
         """
-        source = Path(source).expanduser()
-        counts: Counter[str] = Counter()
         left_out: set[ChunkKey] = set()
-        try:
-            status = source.stat()
-            if not stat.S_ISREG(status.st_mode):
-                raise tarfile.ReadError("it is not a regular file")
-            longest = status.st_size
-            with (
-                source.open("rb") as file,
-                tarfile.open(fileobj=file, mode="r:") as archive,
-                Progress(f"importing {source}") as progress,
-                progress.step("reading chunks", longest) as step,
-            ):
-                for member in archive:
-                    counts[self._take(archive, member, longest, left_out)] += 1
-                    step.advance(member.size)
-                file.seek(archive.offset)
-                if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                    raise tarfile.ReadError("it is damaged or cut off")  # tarfile just stops
-        except CacheFolderError:
-            raise
-        except (tarfile.TarError, OSError, ValueError, ArithmeticError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise CacheFolderError(
-                f"{str(source)!r} cannot be read as an exported cache ({reason}); "
-                f"{counts['installed']} chunks were installed before that; name a file that "
-                "`kvboost cache export` wrote, or export it again"
-            ) from error
+        source = Path(source).expanduser()
+        found = read_archive(source, self._secret, lambda chunk: self._put(chunk, left_out))
         self._look()
-        names = ("installed", "present", "refused", "no_room")
-        return Imported(**{name: counts[name] for name in names})
+        return found
 
     def forget(self, text: str, tokenizer: Tokenizer) -> int:
         """Removes every chunk that contains ``text`` (of a long text: 32 consecutive tokens), every
@@ -320,13 +254,13 @@ class CacheFolder:
             self._infos.pop(key, None)
 
     def _file(self, key: ChunkKey) -> Path:
-        return self.path / _member_name(key)
+        return self.path / member_name(key)
 
     def _keys(self) -> list[ChunkKey]:
         """The keys of everything that is named like a chunk, in folders that are no links."""
         shards = [path for path in self.path.glob("??") if path.is_dir() and not path.is_symlink()]
         names = (f"{shard.name}/{path.name}" for shard in shards for path in shard.iterdir())
-        return [ChunkKey(match[2]) for name in names if (match := _MEMBER.fullmatch(name))]
+        return [key for name in names if (key := key_in(name)) is not None]
 
     def _is_beyond_us(self, key: ChunkKey) -> bool:
         """Whether a chunk is signed and there is no secret to check it with."""
@@ -400,49 +334,24 @@ class CacheFolder:
         self._tier.get(key)  # finds the same fault, and puts the file into quarantine
         return None
 
-    def _add_to(self, archive: tarfile.TarFile, key: ChunkKey) -> bool:
+    def _read_if_whole(self, key: ChunkKey) -> bytes | None:
         try:
-            data = self._read(key)
+            return self._read(key)
         except OSError:
-            return False
-        if data is None:
-            return False
-        member = tarfile.TarInfo(_member_name(key))
-        member.size, member.mode = len(data), 0o600
-        archive.addfile(member, io.BytesIO(data))
-        return True
+            return None
 
-    def _take(
-        self,
-        archive: tarfile.TarFile,
-        member: tarfile.TarInfo,
-        longest: int,
-        left_out: set[ChunkKey],
-    ) -> str:
-        """Installs one member; returns what was done with it. The member's name is only compared
-        with the key: the path follows from the key, which follows from the tokens. A chunk without
-        room is ``left_out``, and so are those after it: they would be of no use without it."""
-        match = _MEMBER.fullmatch(member.name)
-        if match is None or not member.isreg() or member.issparse() or member.size > longest:
-            return "refused"
-        key = ChunkKey(match[2])
-        file = archive.extractfile(member)
-        assert file is not None  # it is a regular file
-        try:
-            chunk = codec.decode(file.read(), self._secret)
-        except (codec.BadChunk, LookupError):
-            return "refused"
-        if chunk.key != key:
-            return "refused"
+    def _put(self, chunk: KVChunk, left_out: set[ChunkKey]) -> str:
+        """Installs one chunk; returns what was done with it. One without room is ``left_out``, and
+        so are those after it: they would be of no use without it."""
         with self._alone():
             self._tier.refresh(now=True)
-            if self._tier.contains(key):
+            if self._tier.contains(chunk.key):
                 return "present"
             faults = self._tier.faults
             if chunk.info.parent not in left_out and self._tier.put(chunk):
                 return "installed"
             if self._tier.faults == faults:
-                left_out.add(key)
+                left_out.add(chunk.key)
                 return "no_room"
         raise CacheFolderError(
             f"{str(self.path)!r} cannot be written; see that its disk has room and that it is yours"
@@ -455,16 +364,6 @@ def _may_open(path: Path, create: bool) -> bool:
     if is_cache_folder(path):
         return True
     return create and (not path.exists() or (path.is_dir() and not any(path.iterdir())))
-
-
-def _private(path: str, flags: int) -> int:
-    """Opens a file that only its owner can read, as the folder."""
-    return os.open(path, flags, 0o600)
-
-
-def _member_name(key: ChunkKey) -> str:
-    """The name of a chunk in an archive and in the folder."""
-    return f"{key[:2]}/{key}{SUFFIX}"
 
 
 def _front_to_end(infos: Iterable[ChunkInfo]) -> list[ChunkInfo]:

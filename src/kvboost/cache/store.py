@@ -1,33 +1,30 @@
 """The chunk store: lookup with pins, fetching, admission, forgetting.
 
 Two locks, acquired in this order. ``_admission`` lets one request at a time bring chunks in: its
-copies delay no lookup, and identical requests store once. ``_lock`` guards the catalogue, the
-residency and the pins. It is held for a few milliseconds at most (the search of a long prompt), and
-never while a file is read or written or the network is waited for.
+copies delay no lookup, and identical requests store once. ``_lock`` guards the holdings. It is held
+for a few milliseconds at most (the search of a long prompt), and never while a file is read or
+written or the network is waited for.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Origin
 from kvboost.cache.events.listener import StoreListener
 from kvboost.cache.eviction.learned import LearnedPolicy
 from kvboost.cache.eviction.policy import EvictionPolicy
+from kvboost.cache.holdings import Holdings
 from kvboost.cache.lookup.anchors import WINDOW
-from kvboost.cache.lookup.catalogue import Catalogue, holding
+from kvboost.cache.lookup.catalogue import holding
 from kvboost.cache.lookup.hits import Hit, KnownRows
 from kvboost.cache.parts import Cut, Naming, Place
-from kvboost.cache.pins import PinnedText, Pins
 from kvboost.cache.quantize import KVData, KVFormat
 from kvboost.cache.remote_lookup import RemoteLookup
 from kvboost.cache.tiers.open import Tiers
-from kvboost.cache.tiers.residency import Residency
 from kvboost.cache.tiers.stats import StoreStats
 from kvboost.cache.tiers.transfers import Transfers
 from kvboost.errors import ForgetError
@@ -64,46 +61,47 @@ class ChunkStore:
         ``max_pinned_bytes`` bounds what :meth:`pin` protects."""
         secret = b"" if tiers.secret is None else tiers.secret.naming
         self._naming = Naming(cut, origin, secret=secret)
-        self._catalogue = Catalogue(window)
-        self._pins: Counter[ChunkKey] = Counter()  # by requests, while they copy
-        self._kept = Pins(max_pinned_bytes)  # by the user, until unpinned
-        self._counts: Counter[str] = Counter()
+        self._holdings = holdings = Holdings(
+            tiers,
+            self._naming,
+            window=window,
+            policy=policy,
+            max_chunks=max_chunks,
+            attention_share=attention_share,
+            max_pinned_bytes=max_pinned_bytes,
+        )
         self.epoch = 0
         """How often something was forgotten."""
         self._closed = False
         self._lock = threading.RLock()
         self._admission = threading.Lock()
-        self._residency = Residency(
-            tiers,
-            self,
-            policy=policy,
-            max_chunks=max_chunks,
-            attention_share=attention_share,
-        )
-        self._transfers = Transfers(tiers, self._residency, self._lock, format)
+        self._transfers = Transfers(tiers, holdings.residency, self._lock, format)
         self._remote: RemoteLookup | None = None
         if tiers.remote is not None:
             self._remote = RemoteLookup(
-                tiers.remote, self._naming, self._catalogue, self._on_found_in_remote, self._lock
+                tiers.remote,
+                self._naming,
+                holdings.catalogue,
+                holdings.on_found_in_remote,
+                self._lock,
             )
-        self._listener: StoreListener | None = None
-        self._announced_root: ChunkKey | None = None
         self._transfers.open()
 
     def listen(self, listener: StoreListener, root: ChunkKey) -> None:
         """Tells ``listener`` of exact chunks of ``root`` that requests store or use, and of every
         chunk that is gone."""
         with self._lock:
-            self._listener, self._announced_root = listener, root
+            self._holdings.listen(listener, root)
 
     @property
     def fastest_tier(self) -> str:
-        return self._residency.fastest
+        return self._holdings.residency.fastest
 
     def __contains__(self, key: ChunkKey) -> bool:
         """Whether a chunk is in some tier."""
         with self._lock:
-            return key in self._catalogue and self._residency.where(key) is not None
+            holdings = self._holdings
+            return key in holdings.catalogue and holdings.residency.where(key) is not None
 
     @contextmanager
     def lookup(
@@ -127,7 +125,7 @@ class ChunkStore:
         self._transfers.refresh()
 
         def match() -> KnownRows:
-            return self._match(root, token_ids, moved_before, repair)
+            return self._holdings.match(root, token_ids, moved_before, repair)
 
         in_remote: list[ChunkKey] = []
         if ask_remote and self._remote is not None:
@@ -135,13 +133,13 @@ class ChunkStore:
         with self._lock:
             known = match()
             keys = list(known.keys()) if pin else []
-            self._pins.update(keys)
+            self._holdings.in_use.update(keys)
         try:
             yield known
         finally:
             with self._lock:
-                self._unpin(keys)
-                self._residency.drop_unfetched([*in_remote, *keys])
+                self._holdings.release(keys)
+                self._holdings.residency.drop_unfetched([*in_remote, *keys])
 
     def fetch(self, hits: Sequence[Hit]) -> Iterator[tuple[Hit, KVData]]:
         """The data of pinned hits, in order. Slow tiers are read ahead. A chunk that is not
@@ -157,7 +155,7 @@ class ChunkStore:
         later."""
         with self._lock:
             for path in paths:
-                self._residency.touch([hit.chunk.key for hit in path])
+                self._holdings.residency.touch([hit.chunk.key for hit in path])
 
     def admit(
         self,
@@ -193,7 +191,8 @@ class ChunkStore:
                 for place in self._naming.places(
                     root, token_ids, exact_rows=exact_rows, repair=repair, boundaries=boundaries
                 ):
-                    place.key = self._find_existing(place)
+                    with self._lock:
+                        place.key = self._holdings.find_existing(place)
                     if place.key is None:
                         place.key = self._insert(self._describe(place, pack))
                         new += place.key is not None
@@ -201,99 +200,52 @@ class ChunkStore:
                         pinned.append(place.key)
             finally:
                 with self._lock:
-                    self._residency.order_new()
-                    self._unpin(pinned)
-                    if self._listener is not None and root == self._announced_root:
-                        known = self._match(root, token_ids, 0, "")
-                        self._listener.on_stored(token_ids, known.exact)
+                    self._holdings.residency.order_new()
+                    self._holdings.release(pinned)
+                    self._holdings.announce(root, token_ids)
         finally:
             self._admission.release()
         return new
 
-    def _find_existing(self, place: Place) -> ChunkKey | None:
-        """The stored chunk that holds the part, pinned; None if there is none."""
-        with self._lock:
-            sibling, common = self._sibling(place)
-            if sibling is None or not place.is_held_by(self._catalogue.info(sibling), common):
-                return None
-            self._pins[sibling] += 1
-            return sibling
-
     def _describe(self, place: Place, pack: Pack) -> tuple[KVChunk, KVChunk] | None:
         """A new chunk where its rows were computed, and its copy in host memory; None if there is
         no memory for the copies. Needs no lock for as long as it copies."""
-        like: KVData | None = None
         with self._lock:
-            sibling, common = self._sibling(place)
-            if sibling is not None and (ready := self._residency.ready(sibling)) is not None:
-                like = ready.data
+            sibling, common = self._holdings.sibling(place)
+            ready = None if sibling is None else self._holdings.residency.ready(sibling)
+            like = None if ready is None else ready.data
         try:
             data = pack(place.part.start, place.part.end, like, common)
             chunk = KVChunk(self._naming.describe(place, data), data)
             return chunk, self._transfers.adopt(chunk)
         except (MemoryError, RuntimeError):  # torch is out of memory
             with self._lock:
-                self._counts["failed"] += 1
+                self._holdings.counts["failed"] += 1
             return None
 
     def _insert(self, copies: tuple[KVChunk, KVChunk] | None) -> ChunkKey | None:
         """Takes a described chunk in, pinned; returns its key, or None if it cannot be kept."""
         if copies is None:
             return None
-        chunk, in_host_memory = copies
-        info = chunk.info
         with self._lock:
-            if info.key not in self._catalogue:
-                if not self._residency.put(in_host_memory, chunk):
-                    self._counts["rejected"] += 1
-                    return None
-                shorter = self._catalogue.leaf_extended_by(info.parent, info.token_ids)
-                replaced = [] if shorter is None or self.is_held(shorter) else [shorter]
-                self._drop(replaced)
-                self._catalogue.add(info)
-                self._counts["admitted"] += 1
-            else:  # another process has just written it
-                replaced = []
-            self._pins[info.key] += 1
+            is_kept, replaced = self._holdings.insert(*copies)
         self._transfers.remove_files(replaced)
-        return info.key
+        return copies[0].key if is_kept else None
 
     def drop_superseded(self, root: ChunkKey, token_ids: TokenIds, repair: str) -> int:
         """Drops the approximate copies (repaired as ``repair`` says) of text that is known exactly
         now: ``token_ids``, which begin a sequence. Copies in use stay, and so do those that a chunk
         with other text continues. Returns how many were dropped."""
-        dropped = []
         with self._admission:
             with self._lock:
-                path = self._match(root, token_ids, 0, "").exact
-                exact = token_ids[: path[-1].end] if path else token_ids[:0]
-                for key in self._catalogue.superseded(root, exact, repair):
-                    if self._catalogue.is_leaf(key) and key not in self._pins:
-                        self._drop([key])
-                        dropped.append(key)
-                self._settle_pins()  # onto the exact rows
+                dropped = self._holdings.drop_superseded(root, token_ids, repair)
             self._transfers.remove_files(dropped)
         return len(dropped)
 
     def most_valuable(self, limit: int) -> list[dict[str, Any]]:
         """The chunks in RAM that would be evicted last, the very last one first."""
         with self._lock:
-            infos = self._catalogue.infos()
-            return [
-                {
-                    "key": key,
-                    "token_ids": infos[key].token_ids.tolist(),
-                    "tokens": infos[key].num_tokens,
-                    "bytes": infos[key].nbytes,
-                    "tier": self._residency.where(key),
-                    "lineage": infos[key].lineage.value,
-                    "position": infos[key].base_position,
-                    "uses": uses,
-                    "pinned": key in self._kept,
-                }
-                for key, uses in self._residency.last_to_go(limit)
-                if key in infos
-            ]
+            return self._holdings.most_valuable(limit)
 
     def pin(
         self,
@@ -311,20 +263,17 @@ class ChunkStore:
         a conversation. Raises PinError if ``max_pinned_bytes`` is too small; the earlier pin then
         stays."""
         with self._lock:
-            self._settle_pins()
-            hits = self._catalogue.in_place(root, token_ids, repair, self._residency.where)
-            return self._kept.set(name, root, token_ids, hits, repair=repair, ttl=ttl)
+            return self._holdings.pin(name, root, token_ids, repair=repair, ttl=ttl)
 
     def unpin(self, name: str) -> Pin | None:
         """Ends a pin; returns what it was, or None if there is none of that name."""
         with self._lock:
-            return self._kept.drop(name)
+            return self._holdings.unpin(name)
 
     def pins(self) -> list[Pin]:
         """All pins, in the order in which they end."""
         with self._lock:
-            self._settle_pins()
-            return self._kept.all()
+            return self._holdings.pins()
 
     def forget_text(self, texts: Sequence[TokenIds]) -> int:
         """Forgets every chunk that contains a piece of ``texts`` or follows such a chunk, in use or
@@ -342,13 +291,13 @@ class ChunkStore:
             self.epoch += 1
             self._transfers.refresh(now=True)
             with self._lock:
-                here = self._catalogue.infos()
+                here = self._holdings.catalogue.infos()
             in_remote = {info.key: info for info in self._transfers.remote_infos()}
             # Together: a chunk that came as moved text has its beginning in the remote store only.
             keys = choose({**in_remote, **here})
             with self._lock:
-                self._drop(keys)
-                self._settle_pins()
+                self._holdings.drop(keys)
+                self._holdings.settle_pins()
             self._transfers.await_writing()
             left = self._transfers.purge(keys)
         if left:
@@ -362,14 +311,15 @@ class ChunkStore:
     def roots(self) -> set[ChunkKey]:
         """The roots of all chunks."""
         with self._lock:
-            return {info.root for info in self._catalogue.infos().values()}
+            return {info.root for info in self._holdings.catalogue.infos().values()}
 
     def leave_memory(self, roots: Collection[ChunkKey]) -> int:
         """Takes the chunks of these roots out of memory, except those in use; returns how many.
         What is on disk, or waits to be written there, stays."""
         with self._lock:
-            infos = self._catalogue.infos().values()
-            return self._residency.leave_memory([info for info in infos if info.root in roots])
+            infos = self._holdings.catalogue.infos().values()
+            leaving = [info for info in infos if info.root in roots]
+            return self._holdings.residency.leave_memory(leaving)
 
     def clear(self) -> None:
         """Forgets everything that is not in use right now, on every tier of this machine."""
@@ -377,11 +327,11 @@ class ChunkStore:
             self.epoch += 1
             self._transfers.refresh(now=True)
             with self._lock:
-                keys = [key for key in self._catalogue if key not in self._pins]
-                self._drop(keys)
-                self._settle_pins()
-                if self._listener is not None:
-                    self._listener.on_cleared()
+                in_use = self._holdings.in_use
+                keys = [key for key in self._holdings.catalogue if key not in in_use]
+                self._holdings.drop(keys)
+                self._holdings.settle_pins()
+                self._holdings.announce_cleared()
             self._transfers.await_writing()
             self._transfers.remove_files(keys)
 
@@ -395,116 +345,14 @@ class ChunkStore:
             self._closed = True
             self._transfers.close()
             with self._lock:
-                self._catalogue.clear()
+                self._holdings.catalogue.clear()
 
     def stats(self) -> StoreStats:
         remote = self._transfers.remote_stats()
         with self._lock:
-            residency, counts = self._residency, self._counts
-            if remote is not None:
-                remote = replace(remote, hits=residency.hits["remote"])
-            moves = residency.move_stats()
-            return StoreStats(
-                chunks=len(self._catalogue),
-                in_use=len(self._pins),
-                pinned=len(self._kept),
-                pinned_bytes=self._kept.nbytes,
-                max_pinned_bytes=self._kept.max_bytes,
-                admitted=counts["admitted"],
-                tiers=residency.tier_stats(),
-                remote=remote,
-                writing=None if residency.writer is None else residency.writer.stats(),
-                moves=replace(
-                    moves,
-                    rejected=moves.rejected + counts["rejected"],
-                    failed=moves.failed + counts["failed"],
-                ),
-            )
+            return self._holdings.stats(remote)
 
     def check_integrity(self) -> list[str]:
         """What does not add up between catalogue, tiers and pins; empty when all is well."""
         with self._admission, self._transfers.quiet(), self._lock:
-            if self._closed:
-                return []
-            problems = self._catalogue.check_integrity() + self._residency.check_integrity()
-            if nowhere := [key for key in self._catalogue if self._residency.where(key) is None]:
-                problems.append(f"{len(nowhere)} chunks are in the catalogue and in no tier")
-            ours = {key for key in self._residency.in_memory() if key not in self._catalogue}
-            if ours:
-                problems.append(f"{len(ours)} chunks are in memory and not in the catalogue")
-            if any(count <= 0 for count in self._pins.values()):
-                problems.append(f"pins below zero: {dict(self._pins)}")
-            return problems
-
-    # The residency's owner. Called with the lock held.
-
-    def is_held(self, key: ChunkKey) -> bool:
-        return key in self._pins or key in self._kept
-
-    def is_wanted(self, key: ChunkKey) -> bool:
-        return key in self._catalogue
-
-    def on_found(self, info: ChunkInfo) -> None:
-        if self._naming.can_use(info) and info.key not in self._catalogue:
-            self._catalogue.add(info)
-
-    def on_described(self, info: ChunkInfo) -> None:
-        self._catalogue.describe(info)
-
-    def on_gone(self, key: ChunkKey) -> None:
-        if key in self._catalogue:
-            self._catalogue.remove(key)
-            if self._listener is not None:
-                self._listener.on_gone(key)
-        self._kept.on_gone(key)
-
-    # Everything below is called with the lock held.
-
-    def _on_found_in_remote(self, info: ChunkInfo) -> None:
-        self._catalogue.add(info)
-        self._residency.add_remote([info.key])
-
-    def _match(
-        self, root: ChunkKey, token_ids: TokenIds, moved_before: int, repair: str
-    ) -> KnownRows:
-        lost: list[ChunkKey] = []
-
-        def where(key: ChunkKey) -> str | None:
-            tier = self._residency.where(key)
-            if tier is None:
-                lost.append(key)
-            return tier
-
-        known = self._catalogue.match(root, token_ids, moved_before, repair, where)
-        for key in lost:
-            self._residency.mark_lost(key)
-        return known
-
-    def _sibling(self, place: Place) -> tuple[ChunkKey | None, int]:
-        """The available child of the same parent that shares most leading tokens, and how many
-        those are."""
-        found = self._catalogue.sibling(place.parent, place.token_ids)
-        if found is None:
-            return None, 0
-        if self._residency.where(found[0]) is None:
-            self._residency.mark_lost(found[0])
-            return None, 0
-        return found
-
-    def _drop(self, keys: Sequence[ChunkKey]) -> None:
-        self._residency.drop(keys)
-        for key in keys:
-            self.on_gone(key)
-
-    def _settle_pins(self) -> None:
-        def find(pin: PinnedText) -> Sequence[Hit]:
-            where = self._residency.where
-            return self._catalogue.in_place(pin.root, pin.token_ids, pin.repair, where)
-
-        self._kept.settle(find)
-
-    def _unpin(self, keys: Sequence[ChunkKey]) -> None:
-        self._pins.subtract(keys)
-        for key in set(keys):
-            if self._pins[key] <= 0:
-                del self._pins[key]
+            return [] if self._closed else self._holdings.check_integrity()

@@ -394,7 +394,7 @@ def test_forgetting_includes_approximate_branches_and_chunks_whose_beginning_is_
     long = text(10, 60)
     admit(store, long)
     with store.lookup(ROOT, as_token_ids(long)) as known, store._lock:
-        store._residency.mark_lost(known.exact[5].chunk.key)
+        store._holdings.residency.mark_lost(known.exact[5].chunk.key)
     assert store.forget_text([as_token_ids(text(11))]) == 9
     assert len(hits(store, long)) == 5 and store.check_integrity() == []
 
@@ -517,7 +517,7 @@ def test_the_size_of_a_remote_chunk_is_known_once_it_is_read(open_store, tmp_pat
     here.flush()
     there = open_store(remote=open_remote(url, 10**9), folder="there")
     assert len(hits(there, text(1))) == 3
-    sizes = {there._catalogue.info(key).nbytes for key in there._catalogue}
+    sizes = {there._holdings.catalogue.info(key).nbytes for key in there._holdings.catalogue}
     assert sizes == {CHUNK_BYTES}
 
 

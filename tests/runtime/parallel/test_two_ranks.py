@@ -84,7 +84,7 @@ def two(ranks: Ranks, models: Path) -> Iterator[Make]:
 
 def parts_of(engine: KVBoost) -> dict[str, int]:
     """The chunks in memory, and the numbers that all ranks know them by."""
-    residency = engine._runtime.store._residency
+    residency = engine._runtime.store._holdings.residency
     found = {}
     for key in residency.in_memory():
         chunk = residency.ready(key)

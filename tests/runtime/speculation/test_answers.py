@@ -167,7 +167,7 @@ def test_rows_of_rejected_tokens_are_not_kept(engine, monkeypatch, how) -> None:
     assert score.reuse.cached_tokens == len(ids) - 1  # all rows but that of the last token
     torch.testing.assert_close(score.logits, full.logits, atol=1e-4, rtol=1e-4)
     root = engine._runtime.root(how.__name__)
-    infos = engine._runtime.store._catalogue.infos().values()
+    infos = engine._runtime.store._holdings.catalogue.infos().values()
     kept = [info.token_ids.tolist() for info in infos if info.root == root]
     assert sum(map(len, kept)) == len(ids) - 1
 

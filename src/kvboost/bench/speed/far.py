@@ -21,7 +21,7 @@ from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit import benchmark
 from kvboost.bench.kit.benchmark import Bench, Report, option
 from kvboost.bench.kit.figures import draw_bars
-from kvboost.bench.kit.goals import Goal
+from kvboost.bench.kit.goals import Goal, judge, keeps_to, reaches
 from kvboost.bench.kit.machine import memory_fence
 from kvboost.bench.kit.tables import ms, table
 from kvboost.bench.speed.far_check import same_answers
@@ -333,22 +333,17 @@ def _tables(found: dict[str, Any]) -> list[Any]:
 def _goals(settings: Settings, found: dict[str, Any]) -> list[Goal]:
     paces, limits = found["tokens_per_s"], found.get("limits", {})
     ours, stock = paces.get(BOTH), paces.get(STOCK)
-    judged: list[tuple[bool | None, str]] = []
-    if ours and "bus_bytes_per_s" in limits:
-        ratio = max(limits.values()) / ours
-        judged.append((ratio <= 1.3, f"{ratio:.2f} ×"))
-    else:
-        judged.append((None, "not measured"))
-    times = ours / stock if ours and stock else None
-    judged.append((None, "not measured") if times is None else (times >= 2, f"{times:.1f} ×"))
+    is_bounded = ours and "bus_bytes_per_s" in limits
+    judged = [
+        keeps_to(max(limits.values()) / ours if is_bounded else None, 1.3, "{:.2f} ×"),
+        reaches(ours / stock if ours and stock else None, 2, "{:.1f} ×"),
+    ]
     peak = found.get("peak_bytes")
     fence = parse_bytes(settings.device_memory)
     judged.append((None, "no GPU") if peak is None else (peak <= fence, format_bytes(peak)))
     is_asked = settings.shape == GOAL_SHAPE and settings.tokens >= GOAL_TOKENS
-    if not is_asked or fence > GOAL_MEMORY:
-        judged = [(None, "another size")] * len(judged)
-    texts = BENCHMARKS["far"].goals
-    return [Goal(text, *one) for text, one in zip(texts, judged, strict=True)]
+    is_another = not is_asked or fence > GOAL_MEMORY
+    return judge(BENCHMARKS["far"].goals, judged, "another size" if is_another else None)
 
 
 def _draw(found: dict[str, Any], title: str) -> Any:

@@ -28,7 +28,7 @@ from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit import benchmark
 from kvboost.bench.kit.benchmark import ROUNDS, Bench, Report, option
 from kvboost.bench.kit.figures import draw_lines
-from kvboost.bench.kit.goals import Goal
+from kvboost.bench.kit.goals import Goal, judge, keeps_to
 from kvboost.bench.kit.tables import ms, table
 from kvboost.bench.kit.timing import Contender, interleave, take_turns
 from kvboost.bench.peers.vllm_runs import Place, run_worker
@@ -360,14 +360,13 @@ def _table(shape: str, one: dict[str, Any]) -> RenderableType:
 
 def _goals(found: dict[str, Any]) -> list[Goal]:
     """The worst of the shapes that a goal is about."""
-    goals = []
-    for text, (shape, what, at, most) in zip(BENCHMARKS["gpu"].goals, GOALS, strict=True):
+    judged = []
+    for shape, what, at, most in GOALS:
         asked = [shape] if shape else [name for name in found if name != "tiny"]
         each = [_ratio(found[name]["times"], what, at) for name in asked if name in found]
         known = [ratio for ratio in each if ratio is not None]
-        judged = (max(known) <= most, f"{max(known):.2f}") if known else (None, "not measured")
-        goals.append(Goal(text, *judged))
-    return goals
+        judged.append(keeps_to(max(known, default=None), most))
+    return judge(BENCHMARKS["gpu"].goals, judged)
 
 
 def _draw(found: dict[str, Any], title: str) -> Any:

@@ -18,7 +18,7 @@ from rich.console import RenderableType
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit import benchmark
 from kvboost.bench.kit.benchmark import ROUNDS, Bench, Report, duration, option
-from kvboost.bench.kit.goals import Goal
+from kvboost.bench.kit.goals import Goal, judge, keeps_to, reaches
 from kvboost.bench.kit.tables import dim, ms, table
 from kvboost.bench.peers.vllm_runs import Place, find_place, run_worker
 from kvboost.model.shapes import SHAPES
@@ -112,7 +112,7 @@ def run(settings: Settings, bench: Bench) -> Report:
             "traffic": served,
         },
         shown,
-        [*_goals(figures, lengths, judged), _restart_goal(from_disk), _traffic_goal(served)],
+        _goals(figures, lengths, judged, from_disk, served),
     )
 
 
@@ -175,14 +175,6 @@ def _traffic_table(served: dict[str, dict[str, float]]) -> RenderableType:
     return table(title, ("",), ("per s", "÷ per s", "ratio"), rows)
 
 
-def _traffic_goal(served: dict[str, dict[str, float]] | None) -> Goal:
-    text = BENCHMARKS["vllm"].goals[-1]
-    if served is None:
-        return Goal(text, None, "not measured")
-    ratio = served[str(TRAFFIC_LENGTHS[-1])]["ratio"]
-    return Goal(text, ratio >= LEAST_TRAFFIC, f"{ratio:.2f} ×")
-
-
 def worker_options(settings: Settings, place: Place, lengths: Sequence[int]) -> list[str]:
     options = [
         *("--lengths", ",".join(map(str, lengths)), "--rounds", str(settings.rounds)),
@@ -228,13 +220,6 @@ def _restart_table(found: dict[str, Any]) -> RenderableType:
     return table("vLLM, started anew: first token from disk", ("",), ("ms", "÷ ms", "ratio"), [row])
 
 
-def _restart_goal(found: dict[str, Any] | None) -> Goal:
-    text = BENCHMARKS["vllm"].goals[-2]
-    if found is None or found["tokens"] != GOAL_DOCUMENT:
-        return Goal(text, None, "not measured")
-    return Goal(text, found["ratio"] <= MOST_FROM_DISK, f"{found['ratio']:.3f}")
-
-
 def _ratios(figures: Figures, lengths: Sequence[int]) -> dict[str, Any]:
     return {
         "moved": {str(length): round(figures.moved(length), 3) for length in lengths},
@@ -243,20 +228,26 @@ def _ratios(figures: Figures, lengths: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _goals(figures: Figures, lengths: Sequence[int], judged: bool) -> list[Goal]:
-    """Only a GPU and the shape of the goals are judged."""
-    *moved, cold, decode, _, _ = BENCHMARKS["vllm"].goals
-    goals = []
-    for text, (length, most) in zip(moved, MOST_MOVED.items(), strict=True):
-        if length in lengths:
-            share = figures.moved(length)
-            goals.append(Goal(text, share <= most if judged else None, f"{share:.2f}"))
-        else:
-            goals.append(Goal(text, None, "not measured"))
-    overheads = (
-        (cold, max(figures.cold(length) for length in lengths)),
-        (decode, figures.decode),
-    )
-    for text, ratio in overheads:
-        goals.append(Goal(text, ratio <= MOST_OVERHEAD if judged else None, f"{ratio:.3f}"))
-    return goals
+def _goals(
+    figures: Figures,
+    lengths: Sequence[int],
+    judged: bool,
+    from_disk: dict[str, Any] | None,
+    served: dict[str, dict[str, float]] | None,
+) -> list[Goal]:
+    """Only a GPU and the shape of the goals are judged on first tokens and steps."""
+    share_of = {length: figures.moved(length) for length in MOST_MOVED if length in lengths}
+    coldest = max(figures.cold(length) for length in lengths)
+    found = [
+        *(keeps_to(share_of.get(length), most) for length, most in MOST_MOVED.items()),
+        keeps_to(coldest, MOST_OVERHEAD, "{:.3f}"),
+        keeps_to(figures.decode, MOST_OVERHEAD, "{:.3f}"),
+    ]
+    if not judged:
+        found = [(None, figure) for _, figure in found]
+    reread = None
+    if from_disk is not None and from_disk["tokens"] == GOAL_DOCUMENT:
+        reread = from_disk["ratio"]
+    gain = None if served is None else served[str(TRAFFIC_LENGTHS[-1])]["ratio"]
+    found += [keeps_to(reread, MOST_FROM_DISK, "{:.3f}"), reaches(gain, LEAST_TRAFFIC, "{:.2f} ×")]
+    return judge(BENCHMARKS["vllm"].goals, found)

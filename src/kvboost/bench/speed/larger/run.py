@@ -13,7 +13,7 @@ from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit import benchmark
 from kvboost.bench.kit.benchmark import Bench, Report, option
 from kvboost.bench.kit.figures import draw_bars
-from kvboost.bench.kit.goals import Goal
+from kvboost.bench.kit.goals import Goal, judge, reaches
 from kvboost.bench.kit.tables import table
 from kvboost.bench.speed.larger import streaming
 from kvboost.config import format_bytes, parse_bytes
@@ -94,25 +94,18 @@ def _goals(shape: str, found: dict[str, Any]) -> list[Goal]:
     peak, memory = found.get("peak_reserved"), found["device_memory"]
     alone = one.get("tokens_per_s")
     judged = [
-        _at_least(one.get("share_of_bus"), 0.9, "{:.0%}"),
-        _at_least(alone, 3.9, "{:.2f}"),
-        _at_least(alone and _times(eight, alone), 7.0, "{:.2f} ×"),
-        _at_least(alone and _times(drafted, alone), 2.0, "{:.2f} ×"),
+        reaches(one.get("share_of_bus"), 0.9, "{:.0%}"),
+        reaches(alone, 3.9),
+        reaches(alone and _times(eight, alone), 7.0, "{:.2f} ×"),
+        reaches(alone and _times(drafted, alone), 2.0, "{:.2f} ×"),
         (None, "not measured") if peak is None else (peak <= memory, format_bytes(peak)),
     ]
-    if shape != GOAL_SHAPE or memory > GOAL_MEMORY:
-        judged = [(None, "another shape")] * len(judged)
-    return [
-        Goal(text, *found) for text, found in zip(BENCHMARKS["larger"].goals, judged, strict=True)
-    ]
+    is_another = shape != GOAL_SHAPE or memory > GOAL_MEMORY
+    return judge(BENCHMARKS["larger"].goals, judged, "another shape" if is_another else None)
 
 
 def _times(run: dict[str, Any], alone: float) -> float | None:
     return run["tokens_per_s"] / alone if run else None
-
-
-def _at_least(value: float | None, least: float, form: str) -> tuple[bool | None, str]:
-    return (None, "not measured") if value is None else (value >= least, form.format(value))
 
 
 def _draw(found: dict[str, Any], title: str) -> Any:

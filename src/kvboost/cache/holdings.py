@@ -1,0 +1,237 @@
+"""The chunks of a store: which there are, in which tiers they are, and what keeps them there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvboost.cache.chunk import ChunkInfo, KVChunk
+from kvboost.cache.events.listener import StoreListener
+from kvboost.cache.eviction.policy import EvictionPolicy
+from kvboost.cache.lookup.catalogue import Catalogue
+from kvboost.cache.lookup.hits import Hit, KnownRows
+from kvboost.cache.parts import Naming, Place
+from kvboost.cache.pins import PinnedText, Pins
+from kvboost.cache.tiers.open import Tiers
+from kvboost.cache.tiers.residency import Residency
+from kvboost.cache.tiers.stats import RemoteStats, StoreStats
+from kvboost.results import Pin
+from kvboost.tokens.hashing import ChunkKey, TokenIds
+
+
+class Holdings:
+    """Call every method with the store's lock held; none waits for a file or a network. Owns the
+    residency: see :class:`kvboost.cache.tiers.residency.Owner`."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        naming: Naming,
+        *,
+        window: int,
+        policy: Callable[[], EvictionPolicy],
+        max_chunks: int | None,
+        attention_share: float,
+        max_pinned_bytes: int | None,
+    ) -> None:
+        self._naming = naming
+        self.catalogue = Catalogue(window)
+        self.residency = Residency(
+            tiers, self, policy=policy, max_chunks=max_chunks, attention_share=attention_share
+        )
+        self.in_use: Counter[ChunkKey] = Counter()
+        """Chunks that requests are copying, and how many do."""
+        self._kept = Pins(max_pinned_bytes)  # by the user, until unpinned
+        self.counts: Counter[str] = Counter()
+        self._listener: StoreListener | None = None
+        self._announced_root: ChunkKey | None = None
+
+    def match(
+        self, root: ChunkKey, token_ids: TokenIds, moved_before: int = 0, repair: str = ""
+    ) -> KnownRows:
+        """What is known of ``token_ids``. Chunks that turn out to be in no tier are marked lost."""
+        lost: list[ChunkKey] = []
+
+        def where(key: ChunkKey) -> str | None:
+            tier = self.residency.where(key)
+            if tier is None:
+                lost.append(key)
+            return tier
+
+        known = self.catalogue.match(root, token_ids, moved_before, repair, where)
+        for key in lost:
+            self.residency.mark_lost(key)
+        return known
+
+    def sibling(self, place: Place) -> tuple[ChunkKey | None, int]:
+        """The available child of the same parent that shares most leading tokens, and how many
+        those are."""
+        found = self.catalogue.sibling(place.parent, place.token_ids)
+        if found is None:
+            return None, 0
+        if self.residency.where(found[0]) is None:
+            self.residency.mark_lost(found[0])
+            return None, 0
+        return found
+
+    def find_existing(self, place: Place) -> ChunkKey | None:
+        """The chunk that holds the part, in use from now on; None if there is none."""
+        sibling, common = self.sibling(place)
+        if sibling is None or not place.is_held_by(self.catalogue.info(sibling), common):
+            return None
+        self.in_use[sibling] += 1
+        return sibling
+
+    def insert(self, chunk: KVChunk, in_host_memory: KVChunk) -> tuple[bool, list[ChunkKey]]:
+        """Takes a new chunk in: whether it can be kept, and is in use from now on, and the chunk
+        that it replaced."""
+        info = chunk.info
+        replaced: list[ChunkKey] = []
+        if info.key not in self.catalogue:  # otherwise another process has just written it
+            if not self.residency.put(in_host_memory, chunk):
+                self.counts["rejected"] += 1
+                return False, []
+            shorter = self.catalogue.leaf_extended_by(info.parent, info.token_ids)
+            replaced = [] if shorter is None or self.is_held(shorter) else [shorter]
+            self.drop(replaced)
+            self.catalogue.add(info)
+            self.counts["admitted"] += 1
+        self.in_use[info.key] += 1
+        return True, replaced
+
+    def drop_superseded(self, root: ChunkKey, token_ids: TokenIds, repair: str) -> list[ChunkKey]:
+        """Drops approximate copies of what is known exactly; returns those that were dropped."""
+        dropped = []
+        path = self.match(root, token_ids).exact
+        exact = token_ids[: path[-1].end] if path else token_ids[:0]
+        for key in self.catalogue.superseded(root, exact, repair):
+            if self.catalogue.is_leaf(key) and key not in self.in_use:
+                self.drop([key])
+                dropped.append(key)
+        self.settle_pins()  # onto the exact rows
+        return dropped
+
+    def drop(self, keys: Sequence[ChunkKey]) -> None:
+        self.residency.drop(keys)
+        for key in keys:
+            self.on_gone(key)
+
+    def release(self, keys: Sequence[ChunkKey]) -> None:
+        """A request does not use these any more."""
+        self.in_use.subtract(keys)
+        for key in set(keys):
+            if self.in_use[key] <= 0:
+                del self.in_use[key]
+
+    def pin(
+        self, name: str, root: ChunkKey, token_ids: TokenIds, *, repair: str, ttl: float | None
+    ) -> Pin:
+        self.settle_pins()
+        hits = self.catalogue.in_place(root, token_ids, repair, self.residency.where)
+        return self._kept.set(name, root, token_ids, hits, repair=repair, ttl=ttl)
+
+    def unpin(self, name: str) -> Pin | None:
+        return self._kept.drop(name)
+
+    def pins(self) -> list[Pin]:
+        self.settle_pins()
+        return self._kept.all()
+
+    def settle_pins(self) -> None:
+        """Pins hold the chunks that are there now."""
+
+        def find(pin: PinnedText) -> Sequence[Hit]:
+            where = self.residency.where
+            return self.catalogue.in_place(pin.root, pin.token_ids, pin.repair, where)
+
+        self._kept.settle(find)
+
+    def listen(self, listener: StoreListener, root: ChunkKey) -> None:
+        self._listener, self._announced_root = listener, root
+
+    def announce(self, root: ChunkKey, token_ids: TokenIds) -> None:
+        """Tells the listener what is known of a text that was admitted."""
+        if self._listener is not None and root == self._announced_root:
+            self._listener.on_stored(token_ids, self.match(root, token_ids).exact)
+
+    def announce_cleared(self) -> None:
+        if self._listener is not None:
+            self._listener.on_cleared()
+
+    def most_valuable(self, limit: int) -> list[dict[str, Any]]:
+        infos = self.catalogue.infos()
+        return [
+            {
+                "key": key,
+                "token_ids": infos[key].token_ids.tolist(),
+                "tokens": infos[key].num_tokens,
+                "bytes": infos[key].nbytes,
+                "tier": self.residency.where(key),
+                "lineage": infos[key].lineage.value,
+                "position": infos[key].base_position,
+                "uses": uses,
+                "pinned": key in self._kept,
+            }
+            for key, uses in self.residency.last_to_go(limit)
+            if key in infos
+        ]
+
+    def stats(self, remote: RemoteStats | None) -> StoreStats:
+        residency, counts = self.residency, self.counts
+        if remote is not None:
+            remote = replace(remote, hits=residency.hits["remote"])
+        moves = residency.move_stats()
+        return StoreStats(
+            chunks=len(self.catalogue),
+            in_use=len(self.in_use),
+            pinned=len(self._kept),
+            pinned_bytes=self._kept.nbytes,
+            max_pinned_bytes=self._kept.max_bytes,
+            admitted=counts["admitted"],
+            tiers=residency.tier_stats(),
+            remote=remote,
+            writing=None if residency.writer is None else residency.writer.stats(),
+            moves=replace(
+                moves,
+                rejected=moves.rejected + counts["rejected"],
+                failed=moves.failed + counts["failed"],
+            ),
+        )
+
+    def check_integrity(self) -> list[str]:
+        problems = self.catalogue.check_integrity() + self.residency.check_integrity()
+        if nowhere := [key for key in self.catalogue if self.residency.where(key) is None]:
+            problems.append(f"{len(nowhere)} chunks are in the catalogue and in no tier")
+        if unknown := {key for key in self.residency.in_memory() if key not in self.catalogue}:
+            problems.append(f"{len(unknown)} chunks are in memory and not in the catalogue")
+        if any(count <= 0 for count in self.in_use.values()):
+            problems.append(f"pins below zero: {dict(self.in_use)}")
+        return problems
+
+    # What the residency asks and says.
+
+    def is_held(self, key: ChunkKey) -> bool:
+        return key in self.in_use or key in self._kept
+
+    def is_wanted(self, key: ChunkKey) -> bool:
+        return key in self.catalogue
+
+    def on_found(self, info: ChunkInfo) -> None:
+        if self._naming.can_use(info) and info.key not in self.catalogue:
+            self.catalogue.add(info)
+
+    def on_found_in_remote(self, info: ChunkInfo) -> None:
+        self.catalogue.add(info)
+        self.residency.add_remote([info.key])
+
+    def on_described(self, info: ChunkInfo) -> None:
+        self.catalogue.describe(info)
+
+    def on_gone(self, key: ChunkKey) -> None:
+        if key in self.catalogue:
+            self.catalogue.remove(key)
+            if self._listener is not None:
+                self._listener.on_gone(key)
+        self._kept.on_gone(key)
