@@ -59,6 +59,15 @@ def test_a_request_that_begins_alike_holds_the_same_pages(engine: KVBoost) -> No
     assert torch.equal(slab_of(engine).data[:, first], before[:, first]), "shared rows were written"
 
 
+def test_rows_whose_logits_are_asked_for_are_computed(engine: KVBoost) -> None:
+    """Also if a beginning goes beyond the first of them."""
+    answer = engine.generate(TEXT, 2 * PAGE, EXACT, ignore_eos=True).token_ids
+    scored = engine.score(TEXT, answer, EXACT)
+    assert shared(engine) == 1 and len(scored.logits) == len(answer)
+    full = engine.score(TEXT, answer, BASELINE)
+    torch.testing.assert_close(scored.logits, full.logits, rtol=1e-3, atol=1e-3)
+
+
 def test_pages_go_when_others_need_them_or_something_is_forgotten(engine: KVBoost) -> None:
     engine.generate(TEXT, 1, EXACT, ignore_eos=True)
     engine.forget("nothing that was read")

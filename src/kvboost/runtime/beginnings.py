@@ -51,14 +51,17 @@ class Beginnings:
         root: ChunkKey,
         epoch: int,
         running: Prefix | None,
+        *,
+        before: int,
     ) -> Iterator[Prefix | None]:
         """The longest beginning of ``request`` that is in pages: ``running``, that of a running
-        request, or a retained one, which is held until the context exits."""
+        request, or a retained one, which is held until the context exits. It ends ``before`` a row
+        that is to be computed."""
         least = max(LEAST_ROWS, running.count + PAGE if running is not None else 0)
         slab = pool.made_slab if isinstance(pool, PagedPool) else None
         found = None
         if slab is not None and request.mode is not GenerationMode.BASELINE:
-            ids = request.token_ids[: request.cacheable_rows + 1]
+            ids = request.token_ids[: min(request.cacheable_rows, before) + 1]
             found = self._find(slab, ids, root, epoch, least)
         if slab is None or found is None:
             yield running

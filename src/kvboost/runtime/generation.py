@@ -116,7 +116,8 @@ class Generation:
         with (
             runtime.unhealed.hold(),
             runtime.beginnings.borrow(
-                runtime.pool, request, root, runtime.store.epoch, prefix
+                *(runtime.pool, request, root, runtime.store.epoch, prefix),
+                before=self._live_end - 1,
             ) as prefix,
             runtime.pool.lend(rows, prefix) as kv,
             runtime.running.register(state, root, kv),

@@ -174,17 +174,21 @@ def _decoders(model: nn.Module, dtype: torch.dtype) -> Iterator[Any]:
         window = getattr(config, "sliding_window", None)
         linears = linears_of(layer)
         plain = all(type(each) is nn.Linear and each.weight.dtype == dtype for each in linears)
-        biases = [[each.bias is None for each in group] for group in (linears[:3], linears[4:6])]
-        alike = all(len(set(group)) == 1 for group in biases) and linears[6].bias is None
         if (
             "forward" not in vars(layer)
             and getattr(layer.self_attn, "sliding_window", window) is None
             and config.hidden_act == "silu"
             and layer.self_attn.head_dim % 2 == 0
             and plain
-            and alike
+            and _are_biases_alike(linears)
         ):
             yield layer
+
+
+def _are_biases_alike(linears: Sequence[nn.Linear]) -> bool:
+    """Whether the linear layers that become one all have a bias, or none has."""
+    biases = [[each.bias is None for each in group] for group in (linears[:3], linears[4:6])]
+    return all(len(set(group)) == 1 for group in biases) and linears[6].bias is None
 
 
 def replace_forward(module: nn.Module, ours: FusedLayer) -> None:
