@@ -34,6 +34,14 @@ def paged_engine(
 ) -> KVBoost:
     """An engine with pages, or one without. ``interpreted`` runs all kernels themselves, also on a
     CPU."""
+    use_pages(monkeypatch, pages=pages, interpreted=interpreted)
+    return make_engine(tiny_model(name, **sizes), strict=name not in OTHER_MODELS, **config)
+
+
+def use_pages(
+    monkeypatch: pytest.MonkeyPatch, *, pages: bool = True, interpreted: bool = False
+) -> None:
+    """The same for engines that a test makes."""
     choice = PagesChoice() if pages else PagesChoice("this test compares with buffers")
     monkeypatch.setattr("kvboost.runtime.runtime.choose_pages", lambda *_: choice)
     monkeypatch.setattr("kvboost.reuse.paged.forwards.SIZES", SMALL_FORWARDS)
@@ -43,7 +51,6 @@ def paged_engine(
         use_torch_kernels(monkeypatch)
     for module in ("kvboost.reuse.repair", "kvboost.reuse.paged.forwards"):
         monkeypatch.setattr(f"{module}.PROBE_ROWS", SMALL_FORWARDS[0])
-    return make_engine(tiny_model(name, **sizes), strict=name not in OTHER_MODELS, **config)
 
 
 def steps_of(engine: KVBoost) -> Steps:

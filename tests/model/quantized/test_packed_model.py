@@ -15,7 +15,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from adapters import write_adapter
 from kvboost import ConfigError, KVBoost, ModelError
-from kvboost.model import native
+from kvboost.model import native, triton
 from kvboost.model.gguf import check_gguf
 from kvboost.model.load import LoadedModel, load
 from kvboost.model.quantized import products
@@ -204,3 +204,19 @@ def test_a_file_that_cannot_stay_packed_says_which_tensor_and_what_to_do(tmp_pat
     assert reason and name in reason and "IQ2_XS" in reason and "weights='plain'" in reason
     reason = why_not_packed(replace(index, architecture="mamba"))
     assert reason and "'mamba'" in reason and "weights='plain'" in reason
+
+
+@pytest.mark.skipif(not triton.is_available(), reason="triton is not installed")
+def test_a_packed_model_runs_in_pages(home, monkeypatch) -> None:
+    """Layers whose weights are codes are not fused: their own products run."""
+    from paged_engines import steps_of, use_pages
+
+    monkeypatch.setattr(products, "native_dtype", lambda dtype: None)
+    install_tiny(tiny_model("llama").cpu(), home)
+    prompt = list(range(2, 60))
+    with open_tiny("packed") as engine:
+        expected = engine.generate(prompt, 8, ignore_eos=True).token_ids
+    use_pages(monkeypatch)
+    with open_tiny("packed") as engine:
+        assert engine.generate(prompt, 8, ignore_eos=True).token_ids == expected
+        assert steps_of(engine).num_steps > 0
