@@ -76,6 +76,7 @@ VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (fused._rotate_write_kernel, "bf16", {"ROWS": 1}),
     (mass._mass_kernel, "bf16", {}),
     (move._move_kernel, "fp32", {"INTERLEAVED": True}),
+    (move._move_kernel, "bf16", {"share": None}),
     (shift._errors_kernel, "fp32", {"INTERLEAVED": True}),
     (shift._shift_kernel, "bf16", {}),
 ]
@@ -87,7 +88,7 @@ def type_of(name: str, number: str) -> str:
     for pointed, names in TYPES.items():
         if name in names:
             return "*" + pointed.replace("uint", "u").replace("int", "i")
-    return "fp32" if name in ("scale", "cap", "eps") else "i32"
+    return "fp32" if name in ("scale", "cap", "eps", "share") else "i32"
 
 
 def compile_kernel(kernel: Any, number: str, given: dict[str, Any]) -> None:

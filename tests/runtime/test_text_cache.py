@@ -22,6 +22,22 @@ def test_plan_reports_without_running_anything(engine) -> None:
     assert engine.plan(TEXT, "baseline").cached_tokens == 0
 
 
+def test_documents_are_read_after_one_another(engine, monkeypatch) -> None:
+    read = []
+    monkeypatch.setattr(
+        engine, "_warm", lambda ids, *_: read.append(engine.decode(ids.tolist())) or 1
+    )
+    assert engine.warm(["one. ", "two. ", "three. "], header="Read: ", contexts=3) == 9
+    assert [text.removeprefix("Read: ") for text in read] == [
+        *("one. ", "two. ", "three. "),
+        *("two. one. ", "three. two. ", "one. three. "),
+        *("three. one. ", "one. two. ", "two. three. "),
+    ]
+    for text, contexts in (("alone", 2), (["one", "two"], 0)):
+        with pytest.raises(ConfigError, match=f"contexts={contexts}"):
+            engine.warm(text, contexts=contexts)
+
+
 def test_warm_counts_new_chunks_and_reads_after_a_header(engine) -> None:
     assert engine.warm("x" * 40, header="") == 3
     assert engine.warm("x" * 40, header="") == 0

@@ -25,10 +25,16 @@ class KVRows(Protocol):
         in the same shape."""
 
 
-def place(hit: Hit, data: KVData, kv: KVRows, packer: Quantizer) -> None:
-    """Copies the rows of a hit from its chunk's ``data`` into ``kv``."""
+def place(
+    hit: Hit, data: KVData, kv: KVRows, packer: Quantizer, share: float | None = None
+) -> None:
+    """Copies the rows of a hit from its chunk's ``data`` into ``kv``. With a ``share``, they are
+    mixed with the rows that are there, which have the rest."""
+    there = None if share is None else kv.reading(hit.end)(hit.start, hit.end).clone()
     with kv.filling(hit.start, hit.end) as rows:
         packer.place(data, hit.chunk.base_position, hit.offset, hit.start, rows)
+        if there is not None and share is not None:
+            rows.lerp_(there, 1 - share)
 
 
 class Packer:
@@ -37,9 +43,9 @@ class Packer:
     def __init__(self, quantizer: Quantizer) -> None:
         self._quantizer = quantizer
 
-    def place(self, hit: Hit, data: KVData, kv: KVRows) -> None:
+    def place(self, hit: Hit, data: KVData, kv: KVRows, share: float | None = None) -> None:
         """As :func:`place`."""
-        place(hit, data, kv, self._quantizer)
+        place(hit, data, kv, self._quantizer, share)
 
     def packing(self, kv: KVRows, end: int) -> Pack:
         """For one who stores parts of the first ``end`` rows of ``kv`` in order: rows between two

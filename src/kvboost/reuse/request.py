@@ -27,8 +27,9 @@ class RequestRows(Protocol):
     def slice_rows(self) -> int | None:
         """The most rows that a repair runs at a time, if there is such a limit."""
 
-    def place(self, hit: Hit, data: KVData) -> None:
-        """Copies the rows of a hit into place, at the latest when ``finish`` is called."""
+    def place(self, hit: Hit, data: KVData, share: float | None = None) -> None:
+        """Copies the rows of a hit into place, at the latest when ``finish`` is called. With a
+        ``share``, they are mixed with the rows that are there, which have the rest."""
 
     def finish(self) -> None: ...
 
@@ -55,8 +56,8 @@ class BufferedRows:
     def device(self) -> torch.device:
         return self._kv.shape.device
 
-    def place(self, hit: Hit, data: KVData) -> None:
-        self._packer.place(hit, data, self._kv)
+    def place(self, hit: Hit, data: KVData, share: float | None = None) -> None:
+        self._packer.place(hit, data, self._kv, share)
 
     def finish(self) -> None: ...
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 from kvboost.cache.chunk import Lineage
+from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.store import ChunkLost
 from kvboost.model.kv import RequestKV, SharedRows
 from kvboost.results import ReuseReport
+from kvboost.reuse.copies import further_copies
 from kvboost.reuse.plan import Plan
+from kvboost.reuse.request import RequestRows
 from kvboost.runtime.keeping import Keeping
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
@@ -53,30 +56,45 @@ class Assembling:
                 plan = plan.without_moved()
                 notes = (*notes, "moved text was computed: far rows of fewer bits do not change")
             approximate = [h for h in plan.in_place if h.chunk.lineage is Lineage.APPROXIMATE]
+            copies: tuple[tuple[Hit, ...], ...] = ()
+            if runtime.mixes_copies:
+                copies = further_copies(known.moved, plan.moved, store.fastest_tier)
+            more = [hit for copy in copies for hit in copy]
             self._keeping.used = [[*known.exact, *approximate], *(run.hits for run in plan.moved)]
+            self._keeping.used += [[hit] for hit in more]
             if any(hit.tier != store.fastest_tier for hit in plan.hits):
                 self._keeping.touch_used()  # before these chunks are added to a faster tier
             clock.lap("plan")
-            seconds = since_pause = 0.0
             if plan.moved and isinstance(self._kv.base, SharedRows):
                 self._kv.detach_prefix()  # hooks of a repair need rows in one piece
             try:
                 rows = runtime.rows_of(self._kv)
-                for hit, data in store.fetch(plan.hits):
-                    spent = clock.lap("fetch")
-                    rows.place(hit, data)
-                    spent += clock.lap("assemble")
-                    seconds += spent
-                    since_pause += spent
-                    if state.batched and since_pause > YIELD_AFTER_SECONDS:
-                        since_pause = 0.0
-                        yield None
-                        clock.lap("queue")
-                rows.finish()
-                seconds += clock.lap("assemble")
+                seconds = yield from self._place(rows, plan.hits)
+                for number, copy in enumerate(copies, start=2):
+                    seconds += yield from self._place(rows, copy, 1 / number)
             except ChunkLost:
                 return None
         state.reuse = ReuseReport(plan.spans, notes)
         if plan.moved:
-            runtime.cost.observe_place(plan.num_known, seconds)
+            placed = plan.num_known + sum(hit.num_tokens for hit in more)
+            runtime.cost.observe_place(placed, seconds)
         return plan
+
+    def _place(
+        self, rows: RequestRows, hits: Sequence[Hit], share: float | None = None
+    ) -> Generator[None, object, float]:
+        """Copies ``hits`` into place, or mixes them with what is there; returns the seconds."""
+        state, clock = self._state, self._state.clock
+        seconds = since_pause = 0.0
+        for hit, data in self._runtime.store.fetch(hits):
+            spent = clock.lap("fetch")
+            rows.place(hit, data, share)
+            spent += clock.lap("assemble")
+            seconds += spent
+            since_pause += spent
+            if state.batched and since_pause > YIELD_AFTER_SECONDS:
+                since_pause = 0.0
+                yield None
+                clock.lap("queue")
+        rows.finish()
+        return seconds + clock.lap("assemble")

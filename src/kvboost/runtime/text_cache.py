@@ -89,6 +89,7 @@ class TextCache:
         *,
         cache_salt: str = "",
         adapter: str | None = None,
+        contexts: int = 1,
         progress: bool = True,
     ) -> int:
         """Reads one document or several and keeps them; returns the number of new chunks.
@@ -98,6 +99,10 @@ class TextCache:
         anywhere in a prompt, and exactly if everything before it is the same too. Token ids and
         messages are read as they are. Only requests with the same ``adapter`` can use it.
 
+        ``contexts`` says how often each of several documents is read: once after the header, then
+        after the header and another of the documents. Text that was read in up to four contexts is
+        closer to a full prefill where it is moved to. It takes that many times as long.
+
         Reading several documents shows a progress bar if standard error is a terminal;
         ``progress=False`` hides it.
         """
@@ -106,18 +111,25 @@ class TextCache:
                 f"position_offset={position_offset!r} is not needed: what is read serves at any "
                 "position; to read it after other text, give that text as header"
             )
+        whole(contexts, 1, "contexts")
         if not _is_documents(text):
+            if contexts > 1:
+                raise ConfigError(
+                    f"contexts={contexts} goes with a list of documents: each is read after others"
+                )
             ids, boundaries = self._read_one(cast(Prompt, text), header)
             return self._warm(ids, cache_salt, boundaries, adapter)
         with (
             Progress("reading documents", only_on_terminal=True, show=progress) as shown,
-            shown.step("read", len(text)) as step,
+            shown.step("read", len(text) * contexts) as step,
         ):
             new = 0
-            for document in text:
-                ids, boundaries = self._read_one(document, header)
-                new += self._warm(ids, cache_salt, boundaries, adapter)
-                step.advance()
+            for context in range(contexts):
+                for number, document in enumerate(text):
+                    before = text[(number + context) % len(text)] if context else ""
+                    ids, boundaries = self._read_one(before + document, header)
+                    new += self._warm(ids, cache_salt, boundaries, adapter)
+                    step.advance()
             return new
 
     async def awarm(

@@ -63,8 +63,12 @@ def chunks(dtype: torch.dtype, *, moved: bool, quantizer: Quantizer) -> list[tup
 
 
 def place_both(
-    rotation: Rotation | None, hits: list[tuple[Hit, KVData]], dtype: torch.dtype
+    rotation: Rotation | None,
+    hits: list[tuple[Hit, KVData]],
+    dtype: torch.dtype,
+    copies: list[tuple[Hit, KVData]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places ``hits``, and mixes ``copies`` with them in equal shares."""
     shape = KVShape(LAYERS, HEADS, DIM, dtype, torch.device(DEVICE))
     slab = Slab(shape, num_pages=12, num_requests=2)
     slab.take(60)
@@ -79,6 +83,8 @@ def place_both(
     ):
         for hit, data in hits:
             rows.place(hit, data)
+        for hit, data in copies or []:
+            rows.place(hit, data, 0.5)
         rows.finish()
     return paged.rows(0, ROWS), plain.rows(0, ROWS)
 
@@ -96,6 +102,18 @@ def test_exact_rows_keep_their_bits_and_moved_ones_rotate(
     assert torch.equal(found[1], expected[1])
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("kind", ["alike", "neighbours"])
+def test_copies_are_mixed_with_what_is_in_place(kind: str, bits: int) -> None:
+    rotation = ROTATIONS[kind]
+    quantizer = Quantizer(bits, rotation)
+    hits, copies = (chunks(torch.float32, moved=True, quantizer=quantizer) for _ in range(2))
+    found, expected = place_both(rotation, hits, torch.float32, copies)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    first, second = (place_both(rotation, one, torch.float32)[1] for one in (hits, copies))
+    torch.testing.assert_close(expected, (first + second) / 2, rtol=1e-5, atol=1e-5)
 
 
 def test_quantized_rows_are_placed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from kvboost.bench.kit.stats import f1
 from kvboost.bench.quality.rows import DEFAULT_KEPT, Row
 from kvboost.bench.texts.questions import Question
 from kvboost.results import kl_divergence
+from kvboost.reuse.copies import MOST_COPIES
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,7 @@ DONORS = {
     "header": "each passage read after the chat template's header",
     "other": "each passage read after the header and a passage of another question",
     "reordered": "all passages read in one earlier request, in another order",
+    "contexts": "each passage read after the header, and after three passages of another question",
     "orders": "several earlier requests with moved text, each in another order",
     EXACT: "the same prompt read before: exact hits",
 }
@@ -134,14 +136,22 @@ class Asked:
                 engine.warm(text, cache_salt=salt)
         elif donor == "other":
             for number, text in enumerate(documents):
-                stranger = self._others[number % len(self._others)]
-                after = engine.arrange(None, [stranger, text], "", cache_salt="none").prompt
-                engine.warm(after, cache_salt=salt)
+                self._read_after(self._others[number % len(self._others)], text, salt)
+        elif donor == "contexts":
+            for number, text in enumerate(documents):
+                engine.warm(text, cache_salt=salt)
+                for other in range(MOST_COPIES - 1):
+                    self._read_after(self._others[(number + other) % len(self._others)], text, salt)
         elif donor == "orders":
             for number in range(self._asking.orders):
                 engine.generate(self._shuffled(self._seed + number), 1, cache_salt=salt)
         else:
             engine.generate(self._shuffled(self._seed), 1, exact, cache_salt=salt)
+
+    def _read_after(self, other: str, text: str, salt: str) -> None:
+        """Reads ``text`` after the header and another document."""
+        after = self._engine.arrange(None, [other, text], "", cache_salt="none").prompt
+        self._engine.warm(after, cache_salt=salt)
 
     def _shuffled(self, seed: int) -> list[int]:
         """A prompt with the same passages in another order."""

@@ -105,6 +105,13 @@ def _check_spans(spans: Sequence[StoredSpan], table: torch.Tensor, layers: Paged
             )
 
 
+@triton.jit
+def _mixed(new, at, mask, share):
+    """``new`` has this ``share``, and what is there the rest."""
+    old = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    return old + (new - old) * share
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "spans_per_layer"],
     do_not_specialize_on_alignment=["sources", "span_of", "source_rows", "slots"],
@@ -123,6 +130,7 @@ def _move_kernel(
     page_stride,
     head_stride,
     token_stride,
+    share,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     WIDE: tl.constexpr,
@@ -163,15 +171,24 @@ def _move_kernel(
     stays = (cosine == 1.0) & (sine == 0.0)  # else a negative zero could become a positive one
     new_x = tl.where(stays, x, x * cosine - y * sine)
     new_y = tl.where(stays, y, y * cosine + x * sine)
+    if share is not None:
+        new_x = _mixed(new_x, to[:, None] + first, rotates, share)
+        new_y = _mixed(new_y, to[:, None] + second, rotates, share)
     tl.store(to[:, None] + first, new_x.to(element), mask=rotates)
     tl.store(to[:, None] + second, new_y.to(element), mask=rotates)
 
     channel = tl.arange(0, WIDE)[None, :]
     if 2 * PAIRS < DIM:  # channels that do not rotate
         plain = used[:, None] & (channel >= 2 * PAIRS) & (channel < DIM)
-        tl.store(to[:, None] + channel, tl.load(keys[:, None] + channel, mask=plain), mask=plain)
+        key = tl.load(keys[:, None] + channel, mask=plain)
+        if share is not None:
+            key = _mixed(key.to(tl.float32), to[:, None] + channel, plain, share).to(element)
+        tl.store(to[:, None] + channel, key, mask=plain)
     inside = used[:, None] & (channel < DIM)
     value = tl.load(values[:, None] + channel, mask=inside)
+    if share is not None:
+        there = to[:, None] + (DIM + channel)
+        value = _mixed(value.to(tl.float32), there, inside, share).to(element)
     tl.store(to[:, None] + (DIM + channel), value, mask=inside)
 
 
@@ -181,12 +198,14 @@ def move(
     cos_sin: tuple[torch.Tensor, torch.Tensor],
     *,
     interleaved: bool = False,
+    share: float | None = None,
 ) -> None:
     """Writes ``rows`` into the pages of all layers. ``cos_sin`` are float32 ``[layers, spans,
     pairs]``, or ``[1, spans, pairs]`` if layers rotate alike: how far the keys of each span rotate.
     Pairs are channels ``(i, i + pairs)``, or neighbours if ``interleaved``; channels beyond ``2 *
     pairs`` are not rotated. Computed in float32, rounded once; keys that rotate by no angle keep
-    their bits."""
+    their bits. With a ``share``, the rows are mixed with those that are there, which have the
+    rest."""
     cos, sin = (part.contiguous() for part in cos_sin)
     kinds, spans, pairs = cos.shape
     if kinds not in (1, len(layers)) or spans != len(rows.spans) or 2 * pairs > layers.dim:
@@ -199,7 +218,7 @@ def move(
     _move_kernel[grid](
         *(layers.first, rows.sources, rows.span_of, rows.source_rows, rows.slots),
         *(len(rows.slots), cos, sin, spans if kinds > 1 else 0),
-        *(layers.addresses, *layers.strides),
+        *(layers.addresses, *layers.strides, share),
         KV_HEADS=layers.kv_heads,
         DIM=layers.dim,
         WIDE=triton.next_power_of_2(layers.dim),

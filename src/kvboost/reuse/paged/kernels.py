@@ -70,9 +70,14 @@ class GpuKernels:
         self.place_rows(hits, [chunk.data.tensors[PLAIN] for chunk in chunks], table)
 
     def place_rows(
-        self, hits: Sequence[Hit], stored: Sequence[torch.Tensor], table: torch.Tensor
+        self,
+        hits: Sequence[Hit],
+        stored: Sequence[torch.Tensor],
+        table: torch.Tensor,
+        share: float | None = None,
     ) -> None:
-        """As :meth:`place`; ``stored`` are the rows of the whole chunks, in full precision."""
+        """As :meth:`place`; ``stored`` are the rows of the whole chunks, in full precision. With a
+        ``share``, they are mixed with what is in place."""
         device = table.device
         spans = [
             move.StoredSpan(
@@ -87,7 +92,7 @@ class GpuKernels:
         rows = move.MovedRows.of(spans, table, self._layers)
         interleaved = self._rotation is not None and self._rotation.interleaved
         turns = send(cos, device), send(sin, device)
-        move.move(rows, self._layers, turns, interleaved=interleaved)
+        move.move(rows, self._layers, turns, interleaved=interleaved, share=share)
 
     def _rotations_by(self, distances: torch.Tensor) -> CosSin:
         """Cosine and sine ``[1 or layers, distances, pairs]``, on the host."""

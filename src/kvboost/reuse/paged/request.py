@@ -31,15 +31,19 @@ class PagedRequest:
         self._hits: list[Hit] = []
         self._stored: list[torch.Tensor] = []
         self._rows_from_elsewhere = 0
+        self._share: float | None = None
 
     @property
     def _table(self) -> torch.Tensor:
         return self._kv.slab.table[self._kv.holding.row]
 
-    def place(self, hit: Hit, data: KVData) -> None:
+    def place(self, hit: Hit, data: KVData, share: float | None = None) -> None:
         if data.bits != 16:
-            place(hit, data, self._kv, self._quantizer)
+            place(hit, data, self._kv, self._quantizer, share)
             return
+        if share != self._share:
+            self.finish()
+            self._share = share
         stored = data.tensors[PLAIN]
         self._hits.append(hit)
         self._stored.append(stored)
@@ -50,7 +54,7 @@ class PagedRequest:
 
     def finish(self) -> None:
         if self._hits:
-            self._kernels.place_rows(self._hits, self._stored, self._table)
+            self._kernels.place_rows(self._hits, self._stored, self._table, self._share)
         self._hits, self._stored, self._rows_from_elsewhere = [], [], 0
 
     def clear(self, rows: range) -> None:

@@ -54,7 +54,8 @@ class ShardedPacker(Packer):
         super().__init__(quantizer)
         self._ranks = ranks
 
-    def place(self, hit: Hit, data: KVData, kv: KVRows) -> None:
+    def place(self, hit: Hit, data: KVData, kv: KVRows, share: float | None = None) -> None:
+        assert share is None, "ranks do not mix rows"
         assert isinstance(kv, ShardedKV) and isinstance(data, ShardedData)
         super().place(hit, data, kv)  # first: it clears the rows of the other ranks
         base = hit.chunk.base_position
