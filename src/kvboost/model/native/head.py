@@ -18,7 +18,7 @@ log = logging.getLogger("kvboost")
 
 LANES = 16
 """The depth of a weight is a multiple of this."""
-MOST_ROWS = 24
+MOST_ROWS = 16
 """torch is as fast for more rows than this."""
 COMPARED = 40
 """Columns that show whether our product is the model's."""

@@ -15,7 +15,7 @@ from kvboost.model.kv import RequestKV
 from kvboost.model.load import LoadedModel, load
 from kvboost.model.segment import Segment
 from kvboost.runtime.request import Request
-from kvboost.runtime.speculation.drafters import Drafter, Offer, TextDrafter
+from kvboost.runtime.speculation.drafters import Drafter, Kind, Offer, TextDrafter
 from kvboost.runtime.speculation.suffixes import IndexedText
 
 READ_TOKENS = 512
@@ -98,7 +98,7 @@ class ModelDrafter:
             most = min(most, limit - len(self._ids))
         if most < 1 or (self._kv is None and most < LEAST_LEFT):
             return None
-        return Offer("model", EXPECTED, most, self._model.seconds)
+        return Offer([Kind("model", EXPECTED)] * most, self._model.seconds)
 
     def draft(self, count: int) -> list[int]:
         if self._kv is None:

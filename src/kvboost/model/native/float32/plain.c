@@ -42,7 +42,10 @@ INLINE void multiply_tile(
     for (int i = 0; i < k; i += LANES) {
         vec some[TILE_COLUMNS];
         UNROLL
-        for (int c = 0; c < columns; c++) some[c] = load(weights + (int64_t)c * k + i);
+        for (int c = 0; c < columns; c++) {
+            some[c] = load(weights + (int64_t)c * k + i);
+            __builtin_prefetch(weights + (int64_t)(c + TILE_COLUMNS) * k + i, 0, 2);
+        }
         UNROLL
         for (int row = 0; row < count; row++) {
             const vec numbers = load(rows + (int64_t)row * k + i);
@@ -73,6 +76,7 @@ INLINE void multiply_columns(
 ) {
     for (int row = 0; row < count;) {
         CASE(6)
+        CASE(5)
         CASE(4)
         CASE(3)
         CASE(2)

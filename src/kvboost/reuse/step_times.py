@@ -1,0 +1,62 @@
+"""How long decode steps take, by their number of rows. It handles no tensors."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+MOST_ROWS = 128
+"""The most rows of a decode step, all requests and their drafts together, that is measured."""
+KEPT = 9
+"""How many times of each size are kept."""
+
+
+class StepTimes:
+    """Not thread-safe. Other programs make steps longer, never shorter, so a size counts with one
+    of its shorter times; and a step with more rows takes no less time than one with fewer."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, deque[float]] = {}
+        self._known: tuple[list[int], list[float]] | None = None
+
+    def observe(self, rows: int, seconds: float) -> None:
+        if 1 <= rows <= MOST_ROWS and seconds > 0:
+            self._times.setdefault(rows, deque(maxlen=KEPT)).append(seconds)
+            self._known = None
+
+    def time(self, rows: int, forward: Callable[[int], float]) -> float:
+        """The time of a step of ``rows`` rows, between those of the two nearest sizes that ran.
+        Beyond these, it changes as ``forward`` does, the time of forwards of any size."""
+        if self._known is None:
+            sizes = sorted(self._times)
+            typical = [_shorter(self._times[size]) for size in sizes]
+            self._known = sizes, rising(typical, [len(self._times[size]) for size in sizes])
+        sizes, times = self._known
+        if not sizes:
+            return forward(rows)
+        if sizes[0] <= rows <= sizes[-1]:
+            return float(np.interp(rows, sizes, times))
+        nearest = min(bisect_left(sizes, rows), len(sizes) - 1)
+        return times[nearest] * forward(rows) / forward(sizes[nearest])
+
+
+def _shorter(times: Iterable[float]) -> float:
+    """The first quartile."""
+    ordered = sorted(times)
+    return ordered[len(ordered) // 4]
+
+
+def rising(values: Iterable[float], weights: Iterable[int]) -> list[float]:
+    """The nearest numbers that never fall: where ``values`` do, they become their mean."""
+    pools: list[tuple[float, int, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        count = 1
+        while pools and pools[-1][0] > value:
+            before, others, more = pools.pop()
+            value = (before * others + value * weight) / (others + weight)
+            weight, count = weight + others, count + more
+        pools.append((value, weight, count))
+    return [value for value, _, count in pools for _ in range(count)]
