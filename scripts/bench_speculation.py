@@ -59,9 +59,7 @@ QUOTES: list[tuple[Any, str]] = [
 ]
 PASSAGES = 3
 """Passages of a prompt that asks for a quote; the first has the answer."""
-QUOTING = (
-    "You answer questions only with sentences from the given passages, copied word for word."
-)
+QUOTING = "You answer questions only with sentences from the given passages, copied word for word."
 CHATS = [
     "Why do leaves turn red in autumn?",
     "Tell me a short story about a lighthouse keeper.",

@@ -1,8 +1,8 @@
 """The output head on our kernels, with the weights as the model has them.
 
-The head is the largest product of a decode step, and often it is the embedding too, so no rearranged
-copy is made of it. torch takes about as long for one row as our kernel does, and up to twice as long
-for the few rows of a batch or a draft.
+The head is the largest product of a decode step, and often it is the embedding too, so no
+rearranged copy is made of it. torch takes about as long for one row as our kernel does, and up to
+twice as long for the few rows of a batch or a draft.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def install_head(model: nn.Module) -> Head | None:
         log.warning("our output head is off by %.5f; the model's own is left alone", far)
         return None
     head = Head(linear)
-    linear.forward = head  # type: ignore[method-assign]
+    vars(linear)["forward"] = head
     return head
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-LENGTHS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
-"""The lengths of drafts. Few of them, so that forwards have few sizes whose time must be known. With
-the token before them, these are the numbers of rows that kernels multiply at once."""
+LENGTHS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 64)
+"""The lengths of drafts, besides the whole of what is offered. Few of them, so that forwards have
+few sizes whose time must be known. With the token before them, most are numbers of rows that
+kernels multiply at once."""
 LONGEST = LENGTHS[-1]
 WORTHWHILE = 1.03
 """A draft must promise this many times the tokens per second of a step without one."""
