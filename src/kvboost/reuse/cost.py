@@ -93,12 +93,11 @@ class CostModel:
     def step(self, rows: int, keys: int) -> float:
         """The expected time of a decode step of ``rows`` rows. Comparable with other steps only:
         the unit is a row until a step has been measured."""
+
+        def forward(rows: int) -> float:
+            return float(_features(self.computed_rows(rows), keys) @ self._coefficients())
+
         with self._lock:
-            coefficients = self._coefficients()
-
-            def forward(rows: int) -> float:
-                return float(_features(self.computed_rows(rows), keys) @ coefficients)
-
             return self._steps.time(rows, forward)
 
     def place(self, rows: int) -> float:

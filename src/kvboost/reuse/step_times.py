@@ -6,8 +6,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
 MOST_ROWS = 128
 """The most rows of a decode step, all requests and their drafts together, that is measured."""
 KEPT = 9
@@ -37,10 +35,13 @@ class StepTimes:
         sizes, times = self._known
         if not sizes:
             return forward(rows)
-        if sizes[0] <= rows <= sizes[-1]:
-            return float(np.interp(rows, sizes, times))
-        nearest = min(bisect_left(sizes, rows), len(sizes) - 1)
-        return times[nearest] * forward(rows) / forward(sizes[nearest])
+        at = min(bisect_left(sizes, rows), len(sizes) - 1)
+        if sizes[at] == rows:
+            return times[at]
+        if sizes[0] < rows < sizes[-1]:
+            share = (rows - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
+            return times[at - 1] + share * (times[at] - times[at - 1])
+        return times[at] * forward(rows) / forward(sizes[at])
 
 
 def _shorter(times: Iterable[float]) -> float:
