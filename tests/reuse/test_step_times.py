@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvboost.reuse.step_times import KEPT, MOST_ROWS, StepTimes, rising
+from kvboost.reuse.step_times import KEPT, LEAST, MOST_ROWS, RECENT, StepTimes, rising
 
 
 def test_a_busy_machine_changes_little() -> None:
@@ -30,6 +30,26 @@ def test_more_rows_take_no_less_time() -> None:
         times.observe(rows, seconds)
     found = [times.time(rows, float) for rows in range(1, 10)]
     assert found == sorted(found) and found[1] == found[2] == 2.5
+
+
+def test_one_busy_moment_is_not_trusted() -> None:
+    times = StepTimes()
+    for _ in range(LEAST):
+        times.observe(1, 1.0)
+    times.observe(2, 9.0)
+    assert times.time(2, lambda rows: 10.0 + rows) == pytest.approx(12 / 11)
+    for _ in range(LEAST - 1):
+        times.observe(2, 1.5)
+    assert times.time(2, lambda rows: 10.0 + rows) == 1.5
+
+
+def test_what_is_not_seen_any_more_is_forgotten() -> None:
+    times = StepTimes()
+    for _ in range(LEAST):
+        times.observe(2, 9.0)
+    for _ in range(RECENT):
+        times.observe(1, 1.0)
+    assert times.time(2, lambda rows: 10.0 + rows) == pytest.approx(12 / 11)
 
 
 def test_other_sizes_change_as_forwards_do() -> None:

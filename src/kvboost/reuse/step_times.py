@@ -10,6 +10,11 @@ MOST_ROWS = 128
 """The most rows of a decode step, all requests and their drafts together, that is measured."""
 KEPT = 9
 """How many times of each size are kept."""
+LEAST = 3
+"""A size that was seen less often is not trusted: it may have met a busy moment."""
+RECENT = 256
+"""Times of so many steps count. What is not seen any more is forgotten, so that it is tried again
+after the machine was busy."""
 
 
 class StepTimes:
@@ -17,21 +22,21 @@ class StepTimes:
     of its shorter times; and a step with more rows takes no less time than one with fewer."""
 
     def __init__(self) -> None:
-        self._times: dict[int, deque[float]] = {}
+        self._times: dict[int, deque[tuple[int, float]]] = {}
+        self._num_seen = 0
         self._known: tuple[list[int], list[float]] | None = None
 
     def observe(self, rows: int, seconds: float) -> None:
         if 1 <= rows <= MOST_ROWS and seconds > 0:
-            self._times.setdefault(rows, deque(maxlen=KEPT)).append(seconds)
+            self._num_seen += 1
+            self._times.setdefault(rows, deque(maxlen=KEPT)).append((self._num_seen, seconds))
             self._known = None
 
     def time(self, rows: int, forward: Callable[[int], float]) -> float:
-        """The time of a step of ``rows`` rows, between those of the two nearest sizes that ran.
-        Beyond these, it changes as ``forward`` does, the time of forwards of any size."""
+        """The time of a step of ``rows`` rows, between those of the two nearest sizes that are
+        trusted. Beyond these, it changes as ``forward`` does, the time of forwards of any size."""
         if self._known is None:
-            sizes = sorted(self._times)
-            typical = [_shorter(self._times[size]) for size in sizes]
-            self._known = sizes, rising(typical, [len(self._times[size]) for size in sizes])
+            self._known = self._learn()
         sizes, times = self._known
         if not sizes:
             return forward(rows)
@@ -42,6 +47,17 @@ class StepTimes:
             share = (rows - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
             return times[at - 1] + share * (times[at] - times[at - 1])
         return times[at] * forward(rows) / forward(sizes[at])
+
+    def _learn(self) -> tuple[list[int], list[float]]:
+        """The sizes that are trusted, or all if none is, and the time of each."""
+        recent = {
+            size: [seconds for when, seconds in times if self._num_seen - when < RECENT]
+            for size, times in sorted(self._times.items())
+        }
+        trusted = {size: times for size, times in recent.items() if len(times) >= LEAST}
+        chosen = trusted or {size: times for size, times in recent.items() if times}
+        typical = [_shorter(times) for times in chosen.values()]
+        return list(chosen), rising(typical, [len(times) for times in chosen.values()])
 
 
 def _shorter(times: Iterable[float]) -> float:
