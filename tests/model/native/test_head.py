@@ -45,12 +45,13 @@ def test_it_runs_few_rows_of_our_forwards_only(monkeypatch) -> None:
     monkeypatch.setattr(
         head, "multiply_plain", lambda rows, weight: calls.append(1) or rows @ weight.t()
     )
-    kv = RequestKV(forward.shape, 64)
+    kv = RequestKV(forward.shape, MOST_ROWS + 1)
     few = [Segment(kv, torch.arange(1, 6), range(5), 5)]
     forward(few)
     assert calls == [1]
     forward([Segment(kv, torch.arange(1, 6), range(5), 5, as_stock=True)])
-    forward([Segment(kv, torch.arange(1, 41), range(40), 40)])
+    many = MOST_ROWS + 1
+    forward([Segment(kv, torch.arange(1, many + 1), range(many), many)])
     assert calls == [1]
 
 

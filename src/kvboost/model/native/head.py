@@ -18,8 +18,8 @@ log = logging.getLogger("kvboost")
 
 LANES = 16
 """The depth of a weight is a multiple of this."""
-MOST_ROWS = 16
-"""torch is as fast for more rows than this."""
+MOST_ROWS = 64
+"""torch is about as fast for more rows than this."""
 COMPARED = 40
 """Columns that show whether our product is the model's."""
 ROUNDING = 1e-4
