@@ -1,10 +1,10 @@
 """Tokens per second with drafts, relative to without them.
 
-Three tasks: code edits (a function of the standard library with one name changed), quotes (find a
-sentence in a passage) and free chat, which drafts nothing useful. Each round answers the same
-prompts with ``speculate="off"`` and with ``speculate="auto"``, one after the other, in an order
-that changes from round to round, for one user and for several at once. Prompts are cached
-beforehand, answers are not kept, so no answer is drafted from an earlier one.
+Three tasks: code edits (a function of the standard library with one name changed), quotes
+(questions about passages that are to be quoted) and free chat, which drafts nothing useful. Each
+round answers the same prompts with ``speculate="off"`` and with ``speculate="auto"``, one after the
+other, in an order that changes from round to round, for one user and for several at once. Prompts
+are cached beforehand, answers are not kept, so no answer is drafted from an earlier one.
 
 The answers must have the same tokens. Prints the medians of the rounds' ratios, by the clock and by
 the processor's time, which other programs disturb less. The last line is JSON.
@@ -48,15 +48,18 @@ EDITS: list[tuple[Callable[..., Any], str, str]] = [
     (random.Random.shuffle, "x", "items"),
 ]
 QUOTES: list[tuple[Any, str]] = [
-    (heapq.merge, "whether the input may be smaller than memory"),
-    (textwrap.dedent, "what happens to tabs and spaces"),
-    (statistics.median, "what is returned if the number of data points is even"),
-    (random.Random.sample, "how to choose from a range of integers"),
-    (textwrap.shorten, "what happens to whitespace"),
-    (statistics.quantiles, "what the methods exclusive and inclusive are for"),
-    (bisect.insort_right, "where an equal element is inserted"),
-    (shlex.shlex, "what this class is for"),
+    (heapq.merge, "Does merge read all of its inputs into memory?"),
+    (textwrap.dedent, "How does dedent treat tabs and spaces?"),
+    (statistics.median, "What does median return if the number of data points is even?"),
+    (random.Random.sample, "How do I choose a sample from a range of integers?"),
+    (textwrap.shorten, "What does shorten do to whitespace?"),
+    (statistics.quantiles, "What are the methods inclusive and exclusive for?"),
+    (bisect.insort_right, "Where is x inserted if it is already in the list?"),
+    (shlex.shlex, "What is shlex?"),
 ]
+PASSAGES = 3
+"""Passages of a prompt that asks for a quote; the first has the answer."""
+QUOTING = "You answer questions only with sentences from the given passages, copied word for word."
 CHATS = [
     "Why do leaves turn red in autumn?",
     "Tell me a short story about a lighthouse keeper.",
@@ -79,9 +82,12 @@ def code_edit(number: int) -> Messages:
 
 
 def quote(number: int) -> Messages:
-    source, subject = QUOTES[number % len(QUOTES)]
-    passage = inspect.getdoc(source)
-    return _ask(f"{passage}\n\nQuote, word for word, the sentences above that say {subject}.")
+    some = [QUOTES[(number + more) % len(QUOTES)] for more in range(PASSAGES)]
+    passages = "\n\n".join(
+        f"[{at}] {inspect.getdoc(source)}" for at, (source, _) in enumerate(some, 1)
+    )
+    asked = f"Passages:\n\n{passages}\n\nQuestion: {some[0][1]}"
+    return [{"role": "system", "content": QUOTING}, *_ask(asked)]
 
 
 def chat(number: int) -> Messages:

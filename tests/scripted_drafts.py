@@ -9,7 +9,7 @@ import pytest
 
 from kvboost import KVBoost
 from kvboost.runtime.speculation import speculation
-from kvboost.runtime.speculation.drafters import Offer
+from kvboost.runtime.speculation.drafters import Kind, Offer
 from kvboost.runtime.speculation.lengths import Pace
 from tiny import VOCAB
 
@@ -43,7 +43,7 @@ class Scripted:
 
     def offer(self, most: int) -> Offer | None:
         self._offered = self._script(self._answer, len(self._seen))[:most]
-        return Offer("scripted", 0.5, len(self._offered)) if self._offered else None
+        return Offer([Kind("scripted", 0.5)] * len(self._offered)) if self._offered else None
 
     def draft(self, count: int) -> list[int]:
         return self._offered[:count]
@@ -54,7 +54,7 @@ class Scripted:
 
 def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every draft is as long as it may be, whatever it costs."""
-    monkeypatch.setattr(speculation, "best_pace", lambda chance, most, *_: Pace(most, 2.0))
+    monkeypatch.setattr(speculation, "best_pace", lambda chances, *_: Pace(len(chances), 2.0))
 
 
 def script(

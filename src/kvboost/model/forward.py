@@ -32,6 +32,7 @@ from kvboost.model.native.decoder import (
     replace_forward,
     restore_forward,
 )
+from kvboost.model.native.head import Head, install_head
 from kvboost.model.native.kernels import Kernels
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.sampling import Picked, Sampler, TokenMask
@@ -109,6 +110,7 @@ class Forward:
         self.packed_bytes = fast_layers.num_bytes if fast_layers else 0
         """The memory of packed copies of weights."""
         self._kernels = Kernels.for_shape(self.shape) if packed else None
+        self._head: Head | None = None
         if self._kernels is not None:
             self._install_layers(fast_layers or FastLayers())
 
@@ -117,6 +119,7 @@ class Forward:
         layers = decoder_layers(self.model, packed)
         if not layers:
             return
+        self._head = install_head(self.model)
         kv = RequestKV(self.shape, 2 * PROBED)
         rows = torch.arange(1, PROBED, device=self.shape.device)
         probe = [Segment(kv, rows, range(PROBED, 2 * PROBED - 1), PROBED - 1)]
@@ -383,6 +386,8 @@ class Forward:
 
             return self._run(segments, PackedCache(PagedBatch(segments)))
         kernels = None if self._runs_as_stock(segments) else self._kernels
+        if self._head is not None:
+            self._head.is_on = kernels is not None
         return self._run(segments, PackedCache(Batch(segments, kernels)))
 
     def _runs_as_stock(self, segments: Sequence[Segment]) -> bool:

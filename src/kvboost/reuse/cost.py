@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +19,7 @@ import numpy as np
 from kvboost.config import RepairParams
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.repair import PROBE_ROWS
+from kvboost.reuse.step_times import StepTimes
 
 WORTHWHILE_RATIO = 0.9
 """Moved text is reused if that is expected to take less than this share of computing it."""
@@ -31,10 +30,6 @@ _LEAST_SPREAD = 8
 cannot be told from the cost per row."""
 _MEMORY = 64.0
 """Older forwards fade: about this many count."""
-MOST_STEP_ROWS = 128
-"""The most rows of a decode step, all requests and their drafts together, that is measured."""
-_STEPS_KEPT = 9
-"""How many times of each size are kept."""
 
 
 def unpadded(rows: int) -> int:
@@ -55,7 +50,7 @@ class CostModel:
         self._target = np.zeros(3)
         self._rows = [float("inf"), 0.0]
         self._place = [0.0, 0.0]
-        self._steps: dict[int, deque[float]] = {}
+        self._steps = StepTimes()
         self.computed_rows: Callable[[int], int] = unpadded
         """How many rows are computed for so many: on a GPU, forwards are padded to a few sizes."""
         self.tolerance: float | None = None
@@ -92,27 +87,18 @@ class CostModel:
     def observe_step(self, rows: int, seconds: float) -> None:
         """Learns that a decode step of ``rows`` rows took ``seconds``. Few rows do not cost what
         the line through long forwards says: they wait for the weights, or take another kernel."""
-        if 1 <= rows <= MOST_STEP_ROWS and seconds > 0:
-            with self._lock:
-                self._steps.setdefault(rows, deque(maxlen=_STEPS_KEPT)).append(seconds)
+        with self._lock:
+            self._steps.observe(rows, seconds)
 
     def step(self, rows: int, keys: int) -> float:
-        """The expected time of a decode step of ``rows`` rows: the median of those that ran, or
-        between the two nearest sizes that did. Beyond these, it changes as :meth:`forward` does.
-        Comparable with other steps only: the unit is a row until a step has been measured."""
+        """The expected time of a decode step of ``rows`` rows. Comparable with other steps only:
+        the unit is a row until a step has been measured."""
+
+        def forward(rows: int) -> float:
+            return float(_features(self.computed_rows(rows), keys) @ self._coefficients())
+
         with self._lock:
-            known = {size: statistics.median(times) for size, times in self._steps.items()}
-        if rows in known:
-            return known[rows]
-        below = max((size for size in known if size < rows), default=None)
-        above = min((size for size in known if size > rows), default=None)
-        if below is not None and above is not None:
-            share = (rows - below) / (above - below)
-            return known[below] + share * (known[above] - known[below])
-        nearest = below if below is not None else above
-        if nearest is None:
-            return self.forward(rows, keys)
-        return known[nearest] * self.forward(rows, keys) / self.forward(nearest, keys)
+            return self._steps.time(rows, forward)
 
     def place(self, rows: int) -> float:
         with self._lock:

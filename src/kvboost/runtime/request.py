@@ -85,8 +85,10 @@ class RequestState:
     """Whether other requests shared its forwards. Its times then say nothing about costs."""
     slice_rows: int | None = None
     """How many rows of its prompt go through the model at a time; None: what suits the device."""
-    other_answers: int = 0
-    """How many other requests of the loop are answering."""
+    expected_tokens: float = 1.0
+    """How many tokens it may expect of its next step, with a draft."""
+    other_tokens: float = 0.0
+    """How many the other requests of the loop may expect of a step, those that are answering."""
     other_rows: int = 0
     """How many rows the other requests of the loop need in a step."""
     drafted_tokens: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvboost import ConfigError, KVBoost
+from kvboost.runtime.speculation import draft_model
 from scripted_drafts import always_draft
 from test_reuse import words
 from tiny import byte_tokenizer, make_engine, tiny_model
@@ -74,3 +75,26 @@ def test_it_must_have_the_same_tokens(folder) -> None:
 def test_it_is_not_loaded_where_nothing_is_drafted() -> None:
     with make_engine(tiny_model("llama"), draft_model="/nowhere") as engine:
         assert engine.generate(PROMPT, 4).drafted_tokens == 0
+
+
+def test_an_installed_model_drafts_from_its_codes(folder, monkeypatch) -> None:
+    forms: list[str] = []
+    load = draft_model.load
+
+    def recorded(name: str, *, weight_form: str, **given: object) -> object:
+        forms.append(weight_form)
+        return load(name, weight_form="auto", **given)
+
+    monkeypatch.setattr(draft_model, "load", recorded)
+    monkeypatch.setattr(draft_model, "is_fast", lambda *_: True)
+    path = folder()
+    for names in ([], [path]):
+        monkeypatch.setattr(draft_model, "_has_codes", names.__contains__)
+        with make_engine(tiny_model("llama"), speculate=3, draft_model=path) as engine:
+            engine.generate(PROMPT, 2)
+    assert forms == ["auto", "packed"]
+
+
+def test_bundled_models_have_codes() -> None:
+    assert draft_model._has_codes("smollm2-135m")
+    assert not draft_model._has_codes("some/folder")

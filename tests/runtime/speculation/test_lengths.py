@@ -6,35 +6,49 @@ import pytest
 
 from kvboost.reuse.cost import CostModel
 from kvboost.runtime.speculation.chances import Chances
-from kvboost.runtime.speculation.lengths import best_pace
+from kvboost.runtime.speculation.lengths import NO_DRAFT, SURE, best_pace
 
 
 def test_rows_that_cost_nothing_make_long_drafts() -> None:
-    assert best_pace(0.9, 16, lambda length: 1.0).length == 16
-    assert best_pace(0.9, 5, lambda length: 1.0).length == 4  # five is not a length of drafts
+    assert best_pace([0.9] * 16, lambda length: 1.0).length == 16
+    assert best_pace([0.9] * 5, lambda length: 1.0).length == 5
 
 
 def test_rows_that_cost_what_a_step_costs_make_none() -> None:
-    assert best_pace(0.9, 16, lambda length: 1.0 + length).length == 0
+    assert best_pace([0.9] * 16, lambda length: 1.0 + length) == NO_DRAFT
 
 
 def test_unlikely_drafts_are_short_and_hopeless_ones_are_none() -> None:
     def step(length: int) -> float:
         return 1.0 + 0.1 * length
 
-    lengths = [best_pace(chance, 32, step).length for chance in (0.05, 0.4, 0.7, 0.9, 0.97)]
-    assert lengths[0] == 0 and lengths == sorted(lengths) and lengths[-1] >= 12
+    paces = [best_pace([chance] * 32, step) for chance in (0.05, 0.4, 0.7, 0.9, 0.97)]
+    lengths = [pace.length for pace in paces]
+    assert lengths[0] == 0 and lengths == sorted(lengths) and lengths[-1] >= 11
+    assert paces[0].tokens == 1.0 and 9 < paces[-1].tokens < 1 + lengths[-1]
+
+
+def test_a_doubtful_beginning_may_be_worth_a_long_draft() -> None:
+    def step(length: int) -> float:
+        return 1.0 + 0.05 * length
+
+    assert best_pace([0.5] + [0.99] * 15, step).length == 16
+    assert best_pace([0.5] * 16, step).length < 8
 
 
 def test_time_to_draft_and_other_requests_count() -> None:
     def step(length: int) -> float:
         return 1.0 + 0.05 * length
 
-    alone = best_pace(0.8, 16, step)
-    assert best_pace(0.8, 16, step, drafting=0.2).length < alone.length
-    assert best_pace(0.8, 16, step, other_tokens=30).length == 0  # rows cost what they give
-    assert best_pace(0.79, 16, lambda length: 1.0, other_tokens=1).length == 0  # not sure enough
-    assert best_pace(0.8, 16, lambda length: 1.0, other_tokens=1).length > 0
+    alone = best_pace([0.8] * 16, step)
+    assert best_pace([0.8] * 16, step, drafting=0.2).length < alone.length
+    assert best_pace([0.8] * 16, step, other_tokens=30).length == 0  # rows cost what they give
+
+
+def test_in_a_batch_drafts_end_before_doubtful_tokens() -> None:
+    chances = [0.9, 0.9, SURE - 0.01, 0.99]
+    assert best_pace(chances, lambda length: 1.0, other_tokens=1).length == 2
+    assert best_pace(chances, lambda length: 1.0).length == 4
 
 
 def test_chances_are_learned_and_shared() -> None:

@@ -54,6 +54,9 @@ REASONS = {
     "target_parameters": "it changes parameters that are not linear layers",
 }
 
+HASHING_THREADS = 2
+"""Hashing takes most of the time that loading takes. hashlib lets other threads run meanwhile."""
+
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
 
@@ -93,7 +96,7 @@ def read_adapter(path: str | os.PathLike[str]) -> AdapterFiles:
     tensors = _read_tensors(folder)
     modules = _modules(folder, config, tensors)
     invocation = _invocation(folder, config)
-    hashing = ThreadPoolExecutor(1)  # a third of the time, and weights can be placed meanwhile
+    hashing = ThreadPoolExecutor(1)  # weights can be placed meanwhile
     hashed = hashing.submit(_digest, modules, invocation)
     hashing.shutdown(wait=False)
     return AdapterFiles(folder, modules, invocation, hashed)
@@ -241,10 +244,17 @@ def _invocation(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
 def _digest(modules: Mapping[str, ModuleWeights], invocation: tuple[int, ...]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(invocation).encode())
-    for name, weights in modules.items():
-        sides = [(str(side.dtype), list(side.shape)) for side in (weights.down, weights.up)]
-        digest.update(json.dumps([name, weights.scale, *sides]).encode())
-        for side in (weights.down, weights.up):
-            data: Any = side.contiguous().view(torch.uint8).numpy()
-            digest.update(data)
+    with ThreadPoolExecutor(HASHING_THREADS) as threads:
+        for found in threads.map(_module_digest, modules, modules.values()):
+            digest.update(found)
     return digest.hexdigest()
+
+
+def _module_digest(name: str, weights: ModuleWeights) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    sides = [(str(side.dtype), list(side.shape)) for side in (weights.down, weights.up)]
+    digest.update(json.dumps([name, weights.scale, *sides]).encode())
+    for side in (weights.down, weights.up):
+        data: Any = side.contiguous().view(torch.uint8).numpy()
+        digest.update(data)
+    return digest.digest()

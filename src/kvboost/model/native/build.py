@@ -90,7 +90,12 @@ FORMS = {
         "float32 portable",
         "float32",
         flags=("-DKVBOOST_FLOAT32", "-ffp-contract=fast"),
-        own_signatures={"kvboost_pack_halved": (c_void_p, c_int32, c_int32, c_void_p)},
+        own_signatures={
+            "kvboost_pack_halved": (c_void_p, c_int32, c_int32, c_void_p),
+            "kvboost_plain_linear": (
+                *(c_void_p, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_int32),
+            ),
+        },
     ),
 }
 

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 import torch
 
 from kvboost.errors import ConfigError
+from kvboost.model import weights
 from kvboost.model.kv import RequestKV
 from kvboost.model.load import LoadedModel, load
+from kvboost.model.quantized.products import is_fast
 from kvboost.model.segment import Segment
 from kvboost.runtime.request import Request
-from kvboost.runtime.speculation.drafters import Drafter, Offer, TextDrafter
+from kvboost.runtime.speculation.drafters import Drafter, Kind, Offer, TextDrafter
 from kvboost.runtime.speculation.suffixes import IndexedText
 
 READ_TOKENS = 512
@@ -32,7 +34,8 @@ class DraftModel:
         """Loads the model that drafts for ``serves``, on the same device. Raises ConfigError if
         they have other tokens."""
         dtype = serves.forward.shape.dtype
-        self._model = load(name, device=serves.device, dtype=dtype, weight_form="auto")
+        form = "packed" if _has_codes(name) and is_fast(serves.device, dtype) else "auto"
+        self._model = load(name, device=serves.device, dtype=dtype, weight_form=form)
         self._vocab_size = min(serves.vocab_size, self._model.vocab_size)
         if self._model.tokenizer.vocabulary() != serves.tokenizer.vocabulary():
             raise ConfigError(
@@ -74,6 +77,12 @@ class DraftModel:
         self._model.forward.release()
 
 
+def _has_codes(name: str | os.PathLike[str]) -> bool:
+    """Whether this is a model that was installed by name, whose codes are kept beside its plain
+    weights. A draft need not be right, and codes are faster."""
+    return os.fspath(name) in weights.known_names()
+
+
 class ModelDrafter:
     """Drafts what the draft model would answer. It has KV of its own, in which the rows of tokens
     that were drafted and did not follow are replaced."""
@@ -98,7 +107,7 @@ class ModelDrafter:
             most = min(most, limit - len(self._ids))
         if most < 1 or (self._kv is None and most < LEAST_LEFT):
             return None
-        return Offer("model", EXPECTED, most, self._model.seconds)
+        return Offer([Kind("model", EXPECTED)] * most, self._model.seconds)
 
     def draft(self, count: int) -> list[int]:
         if self._kv is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvboost.runtime.speculation.suffixes import GrowingText, IndexedText
 from kvboost.tokens.hashing import TokenIds
@@ -14,16 +14,20 @@ EXPECTED = {2: 0.4, 3: 0.5, 4: 0.6, 6: 0.7, 9: 0.8, 17: 0.9}
 measured."""
 
 
+class Kind(NamedTuple):
+    """Drafted tokens of one kind are about equally likely right, if all before them were."""
+
+    name: Hashable
+    expected: float
+    """The chance that a token is accepted, until some of this kind have been seen."""
+
+
 @dataclass(frozen=True)
 class Offer:
     """What a drafter could draft."""
 
-    kind: Hashable
-    """Drafts of one kind are about equally likely right."""
-    expected: float
-    """The chance that a token of it is accepted, until drafts of this kind have been seen."""
-    most: int
-    """The most tokens that it has."""
+    kinds: Sequence[Kind]
+    """Those of the tokens that it has, in order."""
     seconds: float = 0.0
     """How long drafting one token takes."""
 
@@ -62,11 +66,16 @@ class TextDrafter:
         self._follows = match.follows if match is not None else []
         if match is None:
             return None
-        least = max(length for length in EXPECTED if length <= match.length)
-        return Offer(("text", least), EXPECTED[least], len(match.follows))
+        return Offer([_kind(match.length + count) for count in range(len(match.follows))])
 
     def draft(self, count: int) -> list[int]:
         return self._follows[:count]
 
     def foresees(self) -> list[int]:
         return self._follows
+
+
+def _kind(length: int) -> Kind:
+    """The kind of a token after so many that matched, drafted and accepted ones among them."""
+    least = max(each for each in EXPECTED if each <= length)
+    return Kind(("text", least), EXPECTED[least])

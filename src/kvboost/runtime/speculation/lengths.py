@@ -2,50 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""The lengths of drafts. Few of them, so that forwards have few sizes whose time must be known."""
+LENGTHS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 64)
+"""The lengths of drafts, besides the whole of what is offered. Few of them, so that forwards have
+few sizes whose time must be known. With the token before them, most are numbers of rows that
+kernels multiply at once."""
 LONGEST = LENGTHS[-1]
 WORTHWHILE = 1.03
 """A draft must promise this many times the tokens per second of a step without one."""
-SURE = 0.8
-"""In a batch, every row takes time from the others, and estimates are rough: tokens that are
-accepted less often than this are not drafted there."""
+SURE = 0.75
+"""In a batch, every row takes time from the others, and estimates are rough: a draft ends there
+before the first token that is accepted less often than this."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a draft to run, and what it promises: tokens of all requests per second, relative to
-    a step without a draft."""
+    """How long a draft to run, and what it promises."""
 
     length: int
     gain: float
+    """Tokens of all requests per second, relative to a step without a draft."""
+    tokens: float = 1.0
+    """How many tokens the request may expect of the step."""
 
 
 NO_DRAFT = Pace(0, 1.0)
 
 
 def best_pace(
-    chance: float,
-    most: int,
+    chances: Sequence[float],
     step: Callable[[int], float],
-    other_tokens: int = 0,
+    other_tokens: float = 0.0,
     drafting: float = 0.0,
 ) -> Pace:
-    """The best length up to ``most`` of a draft whose tokens are accepted with ``chance`` each.
-    ``step(length)`` is the time of a step with a draft of that length, ``drafting`` the time that
-    one drafted token takes, ``other_tokens`` what the step gives other requests."""
-    if other_tokens and chance < SURE:
-        return NO_DRAFT
+    """The best length of a draft whose tokens are accepted with these ``chances``, each if all
+    before it were. ``step(length)`` is the time of a step with a draft of that length, ``drafting``
+    the time that one drafted token takes, ``other_tokens`` what the step gives other requests."""
+    if other_tokens:
+        sure = (count for count, chance in enumerate(chances) if chance < SURE)
+        chances = chances[: next(sure, len(chances))]
     plain = (other_tokens + 1) / step(0)
-    best, expected = NO_DRAFT, 1.0
-    for length in range(1, min(most, LONGEST) + 1):
-        expected += chance**length
-        if length not in LENGTHS:
+    best, expected, reached = NO_DRAFT, 1.0, 1.0
+    for length, chance in enumerate(chances[:LONGEST], 1):
+        reached *= chance
+        expected += reached
+        if length not in LENGTHS and length != len(chances):
             continue
         gain = (other_tokens + expected) / (step(length) + length * drafting) / plain
         if gain > max(best.gain, WORTHWHILE):
-            best = Pace(length, gain)
+            best = Pace(length, gain, expected)
     return best

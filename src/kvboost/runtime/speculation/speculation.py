@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvboost.config import GenerationMode, most_drafted
 from kvboost.reuse.cost import CostModel
 from kvboost.runtime.request import Request, RequestState
 from kvboost.runtime.speculation.chances import Chances
-from kvboost.runtime.speculation.drafters import Drafter, Offer, TextDrafter
+from kvboost.runtime.speculation.drafters import Drafter, Kind, Offer, TextDrafter
 from kvboost.runtime.speculation.lengths import NO_DRAFT, Pace, best_pace
 from kvboost.runtime.speculation.suffixes import IndexedText
 from kvboost.runtime.speculation.texts import TenantTexts
@@ -53,10 +53,12 @@ class Speculation:
 
 @dataclass
 class _Draft:
-    """What is expected to follow, and from which kind of draft."""
+    """What is expected to follow, token by token, and of which kind each token is."""
 
-    kind: Hashable
-    left: list[int]
+    kinds: Sequence[Kind]
+    tokens: Sequence[int]
+    place: int = 0
+    """How many of them the answer has got."""
 
 
 class Speculator:
@@ -97,18 +99,19 @@ class Speculator:
             if offer is None:
                 continue
             if known := drafter.foresees():
-                self._expected.append(_Draft(offer.kind, known[:1]))
+                self._expected.append(_Draft(offer.kinds, known[:1]))
             pace = self._pace(offer, rows)
             if pace.gain > best.gain:
                 best, chosen = pace, (drafter, offer)
+        self._state.expected_tokens = best.tokens
         if chosen is None:
             return []
         drafter, offer = chosen
         tokens = drafter.draft(best.length)
         tokens = tokens[: allowed(tokens)]
         if tokens:
-            others = [draft for draft in self._expected if draft.kind != offer.kind]
-            self._expected = [*others, _Draft(offer.kind, list(tokens))]
+            others = [draft for draft in self._expected if draft.kinds is not offer.kinds]
+            self._expected = [*others, _Draft(offer.kinds, tokens)]
         return tokens
 
     def _pace(self, offer: Offer, rows: int) -> Pace:
@@ -117,15 +120,14 @@ class Speculator:
         def step(length: int) -> float:
             return cost.step(state.other_rows + rows + length, state.rows + rows)
 
-        chance = self._chances.of(offer.kind, offer.expected)
-        return best_pace(chance, offer.most, step, state.other_answers, offer.seconds)
+        chances = [self._chances.of(*kind) for kind in offer.kinds]
+        return best_pace(chances, step, state.other_tokens, offer.seconds)
 
     def _compare(self, token: int) -> None:
         """A token that was expected counts, whether its row was run or not: so what would have been
         drafted is measured also where it does not pay."""
         for draft in self._expected:
-            if draft.left:
-                accepted = draft.left.pop(0) == token
-                self._chances.observe(draft.kind, accepted)
-                if not accepted:
-                    draft.left.clear()
+            if draft.place < len(draft.tokens):
+                accepted = draft.tokens[draft.place] == token
+                self._chances.observe(draft.kinds[draft.place].name, accepted)
+                draft.place = draft.place + 1 if accepted else len(draft.tokens)

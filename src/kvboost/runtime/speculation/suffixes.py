@@ -7,7 +7,7 @@ end in the answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,10 +40,8 @@ class Tail:
 
     def __init__(self, ids: Sequence[int]) -> None:
         self.ids = np.asarray(ids[-LONGEST:], np.int64)
-        self.hashes: dict[int, np.uint64] = {}
-        for size in SIZES:
-            if len(self.ids) >= size:
-                self.hashes[size] = hash_ngrams(self.ids[-size:], size)[0]
+        found = {size: hashes[-1] for size, hashes in _all_hashes(self.ids[-max(SIZES) :])}
+        self.hashes = {size: found[size] for size in SIZES if size in found}
 
 
 class IndexedText:
@@ -61,7 +59,10 @@ class IndexedText:
         to ``most`` tokens that follow; None if nothing occurs that at least one token follows."""
         for size, hashed in tail.hashes.items():
             hashes, starts = self._index(size)
-            first, last = np.searchsorted(hashes, hashed), np.searchsorted(hashes, hashed, "right")
+            first = hashes.searchsorted(hashed)
+            if first == len(hashes) or hashes[first] != hashed:
+                continue
+            last = hashes.searchsorted(hashed, "right")
             ends = starts[max(first, last - MOST_CANDIDATES) : last] + size
             lengths = self._lengths(ends[ends < len(self.ids)], tail.ids)
             if len(lengths) and (longest := int(lengths.max())) >= size:
@@ -133,9 +134,15 @@ class GrowingText:
 
 def hash_ngrams(ids: npt.NDArray[np.int64], size: int) -> Hashes:
     """A hash of each n-gram of ``size`` tokens, a power of two."""
+    empty = np.zeros(0, np.uint64)
+    return next((hashes for width, hashes in _all_hashes(ids) if width == size), empty)
+
+
+def _all_hashes(ids: npt.NDArray[np.int64]) -> Iterator[tuple[int, Hashes]]:
+    """The hashes of all n-grams of 1, 2, 4, … tokens, as far as there are any."""
     hashes = (ids.astype(np.uint64) + np.uint64(1)) * _FIRST
     width = 1
-    while width < size:
+    while len(hashes):
+        yield width, hashes
         hashes = hashes[:-width] * _SECOND ^ (hashes[:-width] >> _SHIFT) ^ hashes[width:] * _FIRST
         width *= 2
-    return hashes[: max(0, len(ids) - size + 1)]

@@ -28,12 +28,6 @@ typedef struct {
     float scores[ROWS * KEYS];
 } __attribute__((aligned(64))) Workspace;
 
-#if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (quad_ints){__VA_ARGS__})
-#endif
-
 // 4 keys of 4 channels, key by key, to 4 channels of 4 keys.
 INLINE void transpose_quad(const float *from, int64_t stride, float *to) {
     const quad a = *(const unaligned_quad *)from, b = *(const unaligned_quad *)(from + stride);

@@ -2,6 +2,8 @@
 
 #include "vectors.h"
 
+#define AHEAD 4096 // bytes of weights that are fetched before they are needed
+
 const char *kvboost_instructions(void) { return INSTRUCTIONS; }
 
 int kvboost_is_permitted(void) { return 1; }
@@ -36,7 +38,9 @@ INLINE void multiply_rows(
     }
     for (int i = 0; i < k; i++) {
         vec columns[VECTORS];
-        load_columns(columns, (const uint32_t *)matrix + i * matrix_stride, halved);
+        const uint32_t *from = (const uint32_t *)matrix + i * matrix_stride;
+        load_columns(columns, from, halved);
+        if (halved) __builtin_prefetch((const char *)from + AHEAD, 0, 2);
         UNROLL
         for (int row = 0; row < count; row++) {
             UNROLL
@@ -63,7 +67,9 @@ INLINE void multiply_rows(
 #define FOR_ALL_ROWS(halved, adds)                                                              \
     for (int row = 0; row < count;) {                                                           \
         CASE(12, halved, adds)                                                                  \
+        CASE(8, halved, adds)                                                                   \
         CASE(6, halved, adds)                                                                   \
+        CASE(4, halved, adds)                                                                   \
         CASE(3, halved, adds)                                                                   \
         CASE(2, halved, adds)                                                                   \
         CASE(1, halved, adds)                                                                   \

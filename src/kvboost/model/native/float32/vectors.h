@@ -50,6 +50,12 @@ typedef float quad __attribute__((vector_size(16)));
 typedef float unaligned_quad __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int32_t quad_ints __attribute__((vector_size(16)));
 
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (quad_ints){__VA_ARGS__})
+#endif
+
 INLINE vec load(const float *from) { return *(const unaligned_vec *)from; }
 INLINE void store(float *to, vec values) { *(unaligned_vec *)to = values; }
 

@@ -11,6 +11,7 @@
 #define TILES(CASE) CASE(16) CASE(8) CASE(4) CASE(2) CASE(1)
 #define MOST_TILE_ROWS 16
 #define PARTS (BLOCK / 4)
+#define AT_ONCE 8 // rows whose products take turns, because each waits for the one before it
 #define AHEAD 2048 // bytes of a panel that are fetched before they are needed
 
 typedef struct {
@@ -69,13 +70,12 @@ INLINE void read_codes(const uint8_t *from, const int bits, __m512i *codes) {
     }
 }
 
-// The four inputs are read and repeated by the product itself; compilers make two instructions.
-INLINE __m512i dot(__m512i sums, const __m512i *codes, const int8_t *row, const int parts) {
-    UNROLL
-    for (int i = 0; i < parts; i++)
-        __asm__("vpdpbusd %2%{1to16%}, %1, %0"
-                : "+v"(sums)
-                : "v"(codes[i]), "m"(*(const int32_t(*)[1])(row + 4 * i)));
+// sums += the four inputs at `row` times codes. They are read and repeated by the product itself;
+// compilers make two instructions.
+INLINE __m512i dot(__m512i sums, __m512i codes, const int8_t *row) {
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0"
+            : "+v"(sums)
+            : "v"(codes), "m"(*(const int32_t(*)[1])row));
     return sums;
 }
 
@@ -85,6 +85,7 @@ INLINE void multiply_rows(
     const uint8_t *panel, const uint8_t *rows, int blocks, int adds, float *out
 ) {
     const int unit = unit_depth(coding) / BLOCK, bytes = block_bytes(bits);
+    const int some = count < AT_ONCE ? count : AT_ONCE;
     const __m512i shift = _mm512_set1_epi32(SHIFT_BITS);
     __m512 sums[MOST_TILE_ROWS];
     Set sets[2];
@@ -102,23 +103,33 @@ INLINE void multiply_rows(
         for (int i = 0; i < bytes; i += 64) _mm_prefetch((const char *)panel + AHEAD + i, _MM_HINT_T0);
         panel += bytes;
         const float *scales = (const float *)(rows + count * BLOCK);
+        const int32_t *starts = (const int32_t *)(scales + 5 * count);
         UNROLL
-        for (int row = 0; row < count; row++) {
+        for (int turn = 0; turn < count / some * num_sets; turn++) {
+            const int first = turn / num_sets * some, set = turn % num_sets;
+            const int which = (num_sets == 1 ? 0 : 1 + set) * count + first;
+            const int8_t *from = (const int8_t *)rows + first * BLOCK + set * BLOCK / 2;
+            __m512i dots[AT_ONCE];
             UNROLL
-            for (int set = 0; set < num_sets; set++) {
-                const int8_t *from = (const int8_t *)rows + row * BLOCK + set * BLOCK / 2;
-                const int which = (num_sets == 1 ? 0 : 1 + set) * count + row;
-                const int32_t *starts = (const int32_t *)(scales + 5 * count);
-                __m512i dots = has_offsets ? shift : _mm512_set1_epi32(starts[which]);
-                dots = dot(dots, codes + set * PARTS / 2, from, PARTS / num_sets);
+            for (int row = 0; row < some; row++)
+                dots[row] = has_offsets ? shift : _mm512_set1_epi32(starts[which + row]);
+            UNROLL
+            for (int i = 0; i < PARTS / num_sets; i++) {
+                UNROLL
+                for (int row = 0; row < some; row++)
+                    dots[row] = dot(dots[row], codes[set * PARTS / 2 + i], from + row * BLOCK + 4 * i);
+            }
+            UNROLL
+            for (int row = 0; row < some; row++) {
+                const float *mine = scales + first + row;
                 const __m512 scaled =
-                    _mm512_fmadd_ps(_mm512_castsi512_ps(dots), _mm512_set1_ps(scales[row]),
-                                    _mm512_set1_ps(scales[count + row]));
+                    _mm512_fmadd_ps(_mm512_castsi512_ps(dots[row]), _mm512_set1_ps(mine[0]),
+                                    _mm512_set1_ps(mine[count]));
+                __m512 *sum = sums + first + row;
                 if (has_offsets)
-                    sums[row] = _mm512_fmadd_ps(
-                        sets[set].offsets, _mm512_set1_ps(scales[2 * count + which]), sums[row]
-                    );
-                sums[row] = _mm512_fmadd_ps(scaled, sets[set].scales, sums[row]);
+                    *sum = _mm512_fmadd_ps(sets[set].offsets,
+                                           _mm512_set1_ps(scales[2 * count + which + row]), *sum);
+                *sum = _mm512_fmadd_ps(scaled, sets[set].scales, *sum);
             }
         }
         rows += count * ROW_BLOCK_BYTES;
