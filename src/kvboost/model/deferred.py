@@ -4,7 +4,8 @@ While transformers' modules for models are imported, they import functions for m
 over processes, and mark functions for torch's compiler. Both take longer than everything else that
 they need, and most processes use neither. So these modules get stand-ins for the functions that
 are listed here. A stand-in imports the function when it is called. Marks are set when torch's
-compiler is imported. Whatever is not listed is imported at once, as ever.
+compiler is imported. Whatever is not listed is imported at once, as ever. What transformers finds
+out about its own files is kept, see ``import_structure.py``.
 
 ``KVBOOST_DEFER_IMPORTS=0`` turns this off.
 """
@@ -16,14 +17,17 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from kvboost.model.import_structure import import_quickly
+
 VARIABLE = "KVBOOST_DEFER_IMPORTS"
 COMPILER = "torch._dynamo"
+STRUCTURES = "transformers.utils.import_utils"
 IMPORTERS = (
     "torch.nn.attention.bias",
     "transformers.modeling_utils",
@@ -66,10 +70,12 @@ MARKS = ("allow_in_graph", "assume_constant_result", "disable")
 """Decorators of torch's compiler. They change nothing unless it runs."""
 
 Function = Callable[..., Any]
+Around = Callable[[Callable[[], None]], None]
+"""Calls what executes a module."""
 
 
 def install() -> None:
-    """From now on, imports are deferred; unless they have been made or the user does not want it."""
+    """From now on, imports are deferred, unless they were made before or that is turned off."""
     if os.environ.get(VARIABLE) == "0" or COMPILER in sys.modules:
         return
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -87,7 +93,7 @@ def _stand_in(module: str, name: str) -> Function:
 class _StandIn(ModuleType):
     """A module of which only some functions can be had without importing it."""
 
-    def __init__(self, name: str, functions: dict[str, Function]) -> None:
+    def __init__(self, name: str, functions: Mapping[str, Function]) -> None:
         super().__init__(name)
         self.__path__: list[str] = []
         vars(self).update(functions)
@@ -111,11 +117,17 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in IMPORTERS and name != COMPILER:
+        around: Around
+        if name in IMPORTERS:
+            around = self._import_with_stand_ins
+        elif name == COMPILER:
+            around = self._mark_after
+        elif name == STRUCTURES:
+            around = functools.partial(import_quickly, name=STRUCTURES)
+        else:
             return None
-        spec = _found_by_others(self, name, path, target)
+        spec = _found_by_others(name, path, target)
         if spec is not None and spec.loader is not None:
-            around = self._mark_after if name == COMPILER else self._import_with_stand_ins
             spec.loader = _Around(spec.loader, around)
         return spec
 
@@ -176,21 +188,17 @@ def _take_stand_ins() -> None:
 
 
 def _found_by_others(
-    finder: MetaPathFinder,
-    name: str,
-    path: Sequence[str] | None,
-    target: ModuleType | None,
+    name: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
-    for other in sys.meta_path:
-        if other is not finder and (spec := other.find_spec(name, path, target)) is not None:
-            return spec
-    return None
+    others = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    found = (finder.find_spec(name, path, target) for finder in others)
+    return next((spec for spec in found if spec is not None), None)
 
 
 class _Around(Loader):
     """Another loader, with something around it."""
 
-    def __init__(self, loader: Any, around: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, loader: Any, around: Around) -> None:
         self._loader, self._around = loader, around
 
     def __getattr__(self, name: str) -> Any:
