@@ -36,7 +36,7 @@ class Utils(ModuleType):
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("KVBOOST_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: {})
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", dict)
     return tmp_path / "home"
 
 
