@@ -116,10 +116,10 @@ def test_an_import_that_needs_more_than_stand_ins_have_is_made_as_ever(folder: P
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [])
     monkeypatch.delitem(sys.modules, deferred.COMPILER, raising=False)
-    monkeypatch.setenv(deferred.VARIABLE, "0")
+    monkeypatch.setenv("KVBOOST_DEFER_IMPORTS", "0")
     deferred.install()
     assert sys.meta_path == []
-    monkeypatch.delenv(deferred.VARIABLE)
+    monkeypatch.delenv("KVBOOST_DEFER_IMPORTS")
     deferred.install()
     deferred.install()
     assert len(sys.meta_path) == 1

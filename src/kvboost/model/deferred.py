@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +22,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from kvboost.config import deferred_imports_allowed
 from kvboost.model.import_structure import import_quickly
 
-VARIABLE = "KVBOOST_DEFER_IMPORTS"
 COMPILER = "torch._dynamo"
 STRUCTURES = "transformers.utils.import_utils"
 IMPORTERS = (
@@ -76,7 +75,7 @@ Around = Callable[[Callable[[], None]], None]
 
 def install() -> None:
     """From now on, imports are deferred, unless they were made before or that is turned off."""
-    if os.environ.get(VARIABLE) == "0" or COMPILER in sys.modules:
+    if not deferred_imports_allowed() or COMPILER in sys.modules:
         return
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
