@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,20 @@ print("torch" in sys.modules, "transformers" in sys.modules)
 """
 
 
+as_listed = pytest.mark.skipif(
+    tuple(map(int, version("transformers").split(".")[:2])) < (5, 22),
+    reason="older releases import other names, so less is deferred",
+)
+
+
+@as_listed
 def test_an_engine_imports_neither_the_compiler_nor_distributed_tensors() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "True True\n"
 
 
+@as_listed
 def test_there_is_everything_that_stand_ins_are_for() -> None:
     for module, names in deferred.FUNCTIONS.items():
         real = importlib.import_module(module)
