@@ -101,7 +101,7 @@ class _StandIn(ModuleType):
         if name.startswith("__"):  # asked by whoever walks through all modules
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
+            sys.modules.pop(self.__name__, None)
         return getattr(importlib.import_module(self.__name__), name)
 
 
@@ -110,7 +110,7 @@ class _Finder(MetaPathFinder):
 
     def __init__(self) -> None:
         self._depth = 0
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._pending: list[Callable[[ModuleType], object]] = []
 
     def find_spec(
@@ -131,16 +131,18 @@ class _Finder(MetaPathFinder):
         return spec
 
     def _import_with_stand_ins(self, execute: Callable[[], None]) -> None:
+        """Several threads may do this at once, so nothing is locked while a module is executed."""
         with self._lock:
             self._depth += 1
             if self._depth == 1:
                 self._put_stand_ins()
-            try:
-                execute()
-            except ImportError:  # perhaps of something that the stand-ins do not have
-                _take_stand_ins()
-                execute()
-            finally:
+        try:
+            execute()
+        except ImportError:  # perhaps of something that the stand-ins do not have
+            _take_stand_ins()
+            execute()
+        finally:
+            with self._lock:
                 self._depth -= 1
                 if self._depth == 0:
                     _take_stand_ins()
@@ -183,7 +185,7 @@ class _Finder(MetaPathFinder):
 def _take_stand_ins() -> None:
     for module in (COMPILER, *FUNCTIONS):
         if isinstance(sys.modules.get(module), _StandIn):
-            del sys.modules[module]
+            sys.modules.pop(module, None)
 
 
 def _found_by_others(
