@@ -27,7 +27,12 @@ def read_blocks(
     n, per_row = len(codes), blocks.shape[1] // block_bytes
     order = None if order is None else np.ascontiguousarray(order, np.int64)
     library.kvboost_read_blocks(
-        *(kind, block_bytes, codes[0].nbytes // per_row, scales.shape[1] // per_row),
+        *(
+            kind,
+            block_bytes,
+            codes.shape[1] * codes.itemsize // per_row,
+            scales.shape[1] // per_row,
+        ),
         blocks.ctypes.data,
         None if order is None else order.ctypes.data,
         *(n, per_row, codes.ctypes.data, scales.ctypes.data),
