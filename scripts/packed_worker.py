@@ -5,9 +5,11 @@ JSON lines: what to load, then one question at a time. Only Python is needed for
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 PACKED, LLAMA, DIVERGENCE = "packed", "llama.cpp", "divergence"
+PR_SET_PDEATHSIG = 1
 PEER = Path(__file__).resolve().parent / "peers" / "xllamacpp.py"
 
 
@@ -140,7 +143,14 @@ def divergence(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def die_with_parent() -> None:
+    """A process that is stopped does not notice that its pipe was closed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main(name: str) -> None:
+    die_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what engines print is not an answer
     given = json.loads(sys.stdin.readline())

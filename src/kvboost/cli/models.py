@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from kvboost.model.fit.headers import ModelHeader
 
 
+OPTION_WIDTH = len("weights='packed'")
+"""The options that most models need stay in one line, also on a terminal of 80 columns."""
+
+
 class _Models(TyperGroup):
     """``kvboost models X`` is ``kvboost models fit X``, unless X is a command."""
 
@@ -124,9 +128,10 @@ def _describe(header: ModelHeader) -> str:
 def _table(found: list[Fit], machine: Machine) -> Table:
     memory = f"{format_bytes(machine.free)} of {format_bytes(machine.memory)} memory free"
     gpu = f", {machine.gpu}: {format_bytes(machine.gpu_free)} free" if machine.gpu else ""
-    table = Table(title=f"on this machine ({memory}{gpu})")
-    for heading in ("device", "weights", "size", "how", "KV tokens", "tokens/s", "options"):
+    table = Table(title=f"on this machine ({memory}{gpu})", pad_edge=False)
+    for heading in ("device", "weights", "size", "how", "KV tokens", "tokens/s"):
         table.add_column(heading, overflow="fold")
+    table.add_column("options", overflow="fold", min_width=OPTION_WIDTH)
     for one in found:
         streamed = f" ({one.streamed_layers} layers)" if one.streamed_layers else ""
         runs = one.tokens_per_s is not None

@@ -20,6 +20,12 @@ def native_kernels_allowed() -> bool:
     return os.environ.get("KVBOOST_NATIVE", "1") != "0"
 
 
+def deferred_imports_allowed() -> bool:
+    """Whether parts of torch and transformers may be imported when they are first called;
+    ``KVBOOST_DEFER_IMPORTS=0`` forbids it."""
+    return os.environ.get("KVBOOST_DEFER_IMPORTS", "1") != "0"
+
+
 def progress_allowed() -> bool:
     """Whether long work may show its progress; ``KVBOOST_PROGRESS=0`` forbids it."""
     return os.environ.get("KVBOOST_PROGRESS", "1") != "0"

@@ -140,10 +140,24 @@ class _Reader:
             if item in _SCALARS:
                 self._skip(_SCALARS[item] * count)
                 return
+            if item == _STRING:
+                self._skip_strings(count)
+                return
             for _ in range(count):
                 self.skip_value(item, depth + 1)
         else:
             self._refuse(f"a value has the unknown type {kind}")
+
+    def _skip_strings(self, count: int) -> None:
+        """Vocabularies have hundreds of thousands."""
+        data, position, end = self._data, self.position, len(self._data)
+        read = struct.Struct(f"{self._order}Q").unpack_from
+        for _ in range(count):
+            if position + 8 > end:
+                position = end + 1
+                break
+            position += 8 + read(data, position)[0]
+        self._skip(position - self.position)
 
     def tensor(self) -> GgufTensor:
         """The tensor described here; its start is counted from the start of all data."""

@@ -9,6 +9,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvboost.model import native
+from kvboost.model.quantized import blocks as quantized_blocks
 from kvboost.model.quantized.blocks import can_read, readable_formats, weight_from_blocks
 
 SCALES_AT = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
@@ -39,6 +41,25 @@ def test_codes_are_those_of_the_file(name: str, rows: int, blocks: int, seed: in
     assert made.codes.dtype == (torch.uint8 if made.bits == 4 else torch.int8)
     most = 0.0 if name in EXACT else 2**-10 * float(expected.abs().max())
     assert torch.allclose(made.dequantized(), expected, rtol=0, atol=most)
+
+
+@settings(max_examples=5)
+@pytest.mark.parametrize("name", readable_formats())
+@given(rows=st.integers(1, 5), blocks=st.integers(1, 3), seed=st.integers(0, 1000))
+def test_kernels_and_numpy_read_the_same(name: str, rows: int, blocks: int, seed: int) -> None:
+    if native.any_library() is None:
+        pytest.skip("no native kernels")
+    given = random_blocks(name, rows, blocks, seed, size=10.0 ** (seed % 9 - 7))
+    order = np.random.default_rng(seed).permutation(rows) if seed % 2 else None
+    kind = GGMLQuantizationType[name]
+    made = weight_from_blocks(given, kind, order)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantized_blocks, "read_blocks", lambda *_: False)
+        expected = weight_from_blocks(given, kind, order)
+    for part in ("codes", "scales", "offsets"):
+        ours, theirs = getattr(made, part), getattr(expected, part)
+        assert (ours is None) == (theirs is None)
+        assert ours is None or (ours.dtype == theirs.dtype and torch.equal(ours, theirs))
 
 
 @settings(max_examples=5)

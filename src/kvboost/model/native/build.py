@@ -47,6 +47,11 @@ SIGNATURES: dict[str, Sequence[type]] = {
     "kvboost_write": (c_void_p, c_int32, *(c_void_p, c_int64, c_int64) * 2, c_int32),
     "kvboost_pack": (c_void_p, c_int32, c_int32, c_void_p),
     "kvboost_use_large_pages": (c_void_p, c_int64),
+    "kvboost_read_blocks": (
+        *(c_int32,) * 4,
+        *(c_void_p, c_void_p, c_int32, c_int32),
+        *(c_void_p,) * 3,
+    ),
     "kvboost_pack_quantized": (*(c_void_p,) * 4, c_int32, c_int32, c_void_p, c_int32),
     "kvboost_linear": (c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_int32),
     "kvboost_layer": (*(c_void_p,) * 11, c_int32),
@@ -106,6 +111,11 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     if isinstance(loaded, str):
         raise RuntimeError(f"there are no kernels for {dtype} on this machine: {loaded}")
     return loaded
+
+
+def any_library() -> ctypes.CDLL | None:
+    """The kernels for some dtype, for what is the same in all forms; None if there are none."""
+    return next((library(dtype) for dtype in FORMS if is_available(dtype)), None)
 
 
 def is_available(dtype: torch.dtype) -> bool:

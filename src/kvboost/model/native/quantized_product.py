@@ -21,6 +21,8 @@ BLOCK = 32
 """Columns of a weight come in multiples of this."""
 SMALL_GROUP = 16
 """The only group that is not a multiple of 32."""
+WEIGHTS_AT_ONCE = 4
+"""So many weights are rearranged at the same time when a model is loaded, at most."""
 CENTRE = 8
 """The code of 4 bits that is zero if codes are centred."""
 
@@ -164,7 +166,7 @@ class _PackedWeight:
         library.kvboost_pack_quantized(
             *(coding, codes.data_ptr(), scales.data_ptr()),
             *(None if offsets is None else offsets.data_ptr(), n, k, self._address),
-            torch.get_num_threads(),
+            max(1, torch.get_num_threads() // WEIGHTS_AT_ONCE),
         )
 
     def panels(self) -> list[_Panel]:
@@ -195,15 +197,29 @@ def _bits(weight: QuantizedWeight, has_offsets: bool) -> int:
 def _numbers(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scales and offsets, in float16 if that loses nothing. Offsets that kernels know without
     reading them are not kept: those of codes that are centred on zero."""
-    scales = weight.scales.float()
-    offsets = torch.zeros_like(scales) if weight.offsets is None else weight.offsets.float()
-    if torch.equal(offsets, scales * (-CENTRE if weight.bits == 4 else 0)):
+    scales, offsets = weight.scales, weight.offsets
+    factor = -CENTRE if weight.bits == 4 else 0
+    if offsets is None:
+        numbers = [scales, torch.zeros_like(scales)] if factor else [scales]
+    elif _are_equal(offsets[:1], scales[:1], factor) and _are_equal(offsets, scales, factor):
         numbers = [scales]
     else:
         numbers = [scales, offsets]
-    if not all(bool(part.isfinite().all()) for part in numbers):
+    # A sum is finite if all of its numbers are, in a type that cannot overflow.
+    if not all(bool(part.sum(dtype=torch.float64).isfinite()) for part in numbers):
         raise ValueError("scales and offsets of a quantised weight must be finite")
-    if all(torch.equal(part.half().float(), part) for part in numbers):
+    if all(part.dtype == torch.float16 or _fits_half(part) for part in numbers):
         numbers = [part.half() for part in numbers]
+    else:
+        numbers = [part.float() for part in numbers]
     scales, *rest = (part.contiguous() for part in numbers)
     return scales, rest[0] if rest else None
+
+
+def _are_equal(offsets: torch.Tensor, scales: torch.Tensor, factor: int) -> bool:
+    """Whether the offsets are the scales times ``factor``."""
+    return torch.equal(offsets.float(), scales.float() * factor)
+
+
+def _fits_half(numbers: torch.Tensor) -> bool:
+    return torch.equal(numbers.half().float(), numbers.float())

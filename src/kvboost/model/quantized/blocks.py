@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from kvboost.model.native.blocks import read_blocks
 from kvboost.model.quantized.weight import QuantizedWeight
 
 Bytes = npt.NDArray[np.uint8]
@@ -50,24 +51,15 @@ def weight_from_blocks(
 ) -> QuantizedWeight:
     """The weight whose rows are these blocks, ``[n, bytes of a row]``. ``order`` says which row of
     the blocks each row of the weight is."""
-    bits, group, read = _FORMATS[kind]
+    bits, group, has_offsets, _ = _FORMATS[kind]
     n, row_bytes = blocks.shape
     per_block, block_bytes = GGML_QUANT_SIZES[kind]
     k = row_bytes // block_bytes * per_block
     codes = np.empty((n, k * bits // 8), np.uint8 if bits == 4 else np.int8)
     scales = np.empty((n, k // group), np.float32)
-    offsets: Floats | None = None
-    step = max(1, SLICE_BYTES // row_bytes)
-    for start in range(0, n, step):
-        some = slice(start, min(start + step, n))
-        chosen = blocks[some] if order is None else blocks[order[some]]
-        rows = len(chosen)
-        made, scale, offset = read(chosen.reshape(rows, -1, block_bytes))
-        codes[some], scales[some] = made.reshape(rows, -1), scale.reshape(rows, -1)
-        if offset is not None:
-            if offsets is None:
-                offsets = np.empty_like(scales)
-            offsets[some] = offset.reshape(rows, -1)
+    offsets = np.empty_like(scales) if has_offsets else None
+    if not read_blocks(int(kind), blocks, block_bytes, order, codes, scales, offsets):
+        _read_with_numpy(blocks, kind, order, codes, scales, offsets)
     dtype = scale_dtype(scales, offsets)
     return QuantizedWeight(
         codes=torch.from_numpy(codes),
@@ -76,6 +68,27 @@ def weight_from_blocks(
         bits=bits,
         group=group,
     )
+
+
+def _read_with_numpy(
+    blocks: Bytes,
+    kind: GGMLQuantizationType,
+    order: npt.NDArray[np.int64] | None,
+    codes: npt.NDArray[Any],
+    scales: Floats,
+    offsets: Floats | None,
+) -> None:
+    """What the kernel does, where there is no compiler."""
+    read = _FORMATS[kind][-1]
+    step = max(1, SLICE_BYTES // blocks.shape[1])
+    for start in range(0, len(codes), step):
+        some = slice(start, min(start + step, len(codes)))
+        chosen = blocks[some] if order is None else blocks[order[some]]
+        rows = len(chosen)
+        made, scale, offset = read(chosen.reshape(rows, -1, GGML_QUANT_SIZES[kind][1]))
+        codes[some], scales[some] = made.reshape(rows, -1), scale.reshape(rows, -1)
+        if offsets is not None and offset is not None:
+            offsets[some] = offset.reshape(rows, -1)
 
 
 def scale_dtype(scales: npt.NDArray[Any], offsets: npt.NDArray[Any] | None) -> torch.dtype:
@@ -178,14 +191,15 @@ def _eights(blocks: Bytes) -> npt.NDArray[np.uint64]:
     return np.ascontiguousarray(blocks).view(np.uint64)
 
 
-_FORMATS: dict[GGMLQuantizationType, tuple[int, int, Callable[[Bytes], Parts]]] = {
-    GGMLQuantizationType.Q4_0: (4, 32, _q4_0),
-    GGMLQuantizationType.Q4_1: (4, 32, _q4_1),
-    GGMLQuantizationType.Q4_K: (4, 32, _q4_k),
-    GGMLQuantizationType.Q5_0: (8, 32, _q5_0),
-    GGMLQuantizationType.Q5_1: (8, 32, _q5_1),
-    GGMLQuantizationType.Q5_K: (8, 32, _q5_k),
-    GGMLQuantizationType.Q6_K: (8, 16, _q6_k),
-    GGMLQuantizationType.Q8_0: (8, 32, _q8_0),
+_FORMATS: dict[GGMLQuantizationType, tuple[int, int, bool, Callable[[Bytes], Parts]]] = {
+    GGMLQuantizationType.Q4_0: (4, 32, True, _q4_0),
+    GGMLQuantizationType.Q4_1: (4, 32, True, _q4_1),
+    GGMLQuantizationType.Q4_K: (4, 32, True, _q4_k),
+    GGMLQuantizationType.Q5_0: (8, 32, False, _q5_0),
+    GGMLQuantizationType.Q5_1: (8, 32, True, _q5_1),
+    GGMLQuantizationType.Q5_K: (8, 32, True, _q5_k),
+    GGMLQuantizationType.Q6_K: (8, 16, False, _q6_k),
+    GGMLQuantizationType.Q8_0: (8, 32, False, _q8_0),
 }
-"""Bits and columns of a group as we keep them, and what reads blocks ``[rows, blocks, bytes]``."""
+"""Bits and columns of a group as we keep them, whether groups have offsets, and what reads blocks
+``[rows, blocks, bytes]``."""

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from kvboost.errors import ModelError
 from kvboost.model.machine import release_freed_memory
+from kvboost.model.native.quantized_product import WEIGHTS_AT_ONCE
 from kvboost.model.quantized.checkpoint import QuantizedCheckpoint
 from kvboost.model.quantized.cuda import TensorCoreProduct
 from kvboost.model.quantized.layers import QuantizedEmbedding, QuantizedLinear
@@ -38,7 +40,7 @@ def build(
     ``parked`` on the host in the form that it has there."""
     from accelerate import init_empty_weights  # not in every environment that has vLLM
 
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), no_init_weights():
         model = make_model()
     place = torch.device("cpu") if parked else device
     _fill_quantized(model, checkpoint, device, dtype, place)
@@ -81,7 +83,7 @@ def _fill_quantized(
 
     quantized = {module for module, name in sources.items() if checkpoint.is_quantized(name)}
     parts = sorted(_parts(model, quantized), key=_size, reverse=True)
-    with ThreadPoolExecutor(max(1, min(4, torch.get_num_threads()))) as threads:
+    with ThreadPoolExecutor(max(1, min(WEIGHTS_AT_ONCE, torch.get_num_threads()))) as threads:
         for _ in threads.map(fill, parts):
             pass
     source = f"{names[embedding]}.weight"
