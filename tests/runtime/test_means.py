@@ -97,13 +97,16 @@ def served_from_means(engine):
     return engine.score(prompt_of(engine, 2), engine.encode("alpha"), **MOVED)
 
 
-def test_contexts_need_other_documents_and_rotary_positions(engine) -> None:
+def test_contexts_need_other_documents_and_rotary_positions(engine, monkeypatch) -> None:
     with pytest.raises(ConfigError, match="there are 2; give at least 3"):
         engine.warm(DOCUMENTS[:2], contexts=2)
     with pytest.raises(PromptError, match="a list of strings"):
         engine.warm(DOCUMENTS[0], contexts=2)
     with pytest.raises(ConfigError, match="contexts"):
         engine.warm(DOCUMENTS, contexts=-1)
+    with monkeypatch.context() as split, pytest.raises(ConfigError, match="cannot be used: split"):
+        split.setattr(engine._runtime, "no_means", "split")
+        engine.warm(DOCUMENTS, contexts=2)
     with (
         make_engine(tiny_model("gpt2"), strict=False) as other,
         pytest.raises(ConfigError, match="needs rotary positions"),

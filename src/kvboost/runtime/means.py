@@ -80,6 +80,8 @@ class Means:
                 f"contexts={contexts} reads a document after {NEIGHBOURS} others, and there are "
                 f"{len(documents)}; give at least {NEIGHBOURS + 1}, or leave contexts out"
             )
+        if runtime.no_means:
+            raise ConfigError(f"contexts={contexts} cannot be used: {runtime.no_means}")
         if runtime.rotation is None:
             raise ConfigError(
                 f"contexts={contexts} needs rotary positions, which this model does not have; "
