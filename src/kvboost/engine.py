@@ -67,7 +67,6 @@ from kvboost.runtime.facts import facts_of
 from kvboost.runtime.generation import Generation, text_pieces
 from kvboost.runtime.healing import Healer
 from kvboost.runtime.loop import Loop
-from kvboost.runtime.means import Means
 from kvboost.runtime.options import (
     BatchOptions,
     RequestOptions,
@@ -527,7 +526,6 @@ class KVBoost:
         position_offset: int = 0,
         header: str | None = None,
         *,
-        contexts: int = 0,
         cache_salt: str = "",
         adapter: str | None = None,
         progress: bool = True,
@@ -539,35 +537,25 @@ class KVBoost:
         anywhere in a prompt, and exactly if everything before it is the same too. Token ids and
         messages are read as they are. Only requests with the same ``adapter`` can use it.
 
-        With ``contexts=4``, each of several documents is read four times, after two others of them
-        each time, and the mean of its rows is kept. It serves moved only, and is closer to what a
-        prompt with several documents needs than one reading after the header.
-
         Reading several documents shows a progress bar if standard error is a terminal;
         ``progress=False`` hides it.
         """
-        whole(contexts, 0, "contexts")
         if position_offset != 0:
             raise ConfigError(
                 f"position_offset={position_offset!r} is not needed: what is read serves at any "
                 "position; to read it after other text, give that text as header"
             )
         if not _is_documents(text):
-            if contexts:
-                raise PromptError("contexts= goes with several documents: give a list of strings")
             ids, boundaries = self._read_one(cast(Prompt, text), header)
             return self._warm(ids, cache_salt, boundaries, adapter)
-        if contexts:
-            read = self._reader_in_contexts(text, header, contexts, cache_salt, adapter).read
-        else:
-            read = partial(self._warm_document, text, header, cache_salt, adapter)
         with (
             Progress("reading documents", only_on_terminal=True, show=progress) as shown,
             shown.step("read", len(text)) as step,
         ):
             new = 0
-            for number in range(len(text)):
-                new += read(number)
+            for document in text:
+                ids, boundaries = self._read_one(document, header)
+                new += self._warm(ids, cache_salt, boundaries, adapter)
                 step.advance()
             return new
 
@@ -874,35 +862,6 @@ class KVBoost:
         if header is not None:
             raise PromptError("header= goes with text given as a string or several")
         return self._prompts.read(text), ()
-
-    def _warm_document(
-        self,
-        documents: Sequence[str],
-        header: str | None,
-        salt: str,
-        adapter: str | None,
-        number: int,
-    ) -> int:
-        ids, boundaries = self._read_one(documents[number], header)
-        return self._warm(ids, salt, boundaries, adapter)
-
-    def _reader_in_contexts(
-        self,
-        documents: Sequence[str],
-        header: str | None,
-        contexts: int,
-        salt: str,
-        adapter: str | None,
-    ) -> Means:
-        read = [self._prompts.read_document(text, header) for text in documents]
-        ids, start = read[0]
-        return Means(
-            self._runtime,
-            ids[:start],
-            [ids[start:] for ids, start in read],
-            contexts,
-            lambda ids: self._reading(ids, salt, (), adapter),
-        )
 
     def _warm(
         self,

@@ -70,8 +70,6 @@ class Runtime:
     """Why no adapters can be loaded."""
     no_far: str | None = None
     """Why no request can have far rows."""
-    no_means: str | None = None
-    """Why no means of several readings can be kept."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig, costs: Path | None = None) -> None:
         self.model = model

@@ -23,13 +23,10 @@ DONORS = {
     "header": "each passage read after the chat template's header",
     "other": "each passage read after the header and a passage of another question",
     "reordered": "all passages read in one earlier request, in another order",
-    "contexts": "the mean of four readings after two of 15 passages, half of another question",
     "orders": "several earlier requests with moved text, each in another order",
     EXACT: "the same prompt read before: exact hits",
 }
 ALL_CHUNKS = 1_000_000
-MEAN_CONTEXTS = 4
-"""Readings of each passage, for donor kind contexts."""
 MOST_BYTES = 1 << 30
 """Of a GPU's memory, for a request's rows and for the cache each: processes may share it."""
 
@@ -140,9 +137,6 @@ class Asked:
                 stranger = self._others[number % len(self._others)]
                 after = engine.arrange(None, [stranger, text], "", cache_salt="none").prompt
                 engine.warm(after, cache_salt=salt)
-        elif donor == "contexts":
-            several = list(dict.fromkeys([*documents, *self._others]))
-            engine.warm(several, contexts=MEAN_CONTEXTS, cache_salt=salt)
         elif donor == "orders":
             for number in range(self._asking.orders):
                 engine.generate(self._shuffled(self._seed + number), 1, cache_salt=salt)

@@ -70,7 +70,6 @@ class ParallelRuntime(Runtime):
     ends_forwards = False  # the other ranks would wait for the rest of it
     no_adapters = "adapters cannot be loaded with tp_size > 1 yet; use tp_size=1"
     no_far = "the model is split over several devices (tp_size > 1)"
-    no_means = "the model is split over several devices (tp_size > 1)"
 
     def __init__(
         self,
