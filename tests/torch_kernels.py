@@ -11,6 +11,7 @@ import torch
 
 from kvboost.model.triton.attention import _check_query
 from kvboost.model.triton.move import MovedRows
+from kvboost.model.triton.move import move as move_kernel
 from kvboost.model.triton.pages import PagedLayers, check_pages
 from kvboost.model.triton.rows import PagedRows
 from paged_kv import attention_weights, dense
@@ -118,8 +119,12 @@ def move(
     cos_sin: tuple[torch.Tensor, torch.Tensor],
     *,
     interleaved: bool = False,
+    share: float | None = None,
 ) -> None:
     assert not interleaved, "no test needs it"
+    if share is not None:  # mixing is rare: the kernel itself does it
+        move_kernel(rows, layers, cos_sin, share=share)
+        return
     pairs = cos_sin[0].shape[2]
     for number, (span, slots) in enumerate(
         zip(rows.spans, rows.slots.split([span.count for span in rows.spans]), strict=True)

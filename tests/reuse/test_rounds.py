@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.config import MOST_RECOMPUTED, ConfigError, RepairParams
+from kvboost.config import MOST_RECOMPUTED, RepairParams
+from kvboost.errors import ConfigError
 from kvboost.results import Score, kl_divergence
 from kvboost.reuse.rounds import divergence
 from test_reuse import BASELINE, HEADER, PASSAGES, prompt_of, words

@@ -16,6 +16,7 @@ from kvboost.runtime.parallel.chunks import ShardedData
 from kvboost.runtime.parallel.messages import Has, Release
 from kvboost.runtime.parallel.processes import open_ranks
 from kvboost.runtime.parallel.ranks import Ranks
+from kvboost.runtime.runtime import Runtime
 from split_models import save_model, split_engine, whole_engine
 from tiny import DEVICE
 
@@ -52,8 +53,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def one(models: Path) -> Iterator[Make]:
-    """Engines in this process."""
+def one(models: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Engines in this process, which place one copy of moved text as ranks do."""
+    monkeypatch.setattr(Runtime, "mixes_copies", False)
     opened: list[KVBoost] = []
 
     def make(name: str = "llama", **options: Any) -> KVBoost:
