@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,17 +11,17 @@ from rich.console import Console
 
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.load import faults
-from kvboost.faults import cases
-from kvboost.faults.cases import Case, NotHere, expect
+from kvboost.faults import calls, storage
+from kvboost.faults.case import Case, NotHere, expect
 
 FAULTS = [
-    (cases.killed_writers, 5),
-    (cases.read_only_folder, 1),
-    (cases.full_disk, 1),
-    (cases.killed_redis, 2),
-    (cases.forked_child, 2),
-    (cases.interrupted, 4),
-    (cases.joins_and_cancels, 20),
+    (storage.killed_writers, 5),
+    (storage.read_only_folder, 1),
+    (storage.full_disk, 1),
+    (storage.killed_redis, 2),
+    (calls.forked_child, 2),
+    (calls.interrupted, 4),
+    (calls.joins_and_cancels, 20),
 ]
 
 
@@ -70,7 +71,7 @@ def test_the_report_counts_every_case(monkeypatch, capsys) -> None:
                 expect(case.name != "full disk", "it was not noticed")
 
     for tried, _ in FAULTS:
-        monkeypatch.setattr(cases, tried.__name__, fault)
+        monkeypatch.setattr(sys.modules[tried.__module__], tried.__name__, fault)
     benchmark = BENCHMARKS["faults"]
     settings = benchmark.settings(quick=True, minutes=0.0)
     record = benchmark.perform(settings, Console(width=200))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,14 +14,21 @@ import pytest
 
 from kvboost.model import deferred
 
-PROGRAM = """
+COMMAND = """
 import sys
-import kvboost
+from kvboost.cli import app
+app(["models"], standalone_mode=False)
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 import kvboost.engine
 late = "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "triton"
 assert not set(late) & set(sys.modules), set(late) & set(sys.modules)
-print("torch" in sys.modules, "transformers" in sys.modules)
+assert "torch" in sys.modules and "transformers" in sys.modules
+"""
+LIBRARY = """
+import sys
+finders = list(sys.meta_path)
+import kvboost, kvboost.model
+assert finders == sys.meta_path
 """
 
 
@@ -31,10 +39,14 @@ as_listed = pytest.mark.skipif(
 
 
 @as_listed
-def test_an_engine_imports_neither_the_compiler_nor_distributed_tensors() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+@pytest.mark.parametrize("program", [COMMAND, LIBRARY], ids=["command", "library"])
+def test_commands_defer_imports_and_the_library_leaves_them_alone(program: str) -> None:
+    """Deferred are torch's compiler and distributed tensors."""
+    environment = {k: v for k, v in os.environ.items() if k != "KVBOOST_DEFER_IMPORTS"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "True True\n"
 
 
 @as_listed
@@ -122,13 +134,15 @@ def test_an_import_that_needs_more_than_stand_ins_have_is_made_as_ever(folder: P
     sys.modules.pop("late_functions.part")
 
 
-def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_decides_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [])
     monkeypatch.delitem(sys.modules, deferred.COMPILER, raising=False)
     monkeypatch.setenv("KVBOOST_DEFER_IMPORTS", "0")
-    deferred.install()
-    assert sys.meta_path == []
+    deferred.install(own_process=True)
     monkeypatch.delenv("KVBOOST_DEFER_IMPORTS")
     deferred.install()
+    assert sys.meta_path == []
+    monkeypatch.setenv("KVBOOST_DEFER_IMPORTS", "1")
     deferred.install()
+    deferred.install(own_process=True)
     assert len(sys.meta_path) == 1

@@ -25,7 +25,8 @@ from kvboost.cache.lookup.anchors import WINDOW
 from kvboost.cache.lookup.catalogue import Catalogue, holding, preceding
 from kvboost.cache.secret import Secret
 from kvboost.cache.tiers import files
-from kvboost.cache.tiers.disk import LOCK_SECONDS, DiskTier, is_cache_folder
+from kvboost.cache.tiers.disk import LOCK_SECONDS, DiskTier
+from kvboost.cache.tiers.disk_folder import is_cache_folder
 from kvboost.errors import CacheFolderError, ConfigError, ForgetError
 from kvboost.progress import Progress
 from kvboost.tokens.hashing import ChunkKey

@@ -42,6 +42,7 @@ from kvboost.cli.common import (
     summary,
 )
 from kvboost.config import DEFAULT_MODEL, EngineConfig
+from kvboost.model.deferred import install
 
 app = typer.Typer(
     name="kvboost",
@@ -71,6 +72,7 @@ def main(
     ] = False,
 ) -> None:
     """A language model should never read the same text twice."""
+    install(own_process=True)
 
 
 @app.command()

@@ -7,7 +7,10 @@ are listed here. A stand-in imports the function when it is called. Marks are se
 compiler is imported. Whatever is not listed is imported at once, as ever. What transformers finds
 out about its own files is kept, see ``import_structure.py``.
 
-``KVBOOST_DEFER_IMPORTS=0`` turns this off.
+That is for our own commands. In a program that uses KVBoost, ``torch.compile(fullgraph=True)``
+cannot trace a stand-in, stand-ins are not pickled, and a thread that imports torch's compiler at
+the same time receives one. So such a program has to ask for it: ``KVBOOST_DEFER_IMPORTS=1``. With
+``0``, nothing is deferred anywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from kvboost.config import deferred_imports_allowed
+from kvboost.config import defers_imports
 from kvboost.model.import_structure import import_quickly
 
 COMPILER = "torch._dynamo"
@@ -73,9 +76,9 @@ Around = Callable[[Callable[[], None]], None]
 """Calls what executes a module."""
 
 
-def install() -> None:
-    """From now on, imports are deferred, unless they were made before or that is turned off."""
-    if not deferred_imports_allowed() or COMPILER in sys.modules:
+def install(*, own_process: bool = False) -> None:
+    """From now on, imports are deferred if they may be, unless they were made before."""
+    if not defers_imports(own_process=own_process) or COMPILER in sys.modules:
         return
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

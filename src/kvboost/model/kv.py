@@ -188,6 +188,11 @@ class RequestKV:
         overwritten until the context exits. They must be the request's own."""
         yield self.rows(start, end)
 
+    def clear(self, start: int, end: int) -> None:
+        """Makes rows ``[start, end)`` of all layers zero. They must be the request's own."""
+        with self.filling(start, end) as rows:
+            rows.zero_()
+
     @contextmanager
     def changing(
         self, layer: int, start: int, end: int

@@ -30,9 +30,24 @@ def place(
 ) -> None:
     """Copies the rows of a hit from its chunk's ``data`` into ``kv``. With a ``share``, they are
     mixed with the rows that are there, which have the rest."""
-    there = None if share is None else kv.reading(hit.end)(hit.start, hit.end).clone()
-    with kv.filling(hit.start, hit.end) as rows:
-        packer.place(data, hit.chunk.base_position, hit.offset, hit.start, rows)
+    rows = range(hit.start, hit.end)
+    place_rows(data, hit.chunk.base_position, hit.offset, rows, kv, packer, share)
+
+
+def place_rows(
+    data: KVData,
+    base: int,
+    offset: int,
+    where: range,
+    kv: KVRows,
+    packer: Quantizer,
+    share: float | None = None,
+) -> None:
+    """As :func:`place`: the rows of ``data``, a chunk from position ``base`` on, that begin at
+    ``offset``."""
+    there = None if share is None else kv.reading(where.stop)(where.start, where.stop).clone()
+    with kv.filling(where.start, where.stop) as rows:
+        packer.place(data, base, offset, where.start, rows)
         if there is not None and share is not None:
             rows.lerp_(there, 1 - share)
 

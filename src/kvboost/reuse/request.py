@@ -62,8 +62,7 @@ class BufferedRows:
     def finish(self) -> None: ...
 
     def clear(self, rows: range) -> None:
-        with self._kv.filling(rows.start, rows.stop) as unknown:
-            unknown.zero_()  # they are masked, but NaN would still spread
+        self._kv.clear(rows.start, rows.stop)  # they are masked, but NaN would still spread
 
     def probe(self, hook: Hook, positions: torch.Tensor) -> Hook:
         return hook

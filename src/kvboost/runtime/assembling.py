@@ -56,9 +56,7 @@ class Assembling:
                 plan = plan.without_moved()
                 notes = (*notes, "moved text was computed: far rows of fewer bits do not change")
             approximate = [h for h in plan.in_place if h.chunk.lineage is Lineage.APPROXIMATE]
-            copies: tuple[tuple[Hit, ...], ...] = ()
-            if runtime.mixes_copies:
-                copies = further_copies(known.moved, plan.moved, store.fastest_tier)
+            copies = further_copies(known.moved, plan.moved, store.fastest_tier)
             more = [hit for copy in copies for hit in copy]
             self._keeping.used = [[*known.exact, *approximate], *(run.hits for run in plan.moved)]
             self._keeping.used += [[hit] for hit in more]

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from kvboost.config import EngineConfig, GenerationMode
-from kvboost.errors import KVBoostError, KVTooLargeError, ShuttingDownError
+from kvboost.config import EngineConfig
+from kvboost.errors import KVBoostError, ShuttingDownError
 from kvboost.results import GenerationResult
+from kvboost.runtime.capacity import check_size, has_room
 from kvboost.runtime.computing import Given, Steps, next_need
+from kvboost.runtime.errands import Errands
 from kvboost.runtime.healing import Healer
 from kvboost.runtime.job import Job
+from kvboost.runtime.loop_stats import LoopStats
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.scheduler import Scheduler
@@ -35,28 +37,6 @@ MOST_BESIDE_HEALING = 8
 """While more requests answer, none is healed: their steps have no time to spare."""
 LOOK_SECONDS = 0.25
 """How often the loop looks whether requests outside it still hold healing up."""
-
-
-@dataclass(frozen=True)
-class LoopStats:
-    """The loop at one moment, and its totals."""
-
-    waiting: int
-    running: int
-    max_waiting: int
-    max_running: int
-    kv_bytes: int
-    max_kv_bytes: int
-    shared_kv_bytes: int
-    """What the running requests would need in addition if they shared no rows."""
-    steps: int
-    rows: int
-    batch_sizes: dict[int, int]
-    finished: dict[str, int]
-    rejected: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Loop:
@@ -81,7 +61,7 @@ class Loop:
         self._counts: Counter[str] = Counter()
         self._batch_sizes: Counter[int] = Counter()
         self._finished: Counter[str] = Counter()
-        self._errands: deque[tuple[Future[Any], Callable[[], None]]] = deque()
+        self._errands = Errands()
         runtime.unhealed.on_added = self._wake
 
     def submit(
@@ -95,13 +75,7 @@ class Loop:
         """Queues a request. Raises ``KVTooLargeError`` if it could never run, ``QueueFullError``
         if the queue is ``bounded`` and full, ``ShuttingDownError`` while draining."""
         state.batched = True
-        rows = self._runtime.rows_for(state.request, batched=True)
-        needed = rows * self._forward.shape.row_bytes
-        far = self._runtime.pool.far
-        if far is not None and far.takes(rows):
-            far.check(rows)
-        elif needed > self.max_kv_bytes:
-            raise KVTooLargeError(rows, needed, self.max_kv_bytes)
+        check_size(self._runtime, state.request)
         now = time.monotonic()
         job = Job(
             state,
@@ -131,19 +105,10 @@ class Loop:
     def between_steps(self, work: Callable[[], T]) -> Future[T]:
         """Runs ``work``, which needs the model for a moment, in the loop's thread: one such piece
         before each step, so that answers wait for no more than one."""
-        errand: Future[T] = Future()
-
-        def run() -> None:
-            if errand.set_running_or_notify_cancel():
-                try:
-                    errand.set_result(work())
-                except BaseException as error:
-                    errand.set_exception(error)
-
         with self._changed:
             if self._closed:
                 raise ShuttingDownError("the engine is closed")
-            self._errands.append((errand, run))
+            errand = self._errands.add(work)
             self._start_thread()
             self._changed.notify_all()
         return errand
@@ -228,8 +193,7 @@ class Loop:
         for job in self._jobs():
             self._cancel(job, "cancelled")
         with self._changed:
-            for errand, _ in self._errands:
-                errand.cancel()
+            self._errands.cancel()
 
     def _await_work(self) -> None:
         """Waits for a request, for something to heal, or to be closed."""
@@ -251,7 +215,7 @@ class Loop:
 
     def _run_errand(self) -> None:
         with self._changed:
-            run = self._errands.popleft()[1] if self._errands else None
+            run = self._errands.next()
         if run is not None:
             run()
 
@@ -414,18 +378,7 @@ class Loop:
 
     def _fits(self, job: Job) -> bool:
         """Whether the KV of one more request fits the budget. One request alone always runs."""
-        if not self._running():
-            return True
-        running, request = self._runtime.running, job.state.request
-        shared = 0
-        if job.mode is GenerationMode.PREFIX_CACHE:  # other modes may reuse moved text instead
-            shared = running.num_shared(request, job.root)
-        rows = self._runtime.rows_for(request, batched=True)
-        far = self._runtime.pool.far
-        if far is not None and far.takes(rows) and not far.has_room(rows):
-            return False
-        rows -= shared
-        return running.nbytes()[0] + self._runtime.pool.bytes_for(rows) <= self.max_kv_bytes
+        return not self._running() or has_room(self._runtime, job)
 
     def _needs(self) -> dict[Job, int]:
         """How many rows each running request needs next."""

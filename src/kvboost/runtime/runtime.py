@@ -66,8 +66,6 @@ class Runtime:
 
     ends_forwards = True
     """Whether a forward may be ended between two layers, by a hook that raises."""
-    mixes_copies = True
-    """Whether moved rows may be the mean of several copies."""
     no_adapters: str | None = None
     """Why no adapters can be loaded."""
     no_far: str | None = None

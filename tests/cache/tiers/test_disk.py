@@ -16,7 +16,8 @@ from chunks import make_chunk
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.tiers import files
-from kvboost.cache.tiers.disk import MOST_QUARANTINED, REFRESH_SECONDS, DiskTier
+from kvboost.cache.tiers.disk import REFRESH_SECONDS, DiskTier
+from kvboost.cache.tiers.quarantine import MOST_QUARANTINED
 from kvboost.errors import CacheFolderError
 
 

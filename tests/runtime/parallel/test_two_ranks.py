@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from kvboost import KVBoost
+from kvboost.cache.lookup.hits import Hit
+from kvboost.cache.quantize import PLAIN, KVData
+from kvboost.model.kv import RequestKV
 from kvboost.results import SpanKind
 from kvboost.runtime.parallel.chunks import ShardedData
-from kvboost.runtime.parallel.messages import Has, Release
+from kvboost.runtime.parallel.messages import Give, Has, PackRows, Release
 from kvboost.runtime.parallel.processes import open_ranks
 from kvboost.runtime.parallel.ranks import Ranks
-from kvboost.runtime.runtime import Runtime
+from kvboost.runtime.parallel.rows import ShardedKV
 from split_models import save_model, split_engine, whole_engine
 from tiny import DEVICE
 
@@ -53,9 +56,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def one(models: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Engines in this process, which place one copy of moved text as ranks do."""
-    monkeypatch.setattr(Runtime, "mixes_copies", False)
+def one(models: Path) -> Iterator[Make]:
+    """Engines in this process."""
     opened: list[KVBoost] = []
 
     def make(name: str = "llama", **options: Any) -> KVBoost:
@@ -134,6 +136,44 @@ def test_every_repair_is_that_of_one_process(strategy: str, one: Make, two: Make
     assert given.reuse.count(SpanKind.MOVED) > 32
     assert given.reuse.recomputed == expected.reuse.recomputed
     torch.testing.assert_close(given.logits, expected.logits, atol=1e-4, rtol=1e-4)
+
+
+def test_copies_are_mixed_on_every_rank(
+    ranks: Ranks, one: Make, two: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixed: list[list[torch.Tensor]] = []
+    scores = []
+    for engine in (one("qwen2"), two("qwen2")):
+        for before in ("One text. ", "Another, which is longer. ", QUESTION):
+            engine.warm(before + DOCUMENT * 2, header="")
+        mixed.append(mixed_rows(engine, ranks, monkeypatch))
+        scores.append(engine.score(HEADER + DOCUMENT * 2, [5, 6], recompute_strategy="none"))
+    expected, given = scores
+    assert given.reuse.count(SpanKind.MOVED) > 96
+    assert given.reuse.spans == expected.reuse.spans
+    torch.testing.assert_close(given.logits, expected.logits, atol=1e-4, rtol=1e-4)
+    assert sum(rows.shape[3] for rows in mixed[1]) > 2 * 96, "there are three copies"
+    torch.testing.assert_close(mixed[1], mixed[0], atol=1e-4, rtol=1e-4)
+
+
+def mixed_rows(engine: KVBoost, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The rows of all heads after each mixing, from now on."""
+    mixed: list[torch.Tensor] = []
+    packer = engine._runtime.packer
+    place = packer.place
+
+    def recorded(hit: Hit, data: KVData, kv: RequestKV, share: float | None = None) -> None:
+        place(hit, data, kv, share)
+        if share is not None:
+            heads = [kv.rows(hit.start, hit.end).clone()]
+            if isinstance(kv, ShardedKV):
+                copy = ranks.new_handle().number
+                ranks.ask(PackRows(copy, kv.number, hit.start, hit.end, None, 0))
+                heads += [part.tensors[PLAIN] for part in ranks.ask(Give(copy))]
+            mixed.append(torch.cat(heads, 2))
+
+    monkeypatch.setattr(packer, "place", recorded)
+    return mixed
 
 
 @pytest.mark.parametrize("bits", [4])

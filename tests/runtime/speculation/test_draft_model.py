@@ -41,11 +41,11 @@ def test_a_model_that_thinks_alike_drafts_right(folder, monkeypatch) -> None:
             drafted = engine.generate(prompt, 40, ignore_eos=True)
             assert drafted.token_ids == plain.token_ids
             assert drafted.drafted_tokens == drafted.accepted_tokens == 37
-            how = {"temperature": 1.0, "seed": seed}
+            how = {"temperature": 0.15, "seed": seed}  # about every second token is the likeliest
             plain = engine.generate(prompt, 30, ignore_eos=True, speculate="off", **how)
             drafted = engine.generate(prompt, 30, ignore_eos=True, **how)
             assert drafted.token_ids == plain.token_ids
-            assert drafted.accepted_tokens < drafted.drafted_tokens
+            assert 0 < drafted.accepted_tokens < drafted.drafted_tokens
 
 
 def test_a_model_that_thinks_otherwise_drafts_for_nothing(folder, monkeypatch) -> None:

@@ -18,8 +18,8 @@ from rich.table import Table
 from kvboost.bench.kit import benchmark
 from kvboost.bench.kit.benchmark import Bench, Report, option
 from kvboost.bench.load.soak import soak
-from kvboost.faults import cases
-from kvboost.faults.cases import Case, NotHere, expect
+from kvboost.faults import calls, storage
+from kvboost.faults.case import Case, NotHere, expect
 from kvboost.model.small import small_model
 from kvboost.progress import Progress
 
@@ -52,13 +52,13 @@ Faults = Callable[[Case, int, Path], None]
 
 def run(settings: Settings, bench: Bench) -> Report:
     plan: list[tuple[str, Faults, int]] = [
-        ("kill -9, two writers on one folder", cases.killed_writers, settings.kills),
-        ("read-only folder", cases.read_only_folder, settings.disks),
-        ("full disk", cases.full_disk, settings.disks),
-        ("Redis killed during traffic", cases.killed_redis, settings.redis_kills),
-        ("engine used in a forked child", cases.forked_child, settings.forks),
-        ("Ctrl-C in generate", cases.interrupted, settings.interrupts),
-        ("random joins and cancels", cases.joins_and_cancels, settings.requests),
+        ("kill -9, two writers on one folder", storage.killed_writers, settings.kills),
+        ("read-only folder", storage.read_only_folder, settings.disks),
+        ("full disk", storage.full_disk, settings.disks),
+        ("Redis killed during traffic", storage.killed_redis, settings.redis_kills),
+        ("engine used in a forked child", calls.forked_child, settings.forks),
+        ("Ctrl-C in generate", calls.interrupted, settings.interrupts),
+        ("random joins and cancels", calls.joins_and_cancels, settings.requests),
     ]
     bench.describe(torch.device("cpu"), torch.float32)
     threads = torch.get_num_threads()

@@ -19,7 +19,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import stat
 import threading
 import time
 from collections import Counter
@@ -36,21 +35,17 @@ from kvboost.cache import codec
 from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.cache.secret import Secret
 from kvboost.cache.tiers import files
-from kvboost.errors import CacheFolderError
+from kvboost.cache.tiers.disk_folder import add_tag, make_folder
+from kvboost.cache.tiers.quarantine import Quarantine
 from kvboost.tokens.hashing import ChunkKey
 
 SUFFIX = ".safetensors"
-MOST_QUARANTINED = 16
 LOCK_SECONDS = 10.0
 """How long a write waits for other processes that write."""
 REFRESH_SECONDS = 0.05
 """How often we look for other processes' chunks. Longer than a tick of a file system's clock."""
 
-_OURS = re.compile(r"[0-9a-f]{2}|quarantine|tmp-\d+-[0-9a-f]{32}|\.lock|CACHEDIR\.TAG")
 _NAME = re.compile(rf"[0-9a-f]{{32}}{re.escape(SUFFIX)}")
-_TAG = (
-    "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of kvboost: see kvboost cache --help\n"
-)
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,7 @@ class DiskTier:
         self._secret = secret
         self._shards = {f"{number:02x}": _Shard() for number in range(256)}
         self._nbytes = 0
-        self._quarantined: dict[str, int] = {}  # by name, the oldest first
+        self._quarantine = Quarantine(self.folder, lambda name: _NAME.fullmatch(name) is not None)
         self._passed_over: set[str] = set()  # names that we leave alone from now on
         self._deleting: Counter[ChunkKey] = Counter()
         self._root = _Shard()
@@ -107,7 +102,7 @@ class DiskTier:
     @property
     def nbytes(self) -> int:
         with self._guard:
-            return self._nbytes + sum(self._quarantined.values())
+            return self._nbytes + self._quarantine.nbytes
 
     @property
     def faults(self) -> dict[str, int]:
@@ -160,7 +155,7 @@ class DiskTier:
                     self._miss(key, "vanished")
             return None
         except codec.BadChunk:
-            self._quarantine(key)
+            self._set_aside(key)
             return None
         except Exception:  # such as no memory, no file handles: the file may be fine
             self._miss(key, "unreadable")
@@ -242,49 +237,25 @@ class DiskTier:
 
     def quarantined(self) -> dict[str, int]:
         """The names and sizes of the files in quarantine, other processes' included."""
-        with suppress(OSError), files.real_folder(self.folder / "quarantine") as aside:
-            return {n: size for n, size in files.sizes(aside).items() if _NAME.fullmatch(n)}
-        return {}
+        return self._quarantine.found()
 
     def clear_quarantine(self) -> None:
         """Removes the files in quarantine, other processes' included."""
         with self._guard:
-            for name in self.quarantined():
-                self._drop_quarantined(name)
-            self._quarantined.clear()
+            self._quarantine.clear()
 
     def close(self) -> None:
         """Files stay."""
 
     def _prepare(self) -> None:
-        tag = self.folder / "CACHEDIR.TAG"
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            foreign = [
-                path.name for path in self.folder.iterdir() if not _OURS.fullmatch(path.name)
-            ]
-            if foreign or not _is_our_tag(tag, missing=True):
-                raise CacheFolderError(
-                    f"disk_cache_dir={str(self.folder)!r} holds other files, such as "
-                    f"{min(foreign, default=tag.name)!r}; choose a new folder or an empty one"
-                )
-            with suppress(OSError):
-                self.folder.chmod(0o700)
-        except CacheFolderError:
-            raise
-        except (OSError, UnicodeDecodeError) as error:
-            raise CacheFolderError(
-                f"disk_cache_dir={str(self.folder)!r} cannot be used as a folder: "
-                f"{getattr(error, 'strerror', None) or error}; choose another one"
-            ) from error
+        make_folder(self.folder)
         with self.exclusive() as locked:
             if locked:
                 self._remove_leftovers()
-                with suppress(OSError), tag.open("x") as file:  # "x" follows no link
-                    file.write(_TAG)
-        if os.path.islink(self.folder / "quarantine"):
+                add_tag(self.folder)
+        if self._quarantine.is_link:
             self._pass_over("quarantine")
-        self._quarantined = self.quarantined()
+        self._quarantine.count()
 
     def _remove_leftovers(self) -> None:
         """No process writes now: temporary files are those of dead ones."""
@@ -333,7 +304,7 @@ class DiskTier:
             except OSError:
                 self._fault("unreadable")
             except Exception:  # whatever a file says, it is one fault and no more
-                self._quarantine(key)
+                self._set_aside(key)
         for key in shard.sizes.keys() - there:
             self._note(key, None)
             gone.append(key)
@@ -369,39 +340,23 @@ class DiskTier:
             self._note(key, len(data))
         return True
 
-    def _quarantine(self, key: ChunkKey) -> None:
+    def _set_aside(self, key: ChunkKey) -> None:
         """Moves a file that is not a whole chunk aside. Where that is not possible, the file is
         passed over from now on."""
         with self._guard:
             self._miss(key, "corrupt")
-            name = f"{key}{SUFFIX}"
             try:
-                with (
-                    files.real_folder(self._path(key).parent) as shard,
-                    files.real_folder(self.folder / "quarantine", create=True) as aside,
-                ):
-                    os.rename(name, name, src_dir_fd=shard, dst_dir_fd=aside)
-                    size = os.stat(name, dir_fd=aside, follow_symlinks=False).st_size
+                self._quarantine.take(self._path(key))
             except FileNotFoundError:  # another process was faster
                 return
             except OSError:
                 self._passed_over.add(key)
-                return
-            self._quarantined.pop(name, None)
-            self._quarantined[name] = size
-            while len(self._quarantined) > MOST_QUARANTINED:
-                self._drop_quarantined(next(iter(self._quarantined)))
 
     def empty_quarantine(self, nbytes: int) -> None:
         """Removes quarantined files, the oldest first, while ``nbytes`` do not fit."""
         with self._guard:
-            while self._quarantined and self.nbytes + nbytes > self.max_bytes:
-                self._drop_quarantined(next(iter(self._quarantined)))
-
-    def _drop_quarantined(self, name: str) -> None:
-        with suppress(OSError), files.real_folder(self.folder / "quarantine") as aside:
-            files.remove(name, aside)
-        self._quarantined.pop(name, None)
+            while self.nbytes + nbytes > self.max_bytes and self._quarantine.drop_oldest():
+                pass
 
     def _pass_over(self, name: str) -> None:
         """``name``, a key or the name of a folder, is not a file or folder of ours."""
@@ -429,22 +384,6 @@ class DiskTier:
 
     def _path(self, key: ChunkKey) -> Path:
         return self.folder / key[:2] / f"{key}{SUFFIX}"
-
-
-def is_cache_folder(folder: Path) -> bool:
-    """Whether ``folder`` is tagged as a cache of ours."""
-    try:
-        return _is_our_tag(folder / "CACHEDIR.TAG", missing=False)
-    except (OSError, UnicodeDecodeError):
-        return False
-
-
-def _is_our_tag(tag: Path, *, missing: bool) -> bool:
-    """Whether a folder's tag is ours; ``missing`` if there is none."""
-    try:
-        return stat.S_ISREG(os.lstat(tag).st_mode) and "kvboost" in tag.read_text()
-    except FileNotFoundError:
-        return missing
 
 
 def _kind(error: OSError) -> str:

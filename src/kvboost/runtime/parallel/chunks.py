@@ -55,11 +55,11 @@ class ShardedPacker(Packer):
         self._ranks = ranks
 
     def place(self, hit: Hit, data: KVData, kv: KVRows, share: float | None = None) -> None:
-        assert share is None, "ranks do not mix rows"
         assert isinstance(kv, ShardedKV) and isinstance(data, ShardedData)
-        super().place(hit, data, kv)  # first: it clears the rows of the other ranks
         base = hit.chunk.base_position
-        self._ranks.cast(Place(kv.number, data.number, base, hit.offset, hit.start, hit.end))
+        where = base, hit.offset, hit.start, hit.end
+        self._ranks.cast(Place(kv.number, data.number, *where, share))
+        super().place(hit, data, kv, share)
 
     def packing(self, kv: KVRows, end: int) -> Pack:
         assert isinstance(kv, ShardedKV)

@@ -17,6 +17,7 @@ from kvboost.model.kv import RequestKV
 from kvboost.model.load import LoadedModel
 from kvboost.model.parallel import load_part
 from kvboost.model.segment import Hook, Segment
+from kvboost.reuse.assemble import place_rows
 from kvboost.reuse.rope import Rotation
 from kvboost.runtime.parallel import messages
 from kvboost.runtime.parallel.hooks import make_hook, observed
@@ -88,8 +89,7 @@ class Follower:
 
     @do.register
     def _(self, message: messages.Clear) -> None:
-        with self._kvs[message.kv].filling(message.start, message.end) as rows:
-            rows.zero_()
+        self._kvs[message.kv].clear(message.start, message.end)
 
     @do.register
     def _(self, message: messages.Release) -> None:
@@ -110,9 +110,9 @@ class Follower:
 
     @do.register
     def _(self, message: messages.Place) -> None:
-        data = self._parts[message.part]
-        with self._kvs[message.kv].filling(message.start, message.end) as rows:
-            self._quantizer.place(data, message.base, message.offset, message.start, rows)
+        data, kv = self._parts[message.part], self._kvs[message.kv]
+        where = range(message.start, message.end)
+        place_rows(data, message.base, message.offset, where, kv, self._quantizer, message.share)
 
     @do.register
     def _(self, message: messages.PackRows) -> Packed:

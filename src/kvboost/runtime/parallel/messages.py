@@ -49,7 +49,7 @@ class Reserve(Message):
 
 @dataclass(frozen=True)
 class Clear(Message):
-    """Rows ``[start, end)`` become zero: rank 0 is about to fill its own."""
+    """Rows ``[start, end)`` become zero."""
 
     kv: int
     start: int
@@ -94,7 +94,7 @@ class Observed(Message):
 @dataclass(frozen=True)
 class Place(Message):
     """Copy rows of a chunk that begins at position ``base``, from ``offset`` on, into rows
-    ``[start, end)``."""
+    ``[start, end)``. With a ``share``, mix them with what is there, which has the rest."""
 
     kv: int
     part: int
@@ -102,6 +102,7 @@ class Place(Message):
     offset: int
     start: int
     end: int
+    share: float | None
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import torch
-
 from kvboost.model.kv import KVPool, KVShape, RequestKV
 from kvboost.runtime.parallel.messages import Clear, NewKV, Reserve
 from kvboost.runtime.parallel.ranks import Ranks
@@ -30,12 +25,9 @@ class ShardedKV(RequestKV):
             self._ranks.cast(Reserve(self.number, num_tokens))
             super().reserve(num_tokens)
 
-    @contextmanager
-    def filling(self, start: int, end: int) -> Iterator[torch.Tensor]:
-        """On the other ranks these rows become zero, until they are told to place others."""
+    def clear(self, start: int, end: int) -> None:
         self._ranks.cast(Clear(self.number, start, end))
-        with super().filling(start, end) as rows:
-            yield rows
+        super().clear(start, end)
 
 
 class ShardedPool(KVPool):

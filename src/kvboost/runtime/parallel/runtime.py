@@ -68,7 +68,6 @@ class ParallelRuntime(Runtime):
     store, which hold whole chunks, are of all ranks together."""
 
     ends_forwards = False  # the other ranks would wait for the rest of it
-    mixes_copies = False
     no_adapters = "adapters cannot be loaded with tp_size > 1 yet; use tp_size=1"
     no_far = "the model is split over several devices (tp_size > 1)"
 
