@@ -11,6 +11,8 @@ the processor's time, which other programs disturb less. The last line is JSON.
 
     python scripts/bench_speculation.py --model qwen2.5-coder-1.5b --rounds 3
     python scripts/bench_speculation.py --model qwen2.5-coder-1.5b --draft-model qwen2.5-coder-0.5b
+
+With ``--device-memory 1GiB``, layers that do not fit are streamed to the GPU.
 """
 
 from __future__ import annotations
@@ -168,10 +170,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--users", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--threads", type=int, help="of torch; fewer on a machine that is shared")
+    parser.add_argument("--device-memory", help="what the engine may take of the GPU's memory")
     chosen = parser.parse_args(arguments)
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
-    more: Any = {"draft_model": chosen.draft_model} if chosen.draft_model else {}
+    given = {"draft_model": chosen.draft_model, "device_memory": chosen.device_memory}
+    more: Any = {name: value for name, value in given.items() if value}
     with KVBoost.from_pretrained(chosen.model, **more) as engine:
         print(engine, flush=True)
         engine.generate(engine.encode(chat(0)), 8, keep=False)  # kernels, and the first costs
