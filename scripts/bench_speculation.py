@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import bisect
-import fnmatch
 import heapq
 import inspect
 import json
@@ -35,20 +34,11 @@ from typing import Any
 import torch
 
 from kvboost import GenerationResult, KVBoost
+from kvboost.bench.texts import edits
 
 GOALS = {"code edit": 1.8, "quote": 1.3, "chat": 0.98}
 Messages = list[dict[str, str]]
 
-EDITS: list[tuple[Callable[..., Any], str, str]] = [
-    (textwrap.indent, "prefix", "margin"),
-    (random.Random.sample, "population", "items"),
-    (fnmatch.filter, "pat", "pattern"),
-    (heapq.merge, "reverse", "descending"),
-    (shlex.join, "split_command", "words"),
-    (textwrap.shorten, "width", "columns"),
-    (statistics.mean, "data", "numbers"),
-    (random.Random.shuffle, "x", "items"),
-]
 QUOTES: list[tuple[Any, str]] = [
     (heapq.merge, "Does merge read all of its inputs into memory?"),
     (textwrap.dedent, "How does dedent treat tabs and spaces?"),
@@ -75,12 +65,7 @@ CHATS = [
 
 
 def code_edit(number: int) -> Messages:
-    function, old, new = EDITS[number % len(EDITS)]
-    code = textwrap.dedent(inspect.getsource(function))
-    return _ask(
-        f"Rename {old} to {new} in this function and change nothing else. Answer with the whole "
-        f"function only.\n\n```python\n{code}```"
-    )
+    return _ask(edits.code_edit(number).question)
 
 
 def quote(number: int) -> Messages:
