@@ -31,7 +31,7 @@ def logits_of(model: nn.Module) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize(("most_bytes", "spills"), [(1 << 30, False), (60_000, True)])
+@pytest.mark.parametrize(("most_bytes", "spills"), [(1 << 30, False), (30_000, True)])
 def test_a_parked_model_streams_its_codes(
     most_bytes: int, spills: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
