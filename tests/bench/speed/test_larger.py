@@ -36,10 +36,10 @@ def test_a_tiny_shape_takes_every_path(tmp_path: Path, monkeypatch: pytest.Monke
     assert found["layers"] == 16 and 0 < found["resident"] < 16
     runs = found["runs"]
     assert set(runs) == {"1 request", "2 requests", streaming.DRAFTED, streaming.CODE}
-    assert runs["1 request"]["passes"] == 4 and runs["2 requests"]["tokens"] == 8
-    assert runs[streaming.DRAFTED]["passes"] < runs[streaming.DRAFTED]["tokens"] == 8
+    assert runs["1 request"]["passes"] == 2 and runs["2 requests"]["tokens"] == 4
+    assert runs[streaming.DRAFTED]["passes"] < runs[streaming.DRAFTED]["tokens"] == 4
     assert 0 < runs[streaming.CODE]["passes"] < runs[streaming.CODE]["tokens"], "no drafts"
-    assert runs["1 request"]["copied_bytes"] == 4 * found["pass_bytes"]
+    assert runs["1 request"]["copied_bytes"] == 2 * found["pass_bytes"]
     assert "layers are streamed" in console.export_text()
     assert "problems" not in record
 
