@@ -50,7 +50,8 @@ INLINE void multiply_tile(
         for (int row = 0; row < count; row++) {
             const vec numbers = load(rows + (int64_t)row * k + i);
             UNROLL
-            for (int c = 0; c < columns; c++) sums[row][c] += numbers * some[c];
+            for (int c = 0; c < columns; c++)
+                sums[row][c] = add_product(sums[row][c], numbers, some[c]);
         }
     }
     UNROLL
