@@ -33,6 +33,7 @@ from kvboost.model.fast_layers import can_pack, pack_layers
 from kvboost.model.fingerprint import fingerprint
 from kvboost.model.forward import Forward
 from kvboost.model.gguf import GgufIndex, check_gguf
+from kvboost.model.gguf_folder import described_folder
 from kvboost.model.hub import why_unreachable
 from kvboost.model.quantized.layers import num_weights, packed_identity
 from kvboost.model.quantized.source import PackedModel, find_packed
@@ -218,6 +219,8 @@ def load_tokenizer(name: str | os.PathLike[str], *, local_only: bool = False) ->
         )
     source = _locate(name, {"local_files_only": True} if local_only else {})
     with _explained(name, source, {}):
+        if source.index is not None:
+            return ModelTokenizer(AutoTokenizer.from_pretrained(described_folder(source.index)))
         return ModelTokenizer(AutoTokenizer.from_pretrained(source.place, **source.options))
 
 
