@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from kvboost.model import triton
 from kvboost.model.load import read
 from kvboost.model.quantized import products
-from kvboost.model.quantized.cuda import TensorCoreProduct
+from kvboost.model.quantized.cuda import CodesProduct, TensorCoreProduct
 from kvboost.model.quantized.layers import BlockProduct, QuantizedEmbedding
 from kvboost.model.quantized.weight import QuantizedWeight
 from kvboost.model.streaming.embedding import HostEmbedding
@@ -86,4 +87,5 @@ def test_a_product_of_a_streamed_layer_has_its_codes_in_one_form(
     assert smaller.num_bytes < TensorCoreProduct(of_4).num_bytes
     assert smaller.kernel != TensorCoreProduct.kernel, "their KV is not mixed"
     of_8 = QuantizedWeight(torch.zeros(8, 64, dtype=torch.int8), scales, None, 8, 32)
-    assert isinstance(TensorCoreProduct(of_8).with_less_memory(), BlockProduct)
+    with_codes = CodesProduct if triton.is_available() else BlockProduct
+    assert isinstance(TensorCoreProduct(of_8).with_less_memory(), with_codes)

@@ -55,7 +55,7 @@ class Parking:
         layout.bind(slab)
 
     def _mapped(self, num_bytes: int) -> torch.Tensor:
-        """More of the file, with space on the disk: memory that a full disk backs ends a process."""
+        """More of the file, with space on the disk: writing to it may not fail later."""
         if self._file is None:
             self._file = layers_file(num_bytes)
             weakref.finalize(self, self._file.close)  # what is mapped stays
