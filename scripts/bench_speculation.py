@@ -11,13 +11,14 @@ the processor's time, which other programs disturb less. The last line is JSON.
 
     python scripts/bench_speculation.py --model qwen2.5-coder-1.5b --rounds 3
     python scripts/bench_speculation.py --model qwen2.5-coder-1.5b --draft-model qwen2.5-coder-0.5b
+
+With ``--device-memory 1GiB``, layers that do not fit are streamed to the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import bisect
-import fnmatch
 import heapq
 import inspect
 import json
@@ -33,20 +34,11 @@ from typing import Any
 import torch
 
 from kvboost import GenerationResult, KVBoost
+from kvboost.bench.texts import edits
 
 GOALS = {"code edit": 1.8, "quote": 1.3, "chat": 0.98}
 Messages = list[dict[str, str]]
 
-EDITS: list[tuple[Callable[..., Any], str, str]] = [
-    (textwrap.indent, "prefix", "margin"),
-    (random.Random.sample, "population", "items"),
-    (fnmatch.filter, "pat", "pattern"),
-    (heapq.merge, "reverse", "descending"),
-    (shlex.join, "split_command", "words"),
-    (textwrap.shorten, "width", "columns"),
-    (statistics.mean, "data", "numbers"),
-    (random.Random.shuffle, "x", "items"),
-]
 QUOTES: list[tuple[Any, str]] = [
     (heapq.merge, "Does merge read all of its inputs into memory?"),
     (textwrap.dedent, "How does dedent treat tabs and spaces?"),
@@ -73,12 +65,7 @@ CHATS = [
 
 
 def code_edit(number: int) -> Messages:
-    function, old, new = EDITS[number % len(EDITS)]
-    code = textwrap.dedent(inspect.getsource(function))
-    return _ask(
-        f"Rename {old} to {new} in this function and change nothing else. Answer with the whole "
-        f"function only.\n\n```python\n{code}```"
-    )
+    return _ask(edits.code_edit(number).question)
 
 
 def quote(number: int) -> Messages:
@@ -168,10 +155,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--users", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--threads", type=int, help="of torch; fewer on a machine that is shared")
+    parser.add_argument("--device-memory", help="what the engine may take of the GPU's memory")
     chosen = parser.parse_args(arguments)
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
-    more: Any = {"draft_model": chosen.draft_model} if chosen.draft_model else {}
+    given = {"draft_model": chosen.draft_model, "device_memory": chosen.device_memory}
+    more: Any = {name: value for name, value in given.items() if value}
     with KVBoost.from_pretrained(chosen.model, **more) as engine:
         print(engine, flush=True)
         engine.generate(engine.encode(chat(0)), 8, keep=False)  # kernels, and the first costs

@@ -12,11 +12,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvboost.model.triton import attention, dense, fused, mass, move, shift, write
+from kvboost.model.triton import attention, codes, dense, fused, mass, move, shift, write
 
 HOPPER = GPUTarget("cuda", 90, 32)
 NUMBERS = {"query", "pages", "like", "keys", "values", "out", "qkv", "gate_up", "rows", "added"}
-NUMBERS |= {"summed", "weight", "query_norm", "key_norm", "past", "own"}
+NUMBERS |= {"summed", "weight", "bias", "query_norm", "key_norm", "past", "own"}
 TYPES = {
     "int32": {"positions", "tiles", "tables", "table"},
     "int64": {
@@ -42,6 +42,8 @@ TYPES = {
         "offsets",
     },
     "uint8": {"absent"},
+    "int8": {"codes"},
+    "fp16": {"scales"},
 }
 SIZES = {
     "KV_HEADS": 2,
@@ -61,6 +63,11 @@ SIZES = {
     "BLOCK": 16,
     "ALIGN": 16,
     "INTERLEAVED": False,
+    "OFFSETS": False,
+    "BIAS": True,
+    "COLUMNS": 32,
+    "DEPTH": 128,
+    "EXPANDED": 1024,
 }
 VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (attention._attend_kernel, "bf16", {"absent": None, "window": None, "cap": None, "lse": None}),
@@ -79,6 +86,9 @@ VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (move._move_kernel, "bf16", {"share": None}),
     (shift._errors_kernel, "fp32", {"INTERLEAVED": True}),
     (shift._shift_kernel, "bf16", {}),
+    (codes._multiply_kernel, "bf16", {"BITS": 8, "GROUP": 16, "BIAS": False}),
+    (codes._multiply_kernel, "bf16", {"BITS": 4, "GROUP": 32, "OFFSETS": True}),
+    (codes._expand_kernel, "bf16", {"BITS": 4, "GROUP": 32, "OFFSETS": True}),
 ]
 
 

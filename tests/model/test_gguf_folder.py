@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvboost import CacheFolderError
-from kvboost.model import gguf_folder
+from kvboost.model import gguf_folder, load
 from kvboost.model.gguf import GgufIndex, check_gguf
 from kvboost.model.gguf_folder import described_folder
 from tiny import tiny_model
@@ -39,6 +39,18 @@ def test_a_file_is_described_once_wherever_it_is(described, tmp_path) -> None:
     other = tmp_path / "other.gguf"
     write_gguf(tiny_model("qwen2").cpu(), other)
     assert described_folder(check_gguf(other)) != folder
+
+
+def test_a_tokenizer_alone_is_read_from_the_folder(described, monkeypatch, tmp_path) -> None:
+    """From the file, transformers takes up to a minute, every time."""
+    file = tmp_path / "model.gguf"
+    write_gguf(tiny_model("llama").cpu(), file)
+    asked: list[Path] = []
+    monkeypatch.setattr(load.AutoTokenizer, "from_pretrained", asked.append)
+    monkeypatch.setattr(load, "ModelTokenizer", lambda tokenizer: tokenizer)
+    for _ in range(2):
+        load.load_tokenizer(file)
+    assert asked == [described_folder(check_gguf(file))] * 2 and described == [file]
 
 
 def test_an_interrupted_description_leaves_nothing(described, monkeypatch, tmp_path) -> None:

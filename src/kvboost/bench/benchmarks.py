@@ -75,7 +75,7 @@ _ENTRIES = (
             "32B shape, 4 bits, 8 GiB: at least 90 % of what the bus carries",
             "32B shape, 4 bits, 8 GiB: at least 3.9 tokens/s, one greedy request",
             "8 requests at least 7 × as many tokens/s as one",
-            "drafted text at least 2 × as many tokens/s",
+            "an edit of code, drafted: at least 2 × as many tokens/s",
             "the peak of reserved memory is within device_memory",
         ),
         plots=True,

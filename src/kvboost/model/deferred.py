@@ -39,6 +39,7 @@ IMPORTERS = (
 """The modules that get stand-ins, with all that they import in turn."""
 FUNCTIONS = {
     "torch._dynamo._trace_wrapped_higher_order_op": ("TransformGetItemToIndex",),
+    "torch._dynamo.utils": ("is_compile_supported",),  # torchvision asks when it computes
     "transformers.distributed.checkpoint": (
         "_get_resolved_distributed_checkpoint_files",
         "_load_model_checkpoint_distributed",

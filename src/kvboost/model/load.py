@@ -33,11 +33,13 @@ from kvboost.model.fast_layers import can_pack, pack_layers
 from kvboost.model.fingerprint import fingerprint
 from kvboost.model.forward import Forward
 from kvboost.model.gguf import GgufIndex, check_gguf
+from kvboost.model.gguf_folder import described_folder
 from kvboost.model.hub import why_unreachable
 from kvboost.model.quantized.layers import num_weights, packed_identity
 from kvboost.model.quantized.source import PackedModel, find_packed
 from kvboost.model.rope import frequencies
 from kvboost.model.sampling import eos_ids, warn_about_defaults
+from kvboost.model.streaming.parking import Parking, host_bytes
 from kvboost.model.streaming.place import Placement, check_device, place
 from kvboost.model.streaming.plan import DeviceBudget
 from kvboost.model.tokenizer import ModelTokenizer
@@ -111,13 +113,14 @@ def load(
         return wrap(model, tokenizer, name=os.fspath(name), strict=strict, own=True)
     target = pick_device(device)
     check_device(target)
+    parking = Parking(host_bytes(budget.host_bytes))
     model, tokenizer = read(
         name,
         strict=strict,
         device=target,
         dtype=dtype,
         weight_form=weight_form,
-        parked=True,
+        parked=parking,
         **hf_kwargs,
     )
     return wrap(
@@ -126,7 +129,7 @@ def load(
         name=os.fspath(name),
         strict=strict,
         own=True,
-        move=lambda model: place(model, target, budget),
+        move=lambda model: place(model, target, budget, spilled_bytes=parking.spilled_bytes),
     )
 
 
@@ -138,7 +141,7 @@ def read(
     dtype: str | torch.dtype | None = None,
     torch_dtype: str | torch.dtype | None = None,
     weight_form: str = "plain",
-    parked: bool = False,
+    parked: Parking | None = None,
     **hf_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model and its tokenizer as transformers loads them, or with packed weights, on their
@@ -168,7 +171,7 @@ def read(
                 source.place, dtype=chosen_dtype, **{**_adapter_files(files), **hf_kwargs, **files}
             )
         tokenizer = AutoTokenizer.from_pretrained(source.place, **files)
-    return model if parked else model.to(chosen_device), tokenizer
+    return model if parked is not None else model.to(chosen_device), tokenizer
 
 
 def _find_packed(
@@ -216,6 +219,8 @@ def load_tokenizer(name: str | os.PathLike[str], *, local_only: bool = False) ->
         )
     source = _locate(name, {"local_files_only": True} if local_only else {})
     with _explained(name, source, {}):
+        if source.index is not None:
+            return ModelTokenizer(AutoTokenizer.from_pretrained(described_folder(source.index)))
         return ModelTokenizer(AutoTokenizer.from_pretrained(source.place, **source.options))
 
 

@@ -28,7 +28,7 @@ from kvboost.model.quantized.layers import (
     weights_of,
 )
 from kvboost.model.quantized.products import NativeProduct, describe_path, is_fast
-from tiny import tiny_model
+from tiny import DEVICE, tiny_model
 from tiny_gguf import install_tiny, write_gguf
 
 CPU = torch.device("cpu")
@@ -207,6 +207,7 @@ def test_a_file_that_cannot_stay_packed_says_which_tensor_and_what_to_do(tmp_pat
 
 
 @pytest.mark.skipif(not triton.is_available(), reason="triton is not installed")
+@pytest.mark.skipif(DEVICE != "cpu", reason="its kernels run without a GPU")
 def test_a_packed_model_runs_in_pages(home, monkeypatch) -> None:
     """Layers whose weights are codes are not fused: their own products run."""
     from paged_engines import steps_of, use_pages

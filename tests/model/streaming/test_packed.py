@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from kvboost.model import triton
 from kvboost.model.load import read
 from kvboost.model.quantized import products
-from kvboost.model.quantized.cuda import TensorCoreProduct
+from kvboost.model.quantized.cuda import CodesProduct, TensorCoreProduct
 from kvboost.model.quantized.layers import BlockProduct, QuantizedEmbedding
 from kvboost.model.quantized.weight import QuantizedWeight
 from kvboost.model.streaming.embedding import HostEmbedding
+from kvboost.model.streaming.parking import Parking
 from kvboost.model.streaming.place import decoder_layers, place
 from kvboost.model.streaming.plan import DeviceBudget
 from late_slots import LateSlots
@@ -30,14 +32,21 @@ def logits_of(model: nn.Module) -> torch.Tensor:
     return logits
 
 
-def test_a_parked_model_streams_its_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("most_bytes", "spills"), [(1 << 30, False), (30_000, True)])
+def test_a_parked_model_streams_its_codes(
+    most_bytes: int, spills: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parked in memory, or as far as that goes, and then in a file."""
     monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
     monkeypatch.setattr(products, "native_dtype", lambda dtype: None)
     monkeypatch.setattr("kvboost.model.streaming.plan.OTHER_BYTES", 0)
     install_tiny(tiny_model("llama", num_hidden_layers=6).cpu(), tmp_path)
     options = {"strict": True, "dtype": "float32", "weight_form": "packed"}
     expected = logits_of(read("tiny", device="cpu", **options)[0])
-    model, _ = read("tiny", device=DEVICE, parked=True, **options)
+    parking = Parking(most_bytes)
+    model, _ = read("tiny", device=DEVICE, parked=parking, **options)
+    assert (parking.spilled_bytes > 0) == spills
+    assert not list((tmp_path / "layers").glob("*")), "the file has no name"
     assert isinstance(model.get_input_embeddings(), QuantizedEmbedding)
     made: list[LateSlots] = []
 
@@ -45,8 +54,10 @@ def test_a_parked_model_streams_its_codes(tmp_path: Path, monkeypatch: pytest.Mo
         made.append(LateSlots(number, num_bytes, device))
         return made[0]
 
-    placement = place(model, DEVICE, DeviceBudget(600_000), make_slots)
+    budget = DeviceBudget(600_000, host_bytes=most_bytes)
+    placement = place(model, DEVICE, budget, make_slots, spilled_bytes=parking.spilled_bytes)
     assert placement.streamed is not None and 0 < len(placement.streamed) < 6
+    assert (len(placement.plan.on_disk) > 0) == spills
     assert isinstance(model.get_input_embeddings(), HostEmbedding)
     assert isinstance(decoder_layers(model)[0].mlp.up_proj.product, BlockProduct)
     for _ in range(2):
@@ -76,4 +87,5 @@ def test_a_product_of_a_streamed_layer_has_its_codes_in_one_form(
     assert smaller.num_bytes < TensorCoreProduct(of_4).num_bytes
     assert smaller.kernel != TensorCoreProduct.kernel, "their KV is not mixed"
     of_8 = QuantizedWeight(torch.zeros(8, 64, dtype=torch.int8), scales, None, 8, 32)
-    assert isinstance(TensorCoreProduct(of_8).with_less_memory(), BlockProduct)
+    with_codes = CodesProduct if triton.is_available() else BlockProduct
+    assert isinstance(TensorCoreProduct(of_8).with_less_memory(), with_codes)

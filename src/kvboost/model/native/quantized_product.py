@@ -11,7 +11,7 @@ from ctypes import c_int32, c_void_p
 import torch
 
 from kvboost.model import native
-from kvboost.model.native.layers import LinearStruct, scratch
+from kvboost.model.native.layers import LinearStruct, rounded_up, scratch
 from kvboost.model.native.memory import large_pages
 from kvboost.model.quantized.weight import QuantizedWeight
 
@@ -110,7 +110,7 @@ class QuantizedProduct:
         given = rows.to(self.dtype).contiguous()
         number = given.numel() // self.depth
         out = given.new_empty((*given.shape[:-1], self.width))
-        packed = scratch(number * self.packed_depth, self.dtype)
+        packed = scratch(rounded_up(number) * self.packed_depth, self.dtype)
         self._library.kvboost_linear(
             *(self.address, given.data_ptr(), number, None, out.data_ptr(), packed.data_ptr()),
             torch.get_num_threads(),

@@ -19,7 +19,7 @@ from kvboost.model.quantized.checkpoint import QuantizedCheckpoint
 from kvboost.model.quantized.cuda import TensorCoreProduct
 from kvboost.model.quantized.layers import QuantizedEmbedding, QuantizedLinear
 from kvboost.model.quantized.products import make_layers
-from kvboost.model.streaming.tensors import move_tensors
+from kvboost.model.streaming.parking import Parking
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that read the same rows: they become one product where a kernel can do that."""
@@ -34,7 +34,7 @@ def build(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    parked: bool = False,
+    parked: Parking | None = None,
 ) -> PreTrainedModel:
     """The model that ``make_model`` makes, with the weights of ``checkpoint``, on ``device``; or
     ``parked`` on the host in the form that it has there."""
@@ -42,8 +42,8 @@ def build(
 
     with init_empty_weights(include_buffers=False), no_init_weights():
         model = make_model()
-    place = torch.device("cpu") if parked else device
-    _fill_quantized(model, checkpoint, device, dtype, place)
+    place = device if parked is None else torch.device("cpu")
+    _fill_quantized(model, checkpoint, device, dtype, place, parked)
     _fill_plain(model, checkpoint, place, dtype)
     release_freed_memory()
     return model.eval().to(place)
@@ -55,6 +55,7 @@ def _fill_quantized(
     device: torch.device,
     dtype: torch.dtype,
     place: torch.device,
+    parked: Parking | None,
 ) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = {module: name for name, module in model.named_modules()}
@@ -76,8 +77,8 @@ def _fill_quantized(
         ]
         fine = getattr(parent, children[0]) is head or not FINE.isdisjoint(children)
         layers = make_layers(weights, biases, device, dtype, fine=fine)
-        if place != device:
-            _park(layers, place)
+        if parked is not None:
+            _park(layers, parked)
         for child, layer in zip(children, layers, strict=True):
             setattr(parent, child, layer)
 
@@ -91,12 +92,12 @@ def _fill_quantized(
         model.set_input_embeddings(_embedding(embedding, checkpoint, source, device, dtype, place))
 
 
-def _park(layers: Sequence[QuantizedLinear], place: torch.device) -> None:
+def _park(layers: Sequence[QuantizedLinear], parking: Parking) -> None:
     """Moves what was made for a device that has no memory to spare."""
     for layer in layers:
         if isinstance(layer.product, TensorCoreProduct):
             layer.product = layer.product.with_less_memory()
-        move_tensors(layer, place)
+        parking.park(layer)
 
 
 def _size(part: tuple[Any, tuple[str, ...]]) -> int:

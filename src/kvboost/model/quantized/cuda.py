@@ -1,11 +1,13 @@
-"""Quantised weights on NVIDIA GPUs: torch's int4 product on tensor cores for few rows; many rows
-are multiplied with the weight in bfloat16, which is expanded for the call."""
+"""Quantised weights on NVIDIA GPUs: few rows are multiplied with the codes, of 4 bits by torch's
+int4 product on tensor cores, of 8 bits by a kernel in Triton; many rows are multiplied with the
+weight in bfloat16, which is expanded for the call."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn.functional import linear
 
+from kvboost.model import triton
 from kvboost.model.quantized.layers import BlockProduct, Product
 from kvboost.model.quantized.weight import QuantizedWeight
 
@@ -30,7 +32,7 @@ def has_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
 class TensorCoreProduct:
     """Rows in bfloat16 times a weight on an NVIDIA GPU."""
 
-    kernel = "torch int4, bfloat16"
+    kernel = "torch int4, triton, bfloat16"
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
         self._weight: QuantizedWeight | None = weight
@@ -50,6 +52,8 @@ class TensorCoreProduct:
         block."""
         if self._packed is None:
             assert self._weight is not None
+            if triton.is_available():
+                return CodesProduct(self._weight, self._bias)
             return BlockProduct(self._weight, self._bias)
         self._weight = None
         self.num_bytes = self._packed.nbytes + self._scales.nbytes
@@ -57,11 +61,46 @@ class TensorCoreProduct:
         return self
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        is_few = self._packed is not None and rows.numel() <= FEW_ROWS * rows.shape[-1]
-        if self._weight is not None and not is_few:
-            return linear(rows, self._weight.dequantized().to(rows.dtype), self._bias)
-        assert self._packed is not None
-        return int4_product(rows, self._packed, self._group, self._scales, self._bias)
+        is_few = rows.numel() <= FEW_ROWS * rows.shape[-1]
+        if self._packed is not None and (is_few or self._weight is None):
+            return int4_product(rows, self._packed, self._group, self._scales, self._bias)
+        assert self._weight is not None
+        if is_few and triton.is_available():
+            return codes_product(rows, self._weight, self._bias)
+        return linear(rows, expanded(self._weight, rows.dtype), self._bias)
+
+
+class CodesProduct:
+    """Rows times the codes of a weight, any number of rows: it needs no other memory."""
+
+    kernel = "triton, bfloat16, any number of rows"
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+        self._weight, self._bias = weight, bias
+        self.num_bytes = weight.nbytes
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return codes_product(rows, self._weight, self._bias)
+
+
+def codes_product(
+    rows: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Rows times the codes of a weight on the same GPU, by a kernel in Triton."""
+    from kvboost.model.triton.codes import multiply_codes
+
+    parts = (weight.codes, weight.scales, weight.offsets, weight.bits, weight.group)
+    return multiply_codes(rows, *parts, bias)
+
+
+def expanded(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The weight in ``dtype``, in one launch if there is Triton."""
+    if not triton.is_available():
+        return weight.dequantized().to(dtype)
+    from kvboost.model.triton.codes import expand_codes
+
+    parts = (weight.codes, weight.scales, weight.offsets, weight.bits, weight.group)
+    return expand_codes(*parts, dtype)
 
 
 def int4_product(

@@ -27,6 +27,7 @@ from kvboost.model.quantized.checkpoint import QuantizedCheckpoint
 from kvboost.model.quantized.gguf_weights import GgufCheckpoint, why_not_packed
 from kvboost.model.quantized.products import is_fast
 from kvboost.model.quantized.safetensors import METHODS, SafetensorsCheckpoint
+from kvboost.model.streaming.parking import Parking
 from kvboost.model.weights import quiet_transformers
 
 UNUSED_OPTIONS = ("device_map", "max_memory", "offload_folder", "quantization_config", "variant")
@@ -45,7 +46,7 @@ class PackedModel:
     device: torch.device
     dtype: torch.dtype
 
-    def model(self, auto_class: Any, *, parked: bool = False) -> PreTrainedModel:
+    def model(self, auto_class: Any, *, parked: Parking | None = None) -> PreTrainedModel:
         """``parked``: it stays on the host, in the form that it has on its device."""
         make = partial(
             auto_class.from_config,

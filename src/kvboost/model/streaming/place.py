@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvboost.config import format_bytes, home
+from kvboost.config import format_bytes
 from kvboost.errors import ConfigError, ModelError
 from kvboost.model.host_memory import host_memory
-from kvboost.model.machine import available_bytes, memory_bytes
 from kvboost.model.streaming.disk import DiskLayers
 from kvboost.model.streaming.embedding import HostEmbedding, host_embedding
 from kvboost.model.streaming.layers import StreamedLayers, slot_of
+from kvboost.model.streaming.parking import host_bytes, layers_file
 from kvboost.model.streaming.plan import (
     NUM_SLOTS,
     DeviceBudget,
@@ -30,8 +27,6 @@ from kvboost.model.streaming.slabs import SlabLayout, layer_bytes
 from kvboost.model.streaming.slots import CudaSlots, Slots
 from kvboost.model.streaming.tensors import move_tensors, tensors_of
 
-HOST_SHARE = 0.8
-"""Of the host's memory, for streamed layers."""
 NUM_STAGED = 2
 """Layers that are read from disk ahead of their use."""
 
@@ -85,15 +80,18 @@ def place(
     device: torch.device,
     budget: DeviceBudget,
     make_slots: MakeSlots = CudaSlots,
+    *,
+    spilled_bytes: int = 0,
 ) -> Placement:
     """Moves a model from the host to ``device``, and leaves the layers on the host that do not fit
     into the budget. Layers that are streamed need their memory on the host once: each slab takes
-    the place of a layer's own tensors."""
+    the place of a layer's own tensors, of which ``spilled_bytes`` are in a file."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what it took to make the model
     layers = decoder_layers(model)
     sizes = measure(model, layers)
-    plan = make_plan(sizes, budget, _host_bytes(budget, sum(sizes.layers)))
+    in_memory = max(0, sum(sizes.layers) - spilled_bytes)
+    plan = make_plan(sizes, budget, host_bytes(budget.host_bytes, in_memory))
     if not plan.streamed:
         move_tensors(model, device)
         return Placement(plan, None)
@@ -144,14 +142,6 @@ def measure(model: PreTrainedModel, layers: Sequence[nn.Module]) -> ModelSizes:
     )
 
 
-def _host_bytes(budget: DeviceBudget, layers_bytes: int) -> int:
-    """The layers are on the host now, and free their memory one by one."""
-    if budget.host_bytes is not None:
-        return budget.host_bytes
-    free = available_bytes() + layers_bytes
-    return int(HOST_SHARE * min(free, memory_bytes() or free))
-
-
 def _move_others(model: PreTrainedModel, layers: Sequence[nn.Module], device: torch.device) -> None:
     inside = {module for layer in layers for module in layer.modules()}
     for module in model.modules():
@@ -174,7 +164,7 @@ def stream_layers(
     chosen = [layers[number] for number in plan.streamed]
     num_slots, slot_bytes = slots.buffers.shape
     written = sum(layer_bytes(layers[number]) for number in plan.on_disk)
-    file = _open_file(written) if plan.on_disk else None
+    file = layers_file(written) if plan.on_disk else None
     sizes, in_memory, places = [], {}, {}
     for number, layer in enumerate(chosen):
         layout = SlabLayout(layer)
@@ -195,17 +185,3 @@ def stream_layers(
         staged = [host_memory(slot_bytes, device) for _ in range(NUM_STAGED)]
         on_disk = DiskLayers(file, places, staged)
     return StreamedLayers(chosen, sizes, slots, in_memory, on_disk)
-
-
-def _open_file(num_bytes: int) -> BinaryIO:
-    """A file without a name: it vanishes with the process."""
-    folder = home() / "layers"
-    folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise ModelError(
-            f"layers that fit neither into device_memory nor into host_memory need "
-            f"{format_bytes(num_bytes)} on disk, and {folder} has {format_bytes(free)}; set "
-            "KVBOOST_HOME to another folder, or raise host_memory"
-        )
-    return cast(BinaryIO, tempfile.TemporaryFile(dir=folder))

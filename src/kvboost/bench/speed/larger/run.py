@@ -23,7 +23,7 @@ from kvboost.model.shapes import SHAPES
 SECTIONS = ("streaming",)
 GOAL_SHAPE, GOAL_MEMORY = "32b", 8 << 30
 """What the goals are about."""
-ONE, EIGHT, DRAFTED = "1 request", "8 requests", streaming.DRAFTED
+ONE, EIGHT, CODE = "1 request", "8 requests", streaming.CODE
 TINY_MEMORY = 144 << 20
 """Some layers of the tiny shape fit into this, and a MiB for the KV of each request."""
 
@@ -90,14 +90,14 @@ def _projection(found: dict[str, Any]) -> str:
 
 def _goals(shape: str, found: dict[str, Any]) -> list[Goal]:
     runs = found["runs"]
-    one, eight, drafted = (runs.get(name, {}) for name in (ONE, EIGHT, DRAFTED))
+    one, eight, code = (runs.get(name, {}) for name in (ONE, EIGHT, CODE))
     peak, memory = found.get("peak_reserved"), found["device_memory"]
     alone = one.get("tokens_per_s")
     judged = [
         reaches(one.get("share_of_bus"), 0.9, "{:.0%}"),
         reaches(alone, 3.9),
         reaches(alone and _times(eight, alone), 7.0, "{:.2f} ×"),
-        reaches(alone and _times(drafted, alone), 2.0, "{:.2f} ×"),
+        reaches(alone and _times(code, alone), 2.0, "{:.2f} ×"),
         (None, "not measured") if peak is None else (peak <= memory, format_bytes(peak)),
     ]
     is_another = shape != GOAL_SHAPE or memory > GOAL_MEMORY

@@ -14,6 +14,8 @@ import torch
 from kvboost import KVBoost
 from kvboost.bench.kit.benchmark import Bench
 from kvboost.bench.kit.machine import memory_fence
+from kvboost.bench.speed.larger.script import scripted
+from kvboost.bench.texts.edits import code_edit, words_as_tokens
 from kvboost.config import EngineConfig, format_bytes
 from kvboost.errors import KVBoostError
 from kvboost.model.load import wrap
@@ -29,6 +31,9 @@ PROMPT = 32
 """Tokens of every prompt: reading it is one pass, as every step is."""
 LEAST_STEPS, MOST_STEPS = 6, 48
 DRAFT, DRAFTED = 16, "1 request, drafted"
+CODE = "1 request, code edited"
+EDITS = (0, 6)
+"""Edits of code: the first one shows the engine what a pass costs."""
 REQUEST_ROWS = 256
 """Rows of KV for each request."""
 OTHER_BUSES = {"PCIe 4.0 x16": 25e9, "PCIe 4.0 x8": 13e9}
@@ -52,6 +57,15 @@ class Pace:
     @property
     def bytes_per_s(self) -> float:
         return self.copied_bytes / self.seconds
+
+    def __sub__(self, other: Pace) -> Pace:
+        """What longer answers took more than shorter ones."""
+        return Pace(
+            self.passes - other.passes,
+            self.seconds - other.seconds,
+            self.copied_bytes - other.copied_bytes,
+            self.tokens - other.tokens,
+        )
 
 
 def measure(
@@ -154,6 +168,7 @@ def _measure(
         note(_name(number), partial(_decode, engine, number, seconds))
     passes = found["runs"].get(_name(requests[0]), {}).get("passes", LEAST_STEPS)
     note(DRAFTED, partial(_drafted, engine, passes))
+    note(CODE, partial(_code_edited, engine))
     if engine.device.type == "cuda":
         found["peak_reserved"] = torch.cuda.max_memory_reserved(engine.device)
         say(f"peak of reserved memory: {format_bytes(found['peak_reserved'])}")
@@ -165,7 +180,7 @@ def _name(requests: int) -> str:
 
 
 def _decode(engine: KVBoost, requests: int, seconds: float) -> Pace:
-    """Greedy answers to prompts of their own, which are read in a pass or two."""
+    """Greedy answers to prompts of their own. Reading these, in a pass or two, is not counted."""
     rng = random.Random(requests)
     prompts = [[rng.randrange(256, VOCABULARY) for _ in range(PROMPT)] for _ in range(requests)]
 
@@ -179,7 +194,7 @@ def _decode(engine: KVBoost, requests: int, seconds: float) -> Pace:
     run(2)  # compiles kernels
     short = _timed(engine, partial(run, 2))
     steps = max(LEAST_STEPS, min(MOST_STEPS, int(2 * seconds / short.seconds)))
-    return _timed(engine, partial(run, steps))
+    return _timed(engine, partial(run, steps)) - short
 
 
 def _drafted(engine: KVBoost, steps: int) -> Pace:
@@ -197,6 +212,31 @@ def _drafted(engine: KVBoost, steps: int) -> Pace:
     run("off")
     run(DRAFT)  # compiles kernels
     return _timed(engine, partial(run, DRAFT))
+
+
+def _code_edited(engine: KVBoost) -> Pace:
+    """A function is given back with one name changed, drafted from the prompt. Weights are random,
+    so the answer is the right one, whatever the model computes."""
+    model = engine._model.forward.model
+
+    def run(number: int) -> int:
+        edit = code_edit(number)
+        prompt, answer = words_as_tokens([edit.question, edit.answer], 256)
+        with scripted(model, prompt + answer):
+            found = engine.generate(
+                *(prompt, len(answer), "prefix_cache"),
+                ignore_eos=True,
+                speculate="auto",
+                keep=False,
+            )
+        if found.token_ids != answer:
+            raise RuntimeError("a draft has changed the answer")
+        return len(answer)
+
+    *before, last = EDITS
+    for number in before:
+        run(number)
+    return _timed(engine, partial(run, last))
 
 
 def _timed(engine: KVBoost, run: Callable[[], int]) -> Pace:

@@ -1,10 +1,12 @@
 // Products of bf16 rows with weights that are rearranged once, on a CPU with AMX.
 //
 // out[m, n] = rows[m, k] weights[n, k]'. A thread takes a panel of weights that fits its cache and
-// multiplies all rows with it, 32 at a time: four tiles of sums, two of rows, two of weights.
+// multiplies all rows with it, 32 at a time: four tiles of sums, two of rows, two of weights. Few
+// rows are multiplied with the codes of quantised weights; for many, a panel is expanded to bf16.
 
 #include "tiles.h"
 
+#include <omp.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -12,6 +14,7 @@
 #define COLUMNS (2 * TILE)
 #define TILE_SIZE (2 * TILE * TILE) // of bf16
 #define PANEL_BYTES (768 << 10)
+#define FEW_ROWS 48 // at most so many rows are multiplied with codes
 
 const char *kvboost_instructions(void) { return "AMX"; }
 
@@ -108,23 +111,37 @@ static void finish(
     }
 }
 
+// Columns `first` to `end`, in blocks of 32, of quantised weights: the same as kvboost_pack makes.
+static void expand_blocks(const Linear *linear, int first, int end, bf16 *out) {
+    for (int block = first; block < end; block++, out += (int64_t)COLUMNS * linear->k)
+        for (int half = 0; half < 2; half++)
+            expand_panel(linear->panels + 2 * block + half, linear->k, out + half * TILE_SIZE);
+}
+
 // rows [m, k] and out [m, n], or [m, n / 2] if gated, contiguous. Adds the residual, which may be
 // out itself. packed has space for the rows, m rounded up to 32, aligned to 64 bytes.
 void kvboost_linear(
     const Linear *linear, const bf16 *rows, int32_t m, const bf16 *residual, bf16 *out, bf16 *packed,
     int threads
 ) {
-    if (linear->panels != NULL) {
-        kvboost_quantized_linear(linear, rows, m, residual, out, packed, threads);
-        return;
-    }
     const int n = linear->n, k = linear->k, width = linear->gated ? n / 2 : n;
     const int blocks = n / COLUMNS, fitting = PANEL_BYTES / (COLUMNS * k * (int)sizeof(bf16));
     const int least = fitting > 0 ? (blocks + fitting - 1) / fitting : blocks;
     const int each = (least + threads - 1) / threads, panels = (each > 2 ? each : 2) * threads;
+    const int64_t block_size = (int64_t)COLUMNS * k, panel_size = (blocks / panels + 1) * block_size;
+    bf16 *expanded = NULL; // a panel of each thread
+    if (linear->panels != NULL) {
+        if (m > FEW_ROWS && n % COLUMNS == 0)
+            expanded = aligned_alloc(64, threads * panel_size * sizeof(bf16));
+        if (expanded == NULL) {
+            kvboost_quantized_linear(linear, rows, m, residual, out, packed, threads);
+            return;
+        }
+    }
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float sums[ROWS * COLUMNS] __attribute__((aligned(64)));
+        bf16 *mine = expanded == NULL ? NULL : expanded + omp_get_thread_num() * panel_size;
         TileConfig before;
         configure_tiles(&before);
 #pragma omp for schedule(static)
@@ -133,12 +150,17 @@ void kvboost_linear(
 #pragma omp for schedule(dynamic, 1)
         for (int panel = 0; panel < panels; panel++) { // the same number and size for every thread
             const int first = blocks * panel / panels, end = blocks * (panel + 1) / panels;
+            const bf16 *weights = mine;
+            if (mine == NULL)
+                weights = (const bf16 *)linear->weights + first * block_size;
+            else
+                expand_blocks(linear, first, end, mine);
             for (int row = 0; row < m; row += ROWS) {
                 const int count = m - row < ROWS ? m - row : ROWS;
                 const int64_t at = (int64_t)row * width;
                 for (int block = first; block < end; block++) {
-                    const bf16 *weights = (const bf16 *)linear->weights + (int64_t)block * COLUMNS * k;
-                    multiply(packed + (int64_t)row * k, weights, k, count > TILE, sums);
+                    multiply(packed + (int64_t)row * k, weights + (block - first) * block_size, k,
+                             count > TILE, sums);
                     finish(linear, sums, block * COLUMNS, count, residual ? residual + at : NULL,
                            out + at);
                 }
@@ -146,4 +168,5 @@ void kvboost_linear(
         }
         restore_tiles(&before);
     }
+    free(expanded);
 }

@@ -100,3 +100,9 @@ static inline __m512 rounded(__m512 values) {
 static inline void round_row(const float *row, int dim, bf16 *out) {
     for (int d = 0; d < dim; d += 16) store(out + d, _mm512_loadu_ps(row + d));
 }
+
+#pragma GCC visibility push(hidden)
+// Writes a panel of quantised weights, [16, k], as bf16: [k / 32] tiles, each followed by space for
+// one of another panel.
+void expand_panel(const Panel *panel, int k, bf16 *out);
+#pragma GCC visibility pop

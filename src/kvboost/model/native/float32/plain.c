@@ -2,34 +2,14 @@
 //
 // An output head is often the embedding, too: a rearranged copy of it would take as much memory
 // once more. Here sums run along the rows of the weights, one vector of sums for each row and
-// column, so that weights are read once, in order. Every sum has the same order and the same
-// rounding, whatever rows are beside it.
+// column, so that weights are read once, in order. Every sum has the same order, whatever rows are
+// beside it.
 
 #include "vectors.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
 
 #define TILE_COLUMNS 4
 #define TILE_ROWS (REGISTERS >= 32 ? 6 : 2) // their sums fill three quarters of the registers
 #define GROUP 32                            // columns that stay in the cache while rows pass
-
-// a * b + c, rounded once where the processor can. Left to themselves, compilers round some tiles
-// once and others twice: GCC avoids fused chains on processors where they are slow.
-INLINE vec multiply_and_add(vec a, vec b, vec c) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
-    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__aarch64__)
-    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-    return a * b + c;
-#endif
-}
 
 // The sum of each of four vectors.
 INLINE quad sums_of(const vec *four) {
@@ -71,7 +51,7 @@ INLINE void multiply_tile(
             const vec numbers = load(rows + (int64_t)row * k + i);
             UNROLL
             for (int c = 0; c < columns; c++)
-                sums[row][c] = multiply_and_add(numbers, some[c], sums[row][c]);
+                sums[row][c] = add_product(sums[row][c], numbers, some[c]);
         }
     }
     UNROLL

@@ -45,7 +45,8 @@ INLINE void multiply_rows(
         for (int row = 0; row < count; row++) {
             UNROLL
             for (int v = 0; v < VECTORS; v++)
-                sums[row][v] += rows[row * row_stride + i] * columns[v];
+                sums[row][v] =
+                    add_product(sums[row][v], everywhere(rows[row * row_stride + i]), columns[v]);
         }
     }
     UNROLL

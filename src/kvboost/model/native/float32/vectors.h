@@ -8,6 +8,12 @@
 
 #include "../kernels.h"
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 #if defined(__AVX512F__)
 #define INSTRUCTIONS "AVX-512"
 #define VECTOR_BYTES 64
@@ -58,6 +64,21 @@ typedef int32_t quad_ints __attribute__((vector_size(16)));
 
 INLINE vec load(const float *from) { return *(const unaligned_vec *)from; }
 INLINE void store(float *to, vec values) { *(unaligned_vec *)to = values; }
+INLINE vec everywhere(float x) { return x - (vec){0}; }
+
+// sum + a * b, rounded once where the processor can. Compilers would choose anew at each place: then
+// a sum could depend on the rows beside it.
+INLINE vec add_product(vec sum, vec a, vec b) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+#else
+    return sum + a * b;
+#endif
+}
 
 // out[count, 32] = rows[count, k] matrix[k, 32]. multiply_add adds the product to out instead. In
 // multiply_halved, each row of the matrix is 16 pairs of bf16: columns i and 16 + i.
