@@ -18,7 +18,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 NUMBERS = {"query", "pages", "like", "keys", "values", "out", "qkv", "gate_up", "rows", "added"}
 NUMBERS |= {"summed", "weight", "query_norm", "key_norm", "past", "own"}
 TYPES = {
-    "int32": {"positions", "tiles", "tables", "table"},
+    "int32": {"positions", "items", "tiles", "tables", "table"},
     "int64": {
         "sources",
         "span_of",
@@ -52,10 +52,9 @@ SIZES = {
     "WIDE_PAIRS": 16,
     "PAGE": 16,
     "HEADS": 6,
-    "SPLITS": 32,
+    "PARTS": 32,
     "ROWS": 16,
     "KEYS": 16,
-    "SPLIT": False,
     "HALF": 12,
     "WIDTH": 24,
     "BLOCK": 16,
@@ -64,7 +63,7 @@ SIZES = {
 }
 VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (attention._attend_kernel, "bf16", {"absent": None, "window": None, "cap": None, "lse": None}),
-    (attention._attend_kernel, "fp32", {"SPLIT": True}),
+    (attention._attend_kernel, "fp32", {"parts": None, "part_lse": None}),
     (attention._combine_kernel, "bf16", {}),
     (write._write_kernel, "bf16", {}),
     (fused._add_norm_kernel, "bf16", {}),

@@ -24,7 +24,7 @@ from kvboost.model.sampling import Picked
 from kvboost.model.segment import Segment
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.host import to_device
-from kvboost.model.triton.rows import MOST_SPLITS, PagedRows, Tile, programs_at_once
+from kvboost.model.triton.rows import MOST_PARTS, PagedRows, Tile, programs_at_once
 
 
 class RunModel(Protocol):
@@ -76,7 +76,7 @@ def bucket_of(count: int) -> int:
 
 class StepBatch(RowBatch):
     """Rows of different requests, each after all rows of its request, and those ``beside`` them.
-    ``positions``, ``slots`` and ``requests`` are filled before every step."""
+    ``load`` and ``slots`` are filled in before every step."""
 
     def __init__(self, slab: Slab, size: int, beside: Beside | None = None) -> None:
         super().__init__(slab)
@@ -85,14 +85,15 @@ class StepBatch(RowBatch):
         more = beside.most_rows if beside is not None else 0
         self.slots = torch.zeros(size + more, dtype=torch.int64, device=device)
         self.positions = torch.zeros(size, dtype=torch.int32, device=device)
-        row = torch.arange(size, dtype=torch.int32, device=device)
-        self._tiles = torch.stack([torch.zeros_like(row), row, torch.ones_like(row)], 1)
+        self.requests = torch.zeros(size, dtype=torch.int32, device=device)
         self._rows: dict[int, PagedRows] = {}
 
-    @property
-    def requests(self) -> torch.Tensor:
-        """int32 ``[rows]``: the rows of the requests in the slab's table."""
-        return self._tiles[:, 0]
+    def load(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
+        """Sets the rows of the requests in the slab's table, and their ``positions``."""
+        self.positions.copy_(positions)
+        self.requests.copy_(rows)
+        for known in self._rows.values():
+            _requests_of(known).copy_(self.requests[:, None])
 
     def attend_rows(
         self,
@@ -113,24 +114,41 @@ class StepBatch(RowBatch):
         return out
 
     def _rows_for(self, heads: int) -> PagedRows:
-        """The rows for the kernel. A tile is split over its keys as far as the device has programs
+        """The rows for the kernel. A row is split over its keys as far as the device has programs
         to spare: lengths are not known when a graph is recorded."""
         if heads not in self._rows:
             shape, size = self._slab.shape, len(self.positions)
             group = heads // shape.num_kv_heads
             tile = Tile.pick(group, shape.dtype, shape.head_dim)
             spare = programs_at_once(shape.device, tile) // (size * shape.num_kv_heads)
-            splits = max(1, min(spare, MOST_SPLITS))
-            self._rows[heads] = PagedRows(
+            parts = max(1, min(spare, MOST_PARTS))
+            row = torch.arange(size, dtype=torch.int32, device=shape.device)
+            zero, one = torch.zeros_like(row), torch.ones_like(row)
+            tiles = torch.stack([row, one, row * parts, one * parts], 1)
+            items = torch.stack([zero, row, one, one, zero, one * parts, zero], 1)
+            items = items.repeat_interleave(parts, 0)
+            slot = torch.arange(len(items), dtype=torch.int32, device=shape.device)
+            items[:, 4], items[:, 6] = slot % parts, slot
+            slots = len(items) if parts > 1 else 0
+            found = PagedRows(
                 self.positions,
-                self._tiles,
+                items,
+                tiles,
                 self._slab.table,
                 tile,
-                splits,
+                parts,
+                slots,
                 self._slab.most_rows,
                 group,
             )
+            _requests_of(found).copy_(self.requests[:, None])
+            self._rows[heads] = found
         return self._rows[heads]
+
+
+def _requests_of(rows: PagedRows) -> torch.Tensor:
+    """Of the items of rows that each have the same number of parts, ``[rows, parts]``."""
+    return rows.items[:, 0].view(-1, rows.most_parts)
 
 
 class _Bucket:
@@ -177,8 +195,7 @@ class _Bucket:
     def _forward(self) -> torch.Tensor:
         steps, batch = self._steps, self._batch
         self.positions.copy_(steps.lengths[self.rows])
-        batch.positions.copy_(self.positions)
-        batch.requests.copy_(self.rows)
+        batch.load(self.rows, self.positions)
         page = steps.slab.table[self.rows, self.positions // PAGE].long()
         torch.add(self.positions % PAGE, page, alpha=PAGE, out=batch.slots[: self.size])
         self.ids.copy_(steps.tokens[self.rows])
