@@ -7,8 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 import torch_kernels
+from kvboost.model.triton import attention as attention_kernels
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.rows import Ints, PagedRows, Tile, pick_parts
 from paged_kv import (
@@ -64,6 +66,31 @@ def test_scattered_rows_of_two_requests(dtype: torch.dtype, layout: str, parts: 
 
 
 @each_dtype
+def test_keys_that_are_copied_into_one_piece(dtype: torch.dtype, monkeypatch: MonkeyPatch) -> None:
+    torch.manual_seed(2)
+    pages = make_pages(12, 2, 16, 32, dtype, "tokens first")
+    tables = make_tables(1, 12, 12)
+    positions = [scattered(23, 150)]
+    pages[tables[0, 9:].long()] = float("nan")  # never written
+    pages[tables[0, 9].long(), :, : 150 % 16] = 0.5
+    query = random(23, 6, 32, dtype=dtype)
+    copied = []
+    gather = attention_kernels.gather_counted
+    monkeypatch.setattr(
+        attention_kernels, "gather_counted", lambda *given: copied.append(1) or gather(*given)
+    )
+    sizes = {"page": 16, "heads": 6, "kv_heads": 2, "dtype": dtype, "tile": tile_for(dtype)}
+    for parts in (1, 2):
+        rows = PagedRows.of(positions, tables, parts=parts, dense=True, **sizes)  # type: ignore[arg-type]
+        given = attend(query, pages, rows, SCALE, soft_cap=3.0)
+        expected = attention(query, pages.nan_to_num(), positions, tables, SCALE, soft_cap=3.0)[0]
+        assert close(given, expected)
+    assert len(copied) == 2
+    attend(query, pages.nan_to_num(), rows, SCALE, window=20)
+    assert len(copied) == 2  # windows leave out most keys
+
+
+@each_dtype
 @pytest.mark.parametrize(("dim", "heads"), [(16, 10), (80, 2)])
 def test_odd_sizes(dtype: torch.dtype, dim: int, heads: int) -> None:
     """Dimensions and pages that are no powers of two, and one row at every border of a page."""
@@ -109,7 +136,7 @@ def test_windows_caps_and_absent_rows(parts: int) -> None:
 
 
 def test_a_row_that_sees_no_key_of_a_part_takes_nothing_of_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
 ) -> None:
     """Hidden keys weigh exactly zero. If only a subtraction of scores made them so, a compiler that
     fuses it with the product before would leave the rounding error of a huge number."""

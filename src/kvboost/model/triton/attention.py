@@ -4,7 +4,8 @@ The rows of a request need not be consecutive: each has its position, as data, a
 keys up to it. A program computes a tile of rows that follow one another in the list, times the
 query heads that share a KV head, so a tile of scattered rows costs as much as a tile of consecutive
 ones. Tiles with many keys are split over them, so that all programs end at about the same time, and
-a second kernel combines the parts.
+a second kernel combines the parts. For many rows of one request, its keys and values are first
+copied into one piece: what Hopper's units for copying tiles can read costs no registers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kvboost.model.triton.dense import gather_counted
 from kvboost.model.triton.pages import check_pages
 from kvboost.model.triton.rows import ITEM_FIELDS, TILE_FIELDS, PagedRows
 from kvboost.model.triton.scores import (
@@ -29,6 +32,15 @@ from kvboost.model.triton.scores import (
 COMBINED = 32
 """Parts, times rows and heads, that one program combines: what its registers hold."""
 ITEM, TILE = tl.constexpr(len(ITEM_FIELDS)), tl.constexpr(len(TILE_FIELDS))
+
+
+@triton.jit
+def _weigh(scores, total, best, factor):
+    """Weights of keys, what earlier results fade by, and the new total and best score."""
+    new_best = tl.maximum(best, tl.max(scores, 1) * factor)
+    weights = tl.exp2(scores * factor - new_best[:, None])
+    fade = tl.exp2(best - new_best)
+    return weights, fade, total * fade + tl.sum(weights, 1), new_best
 
 
 @triton.jit
@@ -77,16 +89,42 @@ def _attend_keys(
             keys = tl.load(key_at)
         scores = product(query, keys)
         scores = scores_of(scores, position, key, present, scale, cap, window, MASKED)
-        new_best = tl.maximum(best, tl.max(scores, 1) * factor)
-        weights = tl.exp2(scores * factor - new_best[:, None])
-        fade = tl.exp2(best - new_best)
-        total = total * fade + tl.sum(weights, 1)
+        weights, fade, total, best = _weigh(scores, total, best, factor)
         if MASKED or WIDE != DIM:
             values = tl.load(value_at, mask=present[:, None] & inside[None, :], other=0.0)
         else:
             values = tl.load(value_at)
         acc = acc * fade[:, None] + product(weights.to(values.dtype), values)
-        best = new_best
+    return acc, total, best
+
+
+@triton.jit
+def _attend_dense_keys(
+    acc,
+    total,
+    best,
+    query,
+    position,
+    keys,
+    values,
+    begin,
+    first,
+    last,
+    end,
+    scale,
+    cap,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """As ``_attend_keys``, over tensors whose rows from ``begin`` on are the keys and values."""
+    factor = factor_of(scale, cap)
+    for number in range(first, last):
+        key = number * KEYS + tl.arange(0, KEYS)
+        scores = product(query, keys.load([begin + number * KEYS, 0]).T)
+        scores = scores_of(scores, position, key, key < end, scale, cap, None, MASKED)
+        weights, fade, total, best = _weigh(scores, total, best, factor)
+        found = values.load([begin + number * KEYS, 0])
+        acc = acc * fade[:, None] + product(weights.to(found.dtype), found)
     return acc, total, best
 
 
@@ -115,6 +153,9 @@ def _attend_kernel(
     lse_row_stride,
     parts,
     part_lse,
+    keys,
+    values,
+    dense_rows,
     scale,
     cap,
     window,
@@ -172,17 +213,28 @@ def _attend_kernel(
     acc = tl.zeros([ROWS, WIDE], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     best = tl.full([ROWS], LOWEST, tl.float32)
-    if window is None and absent is None:
-        acc, total, best = _attend_keys(
-            acc, total, best, queries, position, pages, table, absent, head, first, plain, end,
-            page_stride, head_stride, token_stride, scale, cap, window,
-            DIM=DIM, WIDE=WIDE, PAGE=PAGE, KEYS=KEYS, MASKED=False,
+    if keys is not None:
+        begin = head * dense_rows
+        acc, total, best = _attend_dense_keys(
+            acc, total, best, queries, position, keys, values, begin, first, plain, end,
+            scale, cap, KEYS=KEYS, MASKED=False,
         )  # fmt: skip
-    acc, total, best = _attend_keys(
-        acc, total, best, queries, position, pages, table, absent, head, plain, last, end,
-        page_stride, head_stride, token_stride, scale, cap, window,
-        DIM=DIM, WIDE=WIDE, PAGE=PAGE, KEYS=KEYS, MASKED=True,
-    )  # fmt: skip
+        acc, total, best = _attend_dense_keys(
+            acc, total, best, queries, position, keys, values, begin, plain, last, end,
+            scale, cap, KEYS=KEYS, MASKED=True,
+        )  # fmt: skip
+    else:
+        if window is None and absent is None:
+            acc, total, best = _attend_keys(
+                acc, total, best, queries, position, pages, table, absent, head, first, plain,
+                end, page_stride, head_stride, token_stride, scale, cap, window,
+                DIM=DIM, WIDE=WIDE, PAGE=PAGE, KEYS=KEYS, MASKED=False,
+            )  # fmt: skip
+        acc, total, best = _attend_keys(
+            acc, total, best, queries, position, pages, table, absent, head, plain, last,
+            end, page_stride, head_stride, token_stride, scale, cap, window,
+            DIM=DIM, WIDE=WIDE, PAGE=PAGE, KEYS=KEYS, MASKED=True,
+        )  # fmt: skip
 
     total = tl.where(total > 0, total, 1.0)  # a part without keys
     acc = tl.where(used[:, None], acc / total[:, None], 0.0)
@@ -256,6 +308,19 @@ def _check_query(query: torch.Tensor, pages: torch.Tensor, rows: PagedRows) -> N
         )
 
 
+def _dense(
+    pages: torch.Tensor, rows: PagedRows
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None, int]:
+    """The keys and the values in one piece each, and how many rows they have; None if ``rows``
+    attend to them in their pages."""
+    if rows.num_keys is None:
+        return None, None, 0
+    both = gather_counted(pages, rows.tables[0], rows.num_keys, rows.end)
+    block = [rows.tile.keys, both[0].shape[2]]
+    keys, values = (TensorDescriptor.from_tensor(each.flatten(0, 1), block) for each in both)
+    return keys, values, both[0].shape[1]
+
+
 def attend(
     query: torch.Tensor,
     pages: torch.Tensor,
@@ -290,13 +355,14 @@ def attend(
         size = (rows.slots, kv_heads, rows.tile.rows)
         parts = torch.empty(*size, dim, dtype=torch.float32, device=query.device)
         part_lse = torch.empty(size, dtype=torch.float32, device=query.device)
+    dense = _dense(pages, rows) if window is None and absent is None else (None, None, 0)
     written = (out, out.stride(0), out.stride(1), lse, heads)
     _attend_kernel[(kv_heads, len(rows.items))](
         *(query, query.stride(0), query.stride(1)),
         *(rows.positions, rows.items, rows.tables, rows.tables.stride(0)),
         *(pages, *pages.stride()[:3]),
         *(absent, 0 if absent is None else absent.stride(0)),
-        *(*written, parts, part_lse, scale, soft_cap, window),
+        *(*written, parts, part_lse, *dense, scale, soft_cap, window),
         GROUP=rows.group,
         DIM=dim,
         WIDE=wide,

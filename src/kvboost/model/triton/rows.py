@@ -15,10 +15,12 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 MOST_PARTS = 32
 KEYS_PER_PART = 512
 """A part with fewer keys than this costs more than it gains."""
-PART_COST, COMBINING_COST = 128, 256
+PART_COST, COMBINING_COST = 384, 192
 """What writing a part takes, and what combining parts takes in all: as so many keys."""
 SHORT_PARTS = 4
 """Parts that are shorter by this factor than what a program does in all are short enough."""
+LEAST_DENSE = 3072
+"""Rows times heads that share a KV head, from which on copying keys takes less than it saves."""
 ITEM_FIELDS = ("request", "first row", "rows", "room", "part", "parts", "slot")
 """Of a part of a tile. ``room`` are the rows that it may write; ``slot`` is where one of several
 parts goes."""
@@ -57,6 +59,16 @@ def tiles_of(dtype: torch.dtype, dim: int = 128) -> list[Tile]:
     return [Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)]
 
 
+def dense_tile(device: torch.device, dtype: torch.dtype, dim: int, num_rows: int) -> Tile | None:
+    """The tile for ``num_rows`` rows times heads that share a KV head, if the keys of their request
+    are better copied into one piece. Measured on Hopper: programs of one warp group, two of them on
+    a processor, so that one computes products while the other computes exponentials."""
+    if num_rows < LEAST_DENSE or dtype.itemsize != 2 or dim not in (64, 128):
+        return None
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return Tile(64, 64, 4, 3) if is_hopper else None
+
+
 @dataclass(frozen=True)
 class PagedRows:
     """Rows of one or more requests, in the order of their queries; the same in all layers."""
@@ -79,6 +91,9 @@ class PagedRows:
     """One past the last position."""
     group: int
     """Query heads that share a KV head."""
+    num_keys: torch.Tensor | None = None
+    """One past the last position, int32 ``[1]``, if these are rows of one request and its keys are
+    to be copied into one piece."""
 
     @classmethod
     def of(
@@ -93,10 +108,12 @@ class PagedRows:
         tile: Tile | None = None,
         parts: int | None = None,
         starts: Sequence[int] | None = None,
+        dense: bool = False,
     ) -> PagedRows:
         """``positions`` are the rows of each request, on the CPU; request ``i`` has the pages
         ``tables[i]``. Its queries begin at ``starts[i]``, or follow those of the request before.
-        ``parts``: of every tile, instead of as many as serve best."""
+        ``parts``: of every tile, instead of as many as serve best. ``dense``: whether the keys of
+        the only request are copied into one piece."""
         group = heads // kv_heads
         counts = [len(rows) for rows in positions]
         tile = tile or Tile.pick(group * max(counts), dtype)
@@ -124,10 +141,12 @@ class PagedRows:
         if parts is None:
             of_tiles = pick_parts(ends, kv_heads, programs_at_once(device, tile))
         items, described = cut(tiles, ends, of_tiles)
-        sent = torch.from_numpy(np.concatenate([items.ravel(), described.ravel(), every]))
-        on_device = sent.to(device, non_blocking=True).split(
-            [items.size, described.size, len(every)]
+        longest = int(ends.max())
+        sent = torch.from_numpy(
+            np.concatenate([items.ravel(), described.ravel(), every, np.int32([longest])])
         )
+        sizes = [items.size, described.size, len(every), 1]
+        on_device = sent.to(device, non_blocking=True).split(sizes)
         return cls(
             on_device[2],
             on_device[0].view(items.shape),
@@ -136,8 +155,9 @@ class PagedRows:
             tile,
             int(of_tiles.max()),
             int(of_tiles[of_tiles > 1].sum()),
-            int(ends.max()),
+            longest,
             group,
+            on_device[3] if dense else None,
         )
 
 

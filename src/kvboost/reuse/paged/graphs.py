@@ -9,6 +9,7 @@ of fixed size: padding has position -1, writes nothing, and is attended to by no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -157,19 +158,21 @@ class FixedRows:
         pages = kernels.pages
         self._page, self._size, self._lead = pages.size, size, lead
         group = heads // pages.num_kv_heads
-        tile, lead_tile = kernels.tile(heads, size), kernels.tile(heads, lead)
+        dense = None if lead else kernels.dense_tile(heads, size, capacity)
+        tile, lead_tile = dense or kernels.tile(heads, size), kernels.tile(heads, lead)
         all_tiles = [*_tiles(0, lead, tile, group), *_tiles(lead, size, tile, group)]
         self._tiles = FixedTiles(all_tiles, tile, pages)
         self._lead_tiles = FixedTiles(_tiles(0, lead, lead_tile, group), lead_tile, pages)
-        parts = [size, size, 1, self._tiles.size, self._lead_tiles.size]
+        parts = [size, size, 1, 1, self._tiles.size, self._lead_tiles.size]
         self._inputs = torch.zeros(sum(parts), dtype=torch.int32, device=pages.device)
-        self._ids, self._positions, self.last, *both = self._inputs.split(parts)
+        self._ids, self._positions, self.last, num_keys, *both = self._inputs.split(parts)
         self._positions.fill_(-1)
         self._table = torch.zeros(
             -(-capacity // pages.size), dtype=torch.int32, device=pages.device
         )
         table = self._table[None]
-        self.paged = self._tiles.paged(self._positions, both[0], table, capacity, group)
+        paged = self._tiles.paged(self._positions, both[0], table, capacity, group)
+        self.paged = replace(paged, num_keys=num_keys) if dense else paged
         self.lead = self._lead_tiles.paged(self._positions[:lead], both[1], table, capacity, group)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -193,7 +196,8 @@ class FixedRows:
             to[:num_last] = given[rest:]
             to[self._lead : self._lead + rest] = given[:rest]
         sent[2 * self._size] = num_last - 1 if num_last else self._lead + rest - 1
-        work = sent[2 * self._size + 1 :]
+        sent[2 * self._size + 1] = rows[-1] + 1
+        work = sent[2 * self._size + 2 :]
         self._tiles.fill(work[: self._tiles.size], positions)
         self._lead_tiles.fill(work[self._tiles.size :], positions)
         send_into(torch.from_numpy(sent), self._inputs)
