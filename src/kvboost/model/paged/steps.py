@@ -17,14 +17,12 @@ import torch
 from kvboost.model.attention import Batch
 from kvboost.model.paged.graphs import Capture, Function
 from kvboost.model.paged.kv import PagedKV
-from kvboost.model.paged.row_batch import Fresh, RowBatch
 from kvboost.model.paged.sampling import GREEDY, DeviceSampling, Kind
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
+from kvboost.model.paged.step_batch import Beside, StepBatch
 from kvboost.model.sampling import Picked
 from kvboost.model.segment import Segment
-from kvboost.model.triton.attention import attend
 from kvboost.model.triton.host import to_device
-from kvboost.model.triton.rows import MOST_PARTS, PagedRows, Tile, programs_at_once
 
 
 class RunModel(Protocol):
@@ -39,116 +37,12 @@ class RunModel(Protocol):
         those of the ``wanted`` rows."""
 
 
-class Beside(Protocol):
-    """Consecutive rows of one request that a step computes beside its own, through buffers of a
-    fixed size."""
-
-    @property
-    def most_rows(self) -> int: ...
-
-    def takes(self, segment: Segment) -> bool: ...
-
-    def load(self, segment: Segment) -> None:
-        """Fills the buffers, before a step."""
-
-    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Token ids, positions and slots, all int64 ``[most_rows]``."""
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        out: torch.Tensor,
-    ) -> None:
-        """Attention of ``query``, ``[most_rows, heads, dim]``, into ``out``."""
-
-
 def bucket_of(count: int) -> int:
     """The number of rows that a step of ``count`` requests is padded to."""
     if count <= 8:
         return 1 << (count - 1).bit_length()
     step = 8 if count <= 32 else 16 if count <= 64 else 32 if count <= 128 else 64
     return -(-count // step) * step
-
-
-class StepBatch(RowBatch):
-    """Rows of different requests, each after all rows of its request, and those ``beside`` them.
-    ``load`` and ``slots`` are filled in before every step."""
-
-    def __init__(self, slab: Slab, size: int, beside: Beside | None = None) -> None:
-        super().__init__(slab)
-        device = slab.shape.device
-        self._beside = beside
-        more = beside.most_rows if beside is not None else 0
-        self.slots = torch.zeros(size + more, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(size, dtype=torch.int32, device=device)
-        self.requests = torch.zeros(size, dtype=torch.int32, device=device)
-        self._rows: dict[int, PagedRows] = {}
-
-    def load(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
-        """Sets the rows of the requests in the slab's table, and their ``positions``."""
-        self.positions.copy_(positions)
-        self.requests.copy_(rows)
-        for known in self._rows.values():
-            _requests_of(known).copy_(self.requests[:, None])
-
-    def attend_rows(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        *,
-        fresh: Fresh | None = None,
-    ) -> torch.Tensor:
-        rows, own = self._rows_for(query.shape[1]), len(self.positions)
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        pages = self.pages(layer)
-        attend(query[:own], pages, rows, scale, window=window, soft_cap=softcap, out=out[:own])
-        if self._beside is not None:
-            self._beside.attend(layer, query[own:], scale, window, softcap, out[own:])
-        return out
-
-    def _rows_for(self, heads: int) -> PagedRows:
-        """The rows for the kernel. A row is split over its keys as far as the device has programs
-        to spare: lengths are not known when a graph is recorded."""
-        if heads not in self._rows:
-            shape, size = self._slab.shape, len(self.positions)
-            group = heads // shape.num_kv_heads
-            tile = Tile.pick(group, shape.dtype, shape.head_dim)
-            spare = programs_at_once(shape.device, tile) // (size * shape.num_kv_heads)
-            parts = max(1, min(spare, MOST_PARTS))
-            row = torch.arange(size, dtype=torch.int32, device=shape.device)
-            zero, one = torch.zeros_like(row), torch.ones_like(row)
-            tiles = torch.stack([row, one, row * parts, one * parts], 1)
-            items = torch.stack([zero, row, one, one, zero, one * parts, zero], 1)
-            items = items.repeat_interleave(parts, 0)
-            slot = torch.arange(len(items), dtype=torch.int32, device=shape.device)
-            items[:, 4], items[:, 6] = slot % parts, slot
-            slots = len(items) if parts > 1 else 0
-            found = PagedRows(
-                self.positions,
-                items,
-                tiles,
-                self._slab.table,
-                tile,
-                parts,
-                slots,
-                self._slab.most_rows,
-                group,
-            )
-            _requests_of(found).copy_(self.requests[:, None])
-            self._rows[heads] = found
-        return self._rows[heads]
-
-
-def _requests_of(rows: PagedRows) -> torch.Tensor:
-    """Of the items of rows that each have the same number of parts, ``[rows, parts]``."""
-    return rows.items[:, 0].view(-1, rows.most_parts)
 
 
 class _Bucket:

@@ -170,7 +170,10 @@ def _attend_kernel(
     but that are not there, get zeros."""
     head = tl.program_id(0)
     item = items + tl.program_id(1) * ITEM
-    start, count, room = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    request, start, count, room = (
+        tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3),
+    )  # fmt: skip
+    part, num_parts, slot = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
     if room == 0:
         return
 
@@ -198,7 +201,6 @@ def _attend_kernel(
     if window is not None:
         first = tl.maximum(0, lowest - window + 1) // KEYS
     last = tl.cdiv(end, KEYS)
-    part, num_parts = tl.load(item + 4), tl.load(item + 5)
     share = tl.cdiv(last - first, num_parts)
     first = tl.minimum(first + part * share, last)
     last = tl.minimum(first + share, last)
@@ -206,10 +208,9 @@ def _attend_kernel(
     if window is None and absent is None:
         plain = tl.maximum(first, tl.minimum(last, (lowest + 1) // KEYS))
 
-    request = tl.load(item).to(tl.int64)
-    table = tables + request * table_stride
+    table = tables + request.to(tl.int64) * table_stride
     if absent is not None:
-        absent = absent + request * absent_stride
+        absent = absent + request.to(tl.int64) * absent_stride
     acc = tl.zeros([ROWS, WIDE], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     best = tl.full([ROWS], LOWEST, tl.float32)
@@ -240,7 +241,7 @@ def _attend_kernel(
     acc = tl.where(used[:, None], acc / total[:, None], 0.0)
     weight = best + tl.log2(total)
     if parts is not None and num_parts > 1:
-        place = (tl.load(item + 6).to(tl.int64) * tl.num_programs(0) + head) * ROWS + fold
+        place = (slot.to(tl.int64) * tl.num_programs(0) + head) * ROWS + fold
         to = parts + place[:, None] * DIM + channel[None, :]
         tl.store(to, acc, mask=owned[:, None] & inside)
         tl.store(part_lse + place, weight, mask=owned)

@@ -143,7 +143,7 @@ class PagedRows:
         items, described = cut(tiles, ends, of_tiles)
         longest = int(ends.max())
         sent = torch.from_numpy(
-            np.concatenate([items.ravel(), described.ravel(), every, np.int32([longest])])
+            np.concatenate([items.ravel(), described.ravel(), every, np.array([longest], np.int32)])
         )
         sizes = [items.size, described.size, len(every), 1]
         on_device = sent.to(device, non_blocking=True).split(sizes)
