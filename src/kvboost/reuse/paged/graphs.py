@@ -347,10 +347,10 @@ class FixedMass:
         known = hook.seen.absent
         if hook.num_rows > len(self._rows.positions) or hook.seen.layers != self._layers:
             return False
-        absent = torch.ones(len(self._absent), dtype=torch.bool)
+        absent = torch.zeros(len(known) + hook.num_rows, dtype=torch.bool)
         absent[: len(known)] = known
-        absent[len(known) : len(known) + hook.num_rows] = False
-        send_into(absent, self._absent)
+        self._absent[len(absent) :].fill_(True)
+        send_into(absent, self._absent[: len(absent)])
         return True
 
     def finish(self, hook: LayerHook | None) -> None:
