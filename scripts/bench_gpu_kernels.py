@@ -1,6 +1,6 @@
 """Our Triton kernels on a GPU: each is compared with torch first, then timed.
 
-Attention of scattered rows is timed over several tiles and numbers of splits, next to
+Attention of scattered rows is timed over several tiles and numbers of parts, next to
 FlashAttention: vLLM's if it can be imported, which computes each run of consecutive rows as a
 request of its own, or torch's with a mask. Times are medians on the GPU, taken by CUDA events
 around a captured graph of several calls; "host" is what one call costs in Python. ``long`` compares
@@ -50,7 +50,7 @@ TILES = [
     Tile(rows=64, keys=64, warps=4, stages=3),
     Tile(rows=64, keys=64, warps=4, stages=2),
 ]
-SPLITS = [1, 2, 4]
+PARTS = [1, 2, 4]
 LONG = [(8192, 8192), (2048, 8192), (4096, 32768), (8192, 32768)]
 """Rows at the end of a sequence, and all its keys."""
 LARGE_TILES = [*TILES[:3], Tile(rows=128, keys=128, warps=8, stages=3)]
@@ -113,9 +113,9 @@ class Case:
         pages, table = make_pages(kv_heads, keys)
         return cls(heads, kv_heads, positions, query, pages, table[None])
 
-    def rows(self, tile: Tile | None = None, splits: int | None = None) -> PagedRows:
+    def rows(self, tile: Tile | None = None, parts: int | None = None) -> PagedRows:
         sizes = {"page": PAGE, "heads": self.heads, "kv_heads": self.kv_heads, "dtype": DTYPE}
-        return PagedRows.of([self.positions], self.tables, tile=tile, splits=splits, **sizes)
+        return PagedRows.of([self.positions], self.tables, tile=tile, parts=parts, **sizes)
 
     def attend(self, rows: PagedRows) -> torch.Tensor:
         return attend(self.query, self.pages, rows, DIM**-0.5)
@@ -125,9 +125,9 @@ class Case:
         return 4.0 * DIM * self.heads * float((self.positions + 1).sum())
 
 
-def compile_attention(model: str, tile: Tile, splits: int) -> None:
+def compile_attention(model: str, tile: Tile, parts: int) -> None:
     case = Case.of(model, torch.arange(64), 64)
-    case.attend(case.rows(tile, splits))
+    case.attend(case.rows(tile, parts))
     torch.cuda.synchronize()
 
 
@@ -179,7 +179,7 @@ def time_attention(name: str, case: Case) -> dict[str, Any]:
     print(name)
     expected = expected_attention(case)
     default = case.rows()
-    plans = [default, *(case.rows(tile, splits) for tile, splits in product(TILES, SPLITS))]
+    plans = [default, *(case.rows(tile, parts) for tile, parts in product(TILES, PARTS))]
     times = []
     for plan in plans:
         check(f"{name}, {describe(plan)}", case.attend(plan), expected)
@@ -263,9 +263,8 @@ def time_long(name: str, case: Case) -> dict[str, Any]:
 
 def describe(plan: PagedRows) -> str:
     tile = plan.tile
-    return (
-        f"{tile.rows}x{tile.keys}, {tile.warps} warps, {tile.stages} stages, {plan.splits} splits"
-    )
+    sizes = f"{tile.rows}x{tile.keys}, {tile.warps} warps, {tile.stages} stages"
+    return f"{sizes}, up to {plan.most_parts} parts"
 
 
 def flash_attention(case: Case) -> tuple[str, Callable[[], torch.Tensor]]:

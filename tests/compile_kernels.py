@@ -18,7 +18,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 NUMBERS = {"query", "pages", "like", "keys", "values", "out", "qkv", "gate_up", "rows", "added"}
 NUMBERS |= {"summed", "weight", "bias", "query_norm", "key_norm", "past", "own"}
 TYPES = {
-    "int32": {"positions", "tiles", "tables", "table"},
+    "int32": {"positions", "items", "tiles", "tables", "table", "counted"},
     "int64": {
         "sources",
         "span_of",
@@ -54,10 +54,9 @@ SIZES = {
     "WIDE_PAIRS": 16,
     "PAGE": 16,
     "HEADS": 6,
-    "SPLITS": 32,
+    "PARTS": 32,
     "ROWS": 16,
     "KEYS": 16,
-    "SPLIT": False,
     "HALF": 12,
     "WIDTH": 24,
     "BLOCK": 16,
@@ -69,16 +68,20 @@ SIZES = {
     "DEPTH": 128,
     "EXPANDED": 1024,
 }
+IN_PAGES = {"keys": None, "values": None, "dense_rows": 0}
+DENSE = {"keys": "tensordesc<bf16[16, 32]>", "values": "tensordesc<bf16[16, 32]>", "DIM": 32}
+ALL_KEYS = {"absent": None, "window": None, "cap": None, "lse": None}
 VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
-    (attention._attend_kernel, "bf16", {"absent": None, "window": None, "cap": None, "lse": None}),
-    (attention._attend_kernel, "fp32", {"SPLIT": True}),
+    (attention._attend_kernel, "bf16", {**ALL_KEYS, **IN_PAGES}),
+    (attention._attend_kernel, "bf16", {**ALL_KEYS, **DENSE}),
+    (attention._attend_kernel, "fp32", {"parts": None, "part_lse": None, **IN_PAGES}),
     (attention._combine_kernel, "bf16", {}),
     (write._write_kernel, "bf16", {}),
     (fused._add_norm_kernel, "bf16", {}),
     (fused._add_norm_kernel, "fp32", {"added": None, "summed": None}),
     (fused._rotate_write_kernel, "fp32", {"query_norm": None, "key_norm": None}),
     (fused._gate_kernel, "bf16", {}),
-    (dense._gather_kernel, "bf16", {}),
+    (dense._gather_kernel, "bf16", {"counted": None}),
     (dense._merge_kernel, "bf16", {}),
     (fused._rotate_write_kernel, "bf16", {"ROWS": 1}),
     (mass._mass_kernel, "bf16", {}),
@@ -103,9 +106,12 @@ def type_of(name: str, number: str) -> str:
 
 def compile_kernel(kernel: Any, number: str, given: dict[str, Any]) -> None:
     names = [parameter.name for parameter in kernel.params]
-    constants = {name: value for name, value in {**SIZES, **given}.items() if name in names}
+    types = {name: value for name, value in given.items() if isinstance(value, str)}
+    known = {**SIZES, **given}.items()
+    constants = {name: value for name, value in known if name in names and name not in types}
     signature = {
-        name: "constexpr" if name in constants else type_of(name, number) for name in names
+        name: "constexpr" if name in constants else types.get(name) or type_of(name, number)
+        for name in names
     }
     source = ASTSource(
         kernel, signature, {(names.index(name),): value for name, value in constants.items()}

@@ -19,7 +19,7 @@ from paged_kv import attention_weights, dense
 USES = {
     "attend": (
         "kvboost.model.paged.batch",
-        "kvboost.model.paged.steps",
+        "kvboost.model.paged.step_batch",
         "kvboost.model.triton.attention",
         "kvboost.model.triton.mass",
     ),
@@ -53,7 +53,10 @@ def attend(
     page = check_pages(pages)[1]
     _check_query(query, pages, rows)
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
-    for request, start, count in rows.tiles.tolist():
+    for request, start, count, room, part, *_ in rows.items.tolist():
+        if part or not room:
+            continue
+        out[start + count : start + room] = 0
         if not count:
             continue
         at = slice(start, start + count)

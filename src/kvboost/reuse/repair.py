@@ -168,7 +168,7 @@ class MovedRows:
         chosen = torch.zeros_like(self.rows)
         candidates = self.rows if without is None else self.rows & ~without
         ranked = scores.masked_fill(~candidates, float("-inf"))
-        chosen[ranked.topk(num_rows).indices] = True
+        chosen[ranked.topk(num_rows, sorted=False).indices] = True
         return chosen
 
     def spans(self) -> Spans:

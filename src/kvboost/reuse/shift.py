@@ -67,8 +67,8 @@ def row_weights(
 ) -> torch.Tensor:
     """What each recomputed row adds to the offset of its span; ``which``, ``[rows]``, are the
     spans, ``resemblance`` and ``seen`` those of :class:`Spans`."""
-    numbers = torch.arange(len(resemblance), device=which.device)[:, None]
-    count = (which == numbers).sum(1)
+    count = torch.zeros(len(resemblance), dtype=torch.int64, device=which.device)
+    count.scatter_add_(0, which, torch.ones_like(which))
     known = count + PRIOR_ROWS if seen is None else count + PRIOR_ROWS + seen
     trust = torch.where(count >= 2, count / known, 0.0)
     strength = SHIFT_STRENGTH * (1 - resemblance)

@@ -24,7 +24,8 @@ _LEAST_SHARE = 1e-9
 
 @dataclass(frozen=True)
 class TopTokens:
-    """The likeliest tokens of a distribution, the likeliest first, and their log probabilities."""
+    """The likeliest tokens of a distribution, the likeliest first, and their log probabilities.
+    Where the logits were, until they are compared: the next token does not wait for a copy."""
 
     ids: torch.Tensor
     logprobs: torch.Tensor
@@ -35,13 +36,17 @@ class TopTokens:
         values, ids = logits.float().topk(min(TOLD_APART, len(logits)))
         # What the others have is what these leave of one: 32 bits would round it away.
         logprobs = values.double() - logits.double().logsumexp(-1)
-        return cls(ids.to("cpu", torch.int32), logprobs.cpu())
+        return cls(ids.to(torch.int32), logprobs)
+
+    def on_host(self) -> TopTokens:
+        return TopTokens(self.ids.cpu(), self.logprobs.cpu())
 
     def kl_from(self, exact: torch.Tensor) -> float:
         """KL(exact || this), with all tokens but these as one outcome; ``exact`` are logits
         ``[vocab]``. Never larger than the KL over all tokens."""
-        expected = exact.cpu().double().log_softmax(-1)[self.ids.long()]
-        actual = self.logprobs
+        here = self.on_host()
+        expected = exact.cpu().double().log_softmax(-1)[here.ids.long()]
+        actual = here.logprobs
         shares = expected.exp()
         rest = [max(_LEAST_SHARE, 1.0 - float(one.exp().sum())) for one in (expected, actual)]
         outcomes = torch.tensor(rest, dtype=torch.float64).log()
@@ -55,8 +60,8 @@ class AnswerComparison:
     def __init__(self, recorded: Sequence[TopTokens], greedy_ids: Sequence[int]) -> None:
         """``recorded``: the distributions of the first tokens. ``greedy_ids``: the answer, if each
         of its tokens was the likeliest one; else nothing."""
-        self._recorded = recorded
-        self._likeliest = [int(top.ids[0]) for top in recorded]
+        self._recorded = [top.on_host() for top in recorded]
+        self._likeliest = [int(top.ids[0]) for top in self._recorded]
         self._likeliest += greedy_ids[len(recorded) :]
         self._agreed: list[bool] = []
         self._kl: list[float] = []

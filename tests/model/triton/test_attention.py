@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 import torch_kernels
+from kvboost.model.triton import attention as attention_kernels
 from kvboost.model.triton.attention import attend
-from kvboost.model.triton.rows import PagedRows, Tile, pick_splits
+from kvboost.model.triton.rows import Ints, PagedRows, Tile, pick_parts
 from paged_kv import (
     attention,
     each_dtype,
@@ -31,10 +34,10 @@ def close(given: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @each_dtype
 @pytest.mark.parametrize(
-    ("layout", "splits"), [("heads first", 1), ("tokens first", 3), ("pages inside", 1)]
+    ("layout", "parts"), [("heads first", 1), ("tokens first", 3), ("pages inside", 1)]
 )
-def test_scattered_rows_of_two_requests(dtype: torch.dtype, layout: str, splits: int) -> None:
-    torch.manual_seed(splits)
+def test_scattered_rows_of_two_requests(dtype: torch.dtype, layout: str, parts: int) -> None:
+    torch.manual_seed(parts)
     pages = make_pages(24, 2, 16, 32, dtype, layout)
     tables = make_tables(2, 12, 24)
     positions = [scattered(23, 190), scattered(4, 65)]
@@ -47,9 +50,12 @@ def test_scattered_rows_of_two_requests(dtype: torch.dtype, layout: str, splits:
         kv_heads=2,
         dtype=dtype,
         tile=tile_for(dtype),
-        splits=splits,
+        parts=parts,
     )
-    assert rows.tiles[:, 2].max() == rows.tile.rows // 3 and rows.tiles[:, 2].sum() == 27
+    assert rows.tiles[:, 1].max() == rows.tile.rows // 3 and rows.tiles[:, 1].sum() == 27
+    assert len(rows.items) == parts * len(rows.tiles) and rows.slots == len(rows.items) * (
+        parts > 1
+    )
     lse = random(27, 6)
     given = attend(query, pages, rows, SCALE, lse=lse)
     expected, sums = attention(query, pages, positions, tables, SCALE)
@@ -57,6 +63,31 @@ def test_scattered_rows_of_two_requests(dtype: torch.dtype, layout: str, splits:
     assert torch.allclose(lse, sums, rtol=1e-3, atol=1e-3)
     written_out = torch_kernels.attend(query, pages, rows, SCALE, lse=lse)
     assert close(written_out, expected) and torch.allclose(lse, sums)
+
+
+@each_dtype
+def test_keys_that_are_copied_into_one_piece(dtype: torch.dtype, monkeypatch: MonkeyPatch) -> None:
+    torch.manual_seed(2)
+    pages = make_pages(12, 2, 16, 32, dtype, "tokens first")
+    tables = make_tables(1, 12, 12)
+    positions = [scattered(23, 150)]
+    pages[tables[0, 9:].long()] = float("nan")  # never written
+    pages[tables[0, 9].long(), :, : 150 % 16] = 0.5
+    query = random(23, 6, 32, dtype=dtype)
+    copied = []
+    gather = attention_kernels.gather_counted
+    monkeypatch.setattr(
+        attention_kernels, "gather_counted", lambda *given: copied.append(1) or gather(*given)
+    )
+    sizes = {"page": 16, "heads": 6, "kv_heads": 2, "dtype": dtype, "tile": tile_for(dtype)}
+    for parts in (1, 2):
+        rows = PagedRows.of(positions, tables, parts=parts, dense=True, **sizes)  # type: ignore[arg-type]
+        given = attend(query, pages, rows, SCALE, soft_cap=3.0)
+        expected = attention(query, pages.nan_to_num(), positions, tables, SCALE, soft_cap=3.0)[0]
+        assert close(given, expected)
+    assert len(copied) == 2
+    attend(query, pages.nan_to_num(), rows, SCALE, window=20)
+    assert len(copied) == 2  # windows leave out most keys
 
 
 @each_dtype
@@ -75,8 +106,8 @@ def test_odd_sizes(dtype: torch.dtype, dim: int, heads: int) -> None:
     assert close(given, attention(query, pages, positions, tables, SCALE)[0])
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-def test_windows_caps_and_absent_rows(splits: int) -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_windows_caps_and_absent_rows(parts: int) -> None:
     torch.manual_seed(3)
     pages = make_pages(20, 2, 16, 32, torch.float32, "tokens first")
     tables = make_tables(2, 10, 20)
@@ -90,7 +121,7 @@ def test_windows_caps_and_absent_rows(splits: int) -> None:
         kv_heads=2,
         dtype=torch.float32,
         tile=tile_for(torch.float32),
-        splits=splits,
+        parts=parts,
     )
     for options in ({"window": 20}, {"window": 70, "soft_cap": 2.0}):
         given = attend(query, pages, rows, SCALE, **options)  # type: ignore[arg-type]
@@ -105,7 +136,7 @@ def test_windows_caps_and_absent_rows(splits: int) -> None:
 
 
 def test_a_row_that_sees_no_key_of_a_part_takes_nothing_of_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
 ) -> None:
     """Hidden keys weigh exactly zero. If only a subtraction of scores made them so, a compiler that
     fuses it with the product before would leave the rounding error of a huge number."""
@@ -113,7 +144,7 @@ def test_a_row_that_sees_no_key_of_a_part_takes_nothing_of_it(
 
     class Kept:
         def __getitem__(self, grid: object) -> Callable[..., None]:
-            return lambda written, lse, *_, **__: parts.extend([written, lse])
+            return lambda written, lse, *_, **__: parts.extend([written[:, 0], lse[:, 0]])
 
     monkeypatch.setattr("kvboost.model.triton.attention._combine_kernel", Kept())
     pages = make_pages(8, 1, 16, 32, torch.float32, "heads first")
@@ -125,14 +156,15 @@ def test_a_row_that_sees_no_key_of_a_part_takes_nothing_of_it(
         kv_heads=1,
         dtype=torch.float32,
         tile=tile_for(torch.float32),
-        splits=2,
+        parts=2,
     )
     for options in ({}, {"window": 100}, {"soft_cap": 1.0}):
         parts.clear()
         attend(random(2, 2, 32), pages, rows, SCALE, **options)  # type: ignore[arg-type]
         written, lse = parts
-        assert not written[1, 0].any() and bool((lse[1, 0] < -1e29).all())
-        assert written[1, 1].any() and bool(lse[1, 1].isfinite().all())
+        first, second = slice(0, 2), slice(2, 4)  # the two heads of a row
+        assert not written[1, first].any() and bool((lse[1, first] < -1e29).all())
+        assert written[1, second].any() and bool((lse[1, second] > -1e29).all())
 
 
 def test_the_memory_after_the_last_row_is_not_used() -> None:
@@ -159,25 +191,28 @@ def test_tiles_are_picked_by_the_number_of_rows() -> None:
     tables = torch.zeros(1, 64, dtype=torch.int32)
     sizes = {"page": 16, "heads": 4, "kv_heads": 1, "dtype": torch.bfloat16}
     few = PagedRows.of([torch.tensor([1000])], tables, **sizes)  # type: ignore[arg-type]
-    assert few.tile.rows == 16 and few.splits == 1
+    assert few.tile.rows == 16 and few.most_parts == 1 and not few.slots
     many = PagedRows.of([torch.arange(1000)], tables, **sizes)  # type: ignore[arg-type]
     assert many.tile.rows == 128 and len(many.tiles) == 32  # 32 rows by 4 heads
-    assert many.tiles[0].tolist() == [0, 992, 8]  # those with the most keys first
-    assert many.tiles[-1].tolist() == [0, 0, 32]
+    assert many.items[0, :4].tolist() == [0, 992, 8, 8]  # those with the most keys first
+    assert many.items[-1, :4].tolist() == [0, 0, 32, 32]
 
 
-def test_few_tiles_are_split_over_their_keys() -> None:
-    def splits(rows: int, keys: int, kv_heads: int) -> int:
-        return pick_splits(torch.linspace(keys / rows, keys, rows).long(), kv_heads, at_once=132)
+def test_long_tiles_are_cut_so_that_all_programs_end_together() -> None:
+    def parts(tiles: int, keys: int, kv_heads: int, least: int = 0) -> Ints:
+        ends = np.linspace(least, keys, tiles + 1)[1:].astype(np.int32)
+        return pick_parts(ends, kv_heads, at_once=132)
 
-    assert splits(rows=278, keys=32768, kv_heads=4) == 1  # there are more tiles than processors
-    assert splits(rows=62, keys=8192, kv_heads=2) == 3  # the longest would take twice the mean
-    assert splits(rows=1, keys=8192, kv_heads=4) == 16  # no part has fewer than 512 keys
-    assert splits(rows=1, keys=10**6, kv_heads=1) == 32
-    assert splits(rows=1, keys=300, kv_heads=1) == 1
-    equal = torch.full([7], 8192)
-    assert pick_splits(equal, 4, at_once=132) == 4  # with five, eight of 140 would run alone
-    assert pick_splits(equal[:6], 4, at_once=132) == 5
+    assert parts(278, 32768, 4).max() == 1  # there are many more tiles than processors
+    some = parts(62, 8192, 2)
+    assert some.max() == 3 and some.min() == 1  # the longest would take twice the mean
+    assert parts(1, 8192, 4).tolist() == [16]  # no part has fewer than 512 keys
+    assert parts(1, 10**6, 1).tolist() == [32]
+    assert parts(1, 300, 1).tolist() == [1]
+    assert parts(6, 4096, 4, least=4095).tolist() == [5] * 6  # with six, twelve of 144 would wait
+    equal = np.full(98, 20_000, np.int32)
+    assert pick_parts(equal, 2, 132).tolist() == [2] * 98  # 196 whole ones would run twice
+    assert pick_parts(equal, 2, 132, 32, most_items=100).tolist() == [1] * 98
 
 
 def test_whole_tiles() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvboost.model.triton.dense import gather, merge
+from kvboost.model.triton.dense import gather, gather_counted, merge
 from paged_kv import LAYOUTS, dense, each_dtype, make_pages, random
 
 
@@ -20,6 +20,17 @@ def test_gathering(dtype: torch.dtype, layout: str) -> None:
     assert torch.equal(torch.stack([keys, values]), expected)
     with pytest.raises(ValueError, match="49 rows need more pages than the 6"):
         gather(pages, table, 49)
+
+
+def test_gathering_as_many_rows_as_the_device_says() -> None:
+    pages = make_pages(9, 2, 8, 16, torch.float32, "tokens first")
+    table = torch.tensor([7, 0, 3, 8, 5, 1], dtype=torch.int32, device=pages.device)
+    count = torch.tensor([43], dtype=torch.int32, device=pages.device)
+    keys, values = gather_counted(pages, table, count, 130)
+    assert keys.shape == values.shape == (2, 192, 16)  # three tiles
+    found = torch.stack([keys, values])
+    assert torch.equal(found[:, :, :43], dense(pages, table)[:, :, :43])
+    assert not found[:, :, 43:64].any()  # the rest of a tile is read too
 
 
 @each_dtype

@@ -47,7 +47,7 @@ def test_the_mass_is_the_sum_of_weights(
         kv_heads=2,
         dtype=dtype,
         tile=tile_for(dtype),
-        splits=2,
+        parts=2,
     )
     given = attention_mass(query, pages, plan, SCALE, start, absent=absent, **options)  # type: ignore[arg-type]
     keys = dense(pages.nan_to_num(), tables[0])[0]

@@ -48,7 +48,7 @@ def test_requests_find_their_kernels_compiled(rows: int) -> None:
     warm_up(layers, heads=6, pairs=32)
     before = [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in KERNELS]
     tables = make_tables(2, 10, 20)
-    for splits in (1, 3):
+    for parts in (1, 3):
         positions = [scattered(rows, 150), scattered(1, 33)]
         plan = PagedRows.of(
             positions,
@@ -57,7 +57,7 @@ def test_requests_find_their_kernels_compiled(rows: int) -> None:
             heads=6,
             kv_heads=2,
             dtype=torch.bfloat16,
-            splits=splits,
+            parts=parts,
         )
         query = random(rows + 1, 6, 64, dtype=torch.bfloat16)
         attention.attend(query, layers.first, plan, 0.125)

@@ -104,7 +104,8 @@ class AnchorIndex:
         hold every chunk that was inserted here.
         """
         hashes = window_hashes(space, token_ids[start:], self._window)
-        maybe = np.flatnonzero(self._filter[(hashes % _SLOTS).astype(np.intp)])[::-1]
+        slots = (hashes & np.uint64(_SLOTS - 1)).astype(np.intp)
+        maybe = np.flatnonzero(self._filter[slots])[::-1]
         search = _Search(tree, token_ids, start, self._window)
         followed: dict[int, int] = {}  # by hash, at which row
         # From the last row to the first: the newest donors of a text that repeats itself are at

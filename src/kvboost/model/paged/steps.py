@@ -17,14 +17,12 @@ import torch
 from kvboost.model.attention import Batch
 from kvboost.model.paged.graphs import Capture, Function
 from kvboost.model.paged.kv import PagedKV
-from kvboost.model.paged.row_batch import Fresh, RowBatch
 from kvboost.model.paged.sampling import GREEDY, DeviceSampling, Kind
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
+from kvboost.model.paged.step_batch import Beside, StepBatch
 from kvboost.model.sampling import Picked
 from kvboost.model.segment import Segment
-from kvboost.model.triton.attention import attend
 from kvboost.model.triton.host import to_device
-from kvboost.model.triton.rows import MOST_SPLITS, PagedRows, Tile, programs_at_once
 
 
 class RunModel(Protocol):
@@ -39,98 +37,12 @@ class RunModel(Protocol):
         those of the ``wanted`` rows."""
 
 
-class Beside(Protocol):
-    """Consecutive rows of one request that a step computes beside its own, through buffers of a
-    fixed size."""
-
-    @property
-    def most_rows(self) -> int: ...
-
-    def takes(self, segment: Segment) -> bool: ...
-
-    def load(self, segment: Segment) -> None:
-        """Fills the buffers, before a step."""
-
-    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Token ids, positions and slots, all int64 ``[most_rows]``."""
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        out: torch.Tensor,
-    ) -> None:
-        """Attention of ``query``, ``[most_rows, heads, dim]``, into ``out``."""
-
-
 def bucket_of(count: int) -> int:
     """The number of rows that a step of ``count`` requests is padded to."""
     if count <= 8:
         return 1 << (count - 1).bit_length()
     step = 8 if count <= 32 else 16 if count <= 64 else 32 if count <= 128 else 64
     return -(-count // step) * step
-
-
-class StepBatch(RowBatch):
-    """Rows of different requests, each after all rows of its request, and those ``beside`` them.
-    ``positions``, ``slots`` and ``requests`` are filled before every step."""
-
-    def __init__(self, slab: Slab, size: int, beside: Beside | None = None) -> None:
-        super().__init__(slab)
-        device = slab.shape.device
-        self._beside = beside
-        more = beside.most_rows if beside is not None else 0
-        self.slots = torch.zeros(size + more, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(size, dtype=torch.int32, device=device)
-        row = torch.arange(size, dtype=torch.int32, device=device)
-        self._tiles = torch.stack([torch.zeros_like(row), row, torch.ones_like(row)], 1)
-        self._rows: dict[int, PagedRows] = {}
-
-    @property
-    def requests(self) -> torch.Tensor:
-        """int32 ``[rows]``: the rows of the requests in the slab's table."""
-        return self._tiles[:, 0]
-
-    def attend_rows(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        *,
-        fresh: Fresh | None = None,
-    ) -> torch.Tensor:
-        rows, own = self._rows_for(query.shape[1]), len(self.positions)
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        pages = self.pages(layer)
-        attend(query[:own], pages, rows, scale, window=window, soft_cap=softcap, out=out[:own])
-        if self._beside is not None:
-            self._beside.attend(layer, query[own:], scale, window, softcap, out[own:])
-        return out
-
-    def _rows_for(self, heads: int) -> PagedRows:
-        """The rows for the kernel. A tile is split over its keys as far as the device has programs
-        to spare: lengths are not known when a graph is recorded."""
-        if heads not in self._rows:
-            shape, size = self._slab.shape, len(self.positions)
-            group = heads // shape.num_kv_heads
-            tile = Tile.pick(group, shape.dtype, shape.head_dim)
-            spare = programs_at_once(shape.device, tile) // (size * shape.num_kv_heads)
-            splits = max(1, min(spare, MOST_SPLITS))
-            self._rows[heads] = PagedRows(
-                self.positions,
-                self._tiles,
-                self._slab.table,
-                tile,
-                splits,
-                self._slab.most_rows,
-                group,
-            )
-        return self._rows[heads]
 
 
 class _Bucket:
@@ -177,8 +89,7 @@ class _Bucket:
     def _forward(self) -> torch.Tensor:
         steps, batch = self._steps, self._batch
         self.positions.copy_(steps.lengths[self.rows])
-        batch.positions.copy_(self.positions)
-        batch.requests.copy_(self.rows)
+        batch.load(self.rows, self.positions)
         page = steps.slab.table[self.rows, self.positions // PAGE].long()
         torch.add(self.positions % PAGE, page, alpha=PAGE, out=batch.slots[: self.size])
         self.ids.copy_(steps.tokens[self.rows])

@@ -3,7 +3,9 @@
 The rows of a request need not be consecutive: each has its position, as data, and attends to all
 keys up to it. A program computes a tile of rows that follow one another in the list, times the
 query heads that share a KV head, so a tile of scattered rows costs as much as a tile of consecutive
-ones. If there are few tiles, each is split over its keys, and a second kernel combines the parts.
+ones. Tiles with many keys are split over them, so that all programs end at about the same time, and
+a second kernel combines the parts. For many rows of one request, its keys and values are first
+copied into one piece: what Hopper's units for copying tiles can read costs no registers.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kvboost.model.triton.dense import gather_counted
 from kvboost.model.triton.pages import check_pages
-from kvboost.model.triton.rows import PagedRows
+from kvboost.model.triton.rows import ITEM_FIELDS, TILE_FIELDS, PagedRows
 from kvboost.model.triton.scores import (
     LN_2,
-    LOG2_E,
     LOWEST,
     factor_of,
     is_present,
@@ -25,6 +28,19 @@ from kvboost.model.triton.scores import (
     row_offsets,
     scores_of,
 )
+
+COMBINED = 32
+"""Parts, times rows and heads, that one program combines: what its registers hold."""
+ITEM, TILE = tl.constexpr(len(ITEM_FIELDS)), tl.constexpr(len(TILE_FIELDS))
+
+
+@triton.jit
+def _weigh(scores, total, best, factor):
+    """Weights of keys, what earlier results fade by, and the new total and best score."""
+    new_best = tl.maximum(best, tl.max(scores, 1) * factor)
+    weights = tl.exp2(scores * factor - new_best[:, None])
+    fade = tl.exp2(best - new_best)
+    return weights, fade, total * fade + tl.sum(weights, 1), new_best
 
 
 @triton.jit
@@ -73,29 +89,55 @@ def _attend_keys(
             keys = tl.load(key_at)
         scores = product(query, keys)
         scores = scores_of(scores, position, key, present, scale, cap, window, MASKED)
-        new_best = tl.maximum(best, tl.max(scores, 1) * factor)
-        weights = tl.exp2(scores * factor - new_best[:, None])
-        fade = tl.exp2(best - new_best)
-        total = total * fade + tl.sum(weights, 1)
+        weights, fade, total, best = _weigh(scores, total, best, factor)
         if MASKED or WIDE != DIM:
             values = tl.load(value_at, mask=present[:, None] & inside[None, :], other=0.0)
         else:
             values = tl.load(value_at)
         acc = acc * fade[:, None] + product(weights.to(values.dtype), values)
-        best = new_best
+    return acc, total, best
+
+
+@triton.jit
+def _attend_dense_keys(
+    acc,
+    total,
+    best,
+    query,
+    position,
+    keys,
+    values,
+    begin,
+    first,
+    last,
+    end,
+    scale,
+    cap,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """As ``_attend_keys``, over tensors whose rows from ``begin`` on are the keys and values."""
+    factor = factor_of(scale, cap)
+    for number in range(first, last):
+        key = number * KEYS + tl.arange(0, KEYS)
+        scores = product(query, keys.load([begin + number * KEYS, 0]).T)
+        scores = scores_of(scores, position, key, key < end, scale, cap, None, MASKED)
+        weights, fade, total, best = _weigh(scores, total, best, factor)
+        found = values.load([begin + number * KEYS, 0])
+        acc = acc * fade[:, None] + product(weights.to(found.dtype), found)
     return acc, total, best
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "absent_stride", "window", "part_stride"],
-    do_not_specialize_on_alignment=["positions", "tiles", "tables", "absent", "lse"],
+    do_not_specialize=["table_stride", "absent_stride", "window"],
+    do_not_specialize_on_alignment=["positions", "items", "tables", "absent", "lse"],
 )
 def _attend_kernel(
     query,
     query_row_stride,
     query_head_stride,
     positions,
-    tiles,
+    items,
     tables,
     table_stride,
     pages,
@@ -109,7 +151,11 @@ def _attend_kernel(
     out_head_stride,
     lse,
     lse_row_stride,
-    part_stride,
+    parts,
+    part_lse,
+    keys,
+    values,
+    dense_rows,
     scale,
     cap,
     window,
@@ -119,22 +165,33 @@ def _attend_kernel(
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    SPLIT: tl.constexpr,
 ):
+    """Computes an item: a tile of rows over a part of its keys. Rows that its place has room for,
+    but that are not there, get zeros."""
     head = tl.program_id(0)
-    split = tl.program_id(1)
-    tile = tiles + tl.program_id(2) * 3
-    request, start, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    if count == 0:
+    item = items + tl.program_id(1) * ITEM
+    request, start, count, room = (
+        tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3),
+    )  # fmt: skip
+    part, num_parts, slot = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+    if room == 0:
         return
 
     fold = tl.arange(0, ROWS)
     row, own_head = start + fold // GROUP, head * GROUP + fold % GROUP
-    used = fold // GROUP < count
+    used, owned = fold // GROUP < count, fold // GROUP < room
     channel = tl.arange(0, WIDE)
-    inside = used[:, None] & (channel[None, :] < DIM)
+    inside = channel[None, :] < DIM
+    out_at = out + (row.to(tl.int64) * out_row_stride + own_head * out_head_stride)[:, None]
+    if count == 0:
+        nothing = tl.zeros([ROWS, WIDE], out.dtype.element_ty)
+        tl.store(out_at + channel[None, :], nothing, mask=owned[:, None] & inside)
+        return
+
     query_at = row.to(tl.int64) * query_row_stride + own_head * query_head_stride
-    queries = tl.load(query + query_at[:, None] + channel[None, :], mask=inside, other=0.0)
+    queries = tl.load(
+        query + query_at[:, None] + channel[None, :], mask=used[:, None] & inside, other=0.0
+    )
     position = tl.load(positions + row, mask=used, other=-1)
 
     # Positions ascend, so the first row's tells which keys all rows see.
@@ -144,8 +201,8 @@ def _attend_kernel(
     if window is not None:
         first = tl.maximum(0, lowest - window + 1) // KEYS
     last = tl.cdiv(end, KEYS)
-    share = tl.cdiv(last - first, tl.num_programs(1))
-    first = tl.minimum(first + split * share, last)
+    share = tl.cdiv(last - first, num_parts)
+    first = tl.minimum(first + part * share, last)
     last = tl.minimum(first + share, last)
     plain = first
     if window is None and absent is None:
@@ -157,61 +214,89 @@ def _attend_kernel(
     acc = tl.zeros([ROWS, WIDE], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     best = tl.full([ROWS], LOWEST, tl.float32)
-    if window is None and absent is None:
-        acc, total, best = _attend_keys(
-            acc, total, best, queries, position, pages, table, absent, head, first, plain, end,
-            page_stride, head_stride, token_stride, scale, cap, window,
-            DIM=DIM, WIDE=WIDE, PAGE=PAGE, KEYS=KEYS, MASKED=False,
+    if keys is not None:
+        begin = head * dense_rows
+        acc, total, best = _attend_dense_keys(
+            acc, total, best, queries, position, keys, values, begin, first, plain, end,
+            scale, cap, KEYS=KEYS, MASKED=False,
         )  # fmt: skip
-    acc, total, best = _attend_keys(
-        acc, total, best, queries, position, pages, table, absent, head, plain, last, end,
-        page_stride, head_stride, token_stride, scale, cap, window,
-        DIM=DIM, WIDE=WIDE, PAGE=PAGE, KEYS=KEYS, MASKED=True,
-    )  # fmt: skip
+        acc, total, best = _attend_dense_keys(
+            acc, total, best, queries, position, keys, values, begin, plain, last, end,
+            scale, cap, KEYS=KEYS, MASKED=True,
+        )  # fmt: skip
+    else:
+        if window is None and absent is None:
+            acc, total, best = _attend_keys(
+                acc, total, best, queries, position, pages, table, absent, head, first, plain,
+                end, page_stride, head_stride, token_stride, scale, cap, window,
+                DIM=DIM, WIDE=WIDE, PAGE=PAGE, KEYS=KEYS, MASKED=False,
+            )  # fmt: skip
+        acc, total, best = _attend_keys(
+            acc, total, best, queries, position, pages, table, absent, head, plain, last,
+            end, page_stride, head_stride, token_stride, scale, cap, window,
+            DIM=DIM, WIDE=WIDE, PAGE=PAGE, KEYS=KEYS, MASKED=True,
+        )  # fmt: skip
 
     total = tl.where(total > 0, total, 1.0)  # a part without keys
-    acc = acc / total[:, None]
-    out_at = row.to(tl.int64) * out_row_stride + own_head * out_head_stride
-    if SPLIT:
-        out = out + split.to(tl.int64) * part_stride * DIM
-        lse = lse + split.to(tl.int64) * part_stride
-    tl.store(out + out_at[:, None] + channel[None, :], acc.to(out.dtype.element_ty), mask=inside)
-    if lse is not None:
-        weight = (best + tl.log2(total)) * LN_2
-        tl.store(lse + row.to(tl.int64) * lse_row_stride + own_head, weight, mask=used)
+    acc = tl.where(used[:, None], acc / total[:, None], 0.0)
+    weight = best + tl.log2(total)
+    if parts is not None and num_parts > 1:
+        place = (slot.to(tl.int64) * tl.num_programs(0) + head) * ROWS + fold
+        to = parts + place[:, None] * DIM + channel[None, :]
+        tl.store(to, acc, mask=owned[:, None] & inside)
+        tl.store(part_lse + place, weight, mask=owned)
+    else:
+        done = acc.to(out.dtype.element_ty)
+        tl.store(out_at + channel[None, :], done, mask=owned[:, None] & inside)
+        if lse is not None:
+            lse_at = lse + row.to(tl.int64) * lse_row_stride + own_head
+            tl.store(lse_at, weight * LN_2, mask=used)
 
 
-@triton.jit(do_not_specialize=["splits", "part_stride"])
+@triton.jit(do_not_specialize_on_alignment=["tiles", "lse"])
 def _combine_kernel(
     parts,
     part_lse,
-    part_stride,
-    splits,
+    tiles,
     out,
     out_row_stride,
     out_head_stride,
     lse,
-    HEADS: tl.constexpr,
+    lse_row_stride,
+    GROUP: tl.constexpr,
     DIM: tl.constexpr,
     WIDE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Combines the parts of one row and head, all at once."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    split, channel = tl.arange(0, SPLITS), tl.arange(0, WIDE)
-    used = split < splits
-    at = row * HEADS + head + split.to(tl.int64) * part_stride
-    weight = tl.load(part_lse + at, mask=used, other=LOWEST) * LOG2_E
+    """Combines the parts of ``BLOCK`` rows times heads of one tile, all at once."""
+    head, tile = tl.program_id(1), tiles + tl.program_id(2) * TILE
+    start, room = tl.load(tile), tl.load(tile + 1)
+    slot, num_parts = tl.load(tile + 2), tl.load(tile + 3)
+    if num_parts < 2:
+        return
+    fold = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    part, channel = tl.arange(0, PARTS), tl.arange(0, WIDE)
+    owned = fold // GROUP < room
+    used = (part < num_parts)[:, None] & owned[None, :]
+    at = (slot + part).to(tl.int64) * tl.num_programs(1) + head
+    at = at[:, None] * ROWS + fold[None, :]
+    weight = tl.load(part_lse + at, mask=used, other=LOWEST)
+    inside = used[:, :, None] & (channel[None, None, :] < DIM)
+    part_at = parts + at[:, :, None] * DIM + channel[None, None, :]
+    found = tl.load(part_at, mask=inside, other=0.0)
     best = tl.max(weight, 0)
-    weight = tl.exp2(weight - best)
+    weight = tl.exp2(weight - best[None, :])
     total = tl.sum(weight, 0)
-    inside = used[:, None] & (channel[None, :] < DIM)
-    part = tl.load(parts + at[:, None] * DIM + channel[None, :], mask=inside, other=0.0)
-    done = tl.sum(part * weight[:, None], 0) / total
-    out_at = out + row * out_row_stride + head * out_head_stride + channel
-    tl.store(out_at, done.to(out.dtype.element_ty), mask=channel < DIM)
+    done = tl.sum(found * weight[:, :, None], 0) / total[:, None]
+    row, own_head = (start + fold // GROUP).to(tl.int64), head * GROUP + fold % GROUP
+    out_at = out + (row * out_row_stride + own_head * out_head_stride)[:, None] + channel[None, :]
+    inside = owned[:, None] & (channel[None, :] < DIM)
+    tl.store(out_at, done.to(out.dtype.element_ty), mask=inside)
     if lse is not None:
-        tl.store(lse + row * HEADS + head, (best + tl.log2(total)) * LN_2)
+        lse_at = lse + row * lse_row_stride + own_head
+        tl.store(lse_at, (best + tl.log2(total)) * LN_2, mask=owned)
 
 
 def _check_query(query: torch.Tensor, pages: torch.Tensor, rows: PagedRows) -> None:
@@ -222,6 +307,19 @@ def _check_query(query: torch.Tensor, pages: torch.Tensor, rows: PagedRows) -> N
             f"queries are {query.dtype} of shape {tuple(query.shape)}; {len(rows.positions)} rows "
             f"over these pages need {pages.dtype} {(len(rows.positions), *needed)}"
         )
+
+
+def _dense(
+    pages: torch.Tensor, rows: PagedRows
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None, int]:
+    """The keys and the values in one piece each, and how many rows they have; None if ``rows``
+    attend to them in their pages."""
+    if rows.num_keys is None:
+        return None, None, 0
+    both = gather_counted(pages, rows.tables[0], rows.num_keys, rows.end)
+    block = [rows.tile.keys, both[0].shape[2]]
+    keys, values = (TensorDescriptor.from_tensor(each.flatten(0, 1), block) for each in both)
+    return keys, values, both[0].shape[1]
 
 
 def attend(
@@ -242,7 +340,7 @@ def attend(
     Every row must see a key. There may be more queries than rows; they are not computed. ``lse``,
     float32 ``[rows, heads]``, receives the logarithms of the sums of exponentials."""
     kv_heads, page, dim = check_pages(pages)
-    num_rows, heads = len(rows.positions), query.shape[1]
+    heads = query.shape[1]
     _check_query(query, pages, rows)
     query = query if query.stride(2) == 1 else query.contiguous()
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
@@ -253,35 +351,39 @@ def attend(
             )
         absent = absent.view(torch.uint8)
     wide = triton.next_power_of_2(dim)
-    written, written_lse, part_stride = out, lse, num_rows * heads
-    if rows.splits > 1:
-        size = (rows.splits, num_rows, heads)
-        written = torch.empty(*size, dim, dtype=torch.float32, device=query.device)
-        written_lse = torch.empty(size, dtype=torch.float32, device=query.device)
-    _attend_kernel[(kv_heads, rows.splits, len(rows.tiles))](
+    parts = part_lse = None
+    if rows.slots:
+        size = (rows.slots, kv_heads, rows.tile.rows)
+        parts = torch.empty(*size, dim, dtype=torch.float32, device=query.device)
+        part_lse = torch.empty(size, dtype=torch.float32, device=query.device)
+    dense = _dense(pages, rows) if window is None and absent is None else (None, None, 0)
+    written = (out, out.stride(0), out.stride(1), lse, heads)
+    _attend_kernel[(kv_heads, len(rows.items))](
         *(query, query.stride(0), query.stride(1)),
-        *(rows.positions, rows.tiles, rows.tables, rows.tables.stride(0)),
+        *(rows.positions, rows.items, rows.tables, rows.tables.stride(0)),
         *(pages, *pages.stride()[:3]),
         *(absent, 0 if absent is None else absent.stride(0)),
-        *(written, written.stride(-3), written.stride(-2)),
-        *(written_lse, heads, part_stride, scale, soft_cap, window),
-        GROUP=heads // kv_heads,
+        *(*written, parts, part_lse, *dense, scale, soft_cap, window),
+        GROUP=rows.group,
         DIM=dim,
         WIDE=wide,
         PAGE=page,
         ROWS=rows.tile.rows,
         KEYS=rows.tile.keys,
-        SPLIT=rows.splits > 1,
         num_warps=rows.tile.warps,
         num_stages=rows.tile.stages,
     )
-    if rows.splits > 1:
-        _combine_kernel[(num_rows, heads)](
-            *(written, written_lse, part_stride, rows.splits),
-            *(out, out.stride(0), out.stride(1), lse),
-            HEADS=heads,
+    if rows.slots:
+        num_parts = triton.next_power_of_2(rows.most_parts)
+        block = max(1, COMBINED // num_parts)
+        used = rows.tile.rows // rows.group * rows.group
+        _combine_kernel[(triton.cdiv(used, block), kv_heads, len(rows.tiles))](
+            *(parts, part_lse, rows.tiles, *written),
+            GROUP=rows.group,
             DIM=dim,
             WIDE=wide,
-            SPLITS=triton.next_power_of_2(rows.splits),
+            ROWS=rows.tile.rows,
+            PARTS=num_parts,
+            BLOCK=block,
         )
     return out

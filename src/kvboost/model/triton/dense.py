@@ -11,11 +11,14 @@ from kvboost.model.triton.pages import check_pages
 
 ROWS = 32
 """Rows of one program."""
+COUNTED_ROWS = 64
+"""Rows of one program that may have nothing to do. As many as one tile of keys has at most: tiles
+are read whole."""
 
 
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["table"],
+    do_not_specialize_on_alignment=["table", "counted"],
 )
 def _gather_kernel(
     pages,
@@ -24,6 +27,7 @@ def _gather_kernel(
     token_stride,
     table,
     num_rows,
+    counted,
     keys,
     values,
     out_head_stride,
@@ -34,15 +38,21 @@ def _gather_kernel(
 ):
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    stored = row < num_rows
+    if counted is not None:
+        num_rows = tl.load(counted)
+        if tl.program_id(0) * ROWS >= num_rows:
+            return
     used = row < num_rows
     page = tl.load(table + row // PAGE, mask=used, other=0).to(tl.int64)
     row = row.to(tl.int64)
     at = page * page_stride + head * head_stride + (row % PAGE) * token_stride
     channel = tl.arange(0, WIDE)[None, :]
     inside = used[:, None] & (channel < DIM)
-    key = tl.load(pages + at[:, None] + channel, mask=inside)
-    value = tl.load(pages + at[:, None] + (DIM + channel), mask=inside)
+    key = tl.load(pages + at[:, None] + channel, mask=inside, other=0.0)
+    value = tl.load(pages + at[:, None] + (DIM + channel), mask=inside, other=0.0)
     to = (head * out_head_stride + row * DIM)[:, None] + channel
+    inside = stored[:, None] & (channel < DIM)
     tl.store(keys + to, key, mask=inside)
     tl.store(values + to, value, mask=inside)
 
@@ -95,11 +105,31 @@ def gather(
     size = (2, kv_heads, num_rows, dim)
     keys, values = torch.empty(size, dtype=pages.dtype, device=pages.device)
     _gather_kernel[(triton.cdiv(num_rows, ROWS), kv_heads)](
-        *(pages, *pages.stride()[:3], table, num_rows, keys, values, keys.stride(0)),
+        *(pages, *pages.stride()[:3], table, num_rows, None, keys, values, keys.stride(0)),
         DIM=dim,
         WIDE=triton.next_power_of_2(dim),
         PAGE=page,
         ROWS=ROWS,
+    )
+    return keys, values
+
+
+def gather_counted(
+    pages: torch.Tensor, table: torch.Tensor, num_rows: torch.Tensor, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`gather`, for a number of rows that only the device knows: int32 ``[1]``, at most
+    ``most``. The last ``COUNTED_ROWS`` that are begun end with zeros, and nothing is written after
+    them."""
+    kv_heads, page, dim = check_pages(pages)
+    blocks = triton.cdiv(most, COUNTED_ROWS)
+    size = (2, kv_heads, blocks * COUNTED_ROWS, dim)
+    keys, values = torch.empty(size, dtype=pages.dtype, device=pages.device)
+    _gather_kernel[(blocks, kv_heads)](
+        *(pages, *pages.stride()[:3], table, size[2], num_rows, keys, values, keys.stride(0)),
+        DIM=dim,
+        WIDE=triton.next_power_of_2(dim),
+        PAGE=page,
+        ROWS=COUNTED_ROWS,
     )
     return keys, values
 

@@ -32,6 +32,18 @@ def to_device(
 
 
 @contextmanager
+def aside(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Launches on ``stream``, if there is one, what may run at the same time as that which the
+    current stream gets next; that stream must wait for it then."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+
+
+@contextmanager
 def one_thread() -> Iterator[None]:
     """Torch spreads work on the host over all cores, and waking them takes longer than the little
     that is to be done between two forwards on a GPU."""

@@ -63,17 +63,20 @@ class MovedRows:
         sources = described[:, :5]
         sources[:, 1:] *= layers.first.itemsize
         starts, positions, counts = described[:, 5:].T
-        span_of = np.repeat(np.arange(len(spans)), counts)
-        in_span = np.arange(len(span_of)) - (counts.cumsum() - counts)[span_of]
-        parts = [sources.ravel(), span_of, starts[span_of] + in_span, positions[span_of] + in_span]
+        firsts = counts.cumsum() - counts
+        parts = [sources.ravel(), counts, starts - firsts, positions - firsts]
         sent = send(torch.from_numpy(np.concatenate(parts)), table.device)
-        addresses, on_device, source_rows, at = sent.split([len(part) for part in parts])
+        addresses, each, source_at, page_at = sent.split([len(part) for part in parts])
+        # The device writes out what differs row by row.
+        total = int(counts.sum())
+        span_of = torch.repeat_interleave(each, output_size=total)
+        row = torch.arange(total, device=table.device)
         return cls(
             spans,
             addresses.view(-1, 5),
-            on_device,
-            source_rows,
-            slots_of(at, table, layers.page),
+            span_of,
+            source_at[span_of] + row,
+            slots_of(page_at[span_of] + row, table, layers.page),
             is_aligned(*np.unique(sources).tolist()),
         )
 

@@ -1,16 +1,30 @@
-"""Rows of requests, cut into the tiles that programs compute."""
+"""Rows of requests, cut into the tiles and parts of tiles that programs compute."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 
-MOST_SPLITS = 32
-KEYS_PER_SPLIT = 512
-"""A split with fewer keys than this costs more than it gains."""
+Ints = np.ndarray[Any, np.dtype[np.int32]]
+
+MOST_PARTS = 32
+KEYS_PER_PART = 512
+"""A part with fewer keys than this costs more than it gains."""
+PART_COST, COMBINING_COST = 384, 192
+"""What writing a part takes, and what combining parts takes in all: as so many keys."""
+SHORT_PARTS = 4
+"""Parts that are shorter by this factor than what a program does in all are short enough."""
+LEAST_DENSE = 3072
+"""Rows times heads that share a KV head, from which on copying keys takes less than it saves."""
+ITEM_FIELDS = ("request", "first row", "rows", "room", "part", "parts", "slot")
+"""Of a part of a tile. ``room`` are the rows that it may write; ``slot`` is where one of several
+parts goes."""
+TILE_FIELDS = ("first row", "room", "slot", "parts")
 
 
 @dataclass(frozen=True)
@@ -45,22 +59,41 @@ def tiles_of(dtype: torch.dtype, dim: int = 128) -> list[Tile]:
     return [Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)]
 
 
+def dense_tile(device: torch.device, dtype: torch.dtype, dim: int, num_rows: int) -> Tile | None:
+    """The tile for ``num_rows`` rows times heads that share a KV head, if the keys of their request
+    are better copied into one piece. Measured on Hopper: programs of one warp group, two of them on
+    a processor, so that one computes products while the other computes exponentials."""
+    if num_rows < LEAST_DENSE or dtype.itemsize != 2 or dim not in (64, 128):
+        return None
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return Tile(64, 64, 4, 3) if is_hopper else None
+
+
 @dataclass(frozen=True)
 class PagedRows:
     """Rows of one or more requests, in the order of their queries; the same in all layers."""
 
     positions: torch.Tensor
     """int32 ``[rows]``, ascending within a request."""
+    items: torch.Tensor
+    """int32 ``[items, ITEM_FIELDS]``: what programs compute, the longest first. Those without room
+    are padding."""
     tiles: torch.Tensor
-    """int32 ``[tiles, 3]``: request, first row and number of rows."""
+    """int32 ``[tiles, TILE_FIELDS]``."""
     tables: torch.Tensor
     """int32 ``[requests, pages]``: the pages of each request, in order."""
     tile: Tile
-    splits: int
+    most_parts: int
+    """The most parts of a tile."""
+    slots: int
+    """How many parts there are of tiles in several parts, at most."""
     end: int
     """One past the last position."""
     group: int
     """Query heads that share a KV head."""
+    num_keys: torch.Tensor | None = None
+    """One past the last position, int32 ``[1]``, if these are rows of one request and its keys are
+    to be copied into one piece."""
 
     @classmethod
     def of(
@@ -73,11 +106,14 @@ class PagedRows:
         kv_heads: int,
         dtype: torch.dtype,
         tile: Tile | None = None,
-        splits: int | None = None,
+        parts: int | None = None,
         starts: Sequence[int] | None = None,
+        dense: bool = False,
     ) -> PagedRows:
         """``positions`` are the rows of each request, on the CPU; request ``i`` has the pages
-        ``tables[i]``. Its queries begin at ``starts[i]``, or follow those of the request before."""
+        ``tables[i]``. Its queries begin at ``starts[i]``, or follow those of the request before.
+        ``parts``: of every tile, instead of as many as serve best. ``dense``: whether the keys of
+        the only request are copied into one piece."""
         group = heads // kv_heads
         counts = [len(rows) for rows in positions]
         tile = tile or Tile.pick(group * max(counts), dtype)
@@ -88,23 +124,54 @@ class PagedRows:
             )
         _check_positions(positions, tables, page)
         starts = starts or list(accumulate(counts[:-1], initial=0))
-        every = torch.zeros(starts[-1] + counts[-1], dtype=torch.int32)
+        every = np.zeros(starts[-1] + counts[-1], np.int32)
         for start, rows in zip(starts, positions, strict=True):
-            every[start : start + len(rows)] = rows
-        tiles = [
-            (request, start + at, min(in_tile, count - at))
-            for request, (start, count) in enumerate(zip(starts, counts, strict=True))
-            for at in range(0, count, in_tile)
-        ]
-        last = every[[first + count - 1 for _, first, count in tiles]]
-        order = last.argsort(descending=True)  # the longest first: short ones fill the end
-        longest = int(last.max()) + 1
-        described = torch.tensor(tiles, dtype=torch.int32)[order]
+            every[start : start + len(rows)] = rows.numpy()
+        tiles = np.array(
+            [
+                (request, start + at, *[min(in_tile, count - at)] * 2)
+                for request, (start, count) in enumerate(zip(starts, counts, strict=True))
+                for at in range(0, count, in_tile)
+            ],
+            np.int32,
+        )
+        ends = every[tiles[:, 1] + tiles[:, 2] - 1] + 1
         device = tables.device
-        splits = splits or pick_splits(last + 1, kv_heads, programs_at_once(device, tile))
-        sent = torch.cat([described.flatten(), every]).to(device, non_blocking=True)
-        on_device = sent[described.numel() :], sent[: described.numel()].view(-1, 3)
-        return cls(*on_device, tables.to(torch.int32), tile, splits, longest, group)
+        of_tiles = np.full_like(ends, parts or 1)
+        if parts is None:
+            of_tiles = pick_parts(ends, kv_heads, programs_at_once(device, tile))
+        items, described = cut(tiles, ends, of_tiles)
+        longest = int(ends.max())
+        sent = torch.from_numpy(
+            np.concatenate([items.ravel(), described.ravel(), every, np.array([longest], np.int32)])
+        )
+        sizes = [items.size, described.size, len(every), 1]
+        on_device = sent.to(device, non_blocking=True).split(sizes)
+        return cls(
+            on_device[2],
+            on_device[0].view(items.shape),
+            on_device[1].view(described.shape),
+            tables.to(torch.int32),
+            tile,
+            int(of_tiles.max()),
+            int(of_tiles[of_tiles > 1].sum()),
+            longest,
+            group,
+            on_device[3] if dense else None,
+        )
+
+
+def cut(tiles: Ints, ends: Ints, parts: Ints) -> tuple[Ints, Ints]:
+    """The items and the description of ``tiles``, of which the first fields of an item are given.
+    They have keys up to ``ends`` and are cut into ``parts``."""
+    taken = np.where(parts > 1, parts, 0)
+    slots = taken.cumsum() - taken
+    tile = np.arange(len(tiles)).repeat(parts)
+    part = np.arange(len(tile)) - (parts.cumsum() - parts)[tile]
+    items = np.column_stack([tiles[tile], part, parts[tile], slots[tile] + part])
+    order = (-ends / parts)[tile].argsort(kind="stable")  # short ones fill the end
+    described = np.column_stack([tiles[:, 1], tiles[:, 3], slots, parts])
+    return items[order].astype(np.int32), described.astype(np.int32)
 
 
 def _check_positions(positions: Sequence[torch.Tensor], tables: torch.Tensor, page: int) -> None:
@@ -123,21 +190,40 @@ def _check_positions(positions: Sequence[torch.Tensor], tables: torch.Tensor, pa
             )
 
 
-def pick_splits(ends: torch.Tensor, kv_heads: int, at_once: int) -> int:
-    """How many programs share the keys of a tile, if tiles have keys up to ``ends`` and ``at_once``
-    programs run at a time: no more than let the longest end with all of them together, and fewer if
-    the last of more would begin when the others have ended."""
-    shortest, longest = int(ends.min()), int(ends.max())
-    total, tiles = int(ends.sum()) * kv_heads, len(ends) * kv_heads
-    wanted = -(-longest * at_once // total)
-    most = max(1, min(wanted, longest // KEYS_PER_SPLIT, MOST_SPLITS))
+def pick_parts(
+    ends: Ints,
+    kv_heads: int,
+    at_once: int,
+    most_parts: int = MOST_PARTS,
+    most_items: int | None = None,
+) -> Ints:
+    """How many parts each tile is cut into, if tiles have keys up to ``ends`` and ``at_once``
+    programs run at a time: parts of about the same length, as many of them as end first. At most
+    ``most_parts`` of a tile and ``most_items`` of all tiles."""
+    longest, total = int(ends.max()), int(ends.sum()) * kv_heads
+    best = np.ones_like(ends)
+    least = _keys_until_done(ends, best, kv_heads, at_once)
+    for most in range(2, min(longest // KEYS_PER_PART, most_parts) + 1):
+        parts = np.maximum(1, -(-ends * most // longest))
+        if most_items is not None and parts.sum() > most_items:
+            break
+        until = _keys_until_done(ends, parts, kv_heads, at_once) + COMBINING_COST
+        if until < least:
+            best, least = parts, until
+        if longest * at_once < most * total / SHORT_PARTS:
+            break
+    return best
 
-    def keys_until_done(splits: int) -> float:
-        if tiles * splits <= at_once:
-            return longest / splits
-        return max(longest / splits, total / at_once + shortest / splits)
 
-    return min(range(1, most + 1), key=keys_until_done)
+def _keys_until_done(ends: Ints, parts: Ints, kv_heads: int, at_once: int) -> float:
+    """How many keys one of the programs that run side by side attends to, at most: those with the
+    most are followed by those with the fewest."""
+    lengths = (ends / parts + np.where(parts > 1, PART_COST, 0)).repeat(parts * kv_heads)
+    lengths[::-1].sort()
+    rounds = np.zeros((-(-len(lengths) // at_once), at_once))
+    rounds.ravel()[: len(lengths)] = lengths
+    rounds[1::2] = rounds[1::2, ::-1].copy()
+    return float(rounds.sum(0).max())
 
 
 def programs_at_once(device: torch.device, tile: Tile) -> int:

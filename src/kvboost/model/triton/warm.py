@@ -10,11 +10,11 @@ from kvboost.model.triton.attention import attend
 from kvboost.model.triton.mass import attention_mass
 from kvboost.model.triton.move import MovedRows, StoredSpan, move
 from kvboost.model.triton.pages import PagedLayers
-from kvboost.model.triton.rows import MOST_SPLITS, PagedRows, Tile, tiles_of
+from kvboost.model.triton.rows import MOST_PARTS, PagedRows, Tile, tiles_of
 from kvboost.model.triton.shift import ShiftPlan, shift
 
 PAGES = 2
-MORE_SPLITS = [1 << bit for bit in range(2, MOST_SPLITS.bit_length())]
+MORE_PARTS = [1 << bit for bit in range(2, MOST_PARTS.bit_length())]
 """The kernel that combines parts is compiled for powers of two."""
 
 
@@ -40,7 +40,7 @@ def warm_up(
     absent = torch.zeros(PAGES * page, dtype=torch.bool, device=like.device)
     position = torch.tensor([page])
 
-    def rows_of(tile: Tile, splits: int) -> PagedRows:
+    def rows_of(tile: Tile, parts: int) -> PagedRows:
         return PagedRows.of(
             [position],
             table[None],
@@ -49,7 +49,7 @@ def warm_up(
             kv_heads=kv_heads,
             dtype=like.dtype,
             tile=tile,
-            splits=splits,
+            parts=parts,
         )
 
     tiles = tiles_of(like.dtype)
@@ -58,8 +58,8 @@ def warm_up(
         attention_mass(
             query, pages, rows, 1.0, page, window=window, soft_cap=soft_cap, absent=absent
         )
-    for splits in MORE_SPLITS:
-        attend(query, pages, rows_of(tiles[0], splits), 1.0, window=window, soft_cap=soft_cap)
+    for parts in MORE_PARTS:
+        attend(query, pages, rows_of(tiles[0], parts), 1.0, window=window, soft_cap=soft_cap)
 
     angles = torch.ones(page + 1, pairs, device=like.device)
     stored = torch.zeros(2, len(layers), kv_heads, 1, dim, dtype=like.dtype, device=like.device)

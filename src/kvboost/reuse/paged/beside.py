@@ -28,7 +28,6 @@ class RowsBeside:
         self._slab = slab
         self._rows = FixedRows(kernels, heads, self.most_rows, capacity)
         self._attention = kernels.attend_rows(self._rows.paged)
-        self._is_padding = torch.empty(0)
 
     def takes(self, segment: Segment) -> bool:
         kv = segment.kv
@@ -53,7 +52,6 @@ class RowsBeside:
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ids, positions, slots = self._rows.inputs()
-        self._is_padding = (slots < 0)[:, None, None]
         return ids.long(), positions, slots.clamp(min=SCRATCH * PAGE)
 
     def attend(
@@ -66,7 +64,6 @@ class RowsBeside:
         out: torch.Tensor,
     ) -> None:
         self._attention(layer, query, scale, out, window=window, soft_cap=softcap)
-        out.masked_fill_(self._is_padding, 0.0)  # what is in it might not be finite
 
     def _table(self, kv: PagedKV) -> torch.Tensor:
         return self._slab.table[kv.holding.row, : len(kv.holding.pages)]

@@ -64,7 +64,6 @@ class RowsBatch(RowBatch):
         super().__init__(slab)
         self.slots = torch.zeros(size, dtype=torch.int64, device=slab.shape.device)
         self.targets = torch.full_like(self.slots, -1)
-        self._is_padding = torch.ones(size, 1, 1, dtype=torch.bool, device=self.slots.device)
         self._hook = hook
         self._attention = attention
         self._fresh: torch.Tensor | None = None
@@ -76,7 +75,6 @@ class RowsBatch(RowBatch):
 
     def load(self, slots: torch.Tensor) -> None:
         self.targets.copy_(slots)
-        torch.lt(slots[:, None, None], 0, out=self._is_padding)
         if self._fresh is None:
             self.slots.copy_(slots.clamp(min=SCRATCH * PAGE))
 
@@ -138,10 +136,8 @@ class RowsBatch(RowBatch):
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Attention of all rows; padding, which the kernel leaves out, gets zeros: other numbers
-        might not be finite."""
-        out = self._attention(layer, query, scale, window=window, soft_cap=softcap)
-        return out.masked_fill_(self._is_padding, 0.0)
+        """Attention of all rows; that of padding is zero."""
+        return self._attention(layer, query, scale, window=window, soft_cap=softcap)
 
 
 class SegmentForwards:

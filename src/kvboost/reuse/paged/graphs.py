@@ -8,7 +8,8 @@ of fixed size: padding has position -1, writes nothing, and is attended to by no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,10 +19,20 @@ from kvboost.model.paged.graphs import Recorded
 from kvboost.model.triton import mass
 from kvboost.model.triton.host import send_into
 from kvboost.model.triton.pages import slots_of
-from kvboost.model.triton.rows import PagedRows, Tile, pick_splits, programs_at_once
+from kvboost.model.triton.rows import (
+    ITEM_FIELDS,
+    MOST_PARTS,
+    TILE_FIELDS,
+    Ints,
+    PagedRows,
+    Tile,
+    cut,
+    pick_parts,
+    programs_at_once,
+)
 from kvboost.model.triton.shift import ShiftPlan
 from kvboost.reuse.paged.hooks import Attention, EnoughLayers, LayerHook
-from kvboost.reuse.paged.kernels import GpuKernels, MassHook, ShiftHook
+from kvboost.reuse.paged.kernels import GpuKernels, KVPages, MassHook, ShiftHook
 from kvboost.reuse.repair import PROBE_ROWS, probed_layers
 
 SIZES = (*range(64, 512, 64), *range(512, 2049, 128))
@@ -30,6 +41,9 @@ MOST_PROBED = 512
 """A probe of more rows, with text that is not known, has no graph."""
 MOST_SPANS = 256
 """Spans that one forward can shift."""
+LEAST_PARTS = 4
+"""A tile of a captured forward may be cut into so many parts, even if there are many tiles: only
+some of them may have many keys."""
 
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Runs a function and returns one that does the same again, with the same result."""
@@ -144,27 +158,22 @@ class FixedRows:
         pages = kernels.pages
         self._page, self._size, self._lead = pages.size, size, lead
         group = heads // pages.num_kv_heads
-        tile, lead_tile = kernels.tile(heads, size), kernels.tile(heads, lead)
-        all_tiles = _tiles(0, lead, tile, group) + _tiles(lead, size, tile, group)
-        lead_tiles = _tiles(0, lead, lead_tile, group)
-        self._starts, self._most = np.array(all_tiles + lead_tiles, np.int32).T
-        parts = [size, size, 1, 3 * len(all_tiles), 3 * len(lead_tiles)]
+        dense = None if lead else kernels.dense_tile(heads, size, capacity)
+        tile, lead_tile = dense or kernels.tile(heads, size), kernels.tile(heads, lead)
+        all_tiles = [*_tiles(0, lead, tile, group), *_tiles(lead, size, tile, group)]
+        self._tiles = FixedTiles(all_tiles, tile, pages)
+        self._lead_tiles = FixedTiles(_tiles(0, lead, lead_tile, group), lead_tile, pages)
+        parts = [size, size, 1, 1, self._tiles.size, self._lead_tiles.size]
         self._inputs = torch.zeros(sum(parts), dtype=torch.int32, device=pages.device)
-        self._ids, self._positions, self.last, *both = self._inputs.split(parts)
+        self._ids, self._positions, self.last, num_keys, *both = self._inputs.split(parts)
         self._positions.fill_(-1)
         self._table = torch.zeros(
             -(-capacity // pages.size), dtype=torch.int32, device=pages.device
         )
-
-        def paged(positions: torch.Tensor, tiles: torch.Tensor, tile: Tile) -> PagedRows:
-            ends = torch.full([max(1, len(tiles) // 3)], capacity)
-            at_once = programs_at_once(pages.device, tile)
-            splits = pick_splits(ends, pages.num_kv_heads, at_once)
-            table = self._table[None]
-            return PagedRows(positions, tiles.view(-1, 3), table, tile, splits, capacity, group)
-
-        self.paged = paged(self._positions, both[0], tile)
-        self.lead = paged(self._positions[:lead], both[1], lead_tile)
+        table = self._table[None]
+        paged = self._tiles.paged(self._positions, both[0], table, capacity, group)
+        self.paged = replace(paged, num_keys=num_keys) if dense else paged
+        self.lead = self._lead_tiles.paged(self._positions[:lead], both[1], table, capacity, group)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids, int32, positions and slots, int64."""
@@ -187,19 +196,70 @@ class FixedRows:
             to[:num_last] = given[rest:]
             to[self._lead : self._lead + rest] = given[:rest]
         sent[2 * self._size] = num_last - 1 if num_last else self._lead + rest - 1
-        tiles = sent[2 * self._size + 1 :].reshape(-1, 3)
-        ends = np.where(self._starts < self._lead, num_last, self._lead + rest)
-        tiles[:, 1] = self._starts
-        tiles[:, 2] = np.clip(ends - self._starts, 0, self._most)
+        sent[2 * self._size + 1] = rows[-1] + 1
+        work = sent[2 * self._size + 2 :]
+        self._tiles.fill(work[: self._tiles.size], positions)
+        self._lead_tiles.fill(work[self._tiles.size :], positions)
         send_into(torch.from_numpy(sent), self._inputs)
         self._table[: len(table)].copy_(table, non_blocking=True)
 
 
+class FixedTiles:
+    """What programs compute, if tiles have fixed places and their keys differ between requests:
+    ``tiles`` are where they start and how many rows they have room for."""
+
+    def __init__(self, tiles: Sequence[tuple[int, int]], tile: Tile, pages: KVPages) -> None:
+        self._tile, self._kv_heads = tile, pages.num_kv_heads
+        self._at_once = programs_at_once(pages.device, tile)
+        self._tiles = np.array([(0, start, 0, room) for start, room in tiles], np.int32)
+        spare = 2 * self._at_once // self._kv_heads
+        self._most_items = len(tiles) + spare if tiles else 0
+        self._most_parts = min(MOST_PARTS, max(LEAST_PARTS, spare // max(1, len(tiles))))
+        self.size = self._most_items * len(ITEM_FIELDS) + len(tiles) * len(TILE_FIELDS)
+
+    def paged(
+        self,
+        positions: torch.Tensor,
+        buffer: torch.Tensor,
+        table: torch.Tensor,
+        capacity: int,
+        group: int,
+    ) -> PagedRows:
+        """The rows at ``positions``; their tiles will be in ``buffer``."""
+        items, tiles = self._parts_of(buffer)
+        slots = self._most_items
+        return PagedRows(
+            positions, items, tiles, table, self._tile, self._most_parts, slots, capacity, group
+        )
+
+    def fill(self, buffer: Ints, positions: Ints) -> None:
+        """Writes the items and tiles of rows at ``positions``; those of padding are -1."""
+        if not self._most_items:
+            return
+        tiles = self._tiles.copy()
+        used = positions >= 0
+        before = np.concatenate([[0], used.cumsum()])
+        starts, room = tiles[:, 1], tiles[:, 3]
+        tiles[:, 2] = before[starts + room] - before[starts]
+        ends = np.where(tiles[:, 2] > 0, positions[starts + np.maximum(tiles[:, 2], 1) - 1] + 1, 1)
+        most = self._most_parts, self._most_items
+        parts = pick_parts(ends, self._kv_heads, self._at_once, *most)
+        items, described = self._parts_of(buffer)
+        found, described[:] = cut(tiles, ends, parts)
+        items[: len(found)] = found
+
+    def _parts_of(self, buffer: Any) -> tuple[Any, Any]:
+        at = self._most_items * len(ITEM_FIELDS)
+        return (
+            buffer[:at].reshape(-1, len(ITEM_FIELDS)),
+            buffer[at : self.size].reshape(-1, len(TILE_FIELDS)),
+        )
+
+
 def _tiles(begin: int, end: int, tile: Tile, group: int) -> list[tuple[int, int]]:
-    """Where the tiles of rows ``[begin, end)`` start and how many rows they have; those with the
-    most keys first."""
+    """Where the tiles of rows ``[begin, end)`` start and how many rows they have room for."""
     step = tile.rows // group
-    return [(at, min(step, end - at)) for at in range(begin, end, step)][::-1]
+    return [(at, min(step, end - at)) for at in range(begin, end, step)]
 
 
 class FixedShift:
@@ -287,10 +347,10 @@ class FixedMass:
         known = hook.seen.absent
         if hook.num_rows > len(self._rows.positions) or hook.seen.layers != self._layers:
             return False
-        absent = torch.ones(len(self._absent), dtype=torch.bool)
+        absent = torch.zeros(len(known) + hook.num_rows, dtype=torch.bool)
         absent[: len(known)] = known
-        absent[len(known) : len(known) + hook.num_rows] = False
-        send_into(absent, self._absent)
+        self._absent[len(absent) :].fill_(True)
+        send_into(absent, self._absent[: len(absent)])
         return True
 
     def finish(self, hook: LayerHook | None) -> None:

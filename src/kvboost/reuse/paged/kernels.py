@@ -14,12 +14,15 @@ from kvboost.cache.quantize import PLAIN
 from kvboost.model.triton import attention, mass, move, shift
 from kvboost.model.triton.host import send
 from kvboost.model.triton.pages import PagedLayers
-from kvboost.model.triton.rows import PagedRows, Tile
+from kvboost.model.triton.rows import PagedRows, Tile, dense_tile
 from kvboost.model.triton.warm import warm_up
 from kvboost.reuse.paged.hooks import Attention, EnoughLayers
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.rope import CosSin, Rotation
 from kvboost.reuse.shift import Spans, shift_weights
+
+MOST_DENSE_BYTES = 1 << 29
+"""The most memory for the keys and values of a request in one piece, one layer at a time."""
 
 
 class KVPages(Protocol):
@@ -154,6 +157,16 @@ class GpuKernels:
         """The tile for so many rows of one request."""
         group = heads // self.pages.num_kv_heads
         return Tile.pick(group * num_rows, self.pages.dtype, self.pages.head_dim)
+
+    def dense_tile(self, heads: int, num_rows: int, num_keys: int) -> Tile | None:
+        """The tile for so many rows of one request, if up to ``num_keys`` keys of a layer are
+        copied into one piece for them."""
+        pages = self.pages
+        row_bytes = 2 * pages.num_kv_heads * pages.head_dim * pages.dtype.itemsize
+        if num_keys * row_bytes > MOST_DENSE_BYTES:
+            return None
+        group = heads // pages.num_kv_heads
+        return dense_tile(pages.device, pages.dtype, pages.head_dim, group * num_rows)
 
     def rotations(self, end: int) -> list[CosSin]:
         """Cosine and sine of every position before ``end``, in each layer."""

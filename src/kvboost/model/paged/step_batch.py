@@ -1,0 +1,124 @@
+"""The rows of a decode step, and rows that it computes beside them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from kvboost.model.paged.row_batch import Fresh, RowBatch
+from kvboost.model.paged.slab import Slab
+from kvboost.model.segment import Segment
+from kvboost.model.triton.attention import attend
+from kvboost.model.triton.host import aside
+from kvboost.model.triton.rows import MOST_PARTS, PagedRows, Tile, programs_at_once
+
+
+class Beside(Protocol):
+    """Consecutive rows of one request that a step computes beside its own, through buffers of a
+    fixed size."""
+
+    @property
+    def most_rows(self) -> int: ...
+
+    def takes(self, segment: Segment) -> bool: ...
+
+    def load(self, segment: Segment) -> None:
+        """Fills the buffers, before a step."""
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids, positions and slots, all int64 ``[most_rows]``."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Attention of ``query``, ``[most_rows, heads, dim]``, into ``out``."""
+
+
+class StepBatch(RowBatch):
+    """Rows of different requests, each after all rows of its request, and those ``beside`` them.
+    ``load`` and ``slots`` are filled in before every step."""
+
+    def __init__(self, slab: Slab, size: int, beside: Beside | None = None) -> None:
+        super().__init__(slab)
+        device = slab.shape.device
+        self._beside = beside
+        more = beside.most_rows if beside is not None else 0
+        self._stream: torch.cuda.Stream | None = None
+        if beside is not None and device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+        self.slots = torch.zeros(size + more, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(size, dtype=torch.int32, device=device)
+        self.requests = torch.zeros(size, dtype=torch.int32, device=device)
+        self._rows: dict[int, PagedRows] = {}
+
+    def load(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
+        """Sets the rows of the requests in the slab's table, and their ``positions``."""
+        self.positions.copy_(positions)
+        self.requests.copy_(rows)
+        for known in self._rows.values():
+            _requests_of(known).copy_(self.requests[:, None])
+
+    def attend_rows(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        *,
+        fresh: Fresh | None = None,
+    ) -> torch.Tensor:
+        rows, own = self._rows_for(query.shape[1]), len(self.positions)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        pages = self.pages(layer)
+        with aside(self._stream):
+            if self._beside is not None:
+                self._beside.attend(layer, query[own:], scale, window, softcap, out[own:])
+        attend(query[:own], pages, rows, scale, window=window, soft_cap=softcap, out=out[:own])
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return out
+
+    def _rows_for(self, heads: int) -> PagedRows:
+        """The rows for the kernel. A row is split over its keys as far as the device has programs
+        to spare: lengths are not known when a graph is recorded."""
+        if heads not in self._rows:
+            shape, size = self._slab.shape, len(self.positions)
+            group = heads // shape.num_kv_heads
+            tile = Tile.pick(group, shape.dtype, shape.head_dim)
+            spare = programs_at_once(shape.device, tile) // (size * shape.num_kv_heads)
+            parts = max(1, min(spare, MOST_PARTS))
+            row = torch.arange(size, dtype=torch.int32, device=shape.device)
+            zero, one = torch.zeros_like(row), torch.ones_like(row)
+            tiles = torch.stack([row, one, row * parts, one * parts], 1)
+            items = torch.stack([zero, row, one, one, zero, one * parts, zero], 1)
+            items = items.repeat_interleave(parts, 0)
+            slot = torch.arange(len(items), dtype=torch.int32, device=shape.device)
+            items[:, 4], items[:, 6] = slot % parts, slot
+            slots = len(items) if parts > 1 else 0
+            found = PagedRows(
+                self.positions,
+                items,
+                tiles,
+                self._slab.table,
+                tile,
+                parts,
+                slots,
+                self._slab.most_rows,
+                group,
+            )
+            _requests_of(found).copy_(self.requests[:, None])
+            self._rows[heads] = found
+        return self._rows[heads]
+
+
+def _requests_of(rows: PagedRows) -> torch.Tensor:
+    """Of the items of rows that each have the same number of parts, ``[rows, parts]``."""
+    return rows.items[:, 0].view(-1, rows.most_parts)
