@@ -12,11 +12,19 @@ from kvboost.model.native.moved_rows import attention_mass
 _SCORES = 1 << 24  # attention weights held at a time
 
 
+def row_weights(num_rows: int) -> torch.Tensor:
+    """How much each of a prompt's last rows counts, ``[num_rows]``. The last one counts as much as
+    all others together: the first token of the answer is computed from it."""
+    weights = torch.ones(num_rows)
+    weights[-1] = max(1, num_rows - 1)
+    return weights
+
+
 class AttentionMass:
     """Sums, over ``layers``, how much a prompt's last rows attend to each row before them: ``mass``
     is ``[start]``, the weights after softmax, averaged over heads and summed over the rows from
-    ``start`` on. Rows that are ``absent``, ``[start]``, receive none. ``ends``: whether the forward
-    ends in the last of ``layers``."""
+    ``start`` on, each by its ``row_weights``. Rows that are ``absent``, ``[start]``, receive none.
+    ``ends``: whether the forward ends in the last of ``layers``."""
 
     def __init__(
         self, layers: range, start: int, absent: torch.Tensor, *, ends: bool = True
@@ -38,12 +46,15 @@ class AttentionMass:
     ) -> None:
         if layer not in self.layers:
             return
-        at_once = attention_mass(kv, layer, query, scale, self.absent) if window is None else None
-        if at_once is not None:
-            self.mass += at_once
-            return
         start = len(self.mass)
         _, heads, rows, dim = query.shape
+        counted = row_weights(rows)
+        if window is None:
+            at_once = attention_mass(kv, layer, query, scale, self.absent, counted)
+            if at_once is not None:
+                self.mass += at_once
+                return
+        counted = counted.to(query.device)
         keys, _ = kv.layer(layer, 0, start + rows)
         kv_heads = keys.shape[1]
         folded = (query * scale).reshape(kv_heads, heads // kv_heads * rows, dim)
@@ -55,7 +66,7 @@ class AttentionMass:
             scores = torch.matmul(some, some_keys.transpose(1, 2))
             scores = scores.view(-1, rows, start + rows).add_(hidden)
             weights = torch.softmax(scores, -1, dtype=torch.float32)
-            self.mass += weights.sum((0, 1))[:start] / heads
+            self.mass += (counted @ weights).sum(0)[:start] / heads
 
     def _hidden(self, rows: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
         """The mask of the last rows, to be added to scores; made once for each window."""

@@ -26,6 +26,7 @@ class _MassCall(ctypes.Structure):
         ("keys", c_void_p),
         ("key_stride", c_int64),
         ("absent", c_void_p),
+        ("weights", c_void_p),
         *((name, c_int32) for name in ("heads", "kv_heads", "dim", "start", "rows")),
         ("scale", c_float),
     ]
@@ -50,11 +51,17 @@ class RecomputedRows:
 
 
 def attention_mass(
-    kv: RequestKV, layer: int, query: torch.Tensor, scale: float, absent: torch.Tensor
+    kv: RequestKV,
+    layer: int,
+    query: torch.Tensor,
+    scale: float,
+    absent: torch.Tensor,
+    weights: torch.Tensor,
 ) -> torch.Tensor | None:
     """How much the rows of ``query``, ``[1, heads, rows, dim]``, attend to each row before them,
-    ``[start]``: after softmax, averaged over heads, summed over rows. Rows that are ``absent``,
-    ``[start]``, are not seen. None if there is no kernel for this KV."""
+    ``[start]``: after softmax, averaged over heads, summed over rows by their ``weights``, float32
+    ``[rows]``. Rows that are ``absent``, ``[start]``, are not seen. None if there is no kernel for
+    this KV."""
     if not serves(kv.shape):
         return None
     library = native.library(kv.shape.dtype)
@@ -69,7 +76,7 @@ def attention_mass(
     workspaces = scratch(threads * library.kvboost_mass_bytes(start, rows), torch.uint8)
     call = _MassCall(
         *(query.data_ptr(), query.stride(0), query.stride(1)),
-        *(keys.data_ptr(), keys.stride(0), hidden.data_ptr()),
+        *(keys.data_ptr(), keys.stride(0), hidden.data_ptr(), weights.data_ptr()),
         *(heads, kv_heads, dim, start, rows, scale),
     )
     library.kvboost_attention_mass(

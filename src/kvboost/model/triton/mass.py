@@ -26,13 +26,14 @@ KEYS = 64
 
 @triton.jit(
     do_not_specialize=["num_rows", "num_keys", "window"],
-    do_not_specialize_on_alignment=["positions", "table", "absent", "lse"],
+    do_not_specialize_on_alignment=["positions", "weights", "table", "absent", "lse"],
 )
 def _mass_kernel(
     query,
     query_row_stride,
     query_head_stride,
     positions,
+    weights,
     num_rows,
     table,
     pages,
@@ -83,7 +84,9 @@ def _mass_kernel(
             )
             scores = product(queries, keys)
             scores = scores_of(scores, position, key, present, scale, cap, window, True)
-            total += tl.sum(tl.exp2(scores * factor - log_sum[:, None] * LOG2_E), 0)
+            seen = tl.exp2(scores * factor - log_sum[:, None] * LOG2_E)
+            weight = tl.load(weights + row, mask=used, other=0.0)
+            total += tl.sum(seen * weight[:, None], 0)
     tl.store(mass + key, total / (KV_HEADS * GROUP), mask=key < num_keys)
 
 
@@ -93,14 +96,15 @@ def attention_mass(
     rows: PagedRows,
     scale: float,
     num_keys: int,
+    weights: torch.Tensor,
     *,
     window: int | None = None,
     soft_cap: float | None = None,
     absent: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """How much the ``rows`` of one request attend to each of its first ``num_keys`` keys, float32
-    ``[num_keys]``: after softmax, averaged over heads, summed over rows. The options are those of
-    ``attend``, and ``absent`` is ``[keys]``."""
+    ``[num_keys]``: after softmax, averaged over heads, summed over rows by their ``weights``,
+    float32 ``[rows]``. The options are those of ``attend``, and ``absent`` is ``[keys]``."""
     kv_heads, page, dim = check_pages(pages)
     num_rows, heads = len(rows.positions), query.shape[1]
     query = query if query.stride(2) == 1 else query.contiguous()
@@ -111,7 +115,7 @@ def attention_mass(
     )  # fmt: skip
     mass = torch.empty(num_keys, dtype=torch.float32, device=query.device)
     _mass_kernel[(triton.cdiv(num_keys, KEYS),)](
-        *(query, query.stride(0), query.stride(1), rows.positions, num_rows),
+        *(query, query.stride(0), query.stride(1), rows.positions, weights, num_rows),
         *(rows.tables, pages, *pages.stride()[:3]),
         *(None if absent is None else absent.view(torch.uint8), lse, mass, num_keys),
         *(scale, soft_cap, window),

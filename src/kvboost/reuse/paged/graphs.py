@@ -22,6 +22,7 @@ from kvboost.model.triton.rows import PagedRows, Tile, pick_splits, programs_at_
 from kvboost.model.triton.shift import ShiftPlan
 from kvboost.reuse.paged.hooks import Attention, EnoughLayers, LayerHook
 from kvboost.reuse.paged.kernels import GpuKernels, MassHook, ShiftHook
+from kvboost.reuse.probe import row_weights
 from kvboost.reuse.repair import PROBE_ROWS, probed_layers
 
 SIZES = (*range(64, 512, 64), *range(512, 2049, 128))
@@ -252,6 +253,7 @@ class FixedMass:
         self._kernels, self._rows = kernels, rows.lead
         self._layers = probed_layers(len(kernels.pages.caches))
         self._absent = torch.ones(capacity, dtype=torch.bool, device=device)
+        self._weights = torch.zeros(len(self._rows.positions), device=device)
         self._mass = torch.zeros(capacity, device=device)
         self._ends = ends
         self.hidden = self._absent if hides else None
@@ -272,6 +274,7 @@ class FixedMass:
             self._rows,
             scale,
             len(self._mass),
+            self._weights,
             window=window,
             absent=self._absent,
         )
@@ -291,6 +294,9 @@ class FixedMass:
         absent[: len(known)] = known
         absent[len(known) : len(known) + hook.num_rows] = False
         send_into(absent, self._absent)
+        weights = torch.zeros(len(self._weights))
+        weights[: hook.num_rows] = row_weights(hook.num_rows)
+        send_into(weights, self._weights)
         return True
 
     def finish(self, hook: LayerHook | None) -> None:

@@ -288,7 +288,8 @@ static void add_mass(
             _mm512_store_ps(mine + key, weights);
             sum = _mm512_add_ps(sum, weights);
         }
-        const __m512 share = _mm512_set1_ps(1 / (_mm512_reduce_add_ps(sum) * call->heads));
+        const float weight = call->weights[(first + i) / group];
+        const __m512 share = _mm512_set1_ps(weight / (_mm512_reduce_add_ps(sum) * call->heads));
         for (int key = 0; key < call->start; key += TILE)
             _mm512_store_ps(mass + key, _mm512_fmadd_ps(_mm512_load_ps(mine + key), share,
                                                         _mm512_load_ps(mass + key)));
@@ -301,7 +302,8 @@ int64_t kvboost_mass_bytes(int32_t start, int32_t rows) {
     return sizeof(Workspace) + (floats + TILE - 1) / TILE * TILE * sizeof(float);
 }
 
-// Writes to mass, [start], how much rows attend to each key before the first of them. workspaces
+// Writes to mass, [start], how much rows attend to each key before the first of them, each row by
+// its weight. workspaces
 // has kvboost_mass_bytes() for each thread, aligned to 64 bytes. The order of summation is fixed,
 // because the rows to recompute are chosen by the result.
 void kvboost_attention_mass(const MassCall *call, float *mass, void *workspaces, int threads) {

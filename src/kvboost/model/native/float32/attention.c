@@ -252,7 +252,7 @@ static void add_mass(
             store(mine + key, weights);
             sums += weights;
         }
-        const float share = 1 / (total(sums) * call->heads);
+        const float share = call->weights[(first + i) / group] / (total(sums) * call->heads);
 #pragma omp simd
         for (int key = 0; key < call->start; key++) mass[key] += mine[key] * share;
     }
@@ -264,7 +264,8 @@ int64_t kvboost_mass_bytes(int32_t start, int32_t rows) {
     return sizeof(Workspace) + (floats + 15) / 16 * 16 * sizeof(float);
 }
 
-// Writes to mass, [start], how much rows attend to each key before the first of them. workspaces
+// Writes to mass, [start], how much rows attend to each key before the first of them, each row by
+// its weight. workspaces
 // has kvboost_mass_bytes() for each thread, aligned to 64 bytes. The order of summation is fixed,
 // because the rows to recompute are chosen by the result.
 void kvboost_attention_mass(const MassCall *call, float *mass, void *workspaces, int threads) {
