@@ -363,7 +363,7 @@ def time_mass(model: str, rows: int, keys: int) -> dict[str, float]:
     case = Case.of(model, torch.arange(start, keys), keys)
     absent = torch.rand(keys, device=DEVICE) < 0.1
     absent[start:] = False
-    ones = torch.ones(rows, device=DEVICE)
+    ones = torch.ones(1, rows, device=DEVICE)
 
     def in_torch() -> torch.Tensor:
         known = dense(case.pages, case.tables[0])[0].float()
@@ -372,7 +372,7 @@ def time_mass(model: str, rows: int, keys: int) -> dict[str, float]:
         at = torch.arange(keys, device=DEVICE)
         hidden = (at > at[start:, None]) | absent
         weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
-        return weights.sum((0, 1, 2))[:start] / case.heads
+        return weights.sum((0, 1, 2))[None, :start] / case.heads
 
     ours = partial(
         attention_mass, case.query, case.pages, case.rows(), DIM**-0.5, start, ones, absent=absent

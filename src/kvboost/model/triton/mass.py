@@ -55,7 +55,9 @@ def _mass_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    tile = tl.program_id(0)
+    tile, kind = tl.program_id(0), tl.program_id(1)
+    weights += kind * num_rows
+    mass += kind * num_keys
     key = tile * KEYS + tl.arange(0, KEYS)
     present = is_present(key, absent, num_keys)
     if tl.max(present.to(tl.int32), 0) == 0:
@@ -74,7 +76,8 @@ def _mass_kernel(
             row, own_head = fold // GROUP, head * GROUP + fold % GROUP
             used = row < num_rows
             position = tl.load(positions + row, mask=used, other=-1)
-            used = position >= 0  # others are padding
+            weight = tl.load(weights + row, mask=used, other=0.0)
+            used = (position >= 0) & (weight != 0)  # others are padding or count nothing
             log_sum = tl.load(lse + row * (KV_HEADS * GROUP) + own_head, mask=used, other=0.0)
             query_at = row.to(tl.int64) * query_row_stride + own_head * query_head_stride
             queries = tl.load(
@@ -85,7 +88,6 @@ def _mass_kernel(
             scores = product(queries, keys)
             scores = scores_of(scores, position, key, present, scale, cap, window, True)
             seen = tl.exp2(scores * factor - log_sum[:, None] * LOG2_E)
-            weight = tl.load(weights + row, mask=used, other=0.0)
             total += tl.sum(seen * weight[:, None], 0)
     tl.store(mass + key, total / (KV_HEADS * GROUP), mask=key < num_keys)
 
@@ -102,9 +104,10 @@ def attention_mass(
     soft_cap: float | None = None,
     absent: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """How much the ``rows`` of one request attend to each of its first ``num_keys`` keys, float32
-    ``[num_keys]``: after softmax, averaged over heads, summed over rows by their ``weights``,
-    float32 ``[rows]``. The options are those of ``attend``, and ``absent`` is ``[keys]``."""
+    """How much the ``rows`` of one request attend to each of its first ``num_keys`` keys: after
+    softmax, averaged over heads, summed over rows by each of several ``weights``, float32
+    ``[kinds, rows]``. The result is float32 ``[kinds, num_keys]``. The options are those of
+    ``attend``, and ``absent`` is ``[keys]``."""
     kv_heads, page, dim = check_pages(pages)
     num_rows, heads = len(rows.positions), query.shape[1]
     query = query if query.stride(2) == 1 else query.contiguous()
@@ -113,8 +116,9 @@ def attention_mass(
     attend(
         query, pages, rows, scale, window=window, soft_cap=soft_cap, absent=absent, lse=lse
     )  # fmt: skip
-    mass = torch.empty(num_keys, dtype=torch.float32, device=query.device)
-    _mass_kernel[(triton.cdiv(num_keys, KEYS),)](
+    kinds = len(weights)
+    mass = torch.empty(kinds, num_keys, dtype=torch.float32, device=query.device)
+    _mass_kernel[(triton.cdiv(num_keys, KEYS), kinds)](
         *(query, query.stride(0), query.stride(1), rows.positions, weights, num_rows),
         *(rows.tables, pages, *pages.stride()[:3]),
         *(None if absent is None else absent.view(torch.uint8), lse, mass, num_keys),

@@ -38,7 +38,7 @@ def warm_up(
     table = torch.arange(PAGES, dtype=torch.int32, device=like.device)
     query = torch.zeros(1, heads, dim, dtype=like.dtype, device=like.device)
     absent = torch.zeros(PAGES * page, dtype=torch.bool, device=like.device)
-    weights = torch.ones(1, device=like.device)
+    weights = torch.ones(1, 1, device=like.device)
     position = torch.tensor([page])
 
     def rows_of(tile: Tile, splits: int) -> PagedRows:

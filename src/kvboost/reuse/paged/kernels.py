@@ -202,7 +202,7 @@ class MassHook:
         if layer not in self.seen.layers:
             return
         if self._tiled is None:
-            self._mass = torch.zeros(len(self.seen.mass), device=query.device)
+            self._mass = torch.zeros(self.seen.mass.shape, device=query.device)
             self._tiled = self._kernels.rows(self._rows, self._table, query.shape[1])
             absent = torch.nn.functional.pad(self.seen.absent, (0, self.num_rows))
             self._absent = absent.to(query.device, non_blocking=True)
@@ -212,7 +212,7 @@ class MassHook:
             self._kernels.pages.caches[layer],
             self._tiled,
             scale,
-            len(self._mass),
+            self.seen.start,
             self._weights,
             window=window,
             absent=self._absent,
@@ -227,7 +227,7 @@ class MassHook:
         if mass.device.type != "cuda":
             self.seen.mass = mass.clone()
             return
-        self.seen.mass = torch.empty(len(mass), pin_memory=True)
+        self.seen.mass = torch.empty(mass.shape, pin_memory=True)
         self.seen.mass.copy_(mass, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
