@@ -122,9 +122,9 @@ class MovedRows:
         """Which share of the last row's attention goes to moved rows. What goes to the prompt's
         first row does not count: models attend to it when they need nothing."""
         seen = self._observed()
-        to_first, *to_others = seen.mass[2].split([1, seen.start - 1])
-        moved = float((to_others[0] * self.rows[1 : seen.start]).sum())
-        return moved / max(1e-6, len(seen.layers) - float(to_first))
+        of_last = seen.mass[2]
+        moved = float((of_last * self.rows[: seen.start])[1:].sum())
+        return moved / max(1e-6, len(seen.layers) - float(of_last[0]))
 
     def _observed(self) -> AttentionMass:
         if self._seen is None:
