@@ -105,7 +105,7 @@ class KVBoost(TextCache):
         - other tiers: ``disk_cache_dir=None``, ``disk_cache_bytes="20GiB"``,
           ``remote_cache_url=None``, ``remote_cache_bytes=None``, ``cache_secret=None``
         - chunks: ``chunk_size=128``, ``chunking="fixed"``, ``document_markers="\\n\\n"``
-        - moved text: ``recompute_strategy="auto"``, ``recompute_ratio=0.15``,
+        - moved text: ``recompute_strategy="auto"``, ``recompute_ratio=0.19``,
           ``recompute_tolerance=None``, ``recompute_overlap=16``, ``reuse_moved="when_faster"``,
           ``heal="auto"``, ``max_audit_kl=None``
         - requests: ``max_running=16``, ``max_waiting=256``, ``max_kv_bytes=None``,

@@ -4,7 +4,7 @@ import pytest
 
 from kvboost import KVBoost
 from kvboost.checks.calibrate import TOLERANCES
-from kvboost.config import EngineConfig
+from kvboost.config import DEFAULT_RATIO, EngineConfig
 from kvboost.errors import ConfigError, PromptError
 from kvboost.model.load import wrap
 from test_reuse import HEADER, PASSAGES, prompt_of
@@ -48,7 +48,7 @@ def test_the_loosest_tolerance_that_holds_is_kept_with_the_costs(tmp_path) -> No
         for passage in PASSAGES:
             engine.warm([*HEADER, *passage])
         loosest = engine.calibrate(SAMPLES, max_kl=10.0)
-        assert (loosest.ratio, loosest.tolerance) == (0.15, TOLERANCES[0])
+        assert (loosest.ratio, loosest.tolerance) == (DEFAULT_RATIO, TOLERANCES[0])
         strict = engine.calibrate(SAMPLES, max_kl=0.9 * loosest.steps[0].mean_kl)
         assert strict.tolerance is not None and strict.tolerance < TOLERANCES[0]
         assert strict.steps[-1].charged_share > strict.steps[0].charged_share

@@ -5,9 +5,9 @@ import torch
 
 from kvboost.model.kv import KVShape, RequestKV
 from kvboost.reuse import probe
-from kvboost.reuse.probe import AttentionMass, Deviation
+from kvboost.reuse.probe import END_ROWS, KINDS, AttentionMass, Deviation
 
-HEADS, KV_HEADS, ROWS, START, DIM = 4, 2, 5, 20, 8
+HEADS, KV_HEADS, ROWS, START, DIM = 4, 2, 7, 20, 8
 
 
 def filled_kv() -> RequestKV:
@@ -27,7 +27,7 @@ def test_attention_mass_is_the_weight_each_row_receives(window, at_once, monkeyp
     mass = AttentionMass(range(2, 4), START, absent)
     for layer in range(5):  # the band counts two of them
         mass.on_query(layer, kv, query, 0.3, window)
-    expected = torch.zeros(START)
+    expected = torch.zeros(KINDS, START)
     for head in range(HEADS):
         for row in range(ROWS):
             keys = kv.rows(0, START + ROWS)[0, 0, head // 2]
@@ -36,9 +36,10 @@ def test_attention_mass_is_the_weight_each_row_receives(window, at_once, monkeyp
                 seen = position <= START + row and not (position < START and absent[position])
                 if not seen or (window and position <= START + row - window):
                     scores[position] = float("-inf")
-            expected += scores.softmax(0)[:START] / HEADS
+            counted = torch.tensor([1, row >= ROWS - END_ROWS, row == ROWS - 1])[:, None]
+            expected += counted * scores.softmax(0)[:START] / HEADS
     assert torch.allclose(mass.mass, 2 * expected, atol=1e-5)
-    assert (mass.mass[3:6] == 0).all()
+    assert (mass.mass[:, 3:6] == 0).all()
 
 
 def test_deviation_is_the_distance_of_fresh_and_known_rows_in_one_layer() -> None:

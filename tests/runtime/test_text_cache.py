@@ -27,7 +27,8 @@ def test_documents_are_read_after_one_another(engine, monkeypatch) -> None:
     monkeypatch.setattr(
         engine, "_warm", lambda ids, *_: read.append(engine.decode(ids.tolist())) or 1
     )
-    assert engine.warm(["one. ", "two. ", "three. "], header="Read: ", contexts=3) == 9
+    documents = ["one. ", "two. ", "three. "]
+    assert engine.warm(documents, header="Read: ", contexts=4) == 9  # none after itself
     assert [text.removeprefix("Read: ") for text in read] == [
         *("one. ", "two. ", "three. "),
         *("two. one. ", "three. two. ", "one. three. "),

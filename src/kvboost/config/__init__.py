@@ -33,6 +33,7 @@ from kvboost.config.keywords import (
     unknown_option,
 )
 from kvboost.config.repair import (
+    DEFAULT_RATIO,
     MOST_RECOMPUTED,
     REUSE_MOVED,
     STRATEGIES,
@@ -56,6 +57,7 @@ from kvboost.config.validation import at_least, choose, one_of, whole, within
 __all__ = [
     "CHUNKING",
     "DEFAULT_MODEL",
+    "DEFAULT_RATIO",
     "DTYPES",
     "EXACTNESS",
     "GRAPHS",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvboost.config.environment import chosen_cache_secret
 from kvboost.config.events import KVEvents
-from kvboost.config.repair import WITHOUT_RATIO, RepairParams
+from kvboost.config.repair import DEFAULT_RATIO, WITHOUT_RATIO, RepairParams
 from kvboost.config.request import HEAL, most_drafted
 from kvboost.config.sizes import parse_bytes
 from kvboost.config.validation import at_least, one_of, whole
@@ -47,7 +47,7 @@ class EngineConfig:
     recompute_strategy: str = "auto"
     """How moved text is repaired: ``"auto"``, ``"query"``, ``"cacheblend"``, ``"selective"``,
     ``"random"`` (a control) or ``"none"``."""
-    recompute_ratio: float = 0.15
+    recompute_ratio: float = DEFAULT_RATIO
     """The share of moved rows that is computed again."""
     recompute_tolerance: float | None = None
     """With ``"auto"``: more rows are computed again, up to half of the moved ones, if the first

@@ -9,6 +9,7 @@ from kvboost.config.validation import at_least, one_of, whole, within
 STRATEGIES = ("auto", "query", "cacheblend", "selective", "random", "none")
 WITHOUT_RATIO = ("selective", "none")
 """The strategies that ``recompute_ratio`` says nothing to."""
+DEFAULT_RATIO = 0.19
 MOST_RECOMPUTED = 0.5
 """With ``auto``, rounds of repair end when this share of the moved rows has been recomputed."""
 REUSE_MOVED = ("when_faster", "always")
@@ -19,8 +20,8 @@ class RepairParams:
     """How one request repairs the text that it reuses at another place."""
 
     strategy: str = "auto"
-    ratio: float = 0.15
-    """The share of moved rows that is computed again."""
+    ratio: float = DEFAULT_RATIO
+    """The share of moved rows that is computed again; with ``auto`` on average."""
     overlap: int = 16
     """With ``selective``: how many rows at each end of a moved passage."""
     reuse_moved: str = "when_faster"

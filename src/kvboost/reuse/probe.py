@@ -12,11 +12,24 @@ from kvboost.model.native.moved_rows import attention_mass
 _SCORES = 1 << 24  # attention weights held at a time
 
 
+END_ROWS = 5
+"""A chat template adds about so many tokens after the question."""
+KINDS = 3
+
+
+def row_weights(num_rows: int) -> torch.Tensor:
+    """How much each of a prompt's last rows counts for the sums of :class:`AttentionMass`,
+    ``[KINDS, num_rows]``: all rows alike, the last ``END_ROWS`` of them, the last one."""
+    weights = torch.ones(KINDS, num_rows)
+    weights[1, :-END_ROWS] = weights[2, :-1] = 0
+    return weights
+
+
 class AttentionMass:
     """Sums, over ``layers``, how much a prompt's last rows attend to each row before them: ``mass``
-    is ``[start]``, the weights after softmax, averaged over heads and summed over the rows from
-    ``start`` on. Rows that are ``absent``, ``[start]``, receive none. ``ends``: whether the forward
-    ends in the last of ``layers``."""
+    is ``[KINDS, start]``, the weights after softmax, averaged over heads and summed over the rows
+    from ``start`` on by their ``row_weights``. Rows that are ``absent``, ``[start]``, receive none.
+    ``ends``: whether the forward ends in the last of ``layers``."""
 
     def __init__(
         self, layers: range, start: int, absent: torch.Tensor, *, ends: bool = True
@@ -24,10 +37,14 @@ class AttentionMass:
         self.layers = layers
         self.absent = absent
         self.ends = ends
-        self.mass = torch.zeros(start, device=absent.device)
+        self.mass = torch.zeros(KINDS, start, device=absent.device)
         self.wait: Callable[[], None] = lambda: None
         """Returns when ``mass`` is complete: a GPU may still be at it."""
         self._masks: dict[int | None, torch.Tensor] = {}
+
+    @property
+    def start(self) -> int:
+        return len(self.absent)
 
     def on_fresh(
         self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor
@@ -38,12 +55,15 @@ class AttentionMass:
     ) -> None:
         if layer not in self.layers:
             return
-        at_once = attention_mass(kv, layer, query, scale, self.absent) if window is None else None
-        if at_once is not None:
-            self.mass += at_once
-            return
-        start = len(self.mass)
+        start = self.start
         _, heads, rows, dim = query.shape
+        counted = row_weights(rows)
+        if window is None:
+            at_once = attention_mass(kv, layer, query, scale, self.absent, counted)
+            if at_once is not None:
+                self.mass += at_once
+                return
+        counted = counted.to(query.device)
         keys, _ = kv.layer(layer, 0, start + rows)
         kv_heads = keys.shape[1]
         folded = (query * scale).reshape(kv_heads, heads // kv_heads * rows, dim)
@@ -55,12 +75,12 @@ class AttentionMass:
             scores = torch.matmul(some, some_keys.transpose(1, 2))
             scores = scores.view(-1, rows, start + rows).add_(hidden)
             weights = torch.softmax(scores, -1, dtype=torch.float32)
-            self.mass += weights.sum((0, 1))[:start] / heads
+            self.mass += (counted @ weights).sum(0)[:, :start] / heads
 
     def _hidden(self, rows: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
         """The mask of the last rows, to be added to scores; made once for each window."""
         if window not in self._masks:
-            start = len(self.mass)
+            start = self.start
             positions = torch.arange(start + rows, device=like.device)
             hidden = positions > positions[start:, None]
             if window is not None:

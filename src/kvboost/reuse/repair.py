@@ -29,6 +29,12 @@ PARTIAL_LAYER = 0.25
 """The cost of a probe's last layer: its projections run, its attention and MLP do not."""
 CLOSE_RESEMBLANCE = 0.9
 """Donors with at least this resemblance need half the repair."""
+TYPICAL_SHARE = 0.33
+"""``auto`` recomputes ``ratio`` of the moved rows if this share of the last row's attention goes to
+them, and more or fewer in proportion: the KL grows with that share."""
+LEAST_BUDGET, MOST_BUDGET = 0.5, 2.0
+"""How far ``auto`` may depart from ``ratio``."""
+SEAM_ROWS = 2
 SHIFT_TOKENS = 256
 """Rows that share one shift; a longer run is split into several spans."""
 
@@ -101,14 +107,40 @@ class MovedRows:
         return self.plan.moved
 
     def attention(self) -> torch.Tensor:
-        """How much the prompt's last rows attend to each moved row: ``[prompt]``."""
+        """Which share of their attention to moved rows the prompt's last rows give to each of them:
+        ``[prompt]``. One half is the share of all these rows, the other that of those at the very
+        end, with which the answer begins."""
+        seen = self._observed()
+        of_all, of_end = seen.mass[:2] * self.rows[: seen.start]
+        scores = torch.zeros(len(self.rows), device=self.device)
+        scores[: seen.start] = (
+            of_all / of_all.sum().clamp(min=1e-30) + of_end / of_end.sum().clamp(min=1e-30)
+        ) / 2
+        return scores
+
+    def last_share(self) -> float:
+        """Which share of the last row's attention goes to moved rows. What goes to the prompt's
+        first row does not count: models attend to it when they need nothing."""
+        seen = self._observed()
+        of_last = seen.mass[2]
+        moved = float((of_last * self.rows[: seen.start])[1:].sum())
+        return moved / max(1e-6, len(seen.layers) - float(of_last[0]))
+
+    def _observed(self) -> AttentionMass:
         if self._seen is None:
             self.start_attention()
         assert self._seen is not None
         self._seen.wait()
-        scores = torch.zeros(len(self.rows), device=self.device)
-        scores[: len(self._seen.mass)] = self._seen.mass
-        return scores * self.rows
+        return self._seen
+
+    def seams(self) -> torch.Tensor:
+        """The first rows of runs that were read after some of the same text: ``[prompt]``. They
+        attended to another neighbour there."""
+        rows = torch.zeros_like(self.rows)
+        for run in self.runs:
+            if run.resemblance > 0:
+                rows[run.start : min(run.end, run.start + SEAM_ROWS)] = True
+        return rows
 
     @property
     def tail(self) -> range:
@@ -221,19 +253,24 @@ def asks_attention(repair: RepairParams) -> bool:
 
 
 def query(moved: MovedRows, repair: RepairParams) -> RepairChoice:
-    """The rows that the prompt's last rows attend to; the rest of each span is shifted."""
+    """The rows that the prompt's last rows attend to, and seams; the rest of each span is
+    shifted."""
     num_rows = round(repair.ratio * moved.plan.num_moved)
     if num_rows in (0, moved.plan.num_moved):  # nothing to choose
         return RepairChoice(moved.rows.clone() if num_rows else torch.zeros_like(moved.rows))
-    return RepairChoice(moved.top(moved.attention(), num_rows), shift=True)
+    scores = moved.attention().masked_fill(moved.seams(), float("inf"))
+    return RepairChoice(moved.top(scores, num_rows), shift=True)
 
 
 def auto(moved: MovedRows, repair: RepairParams) -> RepairChoice:
-    """As ``query``, with half the budget for runs that follow (nearly) the same text as when they
-    were cached."""
+    """As ``query``, with more rows if the answer depends more on moved text than is typical, and
+    half the budget for runs that follow (nearly) the same text as when they were cached."""
+    if not asks_attention(repair):
+        return query(moved, repair)
     close = sum(run.end - run.start for run in moved.runs if run.resemblance >= CLOSE_RESEMBLANCE)
     ratio = repair.ratio * (1 - 0.5 * close / moved.plan.num_moved)
-    return query(moved, replace(repair, ratio=repair.ratio if repair.ratio == 1 else ratio))
+    ratio *= min(max(moved.last_share() / TYPICAL_SHARE, LEAST_BUDGET), MOST_BUDGET)
+    return query(moved, replace(repair, ratio=min(1.0, ratio)))
 
 
 STRATEGIES: dict[str, Callable[[MovedRows, RepairParams], RepairChoice]] = {

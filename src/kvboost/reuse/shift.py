@@ -16,7 +16,7 @@ from kvboost.model.native import moved_rows
 from kvboost.model.native.moved_rows import RecomputedRows
 from kvboost.reuse.rope import CosSin, Rotation
 
-SHIFT_STRENGTH = 0.6
+SHIFT_STRENGTH = 0.8
 """How much of the mean error is applied if donor and prompt share no context."""
 PRIOR_ROWS = 4
 """A mean over ``n`` rows is weighted by ``n / (n + PRIOR_ROWS)``."""

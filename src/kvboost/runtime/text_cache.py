@@ -121,10 +121,10 @@ class TextCache:
             return self._warm(ids, cache_salt, boundaries, adapter)
         with (
             Progress("reading documents", only_on_terminal=True, show=progress) as shown,
-            shown.step("read", len(text) * contexts) as step,
+            shown.step("read", len(text) * min(contexts, len(text))) as step,
         ):
             new = 0
-            for context in range(contexts):
+            for context in range(min(contexts, len(text))):
                 for number, document in enumerate(text):
                     before = text[(number + context) % len(text)] if context else ""
                     ids, boundaries = self._read_one(before + document, header)

@@ -189,6 +189,19 @@ def test_moved_text_is_found_and_the_rest_computed(start: Start) -> None:
     assert load.computed()[0].start == 0
 
 
+def test_text_that_was_read_in_several_contexts_is_loaded_from_all_of_them(start: Start) -> None:
+    planner, document = start(), text(1, 160)
+    for number in (2, 3, 4):
+        keep(planner, join(text(number, 40), document))
+    load = plan(planner, join(text(5, 70), document, text(6, 40)))
+    assert load is not None and len(load.copies) == 2
+    for copy in load.copies:
+        assert {(hit.start, hit.end) for hit in copy} <= {(hit.start, hit.end) for hit in load.hits}
+    needed = [info.key for info in load.infos]
+    assert len(set(needed)) == len(needed) == 3 * len(load.hits)
+    assert load.failed().infos == []
+
+
 def test_a_moved_run_that_begins_after_the_last_whole_page_is_left_out(start: Start) -> None:
     """Otherwise rows between the exact ones and it would count as loaded and be computed by
     nobody."""

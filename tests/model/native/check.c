@@ -14,7 +14,7 @@
 #include <string.h>
 
 int64_t kvboost_workspace_bytes(void);
-int64_t kvboost_mass_bytes(int32_t start, int32_t rows);
+int64_t kvboost_mass_bytes(int32_t start, int32_t rows, int32_t kinds);
 void kvboost_attention_mass(const MassCall *call, float *mass, void *workspaces, int threads);
 void kvboost_pack(const float *weights, int32_t n, int32_t k, float *out);
 void kvboost_pack_halved(const float *weights, int32_t n, int32_t k, uint32_t *out);
@@ -104,15 +104,16 @@ static void check_attention(int dim, int group, int rows) {
 }
 
 static void check_mass(int start, int rows) {
-    enum { HEADS = 6, KV_HEADS = 2, DIM = 64 };
+    enum { HEADS = 6, KV_HEADS = 2, DIM = 64, KINDS = 2 };
     const int end = start + rows;
     float *queries = random_numbers(HEADS * rows * DIM), *keys = random_numbers(KV_HEADS * end * DIM);
     uint8_t *absent = calloc(end + 16, 1);
     for (int key = 0; key < start; key++) absent[key] = key % 5 == 3;
-    float *mass = random_numbers(start), *expected = calloc(start, sizeof(float));
-    const MassCall call = {queries, rows * DIM, DIM, keys, end * DIM, absent,
-                           HEADS, KV_HEADS, DIM, start, rows, 0.3f};
-    void *work = aligned_alloc(64, 2 * kvboost_mass_bytes(start, rows));
+    float *mass = random_numbers(KINDS * start), *expected = calloc(KINDS * start, sizeof(float));
+    float *counted = random_numbers(KINDS * rows);
+    const MassCall call = {queries, rows * DIM, DIM, keys, end * DIM, absent, counted,
+                           HEADS, KV_HEADS, DIM, start, rows, KINDS, 0.3f};
+    void *work = aligned_alloc(64, 2 * kvboost_mass_bytes(start, rows, KINDS));
     kvboost_attention_mass(&call, mass, work, 2);
     double *weights = malloc(end * sizeof(double));
     for (int head = 0; head < HEADS; head++)
@@ -126,10 +127,12 @@ static void check_mass(int start, int rows) {
                 weights[key] = absent[key] ? 0 : exp(score * 0.3);
                 total += weights[key];
             }
-            for (int key = 0; key < start; key++)
-                expected[key] += (float)(weights[key] / total / HEADS);
+            for (int kind = 0; kind < KINDS; kind++)
+                for (int key = 0; key < start; key++)
+                    expected[kind * start + key] +=
+                        (float)(counted[kind * rows + row] * weights[key] / total / HEADS);
         }
-    compare("attention mass", mass, expected, start);
+    compare("attention mass", mass, expected, KINDS * start);
 }
 
 static void check_linear(int m, int n, int k, int gated, int halved) {

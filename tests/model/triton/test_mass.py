@@ -49,11 +49,13 @@ def test_the_mass_is_the_sum_of_weights(
         tile=tile_for(dtype),
         parts=2,
     )
-    given = attention_mass(query, pages, plan, SCALE, start, absent=absent, **options)  # type: ignore[arg-type]
+    counted = torch.rand(2, rows).to(DEVICE)
+    counted[1, 1:] = 0
+    given = attention_mass(query, pages, plan, SCALE, start, counted, absent=absent, **options)  # type: ignore[arg-type]
     keys = dense(pages.nan_to_num(), tables[0])[0]
     weights, _ = attention_weights(query, keys, positions, SCALE, absent=absent, **options)  # type: ignore[arg-type]
-    expected = weights.sum((0, 1))[:start] / heads
-    assert given.shape == (start,) and (given[absent[:start]] == 0).all()
+    expected = (counted @ weights).sum(0)[:, :start] / heads
+    assert given.shape == (2, start) and (given[:, absent[:start]] == 0).all()
     assert torch.allclose(given, expected, rtol=1e-3, atol=1e-5)
 
 
@@ -71,7 +73,9 @@ def test_the_mass_of_all_keys_is_the_number_of_rows() -> None:
         tile=tile_for(torch.float32),
     )
     query = random(7, 3, 16)
-    mass = attention_mass(query, pages, plan, SCALE, 90)
+    ones = torch.ones(1, 7).to(DEVICE)
+    mass = attention_mass(query, pages, plan, SCALE, 90, ones)
     assert float(mass.sum()) == pytest.approx(7, rel=1e-4)
     with pytest.raises(ValueError, match="absent covers 60 keys of each request; there are 90"):
-        attention_mass(query, pages, plan, SCALE, 60, absent=torch.zeros(60, dtype=torch.bool))
+        absent = torch.zeros(60, dtype=torch.bool)
+        attention_mass(query, pages, plan, SCALE, 60, ones, absent=absent)

@@ -194,7 +194,7 @@ def test_a_probe_in_buffers_sees_what_the_probe_sees(
         found.append(seen.mass)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert float(found[0].sum()) > 0
-    assert not found[0][absent].any()
+    assert not found[0][:, absent].any()
 
 
 def test_what_has_no_graph_is_left_to_others(

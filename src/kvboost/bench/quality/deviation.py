@@ -31,7 +31,7 @@ from kvboost.bench.quality.summary import (
     summarize,
 )
 from kvboost.bench.texts.questions import Question, choose_questions, make_questions
-from kvboost.config import CHUNKING, KV_BITS, STRATEGIES, EngineConfig
+from kvboost.config import CHUNKING, DEFAULT_RATIO, KV_BITS, STRATEGIES, EngineConfig
 from kvboost.model.load import LoadedModel, load
 from kvboost.progress import Progress
 
@@ -70,7 +70,7 @@ class Settings(Asking, ModelSettings):
         choices=STRATEGIES,
     )
     ratios: tuple[float, ...] = option(
-        (0.15,), "Share of moved rows to recompute.", "ratio", least=0, most=1
+        (DEFAULT_RATIO,), "Share of moved rows to recompute.", "ratio", least=0, most=1
     )
     tolerances: tuple[float, ...] = option(
         (), "Of auto: the KL at which rounds end; the default if not given.", "tolerance", least=0

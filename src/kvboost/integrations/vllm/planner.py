@@ -25,6 +25,7 @@ from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
 from kvboost.config import RepairParams
 from kvboost.integrations.vllm.options import Options, RequestOptions
+from kvboost.reuse.copies import further_copies
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.plan import LIVE_TOKENS, Plan, make_plan
 from kvboost.tokens.chunking import fixed
@@ -54,7 +55,8 @@ class Hello:
 @dataclass(frozen=True)
 class Load:
     """Rows ``[first, end)`` of a request, to be put into its ``pages``: ``in_place`` hits as they
-    are, ``moved`` runs rotated and repaired; the others are computed."""
+    are, ``moved`` runs rotated and repaired; the others are computed. Further ``copies`` of moved
+    rows are mixed with them."""
 
     request_id: str
     token_ids: TokenIds
@@ -65,20 +67,21 @@ class Load:
     moved: tuple[MovedRun, ...] = ()
     repair: RepairParams = field(default_factory=RepairParams)
     pages: tuple[int, ...] = ()
+    copies: tuple[tuple[Hit, ...], ...] = ()
 
     @property
     def hits(self) -> tuple[Hit, ...]:
-        """All of them, in order."""
+        """All of them but the copies, in order."""
         return (*self.in_place, *(hit for run in self.moved for hit in run.hits))
 
     @property
     def infos(self) -> list[ChunkInfo]:
-        """The chunks it needs, in order."""
-        return [hit.chunk for hit in self.hits]
+        """The chunks it needs, in order, those of copies last."""
+        return [hit.chunk for hits in (self.hits, *self.copies) for hit in hits]
 
     def failed(self) -> Load:
         """What is left of it when its rows could not be loaded."""
-        return replace(self, end=self.first, in_place=(), moved=())
+        return replace(self, end=self.first, in_place=(), moved=(), copies=())
 
     def computed(self) -> list[range]:
         """The rows that are neither in place nor moved."""
@@ -200,10 +203,13 @@ class Planner:
         in_remote: list[ChunkKey] = []
         if self._in_remote is not None:
             in_remote = self._in_remote.ask(root, ids, moved_before, lookup)
-        plan = make_plan(total, lookup(), local)
+        known = lookup()
+        plan = make_plan(total, known, local)
         if not self._cost.moving_pays(plan, repair, more_seconds=LOAD_SECONDS):
             plan = plan.without_moved()
         load = self._load(request_id, token_ids, local, plan, repair)
+        if load is not None and load.moved:
+            load = replace(load, copies=further_copies(known.moved, load.moved, "ram"))
         used = {info.key for info in load.infos} if load is not None else set()
         self._index.remove([key for key in in_remote if key not in used])
         return load

@@ -25,13 +25,13 @@ class Ranks:
     def are_several(self) -> bool:
         return self._group is not None
 
-    def total(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of every worker's ``part``. All get the same bits: each adds in the order of the
+    def mean(self, part: torch.Tensor) -> torch.Tensor:
+        """The mean of every worker's ``part``. All get the same bits: each adds in the order of the
         ranks, so that equal scores are ranked alike."""
         if self._group is None:
             return part
         parts: torch.Tensor = self._group.all_gather(part[None].contiguous(), dim=0)
-        return parts.sum(0)
+        return parts.mean(0)
 
     def least(self, number: float) -> float:
         """The smallest ``number`` of all workers. They wait for each other."""

@@ -78,7 +78,7 @@ class Repairer:
             self.run(ids, rows, table, self._probe_hook(hook, tail, table))
             if self._ranks.are_several:
                 hook.wait()
-                hook.mass = self._ranks.total(hook.mass.to(pages.device)).to(hook.mass.device)
+                hook.mass = self._ranks.mean(hook.mass.to(pages.device)).to(hook.mass.device)
             probed[0] += len(rows)
 
         # Our kernels leave the choice to the host: a GPU would wait for its many small steps.

@@ -262,16 +262,23 @@ class Worker:
         return chunks
 
     def _place(self, load: Load, chunks: Sequence[KVChunk], table: torch.Tensor) -> None:
-        """Writes the known rows into the pages of ``table``, keys of moved ones rotated."""
-        for batch in _batches(load.hits, PLACED_ROWS):
-            some, chunks = chunks[: len(batch)], chunks[len(batch) :]
-            if self._kernels is not None:
-                self._kernels.place(batch, some, table)
-            else:
-                self._place_with_torch(batch, some, table)
+        """Writes the known rows into the pages of ``table``, keys of moved ones rotated, and mixes
+        further copies with them."""
+        for number, hits in enumerate((load.hits, *load.copies), start=1):
+            share = None if number == 1 else 1 / number
+            for batch in _batches(hits, PLACED_ROWS):
+                some, chunks = chunks[: len(batch)], chunks[len(batch) :]
+                if self._kernels is not None:
+                    self._kernels.place(batch, some, table, share)
+                else:
+                    self._place_with_torch(batch, some, table, share)
 
     def _place_with_torch(
-        self, hits: Sequence[Hit], chunks: Sequence[KVChunk], table: torch.Tensor
+        self,
+        hits: Sequence[Hit],
+        chunks: Sequence[KVChunk],
+        table: torch.Tensor,
+        share: float | None,
     ) -> None:
         pages = self._open_pages
         buffer = torch.empty(
@@ -291,7 +298,10 @@ class Worker:
             self._packer.place(chunk.data, hit.chunk.base_position, hit.offset, hit.start, out)
             row += hit.num_tokens
         positions = np.concatenate([np.arange(hit.start, hit.end) for hit in hits])
-        pages.write_all(buffer, pages.slots(table, torch.from_numpy(positions).to(pages.device)))
+        slots = pages.slots(table, torch.from_numpy(positions).to(pages.device))
+        if share is not None:
+            buffer.lerp_(pages.read_all(slots), 1 - share)
+        pages.write_all(buffer, slots)
 
     # Keeping.
 

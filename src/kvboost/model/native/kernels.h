@@ -49,7 +49,8 @@ typedef struct {
     const number *keys; // [kv_heads, start + rows, dim]
     int64_t key_stride;
     const uint8_t *absent; // [start + rows and 16 more]: keys that no row sees
-    int32_t heads, kv_heads, dim, start, rows;
+    const float *weights;  // [kinds, rows]: how much each row counts for each kind of sum
+    int32_t heads, kv_heads, dim, start, rows, kinds;
     float scale;
 } MassCall;
 

@@ -26,7 +26,8 @@ class _MassCall(ctypes.Structure):
         ("keys", c_void_p),
         ("key_stride", c_int64),
         ("absent", c_void_p),
-        *((name, c_int32) for name in ("heads", "kv_heads", "dim", "start", "rows")),
+        ("weights", c_void_p),
+        *((name, c_int32) for name in ("heads", "kv_heads", "dim", "start", "rows", "kinds")),
         ("scale", c_float),
     ]
 
@@ -50,11 +51,17 @@ class RecomputedRows:
 
 
 def attention_mass(
-    kv: RequestKV, layer: int, query: torch.Tensor, scale: float, absent: torch.Tensor
+    kv: RequestKV,
+    layer: int,
+    query: torch.Tensor,
+    scale: float,
+    absent: torch.Tensor,
+    weights: torch.Tensor,
 ) -> torch.Tensor | None:
-    """How much the rows of ``query``, ``[1, heads, rows, dim]``, attend to each row before them,
-    ``[start]``: after softmax, averaged over heads, summed over rows. Rows that are ``absent``,
-    ``[start]``, are not seen. None if there is no kernel for this KV."""
+    """How much the rows of ``query``, ``[1, heads, rows, dim]``, attend to each row before them:
+    after softmax, averaged over heads, summed over rows by each of several ``weights``, float32
+    ``[kinds, rows]``. The result is ``[kinds, start]``. Rows that are ``absent``, ``[start]``, are
+    not seen. None if there is no kernel for this KV."""
     if not serves(kv.shape):
         return None
     library = native.library(kv.shape.dtype)
@@ -64,13 +71,14 @@ def attention_mass(
     (heads, rows, dim), kv_heads = query.shape, len(keys)
     hidden = absent.new_zeros(start + rows + LANES)
     hidden[:start] = absent
-    mass = torch.empty(start, dtype=torch.float32, device="cpu")
+    kinds = len(weights)
+    mass = torch.empty(kinds, start, dtype=torch.float32, device="cpu")
     threads = min(torch.get_num_threads(), heads)  # each thread holds the scores of a long prompt
-    workspaces = scratch(threads * library.kvboost_mass_bytes(start, rows), torch.uint8)
+    workspaces = scratch(threads * library.kvboost_mass_bytes(start, rows, kinds), torch.uint8)
     call = _MassCall(
         *(query.data_ptr(), query.stride(0), query.stride(1)),
-        *(keys.data_ptr(), keys.stride(0), hidden.data_ptr()),
-        *(heads, kv_heads, dim, start, rows, scale),
+        *(keys.data_ptr(), keys.stride(0), hidden.data_ptr(), weights.data_ptr()),
+        *(heads, kv_heads, dim, start, rows, kinds, scale),
     )
     library.kvboost_attention_mass(
         ctypes.addressof(call), mass.data_ptr(), workspaces.data_ptr(), threads

@@ -26,13 +26,14 @@ KEYS = 64
 
 @triton.jit(
     do_not_specialize=["num_rows", "num_keys", "window"],
-    do_not_specialize_on_alignment=["positions", "table", "absent", "lse"],
+    do_not_specialize_on_alignment=["positions", "weights", "table", "absent", "lse"],
 )
 def _mass_kernel(
     query,
     query_row_stride,
     query_head_stride,
     positions,
+    weights,
     num_rows,
     table,
     pages,
@@ -54,7 +55,9 @@ def _mass_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    tile = tl.program_id(0)
+    tile, kind = tl.program_id(0), tl.program_id(1)
+    weights += kind * num_rows
+    mass += kind * num_keys
     key = tile * KEYS + tl.arange(0, KEYS)
     present = is_present(key, absent, num_keys)
     if tl.max(present.to(tl.int32), 0) == 0:
@@ -73,7 +76,8 @@ def _mass_kernel(
             row, own_head = fold // GROUP, head * GROUP + fold % GROUP
             used = row < num_rows
             position = tl.load(positions + row, mask=used, other=-1)
-            used = position >= 0  # others are padding
+            weight = tl.load(weights + row, mask=used, other=0.0)
+            used = (position >= 0) & (weight != 0)  # others are padding or count nothing
             log_sum = tl.load(lse + row * (KV_HEADS * GROUP) + own_head, mask=used, other=0.0)
             query_at = row.to(tl.int64) * query_row_stride + own_head * query_head_stride
             queries = tl.load(
@@ -83,7 +87,8 @@ def _mass_kernel(
             )
             scores = product(queries, keys)
             scores = scores_of(scores, position, key, present, scale, cap, window, True)
-            total += tl.sum(tl.exp2(scores * factor - log_sum[:, None] * LOG2_E), 0)
+            seen = tl.exp2(scores * factor - log_sum[:, None] * LOG2_E)
+            total += tl.sum(seen * weight[:, None], 0)
     tl.store(mass + key, total / (KV_HEADS * GROUP), mask=key < num_keys)
 
 
@@ -93,13 +98,15 @@ def attention_mass(
     rows: PagedRows,
     scale: float,
     num_keys: int,
+    weights: torch.Tensor,
     *,
     window: int | None = None,
     soft_cap: float | None = None,
     absent: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """How much the ``rows`` of one request attend to each of its first ``num_keys`` keys, float32
-    ``[num_keys]``: after softmax, averaged over heads, summed over rows. The options are those of
+    """How much the ``rows`` of one request attend to each of its first ``num_keys`` keys: after
+    softmax, averaged over heads, summed over rows by each of several ``weights``, float32
+    ``[kinds, rows]``. The result is float32 ``[kinds, num_keys]``. The options are those of
     ``attend``, and ``absent`` is ``[keys]``."""
     kv_heads, page, dim = check_pages(pages)
     num_rows, heads = len(rows.positions), query.shape[1]
@@ -109,9 +116,10 @@ def attention_mass(
     attend(
         query, pages, rows, scale, window=window, soft_cap=soft_cap, absent=absent, lse=lse
     )  # fmt: skip
-    mass = torch.empty(num_keys, dtype=torch.float32, device=query.device)
-    _mass_kernel[(triton.cdiv(num_keys, KEYS),)](
-        *(query, query.stride(0), query.stride(1), rows.positions, num_rows),
+    kinds = len(weights)
+    mass = torch.empty(kinds, num_keys, dtype=torch.float32, device=query.device)
+    _mass_kernel[(triton.cdiv(num_keys, KEYS), kinds)](
+        *(query, query.stride(0), query.stride(1), rows.positions, weights, num_rows),
         *(rows.tables, pages, *pages.stride()[:3]),
         *(None if absent is None else absent.view(torch.uint8), lse, mass, num_keys),
         *(scale, soft_cap, window),

@@ -38,6 +38,7 @@ def warm_up(
     table = torch.arange(PAGES, dtype=torch.int32, device=like.device)
     query = torch.zeros(1, heads, dim, dtype=like.dtype, device=like.device)
     absent = torch.zeros(PAGES * page, dtype=torch.bool, device=like.device)
+    weights = torch.ones(1, 1, device=like.device)
     position = torch.tensor([page])
 
     def rows_of(tile: Tile, parts: int) -> PagedRows:
@@ -56,7 +57,7 @@ def warm_up(
     for rows in starmap(rows_of, product(tiles, (1, 2))):
         attend(query, pages, rows, 1.0, window=window, soft_cap=soft_cap)
         attention_mass(
-            query, pages, rows, 1.0, page, window=window, soft_cap=soft_cap, absent=absent
+            query, pages, rows, 1.0, page, weights, window=window, soft_cap=soft_cap, absent=absent
         )
     for parts in MORE_PARTS:
         attend(query, pages, rows_of(tiles[0], parts), 1.0, window=window, soft_cap=soft_cap)
@@ -64,7 +65,8 @@ def warm_up(
     angles = torch.ones(page + 1, pairs, device=like.device)
     stored = torch.zeros(2, len(layers), kv_heads, 1, dim, dtype=like.dtype, device=like.device)
     moved = MovedRows.of([StoredSpan(stored, 0, 1, 0)], table, own)
-    move(moved, own, (angles[None, :1], angles[None, :1]), interleaved=interleaved)
+    for share in (None, 0.5):
+        move(moved, own, (angles[None, :1], angles[None, :1]), interleaved=interleaved, share=share)
     span_of = torch.zeros(page + 1, dtype=torch.int64)
     plan = ShiftPlan.of(position, span_of, torch.ones(1), table, page)
     fresh = query.new_zeros(1, kv_heads, dim)

@@ -33,6 +33,7 @@ from kvboost.model.triton.rows import (
 from kvboost.model.triton.shift import ShiftPlan
 from kvboost.reuse.paged.hooks import Attention, EnoughLayers, LayerHook
 from kvboost.reuse.paged.kernels import GpuKernels, KVPages, MassHook, ShiftHook
+from kvboost.reuse.probe import KINDS, row_weights
 from kvboost.reuse.repair import PROBE_ROWS, probed_layers
 
 SIZES = (*range(64, 512, 64), *range(512, 2049, 128))
@@ -312,7 +313,8 @@ class FixedMass:
         self._kernels, self._rows = kernels, rows.lead
         self._layers = probed_layers(len(kernels.pages.caches))
         self._absent = torch.ones(capacity, dtype=torch.bool, device=device)
-        self._mass = torch.zeros(capacity, device=device)
+        self._weights = torch.zeros(KINDS, len(self._rows.positions), device=device)
+        self._mass = torch.zeros(KINDS, capacity, device=device)
         self._ends = ends
         self.hidden = self._absent if hides else None
 
@@ -331,7 +333,8 @@ class FixedMass:
             self._kernels.pages.caches[layer],
             self._rows,
             scale,
-            len(self._mass),
+            len(self._absent),
+            self._weights,
             window=window,
             absent=self._absent,
         )
@@ -351,11 +354,14 @@ class FixedMass:
         absent[: len(known)] = known
         self._absent[len(absent) :].fill_(True)
         send_into(absent, self._absent[: len(absent)])
+        weights = torch.zeros(self._weights.shape)
+        weights[:, : hook.num_rows] = row_weights(hook.num_rows)
+        send_into(weights, self._weights)
         return True
 
     def finish(self, hook: LayerHook | None) -> None:
         assert isinstance(hook, MassHook)
-        hook.give(self._mass[: len(hook.seen.mass)])
+        hook.give(self._mass[:, : hook.seen.start].contiguous())
 
 
 def capture_cuda() -> Capture:

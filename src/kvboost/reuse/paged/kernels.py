@@ -17,7 +17,7 @@ from kvboost.model.triton.pages import PagedLayers
 from kvboost.model.triton.rows import PagedRows, Tile, dense_tile
 from kvboost.model.triton.warm import warm_up
 from kvboost.reuse.paged.hooks import Attention, EnoughLayers
-from kvboost.reuse.probe import AttentionMass
+from kvboost.reuse.probe import AttentionMass, row_weights
 from kvboost.reuse.rope import CosSin, Rotation
 from kvboost.reuse.shift import Spans, shift_weights
 
@@ -68,9 +68,16 @@ class GpuKernels:
         pairs = self.rotation.cos_sin(0, torch.zeros(1))[0].shape[1]
         warm_up(self._layers, heads, pairs, interleaved=self.rotation.interleaved)
 
-    def place(self, hits: Sequence[Hit], chunks: Sequence[KVChunk], table: torch.Tensor) -> None:
-        """Writes the rows of hits into pages, their keys rotated, in all layers at once."""
-        self.place_rows(hits, [chunk.data.tensors[PLAIN] for chunk in chunks], table)
+    def place(
+        self,
+        hits: Sequence[Hit],
+        chunks: Sequence[KVChunk],
+        table: torch.Tensor,
+        share: float | None = None,
+    ) -> None:
+        """Writes the rows of hits into pages, their keys rotated, in all layers at once. With a
+        ``share``, they are mixed with what is in place."""
+        self.place_rows(hits, [chunk.data.tensors[PLAIN] for chunk in chunks], table, share)
 
     def place_rows(
         self,
@@ -79,8 +86,7 @@ class GpuKernels:
         table: torch.Tensor,
         share: float | None = None,
     ) -> None:
-        """As :meth:`place`; ``stored`` are the rows of the whole chunks, in full precision. With a
-        ``share``, they are mixed with what is in place."""
+        """As :meth:`place`; ``stored`` are the rows of the whole chunks, in full precision."""
         device = table.device
         spans = [
             move.StoredSpan(
@@ -209,16 +215,18 @@ class MassHook:
         if layer not in self.seen.layers:
             return
         if self._tiled is None:
-            self._mass = torch.zeros(len(self.seen.mass), device=query.device)
+            self._mass = torch.zeros(self.seen.mass.shape, device=query.device)
             self._tiled = self._kernels.rows(self._rows, self._table, query.shape[1])
             absent = torch.nn.functional.pad(self.seen.absent, (0, self.num_rows))
             self._absent = absent.to(query.device, non_blocking=True)
+            self._weights = row_weights(self.num_rows).to(query.device, non_blocking=True)
         self._mass += mass.attention_mass(
             query[-self.num_rows :],
             self._kernels.pages.caches[layer],
             self._tiled,
             scale,
-            len(self._mass),
+            self.seen.start,
+            self._weights,
             window=window,
             absent=self._absent,
         )
@@ -232,7 +240,7 @@ class MassHook:
         if mass.device.type != "cuda":
             self.seen.mass = mass.clone()
             return
-        self.seen.mass = torch.empty(len(mass), pin_memory=True)
+        self.seen.mass = torch.empty(mass.shape, pin_memory=True)
         self.seen.mass.copy_(mass, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()

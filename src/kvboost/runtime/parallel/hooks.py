@@ -38,7 +38,7 @@ HookMessage = MassHook | DeviationHook | ShiftHook
 
 def describe(hook: Hook | None) -> HookMessage | None:
     if isinstance(hook, AttentionMass):
-        return MassHook(hook.layers, len(hook.mass), hook.absent.cpu())
+        return MassHook(hook.layers, hook.start, hook.absent.cpu())
     if isinstance(hook, Deviation):
         return DeviationHook(hook.layer, hook.positions.cpu())
     if isinstance(hook, Shift):

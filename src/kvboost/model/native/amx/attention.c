@@ -244,7 +244,12 @@ void kvboost_attend(const Call *call, int threads) {
     }
 }
 
-// Adds to mass, [start] and up to 15 more without meaning, the weights that queries [first, first +
+// Where the sums of the next kind begin, in a thread's own: whole vectors after the last.
+static int64_t sums_stride(const MassCall *call) {
+    return (call->start + TILE) / TILE * TILE;
+}
+
+// Adds to the sums of each kind, [start] and up to 15 more without meaning, the weights that queries [first, first +
 // count) of one head of keys, rows from start on, give to the keys before start, divided by the
 // number of heads. Absent keys get none.
 static void add_mass(
@@ -288,30 +293,39 @@ static void add_mass(
             _mm512_store_ps(mine + key, weights);
             sum = _mm512_add_ps(sum, weights);
         }
-        const __m512 share = _mm512_set1_ps(1 / (_mm512_reduce_add_ps(sum) * call->heads));
-        for (int key = 0; key < call->start; key += TILE)
-            _mm512_store_ps(mass + key, _mm512_fmadd_ps(_mm512_load_ps(mine + key), share,
-                                                        _mm512_load_ps(mass + key)));
+        const float *weights = call->weights + (first + i) / group;
+        const float each = 1 / (_mm512_reduce_add_ps(sum) * call->heads);
+        for (int kind = 0; kind < call->kinds; kind++) {
+            const float weight = weights[kind * call->rows] * each;
+            const __m512 share = _mm512_set1_ps(weight);
+            float *to = mass + kind * sums_stride(call);
+            if (weight == 0) continue;
+            for (int key = 0; key < call->start; key += TILE)
+                _mm512_store_ps(to + key, _mm512_fmadd_ps(_mm512_load_ps(mine + key), share,
+                                                          _mm512_load_ps(to + key)));
+        }
     }
 }
 
 // What a thread needs: a workspace, its own sums, and the scores of a part's queries.
-int64_t kvboost_mass_bytes(int32_t start, int32_t rows) {
-    const int64_t floats = (int64_t)(start + rows + KEYS) * (MASS_QUERIES + 1);
+int64_t kvboost_mass_bytes(int32_t start, int32_t rows, int32_t kinds) {
+    const int64_t floats = (int64_t)(start + rows + KEYS) * (MASS_QUERIES + kinds);
     return sizeof(Workspace) + (floats + TILE - 1) / TILE * TILE * sizeof(float);
 }
 
-// Writes to mass, [start], how much rows attend to each key before the first of them. workspaces
+// Writes to mass, [kinds, start], how much rows attend to each key before the first of them, each
+// row by its weights. workspaces
 // has kvboost_mass_bytes() for each thread, aligned to 64 bytes. The order of summation is fixed,
 // because the rows to recompute are chosen by the result.
 void kvboost_attention_mass(const MassCall *call, float *mass, void *workspaces, int threads) {
     const int queries = call->rows * (call->heads / call->kv_heads);
     const int parts = (queries + MASS_QUERIES - 1) / MASS_QUERIES;
-    const int64_t bytes = kvboost_mass_bytes(call->start, call->rows);
+    const int64_t bytes = kvboost_mass_bytes(call->start, call->rows, call->kinds);
+    const int64_t stride = sums_stride(call);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         Workspace *work = (Workspace *)((char *)workspaces + omp_get_thread_num() * bytes);
-        float *own = (float *)(work + 1), *scores = own + (call->start + TILE) / TILE * TILE;
+        float *own = (float *)(work + 1), *scores = own + call->kinds * stride;
         memset(own, 0, (char *)scores - (char *)own);
         TileConfig before;
         configure_tiles(&before);
@@ -323,10 +337,11 @@ void kvboost_attention_mass(const MassCall *call, float *mass, void *workspaces,
         }
         restore_tiles(&before);
 #pragma omp for schedule(static)
-        for (int key = 0; key < call->start; key++) {
-            mass[key] = 0;
+        for (int64_t at = 0; at < (int64_t)call->kinds * call->start; at++) {
+            const int64_t from = at / call->start * stride + at % call->start;
+            mass[at] = 0;
             for (int thread = 0; thread < omp_get_num_threads(); thread++)
-                mass[key] += ((float *)((Workspace *)((char *)workspaces + thread * bytes) + 1))[key];
+                mass[at] += ((float *)((Workspace *)((char *)workspaces + thread * bytes) + 1))[from];
         }
     }
 }

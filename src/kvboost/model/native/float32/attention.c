@@ -252,30 +252,38 @@ static void add_mass(
             store(mine + key, weights);
             sums += weights;
         }
-        const float share = 1 / (total(sums) * call->heads);
+        const float *weights = call->weights + (first + i) / group;
+        const float each = 1 / (total(sums) * call->heads);
+        for (int kind = 0; kind < call->kinds; kind++) {
+            const float share = weights[kind * call->rows] * each;
+            float *to = mass + (int64_t)kind * call->start;
+            if (share == 0) continue;
 #pragma omp simd
-        for (int key = 0; key < call->start; key++) mass[key] += mine[key] * share;
+            for (int key = 0; key < call->start; key++) to[key] += mine[key] * share;
+        }
     }
 }
 
 // What a thread needs: a workspace, its own sums, and the scores of a part's queries.
-int64_t kvboost_mass_bytes(int32_t start, int32_t rows) {
-    const int64_t floats = (int64_t)(start + rows + KEYS) * (MASS_QUERIES + 1);
+int64_t kvboost_mass_bytes(int32_t start, int32_t rows, int32_t kinds) {
+    const int64_t floats = (int64_t)(start + rows + KEYS) * (MASS_QUERIES + kinds);
     return sizeof(Workspace) + (floats + 15) / 16 * 16 * sizeof(float);
 }
 
-// Writes to mass, [start], how much rows attend to each key before the first of them. workspaces
+// Writes to mass, [kinds, start], how much rows attend to each key before the first of them, each
+// row by its weights. workspaces
 // has kvboost_mass_bytes() for each thread, aligned to 64 bytes. The order of summation is fixed,
 // because the rows to recompute are chosen by the result.
 void kvboost_attention_mass(const MassCall *call, float *mass, void *workspaces, int threads) {
     const int queries = call->rows * (call->heads / call->kv_heads);
     const int parts = (queries + MASS_QUERIES - 1) / MASS_QUERIES;
-    const int64_t bytes = kvboost_mass_bytes(call->start, call->rows);
+    const int64_t bytes = kvboost_mass_bytes(call->start, call->rows, call->kinds);
+    const int64_t sums = (int64_t)call->kinds * call->start;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         Workspace *work = (Workspace *)((char *)workspaces + omp_get_thread_num() * bytes);
-        float *own = (float *)(work + 1), *scores = own + call->start;
-        memset(own, 0, call->start * sizeof(float));
+        float *own = (float *)(work + 1), *scores = own + sums;
+        memset(own, 0, sums * sizeof(float));
 #pragma omp for schedule(static)
         for (int task = 0; task < parts * call->kv_heads; task++) {
             const int first = task / call->kv_heads * MASS_QUERIES, left = queries - first;
@@ -283,10 +291,10 @@ void kvboost_attention_mass(const MassCall *call, float *mass, void *workspaces,
             add_mass(call, task % call->kv_heads, first, count, work, scores, own);
         }
 #pragma omp for schedule(static)
-        for (int key = 0; key < call->start; key++) {
-            mass[key] = 0;
+        for (int64_t at = 0; at < sums; at++) {
+            mass[at] = 0;
             for (int thread = 0; thread < omp_get_num_threads(); thread++)
-                mass[key] += ((float *)((Workspace *)((char *)workspaces + thread * bytes) + 1))[key];
+                mass[at] += ((float *)((Workspace *)((char *)workspaces + thread * bytes) + 1))[at];
         }
     }
 }

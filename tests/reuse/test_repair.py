@@ -1,0 +1,100 @@
+"""Which moved rows strategies choose, given what the prompt's last rows attend to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from chunks import make_chunk
+from kvboost.cache.lookup.hits import Hit, MovedRun
+from kvboost.config import RepairParams
+from kvboost.reuse.probe import AttentionMass
+from kvboost.reuse.repair import (
+    LEAST_BUDGET,
+    MOST_BUDGET,
+    STRATEGIES,
+    TYPICAL_SHARE,
+    MovedRows,
+    probed_layers,
+)
+
+LAYERS, PROMPT, MOVED = 10, 130, range(10, 110)
+DEPTH = len(probed_layers(LAYERS))
+
+
+@dataclass
+class Planned:
+    moved: tuple[MovedRun, ...]
+    num_tokens: int = PROMPT
+    num_moved: int = len(MOVED)
+
+    def computed(self) -> list[range]:
+        return [range(MOVED.stop, PROMPT)]
+
+
+def run(start: int, end: int, resemblance: float) -> MovedRun:
+    chunk = make_chunk(range(start, end), position=500 + start)
+    return MovedRun((Hit(chunk.info, start, end - start, tier="ram"),), resemblance)
+
+
+def moved_rows(
+    see: Callable[[torch.Tensor], None], resemblance: tuple[float, float] = (0.0, 0.0)
+) -> MovedRows:
+    """Two runs of 50 rows; ``see`` writes the attention, ``[kinds, rows]``, that a probe finds."""
+
+    def probe(
+        positions: torch.Tensor, hook: object, until: int | None, absent: torch.Tensor | None
+    ) -> None:
+        assert isinstance(hook, AttentionMass) and positions[-1] == PROMPT - 1
+        see(hook.mass)
+
+    plan = Planned((run(10, 60, resemblance[0]), run(60, 110, resemblance[1])))
+    return MovedRows(plan, PROMPT, LAYERS, torch.device("cpu"), probe)
+
+
+def chosen(moved: MovedRows, strategy: str, ratio: float) -> list[int]:
+    rows: torch.Tensor = STRATEGIES[strategy](moved, RepairParams(strategy, ratio)).rows
+    return rows.nonzero()[:, 0].tolist()
+
+
+def test_the_end_of_the_prompt_counts_as_much_as_all_its_last_rows() -> None:
+    def see(mass: torch.Tensor) -> None:
+        mass[0, 20], mass[0, 30], mass[0, 40], mass[0, 5] = 6.0, 3.0, 1.0, 90.0  # 5 is not moved
+        mass[1, 40], mass[1, 50] = 0.3, 0.1
+
+    moved = moved_rows(see)
+    scores = moved.attention()
+    assert float(scores.sum()) == pytest.approx(1.0)
+    assert scores[[20, 30, 40, 50]].tolist() == pytest.approx([0.3, 0.15, 0.425, 0.125])
+    assert chosen(moved, "query", 0.02) == [20, 40]
+
+
+@pytest.mark.parametrize(
+    ("share", "times"),
+    [(0.05, LEAST_BUDGET), (TYPICAL_SHARE, 1.0), (1.2 * TYPICAL_SHARE, 1.2), (1.0, MOST_BUDGET)],
+)
+def test_auto_repairs_more_where_the_last_row_attends_more_to_moved_text(
+    share: float, times: float
+) -> None:
+    def see(mass: torch.Tensor) -> None:
+        mass[:2, MOVED.start : MOVED.stop] = torch.rand(100)
+        to_first = 0.4 * DEPTH  # which does not count
+        mass[2, 0], mass[2, 30] = to_first, share * (DEPTH - to_first)
+
+    moved = moved_rows(see)
+    assert moved.last_share() == pytest.approx(share)
+    assert len(chosen(moved, "auto", 0.2)) == round(20 * times)
+    assert len(chosen(moved, "query", 0.2)) == 20
+    assert len(chosen(moved, "auto", 1.0)) == 100
+
+
+def test_seams_of_runs_that_were_read_after_the_same_text_are_recomputed() -> None:
+    def see(mass: torch.Tensor) -> None:
+        mass[:, 20:30] = torch.arange(10, 0, -1)
+
+    assert chosen(moved_rows(see), "query", 0.05) == [20, 21, 22, 23, 24]
+    after_some = moved_rows(see, (0.0, 0.3))
+    assert chosen(after_some, "query", 0.05) == [20, 21, 22, 60, 61]
