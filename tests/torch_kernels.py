@@ -19,7 +19,7 @@ from paged_kv import attention_weights, dense
 USES = {
     "attend": (
         "kvboost.model.paged.batch",
-        "kvboost.model.paged.steps",
+        "kvboost.model.paged.step_batch",
         "kvboost.model.triton.attention",
         "kvboost.model.triton.mass",
     ),

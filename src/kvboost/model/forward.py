@@ -194,13 +194,13 @@ class Forward:
             except attention.StopForward:
                 return torch.empty(0)
 
-    def run(self, segments: Sequence[Segment]) -> list[torch.Tensor | Picked]:
+    def run(self, segments: Sequence[Segment]) -> list[torch.Tensor | Picked | list[Picked]]:
         """What each segment asks for: the next token if it has a sampler and one can be picked on
-        the device, else its logits ``[num_logits, vocab]``. The next rows of requests with pages
+        the device, or those after each row if it has several; else logits ``[num_logits, vocab]``. The next rows of requests with pages
         are a decode step of their own, and a few segments that the runner takes are forwards of
         their own; the others are packed into one forward."""
         self._leave_one_beside(segments)
-        results: list[torch.Tensor | Picked | None] = [None] * len(segments)
+        results: list[torch.Tensor | Picked | list[Picked] | None] = [None] * len(segments)
         next_rows: list[int] = []
         rest: list[int] = []
         for index, segment in enumerate(segments):

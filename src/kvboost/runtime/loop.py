@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import KVBoostError, KVTooLargeError, ShuttingDownError
 from kvboost.results import GenerationResult
-from kvboost.runtime.computing import Given, Steps, next_need
+from kvboost.runtime.computing import Results, Steps, next_need
 from kvboost.runtime.healing import Healer
 from kvboost.runtime.job import Job
 from kvboost.runtime.request import RequestState
@@ -337,7 +337,7 @@ class Loop:
             return
         self._advance(job, result)
 
-    def _advance(self, job: Job, given: Given | None) -> None:
+    def _advance(self, job: Job, given: Results | None) -> None:
         """Sends a request its logits, or its next token, and asks what it needs next."""
         assert job.steps is not None
         running = self._running()

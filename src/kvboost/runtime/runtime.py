@@ -212,6 +212,11 @@ class Runtime:
         return self._forwards
 
     @property
+    def drafts(self) -> bool:
+        """Whether requests draft tokens unless they say otherwise."""
+        return self._config.speculate != "off"
+
+    @property
     def num_graphs(self) -> int:
         """How many CUDA graphs have been recorded."""
         steps = self.model.forward.steps

@@ -47,8 +47,13 @@ def test_time_to_draft_and_other_requests_count() -> None:
 
 def test_in_a_batch_drafts_end_before_doubtful_tokens() -> None:
     chances = [0.9, 0.9, SURE - 0.01, 0.99]
-    assert best_pace(chances, lambda length: 1.0, other_tokens=1).length == 2
-    assert best_pace(chances, lambda length: 1.0).length == 4
+
+    def step(length: int) -> float:
+        return 1.0 + 0.05 * length
+
+    assert best_pace(chances, step, other_tokens=1).length == 2
+    assert best_pace(chances, step).length == 4
+    assert best_pace(chances, lambda length: 1.0, other_tokens=1).length == 4  # rows are free
 
 
 def test_chances_are_learned_and_shared() -> None:

@@ -21,7 +21,7 @@ from kvboost.model.paged.batch import PagedBatch
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.row_batch import RowBatch
 from kvboost.model.paged.slab import Slab
-from kvboost.model.paged.steps import RunModel, StepBatch
+from kvboost.model.paged.step_batch import RunModel, StepBatch
 from kvboost.model.segment import Segment
 from kvboost.model.triton.fused import add_norm, gate, rotate_and_write
 

@@ -10,60 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from kvboost.model.attention import Batch
+from kvboost.model.paged.draft_steps import DraftSteps, Launched
 from kvboost.model.paged.graphs import Capture, Function
+from kvboost.model.paged.host_tokens import HostTokens
 from kvboost.model.paged.kv import PagedKV
-from kvboost.model.paged.row_batch import Fresh, RowBatch
 from kvboost.model.paged.sampling import GREEDY, DeviceSampling, Kind
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
+from kvboost.model.paged.step_batch import Beside, RunModel, StepBatch
 from kvboost.model.sampling import Picked
 from kvboost.model.segment import Segment
-from kvboost.model.triton.attention import attend
 from kvboost.model.triton.host import to_device
-from kvboost.model.triton.rows import MOST_SPLITS, PagedRows, Tile, programs_at_once
-
-
-class RunModel(Protocol):
-    def __call__(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        batch: Batch,
-        wanted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Runs token ids at positions, both int64 ``[rows]``; returns logits ``[rows, vocab]``, or
-        those of the ``wanted`` rows."""
-
-
-class Beside(Protocol):
-    """Consecutive rows of one request that a step computes beside its own, through buffers of a
-    fixed size."""
-
-    @property
-    def most_rows(self) -> int: ...
-
-    def takes(self, segment: Segment) -> bool: ...
-
-    def load(self, segment: Segment) -> None:
-        """Fills the buffers, before a step."""
-
-    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Token ids, positions and slots, all int64 ``[most_rows]``."""
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        out: torch.Tensor,
-    ) -> None:
-        """Attention of ``query``, ``[most_rows, heads, dim]``, into ``out``."""
 
 
 def bucket_of(count: int) -> int:
@@ -72,65 +31,6 @@ def bucket_of(count: int) -> int:
         return 1 << (count - 1).bit_length()
     step = 8 if count <= 32 else 16 if count <= 64 else 32 if count <= 128 else 64
     return -(-count // step) * step
-
-
-class StepBatch(RowBatch):
-    """Rows of different requests, each after all rows of its request, and those ``beside`` them.
-    ``positions``, ``slots`` and ``requests`` are filled before every step."""
-
-    def __init__(self, slab: Slab, size: int, beside: Beside | None = None) -> None:
-        super().__init__(slab)
-        device = slab.shape.device
-        self._beside = beside
-        more = beside.most_rows if beside is not None else 0
-        self.slots = torch.zeros(size + more, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(size, dtype=torch.int32, device=device)
-        row = torch.arange(size, dtype=torch.int32, device=device)
-        self._tiles = torch.stack([torch.zeros_like(row), row, torch.ones_like(row)], 1)
-        self._rows: dict[int, PagedRows] = {}
-
-    @property
-    def requests(self) -> torch.Tensor:
-        """int32 ``[rows]``: the rows of the requests in the slab's table."""
-        return self._tiles[:, 0]
-
-    def attend_rows(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        *,
-        fresh: Fresh | None = None,
-    ) -> torch.Tensor:
-        rows, own = self._rows_for(query.shape[1]), len(self.positions)
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        pages = self.pages(layer)
-        attend(query[:own], pages, rows, scale, window=window, soft_cap=softcap, out=out[:own])
-        if self._beside is not None:
-            self._beside.attend(layer, query[own:], scale, window, softcap, out[own:])
-        return out
-
-    def _rows_for(self, heads: int) -> PagedRows:
-        """The rows for the kernel. A tile is split over its keys as far as the device has programs
-        to spare: lengths are not known when a graph is recorded."""
-        if heads not in self._rows:
-            shape, size = self._slab.shape, len(self.positions)
-            group = heads // shape.num_kv_heads
-            tile = Tile.pick(group, shape.dtype, shape.head_dim)
-            spare = programs_at_once(shape.device, tile) // (size * shape.num_kv_heads)
-            splits = max(1, min(spare, MOST_SPLITS))
-            self._rows[heads] = PagedRows(
-                self.positions,
-                self._tiles,
-                self._slab.table,
-                tile,
-                splits,
-                self._slab.most_rows,
-                group,
-            )
-        return self._rows[heads]
 
 
 class _Bucket:
@@ -203,35 +103,13 @@ class _Bucket:
         return self.picked
 
 
-class _Tokens:
-    """Tokens on their way to the host."""
-
-    def __init__(self, picked: torch.Tensor) -> None:
-        self._copied: torch.cuda.Event | None = None
-        if picked.device.type == "cuda":
-            self._host = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=True)
-            self._host.copy_(picked, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-        else:
-            self._host = picked.clone()
-        self._list: list[int] | None = None
-
-    def __getitem__(self, index: int) -> int:
-        if self._list is None:
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._list = self._host.tolist()
-        return self._list[index]
-
-
 @dataclass(frozen=True)
 class _Pending:
     """The result of a row that has been launched."""
 
     serial: int
     position: int
-    tokens: _Tokens
+    tokens: HostTokens
     index: int
     logits: torch.Tensor | None
     beside: Segment | None
@@ -257,6 +135,8 @@ class Steps:
         """What runs rows beside those of a step."""
         self.runs_ahead = True
         """Whether the next step starts before it is known whether its requests have ended."""
+        self.drafts = DraftSteps(self)
+        """Runs the steps in which requests have several rows."""
         self.num_steps = self.num_ahead = self.num_rows_beside = 0
         self._buckets: dict[tuple[int, bool], _Bucket] = {}
         self._next: dict[int, tuple[int, int]] = {}
@@ -275,47 +155,58 @@ class Steps:
     def forget_graphs(self) -> None:
         """Records all steps anew: the model has changed."""
         self._buckets.clear()
+        self.drafts.forget_graphs()
 
     def takes(self, segment: Segment) -> bool:
-        """Whether a segment is the next row of a request with pages of this slab."""
+        """Whether a segment is the next row of a request with pages of this slab, or several."""
         kv = segment.kv
-        return (
-            isinstance(kv, PagedKV)
-            and kv.slab is self.slab
-            and len(segment) == 1
-            and segment.is_plain
-            and segment.num_logits == 1
-            and segment.hook is None
-            and segment.until is None
-            and (segment.beside is None or self._takes_beside(segment.beside))
-        )
+        if not isinstance(kv, PagedKV) or kv.slab is not self.slab or not segment.is_plain:
+            return False
+        if segment.hook is not None or segment.until is not None:
+            return False
+        if len(segment) > 1:
+            return self.runs_ahead and self.drafts.takes(segment)
+        beside = segment.beside
+        return segment.num_logits == 1 and (beside is None or self._takes_beside(beside))
 
     def _takes_beside(self, rows: Segment) -> bool:
         return self.beside is not None and self.beside.takes(rows)
 
-    def run(self, segments: Sequence[Segment]) -> list[torch.Tensor | Picked]:
-        """The next token of each segment that has a sampler, logits ``[1, vocab]`` of the others.
-        Launches the steps after these, if ``ahead`` says that they will be asked for; then the
-        results of an earlier call may already be on their way. At most one segment may have rows
-        beside it."""
-        ready = [self._claim(segment) for segment in segments]
+    def run(self, segments: Sequence[Segment]) -> list[torch.Tensor | Picked | list[Picked]]:
+        """The next token of each segment that has a sampler, the tokens after each of its rows if
+        it has several; logits ``[num_logits, vocab]`` of the others. Launches the steps after
+        these, if ``ahead`` says that they will be asked for; then the results of an earlier call
+        may already be on their way. While a request has a draft, no step is launched ahead: it
+        would not have the rows of the next one. At most one segment may have rows beside it."""
+        ready: list[_Pending | Launched | None] = [self._claim(segment) for segment in segments]
+        has_drafts = any(len(segment) > 1 for segment in segments)
         missing = [index for index, found in enumerate(ready) if found is None]
-        if missing:
-            launched = self._launch([segments[index] for index in missing])
-            for index, found in zip(missing, launched, strict=True):
-                ready[index] = found
+        drafted = [index for index in missing if has_drafts and self.drafts.takes(segments[index])]
+        plain = [index for index in missing if index not in drafted]
+        launched: list[_Pending | Launched] = []
+        if plain:
+            launched += self._launch([segments[index] for index in plain])
+        if drafted:
+            launched += self._launch_drafts([segments[index] for index in drafted])
+        for index, result in zip([*plain, *drafted], launched, strict=True):
+            ready[index] = result
         ahead = [_after(segment) for segment in segments if self._looks_ahead(segment)]
-        if ahead:
+        if ahead and not has_drafts:
             self.num_ahead += 1
-            for segment, result in zip(ahead, self._launch(ahead), strict=True):
-                self._pending[_row(segment)] = result
+            for segment, pending in zip(ahead, self._launch(ahead), strict=True):
+                self._pending[_row(segment)] = pending
         return [found.get() for found in ready if found is not None]
+
+    def _launch_drafts(self, segments: Sequence[Segment]) -> list[Launched]:
+        for segment in segments:
+            self._next.pop(_row(segment), None)  # the host says which token follows
+        return self.drafts.run(segments)
 
     def _claim(self, segment: Segment) -> _Pending | None:
         """The result of a segment that an earlier call has launched. It is a token: a segment that
         asks for logits, or has other rows beside it, runs again."""
         found = self._pending.pop(_row(segment), None)
-        if found is None or segment.sampler is None:
+        if found is None or segment.sampler is None or len(segment) > 1:
             return None
         if segment.beside is not None and _rows(segment.beside) != _rows(found.beside):
             return None
@@ -340,7 +231,7 @@ class Steps:
         kind = GREEDY
         for segment in segments:
             kind = kind | segment.sampler.kind if segment.sampler is not None else kind
-        tokens = _Tokens(bucket.run([_row(segment) for segment in segments], kind))
+        tokens = HostTokens(bucket.run([_row(segment) for segment in segments], kind))
         self.num_steps += 1
         launched = []
         for index, segment in enumerate(segments):

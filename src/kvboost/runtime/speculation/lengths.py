@@ -13,8 +13,10 @@ LONGEST = LENGTHS[-1]
 WORTHWHILE = 1.03
 """A draft must promise this many times the tokens per second of a step without one."""
 SURE = 0.75
-"""In a batch, every row takes time from the others, and estimates are rough: a draft ends there
-before the first token that is accepted less often than this."""
+"""In a batch, rows take time from the other requests, and estimates are rough: where they do, a
+draft ends before the first token that is accepted less often than this."""
+FREE = 1.15
+"""Rows that make a step this many times as long at most take no time from others."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,13 @@ def best_pace(
     """The best length of a draft whose tokens are accepted with these ``chances``, each if all
     before it were. ``step(length)`` is the time of a step with a draft of that length, ``drafting``
     the time that one drafted token takes, ``other_tokens`` what the step gives other requests."""
-    if other_tokens:
+    chances = chances[:LONGEST]
+    if other_tokens and step(len(chances)) > FREE * step(0):
         sure = (count for count, chance in enumerate(chances) if chance < SURE)
         chances = chances[: next(sure, len(chances))]
     plain = (other_tokens + 1) / step(0)
     best, expected, reached = NO_DRAFT, 1.0, 1.0
-    for length, chance in enumerate(chances[:LONGEST], 1):
+    for length, chance in enumerate(chances, 1):
         reached *= chance
         expected += reached
         if length not in LENGTHS and length != len(chances):

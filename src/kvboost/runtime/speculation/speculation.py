@@ -32,16 +32,11 @@ class Speculation:
         self._chances = Chances(weight=16)
         self.make_drafters: MakeDrafters = draft_from_text
 
-    def start(
-        self, state: RequestState, root: ChunkKey, epoch: int, *, runs_ahead: bool
-    ) -> Speculator | None:
-        """What drafts for one request; None if nothing does. Decode steps over pages mostly run
-        ahead of the host, which a draft cannot: there a request must name a maximum."""
+    def start(self, state: RequestState, root: ChunkKey, epoch: int) -> Speculator | None:
+        """What drafts for one request; None if nothing does."""
         request = state.request
         most = most_drafted(request.speculate)
         if not most or request.mode is GenerationMode.BASELINE:
-            return None
-        if runs_ahead and request.speculate == "auto":
             return None
         drafters = self.make_drafters(request, self.texts.of(root, epoch))
         return Speculator(drafters, state, most, Chances(4, self._chances), self._cost)
