@@ -137,7 +137,9 @@ def measure(engine: KVBoost, folder: Path, kind: str, given: argparse.Namespace)
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--device")
+    parser.add_argument("--dtype")
+    parser.add_argument("--threads", type=int, help="of torch; fewer on a machine that is shared")
     parser.add_argument(
         "--saved", help="the dtype of the adapters' files; the model's if not given"
     )
@@ -145,12 +147,14 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
+    if given.threads:
+        torch.set_num_threads(given.threads)
     report: dict[str, Any] = {**vars(given), "threads": torch.get_num_threads()}
     with (
         tempfile.TemporaryDirectory() as folder,
-        KVBoost.from_pretrained(given.model, dtype=given.dtype) as engine,
+        KVBoost.from_pretrained(given.model, device=given.device, dtype=given.dtype) as engine,
     ):
-        report["dtype"] = str(engine.dtype)
+        report["dtype"], report["device"] = str(engine.dtype), str(engine.device)
         for kind in KINDS:
             found = measure(engine, Path(folder), kind, given)
             report[kind] = found

@@ -12,11 +12,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvboost.model.triton import attention, dense, fused, mass, move, shift, write
+from kvboost.model.triton import adapters, attention, dense, fused, mass, move, shift, write
 
 HOPPER = GPUTarget("cuda", 90, 32)
 NUMBERS = {"query", "pages", "like", "keys", "values", "out", "qkv", "gate_up", "rows", "added"}
-NUMBERS |= {"summed", "weight", "query_norm", "key_norm", "past", "own"}
+NUMBERS |= {"summed", "weight", "query_norm", "key_norm", "past", "own", "down", "up", "small"}
 TYPES = {
     "int32": {"positions", "tiles", "tables", "table"},
     "int64": {
@@ -60,9 +60,12 @@ SIZES = {
     "WIDTH": 24,
     "BLOCK": 16,
     "ALIGN": 16,
+    "RANKS": 16,
     "INTERLEAVED": False,
 }
 VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
+    (adapters._shrink_kernel, "bf16", {}),
+    (adapters._expand_kernel, "bf16", {}),
     (attention._attend_kernel, "bf16", {"absent": None, "window": None, "cap": None, "lse": None}),
     (attention._attend_kernel, "fp32", {"SPLIT": True}),
     (attention._combine_kernel, "bf16", {}),

@@ -6,6 +6,8 @@ on a CPU; on a GPU they run the kernels themselves. ``tests/model/triton`` compa
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -28,6 +30,8 @@ USES = {
     "rotate_and_write": ("kvboost.model.paged.layers",),
     "gate": ("kvboost.model.paged.layers",),
     "move": ("kvboost.model.triton.move",),
+    "shrink": ("kvboost.model.paged.adapter_slots",),
+    "expand": ("kvboost.model.paged.adapter_slots",),
 }
 """The modules that call each of them by its name."""
 
@@ -111,6 +115,30 @@ def rotate_and_write(
 def gate(gate_up: torch.Tensor) -> torch.Tensor:
     gated, up = gate_up.chunk(2, -1)
     return torch.nn.functional.silu(gated) * up
+
+
+def shrink(
+    rows: torch.Tensor, slots: torch.Tensor, down: torch.Tensor, ranks: int, out: torch.Tensor
+) -> None:
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            out[row] = down[slot] @ rows[row]
+
+
+def expand(
+    small: torch.Tensor,
+    slots: torch.Tensor,
+    up: torch.Tensor,
+    bounds: tuple[int, int],
+    out: torch.Tensor,
+) -> None:
+    ranks, width = up.shape[1:]
+    ends = (0, *bounds, width)
+    for row, slot in enumerate(slots.tolist()):
+        for part, (first, end) in enumerate(pairwise(ends)):
+            if slot >= 0 and first < end:
+                given = small[row, part * ranks : (part + 1) * ranks]
+                out[row, first:end] += given @ up[slot, :, first:end]
 
 
 def move(

@@ -303,9 +303,7 @@ class Generation:
         self._drafts.hold(draft, given[1:])
         return given[0]
 
-    def _on_device(
-        self, sampler: Sampler | RowSampler, draft: Sequence[int]
-    ) -> RowSampler | None:
+    def _on_device(self, sampler: Sampler | RowSampler, draft: Sequence[int]) -> RowSampler | None:
         """What picks the tokens after the next rows where their logits are; None if the host does.
         A penalty for tokens that were seen must not see those of a draft."""
         if not self.picks_on_device or not isinstance(sampler, RowSampler):

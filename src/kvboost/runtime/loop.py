@@ -82,6 +82,9 @@ class Loop:
         self._batch_sizes: Counter[int] = Counter()
         self._finished: Counter[str] = Counter()
         self._errands: deque[tuple[Future[Any], Callable[[], None]]] = deque()
+        self._step_ended: float | None = None
+        """When the last step did, if the next one follows at once: what requests do between two of
+        them takes time as well, unless steps on a device run meanwhile."""
         runtime.unhealed.on_added = self._wake
 
     def submit(
@@ -235,6 +238,7 @@ class Loop:
         """Waits for a request, for something to heal, or to be closed."""
         with self._changed:
             while not (self._is_wanted() or self._healer.has_work):
+                self._step_ended = None
                 # A request outside the loop ends without a word: the garbage collector may end it.
                 self._changed.wait(LOOK_SECONDS if len(self._runtime.unhealed) else None)
 
@@ -307,7 +311,7 @@ class Loop:
         self._counts["steps"] += 1
         self._counts["rows"] += num_rows
         self._batch_sizes[len(batch)] += 1
-        began = time.perf_counter()
+        began = time.perf_counter() if self._step_ended is None else self._step_ended
         try:
             results = self._forward.run(segments)
         except Exception as error:
@@ -317,8 +321,9 @@ class Loop:
                 for job in batch:
                     self._run_alone(job)
             return
+        self._step_ended = time.perf_counter()
         if len(batch) > 1:  # a request that is alone measures its steps itself
-            self._runtime.cost.observe_step(num_rows, time.perf_counter() - began)
+            self._runtime.cost.observe_step(num_rows, self._step_ended - began)
         for job, result in zip(batch, results, strict=True):
             self._advance(job, result)
 

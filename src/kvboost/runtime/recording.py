@@ -21,9 +21,9 @@ Part = tuple[int, Callable[[], object]]
 
 
 def record_graphs(runtime: Runtime, max_running: int) -> int:
-    """Records decode steps of up to ``max_running`` requests, those with drafts, the usual rows after known text, and
-    what moved text takes, until half of the memory for graphs is used; other sizes are recorded
-    when they are first needed. Returns how many graphs there are."""
+    """Records decode steps of up to ``max_running`` requests, those with drafts, the usual rows
+    after known text, and what moved text takes, until half of the memory for graphs is used; other
+    sizes are recorded when they are first needed. Returns how many graphs there are."""
     if not isinstance(runtime.pool, PagedPool):
         return 0
     runtime.pool.prepare()

@@ -198,7 +198,7 @@ class Runtime:
         if self.model.placement is not None:
             found.append(self.model.placement.note)
         if self.adapters.infos():
-            found.append("requests with adapters run without CUDA graphs and fused layers")
+            found.append("prompts with adapters are read without CUDA graphs and fused layers")
         return [note for note in found if note is not None]
 
     @property

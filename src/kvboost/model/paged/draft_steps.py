@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvboost.model.paged.adapter_slots import NO_ADAPTER
 from kvboost.model.paged.graphs import Function
 from kvboost.model.paged.host_tokens import HostTokens
 from kvboost.model.paged.kv import PagedKV
@@ -29,23 +30,27 @@ SIZES = (8, 16, 32, 64, 96, 128)
 class _Bucket:
     """Steps of one number of rows."""
 
-    def __init__(self, size: int, tables: StepTables) -> None:
+    def __init__(self, size: int, tables: StepTables, *, adapted: bool) -> None:
         self._tables = tables
         self._batch = StepBatch(tables.slab, size)
-        self._given = torch.zeros(3, size, dtype=torch.int64, device=tables.slab.shape.device)
+        if adapted:
+            self._batch.adapters = torch.full_like(self._batch.slots, NO_ADAPTER)
+        self._given = torch.zeros(4, size, dtype=torch.int64, device=tables.slab.shape.device)
         self.logits = torch.empty(0)
         self._run: Function | None = None
         self._samplers: dict[Kind, Function] = {}
 
     def run(self, given: torch.Tensor, kind: Kind) -> torch.Tensor:
-        """The tokens after the rows ``given``, int64 ``[3, rows]``: those of the requests in the
-        slab's table, token ids and positions. The result is the same tensor in every step."""
+        """The tokens after the rows ``given``, int64 ``[4, rows]``: those of the requests in the
+        slab's table, token ids, positions and slots of adapters. The result is the same tensor in
+        every step."""
         padded = torch.zeros(self._given.shape, dtype=torch.int64)
-        padded[0] = SCRATCH
+        padded[0], padded[3] = SCRATCH, NO_ADAPTER
         padded[:, : given.shape[1]] = given
         send_into(padded, self._given)
         if self._run is None:
-            self._run = self._tables.capture(self._forward, "steps with drafts")
+            more = "" if self._batch.adapters is None else " and adapters"
+            self._run = self._tables.capture(self._forward, f"steps with drafts{more}")
         logits = self._run()
         if not len(self.logits):  # sampling reads them where those of the first step were
             self.logits = logits
@@ -57,8 +62,10 @@ class _Bucket:
         return self._samplers[kind]()
 
     def _forward(self) -> torch.Tensor:
-        rows, ids, positions = self._given
+        rows, ids, positions, slots = self._given
         batch, tables = self._batch, self._tables
+        if batch.adapters is not None:
+            batch.adapters.copy_(slots)
         batch.positions.copy_(positions)
         batch.requests.copy_(rows)
         page = tables.slab.table[rows, positions // PAGE].long()
@@ -66,7 +73,7 @@ class _Bucket:
         return tables.run_model(ids, positions, batch)
 
     def _sample(self, kind: Kind) -> torch.Tensor:
-        rows, ids, positions = self._given
+        rows, ids, positions, _ = self._given
         return self._tables.sampling.pick(self.logits, rows, positions + 1, ids, kind)
 
 
@@ -94,7 +101,7 @@ class DraftSteps:
 
     def __init__(self, tables: StepTables) -> None:
         self._tables = tables
-        self._buckets: dict[int, _Bucket] = {}
+        self._buckets: dict[tuple[int, bool], _Bucket] = {}
         self.num_steps = 0
 
     def takes(self, segment: Segment) -> bool:
@@ -108,30 +115,38 @@ class DraftSteps:
             and not penalizes
         )
 
-    def run(self, segments: Sequence[Segment]) -> list[Launched]:
-        """Starts steps of these segments, one if they are not many."""
-        return [result for some in _at_most(segments, SIZES[-1]) for result in self._launch(some)]
+    def run(self, segments: Sequence[Segment], *, adapted: bool = False) -> list[Launched]:
+        """Starts steps of these segments, one if they are not many. ``adapted``: some have
+        adapters, which have slots."""
+        parts = _at_most(segments, SIZES[-1])
+        return [result for some in parts for result in self._launch(some, adapted)]
 
     def record(self, size: int) -> None:
         """Records greedy steps of ``size`` rows before a request needs one. It runs padding."""
-        self._bucket(size).run(torch.zeros(3, 0, dtype=torch.int64), GREEDY)
+        self._bucket(size, adapted=False).run(torch.zeros(4, 0, dtype=torch.int64), GREEDY)
 
     def forget_graphs(self) -> None:
         self._buckets.clear()
 
-    def _launch(self, segments: Sequence[Segment]) -> list[Launched]:
+    def forget_adapted(self) -> None:
+        """Records the steps with adapters anew."""
+        self._buckets = {key: bucket for key, bucket in self._buckets.items() if not key[1]}
+
+    def _launch(self, segments: Sequence[Segment], adapted: bool) -> list[Launched]:
         rows: list[int] = []
         ids: list[int] = []
         positions: list[int] = []
+        slots: list[int] = []
         kind = GREEDY
         for segment in segments:
             assert isinstance(segment.kv, PagedKV)
             rows += [segment.kv.holding.row] * len(segment)
             ids += segment.token_ids.tolist()
             positions += segment.positions
+            slots += [self._tables.slot_of(segment)] * len(segment)
             kind = kind | segment.sampler.kind if segment.sampler is not None else kind
-        bucket = self._bucket(len(rows))
-        tokens = HostTokens(bucket.run(torch.tensor([rows, ids, positions]), kind))
+        bucket = self._bucket(len(rows), adapted=adapted)
+        tokens = HostTokens(bucket.run(torch.tensor([rows, ids, positions, slots]), kind))
         self.num_steps += 1
         launched, end = [], 0
         for segment in segments:
@@ -141,11 +156,11 @@ class DraftSteps:
             launched.append(Launched(segment, tokens, first, logits))
         return launched
 
-    def _bucket(self, rows: int) -> _Bucket:
-        size = next(size for size in SIZES if size >= rows)
-        if size not in self._buckets:
-            self._buckets[size] = _Bucket(size, self._tables)
-        return self._buckets[size]
+    def _bucket(self, rows: int, *, adapted: bool) -> _Bucket:
+        key = next(size for size in SIZES if size >= rows), adapted
+        if key not in self._buckets:
+            self._buckets[key] = _Bucket(key[0], self._tables, adapted=adapted)
+        return self._buckets[key]
 
 
 def _at_most(segments: Sequence[Segment], rows: int) -> Iterator[list[Segment]]:

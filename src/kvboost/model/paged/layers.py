@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from kvboost.model.adapters.layers import adapted_rows
+from kvboost.model.paged.adapter_slots import AdapterSlots, Place, Product
 from kvboost.model.paged.batch import PagedBatch
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.row_batch import RowBatch
@@ -60,7 +61,8 @@ class Merged:
 class FusedLayer:
     """One decoder layer for rows in pages."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, name: str) -> None:
+        """``name``: the path of the layer in the model."""
         attention, mlp = layer.self_attn, layer.mlp
         self._layer = layer
         self._linears = linears_of(layer)
@@ -70,6 +72,9 @@ class FusedLayer:
         if hasattr(attention, "q_norm"):
             self._norms = attention.q_norm.weight, attention.k_norm.weight
             self._norm_eps = attention.q_norm.variance_epsilon
+
+        groups = [("q", "k", "v"), ("o",), ("gate", "up"), ("down",)]
+        self.places = [_place(layer, name, group) for group in groups]
 
     def serves(self) -> bool:
         """Whether the layer still has the linear layers that were merged: an adapter replaces
@@ -85,14 +90,36 @@ class FusedLayer:
         before, after = layer.input_layernorm, layer.post_attention_layernorm
         normed, _ = add_norm(hidden, before.weight, before.variance_epsilon)
         pages = batch.pages(number)
+        qkv = self._product(0, normed, batch, self.qkv)
         query, keys, values = rotate_and_write(
-            self.qkv(normed), cos_sin, pages, batch.slots, self._norms, self._norm_eps
+            qkv, cos_sin, pages, batch.slots, self._norms, self._norm_eps
         )
         attended = batch.attend_rows(number, query, attention.scaling, fresh=(keys, values))
-        out = attention.o_proj(attended.flatten(1))
+        out = self._product(1, attended.flatten(1), batch, attention.o_proj)
         normed, summed = add_norm(out, after.weight, after.variance_epsilon, hidden)
+        gated = gate(self._product(2, normed, batch, self.gate_up))
         # Adds the product in place: no kernel for the sum.
-        return summed.addmm_(gate(self.gate_up(normed)), layer.mlp.down_proj.weight.t())
+        down = layer.mlp.down_proj.weight.t()
+        return self._product(3, gated, batch, lambda rows: summed.addmm_(rows, down))
+
+    def _product(
+        self, place: int, rows: torch.Tensor, batch: RowBatch, product: Product
+    ) -> torch.Tensor:
+        """``product(rows)``, with what adapters add to it."""
+        if batch.adapters is None:
+            return product(rows)
+        return self.places[place].add(rows, batch.adapters, product)
+
+
+def _place(layer: Any, name: str, group: Sequence[str]) -> Place:
+    """The linear layers of one product, for adapters."""
+    part = "self_attn" if hasattr(layer.self_attn, f"{group[0]}_proj") else "mlp"
+    linears = [getattr(getattr(layer, part), f"{each}_proj") for each in group]
+    return Place(
+        [f"{name}.{part}.{each}_proj" for each in group],
+        linears[0].in_features,
+        [each.out_features for each in linears],
+    )
 
 
 def linears_of(layer: Any) -> list[Any]:
@@ -108,7 +135,10 @@ class FusedLayers:
 
     def __init__(self, model: nn.Module, slab: Slab, run_model: RunModel) -> None:
         """Replaces them if the logits equal those of the model's own; ``note`` says why not."""
-        self._layers = {layer: FusedLayer(layer) for layer in _decoders(model, slab.shape.dtype)}
+        paths = {module: name for name, module in model.named_modules()}
+        self._layers = {
+            layer: FusedLayer(layer, paths[layer]) for layer in _decoders(model, slab.shape.dtype)
+        }
         self.note: str | None = None
         if not self._layers:
             self.note = "no decoder layers of a kind that has faster ones"
@@ -128,6 +158,11 @@ class FusedLayers:
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    def adapter_slots(self) -> AdapterSlots | None:
+        """Where steps find the weights of adapters; None if the model's own layers run."""
+        places = [place for ours in self._layers.values() for place in ours.places]
+        return AdapterSlots(places) if places else None
 
     def _give_up(self, reason: str) -> None:
         self.restore()

@@ -63,6 +63,9 @@ class StepTables(Protocol):
     capture: Capture
     sampling: DeviceSampling
 
+    def slot_of(self, segment: Segment) -> int:
+        """Where the adapter of a segment is; negative if it has none."""
+
 
 class StepBatch(RowBatch):
     """Rows of different requests, each after all rows of its request, and those ``beside`` them.
