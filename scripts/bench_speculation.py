@@ -212,8 +212,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     flush=True,
                 )
         dtype, device = str(engine.dtype), str(engine.device)
+        sizes, times = engine._runtime.cost._steps._learn()
+        steps_ms = {size: 1e3 * time for size, time in zip(sizes, times, strict=True)}
+        print("ms of a step, by rows:", {size: round(ms, 2) for size, ms in steps_ms.items()})
     report = {"model": chosen.model, "dtype": dtype, "device": device, "rounds": chosen.rounds}
-    print(json.dumps({**report, "tasks": found}))
+    print(json.dumps({**report, "step_ms": steps_ms, "tasks": found}))
 
 
 if __name__ == "__main__":

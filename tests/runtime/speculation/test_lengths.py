@@ -49,11 +49,21 @@ def test_in_a_batch_drafts_end_before_doubtful_tokens() -> None:
     chances = [0.9, 0.9, SURE - 0.01, 0.99]
 
     def step(length: int) -> float:
-        return 1.0 + 0.05 * length
+        return 1.0 + 0.24 * length
 
     assert best_pace(chances, step, other_tokens=1).length == 2
-    assert best_pace(chances, step).length == 4
+    assert best_pace([0.9, 0.9, SURE, 0.99], step).length == 4
     assert best_pace(chances, lambda length: 1.0, other_tokens=1).length == 4  # rows are free
+
+
+def test_a_draft_pays_although_others_have_long_ones() -> None:
+    def step(length: int) -> float:  # 8 requests, of which 7 draft 8 tokens each
+        return 168.0 + 9.8 * (56 + length)
+
+    others = 7 * 7.6
+    pace = best_pace([0.97] * 8, step, others)
+    assert pace.length == 8 and 1 < pace.gain < 1.03
+    assert best_pace([0.76] * 8, step, others) == NO_DRAFT
 
 
 def test_chances_are_learned_and_shared() -> None:

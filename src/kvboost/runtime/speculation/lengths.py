@@ -11,12 +11,16 @@ few sizes whose time must be known. With the token before them, most are numbers
 kernels multiply at once."""
 LONGEST = LENGTHS[-1]
 WORTHWHILE = 1.03
-"""A draft must promise this many times the tokens per second of a step without one."""
+"""A draft must promise this many tokens, and if its request is alone this many times the tokens per
+second of a step without one."""
+MARGIN = 1.1
+"""It must promise this many times the tokens that all requests would get in the time it takes."""
 SURE = 0.75
-"""In a batch, rows take time from the other requests, and estimates are rough: where they do, a
-draft ends before the first token that is accepted less often than this."""
-FREE = 1.15
-"""Rows that make a step this many times as long at most take no time from others."""
+"""In a batch, every row takes time from the others, and estimates are rough: a draft ends there
+before the first token that is accepted less often than this, ..."""
+CHEAP = 1.6
+"""... or less often than this many times what a row costs, in tokens of all requests: where rows
+cost nearly nothing, as on a GPU, doubtful tokens may be tried."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +46,23 @@ def best_pace(
     """The best length of a draft whose tokens are accepted with these ``chances``, each if all
     before it were. ``step(length)`` is the time of a step with a draft of that length, ``drafting``
     the time that one drafted token takes, ``other_tokens`` what the step gives other requests."""
-    chances = chances[:LONGEST]
-    if other_tokens and step(len(chances)) > FREE * step(0):
-        sure = (count for count, chance in enumerate(chances) if chance < SURE)
-        chances = chances[: next(sure, len(chances))]
-    plain = (other_tokens + 1) / step(0)
+    chances, before = chances[:LONGEST], step(0)
+    plain = (other_tokens + 1) / before
+    if other_tokens and chances:
+        price = plain * (step(len(chances)) - before) / len(chances)
+        least = min(SURE, CHEAP * price)
+        doubtful = (count for count, chance in enumerate(chances) if chance < least)
+        chances = chances[: next(doubtful, len(chances))]
     best, expected, reached = NO_DRAFT, 1.0, 1.0
+    least_gain = 1.0 if other_tokens else WORTHWHILE
     for length, chance in enumerate(chances, 1):
         reached *= chance
         expected += reached
         if length not in LENGTHS and length != len(chances):
             continue
-        gain = (other_tokens + expected) / (step(length) + length * drafting) / plain
-        if gain > max(best.gain, WORTHWHILE):
+        seconds = step(length) + length * drafting
+        gain = (other_tokens + expected) / seconds / plain
+        least_tokens = max(WORTHWHILE, 1 + MARGIN * plain * (seconds - before))
+        if gain > max(best.gain, least_gain) and expected > least_tokens:
             best = Pace(length, gain, expected)
     return best
