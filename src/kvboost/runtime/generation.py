@@ -17,6 +17,7 @@ import torch
 from kvboost.config import GenerationMode
 from kvboost.model.far.kv import FarKV
 from kvboost.model.kv import RequestKV
+from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.sampling import RowSampler
 from kvboost.model.sampling import Picked, Sampler
 from kvboost.model.segment import Segment
@@ -314,7 +315,11 @@ class Generation:
         runtime, request = self._runtime, self._request
         if self.speculates and not self._as_stock and self._healing is None:
             self._drafts.speculator = runtime.speculation.start(
-                self._state, runtime.root_of(request), runtime.store.epoch
+                self._state,
+                runtime.root_of(request),
+                runtime.store.epoch,
+                runs_ahead=isinstance(self._kv, PagedKV)
+                and not self._runtime.model.forward.streams,
             )
 
     def _observe_cost(self) -> None:

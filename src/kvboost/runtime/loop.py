@@ -350,8 +350,9 @@ class Loop:
         job.state.slice_rows = self._scheduler.slice_rows(someone_answers)
         job.state.has_slack = self._has_slack(job)
         others = [other for other in running if other is not job]
-        answering = (other.state for other in others if not other.is_reading)
+        answering = [other.state for other in others if not other.is_reading]
         job.state.other_tokens = sum(state.expected_tokens for state in answering)
+        job.state.other_promises = sum(state.promised_tokens for state in answering)
         job.state.other_rows = sum(len(other.need) for other in others if other.need is not None)
         try:
             if job.is_reading:

@@ -23,6 +23,11 @@ CHEAP = 1.6
 cost nearly nothing, as on a GPU, doubtful tokens may be tried."""
 
 
+LEAVING = 0.5
+"""What a draft costs beside its own step, in steps without a draft, if such a step was launched
+ahead and is in vain. It is not the whole of one: drafts that were right are followed by others."""
+
+
 @dataclass(frozen=True)
 class Pace:
     """How long a draft to run, and what it promises."""
@@ -42,10 +47,15 @@ def best_pace(
     step: Callable[[int], float],
     other_tokens: float = 0.0,
     drafting: float = 0.0,
+    *,
+    is_ahead: bool = False,
+    promised: float = 0.0,
 ) -> Pace:
     """The best length of a draft whose tokens are accepted with these ``chances``, each if all
     before it were. ``step(length)`` is the time of a step with a draft of that length, ``drafting``
-    the time that one drafted token takes, ``other_tokens`` what the step gives other requests."""
+    the time that one drafted token takes, ``other_tokens`` what the step gives other requests.
+    ``is_ahead``: a step without a draft was launched before; then ``promised`` are tokens that
+    drafts of the other requests would add to a step with drafts."""
     chances, before = chances[:LONGEST], step(0)
     plain = (other_tokens + 1) / before
     if other_tokens and chances:
@@ -60,9 +70,18 @@ def best_pace(
         expected += reached
         if length not in LENGTHS and length != len(chances):
             continue
-        seconds = step(length) + length * drafting
-        gain = (other_tokens + expected) / seconds / plain
-        least_tokens = max(WORTHWHILE, 1 + MARGIN * plain * (seconds - before))
+        seconds = step(length) + length * drafting + (LEAVING * before if is_ahead else 0.0)
+        gain = (other_tokens + promised + expected) / seconds / plain
+        least_tokens = max(WORTHWHILE, 1 + MARGIN * plain * (seconds - before) - promised)
         if gain > max(best.gain, least_gain) and expected > least_tokens:
             best = Pace(length, gain, expected)
     return best
+
+
+def promise(chances: Sequence[float]) -> float:
+    """How many tokens of a draft will be accepted."""
+    total, reached = 0.0, 1.0
+    for chance in chances:
+        reached *= chance
+        total += reached
+    return total

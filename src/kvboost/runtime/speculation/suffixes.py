@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ MOST_CANDIDATES = 16
 Hashes = npt.NDArray[np.uint64]
 _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 _SHIFT = np.uint64(29)
+_WORD = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,13 @@ class Tail:
     """The last tokens of a text, with the hashes of the n-grams it ends in."""
 
     def __init__(self, ids: Sequence[int]) -> None:
-        self.ids = np.asarray(ids[-LONGEST:], np.int64)
-        found = {size: hashes[-1] for size, hashes in _all_hashes(self.ids[-max(SIZES) :])}
-        self.hashes = {size: found[size] for size in SIZES if size in found}
+        self._last = ids[-LONGEST:]
+        self.hashes = _last_hashes(self._last[-max(SIZES) :])
+        """By size, the longest first."""
+
+    @cached_property
+    def ids(self) -> npt.NDArray[np.int64]:
+        return np.asarray(self._last, np.int64)
 
 
 class IndexedText:
@@ -57,8 +63,11 @@ class IndexedText:
     def find(self, tail: Tail, most: int) -> Match | None:
         """The longest occurrence of the end of ``tail``, among equally long ones the last, with up
         to ``most`` tokens that follow; None if nothing occurs that at least one token follows."""
-        for size, hashed in tail.hashes.items():
+        if tail.hashes.get(SIZES[-1]) not in self._shortest:
+            return None
+        for size, number in tail.hashes.items():
             hashes, starts = self._index(size)
+            hashed = np.uint64(number)
             first = hashes.searchsorted(hashed)
             if first == len(hashes) or hashes[first] != hashed:
                 continue
@@ -69,6 +78,11 @@ class IndexedText:
                 place = int(ends[np.flatnonzero(lengths == longest)[-1]])
                 return Match(longest, self.ids[place : place + most].tolist())
         return None
+
+    @cached_property
+    def _shortest(self) -> frozenset[int]:
+        """The hashes of the shortest n-grams: most tails end in none of them."""
+        return frozenset(hash_ngrams(self.ids, SIZES[-1]).tolist())
 
     def _index(self, size: int) -> tuple[Hashes, npt.NDArray[np.intp]]:
         """The hashes of all n-grams of ``size`` tokens in order, and where each begins."""
@@ -136,6 +150,24 @@ def hash_ngrams(ids: npt.NDArray[np.int64], size: int) -> Hashes:
     """A hash of each n-gram of ``size`` tokens, a power of two."""
     empty = np.zeros(0, np.uint64)
     return next((hashes for width, hashes in _all_hashes(ids) if width == size), empty)
+
+
+def _last_hashes(ids: Sequence[int]) -> dict[int, int]:
+    """The hash of the last n-gram of each of ``SIZES``, the longest first. For so few tokens,
+    Python's numbers are faster than arrays."""
+    first, second, shift = int(_FIRST), int(_SECOND), int(_SHIFT)
+    hashes = [(int(token) + 1) * first & _WORD for token in ids]
+    found: dict[int, int] = {}
+    width = 1
+    while width * 2 <= len(ids):
+        hashes = [
+            (one * second ^ one >> shift ^ hashes[place + width] * first) & _WORD
+            for place, one in enumerate(hashes[:-width])
+        ]
+        width *= 2
+        if width in SIZES:
+            found[width] = hashes[-1]
+    return dict(reversed(found.items()))
 
 
 def _all_hashes(ids: npt.NDArray[np.int64]) -> Iterator[tuple[int, Hashes]]:
