@@ -16,7 +16,7 @@ from kvboost.model.triton import adapters, attention, dense, fused, mass, move, 
 
 HOPPER = GPUTarget("cuda", 90, 32)
 NUMBERS = {"query", "pages", "like", "keys", "values", "out", "qkv", "gate_up", "rows", "added"}
-NUMBERS |= {"summed", "weight", "query_norm", "key_norm", "past", "own", "down", "up", "small"}
+NUMBERS |= {"summed", "weight", "query_norm", "key_norm", "past", "own", "down", "up"}
 TYPES = {
     "int32": {"positions", "tiles", "tables", "table"},
     "int64": {
@@ -40,6 +40,7 @@ TYPES = {
         "sin",
         "weights",
         "offsets",
+        "sums",
     },
     "uint8": {"absent"},
 }
@@ -61,6 +62,7 @@ SIZES = {
     "BLOCK": 16,
     "ALIGN": 16,
     "RANKS": 16,
+    "PADDED": 32,
     "INTERLEAVED": False,
 }
 VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [

@@ -118,15 +118,16 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def shrink(
-    rows: torch.Tensor, slots: torch.Tensor, down: torch.Tensor, ranks: int, out: torch.Tensor
+    rows: torch.Tensor, slots: torch.Tensor, down: torch.Tensor, ranks: int, sums: torch.Tensor
 ) -> None:
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            out[row] = down[slot] @ rows[row]
+            sums[:, row] = 0.0
+            sums[0, row] = down[slot] @ rows[row]
 
 
 def expand(
-    small: torch.Tensor,
+    sums: torch.Tensor,
     slots: torch.Tensor,
     up: torch.Tensor,
     bounds: tuple[int, int],
@@ -137,7 +138,7 @@ def expand(
     for row, slot in enumerate(slots.tolist()):
         for part, (first, end) in enumerate(pairwise(ends)):
             if slot >= 0 and first < end:
-                given = small[row, part * ranks : (part + 1) * ranks]
+                given = sums[:, row, part * ranks : (part + 1) * ranks].sum(0)
                 out[row, first:end] += given @ up[slot, :, first:end]
 
 

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 import torch
 
 from kvboost.model.adapters.adapter import Adapter
-from kvboost.model.triton.adapters import expand, shrink
+from kvboost.model.triton.adapters import expand, num_splits, shrink
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 FIRST_SLOTS, MOST_SLOTS = 8, 64
 """How many adapters there is room for at first, and at most unless a single step has more."""
 NO_ADAPTER = -1
+BESIDE = True
+"""Whether the first factors of adapters run beside the product they add to, in another stream."""
 LEAST_RANK, MOST_RANK = 16, 128
 """Ranks are padded to a power of two between these; an adapter of a higher one runs eagerly."""
 
@@ -39,19 +41,20 @@ class Place:
         if self.down is None or self.up is None:
             return product(rows)
         ranks = self.up.shape[1]
-        small = torch.empty(len(rows), self.down.shape[1], dtype=rows.dtype, device=rows.device)
-        if rows.device.type == "cuda":
+        size = num_splits(self.width), len(rows), self.down.shape[1]
+        sums = torch.empty(size, dtype=torch.float32, device=rows.device)
+        if rows.device.type == "cuda" and BESIDE:
             main, side = torch.cuda.current_stream(), _side_stream(rows.device)
             side.wait_stream(main)
             with torch.cuda.stream(side):
-                shrink(rows, slots, self.down, ranks, small)
+                shrink(rows, slots, self.down, ranks, sums)
             out = product(rows)
             main.wait_stream(side)
         else:
-            shrink(rows, slots, self.down, ranks, small)
+            shrink(rows, slots, self.down, ranks, sums)
             out = product(rows)
         starts = [sum(self.heights[:count]) for count in (1, 2)]
-        expand(small, slots, self.up, (starts[0], starts[1]), out)
+        expand(sums, slots, self.up, (starts[0], starts[1]), out)
         return out
 
     def allocate(self, slots: int, ranks: int, like: torch.Tensor) -> None:

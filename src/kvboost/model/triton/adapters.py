@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-SHRINK_BLOCK = 1024
-"""Inputs of one step of a program that shrinks."""
+SHRINK_BLOCK = 512
+"""Inputs of a program that shrinks: few, so that many programs read the weights of an adapter."""
 EXPAND_BLOCK = 256
 """Outputs of a program that expands."""
 
@@ -17,9 +17,10 @@ def _shrink_kernel(
     rows,
     slots,
     down,
-    out,
+    sums,
     width,
     rank,
+    num_rows,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -27,81 +28,101 @@ def _shrink_kernel(
     slot = tl.load(slots + row).to(tl.int64)
     if slot >= 0:
         line = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
-        total = tl.zeros((RANKS,), tl.float32)
-        base = down + (slot * rank + line[:, None]) * width
-        for start in range(0, width, BLOCK):
-            channel = start + tl.arange(0, BLOCK)
-            inside = channel < width
-            x = tl.load(rows + row * width + channel, mask=inside, other=0.0).to(tl.float32)
-            factor = tl.load(base + channel[None, :], mask=inside[None, :], other=0.0)
-            total += tl.sum(factor.to(tl.float32) * x[None, :], 1)
-        tl.store(out + row * rank + line, total.to(out.dtype.element_ty))
+        split = tl.program_id(2).to(tl.int64)
+        channel = split * BLOCK + tl.arange(0, BLOCK)
+        inside = channel < width
+        x = tl.load(rows + row * width + channel, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(
+            down + (slot * rank + line[:, None]) * width + channel[None, :],
+            mask=inside[None, :],
+            other=0.0,
+        )
+        total = tl.sum(factor.to(tl.float32) * x[None, :], 1)
+        tl.store(sums + (split * num_rows + row) * rank + line, total)
 
 
 @triton.jit
 def _expand_kernel(
-    small,
+    sums,
     slots,
     up,
     out,
     width,
     rank,
+    num_rows,
     second,
     third,
+    SPLITS: tl.constexpr,
+    PADDED: tl.constexpr,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot >= 0:
-        channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        start = tl.program_id(1) * BLOCK
+        part = (start >= second).to(tl.int64) + (start >= third).to(tl.int64)
+        channel = start + tl.arange(0, BLOCK)
         inside = channel < width
-        part = (channel >= second).to(tl.int64) + (channel >= third).to(tl.int64)
         line = tl.arange(0, RANKS)
+        split = tl.arange(0, PADDED)
         given = tl.load(
-            small + row * rank + part[None, :] * RANKS + line[:, None],
-            mask=inside[None, :],
+            sums + (split[:, None] * num_rows + row) * rank + part * RANKS + line[None, :],
+            mask=split[:, None] < SPLITS,
             other=0.0,
         )
+        element = out.dtype.element_ty
+        small = tl.sum(given, 0).to(element).to(tl.float32)
         factor = tl.load(
             up + (slot * RANKS + line[:, None]) * width + channel[None, :],
             mask=inside[None, :],
             other=0.0,
         )
-        change = tl.sum(given.to(tl.float32) * factor.to(tl.float32), 0)
+        change = tl.sum(small[:, None] * factor.to(tl.float32), 0)
         at = out + row * width + channel
         before = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(at, (before + change).to(out.dtype.element_ty), mask=inside)
+        tl.store(at, (before + change).to(element), mask=inside)
+
+
+def num_splits(width: int) -> int:
+    """In how many parts ``shrink`` adds up products of so many inputs."""
+    return triton.cdiv(width, SHRINK_BLOCK)
 
 
 def shrink(
-    rows: torch.Tensor, slots: torch.Tensor, down: torch.Tensor, ranks: int, out: torch.Tensor
+    rows: torch.Tensor, slots: torch.Tensor, down: torch.Tensor, ranks: int, sums: torch.Tensor
 ) -> None:
-    """``rows``, ``[rows, in]``, times the first factors of each row's adapter into ``out``,
-    ``[rows, parts * ranks]``. ``slots`` says where in ``down``, ``[slots, parts * ranks, in]``,
-    these are; rows with a negative one have no adapter. All contiguous."""
+    """``rows``, ``[rows, in]``, times the first factors of each row's adapter, in parts, into
+    ``sums``, float32 ``[num_splits(in), rows, parts * ranks]``. ``slots`` says where in ``down``,
+    ``[slots, parts * ranks, in]``, these are; rows with a negative one have no adapter. All are
+    contiguous."""
     rank, width = down.shape[1:]
-    _shrink_kernel[(len(rows), rank // ranks)](
-        *(rows, slots, down, out, width, rank),
+    _shrink_kernel[(len(rows), rank // ranks, num_splits(width))](
+        *(rows, slots, down, sums, width, rank, len(rows)),
         RANKS=ranks,
-        BLOCK=min(SHRINK_BLOCK, triton.next_power_of_2(width)),
-        num_warps=8,
+        BLOCK=SHRINK_BLOCK,
     )
 
 
 def expand(
-    small: torch.Tensor,
+    sums: torch.Tensor,
     slots: torch.Tensor,
     up: torch.Tensor,
     bounds: tuple[int, int],
     out: torch.Tensor,
 ) -> None:
-    """Adds ``small``, ``[rows, parts * ranks]``, times the second factors of each row's adapter to
-    ``out``, ``[rows, out]``. ``up`` is ``[slots, ranks, out]``; the second and the third part of
-    ``out`` begin at ``bounds``. All contiguous."""
+    """Adds ``sums``, rounded to the dtype of ``out``, times the second factors of each row's
+    adapter to ``out``, ``[rows, out]``. ``up`` is ``[slots, ranks, out]``; the second and the third
+    part of ``out`` begin at ``bounds``. All are contiguous."""
     ranks, width = up.shape[1:]
-    _expand_kernel[(len(out), triton.cdiv(width, EXPAND_BLOCK))](
-        *(small, slots, up, out, width, small.shape[1], *bounds),
+    block = EXPAND_BLOCK
+    while any(bound % block for bound in bounds):  # a program has columns of one part only
+        block //= 2
+    splits = sums.shape[0]
+    _expand_kernel[(len(out), triton.cdiv(width, block))](
+        *(sums, slots, up, out, width, sums.shape[2], len(out), *bounds),
+        SPLITS=splits,
+        PADDED=triton.next_power_of_2(splits),
         RANKS=ranks,
-        BLOCK=EXPAND_BLOCK,
+        BLOCK=block,
     )

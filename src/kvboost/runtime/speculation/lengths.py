@@ -59,7 +59,8 @@ def best_pace(
     chances, before = chances[:LONGEST], step(0)
     plain = (other_tokens + 1) / before
     if other_tokens and chances:
-        price = plain * (step(len(chances)) - before) / len(chances)
+        rows = max(2, len(chances))
+        price = plain * (step(rows) - step(1)) / (rows - 1)  # the first may take a slower path
         least = min(SURE, CHEAP * price)
         doubtful = (count for count, chance in enumerate(chances) if chance < least)
         chances = chances[: next(doubtful, len(chances))]
