@@ -20,6 +20,8 @@ SIZES = (8, 4, 2)
 """Tokens of the n-grams that are looked up, the longest first."""
 LONGEST = 32
 """Longer matches are not told apart."""
+LONG = 16
+"""A match of so many tokens in a request's own text is taken without looking elsewhere."""
 MOST_CANDIDATES = 16
 """Occurrences of an n-gram that are compared, the last ones of a text."""
 
@@ -96,14 +98,9 @@ class IndexedText:
         self, ends: npt.NDArray[np.intp], tail: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
         """How many tokens before each of ``ends`` are the last ones of ``tail``."""
-        lengths = np.zeros(len(ends), np.int64)
-        alive = np.ones(len(ends), bool)
-        for back in range(1, len(tail) + 1):
-            alive &= (ends >= back) & (self.ids[np.maximum(ends - back, 0)] == tail[-back])
-            if not alive.any():
-                break
-            lengths += alive
-        return lengths
+        places = ends[:, None] - np.arange(1, len(tail) + 1)
+        same = (places >= 0) & (self.ids[np.maximum(places, 0)] == tail[::-1])
+        return np.logical_and.accumulate(same, axis=1).sum(1)
 
 
 class GrowingText:
@@ -123,10 +120,12 @@ class GrowingText:
 
     def find(self, most: int, others: Sequence[IndexedText] = ()) -> Match | None:
         """The longest occurrence of the end of this text in itself or in ``others``. Among equally
-        long ones, that in the answer goes before that in the prompt, and these before others."""
+        long ones, that in the answer goes before that in the prompt, and these before others, which
+        are left out if the text itself has a long one."""
         tail = Tail(self.ids)
         found = [self._find_in_answer(most), self.prompt.find(tail, most)]
-        found += [text.find(tail, most) for text in others]
+        if not any(match is not None and match.length >= LONG for match in found):
+            found += [text.find(tail, most) for text in others]
         matches = [match for match in found if match is not None]
         return max(matches, key=lambda match: match.length, default=None)
 
