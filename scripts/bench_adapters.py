@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument(
         "--saved", help="the dtype of the adapters' files; the model's if not given"
     )
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
@@ -156,7 +157,7 @@ def main() -> None:
         KVBoost.from_pretrained(given.model, device=given.device, dtype=given.dtype) as engine,
     ):
         report["dtype"], report["device"] = str(engine.dtype), str(engine.device)
-        for kind in KINDS:
+        for kind in given.kinds:
             found = measure(engine, Path(folder), kind, given)
             report[kind] = found
             print(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kvboost.model.adapters.adapter import Adapter
-from kvboost.model.triton.adapters import expand, num_splits, shrink
+from kvboost.model.triton.adapters import Addition, num_splits, shrink
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -35,27 +35,27 @@ class Place:
     up: torch.Tensor | None = None
     """``[slots, ranks, out]``"""
 
-    def add(self, rows: torch.Tensor, slots: torch.Tensor, product: Product) -> torch.Tensor:
-        """``product(rows)``, contiguous ``[rows, out]``, with what the adapters of
-        ``slots`` add to it. On a GPU the first factor runs beside the product."""
+    def start(
+        self, rows: torch.Tensor, slots: torch.Tensor, product: Product
+    ) -> tuple[torch.Tensor, Addition | None]:
+        """``product(rows)``, contiguous ``[rows, out]``, and what the adapters of ``slots`` add to
+        it. On a GPU the first factor runs beside the product."""
         if self.down is None or self.up is None:
-            return product(rows)
-        ranks = self.up.shape[1]
+            return product(rows), None
         size = num_splits(self.width), len(rows), self.down.shape[1]
         sums = torch.empty(size, dtype=torch.float32, device=rows.device)
+        given = rows, slots, self.down, self.up.shape[1], sums
         if rows.device.type == "cuda" and BESIDE:
             main, side = torch.cuda.current_stream(), _side_stream(rows.device)
             side.wait_stream(main)
             with torch.cuda.stream(side):
-                shrink(rows, slots, self.down, ranks, sums)
+                shrink(*given)
             out = product(rows)
             main.wait_stream(side)
         else:
-            shrink(rows, slots, self.down, ranks, sums)
+            shrink(*given)
             out = product(rows)
-        starts = [sum(self.heights[:count]) for count in (1, 2)]
-        expand(sums, slots, self.up, (starts[0], starts[1]), out)
-        return out
+        return out, Addition(sums, slots, self.up)
 
     def allocate(self, slots: int, ranks: int, like: torch.Tensor) -> None:
         """Makes room for more; what was there is written again."""

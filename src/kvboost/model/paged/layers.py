@@ -24,6 +24,7 @@ from kvboost.model.paged.row_batch import RowBatch
 from kvboost.model.paged.slab import Slab
 from kvboost.model.paged.step_batch import RunModel, StepBatch
 from kvboost.model.segment import Segment
+from kvboost.model.triton.adapters import Addition, expand
 from kvboost.model.triton.fused import add_norm, gate, rotate_and_write
 
 log = logging.getLogger("kvboost")
@@ -90,25 +91,28 @@ class FusedLayer:
         before, after = layer.input_layernorm, layer.post_attention_layernorm
         normed, _ = add_norm(hidden, before.weight, before.variance_epsilon)
         pages = batch.pages(number)
-        qkv = self._product(0, normed, batch, self.qkv)
+        qkv, change = self._product(0, normed, batch, self.qkv)
         query, keys, values = rotate_and_write(
-            qkv, cos_sin, pages, batch.slots, self._norms, self._norm_eps
+            qkv, cos_sin, pages, batch.slots, self._norms, self._norm_eps, change
         )
         attended = batch.attend_rows(number, query, attention.scaling, fresh=(keys, values))
-        out = self._product(1, attended.flatten(1), batch, attention.o_proj)
-        normed, summed = add_norm(out, after.weight, after.variance_epsilon, hidden)
-        gated = gate(self._product(2, normed, batch, self.gate_up))
+        out, change = self._product(1, attended.flatten(1), batch, attention.o_proj)
+        normed, summed = add_norm(out, after.weight, after.variance_epsilon, hidden, change)
+        gated = gate(*self._product(2, normed, batch, self.gate_up))
         # Adds the product in place: no kernel for the sum.
         down = layer.mlp.down_proj.weight.t()
-        return self._product(3, gated, batch, lambda rows: summed.addmm_(rows, down))
+        out, change = self._product(3, gated, batch, lambda rows: summed.addmm_(rows, down))
+        if change is not None:
+            expand(change, out)
+        return out
 
     def _product(
         self, place: int, rows: torch.Tensor, batch: RowBatch, product: Product
-    ) -> torch.Tensor:
-        """``product(rows)``, with what adapters add to it."""
+    ) -> tuple[torch.Tensor, Addition | None]:
+        """``product(rows)``, and what adapters add to it."""
         if batch.adapters is None:
-            return product(rows)
-        return self.places[place].add(rows, batch.adapters, product)
+            return product(rows), None
+        return self.places[place].start(rows, batch.adapters, product)
 
 
 def _place(layer: Any, name: str, group: Sequence[str]) -> Place:

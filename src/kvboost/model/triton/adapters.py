@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -42,46 +45,96 @@ def _shrink_kernel(
 
 
 @triton.jit
+def added_by_adapter(
+    sums,
+    row,
+    slot,
+    first,
+    up,
+    width,
+    channel,
+    inside,
+    rank,
+    split_stride,
+    SPLITS: tl.constexpr,
+    PADDED: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """What the adapter in ``slot`` adds to ``channel`` of ``row``; ``first`` of its ranks."""
+    split = tl.arange(0, PADDED)
+    element = up.dtype.element_ty
+    total = tl.zeros_like(channel).to(tl.float32)
+    for line in tl.static_range(RANKS):
+        parts = tl.load(
+            sums + split * split_stride + row * rank + first + line,
+            mask=split < SPLITS,
+            other=0.0,
+        )
+        small = tl.sum(parts, 0).to(element).to(tl.float32)
+        factor = tl.load(up + (slot * RANKS + line) * width + channel, mask=inside, other=0.0)
+        total += small * factor.to(tl.float32)
+    return total
+
+
+@triton.jit
 def _expand_kernel(
     sums,
-    slots,
+    adapters,
     up,
     out,
     width,
     rank,
-    num_rows,
-    second,
-    third,
+    split_stride,
     SPLITS: tl.constexpr,
     PADDED: tl.constexpr,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
+    slot = tl.load(adapters + row)
     if slot >= 0:
-        start = tl.program_id(1) * BLOCK
-        part = (start >= second).to(tl.int64) + (start >= third).to(tl.int64)
-        channel = start + tl.arange(0, BLOCK)
+        channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = channel < width
-        line = tl.arange(0, RANKS)
-        split = tl.arange(0, PADDED)
-        given = tl.load(
-            sums + (split[:, None] * num_rows + row) * rank + part * RANKS + line[None, :],
-            mask=split[:, None] < SPLITS,
-            other=0.0,
-        )
-        element = out.dtype.element_ty
-        small = tl.sum(given, 0).to(element).to(tl.float32)
-        factor = tl.load(
-            up + (slot * RANKS + line[:, None]) * width + channel[None, :],
-            mask=inside[None, :],
-            other=0.0,
-        )
-        change = tl.sum(small[:, None] * factor.to(tl.float32), 0)
         at = out + row * width + channel
         before = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(at, (before + change).to(element), mask=inside)
+        change = added_by_adapter(
+            sums, row, slot, 0, up, width, channel, inside, rank, split_stride,
+            SPLITS, PADDED, RANKS,
+        )  # fmt: skip
+        tl.store(at, (before + change).to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class Addition:
+    """What adapters add to a product, before the kernel that reads it adds it up."""
+
+    sums: torch.Tensor
+    """What ``shrink`` gave."""
+    slots: torch.Tensor
+    up: torch.Tensor
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of the kernels that add it."""
+        splits, rows, rank = self.sums.shape
+        return {
+            "sums": self.sums,
+            "adapters": self.slots,
+            "up": self.up,
+            "rank": rank,
+            "split_stride": rows * rank,
+            "SPLITS": splits,
+            "PADDED": triton.next_power_of_2(splits),
+            "RANKS": self.up.shape[1],
+        }
+
+
+NOTHING: dict[str, Any] = {
+    **dict.fromkeys(("sums", "adapters", "up", "rank", "split_stride")),
+    "SPLITS": 1,
+    "PADDED": 1,
+    "RANKS": 1,
+}
+"""The arguments of a kernel if there is nothing to add."""
 
 
 def num_splits(width: int) -> int:
@@ -104,25 +157,9 @@ def shrink(
     )
 
 
-def expand(
-    sums: torch.Tensor,
-    slots: torch.Tensor,
-    up: torch.Tensor,
-    bounds: tuple[int, int],
-    out: torch.Tensor,
-) -> None:
-    """Adds ``sums``, rounded to the dtype of ``out``, times the second factors of each row's
-    adapter to ``out``, ``[rows, out]``. ``up`` is ``[slots, ranks, out]``; the second and the third
-    part of ``out`` begin at ``bounds``. All are contiguous."""
-    ranks, width = up.shape[1:]
-    block = EXPAND_BLOCK
-    while any(bound % block for bound in bounds):  # a program has columns of one part only
-        block //= 2
-    splits = sums.shape[0]
-    _expand_kernel[(len(out), triton.cdiv(width, block))](
-        *(sums, slots, up, out, width, sums.shape[2], len(out), *bounds),
-        SPLITS=splits,
-        PADDED=triton.next_power_of_2(splits),
-        RANKS=ranks,
-        BLOCK=block,
+def expand(addition: Addition, out: torch.Tensor) -> None:
+    """Adds what adapters add to ``out``, contiguous ``[rows, out]``, of one linear layer."""
+    width = out.shape[1]
+    _expand_kernel[(len(out), triton.cdiv(width, EXPAND_BLOCK))](
+        out=out, width=width, BLOCK=EXPAND_BLOCK, **addition.arguments()
     )
