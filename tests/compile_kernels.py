@@ -12,11 +12,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvboost.model.triton import attention, codes, dense, fused, mass, move, shift, write
+from kvboost.model.triton import (
+    adapters,
+    attention,
+    codes,
+    dense,
+    fused,
+    mass,
+    move,
+    shift,
+    write,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 NUMBERS = {"query", "pages", "like", "keys", "values", "out", "qkv", "gate_up", "rows", "added"}
-NUMBERS |= {"summed", "weight", "bias", "query_norm", "key_norm", "past", "own"}
+NUMBERS |= {"summed", "weight", "bias", "query_norm", "key_norm", "past", "own", "down", "up"}
 TYPES = {
     "int32": {"positions", "items", "tiles", "tables", "table", "counted"},
     "int64": {
@@ -27,6 +37,7 @@ TYPES = {
         "addresses",
         "fresh",
         "bounds",
+        "adapters",
         "stale",
     },
     "fp32": {
@@ -40,6 +51,7 @@ TYPES = {
         "sin",
         "weights",
         "offsets",
+        "sums",
     },
     "uint8": {"absent"},
     "int8": {"codes"},
@@ -61,6 +73,8 @@ SIZES = {
     "WIDTH": 24,
     "BLOCK": 16,
     "ALIGN": 16,
+    "RANKS": 16,
+    "PADDED": 32,
     "INTERLEAVED": False,
     "OFFSETS": False,
     "BIAS": True,
@@ -71,19 +85,27 @@ SIZES = {
 IN_PAGES = {"keys": None, "values": None, "dense_rows": 0}
 DENSE = {"keys": "tensordesc<bf16[16, 32]>", "values": "tensordesc<bf16[16, 32]>", "DIM": 32}
 ALL_KEYS = {"absent": None, "window": None, "cap": None, "lse": None}
+ADAPTED = {"SPLITS": 3, "PADDED": 4, "RANKS": 16}
+PLAIN = {**dict.fromkeys(("sums", "adapters", "up", "rank", "split_stride")), "RANKS": 1}
 VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
+    (adapters._shrink_kernel, "bf16", {}),
+    (adapters._expand_kernel, "bf16", {}),
+    (fused._add_norm_kernel, "bf16", ADAPTED),
+    (fused._gate_kernel, "bf16", ADAPTED),
+    (fused._rotate_write_kernel, "bf16", {**ADAPTED, "query_norm": None, "key_norm": None}),
+    (fused._rotate_write_kernel, "bf16", {**ADAPTED, "ROWS": 1}),
+    (fused._add_norm_kernel, "bf16", PLAIN),
+    (fused._add_norm_kernel, "fp32", {**PLAIN, "added": None, "summed": None}),
+    (fused._rotate_write_kernel, "fp32", {**PLAIN, "query_norm": None, "key_norm": None}),
+    (fused._gate_kernel, "bf16", PLAIN),
     (attention._attend_kernel, "bf16", {**ALL_KEYS, **IN_PAGES}),
     (attention._attend_kernel, "bf16", {**ALL_KEYS, **DENSE}),
     (attention._attend_kernel, "fp32", {"parts": None, "part_lse": None, **IN_PAGES}),
     (attention._combine_kernel, "bf16", {}),
     (write._write_kernel, "bf16", {}),
-    (fused._add_norm_kernel, "bf16", {}),
-    (fused._add_norm_kernel, "fp32", {"added": None, "summed": None}),
-    (fused._rotate_write_kernel, "fp32", {"query_norm": None, "key_norm": None}),
-    (fused._gate_kernel, "bf16", {}),
     (dense._gather_kernel, "bf16", {"counted": None}),
     (dense._merge_kernel, "bf16", {}),
-    (fused._rotate_write_kernel, "bf16", {"ROWS": 1}),
+    (fused._rotate_write_kernel, "bf16", {**PLAIN, "ROWS": 1}),
     (mass._mass_kernel, "bf16", {}),
     (move._move_kernel, "fp32", {"INTERLEAVED": True}),
     (move._move_kernel, "bf16", {"share": None}),

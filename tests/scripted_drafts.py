@@ -54,7 +54,7 @@ class Scripted:
 
 def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every draft is as long as it may be, whatever it costs."""
-    monkeypatch.setattr(speculation, "best_pace", lambda chances, *_: Pace(len(chances), 2.0))
+    monkeypatch.setattr(speculation, "best_pace", lambda chances, *_, **__: Pace(len(chances), 2.0))
 
 
 def script(

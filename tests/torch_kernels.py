@@ -6,9 +6,13 @@ on a CPU; on a GPU they run the kernels themselves. ``tests/model/triton`` compa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
 import pytest
 import torch
 
+from kvboost.model.triton.adapters import Addition
 from kvboost.model.triton.attention import _check_query
 from kvboost.model.triton.move import MovedRows
 from kvboost.model.triton.move import move as move_kernel
@@ -28,6 +32,8 @@ USES = {
     "rotate_and_write": ("kvboost.model.paged.layers",),
     "gate": ("kvboost.model.paged.layers",),
     "move": ("kvboost.model.triton.move",),
+    "shrink": ("kvboost.model.paged.adapter_slots",),
+    "expand": ("kvboost.model.paged.layers",),
 }
 """The modules that call each of them by its name."""
 
@@ -85,8 +91,13 @@ def write(
 
 
 def add_norm(
-    rows: torch.Tensor, weight: torch.Tensor, eps: float, added: torch.Tensor | None = None
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    added: torch.Tensor | None = None,
+    addition: Addition | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _add_change(addition, rows, [rows.shape[1]])
     summed = rows if added is None else rows + added
     return _norm(summed, weight, eps), summed
 
@@ -98,9 +109,11 @@ def rotate_and_write(
     slots: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
+    addition: Addition | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     kv_heads, _, dim = check_pages(pages)
     heads = qkv.shape[1] // dim - 2 * kv_heads
+    _add_change(addition, qkv, [heads * dim, kv_heads * dim, kv_heads * dim])
     parts = qkv.view(len(qkv), -1, dim).split((heads, kv_heads, kv_heads), 1)
     cos, sin = (part[:, None] for part in cos_sin)
     for number, part in enumerate(parts[:2]):
@@ -111,9 +124,37 @@ def rotate_and_write(
     return parts[0], parts[1], parts[2]
 
 
-def gate(gate_up: torch.Tensor) -> torch.Tensor:
+def gate(gate_up: torch.Tensor, addition: Addition | None = None) -> torch.Tensor:
+    _add_change(addition, gate_up, [gate_up.shape[1] // 2] * 2)
     gated, up = gate_up.chunk(2, -1)
     return torch.nn.functional.silu(gated) * up
+
+
+def shrink(
+    rows: torch.Tensor, slots: torch.Tensor, down: torch.Tensor, ranks: int, sums: torch.Tensor
+) -> None:
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            sums[:, row] = 0.0
+            sums[0, row] = down[slot] @ rows[row]
+
+
+def expand(addition: Addition, out: torch.Tensor) -> None:
+    _add_change(addition, out, [out.shape[1]])
+
+
+def _add_change(addition: Addition | None, out: torch.Tensor, heights: Sequence[int]) -> None:
+    """Adds what adapters add to the parts of ``out``."""
+    if addition is None:
+        return
+    ranks = addition.up.shape[1]
+    ends = list(accumulate(heights, initial=0))
+    for row, slot in enumerate(addition.slots.tolist()):
+        for part, (first, end) in enumerate(pairwise(ends)):
+            if slot >= 0:
+                given = addition.sums[:, row, part * ranks : (part + 1) * ranks].sum(0)
+                change = given.to(out.dtype) @ addition.up[slot, :, first:end]
+                out[row, first:end] += change
 
 
 def move(

@@ -194,13 +194,13 @@ class Forward:
             except attention.StopForward:
                 return torch.empty(0)
 
-    def run(self, segments: Sequence[Segment]) -> list[torch.Tensor | Picked]:
+    def run(self, segments: Sequence[Segment]) -> list[torch.Tensor | Picked | list[Picked]]:
         """What each segment asks for: the next token if it has a sampler and one can be picked on
-        the device, else its logits ``[num_logits, vocab]``. The next rows of requests with pages
-        are a decode step of their own, and a few segments that the runner takes are forwards of
-        their own; the others are packed into one forward."""
+        the device, or those after each row if it has several; else logits ``[num_logits, vocab]``.
+        The next rows of requests with pages are a decode step of their own, and a few segments that
+        the runner takes are forwards of their own; the others are packed into one forward."""
         self._leave_one_beside(segments)
-        results: list[torch.Tensor | Picked | None] = [None] * len(segments)
+        results: list[torch.Tensor | Picked | list[Picked] | None] = [None] * len(segments)
         next_rows: list[int] = []
         rest: list[int] = []
         for index, segment in enumerate(segments):
@@ -287,9 +287,7 @@ class Forward:
                     graphs.forget_graphs()
 
     def _is_step(self, segment: Segment) -> bool:
-        if self._steps is None or segment.kv.adapter is not None:
-            return False
-        return self._steps.takes(segment)
+        return self._steps is not None and self._steps.takes(segment)
 
     def use_pages(self, slab: Slab, capture: Capture) -> None:
         """Runs the next rows of requests with pages of ``slab`` as decode steps, and all their
@@ -303,7 +301,9 @@ class Forward:
                 self.bind()
                 if not self.streams:
                     self.fused_layers = FusedLayers(self.model, slab, self.run_rows)
-                self._steps = Steps(slab, self.run_rows, self._num_logits, capture)
+                layers = self.fused_layers
+                slots = layers.adapter_slots() if layers is not None else None
+                self._steps = Steps(slab, self.run_rows, self._num_logits, capture, slots)
                 self._steps.runs_ahead = not self.streams
 
     def use_runner(self, runner: SegmentRunner) -> None:

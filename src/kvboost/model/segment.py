@@ -47,10 +47,11 @@ class Segment:
     layer after its fresh rows are written and the hook has seen its queries; there are no logits.
     ``as_stock``: if it is alone in the forward, it makes the calls that stock transformers makes;
     in bfloat16 only if it begins at position 0. ``sampler``: the result is to be the next token,
-    picked on the device, not logits. ``ahead``: the row after this one will be asked for with that
-    token, unless the request ends, so it may be computed before. ``beside``: earlier rows of the
-    same request, without logits, that run in the same forward or before it; ``beside_ahead``: those
-    beside the row after this one.
+    picked on the device, not logits; with several rows, the tokens after each of the last
+    ``num_logits``. ``decodes``: these rows continue an answer. ``ahead``: the row after this one
+    will be asked for with that token, unless the request ends, so it may be computed before.
+    ``beside``: earlier rows of the same request, without logits, that run in the same forward or
+    before it; ``beside_ahead``: those beside the row after this one.
     """
 
     kv: RequestKV
@@ -62,6 +63,7 @@ class Segment:
     until: int | None = None
     as_stock: bool = False
     sampler: RowSampler | None = None
+    decodes: bool = False
     ahead: bool = False
     beside: Segment | None = None
     beside_ahead: Segment | None = None

@@ -51,6 +51,7 @@ class CostModel:
         self._rows = [float("inf"), 0.0]
         self._place = [0.0, 0.0]
         self._steps = StepTimes()
+        self._solved: np.ndarray | None = None
         self.computed_rows: Callable[[int], int] = unpadded
         """How many rows are computed for so many: on a GPU, forwards are padded to a few sizes."""
         self.tolerance: float | None = None
@@ -68,6 +69,7 @@ class CostModel:
             self._gram = self._gram * fade + np.outer(features, features)
             self._target = self._target * fade + features
             self._rows = [min(self._rows[0], rows), max(self._rows[1], rows)]
+            self._solved = None
 
     def observe_place(self, rows: int, seconds: float) -> None:
         """Learns that copying ``rows`` cached rows into place took ``seconds``."""
@@ -95,7 +97,8 @@ class CostModel:
         the unit is a row until a step has been measured."""
 
         def forward(rows: int) -> float:
-            return float(_features(self.computed_rows(rows), keys) @ self._coefficients())
+            fixed, row, key = map(float, self._coefficients())
+            return fixed + self.computed_rows(rows) * (row + key * keys)
 
         with self._lock:
             return self._steps.time(rows, forward)
@@ -171,6 +174,11 @@ class CostModel:
         """Relative least squares with a weak pull towards the prior; never negative."""
         if not self.is_measured:
             return self._prior
+        if self._solved is None:
+            self._solved = self._solve()
+        return self._solved
+
+    def _solve(self) -> np.ndarray:
         scale = self._target[1] / max(self._gram[1] @ self._prior, 1e-30)
         prior = self._prior * scale
         pull = np.diag(1e-3 * np.diag(self._gram))

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from kvboost.model.forward import Forward
 from kvboost.model.segment import Segment
-from kvboost.runtime.computing import Computing, Given, Result, Steps, next_need
+from kvboost.runtime.computing import Computing, Result, Results, Steps, next_need
 from kvboost.runtime.request import RequestState
 
 
@@ -39,7 +39,7 @@ def text_pieces(forward: Forward, steps: Steps, state: RequestState) -> Generato
     yield from state.text[shown:]
 
 
-def _run(forward: Forward, steps: Computing[Any], segment: Segment) -> Given:
+def _run(forward: Forward, steps: Computing[Any], segment: Segment) -> Results:
     """What a segment asks for. The steps see a failure first, so that they can clean up."""
     try:
         return forward.run([segment])[0]

@@ -16,7 +16,9 @@ from kvboost.model.triton.host import one_thread
 Result = TypeVar("Result")
 Given = torch.Tensor | Picked
 """The logits of some rows, or the next token where rows have a sampler and it ran on the device."""
-Computing = Generator[Segment | None, Given | None, Result]
+Results = Given | list[Picked]
+"""The same of a segment of several rows that has a sampler: the tokens after each of them."""
+Computing = Generator[Segment | None, Results | None, Result]
 """Yields the rows it needs next and receives their logits, or the next token; returns a result.
 ``None`` instead of rows is a pause: it needs nothing, but text can be shown and other requests can
 run."""
@@ -24,7 +26,7 @@ Steps = Computing[None]
 """A whole request."""
 
 
-def next_need(forward: Forward, steps: Computing[Any], given: Given | None) -> Segment | None:
+def next_need(forward: Forward, steps: Computing[Any], given: Results | None) -> Segment | None:
     """What ``steps`` need after what they are given. Beside a GPU, what is planned and chosen
     between two forwards is little, and one thread does it."""
     with one_thread() if forward.steps is not None else nullcontext():

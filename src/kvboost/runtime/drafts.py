@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvboost.config import LIMIT_DRAFTED
+from kvboost.model.sampling import Picked
+from kvboost.runtime.computing import Given
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.speculation.speculation import Speculator
 from kvboost.structured.grammars import Constraint
@@ -22,15 +24,16 @@ class Drafts:
         self.speculator: Speculator | None = None
         """What drafts; None if nothing does, or if the draft comes from elsewhere."""
         self._state = state
-        self._rows: deque[tuple[int, torch.Tensor]] = deque()
+        self._rows: deque[tuple[int, Given]] = deque()
 
-    def hold(self, token_ids: Sequence[int], logits: torch.Tensor) -> None:
-        """``logits``: those after each token, ``[tokens, vocab]``."""
-        self._rows.extend(zip(token_ids, logits, strict=True))
+    def hold(self, token_ids: Sequence[int], after: torch.Tensor | Sequence[Picked]) -> None:
+        """``after``: the logits after each token, ``[tokens, vocab]``, or the tokens picked from
+        them."""
+        self._rows.extend(zip(token_ids, after, strict=True))
 
-    def confirm(self) -> tuple[int, torch.Tensor | None]:
+    def confirm(self) -> tuple[int, Given | None]:
         """How many of the answer's tokens without rows were drafted, and the logits after the last
-        of them; these are None if some of the tokens were not."""
+        of them, or the token picked from these; None if some of the tokens were not drafted."""
         state = self._state
         confirmed, logits = 0, None
         for token in state.token_ids[state.rows - len(state.request.token_ids) :]:

@@ -7,7 +7,7 @@ that runs alone makes one forward of each segment (``runtime/alone.py``); in a b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -270,14 +270,13 @@ class Generation:
             # again. Its KV fits no shorter prompt, so it is not kept.
             state.kept = False
             ids = as_token_ids(np.concatenate([self._request.token_ids, state.token_ids]))
-            given: Given | None = yield from self._compute(ids, range(len(ids)), 1)
+            given: Given | list[Picked] | None = yield from self._compute(ids, range(len(ids)), 1)
         else:
             if self._healing is not None and self._healing.catches_up(end):
                 return (yield from self._healing.catch_up(end))
             draft = self._drafts.draft(end - start, limit, constraint, switches_at)
             self._rows_run = end + len(draft) - start
             kv.prepare(start, end + len(draft))
-            on_device = self.picks_on_device and self._drafts.speculator is None
             beside = following = None
             if self._healing is not None and (beside := self._healing.rows_beside()) is not None:
                 following = self._healing.rows_after(beside, end)
@@ -289,7 +288,8 @@ class Generation:
                 range(start, end + len(draft)),
                 1 + len(draft),
                 as_stock=self._as_stock,
-                sampler=sampler if on_device and isinstance(sampler, RowSampler) else None,
+                sampler=self._on_device(sampler, draft),
+                decodes=True,
                 ahead=len(state.token_ids) + 1 < limit
                 and (beside is None or following is not None),
                 beside=beside,
@@ -299,10 +299,17 @@ class Generation:
                 self._healing.computed(beside)
         assert given is not None
         state.rows = end  # only now: a request that is cancelled here keeps only computed rows
-        if not isinstance(given, torch.Tensor):
+        if isinstance(given, tuple):
             return given
         self._drafts.hold(draft, given[1:])
         return given[0]
+
+    def _on_device(self, sampler: Sampler | RowSampler, draft: Sequence[int]) -> RowSampler | None:
+        """What picks the tokens after the next rows where their logits are; None if the host does.
+        A penalty for tokens that were seen must not see those of a draft."""
+        if not self.picks_on_device or not isinstance(sampler, RowSampler):
+            return None
+        return None if draft and sampler.kind.penalizes else sampler
 
     def _start_speculation(self) -> None:
         runtime, request = self._runtime, self._request

@@ -18,7 +18,7 @@ from kvboost.config import EngineConfig
 from kvboost.errors import KVBoostError, ShuttingDownError
 from kvboost.results import GenerationResult
 from kvboost.runtime.capacity import check_size, has_room
-from kvboost.runtime.computing import Given, Steps, next_need
+from kvboost.runtime.computing import Results, Steps, next_need
 from kvboost.runtime.errands import Errands
 from kvboost.runtime.healing import Healer
 from kvboost.runtime.job import Job
@@ -62,6 +62,9 @@ class Loop:
         self._batch_sizes: Counter[int] = Counter()
         self._finished: Counter[str] = Counter()
         self._errands = Errands()
+        self._step_ended: float | None = None
+        """When the last step did, if the next one follows at once: what requests do between two of
+        them takes time as well, unless steps on a device run meanwhile."""
         runtime.unhealed.on_added = self._wake
 
     def submit(
@@ -199,6 +202,7 @@ class Loop:
         """Waits for a request, for something to heal, or to be closed."""
         with self._changed:
             while not (self._is_wanted() or self._healer.has_work):
+                self._step_ended = None
                 # A request outside the loop ends without a word: the garbage collector may end it.
                 self._changed.wait(LOOK_SECONDS if len(self._runtime.unhealed) else None)
 
@@ -271,7 +275,7 @@ class Loop:
         self._counts["steps"] += 1
         self._counts["rows"] += num_rows
         self._batch_sizes[len(batch)] += 1
-        began = time.perf_counter()
+        began = time.perf_counter() if self._step_ended is None else self._step_ended
         try:
             results = self._forward.run(segments)
         except Exception as error:
@@ -281,8 +285,9 @@ class Loop:
                 for job in batch:
                     self._run_alone(job)
             return
+        self._step_ended = time.perf_counter()
         if len(batch) > 1:  # a request that is alone measures its steps itself
-            self._runtime.cost.observe_step(num_rows, time.perf_counter() - began)
+            self._runtime.cost.observe_step(num_rows, self._step_ended - began)
         for job, result in zip(batch, results, strict=True):
             self._advance(job, result)
 
@@ -301,7 +306,7 @@ class Loop:
             return
         self._advance(job, result)
 
-    def _advance(self, job: Job, given: Given | None) -> None:
+    def _advance(self, job: Job, given: Results | None) -> None:
         """Sends a request its logits, or its next token, and asks what it needs next."""
         assert job.steps is not None
         running = self._running()
@@ -309,8 +314,9 @@ class Loop:
         job.state.slice_rows = self._scheduler.slice_rows(someone_answers)
         job.state.has_slack = self._has_slack(job)
         others = [other for other in running if other is not job]
-        answering = (other.state for other in others if not other.is_reading)
+        answering = [other.state for other in others if not other.is_reading]
         job.state.other_tokens = sum(state.expected_tokens for state in answering)
+        job.state.other_promises = sum(state.promised_tokens for state in answering)
         job.state.other_rows = sum(len(other.need) for other in others if other.need is not None)
         try:
             if job.is_reading:

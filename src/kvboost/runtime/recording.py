@@ -21,9 +21,9 @@ Part = tuple[int, Callable[[], object]]
 
 
 def record_graphs(runtime: Runtime, max_running: int) -> int:
-    """Records decode steps of up to ``max_running`` requests, the usual rows after known text, and
-    what moved text takes, until half of the memory for graphs is used; other sizes are recorded
-    when they are first needed. Returns how many graphs there are."""
+    """Records decode steps of up to ``max_running`` requests, those with drafts, the usual rows
+    after known text, and what moved text takes, until half of the memory for graphs is used; other
+    sizes are recorded when they are first needed. Returns how many graphs there are."""
     if not isinstance(runtime.pool, PagedPool):
         return 0
     runtime.pool.prepare()
@@ -48,6 +48,7 @@ def record_graphs(runtime: Runtime, max_running: int) -> int:
 
 
 def _parts(runtime: Runtime, max_running: int) -> list[Part]:
+    from kvboost.model.paged.draft_steps import SIZES
     from kvboost.model.paged.steps import bucket_of
     from kvboost.reuse.paged.forwards import PROBES, REPAIRS, ROWS
 
@@ -55,6 +56,8 @@ def _parts(runtime: Runtime, max_running: int) -> list[Part]:
     assert steps is not None and forwards is not None
     sizes = {bucket_of(requests) for requests in range(1, max_running + 1)}
     parts: list[Part] = [(size, lambda size=size: steps.record(size)) for size in sizes]  # type: ignore[misc]
+    if runtime.drafts:
+        parts += [(size, lambda size=size: steps.drafts.record(size)) for size in SIZES]  # type: ignore[misc]
     wanted = {(ROWS, rows) for rows in TAILS}
     if runtime.rotation is not None:
         parts.append((steps.beside_rows + 1, lambda: steps.record(1, with_beside=True)))

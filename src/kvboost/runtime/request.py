@@ -89,6 +89,10 @@ class RequestState:
     """How many tokens it may expect of its next step, with a draft."""
     other_tokens: float = 0.0
     """How many the other requests of the loop may expect of a step, those that are answering."""
+    promised_tokens: float = 0.0
+    """What a draft would add, if it runs none because its steps are launched ahead."""
+    other_promises: float = 0.0
+    """The same of other requests of the batch, together."""
     other_rows: int = 0
     """How many rows the other requests of the loop need in a step."""
     drafted_tokens: int = 0

@@ -196,7 +196,7 @@ class Runtime:
         if self.model.placement is not None:
             found.append(self.model.placement.note)
         if self.adapters.infos():
-            found.append("requests with adapters run without CUDA graphs and fused layers")
+            found.append("prompts with adapters are read without CUDA graphs and fused layers")
         return [note for note in found if note is not None]
 
     @property
@@ -208,6 +208,11 @@ class Runtime:
     def forwards(self) -> SegmentForwards | None:
         """What runs rows of single requests over pages, once there are some."""
         return self._forwards
+
+    @property
+    def drafts(self) -> bool:
+        """Whether requests draft tokens unless they say otherwise."""
+        return self._config.speculate != "off"
 
     @property
     def num_graphs(self) -> int:

@@ -1,4 +1,4 @@
-"""Adapters of requests with pages: their rows run eagerly, beside the decode steps of others."""
+"""Adapters of requests with pages: their rows run in the decode steps of all requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from adapters import merge, write_adapter
+from adapters import QV, merge, write_adapter
 from paged_engines import SMALL, leaks, paged_engine, steps_of
 from tiny import make_engine, tiny_model
 
@@ -29,6 +29,39 @@ def test_a_batch_of_base_and_adapted_requests(
         assert [result.token_ids for result in found] == expected
         fused = engine._model.forward.fused_layers
         assert fused is not None and len(fused) == 1
-        # Steps take the rows of the base model only.
-        assert set(steps_of(engine)._buckets) == {(1, False)}
+        assert set(steps_of(engine)._buckets) == {(2, False, True)}
+        assert leaks(engine) == []
+
+
+def test_adapters_of_other_layers_and_ranks_in_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvboost.model.paged.adapter_slots.FIRST_SLOTS", 1)
+    monkeypatch.setattr("kvboost.model.paged.adapter_slots.MOST_SLOTS", 2)
+    kinds = [{"targets": QV, "rank": 2}, {"rank": 20}, {"targets": ("gate_proj", "down_proj")}]
+    model = tiny_model("llama", **SMALL)
+    folders = [
+        write_adapter(tmp_path / str(seed), model, seed=seed, **kind)  # type: ignore[arg-type]
+        for seed, kind in enumerate(kinds)
+    ]
+    expected = []
+    for folder in folders:
+        with make_engine(merge(tiny_model("llama", **SMALL), folder)) as engine:
+            expected.append(engine.generate(PROMPT, 6).token_ids)
+    assert len(set(map(tuple, expected))) == 3
+    with paged_engine(monkeypatch) as engine:
+        for number, folder in enumerate(folders):
+            engine.load_adapter(str(number), folder)
+
+        def answers(*numbers: int) -> list[list[int]]:
+            each = [{"adapter": str(number)} for number in numbers]
+            found = engine.generate_batch([PROMPT] * len(numbers), 6, each=each)
+            return [result.token_ids for result in found]
+
+        for numbers in [(0,), (0, 1), (2, 0), (1, 2), (0, 1, 2)]:
+            assert answers(*numbers) == [expected[number] for number in numbers]
+        slots = steps_of(engine).adapter_slots
+        assert slots is not None and len(slots._slots) == 3  # as many as one step had
+        drafted = engine.generate(PROMPT, 6, adapter="1", speculate=4)
+        assert drafted.token_ids == expected[1]
         assert leaks(engine) == []

@@ -16,7 +16,7 @@ from kvboost.tokens.hashing import as_token_ids
 from paged_engines import leaks, paged_engine, steps_of
 from scripted_drafts import always_draft, always_wrong, at_random, oracle, script
 from test_reuse import words
-from tiny import DEVICE, EOS, longrope_model, make_engine, tiny_model
+from tiny import EOS, longrope_model, make_engine, tiny_model
 
 PROMPT = words(5, 40)
 SEEDED = {"temperature": 1.2, "top_k": 40, "seed": 11}
@@ -218,14 +218,6 @@ def test_a_position_at_which_the_rotation_changes_ends_a_draft(monkeypatch) -> N
         assert_same(plain, drafted)
 
 
-def test_over_pages_a_request_asks_for_drafts(engine, monkeypatch) -> None:
-    speculation, root = engine._runtime.speculation, engine._runtime.root("")
-    for speculate, drafts in (("auto", False), ("off", False), (4, True)):
-        state = engine._requests.begin(PROMPT, 4, "prefix_cache", {"speculate": speculate})
-        assert (speculation.start(state, root, 0, runs_ahead=True) is not None) == drafts
-        assert (speculation.start(state, root, 0, runs_ahead=False) is None) == (speculate == "off")
-
-
 def test_over_pages_tokens_are_the_same(monkeypatch) -> None:
     prompt = words(1, 6)
     given = {"ignore_eos": True, "keep": False, "temperature": 1.0, "seed": 4}
@@ -237,6 +229,27 @@ def test_over_pages_tokens_are_the_same(monkeypatch) -> None:
         drafted = engine.generate(prompt, 5, speculate=3, **given)
         assert_same(plain, drafted)
         assert 0 < drafted.accepted_tokens < drafted.drafted_tokens
+        assert steps_of(engine).drafts.num_steps > 0
+        penalized = {**given, "repetition_penalty": 1.3}
+        plain = engine.generate(prompt, 5, speculate="off", **penalized)
+        assert_same(plain, engine.generate(prompt, 5, speculate=3, **penalized))
+        assert leaks(engine) == []
+
+
+def test_over_pages_a_step_has_requests_with_and_without_drafts(monkeypatch) -> None:
+    prompts = [words(number, 6) for number in (1, 2)]
+    given = {"ignore_eos": True, "keep": False}
+    with paged_engine(monkeypatch) as engine:
+        plain = engine.generate_batch(prompts, 6, **given)
+        steps = steps_of(engine)
+        assert steps.num_ahead > 0 and steps.drafts.num_steps == 0
+        answers = {key(prompts[0]): [*plain[0].token_ids[:4], 0, 0], key(prompts[1]): []}
+        script(monkeypatch, engine, answers, oracle)
+        drafted = engine.generate_batch(prompts, 6, speculate=3, **given)
+        for one, other in zip(plain, drafted, strict=True):
+            assert_same(one, other)
+        assert steps.drafts.num_steps > 0
+        assert drafted[0].accepted_tokens > 0 == drafted[1].drafted_tokens
         assert leaks(engine) == []
 
 
@@ -254,7 +267,6 @@ def test_the_engine_drafts_from_what_was_read(monkeypatch) -> None:
         assert engine.generate(PROMPT, 30, ignore_eos=True).accepted_tokens == first.accepted_tokens
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU drafts only what it is asked to")
 def test_what_would_be_drafted_is_measured_where_it_does_not_pay(monkeypatch) -> None:
     with make_engine(tiny_model("llama"), speculate="auto") as engine:
         monkeypatch.setattr(engine._runtime.cost, "step", lambda rows, keys: float(rows))

@@ -7,6 +7,7 @@ import pytest
 from kvboost.reuse.cost import CostModel
 from kvboost.runtime.speculation.chances import Chances
 from kvboost.runtime.speculation.lengths import NO_DRAFT, SURE, best_pace
+from kvboost.runtime.speculation.pauses import Pauses
 
 
 def test_rows_that_cost_nothing_make_long_drafts() -> None:
@@ -47,8 +48,50 @@ def test_time_to_draft_and_other_requests_count() -> None:
 
 def test_in_a_batch_drafts_end_before_doubtful_tokens() -> None:
     chances = [0.9, 0.9, SURE - 0.01, 0.99]
-    assert best_pace(chances, lambda length: 1.0, other_tokens=1).length == 2
-    assert best_pace(chances, lambda length: 1.0).length == 4
+
+    def step(length: int) -> float:
+        return 1.0 + 0.24 * length
+
+    assert best_pace(chances, step, other_tokens=1).length == 2
+    assert best_pace([0.9, 0.9, SURE, 0.99], step).length == 4
+    assert best_pace(chances, lambda length: 1.0, other_tokens=1).length == 4  # rows are free
+
+
+def test_a_draft_pays_although_others_have_long_ones() -> None:
+    def step(length: int) -> float:  # 8 requests, of which 7 draft 8 tokens each
+        return 168.0 + 9.8 * (56 + length)
+
+    others = 7 * 7.6
+    pace = best_pace([0.97] * 8, step, others)
+    assert pace.length == 8 and 1 < pace.gain < 1.03
+    assert best_pace([0.76] * 8, step, others) == NO_DRAFT
+
+
+def test_a_step_that_was_launched_ahead_makes_the_first_draft_dearer() -> None:
+    def step(length: int) -> float:  # eight requests; steps with drafts wait for the host
+        return 2.2 if length == 0 else 3.8
+
+    assert best_pace([0.7] * 8, step, 7.0, is_ahead=True) == NO_DRAFT
+    assert best_pace([0.97] * 15, step, 7.0, is_ahead=True).length == 15
+    # Others would draft as well.
+    assert best_pace([0.7] * 8, step, 7.0, is_ahead=True, promised=6 * 2.2).length == 8
+
+
+def test_what_repeats_nothing_is_looked_up_less_often() -> None:
+    pauses = Pauses()
+
+    def looks(steps: int, promised: float) -> int:
+        count = 0
+        for _ in range(steps):
+            if pauses.is_over(accepted=0):
+                count += 1
+                pauses.looked(promised)
+        return count
+
+    assert looks(4, 0.0) == 4 and looks(200, 0.1) < 40
+    assert looks(9, 3.0) >= 1 and looks(10, 3.0) == 10
+    assert looks(200, 0.0) < 40
+    assert pauses.is_over(accepted=1)  # a draft was right
 
 
 def test_chances_are_learned_and_shared() -> None:

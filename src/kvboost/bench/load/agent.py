@@ -9,7 +9,9 @@ servers run, and each is frozen while another takes its turn.
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -46,6 +48,7 @@ RIVAL = "vllm"
 MAX_TOKENS = 160
 """More than any call takes, so that its JSON ends."""
 WARM_TURNS = 3
+LEAST_TURNS = 2
 _LEFT_OUT = ("sent_s", "gaps_s", "text", "error", "moved_tokens")
 """Of an answer, in the record."""
 NOTE = dim(
@@ -64,14 +67,20 @@ class Settings(Base):
     device: str = option("cpu", DEVICE, choices=("cpu", "cuda"))
     vllm: str | None = option(None, PYTHON_OF_VLLM)
     systems: tuple[str, ...] = option(
-        tuple(SYSTEMS), "Server to measure.", "system", choices=tuple(SYSTEMS)
+        (OURS, RIVAL), "Server to measure.", "system", choices=tuple(SYSTEMS)
+    )
+    threads: int | None = option(
+        None, "Threads of every server; fewer than cores on a machine that is busy.", least=1
     )
     layouts: tuple[str, ...] = option(
         LAYOUTS, "Where results and files go.", "layout", choices=LAYOUTS
     )
-    turns: int = option(20, "Turns of a session.", least=2, most=2 * len(SCRIPT))
+    turns: int = option(20, "Turns of a session.", least=LEAST_TURNS, most=2 * len(SCRIPT))
     tool_seconds: float = option(1.0, "How long a tool runs between two turns.", least=0.0)
-    rounds: int = option(3, ROUNDS, least=1, most=50)
+    rounds: int = option(1, ROUNDS, least=1, most=50)
+    minutes: float = option(
+        10.0, "Sessions end early rather than take longer than this all together.", least=0.0
+    )
     seed: int = option(0, "Decides what the files and results say.")
 
 
@@ -135,7 +144,10 @@ class Row:
 
 def run(settings: Settings, bench: Bench) -> Report:
     setting, vocabulary = prepare(
-        settings.model, device=torch.device(settings.device), vllm=settings.vllm
+        settings.model,
+        threads=settings.threads,
+        device=torch.device(settings.device),
+        vllm=settings.vllm,
     )
     bench.describe(setting.device, setting.dtype, threads=setting.threads)
     present, missing = find_systems(settings.systems, setting, bench)
@@ -175,10 +187,16 @@ class Comparison:
 
     @property
     def rows(self) -> list[Row]:
-        """Those of systems that were not given up, layout by layout."""
-        return [
+        """Those of systems that were not given up, layout by layout. All sessions of a layout have
+        as many turns as its shortest one."""
+        found = [
             row for row in self._rows.values() if row.sessions and row.system not in self.failures
         ]
+        for own in _by_layout(found).values():
+            turns = min(len(session) for row in own for session in row.sessions)
+            for row in own:
+                row.sessions = [session[:turns] for session in row.sessions]
+        return found
 
     def run(self, present: Sequence[str], progress: Progress) -> None:
         """Every session. A system that fails is given up; the others go on."""
@@ -191,6 +209,7 @@ class Comparison:
                     there.freeze()
                     self.started_s[name] = there.started_s
                     self._players[name] = Player(there, isinstance(SYSTEMS[name], KVBoostServer))
+            share = 60 * asked.minutes / (len(asked.layouts) * asked.rounds)
             for layout in asked.layouts:
                 warm = Session(layout, WARM_TURNS, f"{asked.seed} warm-up", self._count)
                 with progress.step(f"{layout}: warm-up"):
@@ -198,15 +217,23 @@ class Comparison:
                 for number in range(asked.rounds):
                     session = Session(layout, asked.turns, str(asked.seed + number), self._count)
                     with progress.step(f"{layout}: round {number + 1}", asked.turns) as step:
-                        for name, played in self._play(session, number, step).items():
+                        until = time.monotonic() + share
+                        for name, played in self._play(session, number, step, until).items():
                             self._rows[layout, name].sessions.append(played)
 
     def _play(
-        self, session: Session, number: int, step: Step | None = None
+        self,
+        session: Session,
+        number: int,
+        step: Step | None = None,
+        until: float = math.inf,
     ) -> dict[str, list[Played]]:
-        """The turns of ``session``, in each of which all servers take theirs."""
+        """The turns of ``session``, in each of which all servers take theirs; none but the first
+        two begins after ``until``."""
         played: dict[str, list[Played]] = {name: [] for name in self._players}
         for turn in range(len(session.turns)):
+            if turn >= LEAST_TURNS and time.monotonic() > until:
+                break
             for name in rotated(list(played), number + turn):
                 with self._given_up(name):
                     done = played[name]

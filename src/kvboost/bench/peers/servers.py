@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import sys
 from importlib.util import find_spec
 from typing import Protocol
@@ -155,9 +156,12 @@ class VLLMServer:
         folder = peers_dir() / VLLM
         # vLLM advises to load this OpenMP first, for speed; it comes with its packages on x86.
         openmp = glob.glob(str(folder / "lib" / "libiomp5.so"))
+        # By default it would leave one core to its scheduler: half of a small machine. With fewer
+        # threads than cores, they run on any of them, as ours do.
+        every = setting.threads >= (os.cpu_count() or 1)
         return quiet | {
-            # By default it would leave one core to its scheduler: half of a small machine.
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{setting.threads - 1}",
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{setting.threads - 1}" if every else "nobind",
+            "OMP_NUM_THREADS": str(setting.threads),
             "VLLM_CPU_KVCACHE_SPACE": str(max(1, setting.cache_bytes // 1024**3)),
             "VLLM_CACHE_ROOT": str(folder / "cache"),
             # It cannot load what it compiles ahead on CPUs, and would compile at each start.

@@ -17,13 +17,14 @@ from torch import nn
 from torch.nn.functional import linear
 
 from kvboost.model.adapters.layers import adapted_rows
+from kvboost.model.paged.adapter_slots import AdapterSlots, Place, Product
 from kvboost.model.paged.batch import PagedBatch
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.row_batch import RowBatch
 from kvboost.model.paged.slab import Slab
-from kvboost.model.paged.step_batch import StepBatch
-from kvboost.model.paged.steps import RunModel
+from kvboost.model.paged.step_batch import RunModel, StepBatch
 from kvboost.model.segment import Segment
+from kvboost.model.triton.adapters import Addition, expand
 from kvboost.model.triton.fused import add_norm, gate, rotate_and_write
 
 log = logging.getLogger("kvboost")
@@ -62,7 +63,8 @@ class Merged:
 class FusedLayer:
     """One decoder layer for rows in pages."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, name: str) -> None:
+        """``name``: the path of the layer in the model."""
         attention, mlp = layer.self_attn, layer.mlp
         self._layer = layer
         self._linears = linears_of(layer)
@@ -72,6 +74,9 @@ class FusedLayer:
         if hasattr(attention, "q_norm"):
             self._norms = attention.q_norm.weight, attention.k_norm.weight
             self._norm_eps = attention.q_norm.variance_epsilon
+
+        groups = [("q", "k", "v"), ("o",), ("gate", "up"), ("down",)]
+        self.places = [_place(layer, name, group) for group in groups]
 
     def serves(self) -> bool:
         """Whether the layer still has the linear layers that were merged: an adapter replaces
@@ -87,14 +92,39 @@ class FusedLayer:
         before, after = layer.input_layernorm, layer.post_attention_layernorm
         normed, _ = add_norm(hidden, before.weight, before.variance_epsilon)
         pages = batch.pages(number)
+        qkv, change = self._product(0, normed, batch, self.qkv)
         query, keys, values = rotate_and_write(
-            self.qkv(normed), cos_sin, pages, batch.slots, self._norms, self._norm_eps
+            qkv, cos_sin, pages, batch.slots, self._norms, self._norm_eps, change
         )
         attended = batch.attend_rows(number, query, attention.scaling, fresh=(keys, values))
-        out = attention.o_proj(attended.flatten(1))
-        normed, summed = add_norm(out, after.weight, after.variance_epsilon, hidden)
+        out, change = self._product(1, attended.flatten(1), batch, attention.o_proj)
+        normed, summed = add_norm(out, after.weight, after.variance_epsilon, hidden, change)
+        gated = gate(*self._product(2, normed, batch, self.gate_up))
         # Adds the product in place: no kernel for the sum.
-        return summed.addmm_(gate(self.gate_up(normed)), layer.mlp.down_proj.weight.t())
+        down = layer.mlp.down_proj.weight.t()
+        out, change = self._product(3, gated, batch, lambda rows: summed.addmm_(rows, down))
+        if change is not None:
+            expand(change, out)
+        return out
+
+    def _product(
+        self, place: int, rows: torch.Tensor, batch: RowBatch, product: Product
+    ) -> tuple[torch.Tensor, Addition | None]:
+        """``product(rows)``, and what adapters add to it."""
+        if batch.adapters is None:
+            return product(rows), None
+        return self.places[place].start(rows, batch.adapters, product)
+
+
+def _place(layer: Any, name: str, group: Sequence[str]) -> Place:
+    """The linear layers of one product, for adapters."""
+    part = "self_attn" if hasattr(layer.self_attn, f"{group[0]}_proj") else "mlp"
+    linears = [getattr(getattr(layer, part), f"{each}_proj") for each in group]
+    return Place(
+        [f"{name}.{part}.{each}_proj" for each in group],
+        linears[0].in_features,
+        [each.out_features for each in linears],
+    )
 
 
 def linears_of(layer: Any) -> list[Any]:
@@ -110,7 +140,10 @@ class FusedLayers:
 
     def __init__(self, model: nn.Module, slab: Slab, run_model: RunModel) -> None:
         """Replaces them if each gives what the model's own gives; ``note`` says why not."""
-        self._layers = {layer: FusedLayer(layer) for layer in _decoders(model, slab.shape.dtype)}
+        paths = {module: name for name, module in model.named_modules()}
+        self._layers = {
+            layer: FusedLayer(layer, paths[layer]) for layer in _decoders(model, slab.shape.dtype)
+        }
         self.note: str | None = None
         if not self._layers:
             self.note = "no decoder layers of a kind that has faster ones"
@@ -134,6 +167,11 @@ class FusedLayers:
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    def adapter_slots(self) -> AdapterSlots | None:
+        """Where steps find the weights of adapters; None if the model's own layers run."""
+        places = [place for ours in self._layers.values() for place in ours.places]
+        return AdapterSlots(places) if places else None
 
     def _give_up(self, reason: str) -> None:
         self.restore()

@@ -24,6 +24,10 @@ class RowBatch(Batch):
     """Whether layers of ours may run it: nothing has to happen between the parts of a layer, and
     no result has to equal that of the model's own layers to the last bit."""
 
+    adapters: torch.Tensor | None = None
+    """int64 ``[rows]``: the slots of the rows' adapters in a decode step, negative for rows without
+    one; None if no row has one."""
+
     def __init__(self, slab: Slab, segments: Sequence[Segment] = ()) -> None:
         super().__init__(segments)
         self._slab = slab

@@ -1,4 +1,4 @@
-"""The rows of a decode step, and rows that it computes beside them."""
+"""The rows of a decode step, in buffers that stay where they are, and what steps share."""
 
 from __future__ import annotations
 
@@ -6,12 +6,27 @@ from typing import Protocol
 
 import torch
 
+from kvboost.model.attention import Batch
+from kvboost.model.paged.graphs import Capture
 from kvboost.model.paged.row_batch import Fresh, RowBatch
+from kvboost.model.paged.sampling import DeviceSampling
 from kvboost.model.paged.slab import Slab
 from kvboost.model.segment import Segment
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.host import aside
 from kvboost.model.triton.rows import MOST_PARTS, PagedRows, Tile, programs_at_once
+
+
+class RunModel(Protocol):
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: Batch,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Runs token ids at positions, both int64 ``[rows]``; returns logits ``[rows, vocab]``, or
+        those of the ``wanted`` rows."""
 
 
 class Beside(Protocol):
@@ -39,6 +54,18 @@ class Beside(Protocol):
         out: torch.Tensor,
     ) -> None:
         """Attention of ``query``, ``[most_rows, heads, dim]``, into ``out``."""
+
+
+class StepTables(Protocol):
+    """What all steps over one slab use."""
+
+    slab: Slab
+    run_model: RunModel
+    capture: Capture
+    sampling: DeviceSampling
+
+    def slot_of(self, segment: Segment) -> int:
+        """Where the adapter of a segment is; negative if it has none."""
 
 
 class StepBatch(RowBatch):

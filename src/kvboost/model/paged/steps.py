@@ -10,31 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from kvboost.model.attention import Batch
+from kvboost.model.adapters.adapter import AppliedAdapter
+from kvboost.model.paged.adapter_slots import NO_ADAPTER, AdapterSlots
+from kvboost.model.paged.draft_steps import DraftSteps, Launched
 from kvboost.model.paged.graphs import Capture, Function
+from kvboost.model.paged.host_tokens import HostTokens
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.sampling import GREEDY, DeviceSampling, Kind
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
-from kvboost.model.paged.step_batch import Beside, StepBatch
+from kvboost.model.paged.step_batch import Beside, RunModel, StepBatch
 from kvboost.model.sampling import Picked
 from kvboost.model.segment import Segment
 from kvboost.model.triton.host import to_device
-
-
-class RunModel(Protocol):
-    def __call__(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        batch: Batch,
-        wanted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Runs token ids at positions, both int64 ``[rows]``; returns logits ``[rows, vocab]``, or
-        those of the ``wanted`` rows."""
 
 
 def bucket_of(count: int) -> int:
@@ -46,15 +36,19 @@ def bucket_of(count: int) -> int:
 
 
 class _Bucket:
-    """Steps of one number of rows, with or without rows ``beside`` them."""
+    """Steps of one number of rows, with or without rows ``beside`` them and adapters."""
 
-    def __init__(self, size: int, steps: Steps, beside: Beside | None = None) -> None:
+    def __init__(
+        self, size: int, steps: Steps, beside: Beside | None = None, *, adapted: bool = False
+    ) -> None:
         self.size = size
         self._steps = steps
         self._beside = beside
         self._batch = StepBatch(steps.slab, size, beside)
         self._requests = [SCRATCH] * size
         self.rows = torch.zeros(size, dtype=torch.int64, device=steps.slab.shape.device)
+        if adapted:
+            self._batch.adapters = torch.full_like(self._batch.slots, NO_ADAPTER)
         self.positions = torch.zeros_like(self.rows)
         self.ids = torch.zeros_like(self.rows)
         self.picked = torch.zeros_like(self.rows)
@@ -71,6 +65,7 @@ class _Bucket:
             self.rows.copy_(to_device(padded, torch.int64, self.rows.device))
         if self._run is None:
             name = "the model" if self._beside is None else "steps that heal"
+            name = name if self._batch.adapters is None else f"{name} with adapters"
             self._run = self._steps.capture(self._forward, name)
         self._keep(self._run())
         if kind not in self._samplers:
@@ -93,6 +88,8 @@ class _Bucket:
         page = steps.slab.table[self.rows, self.positions // PAGE].long()
         torch.add(self.positions % PAGE, page, alpha=PAGE, out=batch.slots[: self.size])
         self.ids.copy_(steps.tokens[self.rows])
+        if batch.adapters is not None:
+            batch.adapters[: self.size].copy_(steps.adapters[self.rows])
         if self._beside is None:
             return steps.run_model(self.ids, self.positions, batch)
         ids, positions, slots = self._beside.inputs()
@@ -114,35 +111,13 @@ class _Bucket:
         return self.picked
 
 
-class _Tokens:
-    """Tokens on their way to the host."""
-
-    def __init__(self, picked: torch.Tensor) -> None:
-        self._copied: torch.cuda.Event | None = None
-        if picked.device.type == "cuda":
-            self._host = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=True)
-            self._host.copy_(picked, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-        else:
-            self._host = picked.clone()
-        self._list: list[int] | None = None
-
-    def __getitem__(self, index: int) -> int:
-        if self._list is None:
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._list = self._host.tolist()
-        return self._list[index]
-
-
 @dataclass(frozen=True)
 class _Pending:
     """The result of a row that has been launched."""
 
     serial: int
     position: int
-    tokens: _Tokens
+    tokens: HostTokens
     index: int
     logits: torch.Tensor | None
     beside: Segment | None
@@ -155,7 +130,15 @@ class _Pending:
 class Steps:
     """Runs decode steps of the requests in one slab. One thread at a time may call it."""
 
-    def __init__(self, slab: Slab, run_model: RunModel, num_logits: int, capture: Capture) -> None:
+    def __init__(
+        self,
+        slab: Slab,
+        run_model: RunModel,
+        num_logits: int,
+        capture: Capture,
+        adapter_slots: AdapterSlots | None = None,
+    ) -> None:
+        """``adapter_slots``: what gives the model's layers the weights of adapters."""
         self.slab = slab
         self.run_model = run_model
         self.capture = capture
@@ -164,12 +147,20 @@ class Steps:
         self.sampling = DeviceSampling(num_rows, num_logits, device)
         self.tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.adapters = torch.full_like(self.tokens, NO_ADAPTER)
+        """By row: the slot of its adapter."""
+        self.adapter_slots = adapter_slots
+        if adapter_slots is not None:
+            adapter_slots.on_changed = self._forget_adapted
+            adapter_slots.on_replaced = self._next_is_unknown
         self.beside: Beside | None = None
         """What runs rows beside those of a step."""
         self.runs_ahead = True
         """Whether the next step starts before it is known whether its requests have ended."""
+        self.drafts = DraftSteps(self)
+        """Runs the steps in which requests have several rows."""
         self.num_steps = self.num_ahead = self.num_rows_beside = 0
-        self._buckets: dict[tuple[int, bool], _Bucket] = {}
+        self._buckets: dict[tuple[int, bool, bool], _Bucket] = {}
         self._next: dict[int, tuple[int, int]] = {}
         """By row: the serial of its request, and the position whose token the device has."""
         self._pending: dict[int, _Pending] = {}
@@ -186,47 +177,74 @@ class Steps:
     def forget_graphs(self) -> None:
         """Records all steps anew: the model has changed."""
         self._buckets.clear()
+        self.drafts.forget_graphs()
+
+    def _forget_adapted(self) -> None:
+        """Records the steps with adapters anew."""
+        self._buckets = {key: bucket for key, bucket in self._buckets.items() if not key[2]}
+        self.drafts.forget_adapted()
+
+    def _next_is_unknown(self) -> None:
+        """Slots have got other adapters, so the device must be told those of all requests."""
+        self._next.clear()
 
     def takes(self, segment: Segment) -> bool:
-        """Whether a segment is the next row of a request with pages of this slab."""
+        """Whether a segment is the next row of a request with pages of this slab, or several."""
         kv = segment.kv
-        return (
-            isinstance(kv, PagedKV)
-            and kv.slab is self.slab
-            and len(segment) == 1
-            and segment.is_plain
-            and segment.num_logits == 1
-            and segment.hook is None
-            and segment.until is None
-            and (segment.beside is None or self._takes_beside(segment.beside))
-        )
+        if not isinstance(kv, PagedKV) or kv.slab is not self.slab or not segment.is_plain:
+            return False
+        if segment.hook is not None or segment.until is not None:
+            return False
+        if kv.adapter is not None and not self._takes_adapter(segment, kv.adapter):
+            return False
+        if len(segment) > 1:
+            return self.runs_ahead and self.drafts.takes(segment)
+        beside = segment.beside
+        return segment.num_logits == 1 and (beside is None or self._takes_beside(beside))
+
+    def _takes_adapter(self, segment: Segment, applied: AppliedAdapter) -> bool:
+        slots = self.adapter_slots
+        return slots is not None and segment.first >= applied.start and slots.takes(applied.adapter)
 
     def _takes_beside(self, rows: Segment) -> bool:
-        return self.beside is not None and self.beside.takes(rows)
+        return self.beside is not None and rows.kv.adapter is None and self.beside.takes(rows)
 
-    def run(self, segments: Sequence[Segment]) -> list[torch.Tensor | Picked]:
-        """The next token of each segment that has a sampler, logits ``[1, vocab]`` of the others.
-        Launches the steps after these, if ``ahead`` says that they will be asked for; then the
-        results of an earlier call may already be on their way. At most one segment may have rows
-        beside it."""
-        ready = [self._claim(segment) for segment in segments]
+    def run(self, segments: Sequence[Segment]) -> list[torch.Tensor | Picked | list[Picked]]:
+        """The next token of each segment that has a sampler, the tokens after each of its rows if
+        it has several; logits ``[num_logits, vocab]`` of the others. Launches the steps after
+        these, if ``ahead`` says that they will be asked for; then the results of an earlier call
+        may already be on their way. While a request has a draft, no step is launched ahead: it
+        would not have the rows of the next one. At most one segment may have rows beside it."""
+        ready: list[_Pending | Launched | None] = [self._claim(segment) for segment in segments]
+        has_drafts = any(len(segment) > 1 for segment in segments)
         missing = [index for index, found in enumerate(ready) if found is None]
-        if missing:
-            launched = self._launch([segments[index] for index in missing])
-            for index, found in zip(missing, launched, strict=True):
-                ready[index] = found
+        drafted = [index for index in missing if has_drafts and self.drafts.takes(segments[index])]
+        plain = [index for index in missing if index not in drafted]
+        launched: list[_Pending | Launched] = []
+        if plain:
+            launched += self._launch([segments[index] for index in plain])
+        if drafted:
+            launched += self._launch_drafts([segments[index] for index in drafted])
+        for index, result in zip([*plain, *drafted], launched, strict=True):
+            ready[index] = result
         ahead = [_after(segment) for segment in segments if self._looks_ahead(segment)]
-        if ahead:
+        if ahead and not has_drafts:
             self.num_ahead += 1
-            for segment, result in zip(ahead, self._launch(ahead), strict=True):
-                self._pending[_row(segment)] = result
+            for segment, pending in zip(ahead, self._launch(ahead), strict=True):
+                self._pending[_row(segment)] = pending
         return [found.get() for found in ready if found is not None]
+
+    def _launch_drafts(self, segments: Sequence[Segment]) -> list[Launched]:
+        for segment in segments:
+            self._next.pop(_row(segment), None)  # the host says which token follows
+        adapted = self._place_adapters(segments)
+        return self.drafts.run(segments, adapted=adapted)
 
     def _claim(self, segment: Segment) -> _Pending | None:
         """The result of a segment that an earlier call has launched. It is a token: a segment that
         asks for logits, or has other rows beside it, runs again."""
         found = self._pending.pop(_row(segment), None)
-        if found is None or segment.sampler is None:
+        if found is None or segment.sampler is None or len(segment) > 1:
             return None
         if segment.beside is not None and _rows(segment.beside) != _rows(found.beside):
             return None
@@ -240,18 +258,19 @@ class Steps:
 
     def _launch(self, segments: Sequence[Segment]) -> list[_Pending]:
         """Starts a step of these segments."""
+        adapted = self._place_adapters(segments)
         self._upload(segments)
         count = len(segments)
         size = bucket_of(count)
         rows = next((segment.beside for segment in segments if segment.beside is not None), None)
-        bucket = self._bucket(size, with_beside=rows is not None)
+        bucket = self._bucket(size, with_beside=rows is not None, adapted=adapted)
         if rows is not None and self.beside is not None:
             self.beside.load(rows)
             self.num_rows_beside += len(rows)
         kind = GREEDY
         for segment in segments:
             kind = kind | segment.sampler.kind if segment.sampler is not None else kind
-        tokens = _Tokens(bucket.run([_row(segment) for segment in segments], kind))
+        tokens = HostTokens(bucket.run([_row(segment) for segment in segments], kind))
         self.num_steps += 1
         launched = []
         for index, segment in enumerate(segments):
@@ -265,11 +284,27 @@ class Steps:
             launched.append(_Pending(serial, position, tokens, index, logits, segment.beside))
         return launched
 
-    def _bucket(self, size: int, *, with_beside: bool = False) -> _Bucket:
-        if (size, with_beside) not in self._buckets:
+    def _bucket(self, size: int, *, with_beside: bool = False, adapted: bool = False) -> _Bucket:
+        key = size, with_beside, adapted
+        if key not in self._buckets:
             beside = self.beside if with_beside else None
-            self._buckets[size, with_beside] = _Bucket(size, self, beside)
-        return self._buckets[size, with_beside]
+            self._buckets[key] = _Bucket(size, self, beside, adapted=adapted)
+        return self._buckets[key]
+
+    def _place_adapters(self, segments: Sequence[Segment]) -> bool:
+        """Makes the adapters of these segments ready; whether there are any."""
+        applied = [segment.kv.adapter for segment in segments]
+        wanted = [each.adapter for each in applied if each is not None]
+        if wanted and self.adapter_slots is not None:
+            self.adapter_slots.place(wanted)
+        return bool(wanted)
+
+    def slot_of(self, segment: Segment) -> int:
+        """Where the adapter of a segment is, once it has been placed."""
+        applied = segment.kv.adapter
+        if applied is None or self.adapter_slots is None:
+            return NO_ADAPTER
+        return self.adapter_slots.slot_of(applied.adapter)
 
     def _upload(self, segments: Sequence[Segment]) -> None:
         """Tells the device the tokens and positions that it does not have."""
@@ -282,8 +317,10 @@ class Steps:
             rows = [_row(segment) for segment in unknown]
             ids = [int(segment.token_ids[0]) for segment in unknown]
             positions = [segment.first for segment in unknown]
-            sent = to_device([*rows, *ids, *positions], torch.int64, self.tokens.device)
-            at, ids_there, positions_there = sent.view(3, -1)
+            slots = [self.slot_of(segment) for segment in unknown]
+            sent = to_device([*rows, *ids, *positions, *slots], torch.int64, self.tokens.device)
+            at, ids_there, positions_there, slots_there = sent.view(4, -1)
+            self.adapters.index_copy_(0, at, slots_there)
             self.tokens.index_copy_(0, at, ids_there)
             self.lengths.index_copy_(0, at, positions_there)
 

@@ -7,10 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
+from kvboost.model.triton.adapters import NOTHING, Addition, added_by_adapter
 from kvboost.model.triton.pages import check_pages
 
-GATED = 1024
-"""Channels of one program that gates."""
+GATED, ADAPTED = 1024, 256
+"""Channels of one program that gates; the same if it adds what adapters change."""
 MANY_ROWS = 128
 """From so many rows on, a program rotates ``ROWS`` of them; fewer are spread over more programs."""
 ROWS = 16
@@ -31,14 +32,31 @@ def _add_norm_kernel(
     weight,
     out,
     eps,
+    sums,
+    adapters,
+    up,
+    rank,
+    split_stride,
     WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PADDED: tl.constexpr,
+    RANKS: tl.constexpr,
 ):
     element = out.dtype.element_ty
     channel = tl.arange(0, WIDE)
     inside = channel < WIDTH
-    at = tl.program_id(0).to(tl.int64) * WIDTH + channel
+    row = tl.program_id(0).to(tl.int64)
+    at = row * WIDTH + channel
     x = tl.load(rows + at, mask=inside, other=0.0).to(tl.float32)
+    if sums is not None:
+        slot = tl.load(adapters + row)
+        if slot >= 0:
+            x += added_by_adapter(
+                sums, row, slot, 0, up, WIDTH, channel, inside, rank, split_stride,
+                SPLITS, PADDED, RANKS,
+            )  # fmt: skip
+            x = x.to(element).to(tl.float32)
     if added is not None:
         x += tl.load(added + at, mask=inside, other=0.0).to(tl.float32)
         x = x.to(element)
@@ -64,12 +82,20 @@ def _rotate_write_kernel(
     page_stride,
     head_stride,
     token_stride,
+    sums,
+    adapters,
+    up,
+    rank,
+    split_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     WIDE: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PADDED: tl.constexpr,
+    RANKS: tl.constexpr,
 ):
     head = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -82,6 +108,29 @@ def _rotate_write_kernel(
     at = qkv + row * qkv_stride + head * (2 * HALF) + pair
     first = tl.load(at, mask=inside, other=0.0)
     second = tl.load(at + HALF, mask=inside, other=0.0)
+    if sums is not None:
+        adapter = tl.load(adapters + row, mask=used[:, None], other=-1)
+        inside_up = inside & (adapter >= 0)
+        part = (head >= HEADS).to(tl.int64) + (head >= HEADS + KV_HEADS).to(tl.int64)
+        columns = (HEADS + 2 * KV_HEADS) * 2 * HALF
+        split = tl.arange(0, PADDED)[None, :]
+        more_first = tl.zeros_like(first).to(tl.float32)
+        more_second = tl.zeros_like(second).to(tl.float32)
+        for line in tl.static_range(RANKS):
+            parts = tl.load(
+                sums + split * split_stride + row * rank + part * RANKS + line,
+                mask=(split < SPLITS) & (adapter >= 0),
+                other=0.0,
+            )
+            small = tl.sum(parts, 1).to(element).to(tl.float32)[:, None]
+            from_up = up + (adapter * RANKS + line) * columns + head * (2 * HALF) + pair
+            more_first += small * tl.load(from_up, mask=inside_up, other=0.0).to(tl.float32)
+            more_second += small * tl.load(from_up + HALF, mask=inside_up, other=0.0).to(tl.float32)
+        first = (first.to(tl.float32) + more_first).to(element)
+        second = (second.to(tl.float32) + more_second).to(element)
+        if head >= HEADS + KV_HEADS:  # values are read after the kernel, too
+            tl.store(at, first, mask=inside_up)
+            tl.store(at + HALF, second, mask=inside_up)
     own = tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS)
     to = pages + (
         (slot // PAGE) * page_stride + own.to(tl.int64) * head_stride + (slot % PAGE) * token_stride
@@ -117,28 +166,59 @@ def _rotate_write_kernel(
 
 
 @triton.jit
-def _gate_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_kernel(
+    gate_up,
+    out,
+    sums,
+    adapters,
+    up,
+    rank,
+    split_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PADDED: tl.constexpr,
+    RANKS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < WIDTH
     at = gate_up + row * (2 * WIDTH) + channel
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(at + WIDTH, mask=inside, other=0.0).to(tl.float32)
     element = out.dtype.element_ty
+    if sums is not None:
+        slot = tl.load(adapters + row)
+        if slot >= 0:
+            gate += added_by_adapter(
+                sums, row, slot, 0, up, 2 * WIDTH, channel, inside, rank, split_stride,
+                SPLITS, PADDED, RANKS,
+            )  # fmt: skip
+            gate = gate.to(element).to(tl.float32)
+            other += added_by_adapter(
+                sums, row, slot, RANKS, up, 2 * WIDTH, WIDTH + channel, inside, rank, split_stride,
+                SPLITS, PADDED, RANKS,
+            )  # fmt: skip
+            other = other.to(element).to(tl.float32)
     gate = (gate * tl.sigmoid(gate)).to(element).to(tl.float32)
-    tl.store(out + row * WIDTH + channel, (gate * up).to(element), mask=inside)
+    tl.store(out + row * WIDTH + channel, (gate * other).to(element), mask=inside)
 
 
 def add_norm(
-    rows: torch.Tensor, weight: torch.Tensor, eps: float, added: torch.Tensor | None = None
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    added: torch.Tensor | None = None,
+    addition: Addition | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The root-mean-square norm of ``rows``, contiguous ``[rows, width]``, or of ``rows + added``;
-    and what was normed."""
+    and what was normed. ``addition``: what adapters add to ``rows`` before."""
     out = torch.empty_like(rows)
     summed = rows if added is None else torch.empty_like(rows)
     width = rows.shape[1]
     _add_norm_kernel[(len(rows),)](
         *(rows, added, summed, weight, out, eps),
+        **(addition.arguments() if addition is not None else NOTHING),
         WIDTH=width,
         WIDE=triton.next_power_of_2(width),
         num_warps=8 if width > 1024 else 4,
@@ -153,12 +233,13 @@ def rotate_and_write(
     slots: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
+    addition: Addition | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotates queries and keys by ``cos_sin``, ``[rows, dim]`` each, channels ``(i, i + dim / 2)``
     as pairs, and writes keys and values into a layer's ``pages`` at ``slots``. ``qkv`` is
     contiguous ``[rows, (heads + 2 * kv_heads) * dim]``, and is rotated in place; returns its
     queries, keys and values, ``[rows, heads, dim]`` and twice ``[rows, kv_heads, dim]``. ``norms``
-    are the weights of norms of each query and key."""
+    are the weights of norms of each query and key. ``addition``: what adapters add before."""
     kv_heads, page, dim = check_pages(pages)
     cos, sin = cos_sin
     heads = qkv.shape[1] // dim - 2 * kv_heads
@@ -167,6 +248,7 @@ def rotate_and_write(
     _rotate_write_kernel[(triton.cdiv(len(qkv), at_once), heads + 2 * kv_heads)](
         *(qkv, qkv.stride(0), len(qkv), cos, sin, cos.stride(0), query_norm, key_norm, eps),
         *(slots, pages, *pages.stride()[:3]),
+        **(addition.arguments() if addition is not None else NOTHING),
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=dim // 2,
@@ -179,9 +261,16 @@ def rotate_and_write(
     return query, keys, values
 
 
-def gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` of contiguous ``[rows, 2 * width]``."""
+def gate(gate_up: torch.Tensor, addition: Addition | None = None) -> torch.Tensor:
+    """``silu(gate) * up`` of contiguous ``[rows, 2 * width]``. ``addition``: what adapters add to
+    both before."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    _gate_kernel[(rows, -(-width // GATED))](gate_up, out, WIDTH=width, BLOCK=GATED)
+    block = GATED if addition is None else ADAPTED
+    _gate_kernel[(rows, triton.cdiv(width, block))](
+        *(gate_up, out),
+        **(addition.arguments() if addition is not None else NOTHING),
+        WIDTH=width,
+        BLOCK=block,
+    )
     return out

@@ -11,10 +11,21 @@ few sizes whose time must be known. With the token before them, most are numbers
 kernels multiply at once."""
 LONGEST = LENGTHS[-1]
 WORTHWHILE = 1.03
-"""A draft must promise this many times the tokens per second of a step without one."""
+"""A draft must promise this many tokens, and if its request is alone this many times the tokens per
+second of a step without one."""
+MARGIN = 1.1
+"""It must promise this many times the tokens that all requests would get in the time it takes."""
 SURE = 0.75
 """In a batch, every row takes time from the others, and estimates are rough: a draft ends there
-before the first token that is accepted less often than this."""
+before the first token that is accepted less often than this, ..."""
+CHEAP = 1.6
+"""... or less often than this many times what a row costs, in tokens of all requests: where rows
+cost nearly nothing, as on a GPU, doubtful tokens may be tried."""
+
+
+LEAVING = 0.5
+"""What a draft costs beside its own step, in steps without a draft, if such a step was launched
+ahead and is in vain. It is not the whole of one: drafts that were right are followed by others."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +47,42 @@ def best_pace(
     step: Callable[[int], float],
     other_tokens: float = 0.0,
     drafting: float = 0.0,
+    *,
+    is_ahead: bool = False,
+    promised: float = 0.0,
 ) -> Pace:
     """The best length of a draft whose tokens are accepted with these ``chances``, each if all
     before it were. ``step(length)`` is the time of a step with a draft of that length, ``drafting``
-    the time that one drafted token takes, ``other_tokens`` what the step gives other requests."""
-    if other_tokens:
-        sure = (count for count, chance in enumerate(chances) if chance < SURE)
-        chances = chances[: next(sure, len(chances))]
-    plain = (other_tokens + 1) / step(0)
+    the time that one drafted token takes, ``other_tokens`` what the step gives other requests.
+    ``is_ahead``: a step without a draft was launched before; then ``promised`` are tokens that
+    drafts of the other requests would add to a step with drafts."""
+    chances, before = chances[:LONGEST], step(0)
+    plain = (other_tokens + 1) / before
+    if other_tokens and chances:
+        rows = max(2, len(chances))
+        price = plain * (step(rows) - step(1)) / (rows - 1)  # the first may take a slower path
+        least = min(SURE, CHEAP * price)
+        doubtful = (count for count, chance in enumerate(chances) if chance < least)
+        chances = chances[: next(doubtful, len(chances))]
     best, expected, reached = NO_DRAFT, 1.0, 1.0
-    for length, chance in enumerate(chances[:LONGEST], 1):
+    least_gain = 1.0 if other_tokens else WORTHWHILE
+    for length, chance in enumerate(chances, 1):
         reached *= chance
         expected += reached
         if length not in LENGTHS and length != len(chances):
             continue
-        gain = (other_tokens + expected) / (step(length) + length * drafting) / plain
-        if gain > max(best.gain, WORTHWHILE):
+        seconds = step(length) + length * drafting + (LEAVING * before if is_ahead else 0.0)
+        gain = (other_tokens + promised + expected) / seconds / plain
+        least_tokens = max(WORTHWHILE, 1 + MARGIN * plain * (seconds - before) - promised)
+        if gain > max(best.gain, least_gain) and expected > least_tokens:
             best = Pace(length, gain, expected)
     return best
+
+
+def promise(chances: Sequence[float]) -> float:
+    """How many tokens of a draft will be accepted."""
+    total, reached = 0.0, 1.0
+    for chance in chances:
+        reached *= chance
+        total += reached
+    return total

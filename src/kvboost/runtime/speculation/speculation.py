@@ -10,7 +10,8 @@ from kvboost.reuse.cost import CostModel
 from kvboost.runtime.request import Request, RequestState
 from kvboost.runtime.speculation.chances import Chances
 from kvboost.runtime.speculation.drafters import Drafter, Kind, Offer, TextDrafter
-from kvboost.runtime.speculation.lengths import NO_DRAFT, Pace, best_pace
+from kvboost.runtime.speculation.lengths import NO_DRAFT, Pace, best_pace, promise
+from kvboost.runtime.speculation.pauses import Pauses
 from kvboost.runtime.speculation.suffixes import IndexedText
 from kvboost.runtime.speculation.texts import TenantTexts
 from kvboost.tokens.hashing import ChunkKey, TokenIds
@@ -33,18 +34,17 @@ class Speculation:
         self.make_drafters: MakeDrafters = draft_from_text
 
     def start(
-        self, state: RequestState, root: ChunkKey, epoch: int, *, runs_ahead: bool
+        self, state: RequestState, root: ChunkKey, epoch: int, *, runs_ahead: bool = False
     ) -> Speculator | None:
-        """What drafts for one request; None if nothing does. Decode steps over pages mostly run
-        ahead of the host, which a draft cannot: there a request must name a maximum."""
+        """What drafts for one request; None if nothing does. ``runs_ahead``: its steps are launched
+        before the last token is known, if it has no draft."""
         request = state.request
         most = most_drafted(request.speculate)
         if not most or request.mode is GenerationMode.BASELINE:
             return None
-        if runs_ahead and request.speculate == "auto":
-            return None
         drafters = self.make_drafters(request, self.texts.of(root, epoch))
-        return Speculator(drafters, state, most, Chances(4, self._chances), self._cost)
+        chances = Chances(4, self._chances)
+        return Speculator(drafters, state, most, chances, self._cost, runs_ahead=runs_ahead)
 
     def remember(self, root: ChunkKey, ids: TokenIds, epoch: int) -> None:
         """Later requests of this tenant may be drafted from this text."""
@@ -71,8 +71,12 @@ class Speculator:
         most: int,
         chances: Chances,
         cost: CostModel,
+        *,
+        runs_ahead: bool = False,
     ) -> None:
         self._drafters = drafters
+        self._pauses = Pauses() if runs_ahead else None
+        self._drafted = False
         self._state = state
         self._most = most
         self._chances = chances
@@ -92,8 +96,17 @@ class Speculator:
     def draft(self, rows: int, most: int, allowed: Callable[[list[int]], int]) -> list[int]:
         """The tokens to run with the next ``rows`` rows of the request: at most ``most``, and those
         at their beginning that may follow, as ``allowed`` counts them."""
-        best, chosen = NO_DRAFT, None
         self._expected = []
+        if self._pauses is not None and not self._pauses.is_over(self._state.accepted_tokens):
+            self._state.expected_tokens, self._drafted = 1.0, False
+            return []
+        tokens = self._choose(rows, most, allowed)
+        self._drafted = bool(tokens)
+        return tokens
+
+    def _choose(self, rows: int, most: int, allowed: Callable[[list[int]], int]) -> list[int]:
+        best, chosen = NO_DRAFT, None
+        self._state.promised_tokens = 0.0
         for drafter in self._drafters:
             offer = drafter.offer(min(most, self._most))
             if offer is None:
@@ -104,8 +117,11 @@ class Speculator:
             if pace.gain > best.gain:
                 best, chosen = pace, (drafter, offer)
         self._state.expected_tokens = best.tokens
+        if self._pauses is not None:
+            self._pauses.looked(self._state.promised_tokens)
         if chosen is None:
             return []
+        self._state.promised_tokens = 0.0
         drafter, offer = chosen
         tokens = drafter.draft(best.length)
         tokens = tokens[: allowed(tokens)]
@@ -121,7 +137,18 @@ class Speculator:
             return cost.step(state.other_rows + rows + length, state.rows + rows)
 
         chances = [self._chances.of(*kind) for kind in offer.kinds]
-        return best_pace(chances, step, state.other_tokens, offer.seconds)
+        if self._pauses is None:
+            return best_pace(chances, step, state.other_tokens, offer.seconds)
+        state.promised_tokens = max(state.promised_tokens, promise(chances))
+        is_ahead = not self._drafted and state.other_rows <= state.other_tokens
+        return best_pace(
+            chances,
+            step,
+            state.other_tokens,
+            offer.seconds,
+            is_ahead=is_ahead,
+            promised=state.other_promises if is_ahead else 0.0,
+        )
 
     def _compare(self, token: int) -> None:
         """A token that was expected counts, whether its row was run or not: so what would have been

@@ -1,0 +1,174 @@
+"""Decode steps of several rows of a request: its next row, and those of tokens that may follow.
+
+Their tokens and positions come from the host, which has drafted them. Every row has a tile of its
+own in attention and sees the rows before it, those of this step among them. The steps are padded to
+a few sizes, each of which becomes a CUDA graph when it is first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvboost.model.paged.adapter_slots import NO_ADAPTER
+from kvboost.model.paged.graphs import Function
+from kvboost.model.paged.host_tokens import HostTokens
+from kvboost.model.paged.kv import PagedKV
+from kvboost.model.paged.sampling import GREEDY, Kind
+from kvboost.model.paged.slab import PAGE, SCRATCH
+from kvboost.model.paged.step_batch import StepBatch, StepTables
+from kvboost.model.sampling import Picked
+from kvboost.model.segment import Segment
+from kvboost.model.triton.host import send_into
+
+SIZES = (8, 16, 32, 64, 96, 128)
+"""Numbers of rows that steps are padded to."""
+
+
+class _Bucket:
+    """Steps of one number of rows."""
+
+    def __init__(self, size: int, tables: StepTables, *, adapted: bool) -> None:
+        self._tables = tables
+        self._batch = StepBatch(tables.slab, size)
+        if adapted:
+            self._batch.adapters = torch.full_like(self._batch.slots, NO_ADAPTER)
+        self._given = torch.zeros(4, size, dtype=torch.int64, device=tables.slab.shape.device)
+        self.logits = torch.empty(0)
+        self._run: Function | None = None
+        self._samplers: dict[Kind, Function] = {}
+
+    def run(self, given: torch.Tensor, kind: Kind) -> torch.Tensor:
+        """The tokens after the rows ``given``, int64 ``[4, rows]``: those of the requests in the
+        slab's table, token ids, positions and slots of adapters. The result is the same tensor in
+        every step."""
+        padded = torch.zeros(self._given.shape, dtype=torch.int64)
+        padded[0], padded[3] = SCRATCH, NO_ADAPTER
+        padded[:, : given.shape[1]] = given
+        send_into(padded, self._given)
+        if self._run is None:
+            more = "" if self._batch.adapters is None else " and adapters"
+            self._run = self._tables.capture(self._forward, f"steps with drafts{more}")
+        logits = self._run()
+        if not len(self.logits):  # sampling reads them where those of the first step were
+            self.logits = logits
+        elif logits is not self.logits:
+            self.logits.copy_(logits)
+        if kind not in self._samplers:
+            name = f"sampling ({kind}) with drafts"
+            self._samplers[kind] = self._tables.capture(lambda: self._sample(kind), name)
+        return self._samplers[kind]()
+
+    def _forward(self) -> torch.Tensor:
+        rows, ids, positions, slots = self._given
+        batch, tables = self._batch, self._tables
+        if batch.adapters is not None:
+            batch.adapters.copy_(slots)
+        batch.load(rows, positions)
+        page = tables.slab.table[rows, positions // PAGE].long()
+        torch.add(positions % PAGE, page, alpha=PAGE, out=batch.slots)
+        return tables.run_model(ids, positions, batch)
+
+    def _sample(self, kind: Kind) -> torch.Tensor:
+        rows, ids, positions, _ = self._given
+        return self._tables.sampling.pick(self.logits, rows, positions + 1, ids, kind)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The result of a segment that has been launched."""
+
+    segment: Segment
+    tokens: HostTokens
+    first: int
+    """The first of the rows that it asks for, among those of the step."""
+    logits: torch.Tensor | None
+
+    def get(self) -> torch.Tensor | Picked | list[Picked]:
+        if self.logits is not None:
+            return self.logits
+        picked: list[Picked] = [
+            (self.tokens[self.first + row], None) for row in range(self.segment.num_logits)
+        ]
+        return picked if len(self.segment) > 1 else picked[0]
+
+
+class DraftSteps:
+    """Runs steps in which requests have drafts. One thread at a time may call it."""
+
+    def __init__(self, tables: StepTables) -> None:
+        self._tables = tables
+        self._buckets: dict[tuple[int, bool], _Bucket] = {}
+        self.num_steps = 0
+
+    def takes(self, segment: Segment) -> bool:
+        """Whether it runs the rows of a request, which has pages of this slab. A penalty for tokens
+        that were seen would take those of a draft for seen."""
+        penalizes = segment.sampler is not None and segment.sampler.kind.penalizes
+        return (
+            len(segment) <= SIZES[-1]
+            and segment.decodes
+            and segment.beside is None
+            and not penalizes
+        )
+
+    def run(self, segments: Sequence[Segment], *, adapted: bool = False) -> list[Launched]:
+        """Starts steps of these segments, one if they are not many. ``adapted``: some have
+        adapters, which have slots."""
+        parts = _at_most(segments, SIZES[-1])
+        return [result for some in parts for result in self._launch(some, adapted)]
+
+    def record(self, size: int) -> None:
+        """Records greedy steps of ``size`` rows before a request needs one. It runs padding."""
+        self._bucket(size, adapted=False).run(torch.zeros(4, 0, dtype=torch.int64), GREEDY)
+
+    def forget_graphs(self) -> None:
+        self._buckets.clear()
+
+    def forget_adapted(self) -> None:
+        """Records the steps with adapters anew."""
+        self._buckets = {key: bucket for key, bucket in self._buckets.items() if not key[1]}
+
+    def _launch(self, segments: Sequence[Segment], adapted: bool) -> list[Launched]:
+        rows: list[int] = []
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        kind = GREEDY
+        for segment in segments:
+            assert isinstance(segment.kv, PagedKV)
+            rows += [segment.kv.holding.row] * len(segment)
+            ids += segment.token_ids.tolist()
+            positions += segment.positions
+            slots += [self._tables.slot_of(segment)] * len(segment)
+            kind = kind | segment.sampler.kind if segment.sampler is not None else kind
+        bucket = self._bucket(len(rows), adapted=adapted)
+        tokens = HostTokens(bucket.run(torch.tensor([rows, ids, positions, slots]), kind))
+        self.num_steps += 1
+        launched, end = [], 0
+        for segment in segments:
+            end += len(segment)
+            first = end - segment.num_logits
+            logits = bucket.logits[first:end].clone() if segment.sampler is None else None
+            launched.append(Launched(segment, tokens, first, logits))
+        return launched
+
+    def _bucket(self, rows: int, *, adapted: bool) -> _Bucket:
+        key = next(size for size in SIZES if size >= rows), adapted
+        if key not in self._buckets:
+            self._buckets[key] = _Bucket(key[0], self._tables, adapted=adapted)
+        return self._buckets[key]
+
+
+def _at_most(segments: Sequence[Segment], rows: int) -> Iterator[list[Segment]]:
+    """The segments in parts of at most so many rows."""
+    part: list[Segment] = []
+    for segment in segments:
+        if part and sum(map(len, part)) + len(segment) > rows:
+            yield part
+            part = []
+        part.append(segment)
+    if part:
+        yield part
