@@ -89,7 +89,7 @@ def test_prompts_are_logged_only_with_log_prompts(serve_fake, caplog) -> None:
     [
         (b"", "no body"),
         (b"{", "not JSON"),
-        (b"[1]", "dictionary"),
+        (b"[1]", "object"),
         (b"nonsense", "not JSON"),
         (b"\xff\xfe\xfd", "cannot be read"),
         (b"[" * 100_000, "cannot be read"),
