@@ -22,6 +22,10 @@ def refusal(model: Any, body: Any) -> ApiError:
     return caught.value
 
 
+def schema(properties: int) -> dict[str, Any]:
+    return {"properties": {f"p{number}": {"type": "string"} for number in range(properties)}}
+
+
 def chat(part: dict[str, Any]) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": [part]}]}
 
@@ -75,6 +79,16 @@ def test_the_field_is_named_though_a_branch_has_the_name_of_another(model, body,
             ResponseRequest,
             {"model": "m", "input": "x", "text": {"format": {"type": "x"}}},
             "text.format: 'type' must be one of",
+        ),
+        (
+            ChatRequest,
+            {**chat(TEXT), "guided_json": schema(5000)},
+            "guided_json has more than 8,192 JSON values",
+        ),
+        (
+            MessagesRequest,
+            {**chat(TEXT), "max_tokens": 1, "tools": [{"name": "f", "input_schema": schema(5000)}]},
+            "tools[0].input_schema has more than 8,192 JSON values",
         ),
         (PinRequest, {"text": "x", "token_ids": [1]}, "with one of 'text', 'token_ids' and"),
         (PinRequest, {"ttl": 1}, "with one of 'text', 'token_ids' and 'document_id'"),

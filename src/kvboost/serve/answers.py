@@ -186,8 +186,8 @@ async def open_answers(
 
 
 async def _options(server: ServerState, call: EngineCall, prompt_ids: list[int]) -> dict[str, Any]:
-    """The options of the engine. Compiles the format of the answer in a thread: it may take a
-    second."""
+    """The options of the engine. Compiles the format of the answer in a thread: it may take
+    seconds."""
 
     def compiled() -> dict[str, Any]:
         if call.use is not None:
@@ -197,7 +197,7 @@ async def _options(server: ServerState, call: EngineCall, prompt_ids: list[int])
 
     has_format = call.format_field is not None or bool(call.use and call.use.offered)
     try:
-        return await asyncio.to_thread(compiled) if has_format else compiled()
+        return await server.workers.compile(compiled) if has_format else compiled()
     except StructuredOutputError as error:
         raise _unsupported(error, call) from None
 
