@@ -46,7 +46,7 @@ def test_answers_become_part_of_the_conversation(conversation, talk) -> None:
     shown = talk("hello there", "and again")
     assert [turn["role"] for turn in conversation.turns] == ["user", "assistant"] * 2
     assert conversation.turns[2]["content"] == "and again"
-    assert shown.count("not read again") == 2
+    assert shown.count("% reused") == 2
 
 
 @pytest.mark.parametrize("command", ["/exit", "/quit", "/bye"])
@@ -84,7 +84,7 @@ def test_save_writes_the_conversation(conversation, talk, tmp_path) -> None:
 def test_stats_tell_about_the_last_answer_and_the_cache(talk) -> None:
     assert "Nothing was asked yet" in talk("/stats")
     shown = talk("hello", "/stats")
-    assert shown.count("not read again") == 2 and "in memory: " in shown
+    assert shown.count("% reused") == 2 and "in memory: " in shown
 
 
 def test_an_unknown_command_is_explained_and_not_sent(conversation, talk) -> None:

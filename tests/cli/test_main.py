@@ -81,7 +81,7 @@ def test_a_command_imports_only_what_it_needs(command, not_imported) -> None:
 def test_generate_prints_text_or_json(model) -> None:
     plain = run("generate", "hello", "-m", model, "--max-new-tokens", "4")
     assert plain.exit_code == 0
-    assert "not read again" in plain.output
+    assert "% reused" in plain.output
     parsed = json.loads(
         run("generate", "-", "-m", model, "--max-new-tokens", "4", "--json", input="hello").stdout
     )
@@ -111,9 +111,9 @@ def test_generate_keeps_to_a_format(model, tmp_path) -> None:
 def test_chat_shows_how_much_each_turn_reused(model) -> None:
     shown = run("chat", "-m", model, "--max-new-tokens", "4", input="hello there friend\nmore\n\n")
     assert shown.exit_code == 0
-    turns = [line for line in shown.output.splitlines() if "not read again" in line]
+    turns = [line for line in shown.output.splitlines() if "% reused" in line]
     assert len(turns) == 2
-    assert "0% not read again" in turns[0] and " 0% not read again" not in turns[1]
+    assert "0% reused" in turns[0] and " 0% reused" not in turns[1]
 
 
 def test_the_next_run_reuses_the_cache_folder(model, tmp_path) -> None:
@@ -131,7 +131,7 @@ def test_the_next_run_reuses_the_cache_folder(model, tmp_path) -> None:
 def test_chat_reuses_the_conversation_of_the_last_run(model, tmp_path) -> None:
     said = "hello there friend, it has been a long time\n\n"
     kept = ("-m", model, "--max-new-tokens", "4", "--cache-dir", str(tmp_path / "kv"))
-    assert "0% not read again;" in run("chat", *kept, input=said).output
+    assert "0% reused;" in run("chat", *kept, input=said).output
     assert "from disk)" in run("chat", *kept, input=said).output
 
 

@@ -34,6 +34,8 @@ def test_an_adapter_is_loaded_named_listed_and_unloaded(client, fake) -> None:
     assert client.post("/v1/chat/completions", json=asked).status_code == 404
     unknown = client.post("/v1/unload_lora_adapter", json={"lora_name": "poet"})
     assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "model_not_found"
+    assert unknown.json()["error"]["param"] == "lora_name"
+    assert "engine." not in unknown.json()["error"]["message"]
 
 
 def test_what_cannot_be_loaded_is_refused(client, fake) -> None:

@@ -116,11 +116,11 @@ def test_the_number_of_fields_is_limited(count, message) -> None:
 @pytest.mark.parametrize(
     ("model", "body", "message"),
     [
-        (ChatRequest, '{"messages": [%s]}', "messages[0]: must be a valid dictionary"),
+        (ChatRequest, '{"messages": [%s]}', "messages[0]: must be an object"),
         (
             ChatRequest,
             '{"messages": [{"role": "user", "content": [%s]}]}',
-            "messages[0].content[0]: must be a valid dictionary",
+            "messages[0].content[0]: must be an object",
         ),
         (CompletionRequest, '{"prompt": ["a", %s]}', "prompt[1]: must be a valid string"),
         (CompletionRequest, '{"prompt": [[%s, "a"]]}', "prompt[0]"),
@@ -142,10 +142,10 @@ def test_a_list_is_refused_at_its_first_wrong_item(model, body, message) -> None
 def test_messages_and_parts_are_limited() -> None:
     message = '{"role": "user", "content": "a"}'
     body = f'{{"model": "fake", "messages": [{repeated(message, 8193)}]}}'
-    assert "messages: list should have at most 8192 items" in refusal(ChatRequest, body.encode())
+    assert "messages: must have at most 8,192 items" in refusal(ChatRequest, body.encode())
     parts = repeated('{"type": "text", "text": "a"}', 4097)
     body = f'{{"model": "fake", "messages": [{{"role": "user", "content": [{parts}]}}]}}'
-    assert "content: list should have at most 4096" in refusal(ChatRequest, body.encode())
+    assert "content: must have at most 4,096" in refusal(ChatRequest, body.encode())
 
 
 def test_a_large_valid_body_is_answered(serve_fake, fake) -> None:

@@ -169,7 +169,7 @@ def test_parts_and_developers_are_rewritten_for_the_template(client, fake) -> No
         ("tools", [{"type": "function"}], "tools[0].function is missing"),
         ("tools", [{"type": "web_search"}], "tools[0].type: must be 'function'"),
         ("tools", [tool("a"), tool("a")], "two of them have the same name"),
-        ("tools", [tool("a b")], "tools[0].function.name: string should match pattern"),
+        ("tools", [tool("a b")], "tools[0].function.name: must match the pattern"),
         ("functions", [{}], "functions is not supported"),
         ("modalities", ["audio"], "modalities[0]: must be 'text'"),
         ("service_tier", "flex", "must be 'auto' or 'default'"),
@@ -183,7 +183,7 @@ def test_parts_and_developers_are_rewritten_for_the_template(client, fake) -> No
         ("metadata", {str(n): "x" for n in range(17)}, "17 entries; at most 16"),
         ("metadata", {"a": 1}, "must be a valid string"),
         ("store", True, "true is not supported"),
-        ("response_format", {"type": "xml"}, "does not match any of the expected tags"),
+        ("response_format", {"type": "xml"}, "'type' must be one of"),
         ("response_format", {"type": "json_schema"}, "json_schema is missing"),
         ("guided_choice", [], "at least 1 item"),
         ("guided_json", "{", "must be a JSON schema"),
@@ -236,7 +236,7 @@ def test_an_unsupported_field_is_refused_by_name(client, field, value, message) 
             "audio is not supported",
         ),
         ({"role": "user", "content": [{"type": "text"}]}, "content[0].text", "is missing"),
-        ({"role": "user", "content": ["x"]}, "content[0]", "must be a valid dictionary"),
+        ({"role": "user", "content": ["x"]}, "content[0]", "must be an object"),
     ],
 )
 def test_an_error_about_a_message_names_its_wrong_field(client, message, param, told) -> None:

@@ -193,3 +193,20 @@ def test_the_kv_of_a_document_is_found_in_a_chat(chunking: str) -> None:
         moved = ask(client, {"type": "text", "text": "Look:"}, part, why, max_tokens=1)
         assert moved.json()["kvboost"]["moved_tokens"] >= len(text) - 40
         assert engine.cache_stats()["chunks"] > chunks
+
+
+def test_tenants_take_turns_and_what_was_deleted_is_not_read(fake) -> None:
+    async def run() -> list[str]:
+        settings = ServerSettings()
+        documents = Documents(fake, settings, Keys(settings))
+        ann, bob = Tenant("ann", "a"), Tenant("bob", "b")
+        kept = [documents.add(ann, "", f"ann {number}", 1) for number in range(4)]
+        documents.add(bob, "", "bob", 1)
+        await documents.delete("a", kept[1].id)
+        await documents.start()
+        while kept[3].status != "ready":
+            await asyncio.sleep(0)
+        await documents.stop()
+        return [asked["warm"] for asked in fake.asked]
+
+    assert asyncio.run(run()) == ["ann 0", "bob", "ann 2", "ann 3"]

@@ -14,6 +14,7 @@ from kvboost.errors import (
     QueueFullError,
     RankLostError,
     ShuttingDownError,
+    StructuredOutputError,
 )
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "my secret plan"}]}
@@ -89,7 +90,7 @@ def test_prompts_are_logged_only_with_log_prompts(serve_fake, caplog) -> None:
     [
         (b"", "no body"),
         (b"{", "not JSON"),
-        (b"[1]", "dictionary"),
+        (b"[1]", "object"),
         (b"nonsense", "not JSON"),
         (b"\xff\xfe\xfd", "cannot be read"),
         (b"[" * 100_000, "cannot be read"),
@@ -121,6 +122,15 @@ def test_an_unknown_model_is_refused(client) -> None:
     assert error["code"] == "model_not_found" and "there is fake" in error["message"]
 
 
+def test_an_unknown_path_does_not_make_the_openapi_document(client) -> None:
+    """Making it takes a second, and such a request needs no key."""
+    for path in ("/nothing", "/v1/chat/completions"):
+        assert client.get(path).status_code in (404, 405)
+    assert client.app.openapi_schema is None
+    assert client.get("/openapi.json").status_code == 200
+    assert client.app.openapi_schema is not None
+
+
 def test_unknown_paths_and_methods_are_refused(client) -> None:
     unknown = client.post("/v1/images/generations", json={"prompt": "a"})
     assert unknown.status_code == 404
@@ -132,3 +142,19 @@ def test_unknown_paths_and_methods_are_refused(client) -> None:
     assert "GET is not allowed" in wrong.json()["error"]["message"]
     for path, allowed in (("/kvboost/documents/doc_1", "GET, DELETE"), ("/v1/models/a/b", "GET")):
         assert client.put(path).headers["allow"] == allowed
+
+
+def test_an_option_is_called_by_the_field_that_has_it(client, fake) -> None:
+    fake.refuse = ConfigError("template_options: tokenize=True cannot be given")
+    refused = client.post("/v1/chat/completions", json=CHAT).json()["error"]
+    assert refused["param"] == "chat_template_kwargs"
+    assert refused["message"].startswith("chat_template_kwargs: tokenize=True")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_format_that_fails_while_it_runs_is_called_by_its_field(client, fake, stream) -> None:
+    fake.pieces = ("a", StructuredOutputError("grammar", "too many expressions"))
+    body = {**CHAT, "stream": stream, "guided_regex": "a+"}
+    failed = client.post("/v1/chat/completions", json=body).text
+    assert "guided_regex cannot be enforced: too many expressions" in failed
+    assert '"param":"guided_regex"' in failed and '"code":"unsupported_format"' in failed

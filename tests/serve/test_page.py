@@ -257,7 +257,7 @@ def test_charts_follow_the_requests_and_begin_anew_after_a_restart(open_page: Op
     for fact in ("LlamaForCausalLM", "float32 · 3 layers", "8,192 tokens", "ram 2.0 GiB"):
         expect(facts).to_contain_text(fact)
 
-    summary = re.compile(r"^\d+ % not read again$")  # the last request may still be on its way
+    summary = re.compile(r"^\d+ % reused$")  # the last request may still be on its way
     expect(sources.locator(".note")).to_have_text(summary)
     first.get_by_role("slider").focus()
     page.keyboard.press("ArrowLeft")

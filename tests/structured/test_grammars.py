@@ -155,3 +155,38 @@ def test_the_grammars_used_last_are_kept(grammars: Grammars) -> None:
     assert grammars.compile(first) is kept[0]
     second = '{"grammars": [{"lark_grammar": "start: \\"1\\""}]}'
     assert grammars.compile(second) is not kept[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"regex": "[^\\s\\S]"},
+        {"grammar": "start: start"},
+        {"schema": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
+    ],
+)
+def test_a_format_that_nothing_matches_is_refused_before_it_runs(
+    grammars: Grammars, options: dict[str, Any]
+) -> None:
+    with pytest.raises(StructuredOutputError) as refused:
+        grammars.of_format(options)
+    assert str(refused.value) == f"{next(iter(options))} cannot be enforced: no text matches it"
+
+
+class BrokenMatcher:
+    """What llguidance says when a grammar turns out to be too large."""
+
+    def consume_token(self, token_id: int) -> None:
+        pass
+
+    def is_error(self) -> bool:
+        return True
+
+    def get_error(self) -> str:
+        return "lexer error: too many expressions\n<state>\nTokens: 1\n</state>"
+
+
+def test_an_error_in_the_middle_shows_no_state_of_the_parser() -> None:
+    with pytest.raises(StructuredOutputError) as failed:
+        Constraint(BrokenMatcher(), forces=True).accept(1)
+    assert failed.value.reason == "lexer error: too many expressions"

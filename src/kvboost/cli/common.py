@@ -177,7 +177,7 @@ def summary(result: GenerationResult) -> str:
         f"{rows[tier]:,} from {tier}" for tier in ("disk", "remote") if rows[tier]
     )
     return (
-        f"[{result.prompt_tokens:,} prompt tokens, {result.kv_reuse_ratio:.0%} not read again"
+        f"[{result.prompt_tokens:,} prompt tokens, {result.kv_reuse_ratio:.0%} reused"
         f"{fetched and f' ({fetched})'}; first token after {result.ttft_ms:.0f} ms; "
         f"{len(result.token_ids)} tokens in {result.total_ms / 1e3:.1f} s; {result.finish_reason}]"
     ).replace("[", "\\[", 1)

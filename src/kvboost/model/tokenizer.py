@@ -152,11 +152,12 @@ class ModelTokenizer:
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         taken = inspect.signature(self.hf.apply_chat_template).parameters
-        for name in options:
+        for name, value in options.items():
             if name in taken or name in ("messages", "xml_tools"):
                 raise ConfigError(
-                    f"template_options: {name} is not an option of the model's chat template; "
-                    "options are names that the template itself uses, such as enable_thinking"
+                    f"template_options: {name}={value!r} cannot be given: transformers uses this "
+                    "name itself; options are names that the model's chat template uses, such as "
+                    "enable_thinking"
                 )
 
     @cached_property

@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
+from kvboost.errors import UnknownAdapterError
 from kvboost.results import LONGEST_ADAPTER_NAME
 from kvboost.serve.bodies import BodyRoute
 from kvboost.serve.errors import ApiError
@@ -44,7 +45,7 @@ class UnloadAdapter(Body):
     responses=errors(404),
     tags=["admin"],
 )
-async def load_lora_adapter(body: LoadAdapter, request: Request, server: Server) -> Response:
+async def load_lora_adapter(body: LoadAdapter, server: Server) -> Response:
     """Loads a LoRA adapter while requests run."""
     if body.lora_name in server.names:
         raise ApiError(
@@ -56,17 +57,24 @@ async def load_lora_adapter(body: LoadAdapter, request: Request, server: Server)
     await asyncio.to_thread(
         server.engine.load_adapter, body.lora_name, body.lora_path, in_place=body.load_inplace
     )
-    request.app.openapi_schema = None  # it lists the names
     return JSONResponse(describe(server, body.lora_name))
 
 
 @router.post(
     "/v1/unload_lora_adapter", response_model=Unloaded, responses=errors(404), tags=["admin"]
 )
-async def unload_lora_adapter(body: UnloadAdapter, request: Request, server: Server) -> Response:
+async def unload_lora_adapter(body: UnloadAdapter, server: Server) -> Response:
     """Unloads an adapter. Running requests finish with it."""
-    await asyncio.to_thread(server.engine.unload_adapter, body.lora_name)
-    request.app.openapi_schema = None
+    try:
+        await asyncio.to_thread(server.engine.unload_adapter, body.lora_name)
+    except UnknownAdapterError:
+        loaded = ", ".join(sorted(server.engine.adapters())) or "none"
+        raise ApiError(
+            404,
+            f"there is no adapter {body.lora_name[:80]!r}; loaded: {loaded}",
+            code="model_not_found",
+            param="lora_name",
+        ) from None
     return JSONResponse({"id": body.lora_name, "object": "model", "deleted": True})
 
 

@@ -103,6 +103,9 @@ class Answers:
                 last, seen = now, tokens
                 self._pieces.put_nowait((choice, piece))
             await self._renew_session(choice)
+        except StructuredOutputError as error:
+            self._pieces.put_nowait(_unsupported(error, choice.call))
+            return
         except Exception as error:
             self._pieces.put_nowait(error)
             return
@@ -183,8 +186,8 @@ async def open_answers(
 
 
 async def _options(server: ServerState, call: EngineCall, prompt_ids: list[int]) -> dict[str, Any]:
-    """The options of the engine. Compiles the format of the answer in a thread: it may take a
-    second."""
+    """The options of the engine. Compiles the format of the answer in a thread: it may take
+    seconds."""
 
     def compiled() -> dict[str, Any]:
         if call.use is not None:
@@ -194,15 +197,20 @@ async def _options(server: ServerState, call: EngineCall, prompt_ids: list[int])
 
     has_format = call.format_field is not None or bool(call.use and call.use.offered)
     try:
-        return await asyncio.to_thread(compiled) if has_format else compiled()
+        return await server.workers.compile(compiled) if has_format else compiled()
     except StructuredOutputError as error:
-        field = "tools" if error.option == "tools" else call.format_field
-        raise ApiError(
-            400,
-            str(error) if field is None else f"{field} cannot be enforced: {error.reason}",
-            code="unsupported_format",
-            param=field,
-        ) from None
+        raise _unsupported(error, call) from None
+
+
+def _unsupported(error: StructuredOutputError, call: EngineCall) -> ApiError:
+    """Names the field of the request that asked for the format."""
+    field = "tools" if error.option == "tools" else call.format_field
+    return ApiError(
+        400,
+        str(error) if field is None else f"{field} cannot be enforced: {error.reason}",
+        code="unsupported_format",
+        param=field,
+    )
 
 
 async def _boundaries(

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -74,20 +74,23 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     app = FastAPI(
         title="KVBoost",
         version=kvboost.__version__,
+        openapi_url=None,  # a route of ours, in a thread
         docs_url=None,  # it would load scripts from other servers
         redoc_url=None,
         lifespan=lifespan,
         redirect_slashes=False,
     )
     app.state.server = state
-    for module in (
+    modules = (
         *(chat, completions, openai_responses, anthropic, embeddings),
         *(adapters, admin, document_routes),
-    ):
-        app.include_router(module.router)
-    app.include_router(router)
+    )
+    routers = [*(module.router for module in modules), router]
     if settings.metrics != "off":
-        app.include_router(metrics_router)
+        routers.append(metrics_router)
+    for one in routers:
+        app.include_router(one)
+    app.state.endpoints = openapi.endpoints(routers)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     for kind in (ApiError, KVBoostError):
         app.add_exception_handler(kind, on_engine_error)
@@ -165,6 +168,11 @@ async def metrics(server: Server) -> Response:
     """Metrics for Prometheus."""
     text = await asyncio.to_thread(server.metrics.text)
     return Response(text, headers={"content-type": CONTENT_TYPE})
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def openapi_document(request: Request) -> Response:
+    return JSONResponse(await asyncio.to_thread(request.app.openapi))
 
 
 @router.get("/", include_in_schema=False)

@@ -69,7 +69,7 @@ class Documents:
         self._keys = keys
         self._documents: dict[tuple[str, str], Document] = {}
         """By salt and id."""
-        self._unread: asyncio.Queue[Document] = asyncio.Queue()
+        self._unread = _Unread()
         self._reader: asyncio.Task[None] | None = None
         self._warmed, self._to_warm = 0, 0
 
@@ -108,7 +108,7 @@ class Documents:
             return found
         self._check_room(tenant, made)
         self._documents[made.salt, made.id] = made
-        self._unread.put_nowait(made)
+        self._unread.put(made)
         return made
 
     def get(self, salt: str, document_id: str) -> Document:
@@ -132,6 +132,7 @@ class Documents:
         """Forgets the text. Its KV stays in the cache until it is evicted."""
         document = self.get(salt, document_id)
         del self._documents[salt, document_id]
+        self._unread.discard(document)
         if document.pin:
             await asyncio.to_thread(self._engine.unpin, document.text, cache_salt=salt)
 
@@ -184,7 +185,7 @@ class Documents:
             for name, text in self._settings.warm:
                 await self._warm(tenant, name, text)
         while True:
-            await self._read(await self._unread.get())
+            await self._read(await self._unread.take())
 
     async def _warm(self, tenant: Tenant, name: str, text: str) -> None:
         """Reads a document that the server starts with, and says how it went."""
@@ -223,6 +224,38 @@ class Documents:
                 return
             except QueueFullError as error:
                 await asyncio.sleep(min(error.retry_after, _LONGEST_WAIT))
+
+
+class _Unread:
+    """Documents to read. Tenants take turns, so that one with many delays no other."""
+
+    def __init__(self) -> None:
+        self._by_owner: dict[str, list[Document]] = {}
+        """The tenant that is next comes first."""
+        self._has_some = asyncio.Event()
+
+    def put(self, document: Document) -> None:
+        self._by_owner.setdefault(document.owner, []).append(document)
+        self._has_some.set()
+
+    def discard(self, document: Document) -> None:
+        """Removes a document, if it is still here."""
+        rest = [one for one in self._by_owner.get(document.owner, ()) if one is not document]
+        if rest:
+            self._by_owner[document.owner] = rest
+        else:
+            self._by_owner.pop(document.owner, None)
+
+    async def take(self) -> Document:
+        """Removes and returns the next document; waits until there is one."""
+        while not self._by_owner:
+            self._has_some.clear()
+            await self._has_some.wait()
+        owner, (document, *rest) = next(iter(self._by_owner.items()))
+        del self._by_owner[owner]
+        if rest:
+            self._by_owner[owner] = rest
+        return document
 
 
 def titled(text: str, title: str | None) -> str:

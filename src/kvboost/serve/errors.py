@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from kvboost.errors import (
@@ -29,13 +28,17 @@ from kvboost.errors import (
     QueueFullError,
     RankLostError,
     ShuttingDownError,
+    StructuredOutputError,
     UnknownAdapterError,
 )
 from kvboost.serve.anthropic.error_form import error_body, is_anthropic
+from kvboost.serve.problems import place, sentence
 
 logger = logging.getLogger("kvboost.serve")
 
 INVALID = "invalid_request_error"
+_FIELDS = {"template_options": "chat_template_kwargs"}
+"""Options of the engine that a request's body has under another name."""
 
 
 class ApiError(Exception):
@@ -126,12 +129,17 @@ def from_engine(error: Exception) -> ApiError:
             return ApiError(404, str(error), code="adapter_not_found", param="lora_path")
         case AdapterError():
             return ApiError(400, str(error), code="adapter_refused", param="lora_path")
+        case StructuredOutputError():
+            return ApiError(400, str(error), code="unsupported_format", param=error.option)
         case PinError():
             return ApiError(409, str(error), code="pins_full")
         case PromptError():
             return ApiError(400, str(error), code="invalid_prompt", param="prompt")
         case ConfigError():
-            return ApiError(400, str(error), code="invalid_value", param=_option(str(error)))
+            option, message = _option(str(error)), str(error)
+            field = option if option is None else _FIELDS.get(option, option)
+            message = message if field == option else f"{field}{message.removeprefix(str(option))}"
+            return ApiError(400, message, code="invalid_value", param=field)
         case _:
             return internal()
 
@@ -193,34 +201,31 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     path, headers = _short(request.url.path), dict(error.headers or {})
     match error.status_code:
         case 404:
-            message = f"there is no {path} here; {_listed(request.app.openapi())}"
+            message = f"there is no {path} here; {_listed(request.app.state.endpoints)}"
         case 405:
             message = f"{request.method} is not allowed on {path}"
-            if allowed := _allowed(request.app.openapi(), request.url.path):
+            if allowed := _allowed(request.app.state.endpoints, request.url.path):
                 headers["Allow"] = ", ".join(allowed)
         case _:
             message = str(error.detail)
     return ApiError(error.status_code, message, headers=headers).response()
 
 
-def _allowed(document: Mapping[str, Any], path: str) -> list[str]:
+def _allowed(endpoints: Sequence[APIRoute], path: str) -> list[str]:
     """The methods that a path has. The framework names only those of its first route."""
     return [
-        method.upper()
-        for template, operations in document["paths"].items()
-        if compile_path(template)[0].match(path)
-        for method in operations
+        method
+        for route in endpoints
+        if route.path_regex.match(path)
+        for method in sorted(route.methods)
     ]
 
 
-def _listed(document: Mapping[str, Any]) -> str:
-    """The endpoints in the OpenAPI document."""
-    endpoints = [
-        f"{method.upper()} {path}"
-        for path, operations in document["paths"].items()
-        for method in operations
+def _listed(endpoints: Sequence[APIRoute]) -> str:
+    named = [
+        f"{method} {route.path_format}" for route in endpoints for method in sorted(route.methods)
     ]
-    return f"the endpoints are {', '.join(endpoints)}"
+    return f"the endpoints are {', '.join(named)}"
 
 
 async def on_invalid(request: Request, error: Exception) -> Response:
@@ -228,7 +233,7 @@ async def on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     param = str(first["loc"][-1])
-    message = f"{param}: {_sentence(first['msg'])}"
+    message = f"{param}: {sentence(first)}"
     return ApiError(400, message, code="invalid_value", param=param).response()
 
 
@@ -237,12 +242,12 @@ def invalid_body(error: ValidationError, body: object) -> ApiError:
     object in a body is refused at its first wrong item, so there are few problems to look at."""
     problems = error.errors(include_url=False, include_input=False)
     first = problems[0]
-    param = _path(first, body)
+    param = place(first, body)
     match first["type"]:
         case "goes_with":
-            place, field = "" if param is None else f"{param}.", first["ctx"]["param"]
+            inside, field = "" if param is None else f"{param}.", first["ctx"]["param"]
             message = first["msg"] if param is None else f"{param}: {first['msg']}"
-            return ApiError(400, message, code="invalid_value", param=f"{place}{field}")
+            return ApiError(400, message, code="invalid_value", param=f"{inside}{field}")
         case "missing":
             return ApiError(400, f"{param} is missing", code="missing", param=param)
         case "extra_forbidden":
@@ -254,33 +259,15 @@ def invalid_body(error: ValidationError, body: object) -> ApiError:
         case "too_many_fields" | "too_many_items":
             message = f"{param or 'the body'} {first['msg']}"
             return ApiError(400, message, code="invalid_value", param=param)
-    same = (problem for problem in problems if _path(problem, body) == param)
-    said = dict.fromkeys(_sentence(problem["msg"]) for problem in same)
+    same = (
+        problem
+        for problem in problems
+        if place(problem, body) == param and problem["type"] != "extra_forbidden"
+    )
+    said = dict.fromkeys(map(sentence, same))
     return ApiError(
         400, f"{param or 'the body'}: {'; or '.join(said)}", code="invalid_value", param=param
     )
-
-
-def _path(problem: ErrorDetails, body: object) -> str | None:
-    """The place of a problem in the body, such as ``messages[0].content``. Pydantic also names the
-    branches of unions; a part that does not lead into the body is left out."""
-    parts = problem["loc"]
-    path, place = "", body
-    for number, part in enumerate(parts, start=1):
-        if isinstance(place, dict) and part in place:
-            path, place = f"{path}.{part}", place[part]
-        elif isinstance(place, list) and isinstance(part, int) and part < len(place):
-            path, place = f"{path}[{part}]", place[part]
-        elif number == len(parts) and problem["type"] == "missing":
-            path = f"{path}.{part}"
-    return path.removeprefix(".") or None
-
-
-def _sentence(message: str) -> str:
-    for prefix, ours in (("Value error, ", ""), ("Input should be ", "must be ")):
-        if message.startswith(prefix):
-            return ours + message.removeprefix(prefix)
-    return message[:1].lower() + message[1:]
 
 
 def _option(message: str) -> str | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 
 import kvboost
 from kvboost.serve.anthropic.error_form import is_anthropic
@@ -75,12 +78,26 @@ def install(app: FastAPI, server: ServerState) -> None:
     """Makes ``app.openapi`` describe this server: the names of its model, the keys it needs, and no
     422, because it answers 400."""
 
+    making = threading.Lock()
+
     def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = _document(app, server)
+        with making:  # which takes about a second
+            if app.openapi_schema is None:
+                app.openapi_schema = _document(app, server)
+            _name_models(app.openapi_schema, server)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def endpoints(routers: Sequence[APIRouter]) -> list[APIRoute]:
+    """The routes that the document lists. It takes far longer to make the document."""
+    return [
+        route
+        for router in routers
+        for route in router.routes
+        if isinstance(route, APIRoute) and route.include_in_schema
+    ]
 
 
 def _document(app: FastAPI, server: ServerState) -> dict[str, Any]:
@@ -91,8 +108,6 @@ def _document(app: FastAPI, server: ServerState) -> dict[str, Any]:
         routes=app.routes,
     )
     schemas = document["components"]["schemas"]
-    for name in _WITH_MODEL:
-        schemas[name]["properties"]["model"]["enum"] = [*server.names, *server.adapter_names]
     for name in ("EmbeddingRequest", "RerankRequest"):
         schemas[name]["properties"]["model"]["enum"] = list(server.embedding_names)
     dimensions = {"enum": [server.embedder.dimensions, None]}
@@ -117,6 +132,13 @@ def _document(app: FastAPI, server: ServerState) -> dict[str, Any]:
                     }
                 )
     return document
+
+
+def _name_models(document: dict[str, Any], server: ServerState) -> None:
+    """Lists the names that ``model`` may have now: adapters come and go."""
+    for name in _WITH_MODEL:
+        model = document["components"]["schemas"][name]["properties"]["model"]
+        model["enum"] = [*server.names, *server.adapter_names]
 
 
 def _bound_ids(schema: Any, vocab_size: int) -> None:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
-from kvboost.serve.request_fields import Body, ShortText, SomeText, Text, TokenIds
+from kvboost.serve.request_fields import (
+    Body,
+    ShortText,
+    SomeText,
+    Text,
+    TokenIds,
+    one_of,
+)
 
 MAX_TTL = 30 * 24 * 3600.0
 """Seconds for which anything may be pinned over HTTP, unless it has no end."""
@@ -52,16 +59,19 @@ class PinDocument(_PinRequest):
     document_id: ShortText
 
 
-def _pin_kind(body: object) -> str:
-    for kind, field in ((PinIds, "token_ids"), (PinDocument, "document_id")):
-        if isinstance(body, kind) or (isinstance(body, dict) and field in body):
-            return field
-    return "text"
+def _pin_kind(body: object) -> str | None:
+    models = {"text": PinText, "token_ids": PinIds, "document_id": PinDocument}
+    given = [
+        field
+        for field, model in models.items()
+        if isinstance(body, model) or (isinstance(body, dict) and field in body)
+    ]
+    return f"by {given[0]}" if len(given) == 1 else None
 
 
 PinRequest = Annotated[
-    Annotated[PinText, Tag("text")]
-    | Annotated[PinIds, Tag("token_ids")]
-    | Annotated[PinDocument, Tag("document_id")],
-    Discriminator(_pin_kind),
+    Annotated[PinText, Tag("by text")]
+    | Annotated[PinIds, Tag("by token_ids")]
+    | Annotated[PinDocument, Tag("by document_id")],
+    one_of(_pin_kind, "an object with one of 'text', 'token_ids' and 'document_id'"),
 ]

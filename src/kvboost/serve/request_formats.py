@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
@@ -14,7 +14,30 @@ from kvboost.serve.request_fields import MAX_CHOICES, Body, SomeText, Text, goes
 MAX_GRAMMAR = 256 * 1024
 """Characters of a regular expression or grammar."""
 
-JsonSchema = Annotated[dict[str, Any], Field(json_schema_extra={"type": "object"})]
+MAX_SCHEMA_VALUES = 8192
+"""JSON values in one schema. The time to compile one grows with their square: so many properties
+take some seconds."""
+
+
+def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
+    waiting, seen = [schema], 0
+    while waiting:
+        value: Any = waiting.pop()
+        inside = list(value.values()) if isinstance(value, dict) else value
+        seen += len(inside)
+        if seen > MAX_SCHEMA_VALUES:
+            raise PydanticCustomError(
+                "too_many_items",
+                "has more than {most} JSON values; make the schema smaller",
+                {"most": f"{MAX_SCHEMA_VALUES:,}"},
+            )
+        waiting += [one for one in inside if isinstance(one, (dict, list))]
+    return schema
+
+
+JsonSchema = Annotated[
+    dict[str, Any], Field(json_schema_extra={"type": "object"}), AfterValidator(_bounded)
+]
 
 
 def _parsed(value: Any) -> Any:

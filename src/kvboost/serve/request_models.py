@@ -75,6 +75,12 @@ class ReuseOptions(Body):
     explain: bool = False
     """Whether the spans of the answer include their text."""
 
+    @model_validator(mode="after")
+    def _check_session(self) -> Self:
+        if self.session_ttl is not None and self.session is None:
+            raise goes_with("session_ttl", "session_ttl goes with session")
+        return self
+
 
 class StreamOptions(Body):
     include_usage: bool | None = None
@@ -286,12 +292,14 @@ class ForgetSalt(Body):
     """The name of the key whose salt it is. Default: the caller's own."""
 
 
-def _forget_kind(body: object) -> str:
-    has_salt = isinstance(body, ForgetSalt) or (isinstance(body, dict) and "cache_salt" in body)
-    return "a salt" if has_salt else "a text"
+def _forget_kind(body: object) -> str | None:
+    given = body if isinstance(body, dict) else {}
+    has_text = isinstance(body, ForgetText) or "text" in given
+    has_salt = isinstance(body, ForgetSalt) or "cache_salt" in given
+    return None if has_text == has_salt else "a salt" if has_salt else "a text"
 
 
 ForgetRequest = Annotated[
     Annotated[ForgetText, Tag("a text")] | Annotated[ForgetSalt, Tag("a salt")],
-    Discriminator(_forget_kind),
+    one_of(_forget_kind, "an object with either 'text' or 'cache_salt'"),
 ]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
@@ -93,7 +93,7 @@ def make_use(tools: list[Tool] | None, choice: Any, parallel: bool | None) -> To
     )
 
 
-_OTHER_PARTS = {
+OTHER_PARTS = {
     "image_url": "images are",
     "input_image": "images are",
     "image": "images are",
@@ -107,11 +107,11 @@ _OTHER_PARTS = {
 
 
 def refuse_other_parts(kind: Any) -> Any:
-    if isinstance(kind, str) and kind in _OTHER_PARTS:
+    if isinstance(kind, str) and kind in OTHER_PARTS:
         raise PydanticCustomError(
             "unsupported",
             "{what} not supported by this server; send parts of type 'text'",
-            {"what": _OTHER_PARTS[kind]},
+            {"what": OTHER_PARTS[kind]},
         )
     return kind
 
@@ -130,14 +130,17 @@ class DocumentPart(Body):
     """The line before the text. Default: the title that it was uploaded with."""
 
 
-def _part_kind(value: Any) -> str:
+def _part_kind(value: Any) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "document" if kind == "document" else "text"
+    if kind == "document":
+        return "document"
+    is_unknown = isinstance(kind, str) and kind != "text" and kind not in OTHER_PARTS
+    return None if is_unknown else "text"
 
 
 ContentPart = Annotated[
     Annotated[TextPart, Tag("text")] | Annotated[DocumentPart, Tag("document")],
-    Discriminator(_part_kind),
+    one_of(_part_kind, "a part of one of the types text, document"),
 ]
 
 FindDocument = Callable[[DocumentPart], str]

@@ -22,6 +22,8 @@ class Workers:
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="kvboost-parser")
         # Tokenizers release the lock.
         self._tokenizers = ThreadPoolExecutor(2, thread_name_prefix="kvboost-tokenizer")
+        # So does the compiler of formats, which may take seconds.
+        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="kvboost-compiler")
 
     async def parse(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
         """The result of ``work``, which parses a body of ``size`` bytes."""
@@ -34,3 +36,8 @@ class Workers:
         if size < LARGE_BYTES:
             return await asyncio.to_thread(work, *arguments)
         return await asyncio.get_running_loop().run_in_executor(self._tokenizers, work, *arguments)
+
+    async def compile(self, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of ``work``, which compiles the format of an answer. Only requests with a
+        format wait for each other."""
+        return await asyncio.get_running_loop().run_in_executor(self._compilers, work, *arguments)

@@ -46,6 +46,8 @@ class Grammars:
                 self._compiled.move_to_end(grammar)
                 return self._compiled[grammar]
         matcher = library().LLMatcher(self._known_tokens(), grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # fails if no answer is possible
         if matcher.is_error():
             raise StructuredOutputError(option, _reason(matcher))
         with self._lock:
@@ -129,5 +131,8 @@ class Constraint:
 
 def _reason(matcher: Any) -> str:
     """The first paragraph of an error of llguidance's; the rest shows the state of its parser."""
-    text = " ".join(str(matcher.get_error()).strip().partition("\n\n")[0].split())
+    error = str(matcher.get_error()).strip()
+    text = " ".join(error.partition("\n\n")[0].partition("<state>")[0].split())
+    if text == "NoExtensionBias":
+        return "no text matches it"
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."

@@ -21,6 +21,7 @@ from kvboost.serve.request_fields import (
     text_or_list,
 )
 from kvboost.serve.request_tools import (
+    OTHER_PARTS,
     Call,
     CalledFunction,
     ContentPart,
@@ -89,7 +90,9 @@ _KINDS = ("text", "thinking", "tool_use", "tool_result")
 
 def _block_kind(value: Any) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return kind if kind in _KINDS else "text" if isinstance(kind, str) else None
+    if not isinstance(kind, str):
+        return None
+    return kind if kind in _KINDS else "text" if kind in OTHER_PARTS else None
 
 
 Block = Annotated[

@@ -247,7 +247,7 @@ export class SourcesChart extends RequestChart {
       ? `${percent(
           rows.reduce((sum, one) => sum + kept(one), 0),
           all,
-        )} not read again`
+        )} reused`
       : "";
   }
 }
