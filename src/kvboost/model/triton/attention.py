@@ -254,10 +254,11 @@ def _attend_kernel(
             tl.store(lse_at, weight * LN_2, mask=used)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tiles", "lse"])
+@triton.jit(do_not_specialize=["tile_rows"], do_not_specialize_on_alignment=["tiles", "lse"])
 def _combine_kernel(
     parts,
     part_lse,
+    tile_rows,
     tiles,
     out,
     out_row_stride,
@@ -267,7 +268,6 @@ def _combine_kernel(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -282,7 +282,7 @@ def _combine_kernel(
     owned = fold < room
     used = (part < num_parts)[:, None] & owned[None, :]
     at = (slot + part).to(tl.int64) * tl.num_programs(1) + head
-    at = at[:, None] * ROWS + fold[None, :]
+    at = at[:, None] * tile_rows + fold[None, :]
     weight = tl.load(part_lse + at, mask=used, other=LOWEST)
     inside = used[:, :, None] & (channel[None, None, :] < DIM)
     part_at = parts + at[:, :, None] * DIM + channel[None, None, :]
@@ -379,11 +379,10 @@ def attend(
         num_parts = triton.next_power_of_2(rows.most_parts)
         block = max(1, COMBINED // num_parts)
         _combine_kernel[(triton.cdiv(rows.tile.rows, block), kv_heads, len(rows.tiles))](
-            *(parts, part_lse, rows.tiles, *written),
+            *(parts, part_lse, rows.tile.rows, rows.tiles, *written),
             GROUP=rows.group,
             DIM=dim,
             WIDE=wide,
-            ROWS=rows.tile.rows,
             PARTS=num_parts,
             BLOCK=block,
         )
