@@ -35,7 +35,7 @@ from kvboost.model.triton.dense import gather
 from kvboost.model.triton.mass import attention_mass
 from kvboost.model.triton.move import MovedRows, StoredSpan, move
 from kvboost.model.triton.pages import PagedLayers
-from kvboost.model.triton.rows import PagedRows, Tile
+from kvboost.model.triton.rows import PagedRows, Tile, dense_tile
 from kvboost.model.triton.shift import ShiftPlan, shift
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans, row_weights
@@ -115,7 +115,17 @@ class Case:
 
     def rows(self, tile: Tile | None = None, parts: int | None = None) -> PagedRows:
         sizes = {"page": PAGE, "heads": self.heads, "kv_heads": self.kv_heads, "dtype": DTYPE}
-        return PagedRows.of([self.positions], self.tables, tile=tile, parts=parts, **sizes)
+        dense = None
+        if tile is None:
+            group = self.heads // self.kv_heads
+            dense = dense_tile(self.query.device, DTYPE, DIM, group * len(self.positions))
+        return PagedRows.of(
+            *([self.positions], self.tables),
+            tile=tile or dense,
+            parts=parts,
+            dense=dense is not None,
+            **sizes,
+        )
 
     def attend(self, rows: PagedRows) -> torch.Tensor:
         return attend(self.query, self.pages, rows, DIM**-0.5)

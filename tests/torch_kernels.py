@@ -62,10 +62,11 @@ def attend(
     for request, start, count, room, part, *_ in rows.items.tolist():
         if part or not room:
             continue
-        out[start + count : start + room] = 0
+        if count < room:  # rows that are not there
+            out[(start + count) // rows.group : -(-(start + room) // rows.group)] = 0
         if not count:
             continue
-        at = slice(start, start + count)
+        at = slice(start // rows.group, -(-(start + count) // rows.group))
         positions = rows.positions[at]
         num_keys = int(positions.max()) + 1
         keys, values = dense(pages, rows.tables[request, : -(-num_keys // page)])

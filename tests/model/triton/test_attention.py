@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def test_scattered_rows_of_two_requests(dtype: torch.dtype, layout: str, parts: 
         tile=tile_for(dtype),
         parts=parts,
     )
-    assert rows.tiles[:, 1].max() == rows.tile.rows // 3 and rows.tiles[:, 1].sum() == 27
+    assert rows.tiles[:, 1].max() == rows.tile.rows and rows.tiles[:, 1].sum() == 27 * 3
     assert len(rows.items) == parts * len(rows.tiles) and rows.slots == len(rows.items) * (
         parts > 1
     )
@@ -187,6 +188,22 @@ def test_the_memory_after_the_last_row_is_not_used() -> None:
     assert close(given, attention(query, pages, positions, tables[:, :2], SCALE)[0])
 
 
+def test_rows_that_are_not_there_get_zeros() -> None:
+    """As those of a forward of a fixed size do: other numbers might not be finite."""
+    pages = make_pages(4, 1, 16, 16, torch.float32, "heads first")
+    tables = make_tables(1, 4, 4)
+    positions = [torch.tensor([3, 20])]
+    sizes = {"page": 16, "heads": 2, "kv_heads": 1, "dtype": torch.float32}
+    rows = PagedRows.of(positions, tables, tile=tile_for(torch.float32), **sizes)  # type: ignore[arg-type]
+    described = [[0, 0, 4, 6, 0, 1, 0], [0, 6, 0, 2, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0]]
+    items = torch.tensor(described, dtype=torch.int32, device=DEVICE)
+    query = random(4, 2, 16)
+    out = torch.full_like(query, float("nan"))
+    attend(query, pages, replace(rows, items=items), SCALE, out=out)
+    assert close(out[:2], attention(query[:2], pages, positions, tables, SCALE)[0])
+    assert not out[2:].any()
+
+
 def test_tiles_are_picked_by_the_number_of_rows() -> None:
     tables = torch.zeros(1, 64, dtype=torch.int32)
     sizes = {"page": 16, "heads": 4, "kv_heads": 1, "dtype": torch.bfloat16}
@@ -194,8 +211,8 @@ def test_tiles_are_picked_by_the_number_of_rows() -> None:
     assert few.tile.rows == 16 and few.most_parts == 1 and not few.slots
     many = PagedRows.of([torch.arange(1000)], tables, **sizes)  # type: ignore[arg-type]
     assert many.tile.rows == 128 and len(many.tiles) == 32  # 32 rows by 4 heads
-    assert many.items[0, :4].tolist() == [0, 992, 8, 8]  # those with the most keys first
-    assert many.items[-1, :4].tolist() == [0, 0, 32, 32]
+    assert many.items[0, :4].tolist() == [0, 992 * 4, 8 * 4, 8 * 4]  # the most keys first
+    assert many.items[-1, :4].tolist() == [0, 0, 128, 128]
 
 
 def test_long_tiles_are_cut_so_that_all_programs_end_together() -> None:
@@ -217,7 +234,7 @@ def test_long_tiles_are_cut_so_that_all_programs_end_together() -> None:
 
 def test_whole_tiles() -> None:
     tile = Tile(128, 64, 8, 3)
-    assert tile.whole(112, 7) == 108 and tile.whole(112, 16) == 112  # 6 by 18 rows, 14 by 8
+    assert tile.whole(112, 7) == 109 and tile.whole(112, 16) == 112  # six tiles and 14
     assert tile.whole(16, 7) == 16  # not even one
 
 

@@ -124,8 +124,9 @@ class StepBatch(RowBatch):
             parts = max(1, min(spare, MOST_PARTS))
             row = torch.arange(size, dtype=torch.int32, device=shape.device)
             zero, one = torch.zeros_like(row), torch.ones_like(row)
-            tiles = torch.stack([row, one, row * parts, one * parts], 1)
-            items = torch.stack([zero, row, one, one, zero, one * parts, zero], 1)
+            start, room = row * group, one * group
+            tiles = torch.stack([start, room, row * parts, one * parts], 1)
+            items = torch.stack([zero, start, room, room, zero, one * parts, zero], 1)
             items = items.repeat_interleave(parts, 0)
             slot = torch.arange(len(items), dtype=torch.int32, device=shape.device)
             items[:, 4], items[:, 6] = slot % parts, slot

@@ -3,9 +3,10 @@
 The rows of a request need not be consecutive: each has its position, as data, and attends to all
 keys up to it. A program computes a tile of rows that follow one another in the list, times the
 query heads that share a KV head, so a tile of scattered rows costs as much as a tile of consecutive
-ones. Tiles with many keys are split over them, so that all programs end at about the same time, and
-a second kernel combines the parts. For many rows of one request, its keys and values are first
-copied into one piece: what Hopper's units for copying tiles can read costs no registers.
+ones; it may end between two heads of a row. Tiles with many keys are split over them, so that all
+programs end at about the same time, and a second kernel combines the parts. For many rows of one
+request, its keys and values are first copied into one piece: what Hopper's units for copying tiles
+can read costs no registers.
 """
 
 from __future__ import annotations
@@ -178,8 +179,8 @@ def _attend_kernel(
         return
 
     fold = tl.arange(0, ROWS)
-    row, own_head = start + fold // GROUP, head * GROUP + fold % GROUP
-    used, owned = fold // GROUP < count, fold // GROUP < room
+    row, own_head = (start + fold) // GROUP, head * GROUP + (start + fold) % GROUP
+    used, owned = fold < count, fold < room
     channel = tl.arange(0, WIDE)
     inside = channel[None, :] < DIM
     out_at = out + (row.to(tl.int64) * out_row_stride + own_head * out_head_stride)[:, None]
@@ -195,8 +196,8 @@ def _attend_kernel(
     position = tl.load(positions + row, mask=used, other=-1)
 
     # Positions ascend, so the first row's tells which keys all rows see.
-    lowest = tl.load(positions + start)
-    end = tl.load(positions + start + count - 1) + 1
+    lowest = tl.load(positions + start // GROUP)
+    end = tl.load(positions + (start + count - 1) // GROUP) + 1
     first = 0
     if window is not None:
         first = tl.maximum(0, lowest - window + 1) // KEYS
@@ -253,10 +254,11 @@ def _attend_kernel(
             tl.store(lse_at, weight * LN_2, mask=used)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tiles", "lse"])
+@triton.jit(do_not_specialize=["tile_rows"], do_not_specialize_on_alignment=["tiles", "lse"])
 def _combine_kernel(
     parts,
     part_lse,
+    tile_rows,
     tiles,
     out,
     out_row_stride,
@@ -266,7 +268,6 @@ def _combine_kernel(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -278,10 +279,10 @@ def _combine_kernel(
         return
     fold = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     part, channel = tl.arange(0, PARTS), tl.arange(0, WIDE)
-    owned = fold // GROUP < room
+    owned = fold < room
     used = (part < num_parts)[:, None] & owned[None, :]
     at = (slot + part).to(tl.int64) * tl.num_programs(1) + head
-    at = at[:, None] * ROWS + fold[None, :]
+    at = at[:, None] * tile_rows + fold[None, :]
     weight = tl.load(part_lse + at, mask=used, other=LOWEST)
     inside = used[:, :, None] & (channel[None, None, :] < DIM)
     part_at = parts + at[:, :, None] * DIM + channel[None, None, :]
@@ -290,7 +291,8 @@ def _combine_kernel(
     weight = tl.exp2(weight - best[None, :])
     total = tl.sum(weight, 0)
     done = tl.sum(found * weight[:, :, None], 0) / total[:, None]
-    row, own_head = (start + fold // GROUP).to(tl.int64), head * GROUP + fold % GROUP
+    row, own_head = (start + fold) // GROUP, head * GROUP + (start + fold) % GROUP
+    row = row.to(tl.int64)
     out_at = out + (row * out_row_stride + own_head * out_head_stride)[:, None] + channel[None, :]
     inside = owned[:, None] & (channel[None, :] < DIM)
     tl.store(out_at, done.to(out.dtype.element_ty), mask=inside)
@@ -376,13 +378,11 @@ def attend(
     if rows.slots:
         num_parts = triton.next_power_of_2(rows.most_parts)
         block = max(1, COMBINED // num_parts)
-        used = rows.tile.rows // rows.group * rows.group
-        _combine_kernel[(triton.cdiv(used, block), kv_heads, len(rows.tiles))](
-            *(parts, part_lse, rows.tiles, *written),
+        _combine_kernel[(triton.cdiv(rows.tile.rows, block), kv_heads, len(rows.tiles))](
+            *(parts, part_lse, rows.tile.rows, rows.tiles, *written),
             GROUP=rows.group,
             DIM=dim,
             WIDE=wide,
-            ROWS=rows.tile.rows,
             PARTS=num_parts,
             BLOCK=block,
         )

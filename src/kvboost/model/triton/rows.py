@@ -21,10 +21,10 @@ SHORT_PARTS = 4
 """Parts that are shorter by this factor than what a program does in all are short enough."""
 LEAST_DENSE = 3072
 """Rows times heads that share a KV head, from which on copying keys takes less than it saves."""
-ITEM_FIELDS = ("request", "first row", "rows", "room", "part", "parts", "slot")
-"""Of a part of a tile. ``room`` are the rows that it may write; ``slot`` is where one of several
-parts goes."""
-TILE_FIELDS = ("first row", "room", "slot", "parts")
+ITEM_FIELDS = ("request", "start", "count", "room", "part", "parts", "slot")
+"""Of a part of a tile. Rows are counted times the heads that share a KV head. ``room`` are those
+that it may write; ``slot`` is where one of several parts goes."""
+TILE_FIELDS = ("start", "room", "slot", "parts")
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Tile:
     stages: int
 
     def whole(self, num_rows: int, group: int) -> int:
-        """The most rows up to ``num_rows`` that leave no tile in part empty, if one takes fewer;
-        ``group`` query heads share a KV head."""
-        each = self.rows // group
-        return num_rows if num_rows < each else num_rows - num_rows % each
+        """The most rows up to ``num_rows`` that begin no tile which they do not nearly fill, if one
+        takes fewer; ``group`` query heads share a KV head."""
+        tiles = num_rows * group // self.rows
+        return tiles * self.rows // group if tiles else num_rows
 
     @classmethod
     def pick(cls, num_rows: int, dtype: torch.dtype, dim: int = 128) -> Tile:
@@ -117,11 +117,8 @@ class PagedRows:
         group = heads // kv_heads
         counts = [len(rows) for rows in positions]
         tile = tile or Tile.pick(group * max(counts), dtype)
-        in_tile = tile.rows // group
-        if heads % kv_heads or not in_tile:
-            raise ValueError(
-                f"{heads} heads over {kv_heads} KV heads do not fit tiles of {tile.rows} rows"
-            )
+        if heads % kv_heads:
+            raise ValueError(f"{heads} heads over {kv_heads} KV heads: all must have as many")
         _check_positions(positions, tables, page)
         starts = starts or list(accumulate(counts[:-1], initial=0))
         every = np.zeros(starts[-1] + counts[-1], np.int32)
@@ -129,13 +126,13 @@ class PagedRows:
             every[start : start + len(rows)] = rows.numpy()
         tiles = np.array(
             [
-                (request, start + at, *[min(in_tile, count - at)] * 2)
+                (request, start * group + at, *[min(tile.rows, count * group - at)] * 2)
                 for request, (start, count) in enumerate(zip(starts, counts, strict=True))
-                for at in range(0, count, in_tile)
+                for at in range(0, count * group, tile.rows)
             ],
             np.int32,
         )
-        ends = every[tiles[:, 1] + tiles[:, 2] - 1] + 1
+        ends = every[(tiles[:, 1] + tiles[:, 2] - 1) // group] + 1
         device = tables.device
         of_tiles = np.full_like(ends, parts or 1)
         if parts is None:

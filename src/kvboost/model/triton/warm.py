@@ -10,7 +10,7 @@ from kvboost.model.triton.attention import attend
 from kvboost.model.triton.mass import attention_mass
 from kvboost.model.triton.move import MovedRows, StoredSpan, move
 from kvboost.model.triton.pages import PagedLayers
-from kvboost.model.triton.rows import MOST_PARTS, PagedRows, Tile, tiles_of
+from kvboost.model.triton.rows import LEAST_DENSE, MOST_PARTS, PagedRows, Tile, dense_tile, tiles_of
 from kvboost.model.triton.shift import ShiftPlan, shift
 
 PAGES = 2
@@ -41,7 +41,7 @@ def warm_up(
     weights = torch.ones(1, 1, device=like.device)
     position = torch.tensor([page])
 
-    def rows_of(tile: Tile, parts: int) -> PagedRows:
+    def rows_of(tile: Tile, parts: int, *, dense: bool = False) -> PagedRows:
         return PagedRows.of(
             [position],
             table[None],
@@ -51,6 +51,7 @@ def warm_up(
             dtype=like.dtype,
             tile=tile,
             parts=parts,
+            dense=dense,
         )
 
     tiles = tiles_of(like.dtype)
@@ -61,6 +62,11 @@ def warm_up(
         )
     for parts in MORE_PARTS:
         attend(query, pages, rows_of(tiles[0], parts), 1.0, window=window, soft_cap=soft_cap)
+
+    if (tile := dense_tile(like.device, like.dtype, dim, LEAST_DENSE)) is not None:
+        for parts in (1, 2):
+            rows = rows_of(tile, parts, dense=True)
+            attend(query, pages, rows, 1.0, window=window, soft_cap=soft_cap)
 
     angles = torch.ones(page + 1, pairs, device=like.device)
     stored = torch.zeros(2, len(layers), kv_heads, 1, dim, dtype=like.dtype, device=like.device)

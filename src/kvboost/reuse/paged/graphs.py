@@ -162,8 +162,8 @@ class FixedRows:
         dense = None if lead else kernels.dense_tile(heads, size, capacity)
         tile, lead_tile = dense or kernels.tile(heads, size), kernels.tile(heads, lead)
         all_tiles = [*_tiles(0, lead, tile, group), *_tiles(lead, size, tile, group)]
-        self._tiles = FixedTiles(all_tiles, tile, pages)
-        self._lead_tiles = FixedTiles(_tiles(0, lead, lead_tile, group), lead_tile, pages)
+        self._tiles = FixedTiles(all_tiles, tile, group, pages)
+        self._lead_tiles = FixedTiles(_tiles(0, lead, lead_tile, group), lead_tile, group, pages)
         parts = [size, size, 1, 1, self._tiles.size, self._lead_tiles.size]
         self._inputs = torch.zeros(sum(parts), dtype=torch.int32, device=pages.device)
         self._ids, self._positions, self.last, num_keys, *both = self._inputs.split(parts)
@@ -172,9 +172,9 @@ class FixedRows:
             -(-capacity // pages.size), dtype=torch.int32, device=pages.device
         )
         table = self._table[None]
-        paged = self._tiles.paged(self._positions, both[0], table, capacity, group)
+        paged = self._tiles.paged(self._positions, both[0], table, capacity)
         self.paged = replace(paged, num_keys=num_keys) if dense else paged
-        self.lead = self._lead_tiles.paged(self._positions[:lead], both[1], table, capacity, group)
+        self.lead = self._lead_tiles.paged(self._positions[:lead], both[1], table, capacity)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids, int32, positions and slots, int64."""
@@ -207,10 +207,13 @@ class FixedRows:
 
 class FixedTiles:
     """What programs compute, if tiles have fixed places and their keys differ between requests:
-    ``tiles`` are where they start and how many rows they have room for."""
+    ``tiles`` are where they start and what they have room for, in rows times the ``group`` of heads
+    that share a KV head."""
 
-    def __init__(self, tiles: Sequence[tuple[int, int]], tile: Tile, pages: KVPages) -> None:
-        self._tile, self._kv_heads = tile, pages.num_kv_heads
+    def __init__(
+        self, tiles: Sequence[tuple[int, int]], tile: Tile, group: int, pages: KVPages
+    ) -> None:
+        self._tile, self._group, self._kv_heads = tile, group, pages.num_kv_heads
         self._at_once = programs_at_once(pages.device, tile)
         self._tiles = np.array([(0, start, 0, room) for start, room in tiles], np.int32)
         spare = 2 * self._at_once // self._kv_heads
@@ -224,25 +227,23 @@ class FixedTiles:
         buffer: torch.Tensor,
         table: torch.Tensor,
         capacity: int,
-        group: int,
     ) -> PagedRows:
         """The rows at ``positions``; their tiles will be in ``buffer``."""
         items, tiles = self._parts_of(buffer)
-        slots = self._most_items
-        return PagedRows(
-            positions, items, tiles, table, self._tile, self._most_parts, slots, capacity, group
-        )
+        most = self._most_parts, self._most_items
+        return PagedRows(positions, items, tiles, table, self._tile, *most, capacity, self._group)
 
     def fill(self, buffer: Ints, positions: Ints) -> None:
         """Writes the items and tiles of rows at ``positions``; those of padding are -1."""
         if not self._most_items:
             return
         tiles = self._tiles.copy()
-        used = positions >= 0
-        before = np.concatenate([[0], used.cumsum()])
+        used = (positions >= 0).repeat(self._group).cumsum()
+        before = np.concatenate([[0], used])
         starts, room = tiles[:, 1], tiles[:, 3]
-        tiles[:, 2] = before[starts + room] - before[starts]
-        ends = np.where(tiles[:, 2] > 0, positions[starts + np.maximum(tiles[:, 2], 1) - 1] + 1, 1)
+        count = tiles[:, 2] = before[starts + room] - before[starts]
+        last = (starts + np.maximum(count, 1) - 1) // self._group
+        ends = np.where(count > 0, positions[last] + 1, 1)
         most = self._most_parts, self._most_items
         parts = pick_parts(ends, self._kv_heads, self._at_once, *most)
         items, described = self._parts_of(buffer)
@@ -258,9 +259,10 @@ class FixedTiles:
 
 
 def _tiles(begin: int, end: int, tile: Tile, group: int) -> list[tuple[int, int]]:
-    """Where the tiles of rows ``[begin, end)`` start and how many rows they have room for."""
-    step = tile.rows // group
-    return [(at, min(step, end - at)) for at in range(begin, end, step)]
+    """Where the tiles of rows ``[begin, end)`` start and what they have room for, in rows times
+    heads."""
+    first, last, step = begin * group, end * group, tile.rows
+    return [(at, min(step, last - at)) for at in range(first, last, step)]
 
 
 class FixedShift:

@@ -149,6 +149,7 @@ class GpuKernels:
         return ShiftHook(self, plan)
 
     def rows(self, rows: torch.Tensor, table: torch.Tensor, heads: int) -> PagedRows:
+        dense = self.dense_tile(heads, len(rows), int(rows[-1]) + 1)
         return PagedRows.of(
             [rows],
             table[None],
@@ -156,7 +157,8 @@ class GpuKernels:
             heads=heads,
             kv_heads=self.pages.num_kv_heads,
             dtype=self.pages.dtype,
-            tile=self.tile(heads, len(rows)),
+            tile=dense or self.tile(heads, len(rows)),
+            dense=dense is not None,
         )
 
     def tile(self, heads: int, num_rows: int) -> Tile:
