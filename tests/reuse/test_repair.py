@@ -81,8 +81,7 @@ def test_auto_repairs_more_where_the_last_row_attends_more_to_moved_text(
 ) -> None:
     def see(mass: torch.Tensor) -> None:
         mass[:2, MOVED.start : MOVED.stop] = torch.rand(100)
-        to_first = 0.4 * DEPTH  # which does not count
-        mass[2, 0], mass[2, 30] = to_first, share * (DEPTH - to_first)
+        mass[2, 0], mass[2, 30] = 0.36 * DEPTH, 0.8 * share * DEPTH  # 0.8 = (1 - 0.36) ** 0.5
 
     moved = moved_rows(see)
     assert moved.last_share() == pytest.approx(share)

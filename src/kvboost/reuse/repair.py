@@ -29,7 +29,7 @@ PARTIAL_LAYER = 0.25
 """The cost of a probe's last layer: its projections run, its attention and MLP do not."""
 CLOSE_RESEMBLANCE = 0.9
 """Donors with at least this resemblance need half the repair."""
-TYPICAL_SHARE = 0.33
+TYPICAL_SHARE = 0.31
 """``auto`` recomputes ``ratio`` of the moved rows if this share of the last row's attention goes to
 them, and more or fewer in proportion: the KL grows with that share."""
 LEAST_BUDGET, MOST_BUDGET = 0.5, 2.0
@@ -119,12 +119,13 @@ class MovedRows:
         return scores
 
     def last_share(self) -> float:
-        """Which share of the last row's attention goes to moved rows. What goes to the prompt's
-        first row does not count: models attend to it when they need nothing."""
+        """Which share of the last row's attention goes to moved rows. Attention to the prompt's
+        first row counts half, by a geometric mean: models that need nothing attend to it, and some
+        send half of all attention there."""
         seen = self._observed()
-        of_last = seen.mass[2]
+        of_last = seen.mass[2] / len(seen.layers)
         moved = float((of_last * self.rows[: seen.start])[1:].sum())
-        return moved / max(1e-6, len(seen.layers) - float(of_last[0]))
+        return moved / max(1e-6, 1 - float(of_last[0])) ** 0.5
 
     def _observed(self) -> AttentionMass:
         if self._seen is None:
