@@ -50,7 +50,7 @@ def test_other_layers_are_left_alone(name: str) -> None:
 
 
 def test_layers_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "gate", lambda rows, *_: rows[:, : rows.shape[1] // 2])
+    monkeypatch.setattr(layers, "gate", lambda rows, _: rows[:, : rows.shape[1] // 2])
     model = tiny_model("llama", **SMALL)
     forward = make_engine(model)._model.forward
     forward.use_pages(Slab(forward.shape, num_pages=4, num_requests=1), NoCapture())
@@ -61,7 +61,7 @@ def test_layers_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_layer_whose_linears_were_replaced_runs_as_it_is() -> None:
     """As an adapter replaces them."""
     layer = tiny_model("llama", **SMALL).model.layers[0]
-    ours = layers.FusedLayer(layer)
+    ours = layers.FusedLayer(layer, "model.layers.0")
     assert ours.serves()
     layer.mlp.up_proj = nn.Linear(64, 96)
     assert not ours.serves()

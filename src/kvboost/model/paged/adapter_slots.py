@@ -96,12 +96,15 @@ class AdapterSlots:
 
     def takes(self, adapter: Adapter) -> bool:
         """Whether steps can run rows with this adapter."""
+        if adapter in self._slots:
+            return True
         return adapter.rank <= MOST_RANK and adapter.deltas.keys() <= self._by_name.keys()
 
     def place(self, adapters: Iterable[Adapter]) -> None:
         """Gives the adapters of a step slots, if they have none."""
         wanted = list(dict.fromkeys(adapters))
-        self._make_room(wanted)
+        if any(adapter not in self._slots for adapter in wanted):
+            self._make_room(wanted)
         for adapter in wanted:
             if adapter not in self._slots:
                 self._put(adapter, wanted)

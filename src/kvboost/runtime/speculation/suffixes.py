@@ -100,7 +100,8 @@ class IndexedText:
         """How many tokens before each of ``ends`` are the last ones of ``tail``."""
         places = ends[:, None] - np.arange(1, len(tail) + 1)
         same = (places >= 0) & (self.ids[np.maximum(places, 0)] == tail[::-1])
-        return np.logical_and.accumulate(same, axis=1).sum(1)
+        lengths: npt.NDArray[np.int64] = np.logical_and.accumulate(same, axis=1).sum(1)
+        return lengths
 
 
 class GrowingText:
