@@ -126,7 +126,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came(conversation, talk, monkeyp
     }
     monkeypatch.undo()
     conversation.max_new_tokens = 4
-    assert "not read again" in talk("and now")  # the engine still answers
+    assert "% reused" in talk("and now")  # the engine still answers
     assert conversation.engine.check_integrity() == []
 
 
@@ -148,7 +148,7 @@ def test_ctrl_c_inside_the_model_stops_the_answer(conversation, talk, step, reas
     assert len(calls) < 400
     assert reason is None or conversation.last.finish_reason == reason
     conversation.max_new_tokens = 4
-    assert "not read again" in talk("and now")
+    assert "% reused" in talk("and now")
     assert conversation.engine.check_integrity() == []
 
 
