@@ -13,7 +13,9 @@ RUNNER = Path(__file__).parents[1] / "examples" / "run.py"
 
 
 def test_every_pattern_runs_and_its_answers_match(tmp_path) -> None:
-    tiny_model("llama", max_position_embeddings=16384).save_pretrained(tmp_path)
+    tiny_model("llama", max_position_embeddings=16384, num_hidden_layers=2).save_pretrained(
+        tmp_path
+    )
     byte_tokenizer().save_pretrained(tmp_path)
     done = subprocess.run(
         [sys.executable, RUNNER, "all", "--model", tmp_path, "--max-new-tokens", "4"],

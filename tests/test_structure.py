@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,8 @@ def room_of(path: Path) -> str:
     return "kvboost" if first == "__init__.py" else first.removesuffix(".py")
 
 
-def imports_of(path: Path) -> set[str]:
+@cache
+def imports_of(path: Path) -> frozenset[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -65,7 +67,7 @@ def imports_of(path: Path) -> set[str]:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level:
             names.add("relative")
-    return names
+    return frozenset(names)
 
 
 WORKERS = SRC / "bench" / "peers" / "workers"

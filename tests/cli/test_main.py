@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvboost
+from homes import use_home
 from kvboost.cli import app
 from kvboost.cli.demo import CODE_QUESTIONS, ORDERS
 from tiny import byte_tokenizer, tiny_model
@@ -28,7 +29,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    use_home(monkeypatch, tmp_path)
 
 
 def run(*arguments: str, **options: object):

@@ -12,6 +12,7 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from fake_worker import fake_engine
+from homes import use_home
 from kvboost import StockModel
 from kvboost.bench.kit.benchmark import Bench
 from kvboost.bench.kit.timing import Sample
@@ -268,7 +269,7 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict, message: str) -> N
 
 
 def test_a_whole_run_with_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    use_home(monkeypatch, tmp_path)
     tiny_model("llama", max_position_embeddings=2048).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     picture = tmp_path / "ttft.svg"
