@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from kvboost.errors import ModelError
 from kvboost.model import triton
 from kvboost.model.load import read
 from kvboost.model.quantized import products
@@ -89,3 +91,11 @@ def test_a_product_of_a_streamed_layer_has_its_codes_in_one_form(
     of_8 = QuantizedWeight(torch.zeros(8, 64, dtype=torch.int8), scales, None, 8, 32)
     with_codes = CodesProduct if triton.is_available() else BlockProduct
     assert isinstance(TensorCoreProduct(of_8).with_less_memory(), with_codes)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
+    usage = SimpleNamespace(free=64)
+    monkeypatch.setattr("kvboost.model.streaming.parking.shutil.disk_usage", lambda _: usage)
+    with pytest.raises(ModelError, match=r"need 16KiB on disk, and .*layers has 64B.*KVBOOST_HOME"):
+        Parking(0).park(nn.Linear(64, 64, bias=False))

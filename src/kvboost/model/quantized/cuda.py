@@ -32,7 +32,7 @@ def has_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
 class TensorCoreProduct:
     """Rows in bfloat16 times a weight on an NVIDIA GPU."""
 
-    kernel = "torch int4, triton, bfloat16"
+    kernel = f"torch int4, {'triton, ' if triton.is_available() else ''}bfloat16"
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
         self._weight: QuantizedWeight | None = weight
@@ -48,8 +48,8 @@ class TensorCoreProduct:
 
     def with_less_memory(self) -> Product:
         """The product for a device that has none to spare: many rows are multiplied as few are,
-        without codes in another form, and weights that have no int4 product are expanded block by
-        block."""
+        without codes in another form. Without Triton, weights that have no int4 product are
+        expanded block by block."""
         if self._packed is None:
             assert self._weight is not None
             if triton.is_available():

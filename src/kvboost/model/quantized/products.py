@@ -103,7 +103,7 @@ def describe_path(device: torch.device, dtype: torch.dtype) -> str:
             return "yes: native kernels, with rows rounded to 8 or 15 bits"
         return "slow: there are no native kernels here, so weights are expanded for every product"
     if has_tensor_cores(device, dtype):
-        return "yes: int4 tensor cores for few rows; many rows and 8 bits are expanded to bfloat16"
+        return "yes: int4 tensor cores and Triton for few rows; for many, bfloat16 is made of codes"
     return "slow: weights are expanded for every product; an NVIDIA GPU with bfloat16 has more"
 
 
