@@ -32,6 +32,7 @@ from kvboost.model.triton.scores import (
 
 COMBINED = 16
 """Parts, times rows and heads, that one program combines at a time."""
+MANY_PARTS = 16
 ITEM, TILE = tl.constexpr(len(ITEM_FIELDS)), tl.constexpr(len(TILE_FIELDS))
 
 
@@ -382,9 +383,9 @@ def attend(
         num_stages=rows.tile.stages,
     )
     if rows.slots:
-        # Few rows have many parts, which are loaded all at once; the others have many rows.
+        # Many parts of few rows are loaded all at once, few parts of many rows one by one.
         num_parts = 1
-        if rows.tile.rows == FEW_ROWS:
+        if rows.tile.rows == FEW_ROWS or rows.most_parts > MANY_PARTS:
             num_parts = triton.next_power_of_2(rows.most_parts)
         block = max(1, COMBINED // num_parts)
         _combine_kernel[(triton.cdiv(rows.tile.rows, block), kv_heads, len(rows.tiles))](
