@@ -192,6 +192,7 @@ class Ours:
             max_running=max(self._settings.requests),
             max_cache_bytes=CACHE,
             reuse_moved="always",
+            recompute_strategy="query",  # random weights tell "auto" nothing about how many rows
             recompute_ratio=self._settings.ratio,
             **options,
         )

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvboost.model.triton.dense import gather_counted
 from kvboost.model.triton.pages import check_pages
-from kvboost.model.triton.rows import ITEM_FIELDS, TILE_FIELDS, PagedRows
+from kvboost.model.triton.rows import FEW_ROWS, ITEM_FIELDS, TILE_FIELDS, PagedRows
 from kvboost.model.triton.scores import (
     LN_2,
     LOWEST,
@@ -30,8 +30,9 @@ from kvboost.model.triton.scores import (
     scores_of,
 )
 
-COMBINED = 32
-"""Parts, times rows and heads, that one program combines: what its registers hold."""
+COMBINED = 16
+"""Parts, times rows and heads, that one program combines at a time."""
+MANY_PARTS = 16
 ITEM, TILE = tl.constexpr(len(ITEM_FIELDS)), tl.constexpr(len(TILE_FIELDS))
 
 
@@ -271,31 +272,37 @@ def _combine_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Combines the parts of ``BLOCK`` rows times heads of one tile, all at once."""
+    """Combines the parts of ``BLOCK`` rows times heads of one tile, ``PARTS`` at a time."""
     head, tile = tl.program_id(1), tiles + tl.program_id(2) * TILE
     start, room = tl.load(tile), tl.load(tile + 1)
     slot, num_parts = tl.load(tile + 2), tl.load(tile + 3)
     if num_parts < 2:
         return
     fold = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    part, channel = tl.arange(0, PARTS), tl.arange(0, WIDE)
-    owned = fold < room
-    used = (part < num_parts)[:, None] & owned[None, :]
-    at = (slot + part).to(tl.int64) * tl.num_programs(1) + head
-    at = at[:, None] * tile_rows + fold[None, :]
-    weight = tl.load(part_lse + at, mask=used, other=LOWEST)
-    inside = used[:, :, None] & (channel[None, None, :] < DIM)
-    part_at = parts + at[:, :, None] * DIM + channel[None, None, :]
-    found = tl.load(part_at, mask=inside, other=0.0)
-    best = tl.max(weight, 0)
-    weight = tl.exp2(weight - best[None, :])
-    total = tl.sum(weight, 0)
-    done = tl.sum(found * weight[:, :, None], 0) / total[:, None]
+    channel = tl.arange(0, WIDE)
+    owned, inside = fold < room, channel < DIM
+    acc = tl.zeros([BLOCK, WIDE], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    best = tl.full([BLOCK], LOWEST, tl.float32)
+    for first in range(0, num_parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        used = (part < num_parts)[:, None] & owned[None, :]
+        at = (slot + part).to(tl.int64) * tl.num_programs(1) + head
+        at = at[:, None] * tile_rows + fold[None, :]
+        weight = tl.load(part_lse + at, mask=used, other=LOWEST)
+        part_at = parts + at[:, :, None] * DIM + channel[None, None, :]
+        found = tl.load(part_at, mask=used[:, :, None] & inside[None, None, :], other=0.0)
+        new_best = tl.maximum(best, tl.max(weight, 0))
+        weight = tl.exp2(weight - new_best[None, :])
+        fade = tl.exp2(best - new_best)
+        acc = acc * fade[:, None] + tl.sum(found * weight[:, :, None], 0)
+        total = total * fade + tl.sum(weight, 0)
+        best = new_best
     row, own_head = (start + fold) // GROUP, head * GROUP + (start + fold) % GROUP
     row = row.to(tl.int64)
     out_at = out + (row * out_row_stride + own_head * out_head_stride)[:, None] + channel[None, :]
-    inside = owned[:, None] & (channel[None, :] < DIM)
-    tl.store(out_at, done.to(out.dtype.element_ty), mask=inside)
+    done = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out_at, done, mask=owned[:, None] & inside[None, :])
     if lse is not None:
         lse_at = lse + row * lse_row_stride + own_head
         tl.store(lse_at, (best + tl.log2(total)) * LN_2, mask=owned)
@@ -376,7 +383,10 @@ def attend(
         num_stages=rows.tile.stages,
     )
     if rows.slots:
-        num_parts = triton.next_power_of_2(rows.most_parts)
+        # Many parts of few rows are loaded all at once, few parts of many rows one by one.
+        num_parts = 1
+        if rows.tile.rows == FEW_ROWS or rows.most_parts > MANY_PARTS:
+            num_parts = triton.next_power_of_2(rows.most_parts)
         block = max(1, COMBINED // num_parts)
         _combine_kernel[(triton.cdiv(rows.tile.rows, block), kv_heads, len(rows.tiles))](
             *(parts, part_lse, rows.tile.rows, rows.tiles, *written),

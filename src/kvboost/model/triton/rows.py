@@ -12,6 +12,8 @@ import torch
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
+FEW_ROWS = 16
+"""Of the smallest tile: that of decode steps."""
 MOST_PARTS = 32
 KEYS_PER_PART = 512
 """A part with fewer keys than this costs more than it gains."""
@@ -53,10 +55,13 @@ def tiles_of(dtype: torch.dtype, dim: int = 128) -> list[Tile]:
     """All tiles that are picked for heads of dimension ``dim``, for few rows first."""
     if dim > 128:  # larger tiles would not fit the memory that programs share
         stages = 1 if dtype == torch.float32 else 2
-        return [Tile(16, 32, 4, stages), Tile(32 if dtype == torch.float32 else 64, 32, 4, stages)]
+        return [
+            Tile(FEW_ROWS, 32, 4, stages),
+            Tile(32 if dtype == torch.float32 else 64, 32, 4, stages),
+        ]
     if dtype == torch.float32:  # it is multiplied without tensor cores
-        return [Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)]
-    return [Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)]
+        return [Tile(FEW_ROWS, 32, 4, 1), Tile(32, 16, 4, 1)]
+    return [Tile(FEW_ROWS, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)]
 
 
 def dense_tile(device: torch.device, dtype: torch.dtype, dim: int, num_rows: int) -> Tile | None:
