@@ -6,6 +6,7 @@ chooses rows to recompute. Those and all new rows then go through one packed for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -125,7 +126,7 @@ class MovedRows:
         seen = self._observed()
         of_last = seen.mass[2] / len(seen.layers)
         moved = float((of_last * self.rows[: seen.start])[1:].sum())
-        return moved / max(1e-6, 1 - float(of_last[0])) ** 0.5
+        return moved / math.sqrt(max(1e-6, 1 - float(of_last[0])))
 
     def _observed(self) -> AttentionMass:
         if self._seen is None:
