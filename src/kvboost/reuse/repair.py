@@ -30,7 +30,7 @@ PARTIAL_LAYER = 0.25
 """The cost of a probe's last layer: its projections run, its attention and MLP do not."""
 CLOSE_RESEMBLANCE = 0.9
 """Donors with at least this resemblance need half the repair."""
-TYPICAL_SHARE = 0.31
+TYPICAL_SHARE = 0.32
 """``auto`` recomputes ``ratio`` of the moved rows if this share of the last row's attention goes to
 them, and more or fewer in proportion: the KL grows with that share."""
 LEAST_BUDGET, MOST_BUDGET = 0.5, 2.0
