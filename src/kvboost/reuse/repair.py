@@ -6,6 +6,7 @@ chooses rows to recompute. Those and all new rows then go through one packed for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -29,7 +30,7 @@ PARTIAL_LAYER = 0.25
 """The cost of a probe's last layer: its projections run, its attention and MLP do not."""
 CLOSE_RESEMBLANCE = 0.9
 """Donors with at least this resemblance need half the repair."""
-TYPICAL_SHARE = 0.31
+TYPICAL_SHARE = 0.32
 """``auto`` recomputes ``ratio`` of the moved rows if this share of the last row's attention goes to
 them, and more or fewer in proportion: the KL grows with that share."""
 LEAST_BUDGET, MOST_BUDGET = 0.5, 2.0
@@ -125,7 +126,7 @@ class MovedRows:
         seen = self._observed()
         of_last = seen.mass[2] / len(seen.layers)
         moved = float((of_last * self.rows[: seen.start])[1:].sum())
-        return moved / max(1e-6, 1 - float(of_last[0])) ** 0.5
+        return moved / math.sqrt(max(1e-6, 1 - float(of_last[0])))
 
     def _observed(self) -> AttentionMass:
         if self._seen is None:
