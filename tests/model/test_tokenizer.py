@@ -60,7 +60,7 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
 
 def test_options_reach_the_template() -> None:
     assert prompt(QWEN, [USER], options={"enable_thinking": False}).endswith("</think>\n\n")
-    with pytest.raises(ConfigError, match="template_options: tokenize is not an option"):
+    with pytest.raises(ConfigError, match="template_options: tokenize=False cannot be given"):
         prompt(QWEN, [USER], options={"tokenize": False})
 
 

@@ -259,7 +259,8 @@ def _examine_vllm(as_json: bool) -> None:
 def _show(facts: Mapping[str, object], advice: Sequence[str]) -> None:
     table = Table(show_header=False)
     for name, value in facts.items():
-        table.add_row(name, str(value))
+        shown = ("no", "yes")[value] if isinstance(value, bool) else str(value)
+        table.add_row(name, shown)
     out.print(table)
     for one in advice:
         out.print(f"! {one}", style="yellow", highlight=False)

@@ -217,13 +217,15 @@ def _allowed(endpoints: Sequence[APIRoute], path: str) -> list[str]:
         method
         for route in endpoints
         if route.path_regex.match(path)
-        for method in sorted(route.methods)
+        for method in sorted(route.methods or ())
     ]
 
 
 def _listed(endpoints: Sequence[APIRoute]) -> str:
     named = [
-        f"{method} {route.path_format}" for route in endpoints for method in sorted(route.methods)
+        f"{method} {route.path_format}"
+        for route in endpoints
+        for method in sorted(route.methods or ())
     ]
     return f"the endpoints are {', '.join(named)}"
 

@@ -20,9 +20,10 @@ take some seconds."""
 
 
 def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
-    waiting, seen = [schema], 0
+    waiting: list[Any] = [schema]
+    seen = 0
     while waiting:
-        value: Any = waiting.pop()
+        value = waiting.pop()
         inside = list(value.values()) if isinstance(value, dict) else value
         seen += len(inside)
         if seen > MAX_SCHEMA_VALUES:

@@ -224,7 +224,7 @@ def _more_cells(one: Summary, margin: float) -> list[str]:
         *(f"{statistics.mean(group):.3f}" if group else "–" for group in groups),
         *(percent(one.gap_f1), percent(one.gap_kl)),
         "–" if one.answered_f1 is None else f"{one.answered_f1:.2f} ({one.answered})",
-        f"{margin:g}" if one.is_within(margin) else "no",
+        "yes" if one.is_within(margin) else "no",
         "–" if one.rank_agreement is None else f"{one.rank_agreement:.2f}",
     ]
 
