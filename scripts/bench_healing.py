@@ -135,6 +135,7 @@ def heal_in_steps(options: argparse.Namespace) -> dict[str, Any]:
         random_model(options.shape, device, dtype),
         number_tokenizer(),
         reuse_moved="always",
+        recompute_strategy="query",  # random weights tell "auto" nothing about how many rows
         recompute_ratio=0.15,
     ) as engine:
         engine.warm([*random_tokens(rng, HEADER), *chain.from_iterable(passages)])

@@ -96,6 +96,7 @@ def start(options: argparse.Namespace, longest: int) -> Any:
             kv_connector_module_path="kvboost.integrations.vllm.connector",
             kv_role="kv_both",
             kv_connector_extra_config={
+                "recompute_strategy": "query",  # random weights tell "auto" nothing
                 "recompute_ratio": options.ratio,
                 "reuse_moved": "always",
                 "max_cache_bytes": "16GiB",
