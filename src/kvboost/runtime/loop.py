@@ -7,6 +7,7 @@ While there are no requests, it heals conversations.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections import Counter
@@ -104,6 +105,9 @@ class Loop:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="kvboost-loop", daemon=True)
             self._thread.start()
+            # A process may end without closing its engine. A thread that is killed within torch
+            # would end it with an abort.
+            atexit.register(self.close)
 
     def between_steps(self, work: Callable[[], T]) -> Future[T]:
         """Runs ``work``, which needs the model for a moment, in the loop's thread: one such piece
@@ -173,6 +177,7 @@ class Loop:
 
     def close(self) -> None:
         """Cancels all requests and ends the thread."""
+        atexit.unregister(self.close)
         with self._changed:
             self._closed = True
             self._changed.notify_all()
