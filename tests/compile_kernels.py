@@ -91,7 +91,7 @@ VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (adapters._shrink_kernel, "bf16", {}),
     (adapters._expand_kernel, "bf16", {}),
     (fused._add_norm_kernel, "bf16", ADAPTED),
-    (fused._gate_kernel, "bf16", ADAPTED),
+    (fused._gate_kernel, "bf16", {**ADAPTED, "RANKS": 64}),
     (fused._rotate_write_kernel, "bf16", {**ADAPTED, "query_norm": None, "key_norm": None}),
     (fused._rotate_write_kernel, "bf16", {**ADAPTED, "ROWS": 1}),
     (fused._add_norm_kernel, "bf16", PLAIN),

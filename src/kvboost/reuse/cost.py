@@ -54,6 +54,9 @@ class CostModel:
         self._solved: np.ndarray | None = None
         self.computed_rows: Callable[[int], int] = unpadded
         """How many rows are computed for so many: on a GPU, forwards are padded to a few sizes."""
+        self.drafted_rows: Callable[[int], int] = unpadded
+        """What number of rows a decode step with a draft counts as: on a GPU it is padded, too, and
+        takes longer than a step of as many requests."""
         self.tolerance: float | None = None
         """The tolerance of repairs that ``calibrate`` has found for this model."""
         self._load()
@@ -86,13 +89,13 @@ class CostModel:
             coefficients = self._coefficients()
         return float(_features(self.computed_rows(rows), keys) @ coefficients)
 
-    def observe_step(self, rows: int, seconds: float) -> None:
+    def observe_step(self, rows: int, seconds: float, *, drafted: bool = False) -> None:
         """Learns that a decode step of ``rows`` rows took ``seconds``. Few rows do not cost what
         the line through long forwards says: they wait for the weights, or take another kernel."""
         with self._lock:
-            self._steps.observe(rows, seconds)
+            self._steps.observe(self.drafted_rows(rows) if drafted else rows, seconds)
 
-    def step(self, rows: int, keys: int) -> float:
+    def step(self, rows: int, keys: int, *, drafted: bool = False) -> float:
         """The expected time of a decode step of ``rows`` rows. Comparable with other steps only:
         the unit is a row until a step has been measured."""
 
@@ -101,7 +104,7 @@ class CostModel:
             return fixed + self.computed_rows(rows) * (row + key * keys)
 
         with self._lock:
-            return self._steps.time(rows, forward)
+            return self._steps.time(self.drafted_rows(rows) if drafted else rows, forward)
 
     def place(self, rows: int) -> float:
         with self._lock:

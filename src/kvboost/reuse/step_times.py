@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
 
-MOST_ROWS = 128
+MOST_ROWS = 136
 """The most rows of a decode step, all requests and their drafts together, that is measured."""
 KEPT = 9
 """How many times of each size are kept."""

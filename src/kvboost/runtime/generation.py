@@ -340,7 +340,8 @@ class Generation:
             if self._rows_run and self._is_alone:
                 if len(state.token_ids) == 1:
                     self._runtime.cost.observe(self._rows_run, state.rows, seconds)
-                self._runtime.cost.observe_step(self._rows_run, seconds)
+                drafted = self._rows_run > 1
+                self._runtime.cost.observe_step(self._rows_run, seconds, drafted=drafted)
 
     @property
     def _is_alone(self) -> bool:

@@ -292,7 +292,8 @@ class Loop:
             return
         self._step_ended = time.perf_counter()
         if len(batch) > 1:  # a request that is alone measures its steps itself
-            self._runtime.cost.observe_step(num_rows, self._step_ended - began)
+            seconds, drafted = self._step_ended - began, num_rows > len(batch)
+            self._runtime.cost.observe_step(num_rows, seconds, drafted=drafted)
         for job, result in zip(batch, results, strict=True):
             self._advance(job, result)
 

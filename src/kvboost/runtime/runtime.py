@@ -297,6 +297,7 @@ class Runtime:
 
     def _use_slab(self, slab: Slab) -> None:
         """The first request is about to have pages."""
+        from kvboost.model.paged.draft_steps import counted_rows
         from kvboost.reuse.paged.beside import RowsBeside
         from kvboost.reuse.paged.forwards import MOST_KEYS, SegmentForwards, SlabPages
         from kvboost.reuse.paged.kernels import GpuKernels
@@ -313,6 +314,7 @@ class Runtime:
             self._forwards = SegmentForwards(kernels, slab, heads, forward.run_rows, capture)
             forward.use_runner(self._forwards)
             self.cost.computed_rows = self._forwards.bucket_of
+            self.cost.drafted_rows = counted_rows
             capacity = min(slab.most_rows, MOST_KEYS)
             forward.steps.beside = RowsBeside(kernels, slab, heads, capacity)
 
@@ -322,7 +324,8 @@ class Runtime:
         self.pool.clear()
         self.model.forward.leave_pages()
         if self._forwards is not None:
-            self._forwards, self.cost.computed_rows = None, unpadded
+            self._forwards = None
+            self.cost.computed_rows = self.cost.drafted_rows = unpadded
             gc.collect()
             if self.model.forward.shape.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -269,11 +269,11 @@ def test_the_engine_drafts_from_what_was_read(monkeypatch) -> None:
 
 def test_what_would_be_drafted_is_measured_where_it_does_not_pay(monkeypatch) -> None:
     with make_engine(tiny_model("llama"), speculate="auto") as engine:
-        monkeypatch.setattr(engine._runtime.cost, "step", lambda rows, keys: float(rows))
+        monkeypatch.setattr(engine._runtime.cost, "step", lambda rows, keys, **_: float(rows))
         first = engine.generate(PROMPT, 40, ignore_eos=True)
         again = engine.generate(PROMPT, 40, ignore_eos=True)
         assert again.token_ids == first.token_ids and again.drafted_tokens == 0
         chances = engine._runtime.speculation._chances
         assert chances.of(("text", 17), 0.5) > 0.8
-        monkeypatch.setattr(engine._runtime.cost, "step", lambda rows, keys: 1.0)
+        monkeypatch.setattr(engine._runtime.cost, "step", lambda rows, keys, **_: 1.0)
         assert engine.generate(PROMPT, 40, ignore_eos=True).accepted_tokens > 30

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvboost.model.paged.draft_steps import counted_rows
 from kvboost.reuse.cost import CostModel
 from kvboost.runtime.speculation.chances import Chances
 from kvboost.runtime.speculation.lengths import NO_DRAFT, SURE, best_pace
@@ -92,6 +93,16 @@ def test_what_repeats_nothing_is_looked_up_less_often() -> None:
     assert looks(9, 3.0) >= 1 and looks(10, 3.0) == 10
     assert looks(200, 0.0) < 40
     assert pauses.is_over(accepted=1)  # a draft was right
+
+
+def test_steps_with_drafts_over_pages_are_learned_apart() -> None:
+    cost = CostModel(0.0)
+    cost.drafted_rows = counted_rows
+    for _ in range(3):
+        cost.observe_step(8, 1.0)  # eight requests
+        cost.observe_step(5, 3.0, drafted=True)  # one with a draft; both are padded to eight rows
+    assert cost.step(8, 0) == 1.0
+    assert cost.step(2, 0, drafted=True) == cost.step(8, 0, drafted=True) == 3.0
 
 
 def test_chances_are_learned_and_shared() -> None:

@@ -27,6 +27,12 @@ SIZES = (8, 16, 32, 64, 96, 128)
 """Numbers of rows that steps are padded to."""
 
 
+def counted_rows(rows: int) -> int:
+    """What number of rows a step with drafts counts as where times are learned: one more than it is
+    padded to, which no step without drafts has."""
+    return next((size for size in SIZES if size >= rows), SIZES[-1]) + 1
+
+
 class _Bucket:
     """Steps of one number of rows."""
 

@@ -64,15 +64,18 @@ def added_by_adapter(
     split = tl.arange(0, PADDED)
     element = up.dtype.element_ty
     total = tl.zeros_like(channel).to(tl.float32)
-    for line in tl.static_range(RANKS):
-        parts = tl.load(
-            sums + split * split_stride + row * rank + first + line,
-            mask=split < SPLITS,
-            other=0.0,
-        )
-        small = tl.sum(parts, 0).to(element).to(tl.float32)
-        factor = tl.load(up + (slot * RANKS + line) * width + channel, mask=inside, other=0.0)
-        total += small * factor.to(tl.float32)
+    UNROLLED: tl.constexpr = min(RANKS, 16)
+    for start in range(0, RANKS, UNROLLED):
+        for step in tl.static_range(UNROLLED):
+            line = start + step
+            parts = tl.load(
+                sums + split * split_stride + row * rank + first + line,
+                mask=split < SPLITS,
+                other=0.0,
+            )
+            small = tl.sum(parts, 0).to(element).to(tl.float32)
+            factor = tl.load(up + (slot * RANKS + line) * width + channel, mask=inside, other=0.0)
+            total += small * factor.to(tl.float32)
     return total
 
 

@@ -116,16 +116,21 @@ def _rotate_write_kernel(
         split = tl.arange(0, PADDED)[None, :]
         more_first = tl.zeros_like(first).to(tl.float32)
         more_second = tl.zeros_like(second).to(tl.float32)
-        for line in tl.static_range(RANKS):
-            parts = tl.load(
-                sums + split * split_stride + row * rank + part * RANKS + line,
-                mask=(split < SPLITS) & (adapter >= 0),
-                other=0.0,
-            )
-            small = tl.sum(parts, 1).to(element).to(tl.float32)[:, None]
-            from_up = up + (adapter * RANKS + line) * columns + head * (2 * HALF) + pair
-            more_first += small * tl.load(from_up, mask=inside_up, other=0.0).to(tl.float32)
-            more_second += small * tl.load(from_up + HALF, mask=inside_up, other=0.0).to(tl.float32)
+        UNROLLED: tl.constexpr = min(RANKS, 16)
+        for start in range(0, RANKS, UNROLLED):
+            for step in tl.static_range(UNROLLED):
+                line = start + step
+                parts = tl.load(
+                    sums + split * split_stride + row * rank + part * RANKS + line,
+                    mask=(split < SPLITS) & (adapter >= 0),
+                    other=0.0,
+                )
+                small = tl.sum(parts, 1).to(element).to(tl.float32)[:, None]
+                from_up = up + (adapter * RANKS + line) * columns + head * (2 * HALF) + pair
+                more_first += small * tl.load(from_up, mask=inside_up, other=0.0).to(tl.float32)
+                more_second += small * tl.load(from_up + HALF, mask=inside_up, other=0.0).to(
+                    tl.float32
+                )
         first = (first.to(tl.float32) + more_first).to(element)
         second = (second.to(tl.float32) + more_second).to(element)
         if head >= HEADS + KV_HEADS:  # values are read after the kernel, too

@@ -23,6 +23,9 @@ CHEAP = 1.6
 cost nearly nothing, as on a GPU, doubtful tokens may be tried."""
 
 
+WAITING = 1.3
+"""A step with a draft takes at least this many times as long as one that was launched ahead: it
+waits for the host."""
 LEAVING = 0.5
 """What a draft costs beside its own step, in steps without a draft, if such a step was launched
 ahead and is in vain. It is not the whole of one: drafts that were right are followed by others."""

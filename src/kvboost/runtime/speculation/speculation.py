@@ -10,7 +10,7 @@ from kvboost.reuse.cost import CostModel
 from kvboost.runtime.request import Request, RequestState
 from kvboost.runtime.speculation.chances import Chances
 from kvboost.runtime.speculation.drafters import Drafter, Kind, Offer, TextDrafter
-from kvboost.runtime.speculation.lengths import NO_DRAFT, Pace, best_pace, promise
+from kvboost.runtime.speculation.lengths import NO_DRAFT, WAITING, Pace, best_pace, promise
 from kvboost.runtime.speculation.pauses import Pauses
 from kvboost.runtime.speculation.suffixes import IndexedText
 from kvboost.runtime.speculation.texts import TenantTexts
@@ -133,14 +133,21 @@ class Speculator:
     def _pace(self, offer: Offer, rows: int) -> Pace:
         state, cost = self._state, self._cost
 
+        others_draft = state.other_rows > state.other_tokens
+
         def step(length: int) -> float:
-            return cost.step(state.other_rows + rows + length, state.rows + rows)
+            total, keys = state.other_rows + rows + length, state.rows + rows
+            drafted = others_draft or length + rows > 1
+            seconds = cost.step(total, keys, drafted=drafted)
+            if self._pauses is None or not drafted:
+                return seconds
+            return max(seconds, WAITING * cost.step(state.other_rows + rows, keys))
 
         chances = [self._chances.of(*kind) for kind in offer.kinds]
         if self._pauses is None:
             return best_pace(chances, step, state.other_tokens, offer.seconds)
         state.promised_tokens = max(state.promised_tokens, promise(chances))
-        is_ahead = not self._drafted and state.other_rows <= state.other_tokens
+        is_ahead = not self._drafted and not others_draft
         return best_pace(
             chances,
             step,
