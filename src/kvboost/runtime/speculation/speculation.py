@@ -43,8 +43,11 @@ class Speculation:
         if not most or request.mode is GenerationMode.BASELINE:
             return None
         drafters = self.make_drafters(request, self.texts.of(root, epoch))
-        chances = Chances(4, self._chances)
-        return Speculator(drafters, state, most, chances, self._cost, runs_ahead=runs_ahead)
+        speculator = Speculator(
+            drafters, state, most, Chances(4, self._chances), self._cost, runs_ahead=runs_ahead
+        )
+        speculator.only_alone = runs_ahead and request.speculate == "auto"
+        return speculator
 
     def remember(self, root: ChunkKey, ids: TokenIds, epoch: int) -> None:
         """Later requests of this tenant may be drafted from this text."""
@@ -76,6 +79,9 @@ class Speculator:
     ) -> None:
         self._drafters = drafters
         self._pauses = Pauses() if runs_ahead else None
+        self.only_alone = False
+        """Whether nothing is drafted beside other requests: on a GPU, where steps run ahead of the
+        host, drafts in a batch make all requests wait for it."""
         self._drafted = False
         self._state = state
         self._most = most
@@ -97,12 +103,17 @@ class Speculator:
         """The tokens to run with the next ``rows`` rows of the request: at most ``most``, and those
         at their beginning that may follow, as ``allowed`` counts them."""
         self._expected = []
-        if self._pauses is not None and not self._pauses.is_over(self._state.accepted_tokens):
+        if self._is_paused():
             self._state.expected_tokens, self._drafted = 1.0, False
             return []
         tokens = self._choose(rows, most, allowed)
         self._drafted = bool(tokens)
         return tokens
+
+    def _is_paused(self) -> bool:
+        if self.only_alone and self._state.other_rows:
+            return True
+        return self._pauses is not None and not self._pauses.is_over(self._state.accepted_tokens)
 
     def _choose(self, rows: int, most: int, allowed: Callable[[list[int]], int]) -> list[int]:
         best, chosen = NO_DRAFT, None

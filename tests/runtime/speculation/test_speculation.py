@@ -1,0 +1,46 @@
+"""When a request drafts."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvboost.config import GenerationMode, RepairParams, SamplingParams
+from kvboost.reuse.cost import CostModel
+from kvboost.runtime.request import Request, RequestState
+from kvboost.runtime.speculation.speculation import Speculation, Speculator
+from kvboost.tokens.hashing import ChunkKey, as_token_ids
+
+
+def speculator(speculate: str | int, *, runs_ahead: bool, others: int) -> Speculator:
+    """Of a request whose prompt repeats itself, where a step costs the same for 1 to 64 rows."""
+    cost = CostModel(1e-4)
+    for rows in range(1, 65):
+        for _ in range(8):
+            cost.observe_step(rows, 0.01)
+    prompt = list(range(2, 40)) * 3
+    mode = GenerationMode.PREFIX_CACHE
+    request = Request(
+        as_token_ids(prompt), mode, "", SamplingParams(), RepairParams(), speculate=speculate
+    )
+    state = RequestState(request, rows=len(prompt))
+    state.other_rows = state.other_tokens = others
+    found = Speculation(cost).start(state, ChunkKey(""), 0, runs_ahead=runs_ahead)
+    assert found is not None
+    return found
+
+
+def drafted(speculate: str | int, *, runs_ahead: bool, others: int) -> int:
+    found = speculator(speculate, runs_ahead=runs_ahead, others=others)
+    found.follow()
+    return len(found.draft(1, 8, len))
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_request_alone_drafts(runs_ahead: bool) -> None:
+    assert drafted("auto", runs_ahead=runs_ahead, others=0)
+
+
+def test_beside_others_steps_that_run_ahead_have_no_drafts_unless_asked_for() -> None:
+    assert not drafted("auto", runs_ahead=True, others=3)
+    assert drafted("auto", runs_ahead=False, others=3)
+    assert drafted(8, runs_ahead=True, others=3)
