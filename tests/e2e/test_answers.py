@@ -36,4 +36,4 @@ def test_the_command_line_answers_in_a_process_of_its_own() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
-    assert "not read again" in done.stdout
+    assert "% reused" in done.stdout

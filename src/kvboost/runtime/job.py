@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from kvboost.config import GenerationMode
 from kvboost.results import SpanKind
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.streams import AnswerListener
-from kvboost.tokens.hashing import ChunkKey, TokenIds, window_hashes
+from kvboost.tokens.hashing import ChunkKey, TokenIds, common_prefix, window_hashes
 
 if TYPE_CHECKING:
     from kvboost.model.segment import Segment
@@ -79,6 +80,19 @@ class Job:
     @property
     def rows_left(self) -> int:
         return sum(map(len, self.left_to_read))
+
+    def common_with(self, other: Job) -> tuple[int, list[int]]:
+        """How many tokens both prompts begin with, and at which places after them the other one has
+        windows of this one."""
+        if other not in self._common:
+            begin = common_prefix(self.token_ids, other.token_ids)
+            places = (place for hash, place in other.windows.items() if hash in self.windows)
+            self._common[other] = begin, [place for place in places if place >= begin]
+        return self._common[other]
+
+    @cached_property
+    def _common(self) -> WeakKeyDictionary[Job, tuple[int, list[int]]]:
+        return WeakKeyDictionary()
 
     @cached_property
     def windows(self) -> dict[int, int]:

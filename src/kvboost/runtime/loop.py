@@ -19,6 +19,7 @@ from kvboost.config import EngineConfig
 from kvboost.errors import KVBoostError, ShuttingDownError
 from kvboost.results import GenerationResult
 from kvboost.runtime.capacity import check_size, has_room
+from kvboost.runtime.company import Company
 from kvboost.runtime.computing import Results, Steps, next_need
 from kvboost.runtime.errands import Errands
 from kvboost.runtime.healing import Healer
@@ -294,8 +295,9 @@ class Loop:
         if len(batch) > 1:  # a request that is alone measures its steps itself
             seconds, drafted = self._step_ended - began, num_rows > len(batch)
             self._runtime.cost.observe_step(num_rows, seconds, drafted=drafted)
+        company = Company(self._running())
         for job, result in zip(batch, results, strict=True):
-            self._advance(job, result)
+            self._advance(job, result, company)
 
     def _run_alone(self, job: Job) -> None:
         """Runs the rows of one request whose batch failed. If it has a hook, that may have changed
@@ -312,18 +314,14 @@ class Loop:
             return
         self._advance(job, result)
 
-    def _advance(self, job: Job, given: Results | None) -> None:
-        """Sends a request its logits, or its next token, and asks what it needs next."""
+    def _advance(self, job: Job, given: Results | None, company: Company | None = None) -> None:
+        """Sends a request its logits, or its next token, and asks what it needs next. ``company``:
+        the requests that run, with this one."""
         assert job.steps is not None
-        running = self._running()
-        someone_answers = any(not other.is_reading for other in running)
-        job.state.slice_rows = self._scheduler.slice_rows(someone_answers)
+        company = Company(self._running()) if company is None else company
+        job.state.slice_rows = self._scheduler.slice_rows(company.num_answering > 0)
         job.state.has_slack = self._has_slack(job)
-        others = [other for other in running if other is not job]
-        answering = [other.state for other in others if not other.is_reading]
-        job.state.other_tokens = sum(state.expected_tokens for state in answering)
-        job.state.other_promises = sum(state.promised_tokens for state in answering)
-        job.state.other_rows = sum(len(other.need) for other in others if other.need is not None)
+        company.take(job)
         try:
             if job.is_reading:
                 job.need = next_need(self._runtime.model.forward, job.steps, given)
@@ -334,12 +332,13 @@ class Loop:
         except BaseException as error:
             self._finish(job, error)
         else:
+            company.add(job)
             self._show(job)
 
     def _has_slack(self, job: Job) -> bool:
         """Whether the next step of a request may heal some of its rows: those of one request at a
         time, while few answer and no other one reads or waits."""
-        running = self._running()
+        running = self._scheduler.running
         if len(running) > MOST_BESIDE_HEALING or self._scheduler.waiting:
             return False
         healing = next((other for other in running if other.state.heals), job)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from kvboost.config import EngineConfig, GenerationMode
 from kvboost.errors import QueueFullError
 from kvboost.runtime.job import SAMPLED, Job
-from kvboost.tokens.hashing import common_prefix
 
 LEAST_SHARED = 128
 """A request does not wait to share fewer tokens."""
@@ -78,17 +77,15 @@ class Scheduler:
         wait for what it reads."""
         if len(self.running) >= self.config.max_running:
             return None
-        ready = [
-            job
-            for job in self.waiting
-            if not self._waits_for_sharing(job, now) and not self._step_is_full(job, rows, now)
-        ]
-        if not ready:
-            return None
-        # The tenant with the fewest running jobs goes first; min() keeps the order of arrival.
+        # The tenant with the fewest running jobs goes first; sorting keeps the order of arrival.
         busy = Counter(job.tenant for job in self.running)
-        job = min(ready, key=lambda job: busy[job.tenant])
-        if not fits(job):
+        ready = (
+            job
+            for job in sorted(self.waiting, key=lambda job: busy[job.tenant])
+            if not self._waits_for_sharing(job, now) and not self._step_is_full(job, rows, now)
+        )
+        job = next(ready, None)
+        if job is None or not fits(job):
             return None  # smaller jobs do not overtake it, or it might wait for ever
         self.waiting.remove(job)
         self.running.append(job)
@@ -163,13 +160,12 @@ class Scheduler:
 def num_shared(job: Job, other: Job) -> int:
     """About how many of the tokens that ``other`` still has to read would serve ``job``: in its
     prefix, or with moved reuse anywhere."""
-    common = common_prefix(job.token_ids, other.token_ids)
+    common, elsewhere = job.common_with(other)
     left = other.left_to_read
     prefix = sum(max(0, min(common, rows.stop) - rows.start) for rows in left)
     if job.mode is not GenerationMode.CHUNK_KV_REUSE or prefix >= LEAST_SHARED:
         return prefix
-    elsewhere = (place for hash, place in other.windows.items() if hash in job.windows)
-    return prefix + SAMPLED * _num_within((place for place in elsewhere if place >= common), left)
+    return prefix + SAMPLED * _num_within(elsewhere, left)
 
 
 def _num_within(places: Iterable[int], ranges: Sequence[range]) -> int:

@@ -16,6 +16,8 @@ from kvboost.runtime.speculation.suffixes import IndexedText
 from kvboost.runtime.speculation.texts import TenantTexts
 from kvboost.tokens.hashing import ChunkKey, TokenIds
 
+ROUNDING = 1e-6
+"""Of a sum of expected tokens."""
 MakeDrafters = Callable[[Request, Sequence[IndexedText]], Sequence[Drafter]]
 """The drafters of a request, given its tenant's last texts."""
 
@@ -144,7 +146,7 @@ class Speculator:
     def _pace(self, offer: Offer, rows: int) -> Pace:
         state, cost = self._state, self._cost
 
-        others_draft = state.other_rows > state.other_tokens
+        others_draft = state.other_rows > state.other_tokens + ROUNDING
 
         def step(length: int) -> float:
             total, keys = state.other_rows + rows + length, state.rows + rows

@@ -1,0 +1,38 @@
+"""What a request is told about the others of its loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvboost.runtime.job import Job
+
+
+class Company:
+    """What requests need and expect together. A request is taken out while it is asked what it
+    needs next, so that it is told of the others; adding all of them up each time would take as long
+    as a step where many run."""
+
+    def __init__(self, jobs: Iterable[Job]) -> None:
+        self.num_answering = 0
+        self._tokens = self._promises = 0.0
+        self._rows = 0
+        for job in jobs:
+            self.add(job)
+
+    def add(self, job: Job) -> None:
+        self._count(job, 1)
+
+    def take(self, job: Job) -> None:
+        """Takes a request out and tells it of the others."""
+        self._count(job, -1)
+        job.state.other_tokens = self._tokens
+        job.state.other_promises = self._promises
+        job.state.other_rows = self._rows
+
+    def _count(self, job: Job, sign: int) -> None:
+        if not job.is_reading:
+            self.num_answering += sign
+            self._tokens += sign * job.state.expected_tokens
+            self._promises += sign * job.state.promised_tokens
+        if job.need is not None:
+            self._rows += sign * len(job.need)

@@ -1,0 +1,49 @@
+"""A request is told of the others of its loop."""
+
+from __future__ import annotations
+
+from kvboost.config import GenerationMode, RepairParams, SamplingParams
+from kvboost.runtime.company import Company
+from kvboost.runtime.job import Job
+from kvboost.runtime.request import Request, RequestState
+from kvboost.tokens.hashing import ChunkKey, as_token_ids
+
+
+class NoListener:
+    def push(self, pieces: list[str]) -> None: ...
+    def end(self, error: BaseException | None) -> None: ...
+
+
+def job(answered: int, need: int | None, expected: float = 1.0, promised: float = 0.0) -> Job:
+    mode = GenerationMode.PREFIX_CACHE
+    request = Request(as_token_ids([1, 2, 3]), mode, "", SamplingParams(), RepairParams())
+    state = RequestState(request, token_ids=[7] * answered)
+    state.expected_tokens, state.promised_tokens = expected, promised
+    found = Job(state, ChunkKey("root"), NoListener())
+    found.need = None if need is None else range(need)  # type: ignore[assignment]
+    return found
+
+
+def test_it_is_told_what_the_others_need_and_expect() -> None:
+    reading, one, other = job(0, 30), job(2, 1, 1.0, 0.5), job(3, 4, 2.5, 1.0)
+    company = Company([reading, one, other])
+    assert company.num_answering == 2
+    company.take(one)
+    assert (one.state.other_tokens, one.state.other_promises, one.state.other_rows) == (
+        2.5,
+        1.0,
+        34,
+    )
+    one.state.expected_tokens, one.need = 3.0, range(3)  # type: ignore[assignment]
+    company.add(one)
+    company.take(other)
+    assert (other.state.other_tokens, other.state.other_rows) == (3.0, 33)
+
+
+def test_one_that_has_ended_is_not_counted() -> None:
+    ended, paused = job(2, 1), job(1, None)
+    company = Company([ended, paused])
+    company.take(ended)
+    company.take(paused)
+    assert company.num_answering == 0
+    assert (paused.state.other_tokens, paused.state.other_rows) == (0.0, 0)
