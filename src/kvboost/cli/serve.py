@@ -198,6 +198,14 @@ def serve(
     tp_size: Annotated[
         int, typer.Option(min=1, help="GPUs to split the model over; must divide its KV heads.")
     ] = 1,
+    rehearse: Annotated[
+        bool | None,
+        typer.Option(
+            "--rehearse/--no-rehearse",
+            help="Answer made-up prompts of many sizes before taking requests, so that users do "
+            "not wait while graphs of new sizes are recorded. By default on GPUs.",
+        ),
+    ] = None,
     config: ConfigFile = None,
     cors_origin: CorsOrigin = None,
     tls_cert: TlsCert = None,
@@ -217,6 +225,7 @@ def serve(
         try:
             from kvboost.serve.process import bind
             from kvboost.serve.process import serve as run
+            from kvboost.serve.rehearsal import rehearse as rehearsed
             from kvboost.serve.settings import ServerSettings, is_loopback
             from kvboost.serve.warm_files import read_texts
         except ModuleNotFoundError as error:
@@ -288,6 +297,9 @@ def serve(
         ):
             for name, path in adapters.items():
                 engine.load_adapter(name, path)
+            if engine.device.type == "cuda" if rehearse is None else rehearse:
+                say.print("rehearsing requests of many sizes; --no-rehearse leaves it out")
+                say.print(f"rehearsed in {rehearsed(engine, max_running):.0f} s")
             port = listening.getsockname()[1]
             ready = partial(announce, engine, settings, host, port)
             run(engine, settings, listening, ready, reread)
