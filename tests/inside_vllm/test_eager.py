@@ -99,7 +99,8 @@ def test_moved_text_is_reused_and_some_of_it_computed(engine: Engine, texts: Tex
     moved = engine.ask(ids)
     assert moved.usage is not None and moved.usage["moved_tokens"] > 400
     recomputed = moved.usage["recomputed_tokens"]
-    assert 0.05 < recomputed / moved.usage["moved_tokens"] < 0.2
+    # Between half and twice the ratio, by what the prompt's last row attends to.
+    assert 0.09 < recomputed / moved.usage["moved_tokens"] < 0.39
     assert recomputed <= engine.rows - rows < len(ids) // 2
     # vLLM loads everything but the tail, which it computes itself.
     assert moved.cached == (len(ids) - 1) // PAGE * PAGE

@@ -112,8 +112,8 @@ def _watch_memory(minutes: float) -> Case:
         seen = soak(small_model(), minutes * 60, Path(folder), step.advance)
         case.note = (
             f"{seen.requests:,} requests, {seen.checked} answers compared; resident memory "
-            f"{seen.settled_mb:,.0f} MB after a tenth of the time, then at most "
-            f"{seen.most_mb:,.0f} ({seen.growth:+.1%})"
+            f"{seen.levels_mb[0]:,.0f} MB after a tenth of the time, then at most "
+            f"{max(seen.levels_mb):,.0f} ({seen.growth:+.1%})"
         )
         expect(not seen.problems, "; ".join(seen.problems))
     return case
