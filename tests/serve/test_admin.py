@@ -140,3 +140,8 @@ def test_the_live_view_follows_the_healing_of_the_last_answers(client) -> None:
             "mean_kl": 0.01,
         },
     }
+
+
+def test_a_parameter_of_the_page_is_given_once(client) -> None:
+    assert client.get("/kvboost/live?since=1&since=2").status_code == 400
+    assert client.get("/kvboost/cache?limit=5&limit=6").status_code == 400

@@ -64,6 +64,15 @@ def test_a_file_is_uploaded_as_it_is(client) -> None:
         assert send(data, kind).status_code == status
 
 
+@pytest.mark.parametrize("path", ["files?title=a&title=b", "documents?cache_salt=&cache_salt=x"])
+def test_a_parameter_that_is_given_twice_is_named(client, path: str) -> None:
+    method = "POST" if path.startswith("files") else "GET"
+    headers = {"content-type": "text/plain"}
+    answer = client.request(method, f"/kvboost/{path}", content=b"A lamp.", headers=headers)
+    assert answer.status_code == 400
+    assert "is given 2 times in the address; give it once" in answer.json()["error"]["message"]
+
+
 def test_a_document_in_a_message_becomes_its_text(client, fake) -> None:
     document = upload(client, title="Light")
     part = {"type": "document", "document_id": document["id"]}

@@ -19,6 +19,7 @@ from kvboost.serve.completions import completion_call
 from kvboost.serve.errors import ApiError, from_engine
 from kvboost.serve.openapi import errors
 from kvboost.serve.prompts import encode, num_characters, refuse_long_text
+from kvboost.serve.query import EACH_ONCE
 from kvboost.serve.request_documents import PinDocument, PinIds, PinRequest, PinText
 from kvboost.serve.request_models import (
     ChatPlan,
@@ -109,7 +110,12 @@ async def plan(body: PlanRequest, server: Server, caller: Caller) -> Response:
     return JSONResponse(await server.workers.tokenize(num_characters(prompt), work))
 
 
-@router.get("/cache", response_model=CacheReply, responses=errors(400, has_body=False))
+@router.get(
+    "/cache",
+    response_model=CacheReply,
+    responses=errors(400, has_body=False),
+    dependencies=[EACH_ONCE],
+)
 async def cache(
     server: Server,
     limit: Annotated[int, Query(ge=1, le=1000, description="Number of chunks to list.")] = 20,
@@ -180,7 +186,12 @@ async def unpin(name: str, server: Server) -> Response:
     return JSONResponse(asdict(found))
 
 
-@router.get("/live", response_model=LiveReply, responses=errors(400, has_body=False))
+@router.get(
+    "/live",
+    response_model=LiveReply,
+    responses=errors(400, has_body=False),
+    dependencies=[EACH_ONCE],
+)
 async def live(
     server: Server,
     since: Annotated[int, Query(ge=0, lt=2**63, description="The last seq that was seen.")] = 0,

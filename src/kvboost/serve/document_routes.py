@@ -14,6 +14,7 @@ from kvboost.serve.documents import titled
 from kvboost.serve.errors import ApiError
 from kvboost.serve.openapi import errors
 from kvboost.serve.prompts import encode
+from kvboost.serve.query import EACH_ONCE
 from kvboost.serve.request_documents import DocumentUpload
 from kvboost.serve.response_documents import (
     Deleted,
@@ -25,7 +26,9 @@ from kvboost.serve.response_documents import (
 )
 from kvboost.serve.server import Caller, Server, ServerState
 
-router = APIRouter(prefix="/kvboost", tags=["documents"], route_class=BodyRoute)
+router = APIRouter(
+    prefix="/kvboost", tags=["documents"], route_class=BodyRoute, dependencies=[EACH_ONCE]
+)
 
 Salt = Annotated[str, Query(max_length=512, description="The cache_salt of its requests.")]
 Title = Annotated[str | None, Query(max_length=512, description="A line before the text.")]

@@ -1,0 +1,24 @@
+"""The parameters of a request's address."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from fastapi import Depends, Request
+
+from kvboost.serve.errors import ApiError
+
+
+def _check(request: Request) -> None:
+    """Which one counts of several values, clients and servers would understand differently."""
+    times = Counter(name for name, _ in request.query_params.multi_items())
+    for name, number in times.items():
+        if number > 1:
+            raise ApiError(
+                400,
+                f"{name[:80]!r} is given {number} times in the address; give it once",
+                param=name,
+            )
+
+
+EACH_ONCE = Depends(_check)
