@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvboost.config import GenerationMode, RepairParams, SamplingParams
@@ -15,7 +16,7 @@ from kvboost.results import (
     Speculated,
     TokenLogprob,
 )
-from kvboost.tokens.hashing import TokenIds
+from kvboost.tokens.hashing import PrefixHashes, TokenIds, prefix_hashes
 
 if TYPE_CHECKING:
     from kvboost.model.adapters.adapter import AppliedAdapter
@@ -54,6 +55,11 @@ class Request:
         not cached, those before them are the base model's."""
         adapter = self.adapter
         return adapter.start if adapter is not None and adapter.is_activated else sys.maxsize
+
+    @cached_property
+    def prefix_hashes(self) -> PrefixHashes:
+        """Those of its prompt, which is compared with many others."""
+        return prefix_hashes(self.token_ids)
 
 
 @dataclass
