@@ -297,7 +297,8 @@ class Loop:
             self._runtime.cost.observe_step(num_rows, seconds, drafted=drafted)
         company = Company(self._running())
         for job, result in zip(batch, results, strict=True):
-            self._advance(job, result, company)
+            if result is not None:  # it comes with the next step
+                self._advance(job, result, company)
 
     def _run_alone(self, job: Job) -> None:
         """Runs the rows of one request whose batch failed. If it has a hook, that may have changed
@@ -308,7 +309,7 @@ class Loop:
             job.steps, job.need, job.runs_alone = self._steps(job), None, True
             return
         try:
-            (result,) = self._forward.run([job.need])
+            result = self._forward.run_one(job.need)
         except Exception as error:
             self._throw(job, error)
             return
