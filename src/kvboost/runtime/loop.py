@@ -322,6 +322,7 @@ class Loop:
         company = Company(self._running()) if company is None else company
         job.state.slice_rows = self._scheduler.slice_rows(company.num_answering > 0)
         job.state.has_slack = self._has_slack(job)
+        job.state.is_awaited = bool(self._scheduler.waiting)
         company.take(job)
         try:
             if job.is_reading:

@@ -87,6 +87,8 @@ class RequestState:
     """How many chunks the request has added to the store."""
     batched: bool = False
     """Whether the loop runs it, beside other requests that may share its rows."""
+    is_awaited: bool = False
+    """Whether requests wait to be started, perhaps for the text that this one reads."""
     accompanied: bool = False
     """Whether other requests shared its forwards. Its times then say nothing about costs."""
     slice_rows: int | None = None
