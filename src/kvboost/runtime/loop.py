@@ -247,9 +247,11 @@ class Loop:
 
     def _resume_paused(self) -> None:
         """Asks the requests that paused, perhaps to admit rows, what they need next."""
-        for job in self._running():
+        running = self._running()
+        company = Company(running)
+        for job in running:
             if job.need is None:
-                self._advance(job, None)
+                self._advance(job, None, company)
 
     def _start_waiting(self) -> None:
         """Starts waiting requests that fit, until the next step is full."""
