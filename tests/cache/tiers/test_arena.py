@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.cache.tiers.arena import GRAIN, Arena
+from kvboost.cache.tiers.arena import AHEAD, GRAIN, Arena
 from kvboost.cache.tiers.ram import RamTier
 
 BLOCK = 8 * GRAIN
@@ -99,13 +99,26 @@ def test_blocks_are_made_ahead_of_their_use_by_another_thread() -> None:
         makers.append(threading.current_thread().name)
         return block(num_bytes)
 
-    arena = Arena(get_block, 2 * BLOCK, Passed, block_bytes=BLOCK)
+    arena = Arena(get_block, 9 * BLOCK, Passed, block_bytes=BLOCK)
     kept = [grains(arena, 8)]
     assert arena.num_bytes == BLOCK
     kept.append(grains(arena, 8))
-    arena.close()
-    assert len(makers) == 2 and all("kvboost-memory" in name for name in makers)
+    arena._maker.shutdown()  # waits for what it has been told to make
+    assert len(makers) == 2 + AHEAD and all("kvboost-memory" in name for name in makers)
     assert grains(arena, 1) is None
+
+
+def test_no_more_blocks_are_made_than_may_be_used() -> None:
+    made: list[int] = []
+
+    def get_block(num_bytes: int) -> torch.Tensor:
+        made.append(num_bytes)
+        return block(num_bytes)
+
+    arena = Arena(get_block, 2 * BLOCK, Passed, block_bytes=BLOCK)
+    kept = [grains(arena, 8) for _ in range(3)]
+    assert [one is None for one in kept] == [False, False, True]
+    assert made == [BLOCK, BLOCK]
 
 
 def test_without_memory_or_after_the_end_there_is_no_piece() -> None:

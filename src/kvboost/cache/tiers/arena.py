@@ -19,6 +19,8 @@ from typing import Protocol
 import torch
 
 BLOCK_BYTES = 128 * 1024**2
+AHEAD = 4
+"""Blocks that are made before they are needed."""
 GRAIN = 64 * 1024
 """Pieces have whole multiples of this size, so that few sizes are left between them."""
 
@@ -53,7 +55,7 @@ class Arena:
         self._block_bytes = block_bytes
         self._most_blocks = -(-max_bytes // block_bytes)
         self._blocks: list[torch.Tensor] = []
-        self._coming: Future[torch.Tensor] | None = None
+        self._coming: deque[Future[torch.Tensor]] = deque()
         self._maker = ThreadPoolExecutor(1, "kvboost-memory")
         self._ends: dict[tuple[int, int], int] = {}
         """Free pieces: where each ends, by its block and start."""
@@ -97,15 +99,14 @@ class Arena:
         return torch.frombuffer(lent, dtype=dtype)
 
     def _grow(self) -> bool:
-        """Adds a block, which is ready unless many are needed at once, and has the next made."""
-        if len(self._blocks) >= self._most_blocks:
-            return False
+        """Adds a block, which is ready unless many are needed at once, and has others made."""
         try:
-            coming = self._coming or self._maker.submit(self._get_block, self._block_bytes)
-            self._coming = None
-            block = coming.result()
-            if len(self._blocks) + 1 < self._most_blocks:
-                self._coming = self._maker.submit(self._get_block, self._block_bytes)
+            made = len(self._blocks) + len(self._coming)
+            for _ in range(min(1 + AHEAD - len(self._coming), self._most_blocks - made)):
+                self._coming.append(self._maker.submit(self._get_block, self._block_bytes))
+            if not self._coming:
+                return False
+            block = self._coming.popleft().result()
         except RuntimeError:  # no memory, or closed
             return False
         self._blocks.append(block)
