@@ -1,4 +1,4 @@
-"""Benchmarks: ``kvboost bench NAME``.
+"""Benchmarks: the commands of ``kvboost bench``.
 
 benchmarks.py  the list of them all: the command line, ``bench all`` and the docs read it
 run_all.py     every benchmark in a process of its own; demo.py: ``kvboost demo``
