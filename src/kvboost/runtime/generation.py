@@ -207,7 +207,7 @@ class Generation:
                 break
             if state.batched and is_first:  # others may wait for this prompt
                 yield None
-                self._keeping.admit(wait=False)
+                self._keeping.admit(ended=False)
                 state.clock.lap("admit")
             given = yield from self._next(sampler, constraint, limit)
         self._drafts.confirm()
