@@ -62,7 +62,7 @@ class LoadedModel:
     placement: Placement | None = None
     """Which layers are streamed; None if the device's memory has no budget."""
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         return int(self.forward.model.get_input_embeddings().num_embeddings)
 

@@ -28,7 +28,7 @@ from kvboost.runtime.loop_stats import LoopStats
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.scheduler import Scheduler
-from kvboost.runtime.streams import AnswerListener, FutureAnswer
+from kvboost.runtime.streams import AnswerListener, FutureAnswer, Outbox
 from kvboost.runtime.verified import make_generation
 
 T = TypeVar("T")
@@ -64,6 +64,7 @@ class Loop:
         self._batch_sizes: Counter[int] = Counter()
         self._finished: Counter[str] = Counter()
         self._errands = Errands()
+        self._outbox = Outbox()
         self._step_ended: float | None = None
         """When the last step did, if the next one follows at once: what requests do between two of
         them takes time as well, unless steps on a device run meanwhile."""
@@ -233,8 +234,10 @@ class Loop:
         self._remove_departed()
         self._resume_paused()
         self._start_waiting()
+        self._outbox.send()
         for batch in self._pick_batches():
             self._run(batch)
+            self._outbox.send()
 
     def _remove_departed(self) -> None:
         """Ends the requests that were cancelled or whose deadline has passed."""
@@ -379,14 +382,15 @@ class Loop:
             self._finished["error" if error is not None else job.state.finish_reason] += 1
             self._changed.notify_all()
         self._show(job)
-        job.listener.end(error)
+        self._outbox.end(job.listener, error)
+        self._outbox.send()
 
     def _show(self, job: Job) -> None:
-        """Hands new text to the listener."""
+        """Puts new text into the outbox."""
         pieces = job.state.text[job.pieces_shown :]
         if pieces:
             job.pieces_shown += len(pieces)
-            job.listener.push(pieces)
+            self._outbox.push(job.listener, pieces)
 
     def _steps(self, job: Job) -> Steps:
         return make_generation(self._runtime, job.state).steps()
