@@ -144,8 +144,8 @@ class GrowingText:
         self._ends: dict[tuple[int, ...], int] = {}
         """Where the n-grams that end in the answer ended last, if a token follows."""
         self._found: Occurrence | None = None
-        """The longest occurrence that was found last, as long as the text continues as it did
-        there. Then no other one is longer: it would have been before."""
+        """What was found last, as long as the text continues as it did there. Then no other
+        occurrence is longer, unless it was not seen before: it would have been longer then."""
 
     def push(self, token_id: int) -> None:
         for size in SIZES:
