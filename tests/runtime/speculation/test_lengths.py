@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvboost.model.paged.draft_steps import counted_rows
-from kvboost.reuse.cost import CostModel
+from kvboost.reuse.cost import CostModel, unpadded
 from kvboost.runtime.speculation.chances import Chances
 from kvboost.runtime.speculation.lengths import CHEAP, NO_DRAFT, SURE, best_pace
 from kvboost.runtime.speculation.pauses import Pauses
@@ -109,7 +109,7 @@ def test_what_repeats_nothing_is_looked_up_less_often() -> None:
 
 def test_steps_with_drafts_over_pages_are_learned_apart() -> None:
     cost = CostModel(0.0)
-    cost.drafted_rows = counted_rows
+    cost.plain_rows, cost.drafted_rows = unpadded, counted_rows
     for _ in range(3):
         cost.observe_step(8, 1.0)  # eight requests
         cost.observe_step(5, 3.0, drafted=True)  # one with a draft; both are padded to eight rows
