@@ -225,7 +225,6 @@ def serve(
         try:
             from kvboost.serve.process import bind
             from kvboost.serve.process import serve as run
-            from kvboost.serve.rehearsal import rehearse as rehearsed
             from kvboost.serve.settings import ServerSettings, is_loopback
             from kvboost.serve.warm_files import read_texts
         except ModuleNotFoundError as error:
@@ -299,7 +298,7 @@ def serve(
                 engine.load_adapter(name, path)
             if engine.device.type == "cuda" if rehearse is None else rehearse:
                 say.print("rehearsing requests of many sizes; --no-rehearse leaves it out")
-                say.print(f"rehearsed in {rehearsed(engine, max_running):.0f} s")
+                say.print(f"rehearsed in {engine.rehearse():.0f} s")
             port = listening.getsockname()[1]
             ready = partial(announce, engine, settings, host, port)
             run(engine, settings, listening, ready, reread)

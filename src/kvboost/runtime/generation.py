@@ -7,6 +7,8 @@ that runs alone makes one forward of each segment (``runtime/alone.py``); in a b
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -36,6 +38,10 @@ from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.step_healing import StepHealing
 from kvboost.structured.grammars import Constraint
 from kvboost.tokens.hashing import TokenIds, as_token_ids
+
+KEPT_AFTER = 1.0
+"""Seconds after the first token until the prompt's rows are kept, if no other request waits, which
+may need them. A short answer ends before, and all of its rows are kept at once."""
 
 
 class Generation:
@@ -196,8 +202,8 @@ class Generation:
             self._healing = StepHealing.of(self._runtime, state, self._kv)
         answer = Answer(state, model.tokenizer, model.eos_ids, limit)
         self._start_speculation()
+        keeps_at = time.monotonic() + KEPT_AFTER if state.batched else math.inf
         while True:
-            is_first = not state.token_ids
             picked = self._choose(sampler, constraint, given)
             self._observe_cost()
             is_complete = constraint is not None and constraint.is_complete
@@ -205,9 +211,10 @@ class Generation:
             self._record(given)
             if ended:
                 break
-            if state.batched and is_first:  # others may wait for this prompt
+            if keeps_at < math.inf and (state.is_awaited or time.monotonic() > keeps_at):
+                keeps_at = math.inf
                 yield None
-                self._keeping.admit(wait=False)
+                self._keeping.admit(ended=False)
                 state.clock.lap("admit")
             given = yield from self._next(sampler, constraint, limit)
         self._drafts.confirm()

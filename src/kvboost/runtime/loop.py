@@ -249,9 +249,11 @@ class Loop:
 
     def _resume_paused(self) -> None:
         """Asks the requests that paused, perhaps to admit rows, what they need next."""
-        for job in self._running():
+        running = self._running()
+        company = Company(running)
+        for job in running:
             if job.need is None:
-                self._advance(job, None)
+                self._advance(job, None, company)
 
     def _start_waiting(self) -> None:
         """Starts waiting requests that fit, until the next step is full."""
@@ -301,7 +303,8 @@ class Loop:
             batch[0].state.step_seconds = seconds
         company = Company(self._running())
         for job, result in zip(batch, results, strict=True):
-            self._advance(job, result, company)
+            if result is not None:  # it comes with the next step
+                self._advance(job, result, company)
 
     def _run_alone(self, job: Job) -> None:
         """Runs the rows of one request whose batch failed. If it has a hook, that may have changed
@@ -312,7 +315,7 @@ class Loop:
             job.steps, job.need, job.runs_alone = self._steps(job), None, True
             return
         try:
-            (result,) = self._forward.run([job.need])
+            result = self._forward.run_one(job.need)
         except Exception as error:
             self._throw(job, error)
             return
@@ -325,6 +328,7 @@ class Loop:
         company = Company(self._running()) if company is None else company
         job.state.slice_rows = self._scheduler.slice_rows(company.num_answering > 0)
         job.state.has_slack = self._has_slack(job)
+        job.state.is_awaited = bool(self._scheduler.waiting)
         company.take(job)
         try:
             if job.is_reading:
