@@ -20,9 +20,8 @@ def test_a_step_takes_no_time_while_the_caller_has_a_piece(monkeypatch: pytest.M
         nonlocal seconds
         seconds += more
 
-    def run(segments: list[Any]) -> list[None]:
+    def run_one(segment: Any) -> None:
         take(3.0)
-        return [None]
 
     def steps() -> Any:
         for piece in "abc":
@@ -32,7 +31,7 @@ def test_a_step_takes_no_time_while_the_caller_has_a_piece(monkeypatch: pytest.M
 
     monkeypatch.setattr(alone, "step_clock", lambda device: lambda: seconds)
     shape = SimpleNamespace(device=SimpleNamespace(type="cpu"))
-    forward: Any = SimpleNamespace(shape=shape, steps=None, run=run)
+    forward: Any = SimpleNamespace(shape=shape, steps=None, run_one=run_one)
     request = Request(
         as_token_ids([1, 2]),
         GenerationMode.PREFIX_CACHE,
