@@ -42,5 +42,5 @@ def test_what_must_not_be_after_a_load() -> None:
         script.judge(found)
         return found.problems
 
-    assert seen([100.0, 102.0, 101.0], (20, 20), 1.0) == []
-    assert len(seen([100.0, 110.0, 101.0], (20, 40), 3.0)) == 3
+    assert seen([100.0, 106.0, 101.0], (20, 20), 1.0) == []
+    assert len(seen([100.0, 102.0, 110.0], (20, 40), 3.0)) == 3
