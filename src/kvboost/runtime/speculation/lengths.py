@@ -93,4 +93,5 @@ def _likely(chances: Sequence[float], least: float) -> Sequence[float]:
 
 def promise(chances: Sequence[float]) -> float:
     """How many tokens of a draft will be accepted."""
-    return sum(accumulate(chances, mul))
+    total: float = sum(accumulate(chances, mul))
+    return total
