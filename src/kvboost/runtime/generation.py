@@ -48,8 +48,6 @@ class Generation:
     """One request, from its plan to the chunks it leaves. Use each instance for one call of
     ``steps``, ``read``, ``score`` or ``heal``."""
 
-    picks_on_device = True
-    """Whether tokens may be picked where the logits are, and steps be launched ahead."""
     speculates = True
     """Whether tokens may be drafted and checked together."""
 
@@ -198,8 +196,7 @@ class Generation:
             self._kv, params, model.generation_config, request.token_ids, constraint
         )
         limit = self._runtime.answer_limit(request)
-        if self.picks_on_device:
-            self._healing = StepHealing.of(self._runtime, state, self._kv)
+        self._healing = StepHealing.of(self._runtime, state, self._kv)
         answer = Answer(state, model.tokenizer, model.eos_ids, limit)
         self._start_speculation()
         keeps_at = time.monotonic() + KEPT_AFTER if state.batched else math.inf
@@ -314,7 +311,7 @@ class Generation:
     def _on_device(self, sampler: Sampler | RowSampler, draft: Sequence[int]) -> RowSampler | None:
         """What picks the tokens after the next rows where their logits are; None if the host does.
         A penalty for tokens that were seen must not see those of a draft."""
-        if not self.picks_on_device or not isinstance(sampler, RowSampler):
+        if not isinstance(sampler, RowSampler):
             return None
         return None if draft and sampler.kind.penalizes else sampler
 
