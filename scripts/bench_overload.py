@@ -1,10 +1,12 @@
 """More requests than a server can answer: chats, schemas, tools, /v1/responses and /v1/messages.
 
-Clients ask again as soon as they have an answer. There are twice as many of them as the server runs
+The crowd asks again as soon as it has an answer. There are twice as many clients as the server runs
 and lets wait, and some hang up or send what is wrong. Every request must be answered, or refused
 with 429 or 503 and Retry-After. An answer must keep to its schema, and a greedy one must be what
-the idle server answered before. Afterwards the server must hold no KV, and its memory must not
-have grown. Ends with status 1 if anything of this does not hold; the last line is JSON.
+the idle server answered before. A light user with a key of its own asks for a short answer now and
+then: it must never be refused, and wait no longer than the crowd does. Afterwards the server must
+hold no KV, no more open files than before, and its memory must be back at its level. Ends with
+status 1 if anything of this does not hold; the last line is JSON.
 
     python scripts/bench_overload.py --minutes 5
 """
@@ -14,7 +16,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -28,10 +32,12 @@ from kvboost.bench.load.serve.clients import data_of
 from kvboost.bench.load.soak import MOST_GROWTH, levels, resident_mb
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import KVBoostServer
-from kvboost.bench.peers.setting import prepare
+from kvboost.bench.peers.setting import Setting, prepare
 from kvboost.bench.texts.prompts import docstrings
 from kvboost.config import DEFAULT_MODEL
 
+OPERATOR, CROWD, LIGHT = "operator-key", "crowd-key", "light-key"
+KEYS = (f"admin:operator:{OPERATOR}", f"crowd:{CROWD}", f"light:{LIGHT}")
 MAX_RUNNING, MAX_WAITING = 8, 8
 CACHE_BYTES = 256 * 1024**2
 """Soon full, so that memory does not grow because the cache fills."""
@@ -40,6 +46,8 @@ TEXT_CHARACTERS = 1200
 MAX_TOKENS = 128
 REST_SECONDS = 120.0
 REFUSALS = (429, 503)
+MORE_FILES = 4
+"""Files and connections that the server may have open at rest beside those before."""
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -121,19 +129,20 @@ def _chat_said(answer: dict[str, Any]) -> tuple[str, bool]:
     (choice,) = answer["choices"]
     calls = choice["message"].get("tool_calls") or ()
     text = "".join(one["function"]["arguments"] for one in calls)
-    return text or choice["message"]["content"], choice["finish_reason"] != "length"
+    said = choice["message"]["content"] or ""
+    return said + text, choice["finish_reason"] != "length"
 
 
 def _chat_joined(events: Sequence[dict[str, Any]]) -> tuple[str, bool]:
-    text, ends = "", []
+    said, text, ends = "", "", []
     for choice in (choice for one in events for choice in one["choices"]):
         delta = choice["delta"]
         calls = delta.get("tool_calls") or ()
-        text += delta.get("content") or ""
+        said += delta.get("content") or ""
         text += "".join(one["function"].get("arguments") or "" for one in calls)
         ends += filter(None, [choice.get("finish_reason")])
     (end,) = ends
-    return text, end != "length"
+    return said + text, end != "length"
 
 
 def _response(kind: str, body: dict[str, Any]) -> Request:
@@ -183,13 +192,22 @@ class Seen:
     """Answers that were held against those of the idle server."""
     validated: int = 0
     """Those that were complete and had a schema."""
-    memory_mb: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Without the KV of running requests: after a tenth of the time, at the end, and at most."""
+    memory_mb: list[float] = field(default_factory=list)
+    """Levels without the KV of running requests, from a tenth of the time on; the last is at
+    rest."""
+    open_files: tuple[int, int] = (0, 0)
+    """Of the server, before and at rest afterwards."""
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """How long short answers took: those of the light user while nothing else ran and beside the
+    crowd, and those of the crowd."""
     finished: dict[str, int] = field(default_factory=dict)
 
     def expect(self, holds: bool, otherwise: str) -> None:
         if not holds:
             self.problems.append(otherwise)
+
+    def took(self, who: str, seconds: float) -> None:
+        self.seconds.setdefault(who, []).append(seconds)
 
 
 class Clients:
@@ -205,6 +223,7 @@ class Clients:
             timeout=600,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,
+            headers={"x-api-key": CROWD},
         )
 
     async def close(self) -> None:
@@ -216,6 +235,28 @@ class Clients:
             response = await self._client.post(request.path, json=request.body)
             response.raise_for_status()
             self._answers[request.key] = request.said(response.json())[0]
+        for _ in range(3):
+            await self._ask_lightly("light, idle", self._requests[0])
+
+    async def ask_lightly(self, goes_on: Callable[[], bool]) -> None:
+        """The light user: rests as long as each answer has taken."""
+        short = [request for request in self._requests if request.kind == "chat"]
+        rng = random.Random(0)
+        while goes_on():
+            await asyncio.sleep(await self._ask_lightly("light", rng.choice(short)))
+
+    async def _ask_lightly(self, who: str, request: Request) -> float:
+        began = time.monotonic()
+        response = await self._client.post(
+            request.path, json=request.body, headers={"x-api-key": LIGHT}
+        )
+        if response.status_code == 200:
+            self._seen.took(who, time.monotonic() - began)
+            self._judge(request, *request.said(response.json()))
+        else:
+            self._seen.problems.append(f"{who}: HTTP {response.status_code}: {response.text[:200]}")
+        self._seen.outcomes[f"answered: {who}"] += 1
+        return time.monotonic() - began
 
     async def talk(self, seed: int, goes_on: Callable[[], bool], pause: float) -> None:
         """One client: asks as long as it ``goes_on``, and waits ``pause`` seconds when refused."""
@@ -234,9 +275,12 @@ class Clients:
                 await asyncio.sleep(pause)
 
     async def _ask(self, request: Request, rng: random.Random) -> str:
+        began = time.monotonic()
         response = await self._client.post(request.path, json=request.body)
         if response.status_code != 200:
             return self._refused(response)
+        if request.kind == "chat":
+            self._seen.took("crowd", time.monotonic() - began)
         self._judge(request, *request.said(response.json()))
         return f"answered: {request.kind}"
 
@@ -298,7 +342,8 @@ class Clients:
         return "refused"
 
     async def serving(self) -> dict[str, Any]:
-        said = (await self._client.get("/kvboost/cache?limit=1")).json()
+        asked = await self._client.get("/kvboost/cache?limit=1", headers={"x-api-key": OPERATOR})
+        said = asked.json()
         held = said["serving"]["kv_bytes"] + said["stats"]["idle_kv_bytes"]
         return {**said["serving"], "held_mb": held / 1e6}
 
@@ -317,6 +362,7 @@ async def overload(
     there = Clients(server, requests, seen)
     memory: list[float] = []
     await there.learn()
+    files = open_files(server.pid)
     start = time.monotonic()
 
     def goes_on() -> bool:
@@ -329,11 +375,18 @@ async def overload(
                 memory.append(resident_mb(server.pid) - (await there.serving())["held_mb"])
 
     talks = (there.talk(number, goes_on, pause) for number in range(clients))
-    await asyncio.gather(watch(), *talks)
-    seen.memory_mb = levels(memory)
+    await asyncio.gather(watch(), there.ask_lightly(goes_on), *talks)
     await _check_rest(there, seen)
+    at_rest = resident_mb(server.pid) - (await there.serving())["held_mb"]
+    seen.memory_mb = [*levels(memory), at_rest]
     await there.close()
+    seen.open_files = (files, open_files(server.pid))
     return seen
+
+
+def open_files(pid: int) -> int:
+    """How many files and connections a process has open."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 async def _check_rest(there: Clients, seen: Seen) -> None:
@@ -353,6 +406,25 @@ async def _check_rest(there: Clients, seen: Seen) -> None:
     seen.expect(not failed, f"{failed} requests failed inside the server")
 
 
+class KeyedServer(KVBoostServer):
+    """Ours, with a key for each of the tenants."""
+
+    def environment(self, setting: Setting) -> dict[str, str]:
+        return super().environment(setting) | {"KVBOOST_API_KEYS": ",".join(KEYS)}
+
+
+def judge(seen: Seen) -> None:
+    """Notes what must not be after a load of minutes."""
+    first, *_, at_rest = seen.memory_mb
+    seen.expect(
+        at_rest <= (1 + MOST_GROWTH) * first, f"memory grew from {first:,.0f} to {at_rest:,.0f} MB"
+    )
+    before, after = seen.open_files
+    seen.expect(after <= before + MORE_FILES, f"{after} files are open, {before} were before")
+    light, crowd = (statistics.median(seen.seconds[who]) for who in ("light", "crowd"))
+    seen.expect(light <= crowd, f"the light user waits {light:.1f} s, the crowd {crowd:.1f} s")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default=DEFAULT_MODEL)
@@ -361,23 +433,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     setting, _ = prepare(given.model, MAX_RUNNING)
     setting = replace(setting, cache_bytes=CACHE_BYTES, dtype="float32")
     options = ("--max-running", str(MAX_RUNNING), "--max-waiting", str(MAX_WAITING))
-    server = KVBoostServer("kvboost", "prefix_cache", *options)
+    server = KeyedServer("kvboost", "prefix_cache", *options)
     texts = [text[:TEXT_CHARACTERS] for _, text in docstrings() if len(text) >= TEXT_CHARACTERS]
-    with running(server, setting) as there:
+    with running(server, setting, key=OPERATOR) as there:
         requests = make_requests(there.model, texts[:TEXTS])
         clients = 2 * (MAX_RUNNING + MAX_WAITING)
         load = overload(there, requests, clients=clients, seconds=60 * given.minutes)
         seen = asyncio.run(load)
-    first, last, most = seen.memory_mb
-    seen.expect(
-        most <= (1 + MOST_GROWTH) * first, f"memory grew from {first:,.0f} to {most:,.0f} MB"
-    )
+    judge(seen)
     for outcome, number in sorted(seen.outcomes.items()):
         print(f"{number:7,}  {outcome}")
     print(f"{seen.compared:,} answers compared, {seen.validated:,} of them by their schemas")
     print(f"the server counts {seen.finished}")
-    told = f"{first:,.0f} MB after a tenth of the time, {last:,.0f} at the end, {most:,.0f} at most"
-    print(f"memory: {told}")
+    for who, seconds in seen.seconds.items():
+        told = f"{statistics.median(seconds):.1f} s, {max(seconds):.1f} at most"
+        print(f"a short answer takes {told}: {who}, {len(seconds)} times")
+    first, *_, at_rest = seen.memory_mb
+    told = f"{first:,.0f} MB after a tenth of the time, {max(seen.memory_mb):,.0f} at most"
+    print(f"memory: {told}, {at_rest:,.0f} at rest")
+    print(f"open files: {seen.open_files[0]} before, {seen.open_files[1]} at rest")
     for problem in list(dict.fromkeys(seen.problems))[:20]:
         print(f"! {problem}")
     print(json.dumps(vars(seen)))

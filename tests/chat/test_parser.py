@@ -37,6 +37,10 @@ CASES = {
         f"<tool_call>\n{ROME}\n</tool_call>",
         ParsedAnswer("", "", (ToolCall("weather", ROME_ARGUMENTS),)),
     ),
+    "a call whose closing tag is cut off": (
+        f"<tool_call>\n{ROME}\n</tool",
+        ParsedAnswer("", "", (ToolCall("weather", ROME_ARGUMENTS),)),
+    ),
     "all of it": (
         f"<think>hm</think>I look.\n<tool_call>{ROME}</tool_call>\n<tool_call>\n"
         '{"arguments": {"x": 1}, "name": "now"}\n</tool_call>\nDone',

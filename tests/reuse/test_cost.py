@@ -7,6 +7,7 @@ from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
 from kvboost.config import RepairParams
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.plan import Plan, make_plan
+from kvboost.reuse.step_times import size_of
 
 FIXED, ROW, KEY = 0.05, 0.0005, 1e-7
 
@@ -92,3 +93,12 @@ def test_padded_forwards_cost_what_is_computed() -> None:
     assert cost.forward(3, 2000) == cost.forward(60, 2000)
     assert cost.forward(40, 1000) == pytest.approx(seconds(64, 1000), rel=0.1)
     assert cost.forward(1, 1000) == pytest.approx(seconds(1, 1000), rel=0.1)
+
+
+def test_steps_of_about_as_many_rows_are_measured_together() -> None:
+    sizes = {1: 1, 9: 9, 12: 12, 13: 16, 16: 16, 32: 32, 33: 40, 41: 48}
+    assert {rows: size_of(rows) for rows in sizes} == sizes
+    cost = CostModel(1e-4)
+    for rows in (8, 8, 8, 29, 30, 31):
+        cost.observe_step(rows, 1.0 if rows == 8 else 3.0)
+    assert cost.step(32, 0) == cost.step(29, 0) == 3.0

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from kvboost.reuse.step_times import KEPT, LEAST, MOST_ROWS, RECENT, StepTimes, rising
+from kvboost.reuse.step_times import (
+    FIXED_ROWS,
+    KEPT,
+    LEAST,
+    MOST_ROWS,
+    RECENT,
+    StepTimes,
+    rising,
+    step_clock,
+)
+
+
+def test_on_cpus_other_programs_do_not_count() -> None:
+    assert step_clock("cpu") is time.thread_time
+    assert step_clock("cuda") is time.perf_counter
 
 
 def test_a_busy_machine_changes_little() -> None:
@@ -37,10 +53,10 @@ def test_one_busy_moment_is_not_trusted() -> None:
     for _ in range(LEAST):
         times.observe(1, 1.0)
     times.observe(2, 9.0)
-    assert times.time(2, lambda rows: 10.0 + rows) == pytest.approx(12 / 11)
+    assert times.time(2, lambda rows: 99.0 + rows) == pytest.approx(101 / 100)
     for _ in range(LEAST - 1):
         times.observe(2, 1.5)
-    assert times.time(2, lambda rows: 10.0 + rows) == 1.5
+    assert times.time(2, lambda rows: 99.0 + rows) == 1.5
 
 
 def test_what_is_not_seen_any_more_is_forgotten() -> None:
@@ -49,7 +65,7 @@ def test_what_is_not_seen_any_more_is_forgotten() -> None:
         times.observe(2, 9.0)
     for _ in range(RECENT):
         times.observe(1, 1.0)
-    assert times.time(2, lambda rows: 10.0 + rows) == pytest.approx(12 / 11)
+    assert times.time(2, lambda rows: 99.0 + rows) == pytest.approx(101 / 100)
 
 
 def test_other_sizes_change_as_forwards_do() -> None:
@@ -59,8 +75,19 @@ def test_other_sizes_change_as_forwards_do() -> None:
     times.observe(8, 3.0)
     times.observe(MOST_ROWS + 1, 100.0)  # no decode step
     assert times.time(6, float) == pytest.approx(2.5)
-    assert times.time(16, float) == pytest.approx(6.0)
     assert times.time(2, float) == pytest.approx(1.0)
+    assert times.time(16, lambda rows: 92.0 + rows) == pytest.approx(3.0 * 108 / 100)
+
+
+def test_sizes_that_were_not_seen_are_tried() -> None:
+    times = StepTimes()
+    for _ in range(LEAST):
+        times.observe(8, 1.0)
+    dear = times.time(16, float)
+    assert dear == pytest.approx((FIXED_ROWS + 16) / (FIXED_ROWS + 8)) and dear < 2.0
+    for _ in range(LEAST):
+        times.observe(16, 2.0)
+    assert times.time(16, float) == 2.0 and times.time(12, float) == 1.5
 
 
 def test_what_falls_becomes_its_mean_by_weight() -> None:

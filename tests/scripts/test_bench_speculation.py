@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+
+import pytest
 
 from load_script import load_script
 from tiny import byte_tokenizer, tiny_model
@@ -21,3 +24,10 @@ def test_it_measures_every_task(tmp_path, monkeypatch, capsys) -> None:
         (task, users) for users in (1, 2) for task in ("code edit", "quote", "chat")
     ]
     assert all(row["speedup"] > 0 and row["tokens"] <= 12 for row in report["tasks"])
+
+
+def test_no_drafts_gain_more_than_rows_that_are_all_tokens() -> None:
+    script = load_script("bench_speculation")
+    step_ms = {1: 10.0, 8: 16.0, 12: 18.0, 24: 40.0}
+    assert script.most_gained(step_ms, 8) == pytest.approx(12 / 18 / (8 / 16))
+    assert math.isnan(script.most_gained(step_ms, 4))

@@ -142,7 +142,8 @@ class TextParser:
         end = len(self._held) if at < 0 else at
         text, self._held = self._held[:end], self._held[end + len(self._calls.closes) :]
         self._in_tag = False
-        if not text.strip():
+        unfinished = 0 if at >= 0 else _possible_start(text, [self._calls.closes])
+        if not text[: len(text) - unfinished].strip():  # also if the answer ends in its closing tag
             return []
         return self._say(self._calls.opens + text + (self._calls.closes if at >= 0 else ""))
 

@@ -19,12 +19,10 @@ import numpy as np
 from kvboost.config import RepairParams
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.repair import PROBE_ROWS
-from kvboost.reuse.step_times import StepTimes
+from kvboost.reuse.step_times import FIXED_ROWS, StepTimes, size_of
 
 WORTHWHILE_RATIO = 0.9
 """Moved text is reused if that is expected to take less than this share of computing it."""
-FIXED_ROWS = 24
-"""The assumed fixed cost of a forward, in rows, until it has been measured."""
 _LEAST_SPREAD = 8
 """The largest forward seen must have this many times the rows of the smallest, or the fixed cost
 cannot be told from the cost per row."""
@@ -54,9 +52,11 @@ class CostModel:
         self._solved: np.ndarray | None = None
         self.computed_rows: Callable[[int], int] = unpadded
         """How many rows are computed for so many: on a GPU, forwards are padded to a few sizes."""
-        self.drafted_rows: Callable[[int], int] = unpadded
-        """What number of rows a decode step with a draft counts as: on a GPU it is padded, too, and
-        takes longer than a step of as many requests."""
+        self.plain_rows: Callable[[int], int] = size_of
+        """What number of rows a decode step without drafts counts as."""
+        self.drafted_rows: Callable[[int], int] = size_of
+        """What number one with drafts counts as: on a GPU it is padded, too, and takes longer than
+        a step of as many requests."""
         self.tolerance: float | None = None
         """The tolerance of repairs that ``calibrate`` has found for this model."""
         self._load()
@@ -93,7 +93,7 @@ class CostModel:
         """Learns that a decode step of ``rows`` rows took ``seconds``. Few rows do not cost what
         the line through long forwards says: they wait for the weights, or take another kernel."""
         with self._lock:
-            self._steps.observe(self.drafted_rows(rows) if drafted else rows, seconds)
+            self._steps.observe(self._size(rows, drafted), seconds)
 
     def step(self, rows: int, keys: int, *, drafted: bool = False) -> float:
         """The expected time of a decode step of ``rows`` rows. Comparable with other steps only:
@@ -104,7 +104,10 @@ class CostModel:
             return fixed + self.computed_rows(rows) * (row + key * keys)
 
         with self._lock:
-            return self._steps.time(self.drafted_rows(rows) if drafted else rows, forward)
+            return self._steps.time(self._size(rows, drafted), forward)
+
+    def _size(self, rows: int, drafted: bool) -> int:
+        return self.drafted_rows(rows) if drafted else self.plain_rows(rows)
 
     def place(self, rows: int) -> float:
         with self._lock:

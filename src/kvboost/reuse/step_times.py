@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -12,9 +13,25 @@ KEPT = 9
 """How many times of each size are kept."""
 LEAST = 3
 """A size that was seen less often is not trusted: it may have met a busy moment."""
+FIXED_ROWS = 24
+"""The assumed fixed cost of a forward, in rows, until it has been measured."""
 RECENT = 256
 """Times of so many steps count. What is not seen any more is forgotten, so that it is tried again
 after the machine was busy."""
+
+
+def step_clock(device_type: str) -> Callable[[], float]:
+    """The clock that steps on such a device are measured with. On a CPU it counts the time in which
+    this thread ran: other programs make some steps much longer than others, and if steps of all
+    sizes seem to take as long, drafts seem to cost nothing. Use it within one thread."""
+    return time.thread_time if device_type == "cpu" else time.perf_counter
+
+
+def size_of(rows: int) -> int:
+    """The number of rows that a step counts as. Drafts have many lengths: if each number counted
+    alone, most would be seen too seldom to be trusted."""
+    step = 1 if rows <= 12 else 4 if rows <= 32 else 8
+    return -(-rows // step) * step
 
 
 class StepTimes:
@@ -34,7 +51,9 @@ class StepTimes:
 
     def time(self, rows: int, forward: Callable[[int], float]) -> float:
         """The time of a step of ``rows`` rows, between those of the two nearest sizes that are
-        trusted. Beyond these, it changes as ``forward`` does, the time of forwards of any size."""
+        trusted. Beyond these, it changes as ``forward`` does, the time of forwards of any size.
+        More rows than were ever seen are taken to be cheap: what is dear is known once it has run,
+        what never runs never is."""
         if self._known is None:
             self._known = self._learn()
         sizes, times = self._known
@@ -46,7 +65,10 @@ class StepTimes:
         if sizes[0] < rows < sizes[-1]:
             share = (rows - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
             return times[at - 1] + share * (times[at] - times[at - 1])
-        return times[at] * forward(rows) / forward(sizes[at])
+        ratio = forward(rows) / forward(sizes[at])
+        if rows > sizes[at]:
+            ratio = min(ratio, (FIXED_ROWS + rows) / (FIXED_ROWS + sizes[at]))
+        return times[at] * ratio
 
     def _learn(self) -> tuple[list[int], list[float]]:
         """The sizes that are trusted, or all if none is, and the time of each."""

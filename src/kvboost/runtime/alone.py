@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from kvboost.model.forward import Forward
 from kvboost.model.segment import Segment
+from kvboost.reuse.step_times import step_clock
 from kvboost.runtime.computing import Computing, Result, Results, Steps, next_need
 from kvboost.runtime.request import RequestState
 
@@ -24,18 +25,24 @@ def run_alone(forward: Forward, steps: Computing[Result]) -> Result:
 
 
 def text_pieces(forward: Forward, steps: Steps, state: RequestState) -> Generator[str, None, None]:
-    """Runs one request alone; yields the text that is safe to show."""
+    """Runs one request alone; yields the text that is safe to show. What the caller does between
+    two pieces, perhaps in another thread, is no part of a step."""
     shown = 0
+    now = step_clock(forward.shape.device.type)
     with closing(steps):
         given = None
         while True:
+            began = now()
             try:
                 segment = next_need(forward, steps, given)
             except StopIteration:
                 break
+            prepared = now() - began
             new, shown = state.text[shown:], len(state.text)
             yield from new
+            began = now()
             given = None if segment is None else _run(forward, steps, segment)
+            state.step_seconds = prepared + now() - began
     yield from state.text[shown:]
 
 

@@ -342,10 +342,10 @@ class Generation:
         else:
             seconds = state.clock.lap("decode")
             if self._rows_run and self._is_alone:
+                cost, drafted = self._runtime.cost, self._rows_run > 1
                 if len(state.token_ids) == 1:
-                    self._runtime.cost.observe(self._rows_run, state.rows, seconds)
-                drafted = self._rows_run > 1
-                self._runtime.cost.observe_step(self._rows_run, seconds, drafted=drafted)
+                    cost.observe(self._rows_run, state.rows, seconds)
+                cost.observe_step(self._rows_run, state.step_seconds, drafted=drafted)
 
     @property
     def _is_alone(self) -> bool:

@@ -18,6 +18,7 @@ from typing import TypeVar
 from kvboost.config import EngineConfig
 from kvboost.errors import KVBoostError, ShuttingDownError
 from kvboost.results import GenerationResult
+from kvboost.reuse.step_times import step_clock
 from kvboost.runtime.capacity import check_size, has_room
 from kvboost.runtime.company import Company
 from kvboost.runtime.computing import Results, Steps, next_need
@@ -65,6 +66,7 @@ class Loop:
         self._finished: Counter[str] = Counter()
         self._errands = Errands()
         self._outbox = Outbox()
+        self._step_clock = step_clock(device.type)
         self._step_ended: float | None = None
         """When the last step did, if the next one follows at once: what requests do between two of
         them takes time as well, unless steps on a device run meanwhile."""
@@ -286,7 +288,7 @@ class Loop:
         self._counts["steps"] += 1
         self._counts["rows"] += num_rows
         self._batch_sizes[len(batch)] += 1
-        began = time.perf_counter() if self._step_ended is None else self._step_ended
+        began = self._step_clock() if self._step_ended is None else self._step_ended
         try:
             results = self._forward.run(segments)
         except Exception as error:
@@ -296,10 +298,12 @@ class Loop:
                 for job in batch:
                     self._run_alone(job)
             return
-        self._step_ended = time.perf_counter()
-        if len(batch) > 1:  # a request that is alone measures its steps itself
-            seconds, drafted = self._step_ended - began, num_rows > len(batch)
+        self._step_ended = self._step_clock()
+        seconds, drafted = self._step_ended - began, num_rows > len(batch)
+        if len(batch) > 1:
             self._runtime.cost.observe_step(num_rows, seconds, drafted=drafted)
+        else:  # it knows whether its step was one like others
+            batch[0].state.step_seconds = seconds
         company = Company(self._running())
         for job, result in zip(batch, results, strict=True):
             if result is not None:  # it comes with the next step

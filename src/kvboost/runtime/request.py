@@ -103,6 +103,9 @@ class RequestState:
     """The same of other requests of the batch, together."""
     other_rows: int = 0
     """How many rows the other requests of the loop need in a step."""
+    step_seconds: float = 0.0
+    """How long its last step took by ``step_clock``, with what was done before it since the one
+    before."""
     drafted_tokens: int = 0
     """How many tokens were drafted and run."""
     accepted_tokens: int = 0

@@ -34,6 +34,7 @@ from kvboost.reuse.assemble import Packer
 from kvboost.reuse.cost import CostModel, unpadded
 from kvboost.reuse.request import BufferedRows, RequestRows
 from kvboost.reuse.rope import Rotation
+from kvboost.reuse.step_times import size_of
 from kvboost.runtime.adapters import Adapters
 from kvboost.runtime.beginnings import Beginnings
 from kvboost.runtime.far import open_far, slab_bytes
@@ -316,7 +317,7 @@ class Runtime:
             self._forwards = SegmentForwards(kernels, slab, heads, forward.run_rows, capture)
             forward.use_runner(self._forwards)
             self.cost.computed_rows = self._forwards.bucket_of
-            self.cost.drafted_rows = counted_rows
+            self.cost.plain_rows, self.cost.drafted_rows = unpadded, counted_rows
             capacity = min(slab.most_rows, MOST_KEYS)
             forward.steps.beside = RowsBeside(kernels, slab, heads, capacity)
 
@@ -327,7 +328,8 @@ class Runtime:
         self.model.forward.leave_pages()
         if self._forwards is not None:
             self._forwards = None
-            self.cost.computed_rows = self.cost.drafted_rows = unpadded
+            self.cost.computed_rows = unpadded
+            self.cost.plain_rows = self.cost.drafted_rows = size_of
             gc.collect()
             if self.model.forward.shape.device.type == "cuda":
                 torch.cuda.empty_cache()

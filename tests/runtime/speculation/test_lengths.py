@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvboost.model.paged.draft_steps import counted_rows
-from kvboost.reuse.cost import CostModel
+from kvboost.reuse.cost import CostModel, unpadded
 from kvboost.runtime.speculation.chances import Chances
-from kvboost.runtime.speculation.lengths import NO_DRAFT, SURE, best_pace
+from kvboost.runtime.speculation.lengths import CHEAP, NO_DRAFT, SURE, best_pace
 from kvboost.runtime.speculation.pauses import Pauses
 
 
@@ -48,23 +48,35 @@ def test_time_to_draft_and_other_requests_count() -> None:
 
 
 def test_in_a_batch_drafts_end_before_doubtful_tokens() -> None:
-    chances = [0.9, 0.9, SURE - 0.01, 0.99]
+    chances = [0.9, 0.9, (SURE - 0.01) / 0.81, 0.99]  # the third is reached in less than SURE
 
     def step(length: int) -> float:
-        return 1.0 + 0.24 * length
+        return 1.0 + 0.05 * length
 
-    assert best_pace(chances, step, other_tokens=1).length == 2
-    assert best_pace([0.9, 0.9, SURE, 0.99], step).length == 4
-    assert best_pace(chances, lambda length: 1.0, other_tokens=1).length == 4  # rows are free
+    assert SURE < 8 * CHEAP * 0.05
+    assert best_pace(chances, step, other_tokens=7).length == 2
+    assert best_pace([0.9, 0.9, 0.9, 0.99], step, other_tokens=7).length == 4
+    assert best_pace(chances, step).length == 4  # alone
+    assert best_pace(chances, lambda length: 1.0, other_tokens=7).length == 4  # rows are free
+
+
+def test_a_longer_draft_pays_for_what_it_takes_more() -> None:
+    def step(length: int) -> float:  # of a processor that multiplies twelve rows at once
+        return 155.0 if length == 0 else 182.0 if length <= 4 else 182.0 + 25.0 * (length - 4)
+
+    longer = best_pace([0.98] * 11, step, other_tokens=7)
+    assert longer.length == 3 and longer.tokens < 4
+    # Seven together would give more tokens in the same time than none.
+    assert (7 + 1 + sum(0.98**count for count in range(1, 8))) / step(7) > 8 / 155.0
 
 
 def test_a_draft_pays_although_others_have_long_ones() -> None:
     def step(length: int) -> float:  # 8 requests, of which 7 draft 8 tokens each
-        return 168.0 + 9.8 * (56 + length)
+        return 168.0 + 4.0 * (56 + length)
 
     others = 7 * 7.6
     pace = best_pace([0.97] * 8, step, others)
-    assert pace.length == 8 and 1 < pace.gain < 1.03
+    assert pace.length == 5 and 1 < pace.gain < 1.04
     assert best_pace([0.76] * 8, step, others) == NO_DRAFT
 
 
@@ -73,7 +85,7 @@ def test_a_step_that_was_launched_ahead_makes_the_first_draft_dearer() -> None:
         return 2.2 if length == 0 else 3.8
 
     assert best_pace([0.7] * 8, step, 7.0, is_ahead=True) == NO_DRAFT
-    assert best_pace([0.97] * 15, step, 7.0, is_ahead=True).length == 15
+    assert best_pace([0.99] * 23, step, 7.0, is_ahead=True).length == 23
     # Others would draft as well.
     assert best_pace([0.7] * 8, step, 7.0, is_ahead=True, promised=6 * 2.2).length == 8
 
@@ -97,7 +109,7 @@ def test_what_repeats_nothing_is_looked_up_less_often() -> None:
 
 def test_steps_with_drafts_over_pages_are_learned_apart() -> None:
     cost = CostModel(0.0)
-    cost.drafted_rows = counted_rows
+    cost.plain_rows, cost.drafted_rows = unpadded, counted_rows
     for _ in range(3):
         cost.observe_step(8, 1.0)  # eight requests
         cost.observe_step(5, 3.0, drafted=True)  # one with a draft; both are padded to eight rows

@@ -115,11 +115,16 @@ class Running:
 
 @contextmanager
 def running(
-    server: Server, setting: Setting, *, timeout: float = 600.0, may_end: bool = False
+    server: Server,
+    setting: Setting,
+    *,
+    timeout: float = 600.0,
+    may_end: bool = False,
+    key: str = "",
 ) -> Iterator[Running]:
     """``server`` as long as the block lasts; ``timeout`` seconds to become ready. However the block
     ends, also by SIGTERM, nothing of the server is left. A server that ends by itself is an error
-    unless it ``may_end``."""
+    unless it ``may_end``. ``key`` is one that it accepts, if it has any."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -131,7 +136,8 @@ def running(
             url = f"http://127.0.0.1:{port}"
             _wait(process, url + server.ready_path, timeout)
             seconds = time.perf_counter() - start
-            with _NO_PROXY.open(f"{url}/v1/models", timeout=30) as answer:
+            asked = urllib.request.Request(f"{url}/v1/models", headers={"x-api-key": key})
+            with _NO_PROXY.open(asked, timeout=30) as answer:
                 model = str(json.load(answer)["data"][0]["id"])
             yield Running(url, model, process.pid, seconds)
             if process.popen.poll() is not None and not may_end:

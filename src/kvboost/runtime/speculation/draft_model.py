@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -16,6 +15,7 @@ from kvboost.model.kv import RequestKV
 from kvboost.model.load import LoadedModel, load
 from kvboost.model.quantized.products import is_fast
 from kvboost.model.segment import Segment
+from kvboost.reuse.step_times import step_clock
 from kvboost.runtime.request import Request
 from kvboost.runtime.speculation.drafters import Drafter, Kind, Offer, TextDrafter
 from kvboost.runtime.speculation.suffixes import IndexedText
@@ -42,6 +42,7 @@ class DraftModel:
                 f"draft_model={os.fspath(name)!r} has another vocabulary than {serves.name!r}; a "
                 "draft model must have the same tokens, as models of one family do"
             )
+        self._now = step_clock(serves.device.type)
         self._seconds: deque[float] = deque(maxlen=9)
         kv = self.make_kv(1)
         for _ in range(3):
@@ -61,13 +62,13 @@ class DraftModel:
 
     def next_token(self, kv: RequestKV, token_ids: Sequence[int], start: int) -> int:
         """The likeliest token after ``token_ids``, whose rows begin at ``start`` of ``kv``."""
-        began = time.perf_counter()
+        began = self._now()
         end = start + len(token_ids)
         kv.reserve(end)
         logits = self._model.forward([Segment(kv, torch.tensor(token_ids), range(start, end))])
         token = int(logits[0, : self._vocab_size].argmax())
         if len(token_ids) == 1:
-            self._seconds.append(time.perf_counter() - began)
+            self._seconds.append(self._now() - began)
         return token
 
     def make_drafters(self, request: Request, texts: Sequence[IndexedText]) -> Sequence[Drafter]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, Protocol
 
 from kvboost.runtime.speculation.suffixes import GrowingText, IndexedText
@@ -53,8 +54,7 @@ class TextDrafter:
     in ``others``, the tenant's last texts."""
 
     def __init__(self, prompt: TokenIds, others: Sequence[IndexedText] = ()) -> None:
-        self._text = GrowingText(prompt)
-        self._others = others
+        self._text = GrowingText(prompt, others)
         self._follows: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> None:
@@ -62,11 +62,11 @@ class TextDrafter:
             self._text.push(token_id)
 
     def offer(self, most: int) -> Offer | None:
-        match = self._text.find(most, self._others)
+        match = self._text.find(most)
         self._follows = match.follows if match is not None else []
         if match is None:
             return None
-        return Offer([_kind(match.length + count) for count in range(len(match.follows))])
+        return Offer(_kinds(match.length, len(match.follows)))
 
     def draft(self, count: int) -> list[int]:
         return self._follows[:count]
@@ -75,7 +75,9 @@ class TextDrafter:
         return self._follows
 
 
-def _kind(length: int) -> Kind:
-    """The kind of a token after so many that matched, drafted and accepted ones among them."""
-    least = max(each for each in EXPECTED if each <= length)
-    return Kind(("text", least), EXPECTED[least])
+@cache
+def _kinds(length: int, count: int) -> Sequence[Kind]:
+    """Those of ``count`` tokens after ``length`` that matched, drafted and accepted ones among
+    them."""
+    leasts = [max(each for each in EXPECTED if each <= length + at) for at in range(count)]
+    return tuple(Kind(("text", least), EXPECTED[least]) for least in leasts)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 LENGTHS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 64)
 """The lengths of drafts, besides the whole of what is offered. Few of them, so that forwards have
 few sizes whose time must be known. With the token before them, most are numbers of rows that
 kernels multiply at once."""
 LONGEST = LENGTHS[-1]
-WORTHWHILE = 1.03
-"""A draft must promise this many tokens, and if its request is alone this many times the tokens per
-second of a step without one."""
-MARGIN = 1.1
-"""It must promise this many times the tokens that all requests would get in the time it takes."""
-SURE = 0.75
-"""In a batch, every row takes time from the others, and estimates are rough: a draft ends there
-before the first token that is accepted less often than this, ..."""
+WORTHWHILE = 0.03
+"""A draft must add this many tokens to a step."""
+MARGIN, MARGIN_BESIDE = 1.1, 1.5
+"""It must add this many times the tokens that all requests would get in the time that it takes, and
+a longer draft as many times those of the time that it takes more. Beside other requests estimates
+are rougher, and what one gets too little all of them lose."""
+SURE = 0.6
+"""Beside other requests, every row takes time from them: a draft ends there before the first token
+that its request gets less often than this, ..."""
 CHEAP = 1.6
 """... or less often than this many times what a row costs, in tokens of all requests: where rows
 cost nearly nothing, as on a GPU, doubtful tokens may be tried."""
@@ -60,32 +63,35 @@ def best_pace(
     ``is_ahead``: a step without a draft was launched before; then ``promised`` are tokens that
     drafts of the other requests would add to a step with drafts."""
     chances, before = chances[:LONGEST], step(0)
-    plain = (other_tokens + 1) / before
+    plain, margin = (other_tokens + 1) / before, MARGIN
     if other_tokens and chances:
         rows = max(2, len(chances))
         price = plain * (step(rows) - step(1)) / (rows - 1)  # the first may take a slower path
-        least = min(SURE, CHEAP * price)
-        doubtful = (count for count, chance in enumerate(chances) if chance < least)
-        chances = chances[: next(doubtful, len(chances))]
+        chances = _likely(chances, min(SURE, CHEAP * price))
+        margin = MARGIN_BESIDE
     best, expected, reached = NO_DRAFT, 1.0, 1.0
-    least_gain = 1.0 if other_tokens else WORTHWHILE
+    tokens_so_far, seconds_so_far = other_tokens + 1, before  # of a step with the best draft
     for length, chance in enumerate(chances, 1):
         reached *= chance
         expected += reached
         if length not in LENGTHS and length != len(chances):
             continue
+        tokens = other_tokens + promised + expected
         seconds = step(length) + length * drafting + (LEAVING * before if is_ahead else 0.0)
-        gain = (other_tokens + promised + expected) / seconds / plain
-        least_tokens = max(WORTHWHILE, 1 + MARGIN * plain * (seconds - before) - promised)
-        if gain > max(best.gain, least_gain) and expected > least_tokens:
-            best = Pace(length, gain, expected)
+        price = tokens_so_far / seconds_so_far * (seconds - seconds_so_far)
+        if expected > best.tokens + WORTHWHILE and tokens > tokens_so_far + margin * price:
+            best = Pace(length, tokens / seconds / plain, expected)
+            tokens_so_far, seconds_so_far = tokens, seconds
     return best
+
+
+def _likely(chances: Sequence[float], least: float) -> Sequence[float]:
+    """Those of the tokens that follow with at least this probability."""
+    reached = accumulate(chances, mul)
+    return chances[: next((at for at, each in enumerate(reached) if each < least), len(chances))]
 
 
 def promise(chances: Sequence[float]) -> float:
     """How many tokens of a draft will be accepted."""
-    total, reached = 0.0, 1.0
-    for chance in chances:
-        reached *= chance
-        total += reached
+    total: float = sum(accumulate(chances, mul))
     return total

@@ -39,17 +39,39 @@ class Match:
     follows: list[int]
 
 
+@dataclass(frozen=True)
+class Occurrence:
+    """The last ``length`` tokens of a text are also those before ``end`` of ``ids``, where at least
+    one token follows them."""
+
+    length: int
+    end: int
+    ids: Sequence[int] | npt.NDArray[np.int64]
+
+    def next(self, token_id: int) -> Occurrence | None:
+        """The same once the text has got another token, which has followed there as well; None if
+        it has not."""
+        if self.end + 1 >= len(self.ids) or self.ids[self.end] != token_id:
+            return None
+        return Occurrence(min(self.length + 1, LONGEST), self.end + 1, self.ids)
+
+
 class Tail:
-    """The last tokens of a text, with the hashes of the n-grams it ends in."""
+    """The last tokens of a text, and the hashes of the n-grams it ends in."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._last = ids[-LONGEST:]
-        self.hashes = _last_hashes(self._last[-max(SIZES) :])
-        """By size, the longest first."""
+        self._hashes: dict[int, int | None] = {}
 
     @cached_property
     def ids(self) -> npt.NDArray[np.int64]:
         return np.asarray(self._last, np.int64)
+
+    def hash(self, size: int) -> int | None:
+        """That of the last n-gram of ``size`` tokens; None if there are fewer."""
+        if size not in self._hashes:
+            self._hashes[size] = _last_hash(self._last[-size:], size)
+        return self._hashes[size]
 
 
 class IndexedText:
@@ -57,18 +79,24 @@ class IndexedText:
 
     def __init__(self, ids: TokenIds | Sequence[int]) -> None:
         self.ids = np.asarray(ids, np.int64)
-        self._sorted: dict[int, tuple[Hashes, npt.NDArray[np.intp]]] = {}
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def find(self, tail: Tail, most: int) -> Match | None:
-        """The longest occurrence of the end of ``tail``, among equally long ones the last, with up
-        to ``most`` tokens that follow; None if nothing occurs that at least one token follows."""
-        if tail.hashes.get(SIZES[-1]) not in self._shortest:
+    def find(self, tail: Tail, longer_than: int = 0) -> Occurrence | None:
+        """The longest occurrence of the end of ``tail``, among equally long ones the last; None if
+        there is none of more than ``longer_than`` tokens that at least one token follows."""
+        if tail.hash(SIZES[-1]) not in self._shortest:
             return None
-        for size, number in tail.hashes.items():
-            hashes, starts = self._index(size)
+        longest = LONGEST
+        for size in SIZES:
+            if longest <= longer_than:
+                break
+            longest = size - 1  # of an occurrence that is not found by so many tokens
+            number = tail.hash(size)
+            if number is None:
+                continue
+            hashes, starts = self._index[size]
             hashed = np.uint64(number)
             first = hashes.searchsorted(hashed)
             if first == len(hashes) or hashes[first] != hashed:
@@ -76,9 +104,9 @@ class IndexedText:
             last = hashes.searchsorted(hashed, "right")
             ends = starts[max(first, last - MOST_CANDIDATES) : last] + size
             lengths = self._lengths(ends[ends < len(self.ids)], tail.ids)
-            if len(lengths) and (longest := int(lengths.max())) >= size:
-                place = int(ends[np.flatnonzero(lengths == longest)[-1]])
-                return Match(longest, self.ids[place : place + most].tolist())
+            if len(lengths) and (length := int(lengths.max())) >= size:
+                end = int(ends[np.flatnonzero(lengths == length)[-1]])
+                return Occurrence(length, end, self.ids) if length > longer_than else None
         return None
 
     @cached_property
@@ -86,13 +114,15 @@ class IndexedText:
         """The hashes of the shortest n-grams: most tails end in none of them."""
         return frozenset(hash_ngrams(self.ids, SIZES[-1]).tolist())
 
-    def _index(self, size: int) -> tuple[Hashes, npt.NDArray[np.intp]]:
-        """The hashes of all n-grams of ``size`` tokens in order, and where each begins."""
-        if size not in self._sorted:
-            hashes = hash_ngrams(self.ids, size)
-            order = np.argsort(hashes, kind="stable")
-            self._sorted[size] = hashes[order], order
-        return self._sorted[size]
+    @cached_property
+    def _index(self) -> dict[int, tuple[Hashes, npt.NDArray[np.intp]]]:
+        """The hashes of all n-grams of each of ``SIZES`` in order, and where each begins."""
+        index = dict.fromkeys(SIZES, (np.zeros(0, np.uint64), np.zeros(0, np.intp)))
+        for size, hashes in _all_hashes(self.ids):
+            if size in SIZES:
+                order = np.argsort(hashes, kind="stable")
+                index[size] = hashes[order], order
+        return index
 
     def _lengths(
         self, ends: npt.NDArray[np.intp], tail: npt.NDArray[np.int64]
@@ -105,32 +135,47 @@ class IndexedText:
 
 
 class GrowingText:
-    """A prompt and the answer that grows after it."""
+    """A prompt and the answer that grows after it. ``others`` are looked through as well."""
 
-    def __init__(self, prompt: TokenIds) -> None:
+    def __init__(self, prompt: TokenIds, others: Sequence[IndexedText] = ()) -> None:
+        self._others = others
         self.prompt = IndexedText(prompt)
         self.ids: list[int] = self.prompt.ids.tolist()
         self._ends: dict[tuple[int, ...], int] = {}
         """Where the n-grams that end in the answer ended last, if a token follows."""
+        self._found: Occurrence | None = None
+        """What was found last, as long as the text continues as it did there. Then no other
+        occurrence is longer, unless it was not seen before: it would have been longer then."""
 
     def push(self, token_id: int) -> None:
         for size in SIZES:
             if len(self.ids) >= size:
                 self._ends[tuple(self.ids[-size:])] = len(self.ids)
         self.ids.append(token_id)
+        if self._found is not None:
+            self._found = self._found.next(token_id)
 
-    def find(self, most: int, others: Sequence[IndexedText] = ()) -> Match | None:
-        """The longest occurrence of the end of this text in itself or in ``others``. Among equally
-        long ones, that in the answer goes before that in the prompt, and these before others, which
-        are left out if the text itself has a long one."""
+    def find(self, most: int) -> Match | None:
+        """The longest occurrence of the end of this text in itself or in others, with up to
+        ``most`` tokens that follow. Among equally long ones, that in the answer goes before that in
+        the prompt, and these before others, which are left out if the text itself has a long
+        one."""
+        if self._found is None:
+            self._found = self._look()
+        found = self._found
+        return None if found is None else Match(found.length, self._follows(found, most))
+
+    def _look(self) -> Occurrence | None:
         tail = Tail(self.ids)
-        found = [self._find_in_answer(most), self.prompt.find(tail, most)]
-        if not any(match is not None and match.length >= LONG for match in found):
-            found += [text.find(tail, most) for text in others]
-        matches = [match for match in found if match is not None]
-        return max(matches, key=lambda match: match.length, default=None)
+        best = self._find_in_answer()
+        for text in (self.prompt, *self._others):
+            length = 0 if best is None else best.length
+            if text is not self.prompt and length >= LONG:
+                break
+            best = text.find(tail, longer_than=length) or best
+        return best
 
-    def _find_in_answer(self, most: int) -> Match | None:
+    def _find_in_answer(self) -> Occurrence | None:
         ids = self.ids
         for size in SIZES:
             end = self._ends.get(tuple(ids[-size:])) if len(ids) >= size else None
@@ -139,11 +184,17 @@ class GrowingText:
             length = size
             while length < min(LONGEST, end) and ids[end - length - 1] == ids[-length - 1]:
                 length += 1
-            follows: list[int] = []
-            for place in range(end, end + most):  # what repeats itself may run into the draft
-                follows.append(ids[place] if place < len(ids) else follows[place - len(ids)])
-            return Match(length, follows)
+            return Occurrence(length, end, ids)
         return None
+
+    def _follows(self, found: Occurrence, most: int) -> list[int]:
+        some = found.ids[found.end : found.end + most]
+        follows: list[int] = some.tolist() if isinstance(some, np.ndarray) else list(some)
+        if found.ids is self.ids:  # what repeats itself may run into the draft
+            period = len(self.ids) - found.end
+            for place in range(len(follows), most):
+                follows.append(follows[place - period])
+        return follows
 
 
 def hash_ngrams(ids: npt.NDArray[np.int64], size: int) -> Hashes:
@@ -152,22 +203,17 @@ def hash_ngrams(ids: npt.NDArray[np.int64], size: int) -> Hashes:
     return next((hashes for width, hashes in _all_hashes(ids) if width == size), empty)
 
 
-def _last_hashes(ids: Sequence[int]) -> dict[int, int]:
-    """The hash of the last n-gram of each of ``SIZES``, the longest first. For so few tokens,
-    Python's numbers are faster than arrays."""
+def _last_hash(ids: Sequence[int], size: int) -> int | None:
+    """The hash of ``size`` tokens, a power of two. For so few, Python's numbers are faster than
+    arrays."""
+    if len(ids) < size:
+        return None
     first, second, shift = int(_FIRST), int(_SECOND), int(_SHIFT)
     hashes = [(int(token) + 1) * first & _WORD for token in ids]
-    found: dict[int, int] = {}
-    width = 1
-    while width * 2 <= len(ids):
-        hashes = [
-            (one * second ^ one >> shift ^ hashes[place + width] * first) & _WORD
-            for place, one in enumerate(hashes[:-width])
-        ]
-        width *= 2
-        if width in SIZES:
-            found[width] = hashes[-1]
-    return dict(reversed(found.items()))
+    while len(hashes) > 1:
+        pairs = zip(hashes[::2], hashes[1::2], strict=True)
+        hashes = [(one * second ^ one >> shift ^ other * first) & _WORD for one, other in pairs]
+    return hashes[0]
 
 
 def _all_hashes(ids: npt.NDArray[np.int64]) -> Iterator[tuple[int, Hashes]]:

@@ -57,25 +57,31 @@ INLINE void multiply_rows(
     }
 }
 
-// Multiplies `count` rows in steps whose size is a constant.
+// Multiplies `count` rows, as many at once as there are registers for. Each number of rows at once is
+// a constant.
 #define CASE(n, halved, adds)                                                                   \
-    if (n <= ROWS && count - row >= n) {                                                        \
+    case n:                                                                                     \
         multiply_rows(n <= ROWS ? n : 1, halved, adds, rows + row * row_stride, row_stride,     \
                       matrix, matrix_stride, k, out + row * out_stride, out_stride);            \
-        row += n;                                                                               \
-        continue;                                                                               \
-    }
+        break;
 #define FOR_ALL_ROWS(halved, adds)                                                              \
-    for (int row = 0; row < count;) {                                                           \
-        CASE(12, halved, adds)                                                                  \
-        CASE(8, halved, adds)                                                                   \
-        CASE(6, halved, adds)                                                                   \
-        CASE(4, halved, adds)                                                                   \
-        CASE(3, halved, adds)                                                                   \
-        CASE(2, halved, adds)                                                                   \
-        CASE(1, halved, adds)                                                                   \
+    for (int row = 0; row < count; row += ROWS) {                                               \
+        switch (count - row < ROWS ? count - row : ROWS) {                                      \
+            CASE(1, halved, adds)                                                               \
+            CASE(2, halved, adds)                                                               \
+            CASE(3, halved, adds)                                                               \
+            CASE(4, halved, adds)                                                               \
+            CASE(5, halved, adds)                                                               \
+            CASE(6, halved, adds)                                                               \
+            CASE(7, halved, adds)                                                               \
+            CASE(8, halved, adds)                                                               \
+            CASE(9, halved, adds)                                                               \
+            CASE(10, halved, adds)                                                              \
+            CASE(11, halved, adds)                                                              \
+            CASE(12, halved, adds)                                                              \
+        }                                                                                       \
     }
-_Static_assert(ROWS == 12 || ROWS == 6 || ROWS == 3 || ROWS == 1, "there is a case for ROWS");
+_Static_assert(ROWS <= 12, "there is a case for every number of rows");
 
 void multiply(
     int count, int k, const float *rows, int64_t row_stride, const float *matrix,

@@ -1,0 +1,45 @@
+"""A request that runs alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvboost.config import GenerationMode, RepairParams, SamplingParams
+from kvboost.runtime import alone
+from kvboost.runtime.request import Request, RequestState
+from kvboost.tokens.hashing import as_token_ids
+
+
+def test_a_step_takes_no_time_while_the_caller_has_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = 0.0
+
+    def take(more: float) -> None:
+        nonlocal seconds
+        seconds += more
+
+    def run_one(segment: Any) -> None:
+        take(3.0)
+
+    def steps() -> Any:
+        for piece in "abc":
+            take(0.5)
+            state.show(piece)
+            yield "rows"
+
+    monkeypatch.setattr(alone, "step_clock", lambda device: lambda: seconds)
+    shape = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    forward: Any = SimpleNamespace(shape=shape, steps=None, run_one=run_one)
+    request = Request(
+        as_token_ids([1, 2]),
+        GenerationMode.PREFIX_CACHE,
+        "",
+        SamplingParams(),
+        RepairParams(),
+    )
+    state = RequestState(request)
+    for _ in alone.text_pieces(forward, steps(), state):
+        take(100.0)
+    assert seconds == pytest.approx(310.5) and state.step_seconds == pytest.approx(3.5)
