@@ -10,6 +10,7 @@
 #define RANKS 4                             // rows of weights that are read at a time
 #define TILE_ROWS (REGISTERS >= 32 ? 4 : 2) // rows that are multiplied with them at once
 #define TILE 1024                           // columns that are added up before they are written
+#define AHEAD 768                           // bytes of each row of weights that are fetched early
 
 INLINE vec load_numbers(const number *from) {
 #ifdef KVBOOST_FLOAT32
@@ -20,8 +21,9 @@ INLINE vec load_numbers(const number *from) {
 }
 
 INLINE vec load_weights(const void *weights, int64_t at, const int halved) {
-    return halved ? load_halved((const bf16 *)weights + at)
-                  : load_numbers((const number *)weights + at);
+    const char *from = (const char *)weights + at * (halved ? sizeof(bf16) : sizeof(number));
+    __builtin_prefetch(from + AHEAD);
+    return halved ? load_halved((const bf16 *)from) : load_numbers((const number *)from);
 }
 
 // sums[count, rank] of `ranks` rows of `down`, which begin `at` its start. `count`, `ranks` and
