@@ -78,11 +78,12 @@ services:  ## install what tests talk to: redis-server, chromium
 format: $(READY)  ## rewrite files the way check wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/python scripts/list_modules.py
 
 peers: $(READY)  ## install the engines to compare with, each in a place of its own (minutes)
 	@$(BIN)/python scripts/setup_peers.py
 
-bench: $(READY)  ## every benchmark, unattended, into bench-results/ (up to 90 minutes)
+bench: $(READY)  ## the main benchmarks, unattended, into bench-results/ (up to 90 minutes)
 	@$(BIN)/kvboost bench all --out bench-results --history bench-results/history.jsonl
 
 clean:  ## remove .venv and caches

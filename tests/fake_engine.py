@@ -21,12 +21,13 @@ from kvboost.results import (
     Timings,
     TokenLogprob,
 )
+from kvboost.runtime.streams import AnswerReader
 from kvboost.tokens.prompt import Conversation
 
 
 class FakeStream:
-    """Says ``pieces``, one token each; ``None`` among them waits for ever, an exception is
-    raised."""
+    """Says ``pieces``, one token each; ``None`` among them waits for ever, an exception ends the
+    answer. A tuple of pieces arrives at once."""
 
     def __init__(self, prompt_ids: list[int], pieces: Sequence[Any], finish_reason: str) -> None:
         self._prompt_ids = prompt_ids
@@ -46,22 +47,25 @@ class FakeStream:
     async def __aexit__(self, *_: object) -> None:
         self.is_open = False
 
-    def __aiter__(self) -> FakeStream:
-        return self
+    def read_by(self, reader: AnswerReader) -> None:
+        asyncio.get_running_loop().call_soon(self._say_next, reader)
 
-    async def __anext__(self) -> str:
-        await asyncio.sleep(0)
+    def _say_next(self, reader: AnswerReader) -> None:
+        if not self.is_open:
+            return
         if not self._pieces:
             self._ended = self._finish_reason
-            raise StopAsyncIteration
+            reader.end(None)
+            return
         piece = self._pieces.pop(0)
-        if piece is None:
-            await asyncio.Event().wait()
-        if isinstance(piece, Exception):
+        if isinstance(piece, BaseException):
             self._ended = "error"
-            raise piece
-        self._said.append(piece)
-        return str(piece)
+            reader.end(piece)
+        elif piece is not None:
+            together = list(piece) if isinstance(piece, tuple) else [piece]
+            self._said += together
+            reader.push(together)
+            self.read_by(reader)
 
     @property
     def result(self) -> GenerationResult:
@@ -84,7 +88,9 @@ class FakeEngine:
     context_length: int | None = 100
     vocab_size = 260
     embedder = SimpleNamespace(dimensions=64)
-    config = SimpleNamespace(recompute_strategy="auto", chunking="fixed")
+    config = SimpleNamespace(
+        recompute_strategy="auto", chunking="fixed", max_waiting=9, max_running=9
+    )
 
     def __init__(self, pieces: Sequence[Any] = ("Hel", "lo"), finish_reason: str = "stop") -> None:
         self.pieces = pieces

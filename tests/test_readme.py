@@ -138,12 +138,12 @@ def test_every_quoted_file_exists(page: Path) -> None:
         assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
 
 
-def test_the_architecture_names_every_room() -> None:
+def test_the_architecture_names_every_package() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     source = ROOT / "src" / "kvboost"
-    for room in sorted(source.rglob("__init__.py")):
-        name = room.parent.relative_to(source).name
-        assert not name or f"{name}/" in text, f"src/kvboost/{room.parent.relative_to(source)}"
+    for package in sorted(source.rglob("__init__.py")):
+        name = package.parent.relative_to(source).name
+        assert not name or f"{name}/" in text, f"src/kvboost/{package.parent.relative_to(source)}"
 
 
 def test_the_checks_find_what_they_look_for() -> None:

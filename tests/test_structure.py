@@ -1,4 +1,4 @@
-"""The rooms: imports go downwards only, public names are what they say."""
+"""The packages: imports go downwards only, public names are what they say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import kvboost
 SRC = Path(kvboost.__file__).parent
 
 BASE = {"config", "errors", "results", "progress"}
-MAY_IMPORT = {  # the architecture: a room imports the rooms that it names here, and no others
+MAY_IMPORT = {  # the architecture: a package imports the packages that it names here, and no others
     "config": {"errors"},
     "progress": {"config"},
     "tokens": BASE,
@@ -52,7 +52,7 @@ FORBIDDEN_LIBRARIES = {
 }
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     first = path.relative_to(SRC).parts[0]
     return "kvboost" if first == "__init__.py" else first.removesuffix(".py")
 
@@ -77,7 +77,7 @@ FILES = sorted(SRC.rglob("*.py"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
 def test_imports_go_downwards(path: Path) -> None:
-    room = room_of(path)
+    package = package_of(path)
     public = set(kvboost.__all__)
     for name in imports_of(path):
         assert name != "relative", "imports are absolute"
@@ -85,14 +85,14 @@ def test_imports_go_downwards(path: Path) -> None:
         if parts[0] != "kvboost":
             continue
         target = "kvboost" if len(parts) == 1 or parts[1] in public else parts[1]
-        allowed = MAY_IMPORT.get(room, set()) | {room}
-        assert target in allowed, f"{room} must not import {name}"
+        allowed = MAY_IMPORT.get(package, set()) | {package}
+        assert target in allowed, f"{package} must not import {name}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
-def test_only_the_model_room_imports_transformers(path: Path) -> None:
+def test_only_the_model_package_imports_transformers(path: Path) -> None:
     libraries = {name.split(".")[0] for name in imports_of(path)}
-    if room_of(path) != "model" and path.parent != WORKERS:
+    if package_of(path) != "model" and path.parent != WORKERS:
         assert "transformers" not in libraries
     if "llguidance" in libraries:
         assert path == SRC / "structured" / "library.py"
@@ -104,11 +104,11 @@ def test_only_the_model_room_imports_transformers(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
-def test_only_its_room_imports_triton(path: Path) -> None:
+def test_only_its_package_imports_triton(path: Path) -> None:
     """The package works without it."""
-    of_room = {name for name in imports_of(path) if name.startswith("kvboost.model.triton.")}
+    of_package = {name for name in imports_of(path) if name.startswith("kvboost.model.triton.")}
     if path.parent == SRC / "model" / "triton":
-        others = {name for name in imports_of(path) if name.startswith("kvboost.")} - of_room
+        others = {name for name in imports_of(path) if name.startswith("kvboost.")} - of_package
         assert not others, "kernels know tensors only"
     else:
         assert "triton" not in {name.split(".")[0] for name in imports_of(path)}

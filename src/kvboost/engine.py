@@ -19,6 +19,7 @@ from kvboost.chat.answer_options import answer_options
 from kvboost.chat.parser import AnswerParser, collect
 from kvboost.chat.tool_use import ToolUse, tool_use
 from kvboost.checks.calibrate import calibrate
+from kvboost.checks.rehearsal import rehearse
 from kvboost.checks.verify import verify
 from kvboost.config import (
     DEFAULT_MODEL,
@@ -399,6 +400,12 @@ class KVBoost(TextCache):
         found = calibrate(self, samples, max_kl, self.config.repair, cache_salt)
         self._settings.use(found)
         return found
+
+    def rehearse(self) -> float:
+        """Answers made-up prompts of many sizes, as many at once as may run, and forgets them;
+        returns the seconds it took. On a GPU, later requests then wait for no CUDA graph to be
+        recorded. ``kvboost serve`` does it when it starts."""
+        return rehearse(self, self.config.max_running)
 
     def verify_correctness(self, max_new_tokens: int = 32) -> VerificationReport:
         """Answers built-in prompts with and without reuse and compares the answers. The report is

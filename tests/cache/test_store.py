@@ -69,6 +69,17 @@ def test_an_admitted_text_is_found_and_stored_once() -> None:
     assert ram(store).nbytes == 10 * ROW_BYTES
 
 
+def test_the_last_chunk_of_a_text_that_grows_is_left_out() -> None:
+    store = make_store()
+    for length, new in ((10, 2), (8, 0), (13, 1), (3, 0)):
+        ids = list(range(length))
+        known = as_token_ids(ids)
+        kept = store.admit(ROOT, known, rows_of(ids), exact_rows=length, grows=True)
+        assert kept == new
+    assert check_hit(store, list(range(13))) == 12
+    assert admit(store, list(range(13))) == 1
+
+
 def test_a_chunk_holds_its_own_ids_and_not_the_prompt() -> None:
     store = make_store()
     admit(store, list(range(10)))

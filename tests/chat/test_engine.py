@@ -88,6 +88,20 @@ def test_one_call_ends_the_answer(engine: KVBoost) -> None:
     assert single == {"stop": ["x", "</tool_call>"]}
 
 
+def test_without_tools_and_formats_a_prompt_is_not_looked_at(
+    engine: KVBoost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvboost.chat.tool_use import ToolUse
+
+    def reasoning_after(_: list[int]) -> str:
+        raise AssertionError("the end of the prompt was decoded")
+
+    monkeypatch.setattr(engine._model.tokenizer, "reasoning_after", reasoning_after)
+    assert engine.answer_options([1, 2], ToolUse([]), {"temperature": 0}) == {"temperature": 0}
+    with pytest.raises(AssertionError, match="decoded"):
+        engine.answer_options([1, 2], ToolUse([]), {"choice": ["yes"]})
+
+
 def test_mistakes_are_named(engine: KVBoost) -> None:
     with pytest.raises(PromptError, match="give text to generate"):
         engine.chat("hello")  # type: ignore[arg-type]

@@ -191,11 +191,11 @@ def test_doctor_reports_a_folder_that_cannot_be_used(monkeypatch, tmp_path) -> N
     ("arguments", "message"),
     [
         (("generate", "hello", "-m", "./nowhere"), "no model folder"),
-        (("generate", "hello", "--max-new-tokens", "0"), "max_new_tokens=0"),
+        (("generate", "hello", "--max-new-tokens", "0"), "--max-new-tokens=0"),
         (("generate", "hello", "--mode", "turbo"), "mode='turbo'"),
         (("generate", ""), "prompt is empty"),
         (("generate", "hello", "--dtype", "int3"), "dtype='int3'"),
-        (("generate", "hello", "--kv-bits", "3"), "kv_cache_bits=3"),
+        (("generate", "hello", "--kv-bits", "3"), "--kv-bits=3"),
         (("bench", "ttft", "--pattern", "nonsense"), "pattern='nonsense'"),
         (("bench", "ttft", "--tokens", "8"), "tokens=8"),
         (("bench", "ttft", "--peer", "gpt"), "peer='gpt'"),

@@ -89,7 +89,7 @@ def test_mistakes_are_one_line(started) -> None:
         (("box:8000",), "is not the address of a server"),
         ((URLS[0], URLS[0] + "/v1"), "given twice"),
         ((*URLS, "--policy", "best"), "policy='best'"),
-        ((*URLS, "--max-body", "much"), "max_body='much'"),
+        ((*URLS, "--max-body", "much"), "--max-body='much'"),
         ((*URLS, "--metrics", "key"), "metrics='key'"),
     ):
         done = route(*arguments)

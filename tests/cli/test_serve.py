@@ -172,7 +172,7 @@ def test_kv_events_are_set_up_as_asked(started) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--kv-events", "5557"], "endpoint='5557' is not an address for KV events"),
+        (["--kv-events", "5557"], "--kv-events='5557' is not an address for KV events"),
         (["--kv-events-topic", "kv"], "--kv-events-topic and --kv-events-replay go with"),
     ],
 )

@@ -25,7 +25,7 @@ from kvboost import (
     SpanKind,
 )
 from kvboost.model.segment import Segment
-from kvboost.runtime import sharing
+from kvboost.runtime import generation, sharing
 from tiny import CONTEXT, DEVICE, dynamic_model, longrope_model, make_engine, tiny_model
 
 TEXT = np.random.default_rng(0).integers(0, 250, 4000).tolist()
@@ -185,6 +185,28 @@ def test_shared_text_is_read_and_held_once(
     assert {span.tier for one in results[1:] for span in one.spans[:1]} == {"shared"}
     buffer = engine._runtime.pool.bytes_for(1)
     assert max(held) <= 7 * buffer  # a buffer of 256 rows each, 170 of them shared
+
+
+def test_rows_are_kept_once_unless_others_wait_or_the_answer_is_long(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def times_kept(**config: Any) -> int:
+        engine = make(**config)
+        calls: list[bool] = []
+        admit = engine._runtime.store.admit
+
+        def counted(*args: Any, **options: Any) -> int:
+            calls.append(options["wait"])
+            return admit(*args, **options)
+
+        monkeypatch.setattr(engine._runtime.store, "admit", counted)
+        engine.generate_batch([TEXT[:90], TEXT[100:190]], 4, EXACT, heal="off")
+        return len(calls)
+
+    assert times_kept() == 2
+    assert times_kept(max_running=1) == 3  # the second waits while the first answers
+    monkeypatch.setattr(generation, "KEPT_AFTER", 0.0)
+    assert times_kept() == 4
 
 
 def test_without_sharing_wait_every_request_reads(make: Callable[..., KVBoost]) -> None:

@@ -12,7 +12,7 @@ from kvboost import ConfigError
 from kvboost.runtime import verified
 from paged_engines import TWO_LAYERS, leaks, paged_engine, steps_of
 from test_reuse import BASELINE, EXACT, HEADER, PASSAGES, QUESTION, prompt_of, words
-from tiny import DEVICE, ROPE_MODELS, dynamic_model, longrope_model, make_engine, tiny_model
+from tiny import ROPE_MODELS, dynamic_model, longrope_model, make_engine, tiny_model
 
 VERIFIED = {**SLOPPY, "exactness": "verified"}
 
@@ -202,18 +202,24 @@ def test_drafts_end_where_rotation_depends_on_the_length(model) -> None:
         assert result.token_ids == full.token_ids
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter would take its time")
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.7, "seed": 5}], ids=["greedy", "sampled"])
-def test_answers_in_pages_are_verified_too(monkeypatch, how) -> None:
-    """The last token of the draft is the first wrong one: the device, which has picked it, must not
-    take it for the one that follows."""
-    monkeypatch.setattr(verified, "MOST_DRAFTED", 2)
+HOW = {
+    "greedy": {},
+    "sampled": {"temperature": 0.7, "seed": 5},
+    "penalized": {"repetition_penalty": 1.8},
+}
+
+
+@pytest.mark.parametrize("drafted", [2, 256])
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_answers_in_pages_are_verified_too(monkeypatch, how, drafted) -> None:
+    """A device has picked the last token of the draft, and launched a step with it: neither must be
+    taken for what follows the last one that is confirmed."""
+    monkeypatch.setattr(verified, "MOST_DRAFTED", drafted)
     with paged_engine(monkeypatch, sizes=TWO_LAYERS) as engine:
         engine.warm([*HEADER, *PASSAGES[1]])
         prompt = [*words(5, 5), *PASSAGES[1], *QUESTION]
-        exact = engine.generate(prompt, 4, EXACT, keep=False, ignore_eos=True, **how)
-        result = engine.generate(prompt, 4, **VERIFIED, **how)
-        assert result.drafted_tokens == 2
-        assert result.confirmed_tokens == 1 or how  # a device draws other numbers
-        assert result.token_ids == exact.token_ids
-        assert steps_of(engine).num_steps > 0 and not leaks(engine)
+        exact = engine.generate(prompt, 7, EXACT, keep=False, ignore_eos=True, **how)
+        result = engine.generate(prompt, 7, **VERIFIED, **how)
+        assert result.drafted_tokens == min(7, drafted)
+        assert result.confirmed_tokens < 7 and result.token_ids == exact.token_ids
+        assert steps_of(engine).num_ahead > 0 and not leaks(engine)

@@ -7,6 +7,7 @@ import sys
 import tracemalloc
 
 import pytest
+from fastapi import APIRouter
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
@@ -14,7 +15,7 @@ from pydantic import TypeAdapter
 import large_bodies
 from fake_engine import FakeEngine
 from kvboost.serve import bodies
-from kvboost.serve.bodies import MAX_KEYS, MAX_VALUES, count_values, parse
+from kvboost.serve.bodies import MAX_KEYS, MAX_VALUES, BodyRoute, count_values, parse
 from kvboost.serve.errors import ApiError
 from kvboost.serve.request_models import ChatRequest, CompletionRequest
 from kvboost.serve.workers import LARGE_BYTES
@@ -202,3 +203,17 @@ def test_routes_without_a_body_do_not_wait_for_one(method, path, status) -> None
         connect(server, b"x", method=method, path=path, length=100) as half_sent,
     ):
         assert status in read_until(half_sent, b"\r\n\r\n")
+
+
+def test_requests_share_their_default_options() -> None:
+    """Pydantic would copy them for every request if they could change."""
+    body = json.dumps({"model": "fake", "prompt": "hi"}).encode()
+    adapter = TypeAdapter(CompletionRequest)
+    assert parse(adapter, body).kvboost is parse(adapter, body).kvboost
+
+
+def test_a_route_with_a_body_has_no_parameters_that_only_fastapi_knows() -> None:
+    async def endpoint(body: CompletionRequest, other: int) -> None: ...
+
+    with pytest.raises(AssertionError, match="other"):
+        APIRouter(route_class=BodyRoute).post("/")(endpoint)

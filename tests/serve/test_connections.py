@@ -8,10 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+import h11
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fake_engine import FakeEngine
+from kvboost.serve.connections import FramedConnection
 from kvboost.serve.settings import ApiKey
 from live_server import LiveServer, connect, live_server, read_until, wait_for
 
@@ -174,3 +178,47 @@ def test_a_body_in_chunks_of_one_byte_does_not_delay_others() -> None:
                 assert client.get("/health").status_code == 200
                 answered_meanwhile += 1
     assert answered_meanwhile > 3
+
+
+@given(
+    st.sampled_from(["GET", "HEAD"]),
+    st.sampled_from([b"1.0", b"1.1"]),
+    st.booleans(),
+    st.lists(st.binary(max_size=40), max_size=6),
+)
+def test_parts_are_framed_as_h11_does_it(
+    method: str, version: bytes, declared: bool, parts: list[bytes]
+) -> None:
+    """Two responses on one connection, of unknown or of declared length."""
+    if method == "HEAD":
+        parts = []
+    length = sum(map(len, parts))
+    headers = [("content-type", "text/plain")]
+    headers += [("Content-Length", str(length))] if declared else []
+
+    def sent(connection: h11.Connection) -> list[object]:
+        found: list[object] = []
+        for _ in range(2):
+            connection.receive_data(b"%b / HTTP/%b\r\nhost: x\r\n\r\n" % (method.encode(), version))
+            while type(connection.next_event()) is not h11.EndOfMessage:
+                pass
+            found.append(connection.send(h11.Response(status_code=200, headers=headers)))
+            found += [connection.send(h11.Data(data=part)) for part in parts]
+            found.append(connection.send(h11.EndOfMessage()))
+            found.append(connection.our_state)
+            if connection.our_state is not h11.DONE:
+                break
+            connection.start_next_cycle()
+        return found
+
+    assert sent(FramedConnection(h11.SERVER)) == sent(h11.Connection(h11.SERVER))
+
+
+def test_a_part_after_the_end_is_refused() -> None:
+    connection = FramedConnection(h11.SERVER)
+    connection.receive_data(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    connection.next_event()
+    connection.send(h11.Response(status_code=200, headers=[]))
+    connection.send(h11.EndOfMessage())
+    with pytest.raises(h11.LocalProtocolError):
+        connection.send(h11.Data(data=b"more"))

@@ -139,7 +139,8 @@ def test_unknown_paths_and_methods_are_refused(client) -> None:
     assert "POST /v1/chat/completions" in message and "GET /v1/models" in message
     wrong = client.get("/v1/chat/completions")
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
-    assert "GET is not allowed" in wrong.json()["error"]["message"]
+    message = wrong.json()["error"]["message"]
+    assert message == "GET is not allowed on /v1/chat/completions; use POST"
     for path, allowed in (("/kvboost/documents/doc_1", "GET, DELETE"), ("/v1/models/a/b", "GET")):
         assert client.put(path).headers["allow"] == allowed
 

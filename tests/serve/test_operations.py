@@ -99,7 +99,7 @@ def test_it_serves_https_and_takes_a_new_certificate(fake, tmp_path, caplog) -> 
 
 def test_mistakes_of_tls_and_traces_are_found_at_once(tmp_path, monkeypatch) -> None:
     cert, key = issue(trustme.CA(), tmp_path)
-    with pytest.raises(kvboost.ConfigError, match="needs a certificate"):
+    with pytest.raises(kvboost.ConfigError, match="needs its certificate"):
         ServerSettings(tls_key=key)
     with pytest.raises(kvboost.ConfigError, match=r"cert\.pem cannot be used"):
         ServerSettings(tls_cert=cert)

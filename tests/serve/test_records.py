@@ -37,3 +37,11 @@ def test_a_request_without_an_answer_has_no_tokens(client, caplog) -> None:
     client.post("/v1/completions", json={"model": "fake"})
     (line,) = lines(caplog)
     assert " 400 " in line and line.endswith(" anyone -")
+
+
+def test_the_page_is_one_line_without_its_files(client, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    for path in ("/", "/static/app.js", "/kvboost/live", "/health"):
+        assert client.get(path).status_code == 200
+    (line,) = lines(caplog)
+    assert "GET '/' 200" in line

@@ -1,14 +1,21 @@
-"""Clients that close their connection, and clients that do not read."""
+"""Streams: how their parts are written, clients that close their connection, and clients that do
+not read."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
+import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fake_engine import FakeEngine
+from kvboost.serve.streaming import TextEvents, event
 from live_server import connect, live_server, read_until, wait_for
 
 
@@ -69,3 +76,72 @@ def test_a_stopping_server_cancels_answers_that_do_not_finish() -> None:
             wait_for(lambda: bool(fake.streams))
         assert not fake.streams[0].is_open and fake.drained and fake.flushed
         assert b" 503 " in read_until(client, b"shutting down")
+
+
+def parts_of(pieces: Sequence[Any]) -> tuple[list[bytes], str]:
+    """The parts that the body of a stream is sent in, and its text."""
+    with live_server(FakeEngine(pieces)) as server, connect(server, asked(stream=True)) as client:
+        body = read_until(client, b"\r\n0\r\n\r\n").partition(b"\r\n\r\n")[2]
+    parts = []
+    while not body.startswith(b"0\r\n"):
+        size, _, rest = body.partition(b"\r\n")
+        parts.append(rest[: int(size, 16)])
+        body = rest[int(size, 16) + 2 :]
+    events = [line[6:] for line in b"".join(parts).decode().split("\n\n") if line]
+    shown = [json.loads(one) for one in events if one != "[DONE]"]
+    return parts, "".join(one["choices"][0]["text"] for one in shown if "choices" in one)
+
+
+def test_pieces_that_arrive_together_are_one_part() -> None:
+    parts, text = parts_of([("a", "b", "c", "d", "e")])
+    assert text == "abcde"
+    assert sum(part.count(b"data: ") for part in parts) == 7  # the last two: an end, and [DONE]
+    assert len(parts) <= 2
+
+
+def test_a_piece_does_not_wait_for_the_next() -> None:
+    fake = FakeEngine([("a", "b"), None])
+    with live_server(fake) as server, connect(server, asked(stream=True)) as client:
+        assert b'"b"' in read_until(client, b'"b"')
+
+
+def test_a_part_is_of_limited_size() -> None:
+    parts, text = parts_of([("x" * 40_000,) * 6])
+    assert len(text) == 240_000
+    assert max(map(len, parts)) < 110_000 and len(parts) == 4
+
+
+def test_an_error_comes_after_the_pieces_before_it() -> None:
+    parts, text = parts_of([("a", "b"), RuntimeError("secret")])
+    assert text == "ab"
+    assert b"internal_error" in parts[-1] and b"secret" not in b"".join(parts)
+    assert b"[DONE]" not in b"".join(parts)
+
+
+def test_what_would_end_the_process_ends_one_answer(caplog) -> None:
+    fake = FakeEngine([SystemExit(3)])
+    with live_server(fake) as server:
+        url, body = f"{server.url}/v1/completions", json.loads(asked())
+        assert httpx.post(url, json=body, timeout=60).status_code == 500
+        fake.pieces = ("Hel", "lo")
+        answer = httpx.post(url, json=body, timeout=60).json()
+        assert answer["choices"][0]["text"] == "Hello"
+
+
+def test_a_defect_in_one_answer_leaves_the_others_alone(monkeypatch) -> None:
+    fake = FakeEngine(("Hel", "lo"))
+    with live_server(fake) as server:
+        metrics = server.server.state.metrics
+        url, body = f"{server.url}/v1/completions", json.loads(asked())
+        with monkeypatch.context() as broken:
+            broken.setattr(metrics, "first_token", lambda _: 1 / 0)
+            assert httpx.post(url, json=body, timeout=60).status_code == 500
+        assert httpx.post(url, json=body, timeout=60).status_code == 200
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_events_of_texts_are_those_of_their_values(text: str) -> None:
+    def value(text: str) -> dict[str, Any]:
+        return {"id": "né-1", "choices": [{"delta": {"content": text}, "logprobs": None}], "n": 1}
+
+    assert TextEvents(value).event(text) == event(value(text))

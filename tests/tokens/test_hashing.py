@@ -3,9 +3,19 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvboost.tokens.chunking import fixed
-from kvboost.tokens.hashing import as_token_ids, chain_key, root_key
+from kvboost.tokens.hashing import (
+    HASHED_STEP,
+    as_token_ids,
+    chain_key,
+    common_prefix,
+    common_steps,
+    prefix_hashes,
+    root_key,
+)
 
 
 def test_every_input_of_a_key_changes_it() -> None:
@@ -37,3 +47,18 @@ def test_token_ids_are_copied_and_read_only() -> None:
 )
 def test_fixed_chunks_cover_everything_once(length, expected) -> None:
     assert fixed(length, 4) == expected
+
+
+@given(st.lists(st.integers(0, 3), max_size=200), st.integers(0, 200), st.integers(0, 3))
+def test_prefix_hashes_tell_how_far_two_texts_agree(
+    tokens: list[int], place: int, other: int
+) -> None:
+    changed = [*tokens]
+    if place < len(changed):
+        changed[place] = other
+    left, right = as_token_ids(tokens), as_token_ids(changed)
+    steps = common_prefix(left, right) // HASHED_STEP * HASHED_STEP
+    assert common_steps(prefix_hashes(left), prefix_hashes(right)) == steps
+    assert common_steps(prefix_hashes(left[:place]), prefix_hashes(left)) == (
+        min(place, len(left)) // HASHED_STEP * HASHED_STEP
+    )

@@ -1,4 +1,4 @@
-"""``kvboost bench all``: every benchmark one after the other, unattended, and the goals.
+"""``kvboost bench all``: the main benchmarks one after the other, unattended, and the goals.
 
 Each runs in a process of its own with a time limit, so that one that fails or hangs does not stop
 the rest. The whole run ends in time as well: a benchmark that cannot start by then is left out.

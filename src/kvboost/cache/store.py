@@ -168,6 +168,7 @@ class ChunkStore:
         boundaries: Sequence[int] = (),
         epoch: int | None = None,
         wait: bool = True,
+        grows: bool = False,
     ) -> int:
         """Keeps the KV of ``token_ids``, which begin a sequence; returns how many chunks are new.
 
@@ -178,7 +179,8 @@ class ChunkStore:
         budget is full of pinned chunks, or a copy fails, the rest is left out: the beginning of a
         text is worth more than its end. Nothing is kept of a request from an earlier ``epoch``,
         before something was forgotten: it may contain that text. Without ``wait``, nothing is kept
-        while another request's chunks are admitted or something is being forgotten.
+        while another request's chunks are admitted or something is being forgotten. If the text
+        still ``grows``, its last chunk is left out: a longer one would soon replace it.
         """
         new = 0
         pinned: list[ChunkKey] = []
@@ -191,6 +193,8 @@ class ChunkStore:
                 for place in self._naming.places(
                     root, token_ids, exact_rows=exact_rows, repair=repair, boundaries=boundaries
                 ):
+                    if grows and place.part.end == len(token_ids):
+                        break
                     with self._lock:
                         place.key = self._holdings.find_existing(place)
                     if place.key is None:

@@ -33,8 +33,9 @@ def answer_options(
 ) -> dict[str, Any]:
     """``options`` with a format that covers reasoning and calls of tools as well, which is then
     compiled, and with the strings that end a call."""
-    answer = grammar_for(options)
-    grammar = use.grammar(tokenizer.style, answer, tokenizer.reasoning_after(prompt_ids))
+    grammar = grammar_for(options)
+    if use.offered or use.is_forced or grammar is not None:
+        grammar = use.grammar(tokenizer.style, grammar, tokenizer.reasoning_after(prompt_ids))
     prepared = {name: value for name, value in options.items() if name not in FORMATS}
     if grammar is not None:
         given = [name for name in FORMATS if options.get(name) is not None]

@@ -25,6 +25,8 @@ from kvboost.errors import ConfigError
 
 app = typer.Typer(help="Benchmarks: measure it yourself.", no_args_is_help=True)
 
+IN_ALL = tuple(name for name, one in BENCHMARKS.items() if one.in_all is not None)
+"""What ``kvboost bench all`` runs."""
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Of a command that hands its arguments to another."""
 Plot = Annotated[Path | None, typer.Option(help="Draw a picture: a .png or .svg file.")]
@@ -110,15 +112,16 @@ def _annotation(name: str, kind: Any, option: Option, default: Any) -> Any:
     if option.choices:
         told += f" One of {', '.join(map(str, option.choices))}."
     usual = ", ".join(map(str, default)) if isinstance(default, tuple) else default
-    shown: Any = False if usual in (None, "", False) else str(usual)
     if get_origin(kind) is tuple:
-        told += " Can be given several times."
+        told += " May be repeated."
         kind = list[get_args(kind)[0]]  # type: ignore[misc]
     elif isinstance(kind, UnionType):
         (kind,) = (one for one in get_args(kind) if one is not type(None))
     if kind is bool:
         return Annotated[bool, typer.Option(*flags, help=told, show_default=False)]
-    return Annotated[kind | None, typer.Option(*flags, help=told, show_default=shown)]
+    if usual not in (None, "", False):
+        told += rf" \[default: {usual}]"
+    return Annotated[kind | None, typer.Option(*flags, help=told, show_default=False)]
 
 
 @app.command("all")
@@ -126,15 +129,18 @@ def everything(
     folder: Annotated[Path, typer.Option("--out", help="Results, logs and plots go here.")] = Path(
         "bench-results"
     ),
-    only: Annotated[list[str] | None, typer.Option(help="Run only these benchmarks.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Run only these: {', '.join(IN_ALL)}. May be repeated."),
+    ] = None,
     minutes: Annotated[
         float | None, typer.Option(min=0.1, help="The most minutes; 89, or 3 with --quick.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Short forms: three minutes.")] = False,
     history: History = None,
 ) -> None:
-    """Run every benchmark, unattended: at most 90 minutes, or three with --quick. Ends with status
-    1 if one failed."""
+    """Run the main benchmarks, unattended: at most 90 minutes, or three with --quick. Ends with
+    status 1 if one failed."""
     with errors():
         from kvboost.bench.run_all import run_all
 

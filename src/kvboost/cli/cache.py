@@ -192,7 +192,7 @@ def clear(
 
 @app.command()
 def export(
-    target: Annotated[Path, typer.Argument(help="The .tar file to write.")],
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="The .tar file to write.")],
     folder: Dir = None,
     model: OfModel = None,
     key: Annotated[str | None, typer.Option(help="Only this chunk, and those before it.")] = None,
@@ -216,7 +216,9 @@ def export(
 
 @app.command("import")
 def install(
-    source: Annotated[Path, typer.Argument(help="A file that kvboost cache export wrote.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A file that kvboost cache export wrote.")
+    ],
     folder: Dir = None,
     max_size: Annotated[str, typer.Option(help="The most that the folder may hold.")] = "20GiB",
     as_json: AsJson = False,
@@ -244,7 +246,9 @@ def install(
 
 @app.command()
 def forget(
-    text: Annotated[str, typer.Argument(help="What to forget; - reads standard input.")],
+    text: Annotated[
+        str, typer.Argument(metavar="TEXT", help="What to forget; - reads standard input.")
+    ],
     folder: Dir = None,
     model: Annotated[
         str | None,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +14,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvboost.config import EngineConfig, chosen_cache_dir
+from kvboost.config import (
+    EXACTNESS,
+    EngineConfig,
+    GenerationMode,
+    choose,
+    chosen_cache_dir,
+    most_drafted,
+    one_of,
+    whole,
+)
 from kvboost.errors import ConfigError, KVBoostError
 from kvboost.results import GenerationResult
 
@@ -115,6 +126,27 @@ def only_local(more: Sequence[str]) -> tuple[str, ...]:
     return () if "*" in more else (*_LOCAL, *more)
 
 
+_FLAGS = {
+    "kv_cache_bits": "--kv-bits",
+    "disk_cache_dir": "--cache-dir",
+    "remote_cache_url": "--remote-cache",
+    "model_name": "--model",
+    "endpoint": "--kv-events",
+    "replay_endpoint": "--kv-events-replay",
+}
+"""Options that have another name on the command line than in Python."""
+
+
+def in_flags(message: str) -> str:
+    """An error of the library as the command line says it: ``max_kv_bytes='x' ...`` begins with
+    ``--max-kv-bytes='x'``."""
+    named = re.match(r"[a-z_]+(?==)", message)
+    if named is None:
+        return message
+    flag = _FLAGS.get(named[0], f"--{named[0].replace('_', '-')}")
+    return flag + message[named.end() :]
+
+
 @contextmanager
 def errors() -> Iterator[None]:
     """Prints our errors as one line and exits with code 2. Any other exception is a bug and keeps
@@ -122,8 +154,32 @@ def errors() -> Iterator[None]:
     try:
         yield
     except KVBoostError as error:
-        typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
+        typer.secho(f"error: {in_flags(str(error))}", fg=typer.colors.RED, err=True)
         raise typer.Exit(2) from None
+
+
+def unwrap_help(app: typer.Typer) -> None:
+    """Joins the lines of each paragraph in the help of all commands of ``app``: terminals wrap them
+    at their own width. Paragraphs with indented lines stay as they are."""
+    for command in app.registered_commands:
+        told = inspect.cleandoc(
+            command.help or (command.callback and command.callback.__doc__) or ""
+        )
+        command.help = "\n\n".join(
+            paragraph
+            if re.search(r"^\s", paragraph, re.MULTILINE)
+            else " ".join(paragraph.split("\n"))
+            for paragraph in told.split("\n\n")
+        )
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            unwrap_help(group.typer_instance)
+
+
+def unreadable(option: str, file: Path, error: Exception, remedy: str) -> ConfigError:
+    """The error for a file that ``option`` names: why it cannot be read, and what to do."""
+    reason = error.strerror if isinstance(error, OSError) else error
+    return ConfigError(f"{option} {file} cannot be read ({reason}); {remedy}")
 
 
 def speculation(speculate: str) -> str | int:
@@ -131,12 +187,20 @@ def speculation(speculate: str) -> str | int:
     return int(speculate) if speculate.isdecimal() else speculate
 
 
+def check_request(mode: str, exactness: str, speculate: str, max_new_tokens: int) -> None:
+    """Raises ConfigError for options of a request, before a model is loaded."""
+    choose(GenerationMode, mode, "mode")
+    one_of(exactness, EXACTNESS, "exactness")
+    most_drafted(speculation(speculate))
+    whole(max_new_tokens, 1, "max_new_tokens")
+
+
 def read_schema(file: Path) -> dict[str, Any]:
     """The JSON schema in ``file``."""
     try:
         schema = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--schema {file} cannot be read: {error}") from None
+        raise unreadable("--schema", file, error, "name a file with a JSON schema") from None
     if not isinstance(schema, dict):
         raise ConfigError(f'--schema {file} must hold an object, such as {{"type": "object"}}')
     return schema

@@ -32,6 +32,7 @@ from kvboost.cli.common import (
     Speculate,
     Temperature,
     Weights,
+    check_request,
     describe,
     errors,
     load_engine,
@@ -40,6 +41,7 @@ from kvboost.cli.common import (
     read_schema,
     speculation,
     summary,
+    unwrap_help,
 )
 from kvboost.config import DEFAULT_MODEL, EngineConfig
 from kvboost.model.deferred import install
@@ -147,6 +149,7 @@ def generate(
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     with errors():
+        check_request(mode, exactness, speculate, max_new_tokens)
         format_options = {"schema": read_schema(schema) if schema else None, "regex": regex}
     with errors(), load_engine(model, device, dtype, cache_dir, kv_bits, weights) as engine:
         stream = engine.stream(
@@ -195,6 +198,8 @@ def chat(
 
     Example: [bold]kvboost chat --cache-dir ./kv[/bold]
     """
+    with errors():
+        check_request(mode, exactness, speculate, max_new_tokens)
     memory = {"device_memory": device_memory, "host_memory": host_memory}
     with (
         errors(),
@@ -269,3 +274,4 @@ def _show(facts: Mapping[str, object], advice: Sequence[str]) -> None:
 app.command("quality", help=BENCHMARKS["quality"].question, context_settings=bench.PASS_ON)(
     bench.forward("quality")
 )
+unwrap_help(app)

@@ -26,6 +26,7 @@ from kvboost.cli.common import (
     only_local,
     say,
     speculation,
+    unreadable,
 )
 from kvboost.cli.serve_announcement import announce
 from kvboost.cli.serve_options import (
@@ -212,7 +213,7 @@ def serve(
     tls_key: TlsKey = None,
     otlp_endpoint: OtlpEndpoint = None,
 ) -> None:
-    """Serve a model over OpenAI's API, with a page at / that shows what it does.
+    """Serve a model over OpenAI's and Anthropic's APIs, with a page at / that shows what it does.
 
     Ctrl-C or SIGTERM stops it: running answers end and the cache is written. SIGHUP reads --config,
     --api-keys and the TLS files again; the log says what changed and what needs a restart.
@@ -225,7 +226,6 @@ def serve(
         try:
             from kvboost.serve.process import bind
             from kvboost.serve.process import serve as run
-            from kvboost.serve.rehearsal import rehearse as rehearsed
             from kvboost.serve.settings import ServerSettings, is_loopback
             from kvboost.serve.warm_files import read_texts
         except ModuleNotFoundError as error:
@@ -299,7 +299,7 @@ def serve(
                 engine.load_adapter(name, path)
             if engine.device.type == "cuda" if rehearse is None else rehearse:
                 say.print("rehearsing requests of many sizes; --no-rehearse leaves it out")
-                say.print(f"rehearsed in {rehearsed(engine, max_running):.0f} s")
+                say.print(f"rehearsed in {engine.rehearse():.0f} s")
             port = listening.getsockname()[1]
             ready = partial(announce, engine, settings, host, port)
             run(engine, settings, listening, ready, reread)
@@ -358,7 +358,7 @@ def _keys(path: Path | None) -> tuple[ApiKey, ...]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-keys {path} cannot be read: {error}") from None
+        raise unreadable("--api-keys", path, error, "name a file with a key on each line") from None
     keys = parse_keys([*lines, *given], str(path))
     if not keys:
         raise ConfigError(f"--api-keys {path} holds no key")

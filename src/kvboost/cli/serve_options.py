@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvboost.cli.common import unreadable
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def read_config(context: typer.Context, path: Path) -> dict[str, Any]:
     try:
         given = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {error}") from None
+        raise unreadable("--config", path, error, "name a TOML file of options") from None
     names = {
         option.removeprefix("--"): parameter.name
         for parameter in context.command.params

@@ -39,7 +39,9 @@ LOCAL = "http://127.0.0.1:8000"
 
 @app.command()
 def warm(
-    files: Annotated[list[str], typer.Argument(help="Text files; - reads standard input.")],
+    files: Annotated[
+        list[str], typer.Argument(metavar="FILE...", help="Text files; - reads standard input.")
+    ],
     url: Url = LOCAL,
     model: ServedModel = None,
     salt: Salt = None,
@@ -72,7 +74,7 @@ def warm(
 @app.command()
 def forget(
     text: Annotated[
-        str | None, typer.Argument(help="What to forget; - reads standard input.")
+        str | None, typer.Argument(metavar="TEXT", help="What to forget; - reads standard input.")
     ] = None,
     everything: Annotated[
         bool, typer.Option("--everything", help="Forget all that was read under the salt.")

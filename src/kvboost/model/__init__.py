@@ -1,4 +1,4 @@
-"""The model and everything around it. The only room that imports transformers."""
+"""The model and everything around it. The only package that imports transformers."""
 
 from kvboost.model.deferred import install
 

@@ -194,11 +194,12 @@ class Forward:
             except attention.StopForward:
                 return torch.empty(0)
 
-    def run(self, segments: Sequence[Segment]) -> list[torch.Tensor | Picked | list[Picked]]:
+    def run(self, segments: Sequence[Segment]) -> list[torch.Tensor | Picked | list[Picked] | None]:
         """What each segment asks for: the next token if it has a sampler and one can be picked on
         the device, or those after each row if it has several; else logits ``[num_logits, vocab]``.
         The next rows of requests with pages are a decode step of their own, and a few segments that
-        the runner takes are forwards of their own; the others are packed into one forward."""
+        the runner takes are forwards of their own; the others are packed into one forward. A
+        segment that joins steps under way may have no result yet: the next call with it has."""
         self._leave_one_beside(segments)
         results: list[torch.Tensor | Picked | list[Picked] | None] = [None] * len(segments)
         next_rows: list[int] = []
@@ -224,7 +225,13 @@ class Forward:
                 picked = self._steps.run([segments[index] for index in next_rows])
             for index, result in zip(next_rows, picked, strict=True):
                 results[index] = result
-        return [result for result in results if result is not None]
+        return results
+
+    def run_one(self, segment: Segment) -> torch.Tensor | Picked | list[Picked]:
+        """The same for a segment alone, which joins no others."""
+        (result,) = self.run([segment])
+        assert result is not None
+        return result
 
     def _leave_one_beside(self, segments: Sequence[Segment]) -> None:
         """Rows beside a step run in it, if it takes them; those of other segments run before."""
@@ -235,7 +242,7 @@ class Forward:
             if not is_taken and self._is_step(segment):
                 is_taken = True
             else:
-                self.run([segment.beside])
+                self.run_one(segment.beside)
                 segment.beside = segment.beside_ahead = None
                 segment.ahead = False
 
@@ -305,6 +312,12 @@ class Forward:
                 slots = layers.adapter_slots() if layers is not None else None
                 self._steps = Steps(slab, self.run_rows, self._num_logits, capture, slots)
                 self._steps.runs_ahead = not self.streams
+
+    def forget_step(self, kv: RequestKV) -> None:
+        """Another token follows than the one that a device has picked for a request."""
+        if self._steps is not None and isinstance(kv, PagedKV):
+            with self._lock:
+                self._steps.forget_step(kv)
 
     def use_runner(self, runner: SegmentRunner) -> None:
         """Runs the segments that ``runner`` takes with it."""

@@ -62,7 +62,7 @@ class LoadedModel:
     placement: Placement | None = None
     """Which layers are streamed; None if the device's memory has no budget."""
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         return int(self.forward.model.get_input_embeddings().num_embeddings)
 
@@ -330,7 +330,7 @@ def _place(name: str | os.PathLike[str]) -> tuple[str, str | None]:
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise ModelNotFoundError(f"there is no GGUF file {path}")
+            raise ModelNotFoundError(f"there is no GGUF file {path}; check the path")
         return str(path.parent), path.name
     if path.is_dir():
         return str(path), None

@@ -42,7 +42,7 @@ def text_pieces(forward: Forward, steps: Steps, state: RequestState) -> Generato
 def _run(forward: Forward, steps: Computing[Any], segment: Segment) -> Results:
     """What a segment asks for. The steps see a failure first, so that they can clean up."""
     try:
-        return forward.run([segment])[0]
+        return forward.run_one(segment)
     except BaseException as error:
         steps.throw(error)
         raise

@@ -18,7 +18,14 @@ from kvboost.model.paged.kv import PagedKV, SharedPages
 from kvboost.model.paged.pool import PagedPool
 from kvboost.model.paged.slab import PAGE, Slab
 from kvboost.runtime.request import Request
-from kvboost.tokens.hashing import ChunkKey, TokenIds, common_prefix
+from kvboost.tokens.hashing import (
+    ChunkKey,
+    PrefixHashes,
+    TokenIds,
+    common_prefix,
+    common_steps,
+    prefix_hashes,
+)
 
 LEAST_ROWS = 512
 """Fewer rows are not worth a page table of their own; the cache has them too."""
@@ -31,6 +38,7 @@ class _Beginning:
 
     root: ChunkKey
     token_ids: TokenIds
+    hashes: PrefixHashes
     epoch: int
 
 
@@ -61,8 +69,8 @@ class Beginnings:
         slab = pool.made_slab if isinstance(pool, PagedPool) else None
         found = None
         if slab is not None and request.mode is not GenerationMode.BASELINE:
-            ids = request.token_ids[: min(request.cacheable_rows, before) + 1]
-            found = self._find(slab, ids, root, epoch, least)
+            most = min(request.cacheable_rows, before)
+            found = self._find(slab, request, most, root, epoch, least)
         if slab is None or found is None:
             yield running
             return
@@ -86,35 +94,38 @@ class Beginnings:
         if not isinstance(kv, PagedKV) or rows < LEAST_ROWS:
             return
         slab, ids = kv.slab, token_ids[:rows]
+        new = _Beginning(root, ids, prefix_hashes(ids), epoch)
         with self._lock:
             self._remove_gone(slab, epoch)
-            for other in self._kept:
-                if other.root == root and common_prefix(other.token_ids, ids) == rows:
-                    return  # it is part of a longer one
-            for other in list(self._kept):
-                shorter = len(other.token_ids)
-                if other.root == root and common_prefix(other.token_ids, ids) == shorter:
+            alike = [other for other in self._kept if other.root == root]
+            common = [common_steps(other.hashes, new.hashes) for other in alike]
+            if rows in common:
+                return  # it is part of a longer one
+            for other, shared in zip(alike, common, strict=True):
+                if shared == len(other.token_ids):
                     self._drop(slab, other)
             if len(self._kept) == MOST_BEGINNINGS:
                 self._drop(slab, self._kept[0])
-            new = _Beginning(root, ids, epoch)
             slab.retain(new, kv.holding.pages[: rows // PAGE])
             self._kept.append(new)
 
     def _find(
-        self, slab: Slab, token_ids: TokenIds, root: ChunkKey, epoch: int, least: int
+        self, slab: Slab, request: Request, most: int, root: ChunkKey, epoch: int, least: int
     ) -> tuple[_Beginning, int] | None:
-        """The beginning that shares most rows with ``token_ids``, and how many, in whole pages; the
-        last row of a prompt is always computed."""
+        """The beginning that shares most rows with a request, up to ``most``, and how many, in
+        whole pages; the last row of a prompt is always computed."""
         best = None
+        most = min(most, len(request.token_ids) - 1)
         with self._lock:
             self._remove_gone(slab, epoch)
             for other in self._kept:
                 if other.root == root:
-                    rows = min(common_prefix(other.token_ids, token_ids), len(token_ids) - 1)
+                    rows = min(common_steps(other.hashes, request.prefix_hashes), most)
                     rows = rows // PAGE * PAGE
                     if rows >= least:
                         best, least = (other, rows), rows + PAGE
+        if best is None or common_prefix(best[0].token_ids, request.token_ids) < best[1]:
+            return None
         return best
 
     def _remove_gone(self, slab: Slab, epoch: int) -> None:

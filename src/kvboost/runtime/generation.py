@@ -7,6 +7,8 @@ that runs alone makes one forward of each segment (``runtime/alone.py``); in a b
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -37,13 +39,15 @@ from kvboost.runtime.step_healing import StepHealing
 from kvboost.structured.grammars import Constraint
 from kvboost.tokens.hashing import TokenIds, as_token_ids
 
+KEPT_AFTER = 1.0
+"""Seconds after the first token until the prompt's rows are kept, if no other request waits, which
+may need them. A short answer ends before, and all of its rows are kept at once."""
+
 
 class Generation:
     """One request, from its plan to the chunks it leaves. Use each instance for one call of
     ``steps``, ``read``, ``score`` or ``heal``."""
 
-    picks_on_device = True
-    """Whether tokens may be picked where the logits are, and steps be launched ahead."""
     speculates = True
     """Whether tokens may be drafted and checked together."""
 
@@ -192,12 +196,11 @@ class Generation:
             self._kv, params, model.generation_config, request.token_ids, constraint
         )
         limit = self._runtime.answer_limit(request)
-        if self.picks_on_device:
-            self._healing = StepHealing.of(self._runtime, state, self._kv)
+        self._healing = StepHealing.of(self._runtime, state, self._kv)
         answer = Answer(state, model.tokenizer, model.eos_ids, limit)
         self._start_speculation()
+        keeps_at = time.monotonic() + KEPT_AFTER if state.batched else math.inf
         while True:
-            is_first = not state.token_ids
             picked = self._choose(sampler, constraint, given)
             self._observe_cost()
             is_complete = constraint is not None and constraint.is_complete
@@ -205,9 +208,10 @@ class Generation:
             self._record(given)
             if ended:
                 break
-            if state.batched and is_first:  # others may wait for this prompt
+            if keeps_at < math.inf and (state.is_awaited or time.monotonic() > keeps_at):
+                keeps_at = math.inf
                 yield None
-                self._keeping.admit(wait=False)
+                self._keeping.admit(ended=False)
                 state.clock.lap("admit")
             given = yield from self._next(sampler, constraint, limit)
         self._drafts.confirm()
@@ -307,7 +311,7 @@ class Generation:
     def _on_device(self, sampler: Sampler | RowSampler, draft: Sequence[int]) -> RowSampler | None:
         """What picks the tokens after the next rows where their logits are; None if the host does.
         A penalty for tokens that were seen must not see those of a draft."""
-        if not self.picks_on_device or not isinstance(sampler, RowSampler):
+        if not isinstance(sampler, RowSampler):
             return None
         return None if draft and sampler.kind.penalizes else sampler
 

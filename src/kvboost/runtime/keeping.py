@@ -29,9 +29,10 @@ class Keeping:
         self.used: list[Sequence[Hit]] = []
         """Paths of chunks that served it, of which the eviction order has not heard yet."""
 
-    def admit(self, *, wait: bool = True) -> int:
+    def admit(self, *, ended: bool = True) -> int:
         """Keeps the rows this request computed, generated tokens included; returns how many
-        chunks are new. Without ``wait``, keeps nothing if the store is busy."""
+        chunks are new. If it has not ``ended``, keeps nothing while the store is busy, and the last
+        chunk, which grows, only if other requests wait."""
         runtime, request, state, kv = self._runtime, self._request, self._state, self._kv
         self.touch_used()  # before what is new: it follows these chunks
         if not self._keeps_rows:
@@ -46,7 +47,8 @@ class Keeping:
             repair=request.repair.name,
             boundaries=request.boundaries,
             epoch=state.epoch,
-            wait=wait,
+            wait=ended,
+            grows=not ended and not state.is_awaited,
         )
         state.new_chunks += new
         return new

@@ -28,7 +28,7 @@ from kvboost.runtime.loop_stats import LoopStats
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.scheduler import Scheduler
-from kvboost.runtime.streams import AnswerListener, FutureAnswer
+from kvboost.runtime.streams import AnswerListener, FutureAnswer, Outbox
 from kvboost.runtime.verified import make_generation
 
 T = TypeVar("T")
@@ -64,6 +64,7 @@ class Loop:
         self._batch_sizes: Counter[int] = Counter()
         self._finished: Counter[str] = Counter()
         self._errands = Errands()
+        self._outbox = Outbox()
         self._step_ended: float | None = None
         """When the last step did, if the next one follows at once: what requests do between two of
         them takes time as well, unless steps on a device run meanwhile."""
@@ -233,8 +234,10 @@ class Loop:
         self._remove_departed()
         self._resume_paused()
         self._start_waiting()
+        self._outbox.send()
         for batch in self._pick_batches():
             self._run(batch)
+            self._outbox.send()
 
     def _remove_departed(self) -> None:
         """Ends the requests that were cancelled or whose deadline has passed."""
@@ -247,9 +250,11 @@ class Loop:
 
     def _resume_paused(self) -> None:
         """Asks the requests that paused, perhaps to admit rows, what they need next."""
-        for job in self._running():
+        running = self._running()
+        company = Company(running)
+        for job in running:
             if job.need is None:
-                self._advance(job, None)
+                self._advance(job, None, company)
 
     def _start_waiting(self) -> None:
         """Starts waiting requests that fit, until the next step is full."""
@@ -297,7 +302,8 @@ class Loop:
             self._runtime.cost.observe_step(num_rows, seconds, drafted=drafted)
         company = Company(self._running())
         for job, result in zip(batch, results, strict=True):
-            self._advance(job, result, company)
+            if result is not None:  # it comes with the next step
+                self._advance(job, result, company)
 
     def _run_alone(self, job: Job) -> None:
         """Runs the rows of one request whose batch failed. If it has a hook, that may have changed
@@ -308,7 +314,7 @@ class Loop:
             job.steps, job.need, job.runs_alone = self._steps(job), None, True
             return
         try:
-            (result,) = self._forward.run([job.need])
+            result = self._forward.run_one(job.need)
         except Exception as error:
             self._throw(job, error)
             return
@@ -321,6 +327,7 @@ class Loop:
         company = Company(self._running()) if company is None else company
         job.state.slice_rows = self._scheduler.slice_rows(company.num_answering > 0)
         job.state.has_slack = self._has_slack(job)
+        job.state.is_awaited = bool(self._scheduler.waiting)
         company.take(job)
         try:
             if job.is_reading:
@@ -375,14 +382,15 @@ class Loop:
             self._finished["error" if error is not None else job.state.finish_reason] += 1
             self._changed.notify_all()
         self._show(job)
-        job.listener.end(error)
+        self._outbox.end(job.listener, error)
+        self._outbox.send()
 
     def _show(self, job: Job) -> None:
-        """Hands new text to the listener."""
+        """Puts new text into the outbox."""
         pieces = job.state.text[job.pieces_shown :]
         if pieces:
             job.pieces_shown += len(pieces)
-            job.listener.push(pieces)
+            self._outbox.push(job.listener, pieces)
 
     def _steps(self, job: Job) -> Steps:
         return make_generation(self._runtime, job.state).steps()

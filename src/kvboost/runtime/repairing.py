@@ -98,7 +98,7 @@ class Repairing:
         segment = Segment(
             self._kv, ids, positions, num_logits, hook=hook, until=until, absent=absent
         )
-        (logits,) = self._runtime.model.forward.run([segment])
+        logits = self._runtime.model.forward.run_one(segment)
         if num_logits:
             assert isinstance(logits, torch.Tensor)
             self._stale_answer = logits[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvboost.config import GenerationMode, RepairParams, SamplingParams
@@ -15,7 +16,7 @@ from kvboost.results import (
     Speculated,
     TokenLogprob,
 )
-from kvboost.tokens.hashing import TokenIds
+from kvboost.tokens.hashing import PrefixHashes, TokenIds, prefix_hashes
 
 if TYPE_CHECKING:
     from kvboost.model.adapters.adapter import AppliedAdapter
@@ -55,6 +56,11 @@ class Request:
         adapter = self.adapter
         return adapter.start if adapter is not None and adapter.is_activated else sys.maxsize
 
+    @cached_property
+    def prefix_hashes(self) -> PrefixHashes:
+        """Those of its prompt, which is compared with many others."""
+        return prefix_hashes(self.token_ids)
+
 
 @dataclass
 class RequestState:
@@ -81,6 +87,8 @@ class RequestState:
     """How many chunks the request has added to the store."""
     batched: bool = False
     """Whether the loop runs it, beside other requests that may share its rows."""
+    is_awaited: bool = False
+    """Whether requests wait to be started, perhaps for the text that this one reads."""
     accompanied: bool = False
     """Whether other requests shared its forwards. Its times then say nothing about costs."""
     slice_rows: int | None = None

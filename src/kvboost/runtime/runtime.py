@@ -20,6 +20,7 @@ from kvboost.cache.tiers.open import Tiers, open_tiers
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.config import EngineConfig
 from kvboost.errors import KVBoostError
+from kvboost.model.host_memory import host_memory
 from kvboost.model.kv import KVPool, RequestKV
 from kvboost.model.load import LoadedModel
 from kvboost.model.machine import memory_bytes
@@ -244,7 +245,8 @@ class Runtime:
     # What differs if the model is split over several ranks: see runtime/parallel.
 
     def _open_tiers(self) -> Tiers:
-        return open_tiers(self._config, self.model.device)
+        device = self.model.device
+        return open_tiers(self._config, device, lambda size: host_memory(size, device))
 
     def _choose_pages(self) -> PagesChoice:
         return choose_pages(self.model.forward.packed, self.model.forward.model)

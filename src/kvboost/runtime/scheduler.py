@@ -152,7 +152,7 @@ class Scheduler:
         """Whether ``other`` still has to read text that would serve ``job``."""
         if not other.is_reading or other.root != job.root:
             return False
-        if other.mode is GenerationMode.BASELINE:
+        if other.mode is GenerationMode.BASELINE or other.rows_left < LEAST_SHARED:
             return False
         return num_shared(job, other) >= LEAST_SHARED
 

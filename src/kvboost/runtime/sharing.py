@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from kvboost.config import GenerationMode
 from kvboost.model.kv import Prefix, RequestKV
 from kvboost.runtime.request import Request, RequestState
-from kvboost.tokens.hashing import ChunkKey, common_prefix
+from kvboost.tokens.hashing import ChunkKey, common_prefix, common_steps
 
 LEAST_SHARED = 512
 """Fewer rows are copied instead: attending to them separately would cost more."""
 GRID = 64
 """Shared prefixes end on this grid, so that requests with different questions about one text share
-the same rows."""
+the same rows. A multiple of ``HASHED_STEP``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,10 @@ class RunningRequests:
                 usable = min(usable, one.kv.own_start)
             if usable // GRID * GRID <= most:
                 continue
-            usable = min(usable, common_prefix(one.state.request.token_ids, request.token_ids))
+            known = one.state.request.prefix_hashes
+            usable = min(usable, common_steps(known, request.prefix_hashes))
             if usable // GRID * GRID > most:
                 best, most = one, usable // GRID * GRID
-        return best, most if best is not None else 0
+        if best is None or common_prefix(best.state.request.token_ids, request.token_ids) < most:
+            return None, 0
+        return best, most

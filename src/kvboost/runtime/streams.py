@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from kvboost.results import GenerationResult
@@ -16,17 +17,56 @@ from kvboost.runtime.request import RequestState
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_Event = list[str] | BaseException | None
 
-
-class AnswerListener(Protocol):
-    """Receives an answer from the loop. The loop's thread calls it, so it must not block."""
+class AnswerReader(Protocol):
+    """Receives an answer piece by piece. It must neither block nor raise."""
 
     def push(self, pieces: list[str]) -> None:
         """More text has arrived."""
 
     def end(self, error: BaseException | None) -> None:
         """The answer is complete, or failed with ``error``."""
+
+
+class AnswerListener(AnswerReader, Protocol):
+    """Receives an answer from the loop."""
+
+    @property
+    def event_loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop that calls it; None: the loop's thread does."""
+
+
+class Outbox:
+    """Text and ends of answers, on their way to listeners. What is for event loops stays here until
+    ``send``, which wakes each of them once, for all answers that it reads: waking one takes longer
+    than anything it does with a piece. Only the loop's thread uses it."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+
+    def push(self, listener: AnswerListener, pieces: list[str]) -> None:
+        self._add(listener, partial(listener.push, pieces))
+
+    def end(self, listener: AnswerListener, error: BaseException | None) -> None:
+        self._add(listener, partial(listener.end, error))
+
+    def send(self) -> None:
+        """Hands over everything, in the order in which it came."""
+        waiting, self._waiting = self._waiting, {}
+        for event_loop, calls in waiting.items():
+            with suppress(RuntimeError):  # the event loop is closed, and the readers with it
+                event_loop.call_soon_threadsafe(_call_all, calls)
+
+    def _add(self, listener: AnswerListener, call: Callable[[], None]) -> None:
+        if listener.event_loop is None:
+            call()
+        else:
+            self._waiting.setdefault(listener.event_loop, []).append(call)
+
+
+def _call_all(calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 class TextStream:
@@ -75,25 +115,40 @@ class AsyncTextStream:
     def __init__(self, state: RequestState) -> None:
         """Create it in the event loop that reads it."""
         self._state = state
-        self._events: asyncio.Queue[_Event] = asyncio.Queue()
-        self._event_loop = asyncio.get_running_loop()
+        self.event_loop = asyncio.get_running_loop()
         self._pieces: deque[str] = deque()
         self._ended = False
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
+        self._reader: AnswerReader | None = None
         self._cancel: Callable[[], None] = lambda: None
 
     def on_close(self, cancel: Callable[[], None]) -> None:
         """Calls ``cancel`` if the stream is closed before its end."""
         self._cancel = cancel
 
+    def read_by(self, reader: AnswerReader) -> None:
+        """Hands all pieces and the end to ``reader``, in the event loop, when they arrive: then
+        nothing is left to iterate over, and no task need wait."""
+        self._reader = reader
+        if self._pieces:
+            reader.push(list(self._pieces))
+            self._pieces.clear()
+        if self._ended:
+            reader.end(self._error)
+
     def push(self, pieces: list[str]) -> None:
-        self._put(pieces)
+        if self._reader is not None:
+            self._reader.push(pieces)
+        else:
+            self._pieces.extend(pieces)
+            self._changed.set()
 
     def end(self, error: BaseException | None) -> None:
-        self._put(error)
-
-    def _put(self, event: _Event) -> None:
-        with suppress(RuntimeError):  # the event loop is closed, and the reader with it
-            self._event_loop.call_soon_threadsafe(self._events.put_nowait, event)
+        self._ended, self._error = True, error
+        self._changed.set()
+        if self._reader is not None:
+            self._reader.end(error)
 
     @property
     def result(self) -> GenerationResult:
@@ -116,21 +171,22 @@ class AsyncTextStream:
     async def __anext__(self) -> str:
         while not self._pieces:
             if self._ended:
-                raise StopAsyncIteration
-            event = await self._events.get()
-            if isinstance(event, list):
-                self._pieces.extend(event)
-                continue
-            self._ended = True
-            if event is not None:
-                raise event
+                error, self._error = self._error, None
+                raise StopAsyncIteration if error is None else error
+            await self._change()
         return self._pieces.popleft()
 
     async def aclose(self) -> None:
         if not self._ended:
             self._cancel()
         while not self._ended:
-            self._ended = not isinstance(await self._events.get(), list)
+            await self._change()
+        self._pieces.clear()
+        self._error = None
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
 
     async def __aenter__(self) -> Self:
         return self
@@ -141,6 +197,8 @@ class AsyncTextStream:
 
 class FutureAnswer:
     """The whole answer for a thread that waits: ``done`` holds the result, or the error."""
+
+    event_loop = None
 
     def __init__(self, state: RequestState) -> None:
         self._state = state

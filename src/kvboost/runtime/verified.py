@@ -64,6 +64,8 @@ class VerifiedGeneration(Generation):
         state = RequestState(replace(request, params=params), rows=self._state.rows)
         state.accompanied = True  # its times say nothing about what forwards cost
         yield from _Draft(self._runtime, state).over(self._kv, given)
+        # A device has picked the last token, and may have launched a step with it.
+        self._runtime.model.forward.forget_step(self._kv)
         return state.token_ids
 
     def _confirm(self, draft: list[int]) -> Computing[torch.Tensor]:
@@ -89,8 +91,6 @@ class VerifiedGeneration(Generation):
 class _Draft(Generation):
     """An answer over the KV of another request, which it neither plans nor keeps."""
 
-    # A step that the device had launched ahead would be one over rows that are not exact.
-    picks_on_device = False
     speculates = False
 
     def over(self, kv: RequestKV, given: torch.Tensor) -> Steps:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from kvboost.errors import StructuredOutputError
+from kvboost.serve import records
 from kvboost.serve.choices import Choice, EngineCall
-from kvboost.serve.errors import ApiError
+from kvboost.serve.errors import ApiError, internal
 from kvboost.serve.logprobs import TokenReader
 from kvboost.serve.prompts import Prompt, encode, num_characters
-from kvboost.serve.records import note
 from kvboost.serve.request_fields import MAX_SEED
 from kvboost.serve.reuse_report import counts, spans
 from kvboost.serve.server import ServerState
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from kvboost.serve.metrics import Metrics
 
 
 class Answers:
@@ -35,10 +38,13 @@ class Answers:
         self._server = server
         self._tenant = tenant
         self._request_id = request_id
-        self._pieces: asyncio.Queue[tuple[Choice, str | None] | Exception] = asyncio.Queue()
+        self._record = records.current()
+        self._arrived: deque[tuple[Choice, str | None] | Exception] = deque()
+        self._arrival: asyncio.Future[None] | None = None
+        """What the task that takes the pieces waits for."""
         self._running = len(choices)
         self._stack = AsyncExitStack()
-        self._first: tuple[Choice, str | None] | None = None
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -47,6 +53,7 @@ class Answers:
         await self.aclose()
 
     async def aclose(self) -> None:
+        self._closed = True
         try:
             await self._stack.aclose()
         finally:
@@ -57,14 +64,18 @@ class Answers:
     def start(self, streams: AsyncExitStack) -> None:
         """Starts to read the open streams, and closes them in the end."""
         self._stack = streams.pop_all()
-        readers = [asyncio.ensure_future(self._read(choice)) for choice in self.choices]
-        self._stack.push_async_callback(_stop, readers)
+        for choice in self.choices:
+            choice.read_by(_ChoiceReader(self, choice, self._server.metrics))
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the next piece or end has yet to arrive."""
+        return not self._arrived and self._running > 0
 
     async def begin(self) -> Choice:
         """Waits for the first piece or end; returns its choice."""
-        if self._first is None:
-            self._first = await self._take()
-        return self._first[0]
+        choice, _ = await self._next()
+        return choice
 
     async def finish(self) -> None:
         """Waits until all choices have ended."""
@@ -72,63 +83,68 @@ class Answers:
             pass
 
     async def __aiter__(self) -> AsyncIterator[tuple[Choice, str | None]]:
-        await self.begin()
-        assert self._first is not None
-        taken = self._first
-        while True:
-            yield taken
-            self._running -= taken[1] is None
-            if not self._running:
-                return
-            taken = await self._take()
+        while self._running:
+            choice, piece = await self._next()
+            self._arrived.popleft()
+            self._running -= piece is None
+            yield choice, piece
 
-    async def _take(self) -> tuple[Choice, str | None]:
-        taken = await self._pieces.get()
-        if isinstance(taken, Exception):
-            raise taken
-        if taken[1] is None:
-            taken[0].check(self._server.settings.timeout)
-        return taken
+    async def _next(self) -> tuple[Choice, str | None]:
+        """Waits for the next piece or end, and leaves it where it is."""
+        while not self._arrived:
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        arrived = self._arrived[0]
+        if isinstance(arrived, Exception):
+            raise arrived
+        choice, piece = arrived
+        if piece is None:
+            choice.check(self._server.settings.timeout)
+        return choice, piece
 
-    async def _read(self, choice: Choice) -> None:
-        metrics = self._server.metrics
-        last, seen = time.perf_counter(), 0
+    def add(self, *arrived: tuple[Choice, str | None] | Exception) -> None:
+        """Takes in what has arrived, until it is closed."""
+        if not self._closed:
+            self._arrived.extend(arrived)
+            if self._arrival is not None and not self._arrival.done():
+                self._arrival.set_result(None)
+
+    def end(self, choice: Choice) -> None:
+        """Ends ``choice``, whose text is complete. If its conversation has a session, pins its KV
+        first. Of several answers, the first counts."""
+        if self._closed:
+            return
+        if choice.call.session is None or choice.index % choice.call.n:
+            self._end(choice)
+        else:
+            renewal = asyncio.ensure_future(self._renew_session(choice, choice.call.session))
+            self._stack.push_async_callback(_stop, renewal)
+
+    def _end(self, choice: Choice) -> None:
         try:
-            async for piece in choice._stream:
-                now, tokens = time.perf_counter(), choice._stream.num_tokens
-                if not seen:
-                    metrics.first_token(choice.ttft_ms)
-                else:
-                    metrics.tokens(now - last, tokens - seen)
-                last, seen = now, tokens
-                self._pieces.put_nowait((choice, piece))
-            await self._renew_session(choice)
-        except StructuredOutputError as error:
-            self._pieces.put_nowait(_unsupported(error, choice.call))
-            return
+            self._note(choice)
+            self.add((choice, None))
         except Exception as error:
-            self._pieces.put_nowait(error)
-            return
-        self._note(choice)
-        self._pieces.put_nowait((choice, None))
+            self.add(error)
 
-    async def _renew_session(self, choice: Choice) -> None:
-        """Pins the conversation's KV, which is in the cache now. Of several answers, the first
-        counts."""
+    async def _renew_session(self, choice: Choice, session: str) -> None:
         call = choice.call
-        if call.session is None or choice.index % call.n:
-            return
         ids = [*choice.prompt_ids, *choice.result.token_ids]
         renew = self._server.sessions.renew
-        problem = await asyncio.to_thread(
-            renew, self._tenant, call.salt, call.session, ids, call.session_ttl, call.adapter
-        )
+        try:
+            problem = await asyncio.to_thread(
+                renew, self._tenant, call.salt, session, ids, call.session_ttl, call.adapter
+            )
+        except Exception as error:
+            self.add(error)
+            return
         choice.notes += [] if problem is None else [problem]
+        self._end(choice)
 
     def _note(self, choice: Choice) -> None:
         """Counts an answer that has ended."""
         choice.ended = time.perf_counter()
-        note(choice)
+        self._record.choices.append(choice)
         result = choice.result
         rows = counts(result.reuse)
         self._server.metrics.answer(result.finish_reason, rows, len(result.token_ids))
@@ -144,6 +160,43 @@ class Answers:
             finish_reason=result.finish_reason,
             tenant=self._tenant,
         )
+
+
+class _ChoiceReader:
+    """Takes in the pieces of one choice, and measures the time between them."""
+
+    def __init__(self, answers: Answers, choice: Choice, metrics: Metrics) -> None:
+        self._answers = answers
+        self._choice = choice
+        self._metrics = metrics
+        self._seen = 0
+        self._last = 0.0
+
+    def push(self, pieces: list[str]) -> None:
+        self._answers.add(*[(self._choice, piece) for piece in pieces])
+        try:
+            self._measure()
+        except Exception as error:  # a defect of ours; other answers are told after this one
+            self._answers.add(error)
+
+    def _measure(self) -> None:
+        now, seen = time.perf_counter(), self._choice.num_tokens
+        if self._seen:
+            self._metrics.tokens(now - self._last, seen - self._seen)
+        else:
+            self._metrics.first_token(self._choice.ttft_ms)
+        self._last, self._seen = now, seen
+
+    def end(self, error: BaseException | None) -> None:
+        match error:
+            case None:
+                self._answers.end(self._choice)
+            case StructuredOutputError():
+                self._answers.add(_unsupported(error, self._choice.call))
+            case Exception():
+                self._answers.add(error)
+            case _:  # what would end the server if a task raised it
+                self._answers.add(internal())
 
 
 async def open_answers(
@@ -237,9 +290,10 @@ async def _encode(server: ServerState, prompt: Prompt) -> list[int]:
 async def describe(server: ServerState, choice: Choice) -> dict[str, Any]:
     """The ``kvboost`` object of an answer that has ended."""
     result, engine = choice.result, server.engine
-    explained = await asyncio.to_thread(
-        spans, result.reuse, choice.prompt_ids, engine.decode if choice.call.explain else None
-    )
+    if choice.call.explain:
+        explained = await asyncio.to_thread(spans, result.reuse, choice.prompt_ids, engine.decode)
+    else:
+        explained = spans(result.reuse, choice.prompt_ids)
     return {
         "mode": choice.call.mode,
         "strategy": server.strategy(choice.call.options.get("recompute_strategy")),
@@ -299,7 +353,6 @@ def _answer_limit(max_tokens: int | None, prompt_tokens: int, server: ServerStat
     return limit if context is None else max(1, min(limit, context - prompt_tokens))
 
 
-async def _stop(readers: Sequence[asyncio.Future[None]]) -> None:
-    for reader in readers:
-        reader.cancel()
-    await asyncio.gather(*readers, return_exceptions=True)
+async def _stop(task: asyncio.Future[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

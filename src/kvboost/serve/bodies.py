@@ -35,39 +35,30 @@ _DISCARD_BYTES = 64 * 1024**2
 
 
 class BodyRoute(APIRoute):
-    """A route whose body, the parameter ``body``, is read and checked here before FastAPI sees it.
-    A route without that parameter never waits for a body. Notes when the body was complete
+    """A route whose body, the parameter ``body``, is read and checked here. Its other parameters
+    are ``request``, ``server`` and ``caller``, so nothing is left for FastAPI to find out. A route
+    without a body is FastAPI's, and never waits for one. Notes when the body was complete
     (``request.state.received``, of ``time.perf_counter``)."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
         hints = get_type_hints(self.endpoint, include_extras=True)
         if "body" not in hints:
-            return handle
+            return super().get_route_handler()
+        answer, wanted = self.endpoint, hints.keys() - {"return"}
+        assert wanted <= {"body", "request", "server", "caller"}, wanted
         adapter: TypeAdapter[Any] = TypeAdapter(hints["body"])
 
-        async def read_and_handle(request: Request) -> Response:
+        async def read_and_answer(request: Request) -> Response:
             server: ServerState = request.app.state.server
             body = await read(request, server.settings)
             request.state.received = time.perf_counter()
             checked = await server.workers.parse(len(body), parse, adapter, body)
-            return await handle(_CheckedRequest(request, checked))
+            caller = request.state.tenant
+            given = {"body": checked, "request": request, "server": server, "caller": caller}
+            response: Response = await answer(**{name: given[name] for name in wanted})
+            return response
 
-        return read_and_handle
-
-
-class _CheckedRequest(Request):
-    """A request whose body has been checked. Pydantic takes an instance of a model as it is."""
-
-    def __init__(self, request: Request, checked: Any) -> None:
-        super().__init__(request.scope, request.receive)
-        self._checked = checked
-
-    async def body(self) -> bytes:
-        return b"{}"  # FastAPI only looks whether there is one
-
-    async def json(self) -> Any:
-        return self._checked
+        return read_and_answer
 
 
 async def read(request: Request, settings: ServerSettings) -> bytes:

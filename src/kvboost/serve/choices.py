@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvboost.chat.calls import Part
@@ -17,6 +18,7 @@ from kvboost.serve.prompts import Prompt
 
 if TYPE_CHECKING:
     from kvboost import AsyncTextStream
+    from kvboost.runtime.streams import AnswerReader
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,22 @@ class Choice:
     @property
     def result(self) -> GenerationResult:
         """The result so far."""
+        if self.ended is None:
+            return self._stream.result
+        return self._last_result
+
+    @cached_property
+    def _last_result(self) -> GenerationResult:
         return self._stream.result
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens have been generated so far."""
+        return self._stream.num_tokens
+
+    def read_by(self, reader: AnswerReader) -> None:
+        """Hands the pieces of the answer and its end to ``reader``."""
+        self._stream.read_by(reader)
 
     @property
     def ttft_ms(self) -> float:
@@ -89,6 +106,11 @@ class Choice:
 
     def read_tokens(self, reader: TokenReader) -> None:
         self._tokens = reader
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its pieces are text and nothing else."""
+        return self.parser is None and self._tokens is None
 
     def tokens_of(self, piece: str) -> list[ShownToken] | None:
         """The tokens of ``piece``, the next piece of the answer; None unless the request asked for

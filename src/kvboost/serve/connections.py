@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvboost.serve.settings import ServerSettings
@@ -25,6 +26,22 @@ class NetworkState(Protocol):
     draining: bool
 
 
+class FramedConnection(h11.Connection):
+    """h11's connection with a shorter way for the parts of a body of unknown length: they change no
+    state, so all they need is a frame."""
+
+    _is_chunked = False
+
+    def send(self, event: Any) -> Any:
+        if self._is_chunked and type(event) is h11.Data and self.our_state is h11.SEND_BODY:
+            data = event.data
+            return b"%x\r\n%b\r\n" % (len(data), data) if data else b""  # 0 bytes would end it
+        sent = super().send(event)
+        if type(event) is h11.Response:
+            self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in sent.lower()
+        return sent
+
+
 class Connection(H11Protocol):
     """uvicorn's connection with three more limits. A request's head must be complete within
     ``head_seconds``. A client that does not take data for ``write_seconds`` is disconnected. When
@@ -33,6 +50,9 @@ class Connection(H11Protocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        head_bytes = self.config.h11_max_incomplete_event_size
+        assert head_bytes is not None
+        self.conn = FramedConnection(h11.SERVER, head_bytes)
         self._state: NetworkState = self.config.app.state.server  # type: ignore[union-attr]
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None

@@ -206,6 +206,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
             message = f"{request.method} is not allowed on {path}"
             if allowed := _allowed(request.app.state.endpoints, request.url.path):
                 headers["Allow"] = ", ".join(allowed)
+                message += f"; use {' or '.join(allowed)}"
         case _:
             message = str(error.detail)
     return ApiError(error.status_code, message, headers=headers).response()

@@ -18,7 +18,8 @@ from kvboost.serve.server import ServerState
 logger = logging.getLogger("kvboost.serve")
 
 POLLED_PATHS = ("/kvboost/live", "/metrics", "/health", "/ready")
-"""Machines ask for these every second or so. They are logged as debug messages."""
+"""Machines ask for these every second or so. They are logged as debug messages, and so are the
+files of the page."""
 
 _GIVEN_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _PAGE = "/static/"
@@ -67,9 +68,9 @@ class RequestMiddleware:
         finally:
             ended, tenant = time.perf_counter(), state.get("tenant")
             self._server.metrics.response(status)
-            is_polled = scope["path"] in POLLED_PATHS
+            is_minor = scope["path"] in POLLED_PATHS or scope["path"].startswith(_PAGE)
             logger.log(
-                logging.DEBUG if is_polled else logging.INFO,
+                logging.DEBUG if is_minor else logging.INFO,
                 "%s %s %r %s %.0f ms %s %s",
                 request_id,
                 scope["method"],
@@ -79,7 +80,7 @@ class RequestMiddleware:
                 tenant.name if tenant is not None else "-",
                 record.line() or "-",
             )
-            if self._server.tracing is not None and not is_polled:
+            if self._server.tracing is not None and not is_minor:
                 self._server.tracing.request(scope, record, status, began, ended)
 
 

@@ -28,7 +28,9 @@ def check_certificate(cert: Path | None, key: Path | None) -> None:
     """Raises ConfigError unless both are missing or the key belongs to the certificate."""
     if cert is None:
         if key is not None:
-            raise ConfigError(f"the TLS key {key} needs a certificate: set tls_cert too")
+            raise ConfigError(
+                f"the TLS key {key} needs its certificate; give both, tls_cert and tls_key"
+            )
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)

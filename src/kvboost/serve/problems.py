@@ -44,6 +44,8 @@ def sentence(problem: ErrorDetails) -> str:
             return f"must have at least {_items(known['min_length'])}, not {known['actual_length']}"
         case "too_long":
             return f"must have at most {_items(known['max_length'])}, not {known['actual_length']}"
+        case "int_parsing":  # of a query, whose values are strings
+            return "must be a whole number"
         case "string_pattern_mismatch":
             return f"must match the pattern {known['pattern']}"
         case "union_tag_not_found":

@@ -1,4 +1,4 @@
-"""The parameters of a request's address."""
+"""Query parameters, after the ``?`` of an address. One that is given twice is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvboost.serve.errors import ApiError
 
 
 def _check(request: Request) -> None:
-    """Which one counts of several values, clients and servers would understand differently."""
+    """Refuses a repeated parameter: programs differ in which of its values they use."""
     times = Counter(name for name, _ in request.query_params.multi_items())
     for name, number in times.items():
         if number > 1:

@@ -54,8 +54,6 @@ def begin() -> RequestRecord:
     return record
 
 
-def note(choice: Choice) -> None:
-    """Adds an answer that has ended to the record of its request."""
-    record = _current.get()
-    if record is not None:
-        record.choices.append(choice)
+def current() -> RequestRecord:
+    """The record of this task's request."""
+    return _current.get() or RequestRecord()

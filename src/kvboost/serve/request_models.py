@@ -61,6 +61,8 @@ def needs(field: str, kind: str, other: str) -> dict[str, Any]:
 class ReuseOptions(Body):
     """How this request reuses cached text. Default: the server's settings."""
 
+    model_config = ConfigDict(frozen=True)  # so that requests share the default
+
     mode: Literal["baseline", "prefix_cache", "chunk_kv_reuse"] | None = None
     strategy: Literal["auto", "query", "cacheblend", "selective", "none"] | None = None
     ratio: Share | None = None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -20,7 +21,10 @@ from kvboost.serve.choices import Choice, EngineCall
 from kvboost.serve.errors import ApiError, answer_to, logger
 from kvboost.serve.request_models import Generation
 from kvboost.serve.server import ServerState
-from kvboost.serve.streaming import DONE, LiveResponse, event, unless_gone
+from kvboost.serve.streaming import DONE, LiveResponse, TextEvents, event, unless_gone
+
+_PART_BYTES = 64 * 1024
+"""A part of a stream that has more is sent, even if the next piece has arrived."""
 
 
 class ResponseFormat(Protocol):
@@ -67,9 +71,9 @@ def engine_call(
 ) -> EngineCall:
     """What ``body`` asks of the engine. Raises ApiError 400 if it asks for more answers than the
     engine could ever queue. A tenant among others may use half of the queue."""
-    n, queue = body.n or 1, server.engine.serving_stats()
-    share = (queue["max_waiting"] + 1) // 2 if caller.counts_as else queue["max_waiting"]
-    limit = share + queue["max_running"]
+    n, config = body.n or 1, server.engine.config
+    share = (config.max_waiting + 1) // 2 if caller.counts_as else config.max_waiting
+    limit = share + config.max_running
     if n * len(prompts) > limit:
         raise ApiError(
             400,
@@ -159,16 +163,10 @@ async def deliver(
         logger.info("%s prompts %r", request.state.request_id, call.prompts)
     caller: Tenant = request.state.tenant
     state = request.state
-    opening = open_answers(server, caller.name, state.request_id, call, state.received)
-    answers = await unless_gone(request.receive, opening)
+    opening = partial(open_answers, server, caller.name, state.request_id, call, state.received)
     if not stream:
-        async with answers:
-            return await unless_gone(request.receive, _whole(answers, writer))
-    try:
-        first = await unless_gone(request.receive, answers.begin())
-    except BaseException:
-        await answers.aclose()
-        raise
+        return await unless_gone(request.receive, _whole(opening, writer))
+    answers, first = await unless_gone(request.receive, _begun(opening))
     return LiveResponse(
         _events(server, answers, writer, request.state.request_id),
         "text/event-stream; charset=utf-8",
@@ -176,22 +174,40 @@ async def deliver(
     )
 
 
-async def _whole(answers: Answers, writer: AnswerWriter) -> Response:
-    first = await answers.begin()
-    await answers.finish()
-    return JSONResponse(await writer.whole(answers), headers=headers(first))
+async def _whole(opening: Callable[[], Awaitable[Answers]], writer: AnswerWriter) -> Response:
+    async with await opening() as answers:
+        first = await answers.begin()
+        await answers.finish()
+        return JSONResponse(await writer.whole(answers), headers=headers(first))
+
+
+async def _begun(opening: Callable[[], Awaitable[Answers]]) -> tuple[Answers, Choice]:
+    """Answers, and the first choice that has a piece."""
+    answers = await opening()
+    try:
+        return answers, await answers.begin()
+    except BaseException:
+        await answers.aclose()
+        raise
 
 
 async def _events(
     server: ServerState, answers: Answers, writer: AnswerWriter, request_id: str
 ) -> AsyncGenerator[bytes, None]:
+    """What ``writer`` writes, in as few parts as possible: all of what has arrived is one."""
     async with answers, aclosing(writer.events(answers)) as events:
+        written = bytearray()
         try:
             async for one in events:
-                yield one
+                written += one
+                if answers.is_waiting or len(written) > _PART_BYTES:
+                    yield bytes(written)
+                    written.clear()
         except Exception as error:
             with_message = server.settings.log_prompts
-            yield writer.failure(answer_to(error, request_id, with_message=with_message))
+            written += writer.failure(answer_to(error, request_id, with_message=with_message))
+        if written:
+            yield bytes(written)
 
 
 class ChoicesWriter:
@@ -228,14 +244,22 @@ class ChoicesWriter:
         def chunk(choice: dict[str, Any], **more: Any) -> bytes:
             return event({**head, "choices": [choice], **more})
 
+        def texts(choice: Choice) -> TextEvents:
+            return TextEvents(lambda text: {**head, "choices": written.piece(choice, text)})
+
+        plain = {choice: texts(choice) for choice in answers.choices if choice.is_plain}
+
         for choice in answers.choices:
             if (opening := written.opening(choice)) is not None:
                 yield chunk(opening)
         running = len(answers.choices)
         async for choice, piece in answers:
             if piece is not None:
-                for one in written.piece(choice, piece):
-                    yield chunk(one)
+                if choice in plain:
+                    yield plain[choice].event(piece)
+                else:
+                    for one in written.piece(choice, piece):
+                        yield chunk(one)
                 continue
             running -= 1
             *others, closing = written.closing(choice)

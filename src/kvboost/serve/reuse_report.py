@@ -23,7 +23,7 @@ def counts(reuse: ReuseReport) -> dict[str, int]:
 
 
 def spans(
-    reuse: ReuseReport, prompt_ids: Sequence[int], decode: Decode | None
+    reuse: ReuseReport, prompt_ids: Sequence[int], decode: Decode | None = None
 ) -> list[dict[str, Any]]:
     """The spans of a prompt, with their text if ``decode`` is given."""
     shown = []

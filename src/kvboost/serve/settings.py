@@ -178,7 +178,8 @@ class ServerSettings:
     def _check_warm(self) -> None:
         names = [key.name for key in self.keys]
         if unknown := [name for name in self.warm_for if name not in names]:
-            raise ConfigError(f"warm_for names {unknown[0]!r}, but the keys are {names}")
+            there_are = f"the keys are {', '.join(names)}" if names else "the server has no keys"
+            raise ConfigError(f"warm_for={unknown[0]!r} is not the name of a key; {there_are}")
         if self.warm and self.keys and not self.shared_cache and not self.warm_for:
             raise ConfigError(
                 "each key has its own cache, so say for which the documents are read: warm_for "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -16,6 +16,11 @@ from kvboost.serve.errors import ClientGone
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+
+_ANY_TEXT = "\0any text\0"
+
+_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+"""Its text, with no blanks in between."""
 
 
 def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
@@ -29,8 +34,16 @@ def line(value: Mapping[str, Any]) -> bytes:
     return f"{_json(value)}\n".encode()
 
 
-def _json(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+class TextEvents:
+    """Events that differ in one text: everything else is encoded once."""
+
+    def __init__(self, make: Callable[[str], Mapping[str, Any]]) -> None:
+        """``make`` gives the value of the event with a text."""
+        value = event(make(_ANY_TEXT))
+        self._before, _, self._after = value.rpartition(_json(_ANY_TEXT).encode())
+
+    def event(self, text: str) -> bytes:
+        return b"".join((self._before, _json(text).encode(), self._after))
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

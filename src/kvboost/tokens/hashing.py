@@ -17,7 +17,10 @@ import numpy.typing as npt
 
 ChunkKey = NewType("ChunkKey", str)
 TokenIds = npt.NDArray[np.int32]
+PrefixHashes = npt.NDArray[np.int64]
 
+HASHED_STEP = 32
+"""Tokens from one of a text's ``prefix_hashes`` to the next."""
 _DIGEST_BYTES = 16
 _BASE = 0x9E3779B97F4A7C15
 _MIX = np.uint64(0xD6E8FEB86659FD93)
@@ -68,6 +71,24 @@ def common_prefix(left: TokenIds, right: TokenIds) -> int:
     length = min(len(left), len(right))
     first = (left[:length] != right[:length]).tobytes().find(1)
     return length if first < 0 else first
+
+
+def prefix_hashes(token_ids: TokenIds) -> PrefixHashes:
+    """A hash of the first ``HASHED_STEP`` tokens, one of twice as many, and so on. They differ from
+    process to process."""
+    data, size = token_ids.tobytes(), HASHED_STEP * token_ids.itemsize
+    hashes, last = [], 0
+    for start in range(0, len(data) - size + 1, size):
+        last = hash((last, data[start : start + size]))
+        hashes.append(last)
+    return np.array(hashes, np.int64)
+
+
+def common_steps(left: PrefixHashes, right: PrefixHashes) -> int:
+    """How many tokens two texts with these hashes begin with, in whole steps. Where many texts are
+    compared, this is much faster than ``common_prefix``, which should confirm the result."""
+    length = min(len(left), len(right))
+    return HASHED_STEP * int(np.count_nonzero(left[:length] == right[:length]))
 
 
 def window_hashes(space: ChunkKey, token_ids: TokenIds, window: int) -> npt.NDArray[np.uint64]:

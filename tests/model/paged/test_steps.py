@@ -54,7 +54,7 @@ class Requests:
         return len(self.ids) - 1
 
     def step(self, *numbers: int, ahead: bool = True) -> None:
-        """The next token of these requests."""
+        """The next token of these requests; of those that join others, on its way."""
         segments = [
             Segment(
                 self.kvs[number],
@@ -66,8 +66,9 @@ class Requests:
             for number in numbers
         ]
         for number, found in zip(numbers, self.forward.run(segments), strict=True):
-            assert not isinstance(found, torch.Tensor)
-            self.ids[number].append(found[0])
+            if found is not None:
+                assert isinstance(found, tuple)
+                self.ids[number].append(found[0])
 
     def expected(self, number: int, prompt: int) -> list[int]:
         """Its greedy tokens by whole forwards."""
@@ -94,12 +95,15 @@ def test_requests_join_and_leave_while_steps_are_launched_ahead(requests: Reques
     requests.step(first, second)  # already launched
     assert (requests.steps.num_steps, requests.steps.num_ahead) == (3, 2)
     third = requests.start(17)
-    requests.step(first, second, third)
+    requests.step(first, second, third)  # the step after this one is the third's first
+    assert (requests.steps.num_steps, requests.steps.num_ahead) == (4, 3)
+    assert len(requests.ids[third]) == 18
     requests.step(third, first)
     requests.step(first, third, ahead=False)
+    assert requests.steps.num_steps == 5
     for number, prompt in ((first, 30), (second, 9), (third, 17)):
         assert requests.ids[number] == requests.expected(number, prompt)
-    assert len(requests.ids[first]) == 36
+    assert (len(requests.ids[first]), len(requests.ids[third])) == (36, 20)
     padding = requests.steps.lengths[SCRATCH], requests.slab.table[SCRATCH]
     assert not any(part.any() for part in padding)
 
@@ -115,7 +119,7 @@ def test_a_capture_is_made_once_and_the_buffers_stay(requests: Requests) -> None
     third = requests.start(6)
     for _ in range(2):
         requests.step(second, third)
-    assert len(requests.capture.captured) == 4  # model and sampling, for two rows and for one
+    assert len(requests.capture.captured) == 2  # model and sampling, for two rows
     assert requests.capture.replays == 2 * requests.steps.num_steps
     assert places == [
         part.data_ptr() for part in (bucket.rows, bucket.positions, bucket.ids, bucket.picked)

@@ -96,7 +96,7 @@ class Settings(Asking, ModelSettings):
     load: tuple[str, ...] = option(
         (), "Show rows that were saved instead of measuring; 'rows-*.jsonl' merges parts."
     )
-    markdown: str | None = option(None, "Write the table of docs/reuse.md to this file.")
+    markdown: str | None = option(None, "Write the table to this file, in Markdown.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -230,7 +230,7 @@ def _more_cells(one: Summary, margin: float) -> list[str]:
 
 
 def markdown_table(summaries: Sequence[Summary], described: Callable[[str], str]) -> str:
-    """The table of docs/reuse.md."""
+    """The table in Markdown, as in docs/reuse-experiments.md."""
     headings = [
         *("read before", "strategy", "ratio", "charged", "FLOPs", "mean KL", "median", "90 %"),
         *("top-1", "same text", "F1 (full)", "F1 difference", "gap kept"),

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from kvboost.cache.tiers.ram import RamTier
+
+ON_THE_WAY = 256 * 1024**2
+"""Bytes of rows that are being copied into chunks."""
 
 
 class GpuTier(RamTier):
     name = "gpu"
 
     def __init__(self, max_bytes: int, device: torch.device) -> None:
+        """Has torch take all of its memory from the driver: piece by piece, that would hold up
+        requests while the tier fills."""
         super().__init__(max_bytes)
         self._device = device
+        if device.type == "cuda":
+            with suppress(torch.OutOfMemoryError):
+                torch.empty(max_bytes + ON_THE_WAY, dtype=torch.uint8, device=device)
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device=self._device)

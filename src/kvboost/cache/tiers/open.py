@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvboost.cache.secret import Secret
+from kvboost.cache.tiers.arena import Arena, Fence, GetBlock
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.gpu import GpuTier
 from kvboost.cache.tiers.ram import RamTier
@@ -29,11 +30,17 @@ class Tiers:
     """How ranks share out a chunk."""
 
 
-def open_tiers(config: EngineConfig, device: torch.device) -> Tiers:
-    """Where an engine on ``device`` keeps its chunks."""
+def open_tiers(
+    config: EngineConfig, device: torch.device, locked_memory: GetBlock | None = None
+) -> Tiers:
+    """Where an engine on ``device`` keeps its chunks. ``locked_memory`` gives blocks for those in
+    RAM; a GPU must copy from them on its default stream only."""
     on_gpu = device.type == "cuda"
     secret = Secret(config.cache_secret) if config.cache_secret else None
-    ram = RamTier(config.max_cache_bytes, pinned=on_gpu)
+    arena = None
+    if on_gpu and locked_memory is not None:
+        arena = Arena(locked_memory, config.max_cache_bytes, lambda: _passed(device))
+    ram = RamTier(config.max_cache_bytes, pinned=on_gpu, arena=arena)
     gpu = disk = remote = None
     if on_gpu:
         share = config.gpu_cache_bytes
@@ -48,3 +55,10 @@ def open_tiers(config: EngineConfig, device: torch.device) -> Tiers:
     if config.remote_cache_url is not None:
         remote = open_remote(config.remote_cache_url, config.remote_cache_bytes, secret=secret)
     return Tiers(ram, gpu, disk, remote, secret)
+
+
+def _passed(device: torch.device) -> Fence:
+    """Is passed when the device has done what it was told so far."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.default_stream(device))
+    return event

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk
+from kvboost.cache.tiers.arena import Arena
 from kvboost.tokens.hashing import ChunkKey
 
 _LEAST_MAPPED = 1 << 18
@@ -20,10 +21,12 @@ class RamTier:
 
     name = "ram"
 
-    def __init__(self, max_bytes: int, *, pinned: bool = False) -> None:
+    def __init__(self, max_bytes: int, *, pinned: bool = False, arena: Arena | None = None) -> None:
+        """``arena``: where tensors are, if it has room for them."""
         self.max_bytes = max_bytes
         self.faults: dict[str, int] = {}
         self._pinned = pinned
+        self._arena = arena
         self._copies: torch.cuda.Stream | None = None
         """Where copies from a GPU are under way."""
         self._chunks: dict[ChunkKey, KVChunk] = {}
@@ -45,6 +48,10 @@ class RamTier:
         Large tensors are mapped, and go back to the system when their chunk is evicted. On the heap
         they would be scattered among the short-lived tensors of forwards, and it would only grow.
         """
+        if self._arena is not None:
+            found = self._arena.empty(like.shape, like.dtype)
+            if found is not None:
+                return found
         if not self._pinned and like.nbytes >= _LEAST_MAPPED:
             with suppress(OSError):  # a process may have only so many maps
                 memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -112,3 +119,5 @@ class RamTier:
     def close(self) -> None:
         self._chunks.clear()
         self._nbytes = 0
+        if self._arena is not None:
+            self._arena.close()

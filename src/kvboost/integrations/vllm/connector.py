@@ -1,4 +1,6 @@
-"""The connector that vLLM loads::
+"""The connector that vLLM loads.
+
+::
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVBoostConnector",
         "kv_connector_module_path": "kvboost.integrations.vllm.connector", "kv_role": "kv_both"}'

@@ -94,7 +94,7 @@ def read_header(name: str | os.PathLike[str]) -> ModelHeader:
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise ModelNotFoundError(f"there is no GGUF file {path}")
+            raise ModelNotFoundError(f"there is no GGUF file {path}; check the path")
         return from_gguf(check_gguf(path))
     name = os.fspath(name)
     if path.is_dir():

@@ -8,7 +8,7 @@ A random number is a hash of the request's seed and of the token's position: the
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 
 from kvboost.config import SamplingParams
 from kvboost.model.sampling import LEAST_TEMPERATURE, Picked, chosen
-from kvboost.model.triton.host import to_device
+from kvboost.model.triton.host import send, to_device
 
 MOST_LIKELY = 256
 """If all requests of a batch have a ``top_k`` up to this, only so many tokens are sorted."""
@@ -57,6 +57,8 @@ class DeviceSampling:
         self._whole = torch.zeros(num_rows, 3, dtype=torch.int64, device=device)
         self._bias_ids = torch.zeros(num_rows, MOST_BIASES, dtype=torch.int64, device=device)
         self._biases = torch.zeros(num_rows, MOST_BIASES, device=device)
+        self._biased: set[int] = set()
+        """Rows with biases that are not zero."""
         self._seen: torch.Tensor | None = None
         self._true = torch.ones((), dtype=torch.bool, device=device)
 
@@ -85,22 +87,34 @@ class DeviceSampling:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         temperature = max(options.temperature, LEAST_TEMPERATURE)
         numbers = [temperature, options.top_p, options.min_p, options.repetition_penalty]
-        self._numbers[row] = to_device(numbers, torch.float32, self._device)
-        self._whole[row] = to_device(
-            [int(params.samples), options.top_k, seed], torch.int64, self._device
-        )
-        self._biases[row].zero_()
-        if biases:
-            count = len(biases)
-            self._bias_ids[row, :count] = to_device(list(biases), torch.int64, self._device)
-            values = to_device(list(biases.values()), torch.float32, self._device)
-            self._biases[row, :count] = values
+        whole = [int(params.samples), options.top_k, seed]
+        self._send(row, numbers, whole, biases)
         if kind.penalizes:
             seen = self._seen_tokens()
             ids = torch.from_numpy(np.array(prompt_ids, np.int64)).to(self._device)
             seen[row] = False
             seen[row, ids] = True
         return RowSampler(self, row, kind)
+
+    def _send(
+        self, row: int, numbers: list[float], whole: list[int], biases: Mapping[int, float]
+    ) -> None:
+        """Enters them into the tables, in one copy to the device."""
+        floats = np.array([*numbers, *biases.values(), 0.0][: 4 + (len(biases) + 1) // 2 * 2])
+        ints = np.array([*whole, *biases], np.int64)
+        sent = np.concatenate([ints, floats.astype(np.float32).view(np.int64)])
+        there = send(torch.from_numpy(sent), self._device)
+        values = there[len(ints) :].view(torch.float32)
+        self._whole[row] = there[:3]
+        self._numbers[row] = values[:4]
+        if row in self._biased:
+            self._biases[row].zero_()
+            self._biased.remove(row)
+        if biases:
+            count = len(biases)
+            self._bias_ids[row, :count] = there[3 : 3 + count]
+            self._biases[row, :count] = values[4 : 4 + count]
+            self._biased.add(row)
 
     def _seen_tokens(self) -> torch.Tensor:
         """Which tokens each request has read or generated; made when a request first needs it."""

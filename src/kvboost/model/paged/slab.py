@@ -7,10 +7,11 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import count
 
+import numpy as np
 import torch
 
 from kvboost.model.kv import KVShape
-from kvboost.model.triton.host import to_device
+from kvboost.model.triton.host import send_into
 
 PAGE = 32
 """Rows of a page."""
@@ -225,8 +226,8 @@ class Slab:
 
     def _enter(self, holding: Holding, start: int) -> None:
         """Writes pages from number ``start`` on into the table."""
-        pages = to_device(holding.pages[start:], torch.int32, self.shape.device)
-        self.table[holding.row, start : len(holding.pages)] = pages
+        pages = torch.from_numpy(np.array(holding.pages[start:], np.int32))
+        send_into(pages, self.table[holding.row, start : len(holding.pages)])
 
 
 def pages_for(num_rows: int) -> int:

@@ -26,6 +26,8 @@ from kvboost.model.sampling import Picked
 from kvboost.model.segment import Segment
 from kvboost.model.triton.host import to_device
 
+StepResult = torch.Tensor | Picked | list[Picked]
+
 
 def bucket_of(count: int) -> int:
     """The number of rows that a step of ``count`` requests is padded to."""
@@ -179,6 +181,12 @@ class Steps:
         self._buckets.clear()
         self.drafts.forget_graphs()
 
+    def forget_step(self, kv: PagedKV) -> None:
+        """The host says which token of a request follows, and what was launched ahead for it is
+        not used."""
+        self._pending.pop(kv.holding.row, None)
+        self._next.pop(kv.holding.row, None)
+
     def _forget_adapted(self) -> None:
         """Records the steps with adapters anew."""
         self._buckets = {key: bucket for key, bucket in self._buckets.items() if not key[2]}
@@ -209,17 +217,25 @@ class Steps:
     def _takes_beside(self, rows: Segment) -> bool:
         return self.beside is not None and rows.kv.adapter is None and self.beside.takes(rows)
 
-    def run(self, segments: Sequence[Segment]) -> list[torch.Tensor | Picked | list[Picked]]:
+    def run(self, segments: Sequence[Segment]) -> list[StepResult | None]:
         """The next token of each segment that has a sampler, the tokens after each of its rows if
         it has several; logits ``[num_logits, vocab]`` of the others. Launches the steps after
         these, if ``ahead`` says that they will be asked for; then the results of an earlier call
-        may already be on their way. While a request has a draft, no step is launched ahead: it
-        would not have the rows of the next one. At most one segment may have rows beside it."""
+        may already be on their way. A segment that joins such requests runs in the step after
+        theirs: it has no result yet, and the next call with it has. While a request has a draft,
+        no step is launched ahead: it would not have the rows of the next one. At most one segment
+        may have rows beside it."""
         ready: list[_Pending | Launched | None] = [self._claim(segment) for segment in segments]
         has_drafts = any(len(segment) > 1 for segment in segments)
         missing = [index for index, found in enumerate(ready) if found is None]
         drafted = [index for index in missing if has_drafts and self.drafts.takes(segments[index])]
         plain = [index for index in missing if index not in drafted]
+        ahead = [] if has_drafts else self._ahead_of(segments)
+        joining: list[int] = []
+        if ahead and len(missing) < len(segments):
+            joining = [index for index in plain if _may_join(segments[index])]
+            ahead = self._ahead_of([s for index, s in enumerate(segments) if index not in joining])
+            plain = [index for index in plain if index not in joining]
         launched: list[_Pending | Launched] = []
         if plain:
             launched += self._launch([segments[index] for index in plain])
@@ -227,12 +243,15 @@ class Steps:
             launched += self._launch_drafts([segments[index] for index in drafted])
         for index, result in zip([*plain, *drafted], launched, strict=True):
             ready[index] = result
-        ahead = [_after(segment) for segment in segments if self._looks_ahead(segment)]
-        if ahead and not has_drafts:
+        following = [*ahead, *(segments[index] for index in joining)]
+        if following:
             self.num_ahead += 1
-            for segment, pending in zip(ahead, self._launch(ahead), strict=True):
+            for segment, pending in zip(following, self._launch(following), strict=True):
                 self._pending[_row(segment)] = pending
-        return [found.get() for found in ready if found is not None]
+        return [None if found is None else found.get() for found in ready]
+
+    def _ahead_of(self, segments: Sequence[Segment]) -> list[Segment]:
+        return [_after(segment) for segment in segments if self._looks_ahead(segment)]
 
     def _launch_drafts(self, segments: Sequence[Segment]) -> list[Launched]:
         for segment in segments:
@@ -323,6 +342,11 @@ class Steps:
             self.adapters.index_copy_(0, at, slots_there)
             self.tokens.index_copy_(0, at, ids_there)
             self.lengths.index_copy_(0, at, positions_there)
+
+
+def _may_join(segment: Segment) -> bool:
+    """Whether its result may come with a later call: a token, with no rows beside it."""
+    return segment.sampler is not None and segment.beside is None
 
 
 def _row(segment: Segment) -> int:

@@ -1,4 +1,4 @@
-"""Requests of many sizes before the first user comes.
+"""Requests of many sizes before the first real one.
 
 On a GPU, the first step, probe or repair of each size records a CUDA graph, which takes about
 0.3 s. Users who come to a server that has just started would wait for it, all of them each time.
@@ -10,10 +10,14 @@ import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
-from kvboost import GenerationMode, KVBoost
+from kvboost.config import GenerationMode
 from kvboost.errors import KVBoostError
+from kvboost.runtime.options import RequestOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger("kvboost")
 
@@ -24,7 +28,7 @@ DOCUMENTS = 8
 DOCUMENT_TOKENS = 256
 QUESTION_TOKENS = 48
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)
-OPTIONS: Any = {
+OPTIONS: RequestOptions = {
     "cache_salt": SALT,
     "ignore_eos": True,
     "speculate": "off",  # what random tokens teach about drafts would be wrong
@@ -32,7 +36,31 @@ OPTIONS: Any = {
 }
 
 
-def rehearse(engine: KVBoost, max_running: int) -> float:
+class Engine(Protocol):
+    """What a rehearsal needs of an engine: its public face."""
+
+    @property
+    def context_length(self) -> int | None: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def generate(
+        self, prompt: list[int], max_new_tokens: int, **options: Unpack[RequestOptions]
+    ) -> object: ...
+
+    def generate_batch(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        mode: GenerationMode,
+        **options: Unpack[RequestOptions],
+    ) -> object: ...
+
+    def forget_salt(self, cache_salt: str) -> object: ...
+
+
+def rehearse(engine: Engine, max_running: int) -> float:
     """Answers made-up prompts of many sizes and forgets them; returns the seconds it took. A
     failure is logged: what was not rehearsed is recorded when users need it."""
     began = time.monotonic()
@@ -45,7 +73,7 @@ def rehearse(engine: KVBoost, max_running: int) -> float:
     return time.monotonic() - began
 
 
-def _answer(engine: KVBoost, max_running: int) -> None:
+def _answer(engine: Engine, max_running: int) -> None:
     text = _tokens(engine)
     for number in sorted({min(step, max_running) for step in STEPS}, reverse=True):
         prompts = [_some(text, QUESTION_TOKENS) for _ in range(number)]
@@ -57,7 +85,8 @@ def _answer(engine: KVBoost, max_running: int) -> None:
     for number in (DOCUMENTS, DOCUMENTS // 2):
         for first, ratio in enumerate(RATIOS, 1):  # each in an order of its own
             order = [*documents[first:], *documents[:first]][::-1][-number:]
-            engine.generate(_joined(order, text), 2, **OPTIONS, recompute_ratio=ratio)
+            options: RequestOptions = {**OPTIONS, "recompute_ratio": ratio}
+            engine.generate(_joined(order, text), 2, **options)
 
 
 def _joined(documents: Sequence[list[int]], text: Iterator[int]) -> list[int]:
@@ -66,7 +95,7 @@ def _joined(documents: Sequence[list[int]], text: Iterator[int]) -> list[int]:
     return tokens + _some(text, QUESTION_TOKENS)
 
 
-def _tokens(engine: KVBoost) -> Iterator[int]:
+def _tokens(engine: Engine) -> Iterator[int]:
     """Token ids without end, the same every time."""
     chosen = random.Random(0)
     while True:

@@ -1,4 +1,4 @@
-"""A server may answer made-up prompts before its users come."""
+"""An engine may answer made-up prompts before the first real one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from kvboost import KVBoost
+from kvboost.checks.rehearsal import RATIOS
 from kvboost.errors import KVBoostError
-from kvboost.serve.rehearsal import RATIOS, rehearse
 from tiny import make_engine, tiny_model
 
 
@@ -18,7 +18,7 @@ def engine() -> KVBoost:
 
 
 def test_steps_of_many_sizes_and_moved_text_run_and_nothing_stays(engine: KVBoost) -> None:
-    assert rehearse(engine, 4) > 0
+    assert engine.rehearse() > 0
     stats = engine.cache_stats()
     assert {1, 2, 4} <= set(engine.serving_stats()["batch_sizes"])
     assert stats["requests"] == 1 + 2 + 4 + 1 + 2 * len(RATIOS)
@@ -34,5 +34,5 @@ def test_a_failure_is_told_and_the_server_starts(
 
     monkeypatch.setattr(engine, "generate", fail)
     with caplog.at_level(logging.WARNING, "kvboost"):
-        rehearse(engine, 2)
+        engine.rehearse()
     assert "the rehearsal ended early: no memory" in caplog.text
