@@ -5,7 +5,8 @@
 Random adapters of two kinds are measured: of queries and values, PEFT's default for Llama, and of
 all linear layers. Rounds of base and adapters alternate, so that a busy machine slows down both.
 Prints medians of a decode step, of reading a prompt, and of loading an adapter; JSON comes last.
-Ratios of the processor's time are given too: other processes hardly change these.
+Ratios of the processor's time are given too: other processes hardly change these. On a CPU that is
+shared, ``--alternate`` tells most: in one batch, every other step leaves the adapters out.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,31 @@ def seconds(engine: KVBoost, names: Sequence[str | None], num_tokens: int) -> Ti
     return now() - began
 
 
+def alternate(engine: KVBoost, names: Sequence[str | None], num_steps: int) -> float:
+    """What steps with adapters take of the processor's time, divided by what steps without them
+    take. Both are steps of one batch, in turn; its answers mean nothing."""
+    hooks: Any = engine._model.forward._hooks
+    applied = hooks.applied
+    times: list[float] = []
+
+    @contextmanager
+    def timed(segments: Any) -> Iterator[None]:
+        is_step = [len(segment) for segment in segments] == [1] * len(names)
+        began = time.process_time()
+        with nullcontext() if is_step and len(times) % 2 else applied(segments):
+            yield
+        if is_step:
+            times.append(time.process_time() - began)
+
+    hooks.applied = timed
+    try:
+        seconds(engine, names, SHORT + 2 * num_steps)
+    finally:
+        del hooks.applied
+    pairs = zip(times[::2], times[1::2], strict=False)
+    return statistics.median(mine / base for mine, base in pairs)
+
+
 def measure(engine: KVBoost, folder: Path, kind: str, given: argparse.Namespace) -> Any:
     count, rank, rounds = given.adapters, given.rank, given.rounds
     saved = getattr(torch, given.saved) if given.saved else engine.dtype
@@ -98,6 +125,12 @@ def measure(engine: KVBoost, folder: Path, kind: str, given: argparse.Namespace)
         "adapters": [*names],
         "one adapter": [names[0]] * count,
     }
+    if given.alternate:
+        seconds(engine, names, SHORT)  # warms up
+        found = {case: alternate(engine, cases[case], given.steps) for case in [*cases][1:]}
+        for name in names:
+            engine.unload_adapter(name)
+        return {"step_cpu_ratio": found}
     steps: dict[str, list[Times]] = {case: [] for case in cases}
     reading: dict[str, list[Times]] = {case: [] for case in cases}
     for turn in range(rounds + 1):
@@ -148,6 +181,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=16, help="more on a device that is fast")
+    parser.add_argument("--alternate", action="store_true", help="for CPUs that are shared")
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
@@ -160,6 +194,15 @@ def main() -> None:
         for kind in given.kinds:
             found = measure(engine, Path(folder), kind, given)
             report[kind] = found
+            if given.alternate:
+                ratios = found["step_cpu_ratio"]
+                print(
+                    f"{kind}, rank {given.rank}: a step of {given.adapters} requests takes "
+                    f"{ratios['adapters']:.2f} x the processor's time with {given.adapters} "
+                    f"different ones, {ratios['one adapter']:.2f} x with one",
+                    flush=True,
+                )
+                continue
             print(
                 f"{kind}, rank {given.rank}: a step of {given.adapters} requests takes "
                 f"{found['step_ms']['base']:.1f} ms without adapters, "

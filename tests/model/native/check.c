@@ -230,6 +230,44 @@ static void check_moved(void) {
     compare("shifted values", values, shifted + PLANE, PLANE);
 }
 
+// Two adapters: one row has the first, none the next, all others the second. Of two interleaved
+// linear layers, as gates and values are, the first adapter changes the second only.
+static void check_adapters(int m, int width, int k, int rank, int halved) {
+    enum { RUNS = 2, PARTS = 2 };
+    float *rows = random_numbers((int64_t)m * k), *out = random_numbers((int64_t)m * 2 * width);
+    float *expected = malloc((int64_t)m * 2 * width * sizeof(float));
+    memcpy(expected, out, (int64_t)m * 2 * width * sizeof(float));
+    Change changes[PARTS][RUNS];
+    for (int part = 0; part < PARTS; part++)
+        for (int run = 0; run < RUNS; run++) {
+            const int first = run ? 2 : 0, count = run ? m - 2 : 1, ranks = run || part ? rank : 0;
+            float *down = random_numbers((int64_t)rank * k), *up = random_numbers(rank * width);
+            bf16 *halves = malloc(((int64_t)rank * (k + width)) * sizeof(bf16));
+            for (int i = 0; halved && i < rank * (k + width); i++) {
+                uint32_t *word = (uint32_t *)(void *)(i < rank * k ? down + i : up + i - rank * k);
+                *word &= 0xffff0000u;
+                halves[i] = (bf16)(*word >> 16);
+            }
+            changes[part][run] = (Change){
+                halved ? (void *)halves : down, halved ? (void *)(halves + rank * k) : up,
+                ranks, width, part * 16, 1, first, count, halved, 0,
+            };
+            for (int row = first; row < first + count; row++)
+                for (int j = 0; j < ranks; j++) {
+                    double sum = 0;
+                    for (int i = 0; i < k; i++) sum += (double)rows[row * k + i] * down[j * k + i];
+                    for (int c = 0; c < width; c++)
+                        expected[row * 2 * width + c / 16 * 32 + part * 16 + c % 16] +=
+                            (float)(sum * up[j * width + c]);
+                }
+        }
+    const Changes all = {&changes[0][0], RUNS, rank, random_numbers(3 * m * rank), NULL};
+    kvboost_adapt(&all, &changes[0][0], PARTS, rows, m, k, out, 2 * width, 2);
+    char name[40];
+    snprintf(name, sizeof name, "adapters %d, rank %d%s", m, rank, halved ? ", halved" : "");
+    compare(name, out, expected, (int64_t)m * 2 * width);
+}
+
 int main(void) {
     printf("float32 kernels on %s\n", kvboost_instructions());
     const int rows[] = {1, 2, 3, 13, 70, 200};
@@ -239,6 +277,10 @@ int main(void) {
         check_linear(rows[i], 96, 160, 0, 0);
         check_linear(rows[i], 96, 160, 0, 1);
         check_linear(rows[i], 96, 160, 1, 1);
+    }
+    for (int halved = 0; halved < 2; halved++) {
+        check_adapters(3, 32, 64, 4, halved);
+        check_adapters(13, 1056, 96, 7, halved);
     }
     check_mass(3, 1);
     check_mass(300, 37);

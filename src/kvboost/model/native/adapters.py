@@ -95,14 +95,15 @@ class Changes:
     """What adapters change in the rows of one forward, in all layers."""
 
     def __init__(self, rows: AdaptedRows, tables: ChangeTables, kernels: Kernels) -> None:
-        self._changes = np.stack([tables.of(adapter) for _, adapter in rows.runs], axis=2)
-        self._changes["first"] = [part.start for part, _ in rows.runs]
-        self._changes["num_rows"] = [part.stop - part.start for part, _ in rows.runs]
-        most_rank = int(self._changes["rank"].max())
-        wide = 2 * int(self._changes["width"][:, GATED].max())
+        self.table: Table = np.stack([tables.of(adapter) for _, adapter in rows.runs], axis=2)
+        """``[layers, linear layers, runs]``"""
+        self.table["first"] = [part.start for part, _ in rows.runs]
+        self.table["num_rows"] = [part.stop - part.start for part, _ in rows.runs]
+        most_rank = int(self.table["rank"].max())
+        wide = 2 * int(self.table["width"][:, GATED].max())
         sums = kernels.scratch("sums", 3 * rows.num_rows * most_rank, torch.float32)
         self._struct = _Changes(
-            self._changes.ctypes.data,
+            self.table.ctypes.data,
             len(rows.runs),
             most_rank,
             sums.data_ptr(),

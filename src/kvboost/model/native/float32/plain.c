@@ -11,23 +11,6 @@
 #define TILE_ROWS (REGISTERS >= 32 ? 6 : 2) // their sums fill three quarters of the registers
 #define GROUP 32                            // columns that stay in the cache while rows pass
 
-// The sum of each of four vectors.
-INLINE quad sums_of(const vec *four) {
-    float all[4][LANES] __attribute__((aligned(64)));
-    quad q[4];
-    UNROLL
-    for (int i = 0; i < 4; i++) store(all[i], four[i]);
-    UNROLL
-    for (int i = 0; i < 4; i++) {
-        q[i] = *(const unaligned_quad *)all[i];
-        UNROLL
-        for (int lane = 4; lane < LANES; lane += 4) q[i] += *(const unaligned_quad *)(all[i] + lane);
-    }
-    const quad ab = SHUFFLE(q[0], q[1], 0, 4, 1, 5) + SHUFFLE(q[0], q[1], 2, 6, 3, 7);
-    const quad cd = SHUFFLE(q[2], q[3], 0, 4, 1, 5) + SHUFFLE(q[2], q[3], 2, 6, 3, 7);
-    return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
-}
-
 // `count` and `columns` are constants wherever this is inlined, so all sums are in registers.
 INLINE void multiply_tile(
     const int count, const int columns, const float *rows, const float *weights, int k, float *out,

@@ -52,6 +52,8 @@ typedef int32_t ints __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t bits __attribute__((vector_size(VECTOR_BYTES)));
 typedef float unaligned_vec __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 typedef uint32_t unaligned_bits __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef uint16_t unaligned_halves
+    __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
 typedef float quad __attribute__((vector_size(16)));
 typedef float unaligned_quad __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int32_t quad_ints __attribute__((vector_size(16)));
@@ -66,6 +68,19 @@ INLINE vec load(const float *from) { return *(const unaligned_vec *)from; }
 INLINE void store(float *to, vec values) { *(unaligned_vec *)to = values; }
 INLINE vec everywhere(float x) { return x - (vec){0}; }
 
+// As many numbers of bf16. Compilers would widen the two halves of a vector one by one.
+INLINE vec load_halved(const bf16 *from) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from)), 16);
+#elif defined(__AVX2__)
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)from)), 16);
+#elif defined(__aarch64__)
+    return (vec)vshlq_n_u32(vmovl_u16(vld1_u16(from)), 16);
+#else
+    return (vec)(__builtin_convertvector(*(const unaligned_halves *)from, bits) << 16);
+#endif
+}
+
 // sum + a * b, rounded once where the processor can. Compilers would choose anew at each place: then
 // a sum could depend on the rows beside it.
 INLINE vec add_product(vec sum, vec a, vec b) {
@@ -78,6 +93,23 @@ INLINE vec add_product(vec sum, vec a, vec b) {
 #else
     return sum + a * b;
 #endif
+}
+
+// The sum of each of four vectors.
+INLINE quad sums_of(const vec *four) {
+    float all[4][LANES] __attribute__((aligned(64)));
+    quad q[4];
+    UNROLL
+    for (int i = 0; i < 4; i++) store(all[i], four[i]);
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        q[i] = *(const unaligned_quad *)all[i];
+        UNROLL
+        for (int lane = 4; lane < LANES; lane += 4) q[i] += *(const unaligned_quad *)(all[i] + lane);
+    }
+    const quad ab = SHUFFLE(q[0], q[1], 0, 4, 1, 5) + SHUFFLE(q[0], q[1], 2, 6, 3, 7);
+    const quad cd = SHUFFLE(q[2], q[3], 0, 4, 1, 5) + SHUFFLE(q[2], q[3], 2, 6, 3, 7);
+    return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
 }
 
 // out[count, 32] = rows[count, k] matrix[k, 32]. multiply_add adds the product to out instead. In
