@@ -79,16 +79,18 @@ def test_a_product_of_a_streamed_layer_has_its_codes_in_one_form(
         return rows.new_zeros(len(rows), len(packed))
 
     monkeypatch.setattr(torch, "_weight_int4pack_mm", multiply)
-    scales = torch.ones(8, 2, dtype=torch.float16)
-    of_4 = QuantizedWeight(torch.zeros(8, 32, dtype=torch.uint8), scales, None, 4, 32)
+    scales = torch.ones(8, 2, dtype=torch.float16, device=DEVICE)
+    codes = torch.zeros(8, 64, dtype=torch.int8, device=DEVICE)
+    of_4 = QuantizedWeight(codes[:, :32].to(torch.uint8), scales, None, 4, 32)
+    rows = torch.ones(200, 64, device=DEVICE)
     product = TensorCoreProduct(of_4)
-    product(torch.ones(200, 64))
+    product(rows)
     assert calls == [] and product.num_bytes > of_4.nbytes
     smaller = product.with_less_memory()
-    assert smaller(torch.ones(200, 64)).shape == (200, 8) and calls == [200]
+    assert smaller(rows).shape == (200, 8) and calls == [200]
     assert smaller.num_bytes < TensorCoreProduct(of_4).num_bytes
     assert smaller.kernel != TensorCoreProduct.kernel, "their KV is not mixed"
-    of_8 = QuantizedWeight(torch.zeros(8, 64, dtype=torch.int8), scales, None, 8, 32)
+    of_8 = QuantizedWeight(codes, scales, None, 8, 32)
     with_codes = CodesProduct if triton.is_available() else BlockProduct
     assert isinstance(TensorCoreProduct(of_8).with_less_memory(), with_codes)
 

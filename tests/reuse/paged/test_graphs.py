@@ -191,6 +191,7 @@ def test_a_probe_in_buffers_sees_what_the_probe_sees(
         assert ran is (True if run is graphs else None)
         if DEVICE == "cpu":
             assert model.layers_run == probed_layers(LAYERS).stop < LAYERS
+        seen.wait()
         found.append(seen.mass)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert float(found[0].sum()) > 0
