@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import tiny
 from kvboost.errors import ModelError
 from kvboost.model import triton
 from kvboost.model.load import read
@@ -79,10 +80,10 @@ def test_a_product_of_a_streamed_layer_has_its_codes_in_one_form(
         return rows.new_zeros(len(rows), len(packed))
 
     monkeypatch.setattr(torch, "_weight_int4pack_mm", multiply)
-    scales = torch.ones(8, 2, dtype=torch.float16, device=DEVICE)
-    codes = torch.zeros(8, 64, dtype=torch.int8, device=DEVICE)
+    scales = torch.ones(8, 2, dtype=torch.float16, device=tiny.DEVICE)
+    codes = torch.zeros(8, 64, dtype=torch.int8, device=tiny.DEVICE)
     of_4 = QuantizedWeight(codes[:, :32].to(torch.uint8), scales, None, 4, 32)
-    rows = torch.ones(200, 64, device=DEVICE)
+    rows = torch.ones(200, 64, device=tiny.DEVICE)
     product = TensorCoreProduct(of_4)
     product(rows)
     assert calls == [] and product.num_bytes > of_4.nbytes
