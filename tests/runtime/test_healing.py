@@ -339,6 +339,8 @@ def test_a_wrong_choice_is_an_error(engine) -> None:
 class Listener:
     """Notes when an answer is complete."""
 
+    event_loop = None
+
     def __init__(self, events: list[str]) -> None:
         self._events = events
         self.ended = threading.Event()

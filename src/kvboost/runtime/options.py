@@ -136,15 +136,13 @@ def make_request(
         repair = replace(repair, tolerance=recompute_tolerance)
     if reuse_moved is not None:
         repair = replace(repair, reuse_moved=reuse_moved)
-    if grammar is not None and exactness == "verified":
-        raise ConfigError(
-            "exactness='verified' does not go with a format yet; leave one of them out"
-        )
     if grammar is not None and params.ignore_eos:
         raise ConfigError("ignore_eos=True does not go with a format: the format says where to end")
     mode = choose(GenerationMode, mode, "mode")
     one_of(heal, HEAL, "heal")
     one_of(exactness, EXACTNESS, "exactness")
+    if grammar is not None and exactness == "verified" and mode is GenerationMode.CHUNK_KV_REUSE:
+        mode = GenerationMode.PREFIX_CACHE  # a format is not drafted: the prompt is read exactly
     most_drafted(speculate)
     return Request(
         token_ids,
