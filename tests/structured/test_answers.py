@@ -218,3 +218,15 @@ def test_a_format_and_ignore_eos_do_not_go_together(engine: KVBoost) -> None:
 def test_a_schema_that_cannot_be_enforced_is_refused_before_it_runs(engine: KVBoost) -> None:
     with pytest.raises(StructuredOutputError, match=r'schema cannot be enforced: .*"not"'):
         engine.generate("x", 4, schema={"not": {}})
+
+
+def test_a_verified_answer_in_a_format_is_read_exactly(engine: KVBoost) -> None:
+    """Forced tokens are not drafted, so no moved text is used."""
+    passage = "The keeper of the lighthouse counts the ships that pass by the rocks. " * 3
+    engine.warm(passage)
+    asked = {"regex": "[a-c]{6}", "cache_salt": "", "reuse_moved": "always"}
+    moved = engine.generate(f"Read this: {passage}", 12, keep=False, **asked)
+    exact = engine.generate(f"Read this: {passage}", 12, "prefix_cache", keep=False, **asked)
+    result = engine.generate(f"Read this: {passage}", 12, exactness="verified", **asked)
+    assert moved.moved_tokens > 0 and result.moved_tokens == 0
+    assert result.token_ids == exact.token_ids and result.answer_exact_from == 0

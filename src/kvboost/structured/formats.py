@@ -82,8 +82,10 @@ def regex_grammar(regex: str) -> str:
 
 def text_grammar(grammar: str) -> str:
     """Lark's notation, GBNF's, or a grammar that is compiled as it is."""
-    if not isinstance(grammar, str) or not grammar.strip():
+    if not isinstance(grammar, str):
         raise ConfigError(f"grammar={grammar!r} must be a grammar in Lark's or GBNF's notation")
+    if not grammar.strip():
+        raise StructuredOutputError("grammar", f"{grammar!r} has no rules")
     if grammar.startswith('{"grammars":'):
         return grammar
     try:
