@@ -82,8 +82,9 @@ def test_a_wrong_chunk_in_a_remote_store_is_deleted_there(wrong, open_engine, ex
 def test_a_wrong_chunk_does_not_serve_moved_text(wrong, open_engine, expected, tmp_path) -> None:
     options = {"reuse_moved": "always", "recompute_strategy": "none"}
     prompt = "Something else entirely. " + PROMPT + " What now?"
+    path = in_the_middle(tmp_path / "kv")  # before others are written beside it
     honest = open_engine(**options).generate(prompt, 4)
-    rewrite(in_the_middle(tmp_path / "kv"), WRONG[wrong])
+    rewrite(path, WRONG[wrong])
     engine = open_engine(**options)
     result = engine.generate(prompt, 4)
     assert 0 < result.moved_tokens < honest.moved_tokens

@@ -50,18 +50,24 @@ from kvboost.serve.request_formats import Formats, ResponseFormat, response_opti
 from kvboost.serve.request_tools import Message, Tool, ToolChoice, make_use
 
 
-def needs(field: str, kind: str, other: str) -> dict[str, Any]:
-    """JSON Schema for: ``field`` needs ``other`` to be true."""
+def needs(field: str, kind: str, other: str, has: dict[str, Any] | None = None) -> dict[str, Any]:
+    """JSON Schema for: ``field``, if it is of this ``kind``, needs ``other``, which must be true or
+    as ``has`` says."""
     return {
         "if": {"properties": {field: {"type": kind}}, "required": [field]},
-        "then": {"properties": {other: {"const": True}}, "required": [other]},
+        "then": {"properties": {other: has or {"const": True}}, "required": [other]},
     }
 
 
 class ReuseOptions(Body):
     """How this request reuses cached text. Default: the server's settings."""
 
-    model_config = ConfigDict(frozen=True)  # so that requests share the default
+    model_config = ConfigDict(
+        frozen=True,  # so that requests share the default
+        json_schema_extra={
+            "allOf": [needs("session_ttl", "number", "session", {"type": "string"})]
+        },
+    )
 
     mode: Literal["baseline", "prefix_cache", "chunk_kv_reuse"] | None = None
     strategy: Literal["auto", "query", "cacheblend", "selective", "none"] | None = None
