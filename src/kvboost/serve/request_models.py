@@ -64,9 +64,7 @@ class ReuseOptions(Body):
 
     model_config = ConfigDict(
         frozen=True,  # so that requests share the default
-        json_schema_extra={
-            "allOf": [needs("session_ttl", "number", "session", {"type": "string"})]
-        },
+        json_schema_extra=needs("session_ttl", "number", "session", {"type": "string"}),
     )
 
     mode: Literal["baseline", "prefix_cache", "chunk_kv_reuse"] | None = None
