@@ -141,6 +141,26 @@ def test_no_tenant_can_fill_the_queue() -> None:
     assert len(scheduled.waiting) == 7
 
 
+def test_a_tenant_that_runs_leaves_the_last_place_to_others() -> None:
+    scheduled = scheduler(max_running=1, max_waiting=1)
+    running = reading(scheduled, TEXT[:5], tenant="alice")
+    for turn, (busy, other) in enumerate([("alice", "bob"), ("bob", "alice")] * 2):
+        with pytest.raises(QueueFullError, match=f"0 requests of tenant '{busy}'.*other tenants"):
+            scheduled.add(job(tenant=busy))
+        scheduled.add(job(tenant=other))
+        scheduled.remove(running, float(turn))
+        started = scheduled.start(float(turn), fits)
+        assert started is not None and started.tenant == other
+        running = started
+
+
+def test_a_tenant_that_runs_may_start_more_at_once() -> None:
+    scheduled = scheduler(max_running=2, max_waiting=0)
+    reading(scheduled, TEXT[:5], tenant="alice")
+    scheduled.add(job(tenant="alice"))
+    assert len(scheduled.waiting) == 1
+
+
 def test_a_server_without_tenants_uses_its_whole_queue() -> None:
     scheduled = scheduler(max_running=1, max_waiting=8)
     with pytest.raises(QueueFullError, match="9 requests are waiting, as many as max_waiting"):
