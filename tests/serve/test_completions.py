@@ -67,7 +67,7 @@ def test_log_probabilities_and_text_offsets(client) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("best_of", 2, "best_of must be equal to n"),
+        ("best_of", 2, "best_of=2 must be equal to n, which is 1"),
         ("suffix", "x", "suffix is not supported"),
         ("prompt", "", "none of them empty"),
         ("prompt", [], "none of them empty"),
