@@ -62,7 +62,10 @@ def serve(
     gc.freeze()  # the model stays; without this every full collection looks at all of it
     app = create_app(engine, settings)
     state: ServerState = app.state.server
-    run(app, listening, on_ready, reread and (lambda: state.reload(reread())))
+    try:
+        run(app, listening, on_ready, reread and (lambda: state.reload(reread())))
+    finally:
+        gc.unfreeze()  # or libraries that look for leaks when the process ends report all of it
 
 
 def run(
