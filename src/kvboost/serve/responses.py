@@ -71,9 +71,12 @@ def engine_call(
     use: ToolUse | None = None,
 ) -> EngineCall:
     """What ``body`` asks of the engine. Raises ApiError 400 if it asks for more answers than the
-    engine could ever queue. A tenant among others may use half of the queue."""
+    engine could ever queue. A tenant among others may use half of the queue, but not the last place
+    while it has running requests."""
     n, config = body.n or 1, server.engine.config
-    share = (config.max_waiting + 1) // 2 if caller.counts_as else config.max_waiting
+    share = config.max_waiting
+    if caller.counts_as:
+        share = (share + 1) // 2 if share > 1 else 0
     limit = share + config.max_running
     if n * len(prompts) > limit:
         raise ApiError(
