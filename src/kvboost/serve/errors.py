@@ -37,6 +37,8 @@ from kvboost.serve.problems import describe, place, short
 logger = logging.getLogger("kvboost.serve")
 
 INVALID = "invalid_request_error"
+LONGEST_MESSAGE = 4096
+"""Errors of the engine may repeat what was sent, such as a path."""
 _FIELDS = {"template_options": "chat_template_kwargs"}
 """Options of the engine that a request's body has under another name."""
 
@@ -56,7 +58,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = short(message, LONGEST_MESSAGE)
         self.kind = kind
         self.code = code
         self.param = param

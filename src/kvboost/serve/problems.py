@@ -49,9 +49,9 @@ def describe(problems: Iterable[Mapping[str, Any]]) -> str:
     return f"{allowed}, not {_sent(problems[0])}" if allowed.startswith("must ") else allowed
 
 
-def short(text: str) -> str:
+def short(text: str, longest: int = LONGEST_SHOWN) -> str:
     """``text``, cut off where it is longer than a message should show."""
-    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def shown(value: object) -> str:
