@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import ssl
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +14,6 @@ import pytest
 import trustme
 
 import kvboost
-from kvboost.serve import process
 from kvboost.serve.app import create_app
 from kvboost.serve.process import Server
 from kvboost.serve.settings import ServerSettings, parse_keys
@@ -155,18 +152,3 @@ def test_sighup_reads_the_settings_again(fake) -> None:
 
     asyncio.run(reloaded())
     assert signal.getsignal(signal.SIGHUP) is before
-
-
-def test_the_collector_skips_what_was_loaded_only_while_it_serves(fake, monkeypatch) -> None:
-    """What stays frozen is never freed, and triton reports each of its objects as a leak."""
-    frozen: list[int] = []
-
-    def run(*_: object) -> None:
-        frozen.append(gc.get_freeze_count())
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(process, "run", run)
-    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
-    with process.bind("127.0.0.1", 0) as listening, pytest.raises(KeyboardInterrupt):
-        process.serve(fake, ServerSettings(), listening)
-    assert frozen[0] > 0 and gc.get_freeze_count() == 0

@@ -62,10 +62,7 @@ def serve(
     gc.freeze()  # the model stays; without this every full collection looks at all of it
     app = create_app(engine, settings)
     state: ServerState = app.state.server
-    try:
-        run(app, listening, on_ready, reread and (lambda: state.reload(reread())))
-    finally:
-        gc.unfreeze()  # or libraries that look for leaks when the process ends report all of it
+    run(app, listening, on_ready, reread and (lambda: state.reload(reread())))
 
 
 def run(
