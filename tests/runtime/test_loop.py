@@ -190,8 +190,9 @@ def test_shared_text_is_read_and_held_once(
 def test_rows_are_kept_once_unless_others_wait_or_the_answer_is_long(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def times_kept(**config: Any) -> int:
+    def times_kept(*prompts: str, mode: str = "prefix_cache", **config: Any) -> int:
         engine = make(**config)
+        engine.warm(TEXT[:96])
         calls: list[bool] = []
         admit = engine._runtime.store.admit
 
@@ -200,13 +201,18 @@ def test_rows_are_kept_once_unless_others_wait_or_the_answer_is_long(
             return admit(*args, **options)
 
         monkeypatch.setattr(engine._runtime.store, "admit", counted)
-        engine.generate_batch([TEXT[:90], TEXT[100:190]], 4, EXACT, heal="off")
+        results = engine.generate_batch(prompts, 4, mode, heal="off")
+        assert all((result.moved_tokens > 0) == (mode != "prefix_cache") for result in results)
         return len(calls)
 
-    assert times_kept() == 2
-    assert times_kept(max_running=1) == 3  # the second waits while the first answers
+    new = TEXT[200:290], TEXT[300:390]
+    assert times_kept(*new) == 2
+    assert times_kept(*new, max_running=1) == 3  # the second waits while the first answers
+    moved = [text[:20] + TEXT[:96] + text[20:] for text in new]
+    config = {"mode": "chunk_kv_reuse", "reuse_moved": "always", "max_running": 1}
+    assert times_kept(*moved, **config) == 2  # what was moved serves the second
     monkeypatch.setattr(generation, "KEPT_AFTER", 0.0)
-    assert times_kept() == 4
+    assert times_kept(*new) == 4
 
 
 def test_without_sharing_wait_every_request_reads(make: Callable[..., KVBoost]) -> None:

@@ -41,7 +41,8 @@ from kvboost.tokens.hashing import TokenIds, as_token_ids
 
 KEPT_AFTER = 1.0
 """Seconds after the first token until the prompt's rows are kept, if no other request waits, which
-may need them. A short answer ends before, and all of its rows are kept at once."""
+may need them. A short answer ends before, and all of its rows are kept at once. So are those over
+moved text: what they were moved from serves others, and healing may make them exact by then."""
 
 
 class Generation:
@@ -196,7 +197,8 @@ class Generation:
         self._healing = StepHealing.of(self._runtime, state, self._kv)
         answer = Answer(state, model.tokenizer, model.eos_ids, limit)
         self._start_speculation()
-        keeps_at = time.monotonic() + KEPT_AFTER if state.batched else math.inf
+        keeps_early = state.batched and state.is_exact
+        keeps_at = time.monotonic() + KEPT_AFTER if keeps_early else math.inf
         while True:
             picked = self._choose(sampler, constraint, given)
             self._observe_cost()
