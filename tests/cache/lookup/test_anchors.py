@@ -43,7 +43,7 @@ class OrderedTier:
                 self.remove(shorter)
             key = chain_key(path[-1], tokens)
             self.tree.insert(key, path[-1], tokens)
-            self.anchors.insert(space, key, tokens)
+            self.anchors.insert(space, [(key, tokens)])
             path.append(key)
         return path[1:]
 

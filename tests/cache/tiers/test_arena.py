@@ -37,8 +37,12 @@ def make(num_blocks: int, make_fence: type[Passed] = Passed) -> Arena:
     return Arena(block, num_blocks * BLOCK, make_fence, block_bytes=BLOCK)
 
 
+def empty(arena: Arena, *shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor | None:
+    return arena.empty([torch.empty(shape, dtype=dtype, device="meta")])[0]
+
+
 def grains(arena: Arena, number: int) -> torch.Tensor | None:
-    return arena.empty(torch.Size([number, GRAIN // 2]), torch.bfloat16)
+    return empty(arena, number, GRAIN // 2, dtype=torch.bfloat16)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9 * GRAIN), st.integers(0, 3)), max_size=60))
@@ -47,7 +51,7 @@ def test_pieces_never_overlap_and_all_room_comes_back(steps: list[tuple[int, int
     arena = make(4)
     lent: list[tuple[torch.Tensor, int]] = []
     for number, (size, dropped) in enumerate(steps):
-        piece = arena.empty(torch.Size([size]), torch.uint8)
+        piece = empty(arena, size)
         if size > BLOCK:
             assert piece is None
         if piece is not None:

@@ -35,7 +35,7 @@ def test_data_from_a_gpu_has_arrived_when_it_is_read() -> None:
     chunk = make_chunk([1] * 4)
     large = (2, 1, 1, 1 << 22, 4)
     moved = replace(chunk, data=chunk.data.map(lambda _: torch.ones(large, device=DEVICE)))
-    brought = tier.adopt(moved)
+    (brought,) = tier.adopt([moved])
     del moved
     torch.zeros(large, device=DEVICE)  # takes the memory of what was copied
     tier.put(brought)

@@ -86,6 +86,8 @@ class PrefixTree:
 
     def best_child(self, parent: ChunkKey, token_ids: TokenIds) -> PrefixMatch | None:
         """The child of ``parent`` that shares most leading tokens with ``token_ids``."""
+        if parent not in self._children:
+            return None
         return self._best_child(parent, token_ids, _sortable(token_ids))
 
     def _best_child(

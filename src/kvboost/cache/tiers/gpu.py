@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -24,8 +25,11 @@ class GpuTier(RamTier):
             with suppress(torch.OutOfMemoryError):
                 torch.empty(max_bytes + ON_THE_WAY, dtype=torch.uint8, device=device)
 
-    def allocate(self, like: torch.Tensor) -> torch.Tensor:
+    def _allocate_outside(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device=self._device)
 
-    def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device, non_blocking=True)
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self._device
+
+    def _bring(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.to(self._device, non_blocking=True) for tensor in tensors]

@@ -92,6 +92,13 @@ class Residency:
         """The chunks of these keys, if all are in the fastest tier; None otherwise."""
         return (self._gpu or self._ram).get_all(keys)
 
+    def make_room(self, nbytes: int) -> None:
+        """Makes room for new chunks of so many bytes in all, as far as that is possible. What is
+        evicted before the first of them is put in is not ordered together with them."""
+        for tier in (self._in_ram, self._on_gpu):
+            if tier is not None:
+                self._make_room(tier, nbytes)
+
     def put(self, chunk: KVChunk, on_device: KVChunk) -> bool:
         """Takes a new chunk in: its copy in host memory, and the one where it was computed. False
         if there is no room. If RAM is full of chunks in use, it goes to the slow tiers at once."""
@@ -122,7 +129,7 @@ class Residency:
         if not self._make_room(self._on_gpu, chunk.nbytes):
             return chunk
         try:
-            on_gpu = self._gpu.adopt(chunk)
+            (on_gpu,) = self._gpu.adopt([chunk])
         except RuntimeError:  # its memory is full of other things
             self._gpu.faults["full"] = self._gpu.faults.get("full", 0) + 1
             return chunk
