@@ -96,7 +96,7 @@ class Holdings:
         """Takes new chunks of one sequence in, each where it was computed and in host memory,
         parents first. Returns how many of the first ones can be kept, and are in use from now on,
         and the chunks that they replaced."""
-        self.residency.make_room(sum(chunk.nbytes for chunk, _ in copies))
+        self.residency.make_room(self._room_for([chunk.info for chunk, _ in copies]))
         new: list[ChunkInfo] = []
         replaced: list[ChunkKey] = []
         kept = 0
@@ -106,8 +106,7 @@ class Holdings:
                 if not self.residency.put(in_host_memory, chunk):
                     self.counts["rejected"] += 1
                     break
-                shorter = self.catalogue.leaf_extended_by(info.parent, info.token_ids)
-                if shorter is not None and not self.is_held(shorter):
+                if (shorter := self._replaced_by(info)) is not None:
                     self.drop([shorter])
                     replaced.append(shorter)
                 new.append(info)
@@ -116,6 +115,22 @@ class Holdings:
         self.catalogue.add(*new)
         self.counts["admitted"] += len(new)
         return kept, replaced
+
+    def _room_for(self, infos: Sequence[ChunkInfo]) -> int:
+        """The most bytes that new chunks add at a time: each is put in before the one that it
+        replaces is dropped."""
+        added = most = 0
+        for info in infos:
+            added += info.nbytes
+            most = max(most, added)
+            if (shorter := self._replaced_by(info)) is not None:
+                added -= self.catalogue.info(shorter).nbytes
+        return most
+
+    def _replaced_by(self, info: ChunkInfo) -> ChunkKey | None:
+        """The chunk that a new one makes useless."""
+        shorter = self.catalogue.leaf_extended_by(info.parent, info.token_ids)
+        return None if shorter is None or self.is_held(shorter) else shorter
 
     def drop_superseded(self, root: ChunkKey, token_ids: TokenIds, repair: str) -> list[ChunkKey]:
         """Drops approximate copies of what is known exactly; returns those that were dropped."""

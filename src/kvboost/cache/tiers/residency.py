@@ -93,11 +93,10 @@ class Residency:
         return (self._gpu or self._ram).get_all(keys)
 
     def make_room(self, nbytes: int) -> None:
-        """Makes room for new chunks of so many bytes in all, as far as that is possible. What is
-        evicted before the first of them is put in is not ordered together with them."""
-        for tier in (self._in_ram, self._on_gpu):
-            if tier is not None:
-                self._make_room(tier, nbytes)
+        """Makes room for new chunks of so many bytes in all, if they fit. Each would make its own
+        room, but what leaves between two of them has them ordered one by one."""
+        if self._make_room(self._in_ram, nbytes) and self._on_gpu is not None:
+            self._make_room(self._on_gpu, nbytes)
 
     def put(self, chunk: KVChunk, on_device: KVChunk) -> bool:
         """Takes a new chunk in: its copy in host memory, and the one where it was computed. False
