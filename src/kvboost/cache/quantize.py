@@ -195,10 +195,11 @@ class Quantizer:
         sizes = [part.end - part.start for part in parts]
         if self._copies_together and not self._measures_keys:
             # Each copy has memory of its own: chunks are evicted one by one.
-            return [plain(copy) for copy in torch.split_with_sizes_copy(rows, sizes, 3)]
+            copies = torch.split_with_sizes_copy(rows, sizes, 3)  # type: ignore[func-returns-value]
+            return [plain(copy) for copy in copies]  # type: ignore[attr-defined]
         return [
             self.pack(some, part.start, part.like, part.common)
-            for part, some in zip(parts, rows.split(sizes, 3), strict=True)
+            for part, some in zip(parts, torch.split_with_sizes(rows, sizes, 3), strict=True)
         ]
 
     def pack(

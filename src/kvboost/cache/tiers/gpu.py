@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -31,5 +30,5 @@ class GpuTier(RamTier):
     def _is_here(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self._device
 
-    def _bring(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _bring(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.to(self._device, non_blocking=True) for tensor in tensors]

@@ -23,11 +23,11 @@ class CopiesAside:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._sources: deque[tuple[torch.cuda.Event, Sequence[torch.Tensor]]] = deque()
+        self._sources: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
         """What is being copied, which must stay until its event has happened."""
         self._lock = threading.Lock()
 
-    def start(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def start(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         with self._lock:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
@@ -42,7 +42,7 @@ class CopiesAside:
             self._release()
 
     def _release(self) -> None:
-        while self._sources and self._sources[0][0].query():
+        while self._sources and self._sources[0][0].query():  # type: ignore[no-untyped-call]
             self._sources.popleft()
 
 
@@ -123,7 +123,7 @@ class RamTier:
         """Whether a tensor is in this tier's kind of memory."""
         return tensor.device.type == "cpu"
 
-    def _bring(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _bring(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of tensors of one device in this tier's memory."""
         brought = self._allocate(tensors)
         if tensors[0].device.type != "cuda" or not self._pinned:
