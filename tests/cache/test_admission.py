@@ -53,7 +53,12 @@ class Rows:
         return packing(self.kv)(parts)
 
 
-def make_store(max_rows: int = 1000, gpu_rows: int = 0, policy: type[LRU] = LRU) -> ChunkStore:
+def make_store(
+    max_rows: int = 1000,
+    gpu_rows: int = 0,
+    policy: type[LRU] = LRU,
+    max_chunks: int | None = None,
+) -> ChunkStore:
     gpu = GpuTier(gpu_rows * ROW_BYTES, torch.device("cpu")) if gpu_rows else None
     return ChunkStore(
         Tiers(RamTier(max_rows * ROW_BYTES), gpu),
@@ -61,6 +66,7 @@ def make_store(max_rows: int = 1000, gpu_rows: int = 0, policy: type[LRU] = LRU)
         origin=ORIGIN,
         window=CHUNK,
         policy=policy,
+        max_chunks=max_chunks,
     )
 
 
@@ -83,9 +89,16 @@ texts = st.lists(
 
 
 @settings(deadline=None, max_examples=80)
-@given(texts, st.sampled_from([8, 20, 40, 1000]), st.sampled_from([0, 12, 40]))
-def test_together_or_one_by_one(texts, max_rows: int, gpu_rows: int) -> None:
-    together, one_by_one = (make_store(max_rows, gpu_rows) for _ in range(2))
+@given(
+    texts,
+    st.sampled_from([8, 20, 40, 1000]),
+    st.sampled_from([0, 12, 40]),
+    st.sampled_from([None, None, 3]),
+)
+def test_together_or_one_by_one(
+    texts, max_rows: int, gpu_rows: int, max_chunks: int | None
+) -> None:
+    together, one_by_one = (make_store(max_rows, gpu_rows, max_chunks=max_chunks) for _ in range(2))
     for ids, exact_rows in texts:
         tokens = as_token_ids(ids)
         new = []

@@ -58,6 +58,7 @@ class Residency:
         self.hits: Counter[str] = Counter()
         self._attention_share = attention_share
         self._usual_norm = 0.0
+        self._counts_chunks = max_chunks is not None
         self._ram, self._gpu = tiers.ram, tiers.gpu
         self._in_ram = OrderedTier(tiers.ram, policy(), max_chunks)
         self._on_gpu = OrderedTier(tiers.gpu, policy()) if tiers.gpu else None
@@ -94,8 +95,10 @@ class Residency:
 
     def make_room(self, nbytes: int) -> None:
         """Makes room for new chunks of so many bytes in all, if they fit. Each would make its own
-        room, but what leaves between two of them has them ordered one by one."""
-        if self._make_room(self._in_ram, nbytes) and self._on_gpu is not None:
+        room, but what leaves between two of them has them ordered one by one. Where RAM counts
+        chunks too, bytes do not tell whether they fit."""
+        fits = not self._counts_chunks and self._make_room(self._in_ram, nbytes)
+        if fits and self._on_gpu is not None:
             self._make_room(self._on_gpu, nbytes)
 
     def put(self, chunk: KVChunk, on_device: KVChunk) -> bool:
