@@ -113,9 +113,8 @@ def main(requests: int = 150) -> None:
         "calls": calls.names.total(),
     }
     print(f"prompt {found['prompt_ms']:.2f} ms, answer {found['answer_ms']:.2f} ms")
-    print(
-        f"{found['calls']} calls: " + ", ".join(f"{n} {name}" for name, n in (+calls.names).items())
-    )
+    names = ", ".join(f"{count} {name}" for name, count in (+calls.names).items())
+    print(f"{found['calls']} calls: {names}")
     print(json.dumps(found))
 
 
