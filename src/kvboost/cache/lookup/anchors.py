@@ -69,6 +69,7 @@ class AnchorIndex:
         self._donors: dict[int, dict[tuple[ChunkKey, int], None]] = {}
         # How many known hashes share a slot: most windows of a prompt fall into an empty one.
         self._filter = np.zeros(_SLOTS, dtype=np.uint32)
+        self._counts = self._filter.data  # the same, for one slot at a time
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -86,10 +87,11 @@ class AnchorIndex:
         for (key, _), some in zip(chunks, offsets, strict=True):
             self._chunks[key] = _Anchors(space, [(next(values), offset) for offset in some])
             for value, offset in self._chunks[key].windows:
-                if value not in self._donors:
-                    self._donors[value] = {}
-                    self._filter[value % _SLOTS] += 1
-                self._donors[value][key, offset] = None
+                donors = self._donors.get(value)
+                if donors is None:
+                    donors = self._donors[value] = {}
+                    self._counts[value % _SLOTS] += 1
+                donors[key, offset] = None
 
     def _offsets(self, num_tokens: int) -> list[int]:
         """Where the windows of a chunk begin: every ``window`` tokens, and at its end."""
@@ -99,10 +101,11 @@ class AnchorIndex:
 
     def remove(self, key: ChunkKey) -> None:
         for value, offset in self._chunks.pop(key).windows:
-            del self._donors[value][key, offset]
-            if not self._donors[value]:
+            donors = self._donors[value]
+            del donors[key, offset]
+            if not donors:
                 del self._donors[value]
-                self._filter[value % _SLOTS] -= 1
+                self._counts[value % _SLOTS] -= 1
 
     def find(
         self, tree: PrefixTree, space: ChunkKey, token_ids: TokenIds, start: int = 0
