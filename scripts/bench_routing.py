@@ -68,7 +68,7 @@ class Server:
         self._store.admit(
             ROOT,
             ids,
-            lambda start, end, *_: plain(torch.empty(2, 1, 1, end - start, 1)),
+            lambda parts: [plain(torch.empty(2, 1, 1, p.end - p.start, 1)) for p in parts],
             exact_rows=exact_rows,
             repair="query",
         )

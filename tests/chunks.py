@@ -6,12 +6,22 @@ from collections.abc import Sequence
 
 import torch
 
+from kvboost.cache.admission import Pack
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage, Origin
-from kvboost.cache.quantize import KVData, plain
+from kvboost.cache.quantize import KVData, NewRows, plain
 from kvboost.tokens.hashing import ChunkKey, as_token_ids, chain_key, root_key
 
 ROOT = root_key("model", "")
 ORIGIN = Origin("model", "a model")
+
+
+def packing(rows: torch.Tensor) -> Pack:
+    """Packs parts of ``rows``, ``[2, layers, kv_heads, tokens, head_dim]``."""
+
+    def pack(parts: Sequence[NewRows]) -> list[KVData]:
+        return [plain(rows[:, :, :, part.start : part.end].contiguous()) for part in parts]
+
+    return pack
 
 
 def make_chunk(

@@ -6,10 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunks import ORIGIN, ROOT, make_chunk
+from chunks import ORIGIN, ROOT, make_chunk, packing
 from kvboost.cache.chunk import Origin
 from kvboost.cache.index import Index
-from kvboost.cache.quantize import KVData, plain
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
@@ -110,11 +109,10 @@ def test_index_and_store_keep_the_same_chunks(texts: list[list[int]], prompt: li
     there = ChunkStore(Tiers(ram), cut=cut, origin=ORIGIN, window=CHUNK)
     index = make_index()
 
-    def pack(start: int, end: int, *_: object) -> KVData:
-        return plain(torch.zeros(2, 1, 1, end - start, 1))
-
     for ids in map(as_token_ids, texts):
-        admitted = there.admit(ROOT, ids, pack, exact_rows=len(ids), repair="")
+        admitted = there.admit(
+            ROOT, ids, packing(torch.zeros(2, 1, 1, len(ids), 1)), exact_rows=len(ids)
+        )
         new, _ = index.store(ROOT, ids)
         assert admitted == len(new)
         stored = {info.key: info for info in ram.infos()}

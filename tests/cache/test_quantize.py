@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.cache.quantize import (
+    BITS,
     FIRST_ROWS,
     GROUP,
     KVData,
     KVFormat,
+    NewRows,
     Quantizer,
     join_heads,
     plain,
@@ -209,3 +211,21 @@ def test_rows_that_cannot_be_quantized_have_the_format_of_their_model_too() -> N
     assert data.bits == 16
     model = KVFormat(LAYERS, HEADS, DIM, torch.float32, 8)
     assert model.describes(16, 40, 0, data.tensors)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("measures_keys", [False, True])
+def test_parts_are_packed_as_they_would_be_one_by_one(bits: int, measures_keys: bool) -> None:
+    packer = Quantizer(bits, ROTATION, measures_keys=measures_keys)
+    start, ends = 5, (5 + 64, 5 + 128, 5 + 168)
+    rows = rows_at(start, ends[-1] - start)
+    like = packer.pack(rows[:, :, :, :40], start)
+    parts = [NewRows(start, ends[0], like, 40), *map(NewRows, ends, ends[1:])]
+    for packed, part in zip(packer.pack_all(rows, parts), parts, strict=True):
+        some = rows[:, :, :, part.start - start : part.end - start]
+        alone = packer.pack(some, part.start, part.like, part.common)
+        assert (packed.bits, packed.key_norm) == (alone.bits, alone.key_norm)
+        for name, tensor in alone.tensors.items():
+            found = packed.tensors[name]
+            assert torch.equal(found, tensor) and found.is_contiguous()
+            assert found.untyped_storage().nbytes() == found.nbytes  # of its own

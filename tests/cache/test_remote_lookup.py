@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from chunks import ORIGIN, ROOT
+from chunks import ORIGIN, ROOT, packing
 from kvboost import ForgetError, GenerationMode, KVBoost
-from kvboost.cache.quantize import KVData, plain
 from kvboost.cache.store import ChunkLost, ChunkStore
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
@@ -377,10 +376,6 @@ def small_store(server: RedisServer) -> contextlib.closing[ChunkStore]:
     )
 
 
-def rows_of(start: int, end: int, like: KVData | None, common: int) -> KVData:
-    return plain(torch.zeros(2, 1, 1, end - start, 2))
-
-
 def test_a_fresh_store_finds_every_passage_that_its_owner_finds(server) -> None:
     """Texts of random passages, some of them seen before, in random places. A run that shares
     ``SHARED`` tokens with one of its chunks must be found, from its first row to its last."""
@@ -389,7 +384,8 @@ def test_a_fresh_store_finds_every_passage_that_its_owner_finds(server) -> None:
     checked = 0
     with small_store(server) as owner:
         for text in seen:
-            owner.admit(ROOT, as_token_ids(text), rows_of, exact_rows=sys.maxsize)
+            rows = packing(torch.zeros(2, 1, 1, len(text), 2))
+            owner.admit(ROOT, as_token_ids(text), rows, exact_rows=sys.maxsize)
         owner.flush()
         for _ in range(25):
             pieces = []

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunks import ORIGIN, ROOT
-from kvboost.cache.quantize import KVData, plain
+from chunks import ORIGIN, ROOT, packing
+from kvboost.cache.admission import Pack
+from kvboost.cache.quantize import KVData
 from kvboost.cache.store import ChunkLost, ChunkStore
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
@@ -22,11 +22,14 @@ CHUNK = 4
 ROW_BYTES = 2 * 4  # keys and values, one float each
 
 
-def rows_of(ids: list[int]) -> Callable[..., KVData]:
+def kv_of(ids: list[int]) -> torch.Tensor:
     """KV that is a function of everything before it: the running sum of the tokens."""
     sums = torch.cumsum(torch.tensor(ids, dtype=torch.float32), 0)
-    kv = sums.view(1, 1, 1, -1, 1).expand(2, 1, 1, len(ids), 1)
-    return lambda start, end, *_: plain(kv[:, :, :, start:end].contiguous())
+    return sums.view(1, 1, 1, -1, 1).expand(2, 1, 1, len(ids), 1)
+
+
+def rows_of(ids: list[int]) -> Pack:
+    return packing(kv_of(ids))
 
 
 def make_store(max_rows: int = 1000, max_chunks: int | None = None) -> ChunkStore:
@@ -49,7 +52,7 @@ def admit(store: ChunkStore, ids: list[int]) -> int:
 
 def check_hit(store: ChunkStore, ids: list[int]) -> int:
     """How many leading rows are known; each must be what was stored."""
-    expected = rows_of(ids)(0, len(ids)).tensors["kv"]
+    expected = kv_of(ids)
     with store.lookup(ROOT, as_token_ids(ids)) as known:
         for hit, data in store.fetch(known.exact):
             kv = data.tensors["kv"][:, :, :, : hit.num_tokens]

@@ -14,6 +14,7 @@ from kvboost.cache.lookup.catalogue import Catalogue
 from kvboost.cache.lookup.hits import Hit, KnownRows
 from kvboost.cache.parts import Naming, Place
 from kvboost.cache.pins import PinnedText, Pins
+from kvboost.cache.quantize import NewRows
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.residency import Residency
 from kvboost.cache.tiers.stats import RemoteStats, StoreStats
@@ -84,22 +85,52 @@ class Holdings:
         self.in_use[sibling] += 1
         return sibling
 
-    def insert(self, chunk: KVChunk, in_host_memory: KVChunk) -> tuple[bool, list[ChunkKey]]:
-        """Takes a new chunk in: whether it can be kept, and is in use from now on, and the chunk
-        that it replaced."""
-        info = chunk.info
+    def rows_of(self, place: Place) -> NewRows:
+        """The rows of a new chunk at ``place``, and a stored chunk that begins alike."""
+        sibling, common = self.sibling(place)
+        ready = None if sibling is None else self.residency.ready(sibling)
+        like = None if ready is None else ready.data
+        return NewRows(place.part.start, place.part.end, like, common)
+
+    def insert(self, copies: Sequence[tuple[KVChunk, KVChunk]]) -> tuple[int, list[ChunkKey]]:
+        """Takes new chunks of one sequence in, each where it was computed and in host memory,
+        parents first. Returns how many of the first ones can be kept, and are in use from now on,
+        and the chunks that they replaced."""
+        self.residency.make_room(self._room_for([chunk.info for chunk, _ in copies]))
+        new: list[ChunkInfo] = []
         replaced: list[ChunkKey] = []
-        if info.key not in self.catalogue:  # otherwise another process has just written it
-            if not self.residency.put(in_host_memory, chunk):
-                self.counts["rejected"] += 1
-                return False, []
-            shorter = self.catalogue.leaf_extended_by(info.parent, info.token_ids)
-            replaced = [] if shorter is None or self.is_held(shorter) else [shorter]
-            self.drop(replaced)
-            self.catalogue.add(info)
-            self.counts["admitted"] += 1
-        self.in_use[info.key] += 1
-        return True, replaced
+        kept = 0
+        for chunk, in_host_memory in copies:
+            info = chunk.info
+            if info.key not in self.catalogue:  # otherwise another process has just written it
+                if not self.residency.put(in_host_memory, chunk):
+                    self.counts["rejected"] += 1
+                    break
+                if (shorter := self._replaced_by(info)) is not None:
+                    self.drop([shorter])
+                    replaced.append(shorter)
+                new.append(info)
+            self.in_use[info.key] += 1
+            kept += 1
+        self.catalogue.add(*new)
+        self.counts["admitted"] += len(new)
+        return kept, replaced
+
+    def _room_for(self, infos: Sequence[ChunkInfo]) -> int:
+        """The most bytes that new chunks add at a time: each is put in before the one that it
+        replaces is dropped."""
+        added = most = 0
+        for info in infos:
+            added += info.nbytes
+            most = max(most, added)
+            if (shorter := self._replaced_by(info)) is not None:
+                added -= self.catalogue.info(shorter).nbytes
+        return most
+
+    def _replaced_by(self, info: ChunkInfo) -> ChunkKey | None:
+        """The chunk that a new one makes useless."""
+        shorter = self.catalogue.leaf_extended_by(info.parent, info.token_ids)
+        return None if shorter is None or self.is_held(shorter) else shorter
 
     def drop_superseded(self, root: ChunkKey, token_ids: TokenIds, repair: str) -> list[ChunkKey]:
         """Drops approximate copies of what is known exactly; returns those that were dropped."""

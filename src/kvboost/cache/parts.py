@@ -14,7 +14,7 @@ Cut = Callable[[TokenIds, Sequence[int]], list[tuple[int, int]]]
 first chunks must not depend on the tokens after them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """One chunk to be admitted: the ``depth``-th of its sequence."""
 
@@ -28,7 +28,7 @@ class Part:
     """Whether another chunk follows it: then the stored chunk must end where it ends."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Place:
     """Where a part belongs in the tree."""
 
@@ -38,7 +38,7 @@ class Place:
     before: ChunkKey
     parent: ChunkKey
     key: ChunkKey | None = None
-    """The chunk that holds the part, once there is one."""
+    """The chunk that holds the part, or will hold it."""
 
     def is_held_by(self, info: ChunkInfo, common: int) -> bool:
         """Whether a child of the same parent, which shares the first ``common`` tokens, holds the
@@ -89,11 +89,15 @@ class Naming:
             place.key = info.key
             yield info
 
+    def name(self, place: Place) -> ChunkKey:
+        """The key of a new chunk at ``place``."""
+        return chain_key(place.parent, place.token_ids, secret=self._secret)
+
     def describe(self, place: Place, data: KVData | None = None) -> ChunkInfo:
         """A new chunk at ``place``, of which the ``data`` need not be known."""
         ids = place.token_ids
         return ChunkInfo(
-            key=chain_key(place.parent, ids, secret=self._secret),
+            key=place.key or self.name(place),
             parent=place.parent,
             before=place.before,
             root=place.root,

@@ -59,7 +59,8 @@ class KVData:
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> KVData:
         """The same with every tensor changed, for example moved to another device."""
-        return replace(self, tensors={name: change(one) for name, one in self.tensors.items()})
+        tensors = {name: change(one) for name, one in self.tensors.items()}
+        return KVData(self.bits, tensors, self.key_norm)
 
     def heads(self, start: int, end: int) -> KVData:
         """The KV heads ``[start, end)`` alone, as views."""
@@ -68,6 +69,17 @@ class KVData:
             for name, one in self.tensors.items()
         }
         return KVData(self.bits, tensors, self.key_norm)
+
+
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """Rows ``[start, end)`` of a request, to be stored as one chunk. The first ``common`` of them
+    are also those of ``like``, which is stored already."""
+
+    start: int
+    end: int
+    like: KVData | None = None
+    common: int = 0
 
 
 @dataclass(frozen=True)
@@ -173,8 +185,22 @@ class Quantizer:
     ) -> None:
         self.bits = bits
         self._positions = positions
+        self._copies_together = bits == 16 and own is None
         self._own = own or _copy
         self._measures_keys = measures_keys
+
+    def pack_all(self, rows: torch.Tensor, parts: Sequence[NewRows]) -> list[KVData]:
+        """``rows`` as the chunks of ``parts``, which follow one another and are all of them. As
+        :meth:`pack`, in one call where that is possible."""
+        sizes = [part.end - part.start for part in parts]
+        if self._copies_together and not self._measures_keys:
+            # Each copy has memory of its own: chunks are evicted one by one.
+            copies = torch.split_with_sizes_copy(rows, sizes, 3)  # type: ignore[func-returns-value]
+            return [plain(copy) for copy in copies]  # type: ignore[attr-defined]
+        return [
+            self.pack(some, part.start, part.like, part.common)
+            for part, some in zip(parts, torch.split_with_sizes(rows, sizes, 3), strict=True)
+        ]
 
     def pack(
         self, rows: torch.Tensor, position: int, like: KVData | None = None, common: int = 0

@@ -11,9 +11,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
-from kvboost.cache.chunk import ChunkInfo, KVChunk, Origin
+from kvboost.cache.admission import Admission, Pack
+from kvboost.cache.chunk import ChunkInfo, Origin
 from kvboost.cache.events.listener import StoreListener
 from kvboost.cache.eviction.learned import LearnedPolicy
 from kvboost.cache.eviction.policy import EvictionPolicy
@@ -21,7 +23,7 @@ from kvboost.cache.holdings import Holdings
 from kvboost.cache.lookup.anchors import WINDOW
 from kvboost.cache.lookup.catalogue import holding
 from kvboost.cache.lookup.hits import Hit, KnownRows
-from kvboost.cache.parts import Cut, Naming, Place
+from kvboost.cache.parts import Cut, Naming
 from kvboost.cache.quantize import KVData, KVFormat
 from kvboost.cache.remote_lookup import RemoteLookup
 from kvboost.cache.tiers.open import Tiers
@@ -30,10 +32,6 @@ from kvboost.cache.tiers.transfers import Transfers
 from kvboost.errors import ForgetError
 from kvboost.results import Pin
 from kvboost.tokens.hashing import ChunkKey, TokenIds
-
-Pack = Callable[[int, int, "KVData | None", int], KVData]
-"""``pack(start, end, like, common)`` returns rows ``[start, end)`` of a request's KV in memory of
-their own. The first ``common`` of them are also those of ``like``."""
 
 
 class ChunkLost(Exception):
@@ -182,59 +180,24 @@ class ChunkStore:
         while another request's chunks are admitted or something is being forgotten. If the text
         still ``grows``, its last chunk is left out: a longer one would soon replace it.
         """
-        new = 0
-        pinned: list[ChunkKey] = []
         if not self._admission.acquire(blocking=wait):
             return 0
         try:
             if self._closed or epoch not in (None, self.epoch):
                 return 0
+            places = self._naming.places(
+                root, token_ids, exact_rows=exact_rows, repair=repair, boundaries=boundaries
+            )
+            if grows:
+                places = takewhile(lambda place: place.part.end < len(token_ids), places)
+            admission = Admission(self._holdings, self._transfers, self._naming, self._lock)
             try:
-                for place in self._naming.places(
-                    root, token_ids, exact_rows=exact_rows, repair=repair, boundaries=boundaries
-                ):
-                    if grows and place.part.end == len(token_ids):
-                        break
-                    with self._lock:
-                        place.key = self._holdings.find_existing(place)
-                    if place.key is None:
-                        place.key = self._insert(self._describe(place, pack))
-                        new += place.key is not None
-                    if place.key is not None:
-                        pinned.append(place.key)
+                return admission.run(places, pack)
             finally:
                 with self._lock:
-                    self._holdings.residency.order_new()
-                    self._holdings.release(pinned)
                     self._holdings.announce(root, token_ids)
         finally:
             self._admission.release()
-        return new
-
-    def _describe(self, place: Place, pack: Pack) -> tuple[KVChunk, KVChunk] | None:
-        """A new chunk where its rows were computed, and its copy in host memory; None if there is
-        no memory for the copies. Needs no lock for as long as it copies."""
-        with self._lock:
-            sibling, common = self._holdings.sibling(place)
-            ready = None if sibling is None else self._holdings.residency.ready(sibling)
-            like = None if ready is None else ready.data
-        try:
-            data = pack(place.part.start, place.part.end, like, common)
-            chunk = KVChunk(self._naming.describe(place, data), data)
-            return chunk, self._transfers.adopt(chunk)
-        except (MemoryError, RuntimeError):  # torch is out of memory
-            with self._lock:
-                self._holdings.counts["failed"] += 1
-            return None
-
-    def _insert(self, copies: tuple[KVChunk, KVChunk] | None) -> ChunkKey | None:
-        """Takes a described chunk in, pinned; returns its key, or None if it cannot be kept."""
-        if copies is None:
-            return None
-        with self._lock:
-            is_kept, replaced = self._holdings.insert(*copies)
-        self._transfers.remove_files(replaced)
-        return copies[0].key if is_kept else None
 
     def drop_superseded(self, root: ChunkKey, token_ids: TokenIds, repair: str) -> int:
         """Drops the approximate copies (repaired as ``repair`` says) of text that is known exactly

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -16,8 +16,6 @@ from kvboost.model.partial_attention import Part, attend_part
 if TYPE_CHECKING:
     from kvboost.model.adapters.adapter import AppliedAdapter
 
-READ_ROWS = 2048
-"""Rows that are read together for one who reads them in parts."""
 _ROUND = 256  # capacities are multiples of this, so that a buffer fits many requests
 
 
@@ -178,10 +176,6 @@ class RequestKV:
             return shared
         return torch.cat([shared, self.data[:, :, :, : end - self.start]], dim=3)
 
-    def reading(self, end: int) -> Callable[[int, int], torch.Tensor]:
-        """``rows`` for one who reads parts of the first ``end`` rows in order."""
-        return self.rows
-
     @contextmanager
     def filling(self, start: int, end: int) -> Iterator[torch.Tensor]:
         """Rows ``[start, end)`` of all layers, ``[2, layers, kv_heads, rows, head_dim]``, to be
@@ -251,23 +245,6 @@ class RequestKV:
                 (self.base.values, self._values),
             )
         )
-
-
-def reading_ahead(
-    rows: Callable[[int, int], torch.Tensor], end: int
-) -> Callable[[int, int], torch.Tensor]:
-    """``rows`` for one who reads parts of the first ``end`` rows in order, where reading many at
-    once is faster: every call of ``rows`` reads ``READ_ROWS``."""
-    first, last, read = 0, -1, torch.empty(0)
-
-    def some(start: int, stop: int) -> torch.Tensor:
-        nonlocal first, last, read
-        if not first <= start <= stop <= last:
-            first, last = start, max(stop, min(end, start + READ_ROWS))
-            read = rows(first, last)
-        return read[:, :, :, start - first : stop - first]
-
-    return some
 
 
 class LargerPool(Protocol):

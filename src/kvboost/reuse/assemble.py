@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
+from kvboost.cache.admission import Pack
 from kvboost.cache.lookup.hits import Hit
-from kvboost.cache.quantize import KVData, Quantizer
-from kvboost.cache.store import Pack
+from kvboost.cache.quantize import KVData, NewRows, Quantizer
 
 
 class KVRows(Protocol):
@@ -20,9 +20,8 @@ class KVRows(Protocol):
         """Rows ``[start, end)``, ``[2, layers, kv_heads, end - start, head_dim]``, to be
         overwritten until the context exits."""
 
-    def reading(self, end: int) -> Callable[[int, int], torch.Tensor]:
-        """For one who reads parts of the first ``end`` rows in order: rows between two positions,
-        in the same shape."""
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        """Rows ``[start, end)`` in the same shape, to be read."""
 
 
 def place(
@@ -45,7 +44,7 @@ def place_rows(
 ) -> None:
     """As :func:`place`: the rows of ``data``, a chunk from position ``base`` on, that begin at
     ``offset``."""
-    there = None if share is None else kv.reading(where.stop)(where.start, where.stop).clone()
+    there = None if share is None else kv.rows(where.start, where.stop).clone()
     with kv.filling(where.start, where.stop) as rows:
         packer.place(data, base, offset, where.start, rows)
         if there is not None and share is not None:
@@ -62,13 +61,10 @@ class Packer:
         """As :func:`place`."""
         place(hit, data, kv, self._quantizer, share)
 
-    def packing(self, kv: KVRows, end: int) -> Pack:
-        """For one who stores parts of the first ``end`` rows of ``kv`` in order: rows between two
-        positions in memory of their own. The first ``common`` of them are also those of
-        ``like``."""
-        rows = kv.reading(end)
+    def packing(self, kv: KVRows) -> Pack:
+        """For one who stores rows of ``kv``."""
 
-        def pack(start: int, stop: int, like: KVData | None, common: int) -> KVData:
-            return self._quantizer.pack(rows(start, stop), start, like, common)
+        def pack(parts: Sequence[NewRows]) -> list[KVData]:
+            return self._quantizer.pack_all(kv.rows(parts[0].start, parts[-1].end), parts)
 
         return pack

@@ -42,7 +42,7 @@ class Keeping:
         new = runtime.store.admit(
             runtime.root_of(request),
             ids,
-            runtime.packer.packing(kv, num_rows),
+            runtime.packer.packing(kv),
             exact_rows=state.exact_rows,
             repair=request.repair.name,
             boundaries=request.boundaries,

@@ -10,12 +10,11 @@ import pytest
 import torch
 import zmq
 
-from chunks import ORIGIN, ROOT
+from chunks import ORIGIN, ROOT, packing
 from kv_events import Subscriber
 from kvboost import ConfigError, KVEvents
 from kvboost.cache.events.publisher import EventPublisher
 from kvboost.cache.events.sender import END_OF_REPLAY
-from kvboost.cache.quantize import KVData, plain
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
@@ -25,10 +24,6 @@ from kvboost.tokens.hashing import ChunkKey, as_token_ids, root_key
 CHUNK, BLOCK = 8, 4
 ROW_BYTES = 2 * 4
 OTHER = root_key("model", "a salt")
-
-
-def pack(start: int, end: int, like: KVData | None, common: int) -> KVData:
-    return plain(torch.zeros(2, 1, 1, end - start, 1))
 
 
 class Published:
@@ -52,7 +47,8 @@ class Published:
 
     def admit(self, ids: range, exact_rows: int | None = None, root: ChunkKey = ROOT) -> None:
         exact = len(ids) if exact_rows is None else exact_rows
-        self.store.admit(root, as_token_ids(list(ids)), pack, exact_rows=exact, repair="query")
+        rows = packing(torch.zeros(2, 1, 1, len(ids), 1))
+        self.store.admit(root, as_token_ids(list(ids)), rows, exact_rows=exact, repair="query")
 
     def close(self) -> None:
         self.publisher.close()

@@ -4,14 +4,21 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.cache.lookup import anchors
 from kvboost.cache.lookup.anchors import MAX_DONORS, WINDOW, AnchorIndex, Piece, Run
 from kvboost.cache.lookup.prefix_tree import PrefixTree
 from kvboost.tokens.chunking import fixed
-from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, chain_key, root_key
+from kvboost.tokens.hashing import (
+    ChunkKey,
+    TokenIds,
+    as_token_ids,
+    chain_key,
+    root_key,
+    window_hashes,
+)
 
 SPACE = root_key("model", "", "space")
 ROOT = root_key("model", "", "exact")
@@ -43,7 +50,7 @@ class OrderedTier:
                 self.remove(shorter)
             key = chain_key(path[-1], tokens)
             self.tree.insert(key, path[-1], tokens)
-            self.anchors.insert(space, key, tokens)
+            self.anchors.insert(space, [(key, tokens)])
             path.append(key)
         return path[1:]
 
@@ -307,3 +314,23 @@ def test_integrity_names_what_is_wrong() -> None:
     del shelf.anchors._chunks[key]
     shelf.anchors._filter[:] = 0
     assert len(shelf.anchors.check_integrity()) == 2
+
+
+@given(st.lists(st.integers(1, 3 * WINDOW), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=30)
+def test_chunks_are_anchored_alike_together_and_alone(lengths: list[int], seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    chunks = [
+        (chain_key(ROOT, ids), ids)
+        for ids in (as_token_ids(draw.integers(0, 3, length)) for length in lengths)
+    ]
+    together, alone = AnchorIndex(), AnchorIndex()
+    together.insert(SPACE, chunks)
+    for key, ids in chunks:
+        alone.insert(SPACE, [(key, ids)])
+        windows = alone._chunks[key].windows
+        hashes = window_hashes(SPACE, ids, WINDOW)
+        assert windows == [(hashes[offset], offset) for _, offset in windows]
+        assert len(hashes) == 0 or {0, len(hashes) - 1} <= {offset for _, offset in windows}
+    assert together._chunks == alone._chunks and together._donors == alone._donors
+    assert np.array_equal(together._filter, alone._filter)

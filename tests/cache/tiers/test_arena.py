@@ -8,8 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.cache.tiers.arena import AHEAD, GRAIN, Arena
+from kvboost.cache.tiers.arena import AHEAD, BLOCK_BYTES, GRAIN, Arena
+from kvboost.cache.tiers.gpu import ON_THE_WAY
+from kvboost.cache.tiers.open import open_tiers
 from kvboost.cache.tiers.ram import RamTier
+from kvboost.config import EngineConfig
 
 BLOCK = 8 * GRAIN
 
@@ -37,8 +40,12 @@ def make(num_blocks: int, make_fence: type[Passed] = Passed) -> Arena:
     return Arena(block, num_blocks * BLOCK, make_fence, block_bytes=BLOCK)
 
 
+def empty(arena: Arena, *shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor | None:
+    return arena.empty([torch.empty(shape, dtype=dtype, device="meta")])[0]
+
+
 def grains(arena: Arena, number: int) -> torch.Tensor | None:
-    return arena.empty(torch.Size([number, GRAIN // 2]), torch.bfloat16)
+    return empty(arena, number, GRAIN // 2, dtype=torch.bfloat16)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9 * GRAIN), st.integers(0, 3)), max_size=60))
@@ -47,7 +54,7 @@ def test_pieces_never_overlap_and_all_room_comes_back(steps: list[tuple[int, int
     arena = make(4)
     lent: list[tuple[torch.Tensor, int]] = []
     for number, (size, dropped) in enumerate(steps):
-        piece = arena.empty(torch.Size([size]), torch.uint8)
+        piece = empty(arena, size)
         if size > BLOCK:
             assert piece is None
         if piece is not None:
@@ -90,6 +97,34 @@ def test_a_piece_is_lent_again_only_after_its_fence() -> None:
     assert grains(arena, 1) is None and len(gates) == 1
     gates[0].is_passed = True
     assert grains(arena, 1) is not None
+
+
+def test_pieces_that_are_asked_for_together_have_one_fence() -> None:
+    gates: list[Gate] = []
+
+    def fence() -> Gate:
+        gates.append(Gate())
+        gates[-1].is_passed = True
+        return gates[-1]
+
+    arena = Arena(block, BLOCK, fence, block_bytes=BLOCK)
+    likes = [torch.empty(2, GRAIN // 2, dtype=torch.bfloat16)] * 5
+    pieces = arena.empty(likes)
+    assert [piece is None for piece in pieces] == [False, False, False, False, True]
+    del pieces[1:3]  # each comes back on its own
+    again = arena.empty(likes[:3])
+    assert [piece is None for piece in again] == [False, False, True] and len(gates) == 1
+    assert all(piece is None or piece.shape == likes[0].shape for piece in again)
+
+
+def test_a_full_cache_has_memory_for_chunks_on_their_way() -> None:
+    config = EngineConfig(max_cache_bytes=BLOCK_BYTES, gpu_cache_bytes=0)
+    memory = torch.device("cuda")
+    ram = open_tiers(config, memory, lambda size: torch.empty(size, dtype=torch.uint8)).ram
+    chunk = torch.empty(BLOCK_BYTES // 4, dtype=torch.uint8)
+    kept = [ram.allocate(chunk) for _ in range(4 + 2 * ON_THE_WAY // chunk.nbytes)]
+    assert len({one.data_ptr() for one in kept}) == len(kept)
+    ram.close()
 
 
 def test_blocks_are_made_ahead_of_their_use_by_another_thread() -> None:

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunks import ORIGIN, ROOT
+from chunks import ORIGIN, ROOT, packing
 from kvboost.cache import codec
+from kvboost.cache.admission import Pack
 from kvboost.cache.chunk import Origin
-from kvboost.cache.quantize import KVData, plain
 from kvboost.cache.store import ChunkLost, ChunkStore
 from kvboost.cache.tiers import writer as writer_module
 from kvboost.cache.tiers.disk import REFRESH_SECONDS, DiskTier
@@ -34,11 +34,14 @@ DIM = 64
 CHUNK_BYTES = 2 * 4 * DIM * CHUNK
 
 
-def rows_of(ids: list[int]) -> Callable[..., KVData]:
+def kv_of(ids: list[int]) -> torch.Tensor:
     """KV that is a function of everything before it: the running sum of the tokens."""
     sums = torch.cumsum(torch.tensor(ids, dtype=torch.float32), 0)
-    kv = sums.view(1, 1, 1, -1, 1).expand(2, 1, 1, len(ids), DIM)
-    return lambda start, end, *_: plain(kv[:, :, :, start:end].contiguous())
+    return sums.view(1, 1, 1, -1, 1).expand(2, 1, 1, len(ids), DIM)
+
+
+def rows_of(ids: list[int]) -> Pack:
+    return packing(kv_of(ids))
 
 
 @pytest.fixture
@@ -81,7 +84,7 @@ def admit(store: ChunkStore, ids: list[int], root: str = ROOT) -> int:
 
 def hits(store: ChunkStore, ids: list[int], root: str = ROOT) -> list[str]:
     """The tiers that serve the beginning of ``ids``; the rows must be what was stored."""
-    expected = rows_of(ids)(0, len(ids)).tensors["kv"]
+    expected = kv_of(ids)
     while True:
         with store.lookup(root, as_token_ids(ids)) as known:
             try:

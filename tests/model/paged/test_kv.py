@@ -47,23 +47,6 @@ def test_reading(both, start: int, end: int) -> None:
         assert torch.equal(given, expected)
 
 
-def test_reading_in_parts_gathers_many_at_once(both, monkeypatch: pytest.MonkeyPatch) -> None:
-    paged, buffer = both
-    monkeypatch.setattr("kvboost.model.kv.READ_ROWS", 40)
-    gathered: list[tuple[int, int]] = []
-    rows = paged.rows
-
-    def gathering(start: int, end: int) -> torch.Tensor:
-        gathered.append((start, end))
-        return rows(start, end)
-
-    monkeypatch.setattr(paged, "rows", gathering)
-    read, expected = paged.reading(80), buffer.reading(80)
-    for start, end in ((3, 10), (10, 43), (43, 50), (50, 85), (20, 30)):
-        assert torch.equal(read(start, end), expected(start, end))
-    assert gathered == [(3, 43), (43, 80), (50, 85), (20, 60)]
-
-
 @pytest.mark.parametrize("positions", [range(30, 40), torch.tensor([0, 31, 32, 70])])
 def test_writing_one_layer(both, positions: range | torch.Tensor) -> None:
     if isinstance(positions, torch.Tensor):

@@ -19,9 +19,9 @@ Not thread-safe: the store holds its lock around every call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 
 import numpy as np
 
@@ -69,31 +69,43 @@ class AnchorIndex:
         self._donors: dict[int, dict[tuple[ChunkKey, int], None]] = {}
         # How many known hashes share a slot: most windows of a prompt fall into an empty one.
         self._filter = np.zeros(_SLOTS, dtype=np.uint32)
+        self._counts = self._filter.data  # the same, for one slot at a time
 
     def __len__(self) -> int:
         return len(self._chunks)
 
-    def insert(self, space: ChunkKey, key: ChunkKey, token_ids: TokenIds) -> None:
-        """Makes ``key`` known to searches in ``space``, and to no others.
+    def insert(self, space: ChunkKey, chunks: Sequence[tuple[ChunkKey, TokenIds]]) -> None:
+        """Makes ``chunks`` known to searches in ``space``, and to no others.
 
         A chunk shorter than a window has no anchor: it is reached from its neighbours.
         """
-        hashes = window_hashes(space, token_ids, self._window)
-        offsets = sorted({*range(0, len(hashes), self._window), *range(len(hashes))[-1:]})
-        windows = list(zip(hashes[offsets].tolist(), offsets, strict=True))
-        self._chunks[key] = _Anchors(space, windows)
-        for value, offset in windows:
-            if value not in self._donors:
-                self._donors[value] = {}
-                self._filter[value % _SLOTS] += 1
-            self._donors[value][key, offset] = None
+        hashes = window_hashes(space, np.concatenate([ids for _, ids in chunks]), self._window)
+        starts = accumulate((len(ids) for _, ids in chunks), initial=0)
+        offsets = [self._offsets(len(ids)) for _, ids in chunks]
+        rows = [start + one for start, some in zip(starts, offsets, strict=False) for one in some]
+        values = iter(hashes[np.array(rows, np.intp)].tolist())
+        for (key, _), some in zip(chunks, offsets, strict=True):
+            self._chunks[key] = _Anchors(space, [(next(values), offset) for offset in some])
+            for value, offset in self._chunks[key].windows:
+                donors = self._donors.get(value)
+                if donors is None:
+                    donors = self._donors[value] = {}
+                    self._counts[value % _SLOTS] += 1
+                donors[key, offset] = None
+
+    def _offsets(self, num_tokens: int) -> list[int]:
+        """Where the windows of a chunk begin: every ``window`` tokens, and at its end."""
+        last = num_tokens - self._window
+        offsets = list(range(0, last + 1, self._window))
+        return [*offsets, last] if last > 0 and last % self._window else offsets
 
     def remove(self, key: ChunkKey) -> None:
         for value, offset in self._chunks.pop(key).windows:
-            del self._donors[value][key, offset]
-            if not self._donors[value]:
+            donors = self._donors[value]
+            del donors[key, offset]
+            if not donors:
                 del self._donors[value]
-                self._filter[value % _SLOTS] -= 1
+                self._counts[value % _SLOTS] -= 1
 
     def find(
         self, tree: PrefixTree, space: ChunkKey, token_ids: TokenIds, start: int = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -44,12 +45,12 @@ class Catalogue:
     def info(self, key: ChunkKey) -> ChunkInfo:
         return self._infos[key]
 
-    def add(self, info: ChunkInfo) -> None:
-        self._infos[info.key] = info
-        self._tree.insert(info.key, info.parent, info.token_ids)
-        exact = info.lineage is Lineage.EXACT
-        space = info.root if exact else _approximate(info.root)
-        self._anchors.insert(space, info.key, info.token_ids)
+    def add(self, *infos: ChunkInfo) -> None:
+        for info in infos:
+            self._infos[info.key] = info
+            self._tree.insert(info.key, info.parent, info.token_ids)
+        for space, group in groupby(infos, _space):
+            self._anchors.insert(space, [(info.key, info.token_ids) for info in group])
 
     def remove(self, key: ChunkKey) -> None:
         """Forgets one chunk. Those after it stay: they serve again once it is back, and at other
@@ -298,6 +299,11 @@ def _windows(token_ids: TokenIds, length: int) -> npt.NDArray[np.int32]:
     if len(token_ids) < length:
         return np.empty((0, length), np.int32)
     return np.lib.stride_tricks.sliding_window_view(token_ids, length)
+
+
+def _space(info: ChunkInfo) -> ChunkKey:
+    """The space in which a chunk is anchored."""
+    return info.root if info.lineage is Lineage.EXACT else _approximate(info.root)
 
 
 def _approximate(root: ChunkKey) -> ChunkKey:

@@ -35,10 +35,12 @@ class _Siblings:
     keys: list[ChunkKey] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Node:
     parent: ChunkKey
     token_ids: TokenIds
+    order: bytes
+    """Its tokens as sortable bytes."""
 
 
 class PrefixTree:
@@ -86,6 +88,8 @@ class PrefixTree:
 
     def best_child(self, parent: ChunkKey, token_ids: TokenIds) -> PrefixMatch | None:
         """The child of ``parent`` that shares most leading tokens with ``token_ids``."""
+        if parent not in self._children:
+            return None
         return self._best_child(parent, token_ids, _sortable(token_ids))
 
     def _best_child(
@@ -129,14 +133,14 @@ class PrefixTree:
         at = bisect_left(siblings.order, order)
         siblings.order.insert(at, order)
         siblings.keys.insert(at, key)
-        self._nodes[key] = _Node(parent, token_ids)
+        self._nodes[key] = _Node(parent, token_ids, order)
         self._longest = max(self._longest, len(token_ids))
 
     def remove(self, key: ChunkKey) -> None:
         """Forgets one chunk. Its children, if any, can no longer be reached from it."""
         node = self._nodes.pop(key)
         siblings = self._children[node.parent]
-        at = siblings.keys.index(key, bisect_left(siblings.order, _sortable(node.token_ids)))
+        at = siblings.keys.index(key, bisect_left(siblings.order, node.order))
         del siblings.order[at], siblings.keys[at]
         if not siblings.keys:
             del self._children[node.parent]

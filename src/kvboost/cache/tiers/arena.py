@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import weakref
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from functools import lru_cache
+from typing import Any, Protocol
 
 import torch
 
@@ -73,30 +73,34 @@ class Arena:
         """The size of all blocks."""
         return len(self._blocks) * self._block_bytes
 
-    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-        """A tensor with any content; None if it fits into no block, or there may be no more."""
-        num_bytes = shape.numel() * dtype.itemsize
-        size = max(GRAIN, -(-num_bytes // GRAIN) * GRAIN)
-        if size > self._block_bytes:
-            return None
+    def empty(self, likes: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """For each of ``likes`` a tensor of its shape and dtype with any content; None if it fits
+        into no block, or there may be no more."""
         with self._lock:
             self._collect()
-            piece = self._take(size)
-            if piece is None and self._grow():
-                piece = self._take(size)
-        return None if piece is None else self._lend(piece, num_bytes, dtype).view(shape)
+            pieces = [self._find(-(-like.nbytes // GRAIN) * GRAIN or GRAIN) for like in likes]
+        return [
+            None if piece is None else self._lend(piece, like)
+            for piece, like in zip(pieces, likes, strict=True)
+        ]
 
     def close(self) -> None:
         """Makes no more blocks. Pieces that are lent stay what they are."""
         self._maker.shutdown(cancel_futures=True)
 
-    def _lend(self, piece: Piece, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+    def _find(self, size: int) -> Piece | None:
+        if size > self._block_bytes:
+            return None
+        piece = self._take(size)
+        return self._take(size) if piece is None and self._grow() else piece
+
+    def _lend(self, piece: Piece, like: torch.Tensor) -> torch.Tensor:
         block, start, _ = piece
         memory = self._blocks[block]
-        lent = (ctypes.c_char * num_bytes).from_address(memory.data_ptr() + start)
+        lent = _lent_type(like.nbytes).from_address(memory.data_ptr() + start)
+        lent.returned, lent.piece, lent.memory = self._returned, piece, memory
         # A tensor made of a buffer holds it for as long as any view of the tensor lives.
-        weakref.finalize(lent, _give_back, self._returned, piece, memory).atexit = False
-        return torch.frombuffer(lent, dtype=dtype)
+        return torch.frombuffer(lent, dtype=like.dtype).view(like.shape)
 
     def _grow(self) -> bool:
         """Adds a block, which is ready unless many are needed at once, and has others made."""
@@ -154,6 +158,13 @@ class Arena:
         return end
 
 
-def _give_back(returned: deque[Piece], piece: Piece, memory: torch.Tensor) -> None:
-    """Called when nothing reads ``piece`` any more, which has kept its block's ``memory``."""
-    returned.append(piece)
+@lru_cache
+def _lent_type(num_bytes: int) -> Any:
+    """The type of a buffer of ``num_bytes`` that keeps the ``memory`` of its block, and says that
+    its ``piece`` is ``returned`` when nothing reads it any more."""
+    fields = {"_type_": ctypes.c_char, "_length_": num_bytes, "__del__": _give_back}
+    return type("_Lent", (ctypes.Array,), fields)
+
+
+def _give_back(lent: Any) -> None:
+    lent.returned.append(lent.piece)

@@ -24,8 +24,11 @@ class GpuTier(RamTier):
             with suppress(torch.OutOfMemoryError):
                 torch.empty(max_bytes + ON_THE_WAY, dtype=torch.uint8, device=device)
 
-    def allocate(self, like: torch.Tensor) -> torch.Tensor:
+    def _allocate_outside(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device=self._device)
 
-    def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device, non_blocking=True)
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self._device
+
+    def _bring(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.to(self._device, non_blocking=True) for tensor in tensors]

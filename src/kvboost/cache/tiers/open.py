@@ -9,7 +9,7 @@ import torch
 from kvboost.cache.secret import Secret
 from kvboost.cache.tiers.arena import Arena, Fence, GetBlock
 from kvboost.cache.tiers.disk import DiskTier
-from kvboost.cache.tiers.gpu import GpuTier
+from kvboost.cache.tiers.gpu import ON_THE_WAY, GpuTier
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
 from kvboost.cache.tiers.shards import ONE_RANK, Shards
@@ -39,7 +39,10 @@ def open_tiers(
     secret = Secret(config.cache_secret) if config.cache_secret else None
     arena = None
     if on_gpu and locked_memory is not None:
-        arena = Arena(locked_memory, config.max_cache_bytes, lambda: _passed(device))
+        # New chunks have memory before others are evicted for them, and what these leave is lent
+        # again only when the GPU has done what it was told before.
+        most = config.max_cache_bytes + 2 * ON_THE_WAY
+        arena = Arena(locked_memory, most, lambda: _passed(device))
     ram = RamTier(config.max_cache_bytes, pinned=on_gpu, arena=arena)
     gpu = disk = remote = None
     if on_gpu:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 
@@ -14,6 +15,35 @@ from kvboost.cache.tiers.arena import Arena
 from kvboost.tokens.hashing import ChunkKey
 
 _LEAST_MAPPED = 1 << 18
+
+
+class CopiesAside:
+    """Copies from a GPU to locked memory, on a stream of their own. Thread-safe."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._sources: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
+        """What is being copied, which must stay until its event has happened."""
+        self._lock = threading.Lock()
+
+    def start(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        with self._lock:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+            self._sources.append((self._stream.record_event(), sources))
+            self._release()
+
+    def settle(self) -> None:
+        """Waits for all copies."""
+        self._stream.synchronize()
+        with self._lock:
+            self._release()
+
+    def _release(self) -> None:
+        while self._sources and self._sources[0][0].query():  # type: ignore[no-untyped-call]
+            self._sources.popleft()
 
 
 class RamTier:
@@ -27,7 +57,7 @@ class RamTier:
         self.faults: dict[str, int] = {}
         self._pinned = pinned
         self._arena = arena
-        self._copies: torch.cuda.Stream | None = None
+        self._copies: CopiesAside | None = None
         """Where copies from a GPU are under way."""
         self._chunks: dict[ChunkKey, KVChunk] = {}
         self._nbytes = 0
@@ -36,22 +66,44 @@ class RamTier:
     def nbytes(self) -> int:
         return self._nbytes
 
-    def adopt(self, chunk: KVChunk) -> KVChunk:
-        """``chunk`` with its data in this tier's memory; itself if it is there already. Does not
-        change the tier and needs no lock. Data from a GPU may still be on its way: ``settle``
-        waits for it, and ``get`` does."""
-        return replace(chunk, data=chunk.data.map(self._bring))
+    def adopt(self, chunks: Sequence[KVChunk]) -> list[KVChunk]:
+        """``chunks`` with their data in this tier's memory; themselves if they are there already.
+        Does not change the tier and needs no lock. Data from a GPU may still be on its way:
+        ``settle`` waits for it, and ``get`` does."""
+        elsewhere = [
+            tensor
+            for chunk in chunks
+            for tensor in chunk.data.tensors.values()
+            if not self._is_here(tensor)
+        ]
+        if not elsewhere:
+            return list(chunks)
+        brought = iter(self._bring(elsewhere))
+
+        def bring(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if self._is_here(tensor) else next(brought)
+
+        return [KVChunk(chunk.info, chunk.data.map(bring)) for chunk in chunks]
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """An empty tensor in this tier's memory, with the dtype and shape of ``like``.
+        """An empty tensor in this tier's memory, with the dtype and shape of ``like``."""
+        return self._allocate([like])[0]
+
+    def _allocate(self, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """An empty tensor for each of ``likes``: as :meth:`allocate`, together."""
+        if self._arena is None:
+            return [self._allocate_outside(like) for like in likes]
+        return [
+            self._allocate_outside(like) if found is None else found
+            for like, found in zip(likes, self._arena.empty(likes), strict=True)
+        ]
+
+    def _allocate_outside(self, like: torch.Tensor) -> torch.Tensor:
+        """As :meth:`allocate`, outside of the arena.
 
         Large tensors are mapped, and go back to the system when their chunk is evicted. On the heap
         they would be scattered among the short-lived tensors of forwards, and it would only grow.
         """
-        if self._arena is not None:
-            found = self._arena.empty(like.shape, like.dtype)
-            if found is not None:
-                return found
         if not self._pinned and like.nbytes >= _LEAST_MAPPED:
             with suppress(OSError):  # a process may have only so many maps
                 memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -65,17 +117,21 @@ class RamTier:
     def settle(self) -> None:
         """Waits for copies from a GPU."""
         if self._copies is not None:
-            self._copies.synchronize()
+            self._copies.settle()
 
-    def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "cuda" or not self._pinned:
-            return tensor if tensor.device.type == "cpu" else self.own(tensor)
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in this tier's kind of memory."""
+        return tensor.device.type == "cpu"
+
+    def _bring(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of tensors of one device in this tier's memory."""
+        brought = self._allocate(tensors)
+        if tensors[0].device.type != "cuda" or not self._pinned:
+            torch._foreach_copy_(brought, tensors)
+            return brought
         if self._copies is None:
-            self._copies = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-        self._copies.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(self._copies):
-            brought = self.allocate(tensor).copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._copies)
+            self._copies = CopiesAside(tensors[0].device)
+        self._copies.start(brought, tensors)
         return brought
 
     def get(self, key: ChunkKey) -> KVChunk | None:

@@ -58,6 +58,7 @@ class Residency:
         self.hits: Counter[str] = Counter()
         self._attention_share = attention_share
         self._usual_norm = 0.0
+        self._counts_chunks = max_chunks is not None
         self._ram, self._gpu = tiers.ram, tiers.gpu
         self._in_ram = OrderedTier(tiers.ram, policy(), max_chunks)
         self._on_gpu = OrderedTier(tiers.gpu, policy()) if tiers.gpu else None
@@ -92,6 +93,14 @@ class Residency:
         """The chunks of these keys, if all are in the fastest tier; None otherwise."""
         return (self._gpu or self._ram).get_all(keys)
 
+    def make_room(self, nbytes: int) -> None:
+        """Makes room for new chunks of so many bytes in all, if they fit. Each would make its own
+        room, but what leaves between two of them has them ordered one by one. Where RAM counts
+        chunks too, bytes do not tell whether they fit."""
+        fits = not self._counts_chunks and self._make_room(self._in_ram, nbytes)
+        if fits and self._on_gpu is not None:
+            self._make_room(self._on_gpu, nbytes)
+
     def put(self, chunk: KVChunk, on_device: KVChunk) -> bool:
         """Takes a new chunk in: its copy in host memory, and the one where it was computed. False
         if there is no room. If RAM is full of chunks in use, it goes to the slow tiers at once."""
@@ -122,7 +131,7 @@ class Residency:
         if not self._make_room(self._on_gpu, chunk.nbytes):
             return chunk
         try:
-            on_gpu = self._gpu.adopt(chunk)
+            (on_gpu,) = self._gpu.adopt([chunk])
         except RuntimeError:  # its memory is full of other things
             self._gpu.faults["full"] = self._gpu.faults.get("full", 0) + 1
             return chunk

@@ -71,9 +71,9 @@ class Transfers:
                 if locked:
                     self._make_room_on_disk(0, self._disk)
 
-    def adopt(self, chunk: KVChunk) -> KVChunk:
-        """A copy of a new chunk in host memory; itself if it is there."""
-        return self._ram.adopt(chunk)
+    def adopt(self, chunks: Sequence[KVChunk]) -> list[KVChunk]:
+        """Copies of new chunks in host memory; of one that is there, itself."""
+        return self._ram.adopt(chunks)
 
     def fetch(self, planned: Sequence[ChunkInfo]) -> Iterator[KVChunk | None]:
         """The planned chunks, in order; None for one that is lost or is not what was planned.

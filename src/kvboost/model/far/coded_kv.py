@@ -11,7 +11,7 @@ from kvboost.model.far.codes import CodedMemory, CodedRows
 from kvboost.model.far.host_kv import MOST_ROWS
 from kvboost.model.far.kv import FarKV
 from kvboost.model.far.rows import FarAttention
-from kvboost.model.kv import KVShape, reading_ahead
+from kvboost.model.kv import KVShape
 
 LEAST_NEAR_ROWS = 256
 """With fewer near rows, far rows would not be whole groups."""
@@ -77,9 +77,6 @@ class CodedKV(FarKV):
     def rows(self, start: int, end: int) -> torch.Tensor:
         layers = [torch.cat(self.layer(n, start, end)) for n in range(self.shape.num_layers)]
         return torch.stack(layers, 1)
-
-    def reading(self, end: int) -> Callable[[int, int], torch.Tensor]:
-        return reading_ahead(self.rows, end)
 
     def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         if start >= self.start:

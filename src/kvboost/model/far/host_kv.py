@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from kvboost.model.far.kv import FarKV
 from kvboost.model.far.memory import copy_rows, wait_for
-from kvboost.model.kv import reading_ahead
 
 MOST_ROWS = 4096
 """Rows of one forward on a GPU: by arithmetic, so many compute longer than far rows are copied."""
@@ -37,9 +36,6 @@ class HostFarKV(FarKV):
         until = end if self._is_whole else min(end, self.start)
         far = self._to_device(self._far.data[:, :, :, start:until])
         return torch.cat([far, self._near[:, :, :, : end - until]], 3) if until < end else far
-
-    def reading(self, end: int) -> Callable[[int, int], torch.Tensor]:
-        return reading_ahead(self.rows, end)
 
     def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         if start >= self.start and not self._is_whole:

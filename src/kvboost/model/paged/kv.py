@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from kvboost.errors import KVTooLargeError
-from kvboost.model.kv import Prefix, RequestKV, reading_ahead
+from kvboost.model.kv import Prefix, RequestKV
 from kvboost.model.paged.slab import PAGE, Holding, Slab, pages_for
 
 
@@ -75,10 +75,6 @@ class PagedKV(RequestKV):
     def rows(self, start: int, end: int) -> torch.Tensor:
         return self._gather(self.slab.data, start, end)
 
-    def reading(self, end: int) -> Callable[[int, int], torch.Tensor]:
-        """Gathers many rows at once: every gathering is several launches."""
-        return reading_ahead(self.rows, end)
-
     def layer(self, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._gather(self.slab.layers[layer][None], start, end)
         return keys, values
@@ -115,12 +111,12 @@ class PagedKV(RequestKV):
         """Rows ``[start, end)`` of ``[layers, pages, ...]``, as ``[2, layers, kv_heads, rows,
         dim]``."""
         first, last = start // PAGE, max(pages_for(end), start // PAGE)
-        pages = self.slab.table[self.holding.row, first:last].long()
+        pages = self.slab.table[self.holding.row, first:last]
         found = layers.index_select(1, pages)
         num_layers, num, heads, _, width = found.shape
         found = found.view(num_layers, num, heads, PAGE, 2, width // 2).permute(4, 0, 2, 1, 3, 5)
         dense = found.reshape(2, num_layers, heads, num * PAGE, width // 2)
-        return dense[:, :, :, start - first * PAGE : end - first * PAGE]
+        return dense.narrow(3, start - first * PAGE, end - start)
 
     def _scatter(self, layers: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
         """Writes ``rows``, ``[2, layers, kv_heads, rows, dim]``, over those at ``positions``."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from kvboost.cache.admission import Pack
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.lookup.hits import Hit
-from kvboost.cache.quantize import KVData, Quantizer, join_heads
-from kvboost.cache.store import Pack
+from kvboost.cache.quantize import KVData, NewRows, Quantizer, join_heads
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.reuse.assemble import KVRows, Packer
-from kvboost.runtime.parallel.messages import Copy, Give, Has, PackRows, Place, Take
+from kvboost.runtime.parallel.messages import Copy, Give, Has, Packed, PackRows, Place, Take
 from kvboost.runtime.parallel.ranks import Handle, Ranks
 from kvboost.runtime.parallel.rows import ShardedKV
 
@@ -61,24 +61,32 @@ class ShardedPacker(Packer):
         self._ranks.cast(Place(kv.number, data.number, *where, share))
         super().place(hit, data, kv, share)
 
-    def packing(self, kv: KVRows, end: int) -> Pack:
+    def packing(self, kv: KVRows) -> Pack:
         assert isinstance(kv, ShardedKV)
-        pack_here = super().packing(kv, end)
+        pack_here = super().packing(kv)
 
-        def pack(start: int, stop: int, like: KVData | None, common: int) -> KVData:
-            handle = self._ranks.new_handle()
-            known = like.number if isinstance(like, ShardedData) else None
-            asked = PackRows(handle.number, kv.number, start, stop, known, common)
-            packed = self._ranks.ask(asked)
-            local = pack_here(start, stop, like, common)
-            if any(other.bits != local.bits for other in packed):
-                raise RuntimeError(
-                    "numbers too large to be quantized, in the heads of some ranks only"
-                )
-            norms = [local.key_norm, *(other.key_norm for other in packed)]
-            return shard(replace(local, key_norm=sum(norms) / len(norms)), self._ranks, handle)
+        def pack(parts: Sequence[NewRows]) -> list[KVData]:
+            asked = [self._ask_to_pack(kv, part) for part in parts]
+            local = pack_here(parts)
+            return [
+                self._joined(data, handle, packed)
+                for data, (handle, packed) in zip(local, asked, strict=True)
+            ]
 
         return pack
+
+    def _ask_to_pack(self, kv: ShardedKV, part: NewRows) -> tuple[Handle, list[Packed]]:
+        """Has the other ranks pack ``part``."""
+        handle = self._ranks.new_handle()
+        known = part.like.number if isinstance(part.like, ShardedData) else None
+        where = kv.number, part.start, part.end
+        return handle, self._ranks.ask(PackRows(handle.number, *where, known, part.common))
+
+    def _joined(self, local: KVData, handle: Handle, packed: Sequence[Packed]) -> ShardedData:
+        if any(other.bits != local.bits for other in packed):
+            raise RuntimeError("numbers too large to be quantized, in the heads of some ranks only")
+        norms = [local.key_norm, *(other.key_norm for other in packed)]
+        return shard(replace(local, key_norm=sum(norms) / len(norms)), self._ranks, handle)
 
 
 class RankShards:
