@@ -21,7 +21,7 @@ class OrderedTier:
         self._max_chunks = max_chunks
         self._parents: dict[ChunkKey, ChunkKey] = {}
         self._children: Counter[ChunkKey] = Counter()
-        self._new: list[Entry] = []
+        self._new: dict[ChunkKey, Entry] = {}
 
     def __len__(self) -> int:
         return len(self._parents)
@@ -37,13 +37,13 @@ class OrderedTier:
         ``order_new``, parents first; until then none of them can be evicted."""
         self._parents[entry.key] = entry.parent
         self._children[entry.parent] += 1
-        self._new.append(entry)
+        self._new[entry.key] = entry
 
     def order_new(self) -> None:
         """Orders the chunks that were added since the last call."""
         if self._new:
-            self._policy.add(self._new)
-            self._new = []
+            self._policy.add(list(self._new.values()))
+            self._new = {}
 
     def restore(self, entries: Sequence[Entry]) -> None:
         """These were found in the tier, those used longest ago first."""
@@ -52,12 +52,14 @@ class OrderedTier:
             self._children[entry.parent] += 1
         self._policy.restore(entries)
 
-    def touch(self, path: Sequence[ChunkKey]) -> None:
-        self._policy.touch(path)
+    def touch(self, *paths: Sequence[ChunkKey]) -> None:
+        """A request used these paths, each from its first chunk on."""
+        self._policy.touch(*paths)
 
     def remove(self, key: ChunkKey) -> None:
         """A chunk has left the tier. Unknown keys are ignored."""
-        self.order_new()
+        if key in self._new:
+            self.order_new()
         parent = self._parents.pop(key, None)
         if parent is not None:
             self._children[parent] -= 1
