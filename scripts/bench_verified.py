@@ -3,8 +3,10 @@ they take?
 
 Each passage was read after the chat template's header. Every question is answered in mode
 ``baseline``, in mode ``prefix_cache`` with an empty cache (a plain prefill) and verified, greedily,
-at every length. Prints how many answers are the same to the token, the medians of the whole time of
-a call, and its record as JSON on the last line; ``--save`` keeps every question at once.
+in turn, at every length. Prints how many answers are the same to the token, the medians of the
+whole time of a call, the median of the ratios of verified to plain prefill, and how many tokens
+speculation drafted for each; the last line is its record as JSON. ``--save`` keeps every question
+at once.
 
     python scripts/bench_verified.py --dataset musique_dev.jsonl [--model …] [--answer 64]
 """
@@ -19,7 +21,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any
 
-from kvboost import KVBoost
+from kvboost import KVBoost, SpanKind
 from kvboost.bench.texts.questions import Question, choose_questions
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -42,39 +44,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = []
         for number, question in enumerate(questions):
             tokens = options.answer[number % len(options.answer)]
-            rows.append(ask(engine, question, tokens, options))
+            rows.append(ask(engine, question, tokens, options, number))
             keep(rows[-1], kept)
     print(json.dumps({"model": options.model, "answers": report(rows, options.answer)}))
 
 
 def ask(
-    engine: KVBoost, question: Question, tokens: int, options: argparse.Namespace
+    engine: KVBoost, question: Question, tokens: int, options: argparse.Namespace, number: int = 0
 ) -> dict[str, Any]:
-    """One question in all ways: whole times, and whether answers are the same."""
+    """One question in all ways, another one first for each ``number``: whole times, drafts, and
+    whether answers are the same."""
     documents = [text.strip() + "\n\n" for text in question.passages[: options.passages]]
     asked = f"Question: {question.question}\nAnswer in a few words."
     prompt = engine.arrange(None, documents, asked, cache_salt="none").prompt
-    answers, times = {}, {}
-    for way, how in WAYS.items():
+    answers = {}
+    moved_tokens = 0
+    ways = list(WAYS)
+    for turn in range(len(ways)):
+        way = ways[(number + turn) % len(ways)]
         if way == "verified":
             for text in documents:
                 engine.warm(text, cache_salt=way)
+            moved_tokens = engine.plan(prompt, cache_salt=way).count(SpanKind.MOVED)
         answers[way] = engine.generate(
-            prompt, tokens, cache_salt=way, ignore_eos=options.ignore_eos, **how
+            prompt, tokens, cache_salt=way, ignore_eos=options.ignore_eos, **WAYS[way]
         )
-        times[way] = answers[way].total_ms
         engine.forget_salt(way)
-    verified = answers["verified"]
+    verified, plain = answers["verified"], answers["plain prefill"]
     return {
         "question": question.question,
         "answer_tokens": tokens,
         "prompt_tokens": verified.prompt_tokens,
-        "moved_tokens": verified.moved_tokens,
+        "moved_tokens": moved_tokens,
         "drafted_tokens": verified.drafted_tokens,
-        "confirmed_tokens": verified.confirmed_tokens,
+        "accepted_tokens": verified.accepted_tokens,
+        "plain_drafted_tokens": plain.drafted_tokens,
         "same": verified.token_ids == answers["baseline"].token_ids,
-        "plain_same": answers["plain prefill"].token_ids == answers["baseline"].token_ids,
-        "milliseconds": times,
+        "plain_same": plain.token_ids == answers["baseline"].token_ids,
+        "milliseconds": {way: answers[way].total_ms for way in WAYS},
     }
 
 
@@ -92,14 +99,14 @@ def report(rows: Sequence[dict[str, Any]], lengths: Sequence[int]) -> list[dict[
             continue
         times = {way: [row["milliseconds"][way] for row in some] for way in WAYS}
         pairs = zip(times["verified"], times["plain prefill"], strict=True)
+        counts = ("moved_tokens", "drafted_tokens", "accepted_tokens", "plain_drafted_tokens")
         found.append(
             {
                 "answer_tokens": tokens,
                 "questions": len(some),
-                "moved_tokens": statistics.mean(row["moved_tokens"] for row in some),
+                **{name: statistics.mean(row[name] for row in some) for name in counts},
                 "same_as_baseline": sum(row["same"] for row in some),
                 "plain_prefill_same_as_baseline": sum(row["plain_same"] for row in some),
-                "confirmed_tokens": statistics.mean(row["confirmed_tokens"] for row in some),
                 "median_ms": {way: statistics.median(column) for way, column in times.items()},
                 "verified_to_plain": statistics.median(mine / plain for mine, plain in pairs),
             }
@@ -107,7 +114,9 @@ def report(rows: Sequence[dict[str, Any]], lengths: Sequence[int]) -> list[dict[
         one = found[-1]
         print(
             f"{tokens} tokens, {len(some)} questions: {one['same_as_baseline']} verified answers "
-            f"equal baseline's; {one['verified_to_plain']:.2f} times the time of a plain prefill"
+            f"equal baseline's; verified ÷ plain prefill, median: {one['verified_to_plain']:.2f}; "
+            f"tokens drafted by speculation, mean: {one['drafted_tokens']:.0f} verified "
+            f"({one['accepted_tokens']:.0f} accepted), {one['plain_drafted_tokens']:.0f} plain"
         )
     return found
 

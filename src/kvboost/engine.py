@@ -53,7 +53,6 @@ from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.streams import AsyncTextStream, TextStream
 from kvboost.runtime.text_cache import TextCache
-from kvboost.runtime.verified import make_generation
 from kvboost.structured.grammars import Grammar
 from kvboost.tokens.hashing import as_token_ids
 from kvboost.tokens.prompt import Conversation, Prompt
@@ -222,10 +221,10 @@ class KVBoost(TextCache):
         ``recompute_strategy`` and ``recompute_ratio`` say how moved text is repaired;
         ``keep=False`` leaves nothing of this request in the cache; ``boundaries`` says where its
         documents begin. ``adapter`` names an adapter of :meth:`load_adapter`.
-        ``exactness="verified"`` gives the answer of a full prefill, also over
-        moved text; ``heal`` overrides the engine's. ``speculate`` says whether tokens are drafted
-        and checked several at a time, which changes no answer: ``"auto"``, ``"off"`` or the most
-        tokens of a draft.
+        ``exactness="verified"`` gives the answer of a full prefill: it reads moved text again;
+        ``heal`` overrides the engine's. ``speculate`` says whether tokens are drafted and checked
+        several at a time, which changes no answer: ``"auto"``, ``"off"`` or the most tokens of a
+        draft.
 
         ``schema`` (a JSON schema or a model of pydantic's), ``regex``, ``grammar`` or ``choice``
         says what the answer must look like; it then ends where the format does, unless
@@ -438,7 +437,7 @@ class KVBoost(TextCache):
         return describe(self._model, self.config, is_closed=self._lifetime.is_over)
 
     def _stream(self, state: RequestState) -> TextStream:
-        steps = make_generation(self._runtime, state).steps()
+        steps = Generation(self._runtime, state).steps()
         return TextStream(text_pieces(self._model.forward, steps, state), state)
 
 

@@ -141,6 +141,38 @@ def test_no_tenant_can_fill_the_queue() -> None:
     assert len(scheduled.waiting) == 7
 
 
+def test_a_tenant_that_runs_leaves_the_last_place_to_others() -> None:
+    scheduled = scheduler(max_running=1, max_waiting=1)
+    running = reading(scheduled, TEXT[:5], tenant="alice")
+    for turn, (busy, other) in enumerate([("alice", "bob"), ("bob", "alice")] * 2):
+        with pytest.raises(QueueFullError, match=f"0 requests of tenant '{busy}'.*other tenants"):
+            scheduled.add(job(tenant=busy))
+        scheduled.add(job(tenant=other))
+        scheduled.remove(running, float(turn))
+        started = scheduled.start(float(turn), fits)
+        assert started is not None and started.tenant == other
+        running = started
+
+
+@pytest.mark.parametrize(("max_waiting", "most"), [(0, 1), (1, 1), (2, 2), (3, 3), (8, 5)])
+def test_a_tenant_may_queue_its_share_however_soon_its_first_job_starts(max_waiting, most) -> None:
+    for starts_at in (1, most):
+        scheduled = scheduler(max_running=1, max_waiting=max_waiting)
+        for number in range(most):
+            scheduled.add(job(tenant="alice"))
+            if number + 1 == starts_at:
+                assert scheduled.start(0.0, fits) is not None
+        with pytest.raises(QueueFullError):
+            scheduled.add(job(tenant="alice"))
+
+
+def test_a_tenant_that_runs_may_start_more_at_once() -> None:
+    scheduled = scheduler(max_running=2, max_waiting=0)
+    reading(scheduled, TEXT[:5], tenant="alice")
+    scheduled.add(job(tenant="alice"))
+    assert len(scheduled.waiting) == 1
+
+
 def test_a_server_without_tenants_uses_its_whole_queue() -> None:
     scheduled = scheduler(max_running=1, max_waiting=8)
     with pytest.raises(QueueFullError, match="9 requests are waiting, as many as max_waiting"):

@@ -1,4 +1,4 @@
-"""Verified answers are those of a full prefill, whatever they were drafted on."""
+"""Verified answers are those of a full prefill, and cost what mode ``prefix_cache`` costs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from healed import SLOPPY, num_exact, warmed
-from kvboost import ConfigError
-from kvboost.runtime import verified
+from kvboost import ConfigError, SpanKind
+from kvboost.runtime.generation import Generation
 from paged_engines import TWO_LAYERS, leaks, paged_engine, steps_of
 from test_reuse import BASELINE, EXACT, HEADER, PASSAGES, QUESTION, prompt_of, words
 from tiny import ROPE_MODELS, dynamic_model, longrope_model, make_engine, tiny_model
 
 VERIFIED = {**SLOPPY, "exactness": "verified"}
+NOTE = "verified: only exact hits are reused"
 
 
 @pytest.fixture
@@ -29,42 +30,41 @@ def test_a_greedy_answer_is_that_of_a_full_prefill(name, tiny_engine) -> None:
     engine = warmed(tiny_engine(name), "verified")
     prompt = prompt_of([3, 1])
     full = engine.generate(prompt, 12, BASELINE, ignore_eos=True)
+    moved = engine.generate(prompt, 12, cache_salt="verified", keep=False, **SLOPPY)
     result = engine.generate(prompt, 12, cache_salt="verified", **VERIFIED)
-    assert result.moved_tokens > 30 and result.drafted_tokens == 12
+    assert moved.moved_tokens > 30 and moved.answer_exact_from == 12
+    assert result.moved_tokens == 0 and NOTE in result.reuse.notes
     assert result.token_ids == full.token_ids
-    assert result.answer_exact_from == 0 and result.healed_tokens > 30
+    assert result.answer_exact_from == 0 and result.healing is None
     ids = [*prompt, *result.token_ids]
     assert num_exact(engine, ids, "verified") == len(ids) - 1
     assert engine.heal().conversations == 0  # nothing is left to heal
     engine.forget_salt("verified")
 
 
-def test_a_draft_is_kept_as_far_as_it_agrees(engine) -> None:
+def test_it_computes_the_rows_that_prefix_cache_computes(engine, monkeypatch) -> None:
     prompt = prompt_of([3, 1])
-    draft = engine.generate(prompt, 20, keep=False, **SLOPPY)
-    full = engine.generate(prompt, 20, BASELINE, ignore_eos=True)
-    result = engine.generate(prompt, 20, **VERIFIED)
-    agreeing = [a == b for a, b in zip(draft.token_ids, full.token_ids, strict=True)]
-    assert result.confirmed_tokens == agreeing.index(False) < 20
-    assert result.healing.draft == tuple(draft.token_ids)
-    assert result.token_ids == full.token_ids and result.output_text == full.output_text
-
-
-def test_a_draft_that_is_right_needs_no_more_steps(engine, monkeypatch) -> None:
-    prompt = prompt_of([3, 1])
-    full = engine.generate(prompt, 9, BASELINE, ignore_eos=True)
-    options = {**VERIFIED, "recompute_strategy": "query", "recompute_ratio": 1.0}
-    single_rows = []
     run = engine._model.forward.run
+    rows: list[list[int]] = []
 
     def spy(segments):
-        single_rows.extend(len(segment) for segment in segments if len(segment) == 1)
+        rows[-1].extend(len(segment) for segment in segments)
         return run(segments)
 
     monkeypatch.setattr(engine._model.forward, "run", spy)
-    result = engine.generate(prompt, 9, **options)
-    assert result.token_ids == full.token_ids and result.confirmed_tokens == 9
-    assert len(single_rows) == 8  # of the draft
+    for options in ({"mode": EXACT, "ignore_eos": True}, VERIFIED):
+        rows.append([])
+        engine.generate(prompt, 9, keep=False, **options)
+    assert rows[0] == rows[1] and sum(rows[0]) > 9
+
+
+def test_exact_hits_are_used(engine) -> None:
+    prompt = [*HEADER, *PASSAGES[0], *QUESTION]
+    result = engine.generate(prompt, 4, **VERIFIED)
+    assert result.exact_tokens == len(HEADER) + len(PASSAGES[0])
+    with pytest.raises(ConfigError, match="exactness='sure' is not available"):
+        engine.generate([1, 2], exactness="sure")
+    assert NOTE not in engine.generate(prompt, 4, BASELINE, exactness="verified").reuse.notes
 
 
 @pytest.mark.parametrize("how", [{"temperature": 1.5}, {"temperature": 0.8, "top_k": 20}])
@@ -73,11 +73,11 @@ def test_a_seed_gives_the_tokens_that_it_gives_after_a_full_prefill(engine, how)
         prompt = prompt_of([3, 1], words(seed, 12))
         full = engine.generate(prompt, 10, BASELINE, ignore_eos=True, seed=seed, **how)
         result = engine.generate(prompt, 10, seed=seed, **VERIFIED, **how)
-        assert result.drafted_tokens == 10 and result.token_ids == full.token_ids
+        assert result.token_ids == full.token_ids
 
 
 def test_sampling_has_the_distribution_of_a_full_prefill(engine) -> None:
-    """Chi-squared of the first token over its likeliest values. The draft is from another
+    """Chi-squared of the first token over its likeliest values. Moved text has another
     distribution, which this test tells from the exact one."""
     prompt, rounds = prompt_of([3, 1]), 200
     options = {"temperature": 0.25, "keep": False}
@@ -112,46 +112,33 @@ def test_stop_strings_ends_and_log_probabilities_are_as_ever(engine) -> None:
         assert result.token_ids == expected.token_ids
         assert result.output_text == expected.output_text
         assert result.finish_reason == expected.finish_reason
-    assert [one.token_id for one in full.logprobs] == full.token_ids
 
 
-def test_a_long_answer_is_drafted_in_part(engine, monkeypatch) -> None:
-    monkeypatch.setattr(verified, "MOST_DRAFTED", 5)
-    options = {"recompute_strategy": "query", "recompute_ratio": 1.0}
-    prompt = prompt_of([3, 1])
-    full = engine.generate(prompt, 16, BASELINE, ignore_eos=True)
-    result = engine.generate(prompt, 16, **{**VERIFIED, **options})
-    assert result.confirmed_tokens == result.drafted_tokens == 5
-    assert result.token_ids == full.token_ids
-
-
-def test_text_is_released_once_it_is_confirmed(engine) -> None:
-    """Nothing is shown while any row before it is approximate."""
+def test_text_is_released_token_by_token(engine) -> None:
     with engine.stream(prompt_of([3, 1]), 8, **VERIFIED) as stream:
         next(stream)
-        assert stream.result.answer_exact_from == 0 and stream.result.drafted_tokens == 8
-        assert stream.result.timings.verify_ms > 0
+        assert stream.result.answer_exact_from == 0 and stream.result.generated_tokens < 8
         for _ in stream:
             pass
-    timings = stream.result.timings
-    assert timings.ttft_ms >= timings.verify_ms
+    assert stream.result.generated_tokens == 8
 
 
-def test_exact_prompts_need_no_draft(engine) -> None:
-    result = engine.generate([*HEADER, *PASSAGES[0], *QUESTION], 4, **VERIFIED)
-    assert result.exact_tokens > 30 and result.drafted_tokens == result.confirmed_tokens == 0
-    assert result.timings.verify_ms == 0 and result.healing is None
-    with pytest.raises(ConfigError, match="exactness='sure' is not available"):
-        engine.generate([1, 2], exactness="sure")
+def test_it_is_drafted_by_speculation_as_any_exact_answer(engine) -> None:
+    prompt = prompt_of([3, 1])
+    full = engine.generate(prompt, 12, BASELINE, ignore_eos=True)
+    engine.generate(prompt, 12, **VERIFIED)
+    again = engine.generate(prompt, 12, speculate=4, **VERIFIED)
+    assert again.accepted_tokens > 0 and again.token_ids == full.token_ids
 
 
 def test_a_conversation_on_approximate_rows_is_verified_too(engine) -> None:
     prompt = prompt_of([3, 1])
     first = engine.generate(prompt, 6, **{**SLOPPY, "heal": "off"})
     follow = [*prompt, *first.token_ids, *words(8, 12)]
+    assert engine.plan(follow, recompute_strategy="none").count(SpanKind.APPROXIMATE) > 30
     full = engine.generate(follow, 8, BASELINE, ignore_eos=True)
     result = engine.generate(follow, 8, **VERIFIED)
-    assert result.approximate_tokens > 30 and result.moved_tokens == 0
+    assert result.approximate_tokens == result.moved_tokens == 0
     assert result.token_ids == full.token_ids
     assert engine.generate(follow, 8, EXACT, ignore_eos=True).token_ids == full.token_ids
 
@@ -162,44 +149,36 @@ def test_a_batch_verifies_beside_other_requests(engine) -> None:
     each = [{"exactness": "verified"}, {}, {"exactness": "verified"}]
     results = engine.generate_batch(prompts, 10, each=each, **SLOPPY)
     assert [one.answer_exact_from for one in results] == [0, 10, 0]
-    assert [one.drafted_tokens for one in results] == [10, 0, 10]
     for number in (0, 2):
         assert results[number].token_ids == full[number].token_ids
         ids = [*prompts[number], *results[number].token_ids]
         assert num_exact(engine, ids) == len(ids) - 1
 
 
-@pytest.mark.parametrize("segments", range(1, 24, 3))
-def test_a_cancelled_one_leaves_only_exact_rows_as_exact(engine, monkeypatch, segments) -> None:
-    """Cancelled after so many forwards: in the draft, while confirming, or later."""
+@pytest.mark.parametrize("forwards", [1, 4, 8])
+def test_a_cancelled_one_leaves_only_exact_rows(engine, monkeypatch, forwards) -> None:
     prompt = prompt_of([3, 1])
     monkeypatch.setattr(engine._runtime, "prefill_slice", 16)
     state = engine._requests.begin(prompt, 6, "chunk_kv_reuse", VERIFIED)
-    steps = verified.make_generation(engine._runtime, state).steps()
+    steps = Generation(engine._runtime, state).steps()
     given = None
-    for _ in range(segments):
-        try:
-            segment = steps.send(given)
-        except StopIteration:
-            break
+    for _ in range(forwards):
+        segment = steps.send(given)
         given = None if segment is None else engine._model.forward.run([segment])[0]
     state.closing = True
     steps.close()
     ids = [*prompt, *state.token_ids]
-    num_exact(engine, ids)
-    engine.heal()
-    assert num_exact(engine, ids) >= (len(prompt) if segments > 8 else 0)
+    assert num_exact(engine, ids) == state.rows and engine.heal().conversations == 0
 
 
 @pytest.mark.parametrize("model", [dynamic_model, longrope_model])
-def test_drafts_end_where_rotation_depends_on_the_length(model) -> None:
+def test_rotation_may_depend_on_the_length(model) -> None:
     with make_engine(model()) as engine:  # the limit is 64 rows
         engine.warm(words(1, 40))
         prompt = [*words(2, 3), *words(1, 40), *words(3, 16)]
         full = engine.generate(prompt, 12, BASELINE, ignore_eos=True)
         result = engine.generate(prompt, 12, **VERIFIED)
-        assert result.moved_tokens == 40 and result.drafted_tokens == 5
-        assert result.token_ids == full.token_ids
+        assert result.moved_tokens == 0 and result.token_ids == full.token_ids
 
 
 HOW = {
@@ -209,17 +188,12 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("drafted", [2, 256])
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
-def test_answers_in_pages_are_verified_too(monkeypatch, how, drafted) -> None:
-    """A device has picked the last token of the draft, and launched a step with it: neither must be
-    taken for what follows the last one that is confirmed."""
-    monkeypatch.setattr(verified, "MOST_DRAFTED", drafted)
+def test_answers_in_pages_are_verified_too(monkeypatch, how) -> None:
     with paged_engine(monkeypatch, sizes=TWO_LAYERS) as engine:
         engine.warm([*HEADER, *PASSAGES[1]])
         prompt = [*words(5, 5), *PASSAGES[1], *QUESTION]
-        exact = engine.generate(prompt, 7, EXACT, keep=False, ignore_eos=True, **how)
+        exact = engine.generate(prompt, 7, BASELINE, ignore_eos=True, **how)
         result = engine.generate(prompt, 7, **VERIFIED, **how)
-        assert result.drafted_tokens == min(7, drafted)
-        assert result.confirmed_tokens < 7 and result.token_ids == exact.token_ids
+        assert result.token_ids == exact.token_ids
         assert steps_of(engine).num_ahead > 0 and not leaks(engine)

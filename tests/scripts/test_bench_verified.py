@@ -17,7 +17,7 @@ def test_answers_of_all_ways_are_compared_and_timed(capsys) -> None:
     options = Namespace(passages=3, ignore_eos=True)
     model = tiny_model("llama", max_position_embeddings=2048)
     with make_engine(model, reuse_moved="always") as engine:
-        rows = [verified.ask(engine, question, tokens, options) for tokens in (3, 4)]
+        rows = [verified.ask(engine, question, n, options, number=n) for n in (3, 4)]
     kept = io.StringIO()
     verified.keep(rows[0], kept)
     assert json.loads(kept.getvalue()) == rows[0]
@@ -25,5 +25,7 @@ def test_answers_of_all_ways_are_compared_and_timed(capsys) -> None:
     assert set(rows[0]["milliseconds"]) == set(verified.WAYS)
     (found,) = verified.report(rows, [4, 5])  # none of five tokens
     assert (found["questions"], found["same_as_baseline"]) == (1, 1)
-    assert found["verified_to_plain"] > 0
-    assert "1 verified answers equal baseline's" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1 verified answers equal baseline's" in printed
+    assert f"median: {found['verified_to_plain']:.2f}; " in printed
+    assert f"mean: {found['drafted_tokens']:.0f} verified " in printed

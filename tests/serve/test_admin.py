@@ -145,5 +145,5 @@ def test_the_live_view_follows_the_healing_of_the_last_answers(client) -> None:
 def test_a_parameter_of_the_page_is_given_once(client) -> None:
     assert client.get("/kvboost/live?since=1&since=2").status_code == 400
     wrong = client.get("/kvboost/live?since=x").json()["error"]
-    assert wrong["message"] == "since: must be a whole number"
+    assert wrong["message"] == "since: must be a whole number, not 'x'"
     assert client.get("/kvboost/cache?limit=5&limit=6").status_code == 400

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvboost.serve.settings import parse_keys
 from live_server import events
 
 
@@ -67,7 +69,7 @@ def test_log_probabilities_and_text_offsets(client) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("best_of", 2, "best_of must be equal to n"),
+        ("best_of", 2, "best_of=2 must be equal to n, which is 1"),
         ("suffix", "x", "suffix is not supported"),
         ("prompt", "", "none of them empty"),
         ("prompt", [], "none of them empty"),
@@ -97,3 +99,16 @@ def test_more_answers_than_the_queue_holds_are_refused(client) -> None:
     refused = client.post("/v1/completions", json=body(["a"] * 10, n=2))
     assert refused.status_code == 400
     assert "20 answers; this server allows 18" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("max_waiting", "most"), [(0, 1), (1, 1), (2, 2), (3, 3), (8, 5)])
+def test_a_tenant_among_others_may_ask_for_what_its_share_of_the_queue_holds(
+    serve_fake, fake, max_waiting, most
+) -> None:
+    config = {**vars(fake.config), "max_running": 1, "max_waiting": max_waiting}
+    fake.config = SimpleNamespace(**config)
+    client = serve_fake(keys=parse_keys(["ann:k-ann", "bob:k-bob"], "test"))
+    headers = {"authorization": "Bearer k-ann"}
+    for n, status in ((most, 200), (most + 1, 400)):
+        asked = {"model": "fake", "prompt": "a", "n": n}
+        assert client.post("/v1/completions", json=asked, headers=headers).status_code == status

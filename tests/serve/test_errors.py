@@ -16,6 +16,7 @@ from kvboost.errors import (
     ShuttingDownError,
     StructuredOutputError,
 )
+from kvboost.serve.errors import LONGEST_MESSAGE
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "my secret plan"}]}
 JSON = {"content-type": "application/json"}
@@ -150,6 +151,13 @@ def test_an_option_is_called_by_the_field_that_has_it(client, fake) -> None:
     refused = client.post("/v1/chat/completions", json=CHAT).json()["error"]
     assert refused["param"] == "chat_template_kwargs"
     assert refused["message"].startswith("chat_template_kwargs: tokenize=True")
+
+
+def test_a_message_is_of_limited_length(client, fake) -> None:
+    fake.refuse = ConfigError(f"template_options: a={'x' * 10**6} cannot be given")
+    refused = client.post("/v1/chat/completions", json=CHAT).json()["error"]
+    assert refused["param"] == "chat_template_kwargs"
+    assert len(refused["message"]) <= LONGEST_MESSAGE and refused["message"].endswith("x...")
 
 
 @pytest.mark.parametrize("stream", [False, True])

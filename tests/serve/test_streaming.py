@@ -3,6 +3,7 @@ not read."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 from fake_engine import FakeEngine
 from kvboost.serve.streaming import TextEvents, event
 from live_server import connect, live_server, read_until, wait_for
+
+CHAT = [{"role": "user", "content": "hi"}]
 
 
 def asked(**more: object) -> bytes:
@@ -76,6 +79,42 @@ def test_a_stopping_server_cancels_answers_that_do_not_finish() -> None:
             wait_for(lambda: bool(fake.streams))
         assert not fake.streams[0].is_open and fake.drained and fake.flushed
         assert b" 503 " in read_until(client, b"shutting down")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/completions", {"prompt": "hi"}, b'"code":"shutting_down"'),
+        ("/v1/responses", {"input": "hi"}, b"event: response.failed"),
+        ("/v1/messages", {"messages": CHAT, "max_tokens": 9}, b"event: error"),
+    ],
+)
+def test_a_stopping_server_ends_streams_with_an_error(path, body, said, caplog) -> None:
+    fake = FakeEngine(("a", None))
+    with ExitStack() as clients:
+        with live_server(fake, drain_seconds=1.0) as server:
+            content = json.dumps({"model": "fake", "stream": True, **body}).encode()
+            client = clients.enter_context(connect(server, content, path=path))
+            read_until(client, b"data: ")
+        assert not fake.streams[0].is_open
+        ending = read_until(client, b"\r\n0\r\n\r\n")
+        assert said in ending and b"shutting down" in ending
+    assert "without completing" not in caplog.text
+
+
+def test_a_stopping_server_says_which_document_it_has_not_read() -> None:
+    class Slow(FakeEngine):
+        async def awarm(self, text: str, header: str | None = None, cache_salt: str = "") -> int:
+            await asyncio.sleep(0 if text == "a" else 60)
+            return 1
+
+    body = json.dumps({"documents": ["a", "b"]}).encode()
+    with ExitStack() as clients:
+        with live_server(Slow(), drain_seconds=1.0) as server:
+            client = clients.enter_context(connect(server, body, path="/kvboost/warm"))
+            read_until(client, b'"done":1')
+        ending = read_until(client, b"\r\n0\r\n\r\n")
+        assert b'{"done":1,"total":2,"error":{' in ending and b'"shutting_down"' in ending
 
 
 def parts_of(pieces: Sequence[Any]) -> tuple[list[bytes], str]:

@@ -221,7 +221,6 @@ def test_a_schema_that_cannot_be_enforced_is_refused_before_it_runs(engine: KVBo
 
 
 def test_a_verified_answer_in_a_format_is_read_exactly(engine: KVBoost) -> None:
-    """Forced tokens are not drafted, so no moved text is used."""
     passage = "The keeper of the lighthouse counts the ships that pass by the rocks. " * 3
     engine.warm(passage)
     asked = {"regex": "[a-c]{6}", "cache_salt": "", "reuse_moved": "always"}

@@ -58,7 +58,7 @@ Mode = Annotated[
 Exactness = Annotated[
     str,
     typer.Option(
-        help="repaired (moved text answers as it is) or verified (the answer of a full prefill)."
+        help="repaired (moved text answers as it is) or verified (it is read again, exactly)."
     ),
 ]
 Speculate = Annotated[
@@ -264,7 +264,6 @@ def describe(result: GenerationResult) -> dict[str, Any]:
         "healed_tokens": result.healed_tokens,
         "drafted_tokens": result.drafted_tokens,
         "accepted_tokens": result.accepted_tokens,
-        "confirmed_tokens": result.confirmed_tokens,
         "kv_reuse_ratio": result.kv_reuse_ratio,
         "timings": vars(result.timings),
         "spans": [

@@ -313,12 +313,6 @@ class Forward:
                 self._steps = Steps(slab, self.run_rows, self._num_logits, capture, slots)
                 self._steps.runs_ahead = not self.streams
 
-    def forget_step(self, kv: RequestKV) -> None:
-        """Another token follows than the one that a device has picked for a request."""
-        if self._steps is not None and isinstance(kv, PagedKV):
-            with self._lock:
-                self._steps.forget_step(kv)
-
     def use_runner(self, runner: SegmentRunner) -> None:
         """Runs the segments that ``runner`` takes with it."""
         with self._lock:

@@ -3,7 +3,6 @@
 from kvboost.results.answer import (
     GenerationResult,
     ParsedAnswer,
-    Speculated,
     TokenLogprob,
     ToolCall,
 )
@@ -40,7 +39,6 @@ __all__ = [
     "Score",
     "Span",
     "SpanKind",
-    "Speculated",
     "Timings",
     "TokenLogprob",
     "ToolCall",

@@ -43,16 +43,6 @@ class ParsedAnswer:
 
 
 @dataclass(frozen=True)
-class Speculated:
-    """The drafts of one answer."""
-
-    drafted: int = 0
-    """How many tokens were drafted, and run as rows of a forward."""
-    accepted: int = 0
-    """How many of them are tokens of the answer."""
-
-
-@dataclass(frozen=True)
 class GenerationResult:
     """The answer to one request, how long it took, and where its prompt's rows came from."""
 
@@ -73,7 +63,11 @@ class GenerationResult:
     given, and so not this number."""
     healing: Healing | None = None
     """What becomes of the approximate rows; None if there are none, or if they are not healed."""
-    speculated: Speculated = Speculated()
+    drafted_tokens: int = 0
+    """How many tokens were drafted by speculation, and run as rows of a forward."""
+    accepted_tokens: int = 0
+    """How many of the drafted tokens are tokens of the answer. ``drafted_tokens`` less these are
+    rows that were computed for nothing."""
 
     @property
     def content(self) -> str:
@@ -90,28 +84,6 @@ class GenerationResult:
         """How many approximate rows of this request are exact in the cache by now. Grows while the
         engine is idle; ``engine.heal()`` waits for it."""
         return self.healing.healed_tokens if self.healing is not None else 0
-
-    @property
-    def drafted_tokens(self) -> int:
-        """How many tokens were drafted before they were picked: by speculation, or of a verified
-        answer over moved text."""
-        return self.speculated.drafted + len(self._draft)
-
-    @property
-    def accepted_tokens(self) -> int:
-        """How many of the drafted tokens are tokens of the answer. ``drafted_tokens`` less these
-        are rows that were computed for nothing."""
-        return self.speculated.accepted + self.confirmed_tokens
-
-    @property
-    def confirmed_tokens(self) -> int:
-        """How many tokens at the beginning of a verified answer are those of its draft."""
-        pairs = zip(self._draft, self.token_ids, strict=False)
-        return next((i for i, (ours, its) in enumerate(pairs) if ours != its), len(self._draft))
-
-    @property
-    def _draft(self) -> tuple[int, ...]:
-        return (self.healing and self.healing.draft) or ()
 
     @property
     def spans(self) -> Sequence[Span]:

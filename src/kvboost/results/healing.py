@@ -36,8 +36,6 @@ class Healing:
     ``"failed"``."""
     audit: AnswerAudit | None = None
     """How far the answer was from an exact one, once it has been healed."""
-    draft: tuple[int, ...] | None = None
-    """Of a verified answer: the tokens that were drafted, before the answer was released."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ PHASES = (
     "repair",
     "prefill",
     "decode",
-    "verify",
     "admit",
 )
 
@@ -78,6 +77,4 @@ class Timings:
     repair_ms: float
     prefill_ms: float
     decode_ms: float
-    verify_ms: float
-    """Of a verified answer: the draft, and the exact pass over prompt and draft."""
     admit_ms: float

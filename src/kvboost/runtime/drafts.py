@@ -22,7 +22,7 @@ class Drafts:
 
     def __init__(self, state: RequestState) -> None:
         self.speculator: Speculator | None = None
-        """What drafts; None if nothing does, or if the draft comes from elsewhere."""
+        """What drafts; None if nothing does."""
         self._state = state
         self._rows: deque[tuple[int, Given]] = deque()
 
@@ -43,8 +43,7 @@ class Drafts:
                 logits = None
                 break
             confirmed += 1
-        if self.speculator is not None:
-            state.accepted_tokens += confirmed
+        state.accepted_tokens += confirmed
         return confirmed, logits
 
     def draft(

@@ -48,9 +48,6 @@ class Generation:
     """One request, from its plan to the chunks it leaves. Use each instance for one call of
     ``steps``, ``read``, ``score`` or ``heal``."""
 
-    speculates = True
-    """Whether tokens may be drafted and checked together."""
-
     def __init__(self, runtime: Runtime, state: RequestState, num_logits: int = 1) -> None:
         """``num_logits``: how many of the prompt's last rows to return logits for. They are always
         computed; the rest of the prompt is what they answer."""
@@ -317,7 +314,7 @@ class Generation:
 
     def _start_speculation(self) -> None:
         runtime, request = self._runtime, self._request
-        if self.speculates and not self._as_stock and self._healing is None:
+        if not self._as_stock and self._healing is None:
             self._drafts.speculator = runtime.speculation.start(
                 self._state,
                 runtime.root_of(request),

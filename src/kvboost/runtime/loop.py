@@ -23,6 +23,7 @@ from kvboost.runtime.capacity import check_size, has_room
 from kvboost.runtime.company import Company
 from kvboost.runtime.computing import Results, Steps, next_need
 from kvboost.runtime.errands import Errands
+from kvboost.runtime.generation import Generation
 from kvboost.runtime.healing import Healer
 from kvboost.runtime.job import Job
 from kvboost.runtime.loop_stats import LoopStats
@@ -30,7 +31,6 @@ from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.scheduler import Scheduler
 from kvboost.runtime.streams import AnswerListener, FutureAnswer, Outbox
-from kvboost.runtime.verified import make_generation
 
 T = TypeVar("T")
 
@@ -397,7 +397,7 @@ class Loop:
             self._outbox.push(job.listener, pieces)
 
     def _steps(self, job: Job) -> Steps:
-        return make_generation(self._runtime, job.state).steps()
+        return Generation(self._runtime, job.state).steps()
 
     def _fits(self, job: Job) -> bool:
         """Whether the KV of one more request fits the budget. One request alone always runs."""

@@ -141,8 +141,8 @@ def make_request(
     mode = choose(GenerationMode, mode, "mode")
     one_of(heal, HEAL, "heal")
     one_of(exactness, EXACTNESS, "exactness")
-    if grammar is not None and exactness == "verified" and mode is GenerationMode.CHUNK_KV_REUSE:
-        mode = GenerationMode.PREFIX_CACHE  # a format is not drafted: the prompt is read exactly
+    if exactness == "verified" and mode is GenerationMode.CHUNK_KV_REUSE:
+        mode = GenerationMode.PREFIX_CACHE
     most_drafted(speculate)
     return Request(
         token_ids,

@@ -72,6 +72,8 @@ class Planner:
         if not self._cost.moving_pays(plan, request.repair, probe_depth=depth):
             plan = plan.without_moved()
             notes.append("moved text was computed: reusing it would not have been faster")
+        if request.exactness == "verified" and request.mode is GenerationMode.PREFIX_CACHE:
+            notes.append("verified: only exact hits are reused")
         if request.mode is GenerationMode.CHUNK_KV_REUSE and not self._moves:
             positions = self._support.architecture.positions.value
             notes.append(f"this model uses {positions}: only exact hits are reused")

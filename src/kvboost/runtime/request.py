@@ -13,7 +13,6 @@ from kvboost.results import (
     GenerationResult,
     Healing,
     ReuseReport,
-    Speculated,
     TokenLogprob,
 )
 from kvboost.tokens.hashing import PrefixHashes, TokenIds, prefix_hashes
@@ -42,7 +41,7 @@ class Request:
     heal: str = "auto"
     """When approximate rows become exact; ``"off"``: never."""
     exactness: str = "repaired"
-    """``"verified"``: the answer is that of exact rows, whatever it was drafted on."""
+    """``"verified"``: the answer is that of exact rows, so moved text is read again."""
     grammar: Grammar | None = None
     """What the answer must look like."""
     adapter: AppliedAdapter | None = None
@@ -145,5 +144,6 @@ class RequestState:
             logprobs=list(self.logprobs) if self.request.params.logprobs is not None else None,
             answer_exact_from=self.exact_from if self.is_exact else len(self.token_ids),
             healing=self.healing,
-            speculated=Speculated(self.drafted_tokens, self.accepted_tokens),
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )

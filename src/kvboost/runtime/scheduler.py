@@ -40,15 +40,19 @@ class Scheduler:
 
     def add(self, job: Job, *, bounded: bool = True) -> None:
         """Puts a job into the queue. If ``bounded``, raises ``QueueFullError`` when the queue is
-        full, or when a named tenant has as many jobs in it as there are places left. So there is
-        always a place for another tenant. Jobs that can start at once do not count."""
+        full, or when a named tenant has as many jobs in it as there are places left, or has running
+        jobs and there is one place left. So there is always a place for another tenant. Jobs that
+        can start at once do not count."""
         starting = max(0, self.config.max_running - len(self.running))
         places = self.config.max_waiting + starting - len(self.waiting)
         if bounded and places <= 0:
             raise QueueFullError(len(self.waiting), self.retry_after())
-        own = sum(other.tenant == job.tenant for other in self.waiting)
-        if bounded and job.tenant and own - starting >= places:
-            raise QueueFullError(own, self.retry_after(), job.tenant)
+        if bounded and job.tenant:
+            own = sum(other.tenant == job.tenant for other in self.waiting)
+            is_last = places == 1 and len(self.waiting) >= starting
+            runs = any(other.tenant == job.tenant for other in self.running)
+            if own - starting >= places or (is_last and runs):
+                raise QueueFullError(own, self.retry_after(), job.tenant)
         self.waiting.append(job)
 
     def remove(self, job: Job, now: float) -> None:

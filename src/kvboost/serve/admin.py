@@ -16,7 +16,7 @@ from kvboost.serve.auth import Tenant
 from kvboost.serve.bodies import BodyRoute
 from kvboost.serve.chat import chat_call
 from kvboost.serve.completions import completion_call
-from kvboost.serve.errors import ApiError, from_engine
+from kvboost.serve.errors import ApiError, from_engine, shutting_down
 from kvboost.serve.openapi import errors
 from kvboost.serve.prompts import encode, num_characters, refuse_long_text
 from kvboost.serve.query import EACH_ONCE
@@ -71,9 +71,15 @@ async def warm(body: WarmRequest, request: Request, server: Server, caller: Call
         for number in range(1, total):
             try:
                 yield await read(number)
+                continue
+            except asyncio.CancelledError:
+                if not server.draining:  # the client is gone
+                    raise
+                failure = shutting_down()
             except (ApiError, kvboost.KVBoostError) as error:
-                yield line({"done": number, "total": total, **from_engine(error).body()})
-                return
+                failure = from_engine(error)
+            yield line({"done": number, "total": total, **failure.body()})
+            return
 
     return LiveResponse(progress(), "application/x-ndjson")
 

@@ -303,7 +303,6 @@ async def describe(server: ServerState, choice: Choice) -> dict[str, Any]:
         "healed_tokens": result.healed_tokens,
         "drafted_tokens": result.drafted_tokens,
         "accepted_tokens": result.accepted_tokens,
-        "confirmed_tokens": result.confirmed_tokens,
         "ttft_ms": round(choice.ttft_ms, 3),
         "queue_ms": round(result.timings.queue_ms, 3),
         "total_ms": round(choice.total_ms, 3),
@@ -329,8 +328,8 @@ def usage(answers: Answers) -> dict[str, Any]:
     firsts = [choice for choice in answers.choices if choice.index % choice.call.n == 0]
     prompt = sum(len(choice.prompt_ids) for choice in firsts)
     completion = sum(len(choice.result.token_ids) for choice in answers.choices)
-    drafts = [choice.result.speculated for choice in answers.choices]
-    accepted = sum(one.accepted for one in drafts)
+    drafted = sum(choice.result.drafted_tokens for choice in answers.choices)
+    accepted = sum(choice.result.accepted_tokens for choice in answers.choices)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -340,7 +339,7 @@ def usage(answers: Answers) -> dict[str, Any]:
         },
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": sum(one.drafted for one in drafts) - accepted,
+            "rejected_prediction_tokens": drafted - accepted,
         },
     }
 

@@ -78,7 +78,9 @@ class Keys:
         for _, tenant in self._tenants:
             if tenant.name == name:
                 return tenant
-        raise ApiError(404, f"there is no tenant {name!r}", code="tenant_not_found", param="tenant")
+        raise ApiError(
+            404, f"there is no tenant {name[:80]!r}", code="tenant_not_found", param="tenant"
+        )
 
 
 class AuthMiddleware:

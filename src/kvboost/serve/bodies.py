@@ -66,9 +66,12 @@ async def read(request: Request, settings: ServerSettings) -> bytes:
     body = await receive_body(request, settings)
     if not body:
         raise ApiError(400, "the request has no body; send JSON", code="invalid_json")
-    if not _is_json(request.headers.get("content-type", "")):
+    kind = request.headers.get("content-type", "")
+    if not _is_json(kind):
         raise ApiError(
-            415, "the body must be JSON: send 'Content-Type: application/json'", code="not_json"
+            415,
+            f"the body must be JSON, not {kind[:80]!r}: send 'Content-Type: application/json'",
+            code="not_json",
         )
     return body
 
@@ -91,7 +94,7 @@ async def receive_body(request: Request, settings: ServerSettings) -> bytes:
 async def _receive(request: Request, settings: ServerSettings) -> bytes:
     declared = request.headers.get("content-length", "0")
     if not (declared.isascii() and declared.isdigit()) or len(declared) > 18:
-        raise ApiError(400, "content-length is not a number")
+        raise ApiError(400, f"content-length must be a number, not {declared[:80]!r}")
     if int(declared) > settings.max_body_bytes:
         raise await _too_large(int(declared), settings, request.receive)
     body = bytearray()

@@ -63,7 +63,8 @@ async def upload_file(
     if not kind.strip().lower().startswith("text/"):
         raise ApiError(
             415,
-            "a file must be text: send 'Content-Type: text/plain' and its text in UTF-8",
+            f"a file must be text, not {kind[:80]!r}: send 'Content-Type: text/plain' and its text "
+            "in UTF-8",
             code="not_text",
         )
     try:

@@ -32,11 +32,13 @@ from kvboost.errors import (
     UnknownAdapterError,
 )
 from kvboost.serve.anthropic.error_form import error_body, is_anthropic
-from kvboost.serve.problems import place, sentence
+from kvboost.serve.problems import describe, place, short
 
 logger = logging.getLogger("kvboost.serve")
 
 INVALID = "invalid_request_error"
+LONGEST_MESSAGE = 4096
+"""Errors of the engine may repeat what was sent, such as a path."""
 _FIELDS = {"template_options": "chat_template_kwargs"}
 """Options of the engine that a request's body has under another name."""
 
@@ -56,7 +58,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = short(message, LONGEST_MESSAGE)
         self.kind = kind
         self.code = code
         self.param = param
@@ -198,7 +200,7 @@ async def on_engine_error(request: Request, error: Exception) -> Response:
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Unknown paths, wrong methods, and what the framework itself refuses."""
     assert isinstance(error, HTTPException)
-    path, headers = _short(request.url.path), dict(error.headers or {})
+    path, headers = short(request.url.path), dict(error.headers or {})
     match error.status_code:
         case 404:
             message = f"there is no {path} here; {_listed(request.app.state.endpoints)}"
@@ -236,14 +238,15 @@ async def on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     param = str(first["loc"][-1])
-    message = f"{param}: {sentence(first)}"
+    message = f"{param}: {describe([first])}"
     return ApiError(400, message, code="invalid_value", param=param).response()
 
 
 def invalid_body(error: ValidationError, body: object) -> ApiError:
-    """Names the first field of ``body`` that is wrong, and what is allowed there. Every list and
-    object in a body is refused at its first wrong item, so there are few problems to look at."""
-    problems = error.errors(include_url=False, include_input=False)
+    """Names the first field of ``body`` that is wrong, what is allowed there and what was sent.
+    Every list and object in a body is refused at its first wrong item, so there are few problems to
+    look at."""
+    problems = error.errors(include_url=False)
     first = problems[0]
     param = place(first, body)
     match first["type"]:
@@ -267,10 +270,8 @@ def invalid_body(error: ValidationError, body: object) -> ApiError:
         for problem in problems
         if place(problem, body) == param and problem["type"] != "extra_forbidden"
     )
-    said = dict.fromkeys(map(sentence, same))
-    return ApiError(
-        400, f"{param or 'the body'}: {'; or '.join(said)}", code="invalid_value", param=param
-    )
+    message = f"{param or 'the body'}: {describe(same)}"
+    return ApiError(400, message, code="invalid_value", param=param)
 
 
 def _option(message: str) -> str | None:
@@ -278,10 +279,6 @@ def _option(message: str) -> str | None:
     ``option: what exactly=value``."""
     found = re.match(r"([a-z_]+)(?:(?::| of) [^=]*)?=", message)
     return found[1] if found else None
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _printable(text: str) -> str:

@@ -42,8 +42,8 @@ class HeadLimits:
             if _host_name(host) not in settings.allowed_hosts:
                 return ApiError(
                     403,
-                    "this server does not answer to that host name; start it with --allow-host to "
-                    "add it",
+                    f"this server does not answer to the host name {host[:80]!r}; start it with "
+                    "--allow-host to add it",
                     kind="permission_error",
                     code="host_not_allowed",
                 )

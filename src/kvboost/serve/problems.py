@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
 from pydantic_core import ErrorDetails
+
+LONGEST_SHOWN = 80
+"""Characters of a value, or of a name, that a message shows."""
 
 
 def place(problem: ErrorDetails, body: object) -> str | None:
@@ -10,7 +18,7 @@ def place(problem: ErrorDetails, body: object) -> str | None:
     itself. Pydantic also names the branches of unions, and a branch may have the name of a field,
     such as ``text``: of all ways to read the parts, the one that leads farthest counts."""
     path = _farthest(problem["loc"], body, is_missing=problem["type"] == "missing")
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{short(part)}" for part in path)
     return text.removeprefix(".") or None
 
 
@@ -34,16 +42,47 @@ def _leads_into(part: int | str, value: object) -> bool:
     return isinstance(value, dict) and part in value
 
 
-def sentence(problem: ErrorDetails) -> str:
+def describe(problems: Iterable[Mapping[str, Any]]) -> str:
+    """What is allowed at one place, by the problems that are there, and what was sent instead."""
+    problems = list(problems)
+    allowed = "; or ".join(dict.fromkeys(map(_sentence, problems)))
+    return f"{allowed}, not {_sent(problems[0])}" if allowed.startswith("must ") else allowed
+
+
+def short(text: str, longest: int = LONGEST_SHOWN) -> str:
+    """``text``, cut off where it is longer than a message should show."""
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: JSON, but text in single quotes; cut short. Of a large value,
+    only the beginning is written."""
+    if isinstance(value, str):
+        return repr(short(value))
+    parts = json.JSONEncoder(ensure_ascii=False, default=repr).iterencode(value)
+    return short("".join(islice(parts, LONGEST_SHOWN)))
+
+
+def _sent(problem: Mapping[str, Any]) -> str:
+    """What was sent: the value, or of text and lists that are too short or too long its size."""
+    value = problem["input"]
+    match problem["type"]:
+        case "too_short" | "too_long" | "string_too_short" | "string_too_long":
+            return f"{len(value):,}"
+        case _:
+            return shown(value)
+
+
+def _sentence(problem: Mapping[str, Any]) -> str:
     """What is allowed there, without the names of pydantic's concepts and of our classes."""
     known = problem.get("ctx", {})
     match problem["type"]:
         case "model_type" | "dict_type" | "model_attributes_type":
             return "must be an object"
         case "too_short":
-            return f"must have at least {_items(known['min_length'])}, not {known['actual_length']}"
+            return f"must have at least {_items(known['min_length'])}"
         case "too_long":
-            return f"must have at most {_items(known['max_length'])}, not {known['actual_length']}"
+            return f"must have at most {_items(known['max_length'])}"
         case "int_parsing":  # of a query, whose values are strings
             return "must be a whole number"
         case "string_pattern_mismatch":
@@ -51,9 +90,9 @@ def sentence(problem: ErrorDetails) -> str:
         case "union_tag_not_found":
             return f"must have a field {known['discriminator']}"
         case "union_tag_invalid":
-            expected, given = known["expected_tags"], str(known["tag"])[:80]
-            return f"{known['discriminator']} must be one of {expected}, not {given!r}"
-    message = problem["msg"]
+            expected, tag = known["expected_tags"], shown(known["tag"])
+            return f"{known['discriminator']} must be one of {expected}, not {tag}"
+    message: str = problem["msg"]
     for prefix, ours in (
         ("Value error, ", ""),
         ("Input should be ", "must be "),

@@ -48,7 +48,7 @@ def _parsed(value: Any) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise PydanticCustomError("not_json", "it must be a JSON schema") from None
+        raise PydanticCustomError("not_json", "must be a JSON schema") from None
 
 
 SchemaOrText = Annotated[JsonSchema, BeforeValidator(_parsed)]

@@ -231,7 +231,9 @@ class CompletionRequest(Generation):
     def _check_together(self) -> Self:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise goes_with(
-                "best_of", "best_of must be equal to n: this server returns every answer"
+                "best_of",
+                f"best_of={self.best_of} must be equal to n, which is {self.n or 1}: this server "
+                "returns every answer",
             )
         if self.echo and self.logprobs is not None:
             raise goes_with("echo", "echo does not go with logprobs: the prompt has none")

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from kvboost.chat.tool_use import ToolUse
+from kvboost.serve.problems import shown
 from kvboost.serve.request_fields import (
     MAX_CALLS,
     MAX_PARTS,
@@ -156,7 +157,8 @@ class CalledFunction(Body):
         try:
             json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
-            raise goes_with("arguments", "arguments must be JSON text") from None
+            said = f"arguments must be JSON text, not {shown(self.arguments)}"
+            raise goes_with("arguments", said) from None
         return self
 
 

@@ -55,8 +55,6 @@ class ReuseReply(Reply):
     drafted_tokens: int
     accepted_tokens: int
     """Tokens that were drafted before they were picked, and those that are in the answer."""
-    confirmed_tokens: int
-    """Of a verified answer: tokens drafted over moved text that stayed."""
     ttft_ms: float
     queue_ms: float
     total_ms: float

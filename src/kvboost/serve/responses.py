@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -18,7 +19,7 @@ from kvboost.chat.tool_use import ToolUse
 from kvboost.serve.answers import Answers, describe, headers, open_answers, usage
 from kvboost.serve.auth import Tenant
 from kvboost.serve.choices import Choice, EngineCall
-from kvboost.serve.errors import ApiError, answer_to, logger
+from kvboost.serve.errors import ApiError, answer_to, logger, shutting_down
 from kvboost.serve.request_models import Generation
 from kvboost.serve.server import ServerState
 from kvboost.serve.streaming import DONE, LiveResponse, TextEvents, event, unless_gone
@@ -70,9 +71,12 @@ def engine_call(
     use: ToolUse | None = None,
 ) -> EngineCall:
     """What ``body`` asks of the engine. Raises ApiError 400 if it asks for more answers than the
-    engine could ever queue. A tenant among others may use half of the queue."""
+    engine could ever queue. A tenant among others may use half of the queue, but not the last place
+    while it has running requests."""
     n, config = body.n or 1, server.engine.config
-    share = (config.max_waiting + 1) // 2 if caller.counts_as else config.max_waiting
+    share = config.max_waiting
+    if caller.counts_as:
+        share = (share + 1) // 2 if share > 1 else 0
     limit = share + config.max_running
     if n * len(prompts) > limit:
         raise ApiError(
@@ -194,7 +198,8 @@ async def _begun(opening: Callable[[], Awaitable[Answers]]) -> tuple[Answers, Ch
 async def _events(
     server: ServerState, answers: Answers, writer: AnswerWriter, request_id: str
 ) -> AsyncGenerator[bytes, None]:
-    """What ``writer`` writes, in as few parts as possible: all of what has arrived is one."""
+    """What ``writer`` writes, in as few parts as possible: all of what has arrived is one. If the
+    server stops before the answers have ended, the last event is an error that says so."""
     async with answers, aclosing(writer.events(answers)) as events:
         written = bytearray()
         try:
@@ -203,6 +208,10 @@ async def _events(
                 if answers.is_waiting or len(written) > _PART_BYTES:
                     yield bytes(written)
                     written.clear()
+        except asyncio.CancelledError:
+            if not server.draining:  # the client is gone
+                raise
+            written += writer.failure(shutting_down())
         except Exception as error:
             with_message = server.settings.log_prompts
             written += writer.failure(answer_to(error, request_id, with_message=with_message))

@@ -165,3 +165,8 @@ def test_bars_are_side_by_side_with_their_spread() -> None:
     assert len(left.lines) == 3  # the one spread and its caps
     with pytest.raises(ValueError, match="nothing to plot"):
         draw_bars({"a": {"ours": {}}}, title="x", y=["y"])
+
+
+def test_long_names_of_groups_take_two_lines() -> None:
+    (axes,) = draw_bars({"": {"ours": {"1 request, drafted": 1.0}}}, title="x", y=["y"]).axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1 request\ndrafted"]

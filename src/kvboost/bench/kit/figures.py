@@ -162,7 +162,8 @@ def draw_bars(
                 if one.high > one.low:
                     line = [[one.middle - one.low], [one.high - one.middle]]
                     axes.errorbar(place, one.middle, line, color=INK, linewidth=0.9, capsize=2)
-        axes.set_xticks(range(len(groups)), groups)
+        labels = [group.replace(", ", "\n") for group in groups]  # a line would run into the next
+        axes.set_xticks(range(len(groups)), labels)
         axes.grid(axis="x", visible=False)
         axes.margins(y=0.12)
     return _with_legend(figure, [Patch(color=looks[name], label=name) for name in names])

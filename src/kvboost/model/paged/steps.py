@@ -181,12 +181,6 @@ class Steps:
         self._buckets.clear()
         self.drafts.forget_graphs()
 
-    def forget_step(self, kv: PagedKV) -> None:
-        """The host says which token of a request follows, and what was launched ahead for it is
-        not used."""
-        self._pending.pop(kv.holding.row, None)
-        self._next.pop(kv.holding.row, None)
-
     def _forget_adapted(self) -> None:
         """Records the steps with adapters anew."""
         self._buckets = {key: bucket for key, bucket in self._buckets.items() if not key[2]}

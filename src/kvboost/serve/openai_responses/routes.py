@@ -61,7 +61,7 @@ async def retrieve_response(
     for name in request.query_params:
         raise ApiError(
             400,
-            f"{name} is not a parameter that this server knows",
+            f"{name[:80]} is not a parameter that this server knows",
             code="unknown_field",
             param=name,
         )
