@@ -152,8 +152,7 @@ class ChunkStore:
         """A request uses these hits, each path from its first chunk to its last: they are evicted
         later."""
         with self._lock:
-            for path in paths:
-                self._holdings.residency.touch([hit.chunk.key for hit in path])
+            self._holdings.residency.touch(*([hit.chunk.key for hit in path] for path in paths))
 
     def admit(
         self,

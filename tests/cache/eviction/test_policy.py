@@ -199,6 +199,29 @@ def test_importance_counts_only_if_asked_for() -> None:
         assert list(policy) == order
 
 
+def test_new_chunks_continue_the_path_they_follow_whatever_else_the_request_used() -> None:
+    policy = LearnedPolicy()
+    for path in ("ab", "moved", "xy"):
+        policy.add(chain(*path))
+    policy.touch([key("a"), key("b")], [key("o"), key("v")], [key("x")])
+    policy.add(chain("c", parent="b"))
+    visits = {name: policy._memories[key(name)].visit for name in "abcovx"}
+    assert visits["a"] is visits["b"] is visits["c"] and visits["c"].length == 3
+    assert visits["o"] is visits["v"] and visits["v"] is not visits["x"]
+
+
+def test_no_rank_is_computed_until_the_order_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = LearnedPolicy()
+    serve(Cache(policy, 80))
+    ranked = []
+    rank = policy._rank
+    monkeypatch.setattr(policy, "_rank", lambda node: ranked.append(node) or rank(node))
+    policy.touch([key("document 1.0"), key("document 1.1")])
+    policy.add(chain("new", "newer"))
+    assert not ranked
+    assert next(iter(policy)) and ranked
+
+
 def test_the_history_of_evicted_chunks_is_bounded() -> None:
     policy = LearnedPolicy()
     cache = Cache(policy, 20)

@@ -51,10 +51,6 @@ class _Memory:
     """Its density plus the credit of what had been evicted by its last use: valuable chunks stay
     longer, but not for ever (GreedyDual)."""
     probe: int = -1
-    worth: float = 0.0
-    fitted: int = -1
-    """The fit of the model that ``worth`` is from; -1 if it was used since."""
-    holds_until: float = 0.0
 
 
 class LearnedPolicy(LeafQueuePolicy):
@@ -74,7 +70,7 @@ class LearnedPolicy(LeafQueuePolicy):
     """
 
     PROBES = 4
-    """How many per request: its last chunk and others at random."""
+    """How many per path of a request: its last chunk and others at random."""
     HISTORY = 16
     """How many evicted chunks are remembered for each chunk in the tier."""
     MIN_HISTORY = 256
@@ -86,7 +82,8 @@ class LearnedPolicy(LeafQueuePolicy):
         self._left: OrderedDict[ChunkKey, None] = OrderedDict()
         self._model = ReturnModel(self.PROBES)
         self._random = random.Random(0)
-        self._request: tuple[_Visit, list[ChunkKey]] = (_Visit(0), [])
+        self._request: dict[_Visit, list[ChunkKey]] = {}
+        """The paths of the newest request."""
         self._inflation = 0.0
         self._queued_at = 0
         self._queued_fit = 0
@@ -117,8 +114,7 @@ class LearnedPolicy(LeafQueuePolicy):
             memory.credit = self._inflation + memory.density
             before = memory
         super().add(entries)
-        self._request[1].extend(entry.key for entry in entries)
-        self._keep_in_order()
+        self._request.setdefault(visit, []).extend(entry.key for entry in entries)
 
     def restore(self, entries: Sequence[Entry]) -> None:
         for number, entry in enumerate(entries, 1):
@@ -128,21 +124,21 @@ class LearnedPolicy(LeafQueuePolicy):
             memory.credit = self._inflation + memory.density
             self._memories[entry.key] = memory
         super().add(entries)
-        self._keep_in_order()
 
-    def touch(self, path: Sequence[ChunkKey]) -> None:
-        known = [key for key in path if key in self._nodes]
-        if not known:
+    def touch(self, *paths: Sequence[ChunkKey]) -> None:
+        known = [[key for key in path if key in self._nodes] for path in paths]
+        if not any(known):
             return
-        visit = self._begin(self._now + len(path))
-        visit.length = len(known)
-        for depth, key in enumerate(known):
-            memory = self._memories[key]
-            self._use(memory, visit, depth)
-            memory.credit = self._inflation + memory.density
-        super().touch(path)
-        self._request[1].extend(known)
-        self._keep_in_order()
+        self._begin()
+        time = self._now + sum(map(len, paths))
+        for path in known:
+            visit = _Visit(time, length=len(path))
+            for depth, key in enumerate(path):
+                memory = self._memories[key]
+                self._use(memory, visit, depth)
+                memory.credit = self._inflation + memory.density
+            self._request[visit] = path
+        super().touch(*paths)
 
     def remove(self, key: ChunkKey) -> None:
         super().remove(key)
@@ -152,28 +148,25 @@ class LearnedPolicy(LeafQueuePolicy):
             forgotten, _ = self._left.popitem(last=False)
             self._model.lost(self._memories.pop(forgotten).probe, self._now)
 
-    def _begin(self, time: int) -> _Visit:
+    def _begin(self) -> None:
         """Begins a new request. The one before is complete: some of its chunks become probes."""
-        visit, keys = self._request
-        for number in range(min(self.PROBES, len(keys))):
-            key = keys[-1] if number == 0 else keys[self._random.randrange(len(keys))]
-            memory = self._memories.get(key)
-            if memory is not None and memory.visit is visit and memory.probe < 0:
-                cells = _visit_cells(visit) + _own_cells(memory)
-                memory.probe = self._model.watch(cells, visit.time, self._now)
-        self._request = (_Visit(time), [])
-        return self._request[0]
+        request, self._request = self._request, {}
+        for visit, keys in request.items():
+            for number in range(min(self.PROBES, len(keys))):
+                key = keys[-1] if number == 0 else keys[self._random.randrange(len(keys))]
+                memory = self._memories.get(key)
+                if memory is not None and memory.visit is visit and memory.probe < 0:
+                    cells = _visit_cells(visit) + _own_cells(memory)
+                    memory.probe = self._model.watch(cells, visit.time, self._now)
 
     def _visit_after(self, parent: ChunkKey) -> _Visit:
-        """The request whose new chunks follow ``parent``: the one that just ended there."""
+        """The visit whose new chunks follow ``parent``: the one of the newest request that ended
+        there, or a new one."""
         before = self._memories.get(parent) if parent in self._nodes else None
-        if before is not None and before.visit is self._request[0]:
-            before.fitted = -1  # it is no longer the last chunk of its request
+        if before is not None and before.visit in self._request:
             return before.visit
-        visit = self._begin(self._now)
-        if before is not None:
-            visit.length = before.depth + 1
-        return visit
+        self._begin()
+        return _Visit(self._now, length=0 if before is None else before.depth + 1)
 
     def _use(self, memory: _Memory, visit: _Visit, depth: int) -> None:
         """``visit`` uses a chunk again; called for all chunks of the visit, the first one first."""
@@ -181,7 +174,7 @@ class LearnedPolicy(LeafQueuePolicy):
         gap = math.log2(1 + max(0, visit.time - earlier.time))
         memory.usual_gap = gap if memory.usual_gap is None else (memory.usual_gap + gap) / 2
         memory.uses += 1
-        memory.visit, memory.depth, memory.fitted = visit, depth, -1
+        memory.visit, memory.depth = visit, depth
         if memory.probe >= 0:
             self._model.used(memory.probe, visit.time)
             memory.probe = -1
@@ -197,28 +190,24 @@ class LearnedPolicy(LeafQueuePolicy):
 
     def _rank(self, node: Node) -> Rank:
         memory = self._memories[node.entry.key]
-        if not self._model.is_trusted:
+        model, visit = self._model, memory.visit
+        if not model.is_trusted:
             return memory.credit, node.used
-        fits = self._model.fits
-        if memory.fitted != fits or memory.holds_until <= self._now:
-            visit = memory.visit
-            if visit.fitted != fits:
-                visit.quickness = self._model.quickness(_visit_cells(visit))
-                visit.fitted = fits
-            own = self._model.quickness(_own_cells(memory), NUM_VISIT_CELLS)
-            worth, until = self._model.worth(visit.quickness + own, self._now - visit.time)
-            memory.worth, memory.holds_until = memory.density * worth, visit.time + until
-            memory.fitted = fits
-        return memory.worth, node.used
+        if visit.fitted != model.fits:
+            visit.quickness = model.quickness(_visit_cells(visit))
+            visit.fitted = model.fits
+        own = model.quickness(_own_cells(memory), NUM_VISIT_CELLS)
+        worth = model.worth(visit.quickness + own, self._now - visit.time)
+        return memory.density * worth, node.used
 
-    def _keep_in_order(self) -> None:
-        """Ranks change with time. They are computed again when a quarter as many chunks were used
-        as are queued, so each use pays for four, and when the model has learned. Few of them have
-        changed, so this is cheap."""
-        is_due = 4 * (self._now - self._queued_at) >= len(self._heap)
-        if is_due or self._queued_fit != self._model.fits:
+    def _is_outdated(self) -> bool:
+        """Ranks change with time. They are computed again when as many chunks were used as are
+        queued, so each use pays for one, and when the model has learned."""
+        has_learned = self._queued_fit != self._model.fits
+        if has_learned or self._now - self._queued_at >= len(self._heap):
             self._queued_at, self._queued_fit = self._now, self._model.fits
-            self._queue_again()
+            return True
+        return False
 
 
 def _visit_cells(visit: _Visit) -> Cells:

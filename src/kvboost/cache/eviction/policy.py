@@ -34,7 +34,7 @@ class Entry:
 class EvictionPolicy(Protocol):
     """Orders chunks, the least valuable first. Not thread-safe.
 
-    For each request ``touch`` is called with the path that hit, then chunks may be removed, then
+    For each request ``touch`` is called with the paths that hit, then chunks may be removed, then
     ``add`` is called with the new ones.
     """
 
@@ -45,9 +45,9 @@ class EvictionPolicy(Protocol):
         """Chunks that were found, for example at a start, those used longest ago first. The times
         of their last uses are not known."""
 
-    def touch(self, path: Sequence[ChunkKey]) -> None:
-        """A request used this path again, first chunk first. Unknown keys are ignored: a chunk may
-        have been lost meanwhile."""
+    def touch(self, *paths: Sequence[ChunkKey]) -> None:
+        """A request used these paths again, each from its first chunk on. Unknown keys are ignored:
+        a chunk may have been lost meanwhile."""
 
     def remove(self, key: ChunkKey) -> None:
         """A chunk was evicted, lost or forgotten. Raises ``KeyError`` if it is unknown."""
@@ -88,14 +88,14 @@ class Node:
 
 class LeafQueuePolicy(ABC):
     """A queue of the chunks that have no children, by rank: a heap in which outdated entries stay
-    until they reach the top. A chunk that lost its last child joins when the queue is next read,
-    because most leave before that. Time is counted in chunks used."""
+    until they reach the top. Chunks get their places when the queue is next read, because many are
+    used again, get children or leave before that. Time is counted in chunks used."""
 
     def __init__(self) -> None:
         self._nodes: dict[ChunkKey, Node] = {}
         self._children: dict[ChunkKey, int] = {}
         self._heap: list[tuple[Rank, int, Node]] = []
-        self._joining: dict[ChunkKey, None] = {}
+        self._joining: dict[ChunkKey, Node] = {}
         self._versions = 0
         self._now = 0
 
@@ -111,9 +111,7 @@ class LeafQueuePolicy(ABC):
     def __iter__(self) -> Iterator[ChunkKey]:
         """Walks the heap from its top without changing it: after an entry come its two successors
         in the heap, and its parent once all children of that have been passed."""
-        for key in self._joining:
-            self._queue(self._nodes[key])
-        self._joining.clear()
+        self._settle()
         heap = self._heap
         while heap and heap[0][1] != heap[0][2].version:
             heappop(heap)
@@ -140,58 +138,67 @@ class LeafQueuePolicy(ABC):
         for entry in entries:
             assert entry.key not in self._nodes, f"{entry.key} was added before"
             self._now += 1
-            self._nodes[entry.key] = Node(entry, self._now, self._now)
+            node = self._nodes[entry.key] = Node(entry, self._now, self._now)
             self._children[entry.parent] = self._children.get(entry.parent, 0) + 1
             parent = self._nodes.get(entry.parent)
             if parent is not None:
-                parent.version = -1
-                self._joining.pop(entry.parent, None)
-        for entry in entries:
+                self._leave_queue(parent)
             if entry.key not in self._children:
-                self._queue(self._nodes[entry.key])
+                self._joining[entry.key] = node
 
     def restore(self, entries: Sequence[Entry]) -> None:
         self.add(entries)
 
-    def touch(self, path: Sequence[ChunkKey]) -> None:
-        self._now += len(path)
-        for key in path:
-            node = self._nodes.get(key)
-            if node is not None:
-                node.uses += 1
-                node.used = self._now
-                if key not in self._children:
-                    self._queue(node)
+    def touch(self, *paths: Sequence[ChunkKey]) -> None:
+        self._now += sum(map(len, paths))
+        for path in paths:
+            for key in path:
+                node = self._nodes.get(key)
+                if node is not None:
+                    node.uses += 1
+                    node.used = self._now
+                    if key not in self._children:
+                        self._joining[key] = node
 
     def remove(self, key: ChunkKey) -> None:
         node = self._nodes.pop(key)
-        node.version = -1
-        self._joining.pop(key, None)
+        self._leave_queue(node)
         parent = node.entry.parent
         self._children[parent] -= 1
         if not self._children[parent]:
             del self._children[parent]
             if parent in self._nodes:
-                self._joining[parent] = None
+                self._joining[parent] = self._nodes[parent]
 
     @abstractmethod
     def _rank(self, node: Node) -> Rank:
         """Its rank if it joined the queue now."""
 
-    def _queue(self, node: Node) -> None:
-        """Puts a chunk without children where its current rank belongs."""
-        self._versions += 1
-        node.version = self._versions
-        heappush(self._heap, (self._rank(node), node.version, node))
+    def _is_outdated(self) -> bool:
+        """Whether the ranks of queued chunks have changed so much that they are needed again."""
+        return False
+
+    def _leave_queue(self, node: Node) -> None:
+        node.version = -1
+        self._joining.pop(node.entry.key, None)
+
+    def _settle(self) -> None:
+        """Puts the chunks that have joined where their ranks belong; if ranks are outdated, all."""
+        joining = list(self._joining.values())
+        self._joining.clear()
+        for node in joining:
+            self._versions += 1
+            node.version = self._versions
+        if self._is_outdated():
+            queued = [node for _, version, node in self._heap if version == node.version]
+            self._heap = [(self._rank(node), node.version, node) for node in queued + joining]
+            heapify(self._heap)
+            return
+        for node in joining:
+            heappush(self._heap, (self._rank(node), node.version, node))
         if len(self._heap) > 2 * len(self._nodes) + 64:
             self._heap = [place for place in self._heap if place[1] == place[2].version]
             heapify(self._heap)
-
-    def _queue_again(self) -> None:
-        """Puts every queued chunk where its current rank belongs."""
-        leaves = [node for _, version, node in self._heap if version == node.version]
-        self._heap = [(self._rank(node), node.version, node) for node in leaves]
-        heapify(self._heap)
 
 
 class LRU(LeafQueuePolicy):

@@ -69,8 +69,9 @@ class ReturnModel:
         self.is_trusted = False
         self._together = probes_together
         self._watched = 0
-        self._unlearned = 0
-        self._cells: Ints = np.zeros((0, WINDOW), dtype=np.int16)
+        self._new_cells: list[list[int]] = []
+        """Of the newest probes, from which the model has not learned yet."""
+        self._cells: Ints = np.zeros((0, WINDOW), dtype=np.intp)
         self._start = np.zeros(WINDOW)
         self._end = np.zeros(WINDOW)
         self._is_open = np.zeros(WINDOW, dtype=bool)
@@ -86,17 +87,13 @@ class ReturnModel:
     def watch(self, cells: Cells, start: int, now: int) -> int:
         """Watches a chunk of these kinds, last used at ``start``; returns the probe's number. May
         fit the model to what is known ``now``."""
-        if not len(self._cells):
-            self._cells = np.zeros((len(cells), WINDOW), dtype=np.int16)
-            self._factors = np.ones((len(cells), NUM_CELLS))
         slot = self._watched % WINDOW
-        self._cells[:, slot] = [UNKNOWN if cell is None else cell for cell in cells]
         self._start[slot] = start
         self._is_open[slot], self._returned[slot] = True, False
         self._watched += 1
-        self._unlearned += 1
-        if self._unlearned >= max(FIRST_FIT, FIT_SHARE * min(self._watched, WINDOW)):
-            self._unlearned = 0
+        self._new_cells.append([UNKNOWN if cell is None else cell for cell in cells])
+        if len(self._new_cells) >= max(FIRST_FIT, FIT_SHARE * min(self._watched, WINDOW)):
+            self._take_new_cells()
             self._judge()
             self._fit(now)
         return self._watched - 1
@@ -118,18 +115,26 @@ class ReturnModel:
             quickness += row[UNKNOWN if cell is None else cell]
         return quickness
 
-    def worth(self, quickness: float, age: int) -> tuple[float, float]:
+    def worth(self, quickness: float, age: int) -> float:
         """The returns to expect per unit of time that a chunk is kept, if it is kept for the best
-        time; and the age until which this value holds. The model must have been fitted."""
+        time. The model must have been fitted."""
         level = max(-MAX_LEVEL, min(MAX_LEVEL, round(quickness)))
-        age_bin = bisect_right(BIN_ENDS, age)
-        return self._worth[level + MAX_LEVEL][age_bin], BIN_ENDS[age_bin]
+        return self._worth[level + MAX_LEVEL][bisect_right(BIN_ENDS, age)]
 
     def _close(self, probe: int, now: int, *, returned: bool) -> None:
         slot = probe % WINDOW
         if probe >= self._watched - WINDOW:  # else another has its place
             self._end[slot] = now
             self._is_open[slot], self._returned[slot] = False, returned
+
+    def _take_new_cells(self) -> None:
+        new, self._new_cells = self._new_cells, []
+        if not len(self._cells):
+            self._cells = np.zeros((len(new[0]), WINDOW), dtype=np.intp)
+            self._factors = np.ones((len(new[0]), NUM_CELLS))
+        self._cells[:, np.arange(self._watched - len(new), self._watched) % WINDOW] = np.array(
+            new
+        ).T
 
     def _fit(self, now: int) -> None:
         count = min(self._watched, WINDOW)
@@ -203,13 +208,12 @@ def _sums(cells: Ints, weights: Floats, num_cells: int) -> Floats:
 def _usual_rates(returns: Ints, exposure: Floats) -> Floats:
     """Returns per unit of time at every age. With little data, the rate of the previous bin
     continues, falling as one over the age, which alone gives the order of the last use."""
-    rates = np.empty(NUM_BINS)
-    expected = 1.0 / WIDTHS[0]
-    for age_bin in range(NUM_BINS):
-        seen, time = returns[age_bin], exposure[age_bin]
-        rates[age_bin] = (PRIOR + seen) / (PRIOR / expected + time)
-        expected = rates[age_bin] / 2 ** (1 / BINS_PER_DOUBLING)
-    return rates
+    rates = []
+    expected = 1.0 / float(WIDTHS[0])
+    for seen, time in zip(returns.tolist(), exposure.tolist(), strict=True):
+        rates.append((PRIOR + seen) / (PRIOR / expected + time))
+        expected = rates[-1] / 2 ** (1 / BINS_PER_DOUBLING)
+    return np.array(rates)
 
 
 def _factors(seen: Ints, expected: Floats) -> Floats:

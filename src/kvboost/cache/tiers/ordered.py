@@ -21,7 +21,7 @@ class OrderedTier:
         self._max_chunks = max_chunks
         self._parents: dict[ChunkKey, ChunkKey] = {}
         self._children: Counter[ChunkKey] = Counter()
-        self._new: list[Entry] = []
+        self._new: dict[ChunkKey, Entry] = {}
 
     def __len__(self) -> int:
         return len(self._parents)
@@ -34,16 +34,16 @@ class OrderedTier:
 
     def add(self, entry: Entry) -> None:
         """A chunk was put into the tier. Chunks of the same request are ordered together by
-        ``order_new``, parents first; until then none of them can be evicted."""
+        ``order_new``, parents first; until then all others are evicted before them."""
         self._parents[entry.key] = entry.parent
         self._children[entry.parent] += 1
-        self._new.append(entry)
+        self._new[entry.key] = entry
 
     def order_new(self) -> None:
         """Orders the chunks that were added since the last call."""
         if self._new:
-            self._policy.add(self._new)
-            self._new = []
+            self._policy.add(list(self._new.values()))
+            self._new = {}
 
     def restore(self, entries: Sequence[Entry]) -> None:
         """These were found in the tier, those used longest ago first."""
@@ -52,12 +52,14 @@ class OrderedTier:
             self._children[entry.parent] += 1
         self._policy.restore(entries)
 
-    def touch(self, path: Sequence[ChunkKey]) -> None:
-        self._policy.touch(path)
+    def touch(self, *paths: Sequence[ChunkKey]) -> None:
+        """A request used these paths, each from its first chunk on."""
+        self._policy.touch(*paths)
 
     def remove(self, key: ChunkKey) -> None:
         """A chunk has left the tier. Unknown keys are ignored."""
-        self.order_new()
+        if key in self._new:
+            self.order_new()
         parent = self._parents.pop(key, None)
         if parent is not None:
             self._children[parent] -= 1
@@ -80,7 +82,10 @@ class OrderedTier:
         for key in self._policy:
             if key not in self._children and not is_held(key):
                 return key
-        return None
+        if not self._new:
+            return None
+        self.order_new()
+        return self.next_to_go(is_held)
 
     def last_to_go(self, limit: int) -> list[tuple[ChunkKey, int]]:
         """The chunks that would be evicted last, the very last first, and how often each was

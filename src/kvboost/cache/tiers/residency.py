@@ -158,12 +158,12 @@ class Residency:
         for tier in self._tiers():
             tier.order_new()
 
-    def touch(self, path: Sequence[ChunkKey]) -> None:
-        """A request uses this path."""
+    def touch(self, *paths: Sequence[ChunkKey]) -> None:
+        """A request uses these paths, each from its first chunk on."""
         for tier in self._tiers():
-            tier.touch(path)
+            tier.touch(*paths)
         if self.writer is not None:
-            self.writer.touch(path)
+            self.writer.touch(key for path in paths for key in path)
 
     def add_remote(self, keys: Iterable[ChunkKey]) -> None:
         """The remote store has these."""
