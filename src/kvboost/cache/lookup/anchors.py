@@ -20,12 +20,12 @@ Not thread-safe: the store holds its lock around every call.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, islice
+from typing import NamedTuple
 
 import numpy as np
 
-from kvboost.cache.lookup.prefix_tree import PrefixTree
+from kvboost.cache.lookup.prefix_tree import TOKEN_BYTES, PrefixTree, sortable
 from kvboost.tokens.hashing import ChunkKey, TokenIds, window_hashes
 
 WINDOW = 32
@@ -34,8 +34,7 @@ MAX_DONORS = 4
 _SLOTS = 1 << 20
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Rows ``[start, start + num_tokens)`` of the prompt are those from ``offset`` of ``key``."""
 
     key: ChunkKey
@@ -44,8 +43,7 @@ class Piece:
     num_tokens: int
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """Rows ``[start, end)`` of the prompt, found in chunks that follow one another."""
 
     start: int
@@ -53,8 +51,7 @@ class Run:
     pieces: tuple[Piece, ...]
 
 
-@dataclass(frozen=True)
-class _Anchors:
+class _Anchors(NamedTuple):
     space: ChunkKey
     windows: list[tuple[int, int]]  # hash, offset in the chunk
 
@@ -67,7 +64,7 @@ class AnchorIndex:
         self._chunks: dict[ChunkKey, _Anchors] = {}
         # By hash: chunk and offset. A dict for its order, the newest last.
         self._donors: dict[int, dict[tuple[ChunkKey, int], None]] = {}
-        # How many known hashes share a slot: most windows of a prompt fall into an empty one.
+        # How many donors share a slot: most windows of a prompt fall into an empty one.
         self._filter = np.zeros(_SLOTS, dtype=np.uint32)
         self._counts = self._filter.data  # the same, for one slot at a time
 
@@ -87,11 +84,8 @@ class AnchorIndex:
         for (key, _), some in zip(chunks, offsets, strict=True):
             self._chunks[key] = _Anchors(space, [(next(values), offset) for offset in some])
             for value, offset in self._chunks[key].windows:
-                donors = self._donors.get(value)
-                if donors is None:
-                    donors = self._donors[value] = {}
-                    self._counts[value % _SLOTS] += 1
-                donors[key, offset] = None
+                self._donors.setdefault(value, {})[key, offset] = None
+                self._counts[value % _SLOTS] += 1
 
     def _offsets(self, num_tokens: int) -> list[int]:
         """Where the windows of a chunk begin: every ``window`` tokens, and at its end."""
@@ -105,32 +99,49 @@ class AnchorIndex:
             del donors[key, offset]
             if not donors:
                 del self._donors[value]
-                self._counts[value % _SLOTS] -= 1
+            self._counts[value % _SLOTS] -= 1
 
     def find(
-        self, tree: PrefixTree, space: ChunkKey, token_ids: TokenIds, start: int = 0
+        self,
+        tree: PrefixTree,
+        space: ChunkKey,
+        token_ids: TokenIds,
+        start: int = 0,
+        order: bytes | None = None,
     ) -> list[Run]:
         """The runs of stored tokens in ``token_ids[start:]``, by where they begin.
 
         Each is as long as its chunks allow; those of different donors may overlap. ``tree`` must
-        hold every chunk that was inserted here.
+        hold every chunk that was inserted here. ``order``: the tokens, and perhaps more that
+        follow, as sortable bytes, if they are at hand.
         """
         hashes = window_hashes(space, token_ids[start:], self._window)
-        slots = (hashes & np.uint64(_SLOTS - 1)).astype(np.intp)
-        maybe = np.flatnonzero(self._filter[slots])[::-1]
-        search = _Search(tree, token_ids, start, self._window)
+        in_slot = self._filter[(hashes & np.uint64(_SLOTS - 1)).view(np.int64)]
+        maybe = np.flatnonzero(in_slot)[::-1]
+        order = sortable(token_ids) if order is None else order
+        search = _Search(tree, token_ids, order, start, self._window)
         followed: dict[int, int] = {}  # by hash, at which row
+        all_donors, chunks, window = self._donors, self._chunks, self._window
+        depth, seen, anchored = search.depth, search.seen, search.anchored
         # From the last row to the first: the newest donors of a text that repeats itself are at
         # its end, and what they contain comes before them.
-        for row, value in zip((maybe + start).tolist(), hashes[maybe].tolist(), strict=True):
-            end = row + self._window
-            if search.depth[end - 1] >= MAX_DONORS or followed.get(value, end) < end:
+        for row, value, num_donors in zip(
+            (maybe + start).tolist(), hashes[maybe].tolist(), in_slot[maybe].tolist(), strict=True
+        ):
+            end = row + window
+            if depth[end - 1] >= MAX_DONORS or followed.get(value, end) < end:
                 continue
-            if value in self._donors:
+            if num_donors == 1 and anchored[row]:  # its only donor is in a run already
                 followed[value] = row
-                for key, offset in islice(reversed(self._donors[value]), MAX_DONORS):
-                    if self._chunks[key].space == space:
-                        search.follow(key, row - offset, row)
+                continue
+            donors = all_donors.get(value)
+            if donors is None:
+                continue
+            followed[value] = row
+            for key, offset in islice(reversed(donors), MAX_DONORS):
+                base = row - offset
+                if seen.get((key, base), row + 1) > row and chunks[key].space == space:
+                    search.follow(key, base, row)
         return sorted(search.runs, key=lambda run: run.start)
 
     def check_integrity(self) -> list[str]:
@@ -144,9 +155,9 @@ class AnchorIndex:
         found = {(value, donor) for value, donors in self._donors.items() for donor in donors}
         if filed != found or not all(self._donors.values()):
             problems.append(f"{len(filed)} anchors of chunks and {len(found)} of donors differ")
-        slots = np.fromiter((value % _SLOTS for value in self._donors), dtype=np.intp)
+        slots = np.fromiter((value % _SLOTS for value, _ in found), dtype=np.intp)
         if not np.array_equal(np.bincount(slots, minlength=_SLOTS), self._filter):
-            problems.append(f"the filter does not count {len(slots)} hashes")
+            problems.append(f"the filter does not count {len(slots)} donors")
         return problems
 
 
@@ -157,21 +168,23 @@ class _Search:
     ``base``. The chunk may extend beyond the prompt at either end.
     """
 
-    def __init__(self, tree: PrefixTree, token_ids: TokenIds, start: int, window: int) -> None:
+    def __init__(
+        self, tree: PrefixTree, token_ids: TokenIds, order: bytes, start: int, window: int
+    ) -> None:
         self._tree = tree
         self._window = window
         self._token_ids = token_ids
+        self._order = order
         self._start = start
-        self._bytes = token_ids.tobytes()
         self._held = np.zeros(len(token_ids), dtype=np.uint32)
-        self._seen: dict[tuple[ChunkKey, int], int] = {}  # chunk, base: its first row in a run
+        self.seen: dict[tuple[ChunkKey, int], int] = {}  # chunk, base: its first row in a run
+        self._anchored = np.zeros(len(token_ids), dtype=np.uint8)
         self.depth = self._held.data  # how many runs hold a row
+        self.anchored = self._anchored.data  # rows at which a run has an anchor of its own
         self.runs: list[Run] = []
 
     def follow(self, key: ChunkKey, base: int, row: int) -> None:
-        """Adds the run that holds the window at ``row`` on this diagonal, if it is a new one."""
-        if self._seen.get((key, base), row + 1) <= row:
-            return
+        """Adds the run that holds the window at ``row`` on this diagonal, which is a new one."""
         begin, end = self._agreement(key, base, row)
         if begin > row or end < row + self._window:  # other tokens of the same hash
             return
@@ -180,26 +193,36 @@ class _Search:
             pieces = [*self._backward(key, base)][::-1] + pieces
         if end - base == len(self._tree.tokens(key)):
             pieces += self._forward(key, end)
-        for piece in pieces:
-            self._seen[piece.key, piece.start - piece.offset] = piece.start
+        window, anchored = self._window, self._anchored
+        for key, start, offset, num_tokens in pieces:
+            base = start - offset
+            self.seen[key, base] = start
+            last = start + num_tokens - window  # its last window, if it has one
+            if last >= start:
+                anchored[base + -(-offset // window) * window : last + 1 : window] = True
+                anchored[last] |= last - base == len(self._tree.tokens(key)) - window
         run = Run(pieces[0].start, pieces[-1].start + pieces[-1].num_tokens, tuple(pieces))
         self._held[run.start : run.end] += 1
         self.runs.append(run)
 
     def _backward(self, key: ChunkKey, base: int) -> Iterator[Piece]:
         """What the chunks before ``key`` add to a run that begins with it, the last one first."""
-        begin = base
-        while self._start < begin == base and (key := self._tree.parent(key)) in self._tree:
-            tokens, end = self._tree.tokens(key), begin
-            if tokens[-1] != self._token_ids[end - 1]:
-                break
-            base -= len(tokens)
-            begin, _ = self._agreement(key, base, end - 1)
+        begin, key = base, self._tree.parent(key)
+        while self._start < begin == base and (node := self._tree.node(key)) is not None:
+            end = begin
+            base -= len(node.token_ids)
+            if base >= self._start and self._order.startswith(node.order, base * TOKEN_BYTES):
+                begin = base
+            else:
+                begin, _ = self._agreement(key, base, end - 1)
+                if begin == end:  # not even the last token agrees
+                    break
             yield Piece(key, begin, begin - base, end - begin)
+            key = node.parent
 
     def _forward(self, key: ChunkKey, end: int) -> Iterator[Piece]:
         """What the chunks after ``key`` add to a run that ends with it, at ``end``."""
-        for match in self._tree.match(key, self._token_ids[end:]):
+        for match in self._tree.match(key, self._token_ids, end, self._order):
             yield Piece(match.key, end, 0, match.num_tokens)
             end += match.num_tokens
 
@@ -210,10 +233,6 @@ class _Search:
         """
         tokens = self._tree.tokens(key)
         first, last = max(base, self._start), min(base + len(tokens), len(self._token_ids))
-        is_whole = last - first == len(tokens)
-        size = tokens.itemsize
-        if is_whole and tokens.tobytes() == self._bytes[first * size : last * size]:
-            return first, last
         differ = (tokens[first - base : last - base] != self._token_ids[first:last]).tobytes()
         before, after = differ.rfind(1, 0, row - first + 1), differ.find(1, row - first + 1)
         return first + before + 1, last if after < 0 else first + after

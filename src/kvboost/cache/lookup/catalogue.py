@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvboost.cache.chunk import ChunkInfo, Lineage
 from kvboost.cache.lookup.anchors import WINDOW, AnchorIndex, Run
 from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
-from kvboost.cache.lookup.prefix_tree import PrefixTree
+from kvboost.cache.lookup.prefix_tree import PrefixTree, sortable
 from kvboost.cache.quantize import usable_rows
 from kvboost.tokens.hashing import ChunkKey, TokenIds, branch_key
 
@@ -87,17 +87,18 @@ class Catalogue:
         A hit says what its chunk must be: its position follows from the chunks before it, its
         lineage from the branch. A chunk that says otherwise of itself is refused when it is read.
         """
-        exact = self._walk(root, root, Lineage.EXACT, token_ids, 0, where)
+        order = sortable(token_ids)
+        exact = self._walk(root, root, Lineage.EXACT, token_ids, order, 0, where)
         if not moved_before:
             return KnownRows(exact)
-        approximate = self._continue(root, exact, token_ids, repair, where)
+        approximate = self._continue(root, exact, token_ids, order, repair, where)
         in_place = [*exact, *approximate]
         start = in_place[-1].end if in_place else 0
         ids = token_ids[:moved_before]
-        runs = self._anchors.find(self._tree, root, ids, start)
+        runs = self._anchors.find(self._tree, root, ids, start, order)
         # Copies of copies only where there is no original.
         for first, end in _free(runs, start, len(ids)):
-            runs += self._anchors.find(self._tree, _approximate(root), ids[:end], first)
+            runs += self._anchors.find(self._tree, _approximate(root), ids[:end], first, order)
         runs.sort(key=lambda run: run.start)
         return KnownRows(exact, approximate, self._moved(in_place, runs, where))
 
@@ -106,8 +107,9 @@ class Catalogue:
     ) -> tuple[Hit, ...]:
         """The chunks that hold the beginning of ``token_ids`` at its own position: the exact prefix
         and the approximate rows that continue it."""
-        exact = self._walk(root, root, Lineage.EXACT, token_ids, 0, where)
-        return (*exact, *self._continue(root, exact, token_ids, repair, where))
+        order = sortable(token_ids)
+        exact = self._walk(root, root, Lineage.EXACT, token_ids, order, 0, where)
+        return (*exact, *self._continue(root, exact, token_ids, order, repair, where))
 
     def superseded(self, root: ChunkKey, token_ids: TokenIds, repair: str) -> list[ChunkKey]:
         """Approximate chunks that hold nothing but text of which ``token_ids`` are the exact path,
@@ -149,12 +151,14 @@ class Catalogue:
         parent: ChunkKey,
         lineage: Lineage,
         token_ids: TokenIds,
+        order: bytes,
         start: int,
         where: Where,
     ) -> tuple[Hit, ...]:
-        """The chunks below ``parent`` that serve ``token_ids`` from ``start`` on."""
+        """The chunks below ``parent`` that serve ``token_ids``, as sortable bytes ``order``, from
+        ``start`` on."""
         hits: list[Hit] = []
-        for match in self._tree.match(parent, token_ids[start:]):
+        for match in self._tree.match(parent, token_ids, start, order):
             info, tier = self._infos[match.key], where(match.key)
             num_tokens = usable_rows(info.bits, info.num_tokens, match.num_tokens)
             if tier is None or num_tokens == 0:
@@ -170,6 +174,7 @@ class Catalogue:
         root: ChunkKey,
         exact: tuple[Hit, ...],
         token_ids: TokenIds,
+        order: bytes,
         repair: str,
         where: Where,
     ) -> tuple[Hit, ...]:
@@ -181,7 +186,7 @@ class Catalogue:
         forks = [(root, 0), *((hit.chunk.key, hit.end) for hit in whole)]
         for key, row in reversed(forks):
             branch = branch_key(key, repair)
-            hits = self._walk(root, branch, Lineage.APPROXIMATE, token_ids, row, where)
+            hits = self._walk(root, branch, Lineage.APPROXIMATE, token_ids, order, row, where)
             if hits and hits[-1].end > max(end, best[-1].end if best else 0):
                 best = tuple(hit.clip(end, hit.end) for hit in hits if hit.end > end)
         return best

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvboost.cache.chunk import ChunkInfo, Lineage
 from kvboost.tokens.hashing import ChunkKey
 
 
-@dataclass(frozen=True)
-class Hit:
+class Hit(NamedTuple):
     """``num_tokens`` rows of ``chunk`` from ``offset`` on serve rows from ``start`` of a prompt.
     ``chunk`` says what the chunk must be; ``tier`` is where it is."""
 
@@ -35,7 +35,7 @@ class Hit:
             return self
         start, end = max(start, self.start), min(end, self.end)
         offset = self.offset + start - self.start
-        return replace(self, start=start, num_tokens=end - start, offset=offset)
+        return self._replace(start=start, num_tokens=end - start, offset=offset)
 
 
 @dataclass(frozen=True)

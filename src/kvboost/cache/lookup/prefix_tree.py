@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvboost.tokens.hashing import ChunkKey, TokenIds, common_prefix
 
-_BYTES = 4
+TOKEN_BYTES = 4
 """Of a token in sortable bytes."""
 
 
-@dataclass(frozen=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """The first ``num_tokens`` of chunk ``key`` are the next ones of the prompt."""
 
     key: ChunkKey
@@ -35,17 +35,18 @@ class _Siblings:
     keys: list[ChunkKey] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Node:
+class Node(NamedTuple):
+    """A chunk."""
+
     parent: ChunkKey
     token_ids: TokenIds
     order: bytes
-    """Its tokens as sortable bytes."""
+    """The tokens as sortable bytes."""
 
 
 class PrefixTree:
     def __init__(self) -> None:
-        self._nodes: dict[ChunkKey, _Node] = {}
+        self._nodes: dict[ChunkKey, Node] = {}
         self._children: dict[ChunkKey, _Siblings] = {}
         self._longest = 0
 
@@ -64,19 +65,27 @@ class PrefixTree:
     def tokens(self, key: ChunkKey) -> TokenIds:
         return self._nodes[key].token_ids
 
+    def node(self, key: ChunkKey) -> Node | None:
+        """A chunk; None if it is not known."""
+        return self._nodes.get(key)
+
     def has_children(self, key: ChunkKey) -> bool:
         return key in self._children
 
-    def match(self, root: ChunkKey, token_ids: TokenIds) -> list[PrefixMatch]:
-        """The chunks that cover the longest known beginning of ``token_ids``, in order."""
+    def match(
+        self, root: ChunkKey, token_ids: TokenIds, start: int = 0, order: bytes | None = None
+    ) -> list[PrefixMatch]:
+        """The chunks that cover the longest known beginning of ``token_ids[start:]``, in order.
+        ``order``: the ``token_ids``, and perhaps more that follow, as sortable bytes, if they are
+        at hand."""
         path: list[PrefixMatch] = []
         if root not in self._children:
             return path
-        parent, start = root, 0
-        sortable = _sortable(token_ids)
+        parent = root
+        order = sortable(token_ids) if order is None else order
         while start < len(token_ids):
-            end = start + self._longest
-            wanted = sortable[start * _BYTES : end * _BYTES]
+            end = min(start + self._longest, len(token_ids))
+            wanted = order[start * TOKEN_BYTES : end * TOKEN_BYTES]
             best = self._best_child(parent, token_ids[start:end], wanted)
             if best is None:
                 break
@@ -90,7 +99,7 @@ class PrefixTree:
         """The child of ``parent`` that shares most leading tokens with ``token_ids``."""
         if parent not in self._children:
             return None
-        return self._best_child(parent, token_ids, _sortable(token_ids))
+        return self._best_child(parent, token_ids, sortable(token_ids))
 
     def _best_child(
         self, parent: ChunkKey, token_ids: TokenIds, wanted: bytes
@@ -104,7 +113,7 @@ class PrefixTree:
         for place in range(max(0, at - 1), min(at + 1, len(siblings.keys))):
             key, order = siblings.keys[place], siblings.order[place]
             if wanted.startswith(order):
-                common = len(order) // _BYTES
+                common = len(order) // TOKEN_BYTES
             else:
                 common = common_prefix(self._nodes[key].token_ids, token_ids)
             if common > (best.num_tokens if best else 0):
@@ -119,7 +128,7 @@ class PrefixTree:
         only be directly before ``token_ids`` in the sort order.
         """
         siblings = self._children.get(parent)
-        at = bisect_left(siblings.order, _sortable(token_ids)) if siblings else 0
+        at = bisect_left(siblings.order, sortable(token_ids)) if siblings else 0
         if siblings is None or at == 0:
             return None
         key = siblings.keys[at - 1]
@@ -129,11 +138,11 @@ class PrefixTree:
 
     def insert(self, key: ChunkKey, parent: ChunkKey, token_ids: TokenIds) -> None:
         siblings = self._children.setdefault(parent, _Siblings())
-        order = _sortable(token_ids)
+        order = sortable(token_ids)
         at = bisect_left(siblings.order, order)
         siblings.order.insert(at, order)
         siblings.keys.insert(at, key)
-        self._nodes[key] = _Node(parent, token_ids, order)
+        self._nodes[key] = Node(parent, token_ids, order)
         self._longest = max(self._longest, len(token_ids))
 
     def remove(self, key: ChunkKey) -> None:
@@ -146,6 +155,6 @@ class PrefixTree:
             del self._children[node.parent]
 
 
-def _sortable(token_ids: TokenIds) -> bytes:
+def sortable(token_ids: TokenIds) -> bytes:
     """Bytes that sort as the tokens do, and whose prefixes are the tokens' prefixes."""
     return token_ids.astype(">u4").tobytes()
