@@ -92,3 +92,13 @@ def test_what_is_not_kept_or_not_alike_is_not_shared(options, engine: KVBoost) -
     engine.generate(TEXT, 1, **{"mode": EXACT, "ignore_eos": True, **options})
     engine.generate([*TEXT, 1], 1, EXACT, ignore_eos=True)
     assert shared(engine) == 0
+
+
+def test_a_prompt_that_begins_otherwise_is_not_hashed(
+    engine: KVBoost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.generate(TEXT, 2, EXACT, ignore_eos=True)
+    hashed = []
+    monkeypatch.setattr("kvboost.runtime.request.prefix_hashes", hashed.append)
+    other = engine.generate([1, *TEXT[1:]], 2, EXACT, ignore_eos=True, keep=False)
+    assert other.cached_tokens == 0 and not hashed

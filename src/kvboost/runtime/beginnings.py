@@ -119,7 +119,7 @@ class Beginnings:
         with self._lock:
             self._remove_gone(slab, epoch)
             for other in self._kept:
-                if other.root == root:
+                if other.root == root and _begin_alike(other.token_ids, request.token_ids):
                     rows = min(common_steps(other.hashes, request.prefix_hashes), most)
                     rows = rows // PAGE * PAGE
                     if rows >= least:
@@ -137,3 +137,8 @@ class Beginnings:
     def _drop(self, slab: Slab, beginning: _Beginning) -> None:
         self._kept.remove(beginning)
         slab.forget(beginning)
+
+
+def _begin_alike(left: TokenIds, right: TokenIds) -> bool:
+    """Whether hashes of the whole texts are worth their time."""
+    return left[:LEAST_ROWS].tobytes() == right[:LEAST_ROWS].tobytes()

@@ -149,3 +149,10 @@ def test_random_numbers_are_uniform() -> None:
         counts = torch.histc(row.cpu(), bins=10, min=0, max=1)
         assert (counts - 2000).abs().max() < 250
     assert abs(float(torch.corrcoef(numbers.cpu())[0, 1])) < 0.05
+
+
+def test_the_likeliest_token_needs_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, sent = peaked(1)[0], []
+    sampler = sampler_of(DeviceSampling(3, VOCAB, torch.device(DEVICE)), 1)
+    monkeypatch.setattr("kvboost.model.paged.sampling.to_device", lambda *args: sent.append(args))
+    assert sampler.pick(logits, 9, 4) == (int(logits.argmax()), None) and not sent

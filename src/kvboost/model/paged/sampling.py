@@ -170,6 +170,8 @@ class RowSampler:
     def pick(self, logits: torch.Tensor, position: int, last: int) -> Picked:
         """The token at ``position``, after the token ``last``, given the model's logits
         ``[vocab]``; waits for it."""
+        if self.kind == GREEDY:  # it needs nothing but the logits
+            return int(logits.argmax(-1)), None
         given = to_device([self.row, position, last], torch.int64, logits.device)
         row, at, before = given.view(3, 1).unbind(0)
         token = self.sampling.pick(logits[None], row, at, before, self.kind)
