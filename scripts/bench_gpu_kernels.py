@@ -34,9 +34,9 @@ from kvboost.model.triton.attention import attend
 from kvboost.model.triton.dense import gather
 from kvboost.model.triton.mass import attention_mass
 from kvboost.model.triton.move import MovedRows, StoredSpan, move
-from kvboost.model.triton.pages import PagedLayers
+from kvboost.model.triton.pages import PagedLayers, slots_of
 from kvboost.model.triton.rows import PagedRows, Tile, dense_tile
-from kvboost.model.triton.shift import ShiftPlan, shift
+from kvboost.model.triton.shift import ShiftPlan, ShiftRows, shift
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans, row_weights
 
@@ -335,20 +335,25 @@ def time_move(model: str, tokens: int, count: int = 8) -> dict[str, float]:
     pages = [make_pages(kv_heads, tokens) for _ in range(LAYERS)]
     layers, table = PagedLayers([data for data, _ in pages]), pages[0][1]
     stored = torch.randn(2, LAYERS, kv_heads, tokens, DIM, device=DEVICE, dtype=DTYPE)
-    spans = [StoredSpan(stored, at * each, each, tokens - (at + 1) * each) for at in range(count)]
+    spans = [
+        StoredSpan(stored, at * each, each, tokens - (at + 1) * each, at) for at in range(count)
+    ]
     distances = torch.tensor([span.position - span.start for span in spans])
     cos, sin = (part[None] for part in rotations(distances))
-    rows = MovedRows.of(spans, table, layers)
-    cos_of, sin_of = (part[0, rows.span_of] for part in (cos, sin))
+    on_host = cos.cpu(), sin.cpu()
+    rows = MovedRows.of(spans, on_host, table, layers)
+    row = torch.arange(each * count, device=DEVICE)
+    cos_of, sin_of = (part[0, row // each] for part in (cos, sin))
+    slots = slots_of(row + distances.to(DEVICE)[row // each], table, PAGE)
 
     def in_torch() -> None:
         for number, data in enumerate(layers.pages):
             x, y = stored[0, number].float().chunk(2, -1)
             keys = torch.cat([x * cos_of - y * sin_of, y * cos_of + x * sin_of], -1).to(DTYPE)
             both = torch.cat([keys, stored[1, number]], -1).transpose(0, 1)
-            data[rows.slots // PAGE, :, rows.slots % PAGE] = both
+            data[slots // PAGE, :, slots % PAGE] = both
 
-    ours = partial(move, rows, layers, (cos, sin))
+    ours = partial(move, rows, layers)
     ours()
     given = [data.clone() for data in layers.pages]
     in_torch()
@@ -359,7 +364,7 @@ def time_move(model: str, tokens: int, count: int = 8) -> dict[str, float]:
         "us": us,
         "tb_per_s": 2 * stored.nbytes / us / 1e6,
         "host_us": time_host(ours),
-        "plan_us": time_host(partial(MovedRows.of, spans, table, layers)),
+        "plan_us": time_host(partial(MovedRows.of, spans, on_host, table, layers)),
         "torch_us": time_gpu(in_torch, 1),
     }
     print(f"move {model}, {tokens} rows in {LAYERS} layers:", show(report))
@@ -398,7 +403,7 @@ def time_shift(model: str, rows: int, keys: int, count: int = 8) -> dict[str, fl
     pages, table = make_pages(kv_heads, keys)
     positions, span_of = scattered(rows, keys), torch.arange(keys) * count // keys
     weights = row_weights(span_of[positions], torch.zeros(count))
-    plan = ShiftPlan.of(positions, span_of, weights, table, PAGE)
+    plan = ShiftPlan.of(ShiftRows.of(positions, span_of, weights), table)
     fresh = torch.randn(2, rows, kv_heads, DIM, device=DEVICE, dtype=DTYPE)
     rotation = Rotation(FREQUENCIES.expand(2, -1))
     at = rotation.cos_sin(1, torch.arange(keys, device=DEVICE))

@@ -28,18 +28,19 @@ HOPPER = GPUTarget("cuda", 90, 32)
 NUMBERS = {"query", "pages", "like", "keys", "values", "out", "qkv", "gate_up", "rows", "added"}
 NUMBERS |= {"summed", "weight", "bias", "query_norm", "key_norm", "past", "own", "down", "up"}
 TYPES = {
-    "int32": {"positions", "items", "tiles", "tables", "table", "counted"},
-    "int64": {
-        "sources",
-        "span_of",
-        "source_rows",
-        "slots",
-        "addresses",
+    "int32": {
+        "positions",
+        "items",
+        "tiles",
+        "tables",
+        "table",
+        "counted",
         "fresh",
         "bounds",
-        "adapters",
         "stale",
+        "num_stale",
     },
+    "int64": {"sources", "slots", "addresses", "adapters"},
     "fp32": {
         "lse",
         "past_lse",
@@ -49,6 +50,7 @@ TYPES = {
         "mass",
         "cos",
         "sin",
+        "angles",
         "weights",
         "offsets",
         "sums",

@@ -16,7 +16,7 @@ from kvboost.model.triton.adapters import Addition
 from kvboost.model.triton.attention import _check_query
 from kvboost.model.triton.move import MovedRows
 from kvboost.model.triton.move import move as move_kernel
-from kvboost.model.triton.pages import PagedLayers, check_pages
+from kvboost.model.triton.pages import PagedLayers, check_pages, slots_of
 from kvboost.model.triton.rows import PagedRows
 from paged_kv import attention_weights, dense
 
@@ -161,25 +161,24 @@ def _add_change(addition: Addition | None, out: torch.Tensor, heights: Sequence[
 def move(
     rows: MovedRows,
     layers: PagedLayers,
-    cos_sin: tuple[torch.Tensor, torch.Tensor],
     *,
     interleaved: bool = False,
     share: float | None = None,
 ) -> None:
     assert not interleaved, "no test needs it"
     if share is not None:  # mixing is rare: the kernel itself does it
-        move_kernel(rows, layers, cos_sin, share=share)
+        move_kernel(rows, layers, share=share)
         return
-    pairs = cos_sin[0].shape[2]
-    for number, (span, slots) in enumerate(
-        zip(rows.spans, rows.slots.split([span.count for span in rows.spans]), strict=True)
-    ):
-        stored = span.source[:, :, :, span.start : span.start + span.count]
+    pairs = rows.cos_sin.shape[3]
+    for source, start, count, position, rotation in rows.spans:
+        stored = source[:, :, :, start : start + count]
         keys, values = stored[0].clone(), stored[1]
-        cos, sin = (part[:, number, None, None] for part in cos_sin)
+        cos, sin = rows.cos_sin[:, :, rotation, None, None]
         first, second = stored[0][..., :pairs], stored[0][..., pairs : 2 * pairs]
         keys[..., :pairs] = first * cos - second * sin
         keys[..., pairs : 2 * pairs] = second * cos + first * sin
+        positions = torch.arange(position, position + count, device=source.device)
+        slots = slots_of(positions, rows.table, layers.page)
         for layer, pages in enumerate(layers.pages):
             write(keys[layer].transpose(0, 1), values[layer].transpose(0, 1), pages, slots)
 

@@ -8,10 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 import torch_kernels
 from kvboost.model.triton import attention as attention_kernels
+from kvboost.model.triton import rows
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.rows import Ints, PagedRows, Tile, pick_parts
 from paged_kv import (
@@ -230,6 +233,52 @@ def test_long_tiles_are_cut_so_that_all_programs_end_together() -> None:
     equal = np.full(98, 20_000, np.int32)
     assert pick_parts(equal, 2, 132).tolist() == [2] * 98  # 196 whole ones would run twice
     assert pick_parts(equal, 2, 132, 32, most_items=100).tolist() == [1] * 98
+
+
+def parts_one_by_one(
+    ends: Ints, kv_heads: int, at_once: int, most_parts: int, most_items: int | None
+) -> list[int]:
+    """Slowly: every choice tried in turn, every program given to the next processor."""
+
+    def until(parts: Ints) -> float:
+        lengths = sorted(
+            end / part + (rows.PART_COST if part > 1 else 0)
+            for end, part in zip(ends.tolist(), parts.tolist(), strict=True)
+            for _ in range(part * kv_heads)
+        )[::-1]
+        busy = [0.0] * at_once
+        for start in range(0, len(lengths), at_once):
+            some = lengths[start : start + at_once]
+            order = range(at_once) if start // at_once % 2 == 0 else range(at_once)[::-1]
+            for processor, length in zip(order, some, strict=False):
+                busy[processor] += length
+        return max(busy)
+
+    longest, best = int(ends.max()), np.ones_like(ends)
+    least = until(best)
+    for most in range(2, min(longest // rows.KEYS_PER_PART, most_parts) + 1):
+        parts = np.maximum(1, -(-ends * most // longest))
+        if most_items is not None and parts.sum() > most_items:
+            break
+        if (found := until(parts) + rows.COMBINING_COST) < least - 1e-6:
+            best, least = parts, found
+        if longest * at_once < most * int(ends.sum()) * kv_heads / rows.SHORT_PARTS:
+            break
+    return best.tolist()
+
+
+@given(
+    st.lists(st.integers(1, 40_000), min_size=1, max_size=30),
+    st.integers(1, 4),
+    st.sampled_from([1, 7, 132]),
+    st.sampled_from([4, 32]),
+    st.none() | st.integers(30, 80),
+)
+def test_parts_are_picked_as_one_by_one(ends, kv_heads, at_once, most_parts, most_items) -> None:
+    each = np.array(ends, np.int32)
+    found = pick_parts(each, kv_heads, at_once, most_parts, most_items)
+    expected = parts_one_by_one(each, kv_heads, at_once, most_parts, most_items)
+    assert found.dtype == each.dtype and found.tolist() == expected
 
 
 def test_whole_tiles() -> None:

@@ -23,8 +23,8 @@ def source(tokens: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def cos_sin(rotation: Rotation, distances: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[layers, spans, pairs]``; the rotation by a distance is that to a position."""
-    at = torch.tensor(distances, device=DEVICE)
+    """``[layers, rotations, pairs]``; the rotation by a distance is that to a position."""
+    at = torch.tensor(distances)
     parts = [rotation.cos_sin(layer, at) for layer in range(LAYERS)]
     cos, sin = zip(*parts, strict=True)
     return torch.stack(cos), torch.stack(sin)
@@ -44,20 +44,22 @@ def test_rows_are_rotated_into_the_pages_of_all_layers(
     table = make_tables(1, 9, 12)[0]
     before = [pages.clone() for pages in layers.pages]
     spans = [
-        StoredSpan(source(40, dim, dtype), 3, 37, 16),
-        StoredSpan(source(25, dim, dtype), 0, 25, 100),  # over borders of pages
-        StoredSpan(source(80, dim, dtype)[:, :, :, 10:70], 59, 1, 0),  # strided
+        StoredSpan(source(40, dim, dtype), 3, 37, 16, 0),
+        StoredSpan(source(25, dim, dtype), 0, 25, 100, 1),  # over borders of pages
+        StoredSpan(source(80, dim, dtype)[:, :, :, 10:70], 59, 1, 0, 2),  # strided
+        StoredSpan(source(70, dim, dtype), 1, 33, 56, 1),  # rotated as another one
     ]
     rotation = Rotation(torch.rand(LAYERS, pairs), interleaved=interleaved)
     distances = [13, 100, -59]
-    rows = MovedRows.of(spans, table, layers)
-    move(rows, layers, cos_sin(rotation, distances), interleaved=interleaved)
+    rows = MovedRows.of(spans, cos_sin(rotation, distances), table, layers)
+    move(rows, layers, interleaved=interleaved)
     touched = []
-    for span, distance in zip(spans, distances, strict=True):
-        stored = span.source[:, :, :, span.start : span.start + span.count]
+    for span in spans:
+        distance = distances[span.rotation]
+        stored = span.source[:, :, :, span.start : span.start + span.num_rows]
         keys = torch.empty_like(stored[0])
         rotation.move(stored[0], distance, keys)
-        positions = torch.arange(span.position, span.position + span.count, device=DEVICE)
+        positions = torch.arange(span.position, span.position + span.num_rows, device=DEVICE)
         touched.append(slots_of(positions, table, PAGE))
         for number, pages in enumerate(layers.pages):
             found = dense(pages, table)[:, :, positions]
@@ -77,14 +79,14 @@ def test_layers_that_rotate_alike_share_one_table() -> None:
     layers = make_layers(32, torch.float32, "tokens first")
     table = make_tables(1, 4, 12)[0]
     rotation = Rotation(torch.rand(1, 16).expand(LAYERS, 16))
-    rows = MovedRows.of([StoredSpan(source(33, 32, torch.float32), 0, 33, 5)], table, layers)
+    spans = [StoredSpan(source(33, 32, torch.float32), 0, 33, 5)]
     cos, sin = cos_sin(rotation, [5])
-    move(rows, layers, (cos[:1], sin[:1]))
+    move(MovedRows.of(spans, (cos[:1], sin[:1]), table, layers), layers)
     given = [pages.clone() for pages in layers.pages]
-    move(rows, layers, (cos, sin))
+    move(MovedRows.of(spans, (cos, sin), table, layers), layers)
     assert all(torch.equal(*both) for both in zip(given, layers.pages, strict=True))
-    expected = torch.empty_like(rows.spans[0].source[0])
-    rotation.move(rows.spans[0].source[0], 5, expected)
+    expected = torch.empty_like(spans[0].source[0])
+    rotation.move(spans[0].source[0], 5, expected)
     found = dense(layers.pages[1], table)[0][:, 5:38]
     assert torch.allclose(found, expected[1], rtol=1e-5, atol=1e-5)
 
@@ -92,7 +94,7 @@ def test_layers_that_rotate_alike_share_one_table() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     layers = make_layers(32, torch.float32, "tokens first")
     table = make_tables(1, 4, 12)[0]
-    data = source(20, 32, torch.float32)
+    data, turn = source(20, 32, torch.float32), torch.ones(1, 1, 16)
     for span, message in [
         (StoredSpan(data, 5, 16, 0), "moves rows 5 to 21 to 0; its source has 20 rows"),
         (StoredSpan(data, 0, 16, 49), "the request's pages 64"),
@@ -102,12 +104,14 @@ def test_what_does_not_fit_is_refused() -> None:
         (StoredSpan(data.bfloat16(), 0, 4, 0), "span 0 is torch.bfloat16"),
     ]:
         with pytest.raises(ValueError, match=message):
-            MovedRows.of([span], table, layers)
+            MovedRows.of([span], (turn, turn), table, layers)
     with pytest.raises(ValueError, match="no spans to move"):
-        MovedRows.of([], table, layers)
-    rows = MovedRows.of([StoredSpan(data, 0, 4, 0)], table, layers)
-    with pytest.raises(ValueError, match=r"cosines have shape \(1, 2, 16\)"):
-        move(rows, layers, (torch.ones(1, 2, 16), torch.ones(1, 2, 16)))
+        MovedRows.of([], (turn, turn), table, layers)
+    with pytest.raises(ValueError, match="span 1 moves 0 rows"):
+        each = [StoredSpan(data, 0, 4, 0), StoredSpan(data, 0, 0, 0)]
+        MovedRows.of(each, (turn, turn), table, layers)
+    with pytest.raises(ValueError, match=r"cosines have shape \(1, 1, 16\).* and 2 rotations"):
+        MovedRows.of([StoredSpan(data, 0, 4, 0, 1)], (turn, turn), table, layers)
     with pytest.raises(ValueError, match="all layers must be alike"):
         PagedLayers([layers.first, layers.first[:, :, :8]])
 
@@ -119,8 +123,8 @@ def test_rows_that_stay_in_place_keep_their_bits(dtype: torch.dtype) -> None:
     table = make_tables(1, 4, 12)[0]
     stored = source(40, 32, dtype)
     stored[:, :, :, ::3] *= 0.0
-    rows = MovedRows.of([StoredSpan(stored, 0, 40, 7)], table, layers)
-    move(rows, layers, cos_sin(Rotation(torch.rand(LAYERS, 16)), [0]))
+    turns = cos_sin(Rotation(torch.rand(LAYERS, 16)), [0])
+    move(MovedRows.of([StoredSpan(stored, 0, 40, 7)], turns, table, layers), layers)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     for number, pages in enumerate(layers.pages):
         found = dense(pages, table)[:, :, 7:47]

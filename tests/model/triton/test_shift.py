@@ -7,7 +7,7 @@ import torch
 
 from kvboost.model.kv import KVShape, RequestKV
 from kvboost.model.triton.pages import slots_of
-from kvboost.model.triton.shift import ShiftPlan, shift
+from kvboost.model.triton.shift import ShiftPlan, ShiftRows, shift
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans, row_weights
 from paged_kv import dense, make_pages, make_tables, random, scattered
@@ -55,7 +55,7 @@ def test_the_shift_is_that_of_dense_rows(
     moved = SPAN_OF[positions]
     weights = row_weights(moved[moved >= 0], RESEMBLANCE)
     monkeypatch.setattr("kvboost.model.triton.shift.ROWS_PER_PART", rows_per_part)
-    plan = ShiftPlan.of(positions, SPAN_OF, weights, table, PAGE)
+    plan = ShiftPlan.of(ShiftRows.of(positions, SPAN_OF, weights), table)
     assert (plan.parts > 1) == (rows_per_part < 256)
     at = rotation.cos_sin(1, torch.arange(PROMPT, device=DEVICE))
     shift(keys, values, pages, plan, at, interleaved=interleaved)
@@ -78,7 +78,7 @@ def test_nothing_to_learn_from_shifts_nothing() -> None:
     pages = make_pages(12, KV_HEADS, PAGE, 32, torch.float32, "tokens first")
     before, table = pages.clone(), make_tables(1, 10, 12)[0]
     positions = torch.tensor([0, 1, 149])  # none of them moved
-    plan = ShiftPlan.of(positions, SPAN_OF, torch.empty(0), table, PAGE)
+    plan = ShiftPlan.of(ShiftRows.of(positions, SPAN_OF, torch.empty(0)), table)
     keys = random(3, KV_HEADS, 32)
     table_of = random(PROMPT, 16)
     shift(keys, keys, pages, plan, (table_of, table_of))
@@ -86,4 +86,27 @@ def test_nothing_to_learn_from_shifts_nothing() -> None:
     with pytest.raises(ValueError, match="cosines cover 100 positions; moved rows end at 140"):
         shift(keys, keys, pages, plan, (table_of[:100], table_of[:100]))
     with pytest.raises(ValueError, match="0 moved rows are recomputed; 2 weights"):
-        ShiftPlan.of(positions, SPAN_OF, torch.ones(2), table, PAGE)
+        ShiftRows.of(positions, SPAN_OF, torch.ones(2))
+
+
+def test_a_plan_with_room_shifts_as_one_without() -> None:
+    table, many, few = make_tables(1, 10, 12)[0], scattered(45, PROMPT), scattered(12, PROMPT)
+    room = ShiftPlan.empty(5, 60, PROMPT, PROMPT, 1, table)
+    cosines = random(PROMPT, 16)
+    for positions in (many, few):  # what the first one left does no harm
+        which = SPAN_OF[positions]
+        weights = row_weights(which[which >= 0], RESEMBLANCE)
+        rows = ShiftRows.of(positions, SPAN_OF, weights)
+        assert room.load(rows)
+        keys, values = (random(60, KV_HEADS, 32) for _ in range(2))
+        given = [make_pages(12, KV_HEADS, PAGE, 32, torch.float32, "tokens first")] * 2
+        given = [pages.clone() for pages in given]
+        for pages, plan in zip(given, (room, ShiftPlan.of(rows, table)), strict=True):
+            shift(keys, values, pages, plan, (cosines, cosines))
+        assert torch.equal(*given)
+    small = ShiftPlan.empty(2, 60, PROMPT, PROMPT, 1, table), ShiftPlan.empty(3, 5, 9, 9, 1, table)
+    assert not any(plan.load(rows) for plan in small)
+    room.clear()
+    before = pages.clone()
+    shift(keys, values, pages, room, (cosines, cosines))
+    assert torch.equal(pages, before)

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kvboost.model import triton
 from kvboost.model.triton.pages import slots_of
-from kvboost.reuse.probe import AttentionMass
+from kvboost.reuse.probe import AttentionMass, row_weights
 from kvboost.reuse.repair import probed_layers
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Spans
@@ -22,7 +23,15 @@ from torch_kernels import use_torch_kernels
 if not triton.is_available():
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from kvboost.reuse.paged.graphs import Graphs, capture_cuda
+from kvboost.model.triton.rows import ITEM_FIELDS, TILE_FIELDS, Tile
+from kvboost.reuse.paged.graphs import (
+    FixedMass,
+    FixedRows,
+    FixedTiles,
+    Graphs,
+    _tiles,
+    capture_cuda,
+)
 from kvboost.reuse.paged.hooks import Attention, EnoughLayers, LayerHook
 from kvboost.reuse.paged.kernels import GpuKernels
 
@@ -217,3 +226,36 @@ def test_what_has_no_graph_is_left_to_others(
     assert not graphs(ids[:20], few, table, kernels.shift(few, crowded, table))
     assert torch.equal(content(model, table), before)
     assert graphs.num_replays == 0
+
+
+def test_tiles_are_filled_as_counted_row_by_row(kernels: GpuKernels) -> None:
+    size, lead, group, tile = 40, 12, 3, Tile(16, 32, 4, 1)
+    places = [*_tiles(0, lead, tile, group), *_tiles(lead, size, tile, group)]
+    tiles = FixedTiles(places, tile, group, kernels.pages)
+    for num_last, rest in ((12, 28), (5, 9), (0, 1), (7, 0)):
+        positions = np.full(size, -1, np.int32)
+        positions[:num_last] = 1000 + np.arange(num_last)
+        positions[lead : lead + rest] = 3 * np.arange(rest)
+        buffer = np.zeros(tiles.size, np.int32)
+        tiles.fill(buffer, positions)
+        items = buffer[: -len(places) * len(TILE_FIELDS)].reshape(-1, len(ITEM_FIELDS))
+        found = sorted((start, count) for _, start, count, room, *_ in items.tolist() if room)
+        of_rows = positions.repeat(group) >= 0
+        expected = [(start, int(of_rows[start : start + room].sum())) for start, room in places]
+        assert found == expected
+
+
+def test_a_probe_forgets_the_keys_of_a_longer_prompt(model: Model, kernels: GpuKernels) -> None:
+    rows = FixedRows(kernels, HEADS, PROBE_ROWS, CAPACITY, PROBE_ROWS)
+    mass = FixedMass(kernels, rows, hides=True)
+    table = make_tables(1, 6, 12)[0]
+    for start, num_rows in ((80, 10), (30, 16), (50, 3)):
+        absent = torch.rand(start) < 0.3
+        seen = AttentionMass(probed_layers(LAYERS), start, absent)
+        hook = kernels.probe(seen, torch.arange(start, start + num_rows), table)
+        assert mass.load(hook)
+        expected = torch.ones(CAPACITY, dtype=torch.bool)
+        expected[:start], expected[start : start + num_rows] = absent, False
+        assert torch.equal(mass._absent.cpu(), expected)
+        assert torch.equal(mass._weights[:, :num_rows].cpu(), row_weights(num_rows))
+        assert not mass._weights[:, num_rows:].any()

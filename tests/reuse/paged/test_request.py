@@ -122,3 +122,17 @@ def test_quantized_rows_are_placed_one_by_one(monkeypatch: pytest.MonkeyPatch) -
     found, expected = place_both(rotation, hits, torch.float32)
     assert counted.launches == 0
     assert torch.equal(found, expected)
+
+
+def test_rows_are_placed_with_one_copy_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+
+    def counting(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        sent.append(host.numel())
+        return host.to(device)
+
+    monkeypatch.setattr(move, "send", counting)
+    rotation = ROTATIONS["by layer"]
+    hits = chunks(torch.float32, moved=True, quantizer=Quantizer(16, rotation))
+    found, expected = place_both(rotation, hits, torch.float32)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5) and len(sent) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kvboost.model.triton.host import send
-from kvboost.model.triton.pages import VECTOR_BYTES, PagedLayers, is_aligned, slots_of
+from kvboost.model.triton.pages import VECTOR_BYTES, PagedLayers
 from kvboost.model.triton.rotation import channels_of
 
 ROWS = 32
@@ -20,92 +21,133 @@ ROWS = 32
 WARPS = 4
 
 
-@dataclass(frozen=True)
-class StoredSpan:
-    """``count`` rows of ``source``, ``[2, layers, kv_heads, tokens, dim]`` on the device of the
-    pages, from ``start`` on. They are moved to ``position`` and the positions after it."""
+CosSin = tuple[torch.Tensor, torch.Tensor]
+
+
+class StoredSpan(NamedTuple):
+    """``num_rows`` rows of ``source``, ``[2, layers, kv_heads, tokens, dim]`` on the device of the
+    pages, from ``start`` on. They are moved to ``position`` and the positions after it; their keys
+    rotate by one of several rotations, named by its number."""
 
     source: torch.Tensor
     start: int
-    count: int
+    num_rows: int
     position: int
+    rotation: int = 0
 
 
 @dataclass(frozen=True)
 class MovedRows:
-    """Rows of stored spans and the slots they are written to."""
+    """Rows of stored spans and the pages they are written to, sent to the device in one copy."""
 
     spans: Sequence[StoredSpan]
     sources: torch.Tensor
-    """int64 ``[spans, 5]``: address of each span's source, strides of keys and values, layers,
-    heads and tokens in bytes."""
-    span_of: torch.Tensor
-    """int64 ``[rows]``, as the next two."""
-    source_rows: torch.Tensor
-    slots: torch.Tensor
+    """int64 ``[spans, 6]``: address of each span's source, strides of keys and values, layers,
+    heads and tokens in bytes, and the number of the rotation."""
+    items: torch.Tensor
+    """int32 ``[items, 4]``, what programs move: span, first row in its source, position of that
+    row, and number of rows."""
+    cos_sin: torch.Tensor
+    """float32 ``[2, layers or 1, rotations, pairs]``."""
+    table: torch.Tensor
+    """int32 ``[pages]``: the request's pages, in order."""
     are_aligned: bool
 
     @classmethod
-    def of(cls, spans: Sequence[StoredSpan], table: torch.Tensor, layers: PagedLayers) -> MovedRows:
-        """The rows of ``spans``, which go to the request whose pages are ``table``, ``[pages]``."""
+    def of(
+        cls, spans: Sequence[StoredSpan], cos_sin: CosSin, table: torch.Tensor, layers: PagedLayers
+    ) -> MovedRows:
+        """The rows of ``spans``, which go to the request whose pages are ``table``, ``[pages]``.
+        ``cos_sin`` are float32 ``[layers, rotations, pairs]`` on the host, or ``[1, rotations,
+        pairs]`` if layers rotate alike. Pairs are channels ``(i, i + pairs)``, or neighbours; those
+        beyond ``2 * pairs`` are not rotated."""
         if not spans:
             raise ValueError("there are no spans to move")
-        _check_spans(spans, table, layers)
-        described = np.array(
-            [
-                (
-                    *(span.source.data_ptr(), *span.source.stride()[:4]),
-                    *(span.start, span.position, span.count),
-                )
-                for span in spans
-            ]
-        )
-        sources = described[:, :5]
-        sources[:, 1:] *= layers.first.itemsize
-        starts, positions, counts = described[:, 5:].T
-        firsts = counts.cumsum() - counts
-        parts = [sources.ravel(), counts, starts - firsts, positions - firsts]
+        _check_rotations(cos_sin[0], spans, layers)
+        described = _describe(spans, table, layers)
+        sources = np.ascontiguousarray(described[:, :6])
+        sources[:, 1:5] *= layers.first.itemsize
+        starts, counts, positions = described[:, 6:9].T
+        tiles = -(-counts // ROWS)
+        span = np.arange(len(spans)).repeat(tiles)
+        done = (np.arange(len(span)) - (tiles.cumsum() - tiles)[span]) * ROWS
+        left = np.minimum(counts[span] - done, ROWS)
+        fields = [span, starts[span] + done, positions[span] + done, left]
+        angles = torch.stack(cos_sin).numpy()
+        parts = [
+            sources.view(np.int32).ravel(),
+            np.column_stack(fields).astype(np.int32).ravel(),
+            angles.view(np.int32).ravel(),
+        ]
         sent = send(torch.from_numpy(np.concatenate(parts)), table.device)
-        addresses, each, source_at, page_at = sent.split([len(part) for part in parts])
-        # The device writes out what differs row by row.
-        total = int(counts.sum())
-        span_of = torch.repeat_interleave(each, output_size=total)
-        row = torch.arange(total, device=table.device)
+        on_device = sent.split([len(part) for part in parts])
         return cls(
             spans,
-            addresses.view(-1, 5),
-            span_of,
-            source_at[span_of] + row,
-            slots_of(page_at[span_of] + row, table, layers.page),
-            is_aligned(*np.unique(sources).tolist()),
+            on_device[0].view(torch.int64).view(-1, 6),
+            on_device[1].view(-1, 4),
+            on_device[2].view(torch.float32).view(angles.shape),
+            table,
+            not (sources[:, :5] % VECTOR_BYTES).any(),
         )
 
 
-def _check_spans(spans: Sequence[StoredSpan], table: torch.Tensor, layers: PagedLayers) -> None:
+def _describe(
+    spans: Sequence[StoredSpan], table: torch.Tensor, layers: PagedLayers
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """``[spans, 10]``: the address and the strides of each span's source, then the rotation, start,
+    count and position, then how many rows the source has. Checks that they fit."""
+    known = set()  # sources differ in few ways
+    numbers = []
+    for number, (source, start, count, position, rotation) in enumerate(spans):
+        shape, strides = source.shape, source.stride()
+        form = (source.dtype, source.device, shape, strides)
+        if form not in known:
+            _check_source(source, number, layers)
+            known.add(form)
+        where = (source.data_ptr(), *strides[:4])
+        numbers.append((*where, rotation, start, count, position, shape[3]))
+    described = np.array(numbers, np.int64)
+    starts, counts, positions, rows = described[:, 6:].T
+    most = len(table) * layers.page
+    fits = (starts + counts <= rows) & (positions + counts <= most)
+    fits &= (starts >= 0) & (positions >= 0) & (counts >= 1)
+    if not fits.all():
+        number = int(fits.argmin())
+        span = spans[number]
+        if min(span.start, span.position) < 0 or span.num_rows < 1:
+            raise ValueError(
+                f"span {number} moves {span.num_rows} rows from {span.start} to {span.position}"
+            )
+        raise ValueError(
+            f"span {number} moves rows {span.start} to {span.start + span.num_rows} to "
+            f"{span.position}; its source has {rows[number]} rows and the request's pages {most}"
+        )
+    return described
+
+
+def _check_source(source: torch.Tensor, number: int, layers: PagedLayers) -> None:
     like = layers.first
     shape = (2, len(layers), layers.kv_heads, layers.dim)
-    most = len(table) * layers.page
-    dtype, device = like.dtype, like.device
-    for number, span in enumerate(spans):
-        source = span.source
-        *outer, rows, dim = source.shape
-        alike = source.dtype == dtype and source.device == device
-        if not alike or (*outer, dim) != shape or source.stride(-1) != 1:
-            needed = (*shape[:3], -1, shape[3])
-            raise ValueError(
-                f"span {number} is {source.dtype} {tuple(source.shape)} on {source.device}, "
-                f"strides {source.stride()}; the pages need {dtype} {needed} on {device}, the last "
-                "dimension contiguous"
-            )
-        if min(span.start, span.position) < 0 or span.count < 1:
-            raise ValueError(
-                f"span {number} moves {span.count} rows from {span.start} to {span.position}"
-            )
-        if span.start + span.count > rows or span.position + span.count > most:
-            raise ValueError(
-                f"span {number} moves rows {span.start} to {span.start + span.count} to "
-                f"{span.position}; its source has {rows} rows and the request's pages {most}"
-            )
+    *outer, _, dim = source.shape
+    alike = source.dtype == like.dtype and source.device == like.device
+    if not alike or (*outer, dim) != shape or source.stride(-1) != 1:
+        needed = (*shape[:3], -1, shape[3])
+        raise ValueError(
+            f"span {number} is {source.dtype} {tuple(source.shape)} on {source.device}, "
+            f"strides {source.stride()}; the pages need {like.dtype} {needed} on {like.device}, "
+            "the last dimension contiguous"
+        )
+
+
+def _check_rotations(cos: torch.Tensor, spans: Sequence[StoredSpan], layers: PagedLayers) -> None:
+    kinds, rotations, pairs = cos.shape
+    needed = 1 + max(span.rotation for span in spans)
+    if kinds not in (1, len(layers)) or rotations < needed or 2 * pairs > layers.dim:
+        raise ValueError(
+            f"cosines have shape {tuple(cos.shape)}; {len(layers)} layers of dimension "
+            f"{layers.dim} and {needed} rotations need [{len(layers)} or 1, {needed} or more, "
+            f"at most {layers.dim // 2}]"
+        )
 
 
 @triton.jit
@@ -116,19 +158,17 @@ def _mixed(new, at, mask, share):
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "spans_per_layer"],
-    do_not_specialize_on_alignment=["sources", "span_of", "source_rows", "slots"],
+    do_not_specialize=["rotations", "rotations_per_layer"],
+    do_not_specialize_on_alignment=["sources", "items", "angles", "table"],
 )
 def _move_kernel(
     like,
     sources,
-    span_of,
-    source_rows,
-    slots,
-    num_rows,
-    cos,
-    sin,
-    spans_per_layer,
+    items,
+    angles,
+    rotations,
+    rotations_per_layer,
+    table,
     addresses,
     page_stride,
     head_stride,
@@ -145,29 +185,29 @@ def _move_kernel(
     ROWS: tl.constexpr,
 ):
     layer, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    used = row < num_rows
-    span = tl.load(span_of + row, mask=used, other=0)
-    source = sources + span * 5
+    item = items + tl.program_id(0) * 4
+    source = sources + tl.load(item) * 6
+    row = tl.arange(0, ROWS)
+    used = row < tl.load(item + 3)
     address = tl.load(source) + tl.load(source + 2) * layer + tl.load(source + 3) * head
-    address += tl.load(source + 4) * tl.load(source_rows + row, mask=used, other=0)
+    address += tl.load(source + 4) * (tl.load(item + 1) + row)
     keys = tl.multiple_of(address.to(like.dtype), ALIGN)
     values = tl.multiple_of((address + tl.load(source + 1)).to(like.dtype), ALIGN)
 
-    slot = tl.load(slots + row, mask=used, other=0)
+    position = tl.load(item + 2) + row
+    page = tl.load(table + position // PAGE, mask=used, other=0).to(tl.int64)
     pages = tl.multiple_of(tl.load(addresses + layer).to(like.dtype), ALIGN)
     to = pages + (
-        (slot // PAGE) * page_stride
-        + head.to(tl.int64) * head_stride
-        + (slot % PAGE) * token_stride
+        page * page_stride + head.to(tl.int64) * head_stride + (position % PAGE) * token_stride
     )
 
-    pair = tl.arange(0, WIDE_PAIRS)
-    rotates = used[:, None] & (pair[None, :] < PAIRS)
-    at = (layer.to(tl.int64) * spans_per_layer + span)[:, None] * PAIRS + pair[None, :]
-    cosine = tl.load(cos + at, mask=rotates, other=1.0)
-    sine = tl.load(sin + at, mask=rotates, other=0.0)
-    first, second = channels_of(pair[None, :], PAIRS, INTERLEAVED)
+    pair = tl.arange(0, WIDE_PAIRS)[None, :]
+    turns = pair < PAIRS
+    rotates = used[:, None] & turns
+    at = (layer.to(tl.int64) * rotations_per_layer + tl.load(source + 5)) * PAIRS + pair
+    cosine = tl.load(angles + at, mask=turns, other=1.0)
+    sine = tl.load(angles + rotations * PAIRS + at, mask=turns, other=0.0)
+    first, second = channels_of(pair, PAIRS, INTERLEAVED)
     x = tl.load(keys[:, None] + first, mask=rotates, other=0.0).to(tl.float32)
     y = tl.load(keys[:, None] + second, mask=rotates, other=0.0).to(tl.float32)
     element = like.dtype.element_ty
@@ -198,30 +238,19 @@ def _move_kernel(
 def move(
     rows: MovedRows,
     layers: PagedLayers,
-    cos_sin: tuple[torch.Tensor, torch.Tensor],
     *,
     interleaved: bool = False,
     share: float | None = None,
 ) -> None:
-    """Writes ``rows`` into the pages of all layers. ``cos_sin`` are float32 ``[layers, spans,
-    pairs]``, or ``[1, spans, pairs]`` if layers rotate alike: how far the keys of each span rotate.
-    Pairs are channels ``(i, i + pairs)``, or neighbours if ``interleaved``; channels beyond ``2 *
-    pairs`` are not rotated. Computed in float32, rounded once; keys that rotate by no angle keep
-    their bits. With a ``share``, the rows are mixed with those that are there, which have the
+    """Writes ``rows`` into the pages of all layers, their keys rotated; pairs of channels are
+    neighbours if ``interleaved``. Computed in float32, rounded once; keys that rotate by no angle
+    keep their bits. With a ``share``, the rows are mixed with those that are there, which have the
     rest."""
-    cos, sin = (part.contiguous() for part in cos_sin)
-    kinds, spans, pairs = cos.shape
-    if kinds not in (1, len(layers)) or spans != len(rows.spans) or 2 * pairs > layers.dim:
-        raise ValueError(
-            f"cosines have shape {tuple(cos.shape)}; {len(layers)} layers of dimension "
-            f"{layers.dim} and {len(rows.spans)} spans need [{len(layers)} or 1, "
-            f"{len(rows.spans)}, at most {layers.dim // 2}]"
-        )
-    grid = (-(-len(rows.slots) // ROWS), len(layers) * layers.kv_heads)
-    _move_kernel[grid](
-        *(layers.first, rows.sources, rows.span_of, rows.source_rows, rows.slots),
-        *(len(rows.slots), cos, sin, spans if kinds > 1 else 0),
-        *(layers.addresses, *layers.strides, share),
+    _, kinds, rotations, pairs = rows.cos_sin.shape
+    _move_kernel[(len(rows.items), len(layers) * layers.kv_heads)](
+        *(layers.first, rows.sources, rows.items, rows.cos_sin),
+        *(kinds * rotations, rotations if kinds > 1 else 0),
+        *(rows.table, layers.addresses, *layers.strides, share),
         KV_HEADS=layers.kv_heads,
         DIM=layers.dim,
         WIDE=triton.next_power_of_2(layers.dim),

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 FEW_ROWS = 16
 """Of the smallest tile: that of decode steps."""
@@ -203,27 +204,31 @@ def pick_parts(
     programs run at a time: parts of about the same length, as many of them as end first. At most
     ``most_parts`` of a tile and ``most_items`` of all tiles."""
     longest, total = int(ends.max()), int(ends.sum()) * kv_heads
-    best = np.ones_like(ends)
-    least = _keys_until_done(ends, best, kv_heads, at_once)
-    for most in range(2, min(longest // KEYS_PER_PART, most_parts) + 1):
-        parts = np.maximum(1, -(-ends * most // longest))
-        if most_items is not None and parts.sum() > most_items:
-            break
-        until = _keys_until_done(ends, parts, kv_heads, at_once) + COMBINING_COST
-        if until < least:
-            best, least = parts, until
-        if longest * at_once < most * total / SHORT_PARTS:
-            break
+    most = np.arange(1, max(1, min(longest // KEYS_PER_PART, most_parts)) + 1)
+    is_long = most[1:] * (total / SHORT_PARTS) <= longest * at_once
+    most = most[: 2 + int(np.count_nonzero(is_long))]  # no need to try shorter parts
+    choices = np.maximum(1, -(-ends * most[:, None] // longest)).astype(ends.dtype)
+    counts = choices.sum(1)
+    if most_items is not None:
+        fitting = max(1, int(np.count_nonzero(counts <= most_items)))
+        choices, counts = choices[:fitting], counts[:fitting]
+    lengths = ends / choices + np.where(choices > 1, PART_COST, 0)
+    until = lengths.max(1)  # if all parts run at once
+    for number in np.flatnonzero(counts * kv_heads > at_once).tolist():
+        until[number] = _keys_until_done(lengths[number], choices[number] * kv_heads, at_once)
+    until[1:] += COMBINING_COST
+    best: Ints = choices[until.argmin()]
     return best
 
 
-def _keys_until_done(ends: Ints, parts: Ints, kv_heads: int, at_once: int) -> float:
-    """How many keys one of the programs that run side by side attends to, at most: those with the
-    most are followed by those with the fewest."""
-    lengths = (ends / parts + np.where(parts > 1, PART_COST, 0)).repeat(parts * kv_heads)
-    lengths[::-1].sort()
-    rounds = np.zeros((-(-len(lengths) // at_once), at_once))
-    rounds.ravel()[: len(lengths)] = lengths
+def _keys_until_done(lengths: Floats, counts: Ints, at_once: int) -> float:
+    """How many keys one of the programs that run side by side attends to, at most, if there are
+    ``counts`` programs of these ``lengths``: those with the most are followed by those with the
+    fewest."""
+    order = lengths.argsort()[::-1]
+    every = lengths[order].repeat(counts[order])
+    rounds = np.zeros((-(-len(every) // at_once), at_once))
+    rounds.ravel()[: len(every)] = every
     rounds[1::2] = rounds[1::2, ::-1].copy()
     return float(rounds.sum(0).max())
 

@@ -5,13 +5,15 @@ each row's position."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from kvboost.model.triton.host import send
-from kvboost.model.triton.pages import check_pages, slots_of
+from kvboost.model.triton.host import send_into
+from kvboost.model.triton.pages import check_pages
 from kvboost.model.triton.rotation import channels_of
 
 ROWS = 32
@@ -25,93 +27,168 @@ mostly padding, and a program that finds none but that ends."""
 WARPS = 4
 
 
-@dataclass(frozen=True)
-class ShiftPlan:
-    """Which rows of a request show the offset of their span and which receive it; the same in all
-    layers. Each is sorted by span and position."""
+Array = np.ndarray[Any, np.dtype[Any]]
 
-    fresh: torch.Tensor
-    """int64 ``[3, fresh]``: rows in the segment, slots and positions of recomputed moved rows."""
-    weights: torch.Tensor
+
+@dataclass(frozen=True)
+class ShiftRows:
+    """Which rows of a request show the offset of their span and which receive it, on the host."""
+
+    fresh: Array
+    """``[2, fresh]``: rows in the segment and positions of recomputed moved rows, by span."""
+    weights: Array
     """float32 ``[fresh]``: what each adds to the offset of its span."""
-    bounds: torch.Tensor
-    """int64 ``[spans + 1]``: where the recomputed rows of each span begin."""
-    stale: torch.Tensor
-    """int64 ``[3, stale]``: spans, slots and positions of moved rows that are not recomputed. A
-    slot of -1 is padding."""
+    bounds: Array
+    """``[spans + 1]``: where the recomputed rows of each span begin."""
+    stale: Array
+    """``[2, stale]``: spans and positions of moved rows that are not recomputed."""
     end: int
     """One past the last moved position."""
-    parts: int
-    """How many programs sum up the rows of a span."""
 
     @classmethod
-    def of(
-        cls,
-        positions: torch.Tensor,
-        span_of: torch.Tensor,
-        weights: torch.Tensor,
-        table: torch.Tensor,
-        page: int,
-    ) -> ShiftPlan:
+    def of(cls, positions: torch.Tensor, span_of: torch.Tensor, weights: torch.Tensor) -> ShiftRows:
         """``positions`` are all rows of the segment; ``span_of``, ``[prompt]``, is -1 for rows that
         are not moved; ``weights`` are those of the rows of the segment that are moved, in order.
-        All on the CPU. ``table``, ``[pages]`` on the device, has the request's pages."""
-        index = (span_of[positions] >= 0).nonzero()[:, 0]
+        All on the CPU."""
+        at, spans = positions.numpy(), span_of.numpy()
+        which = spans[at]
+        index = np.flatnonzero(which >= 0)
         if len(weights) != len(index):
             raise ValueError(f"{len(index)} moved rows are recomputed; {len(weights)} weights")
-        which = span_of[positions[index]]
-        order = which.argsort(stable=True)
-        index, which = index[order], which[order]
-        num_spans = int(span_of.max()) + 1
-        bounds = torch.searchsorted(which, torch.arange(num_spans + 1))
-        most = int(bounds.diff().max()) if num_spans else 0
-        is_stale = span_of >= 0
-        is_stale[positions] = False
-        stale = is_stale.nonzero()[:, 0]
-        parts = [index, positions[index], bounds, span_of[stale], stale]
-        sent = send(torch.cat([part.long() for part in parts]), table.device)
-        index, at, bounds, spans, stale = sent.split([len(part) for part in parts])
+        which = which[index]
+        order = which.argsort(kind="stable")
+        index = index[order]
+        is_stale = spans >= 0
+        moved = np.flatnonzero(is_stale)
+        is_stale[at] = False
+        stale = np.flatnonzero(is_stale)
         return cls(
-            torch.stack([index, slots_of(at, table, page), at]),
-            send(weights[order].float(), table.device),
-            bounds,
-            torch.stack([spans, slots_of(stale, table, page), stale]),
-            int((span_of >= 0).nonzero()[-1]) + 1 if num_spans else 0,
-            cls.pick_parts(most),
+            np.stack([index, at[index]]),
+            weights.numpy()[order].astype(np.float32, copy=False),
+            np.searchsorted(which[order], np.arange(int(spans.max(initial=-1)) + 2)),
+            np.stack([spans[stale], stale]),
+            int(moved[-1]) + 1 if len(moved) else 0,
         )
+
+
+@dataclass(frozen=True)
+class ShiftPlan:
+    """The same on the device, the same in all layers, with room for more. It is in one piece, so
+    that one copy sends it::
+
+        num_stale | bounds | weights | fresh | stale
+    """
+
+    data: torch.Tensor
+    """int32."""
+    num_spans: int
+    num_fresh: int
+    """There is room for so many of both."""
+    end: int
+    """One past the last moved position, at most."""
+    parts: int
+    """How many programs sum up the rows of a span."""
+    table: torch.Tensor
+    """int32 ``[pages]``: the request's pages, in order."""
+
+    @classmethod
+    def of(cls, rows: ShiftRows, table: torch.Tensor) -> ShiftPlan:
+        """A plan of just these rows."""
+        most = int(np.diff(rows.bounds).max(initial=0))
+        sizes = len(rows.bounds) - 1, rows.fresh.shape[1], rows.stale.shape[1]
+        plan = cls.empty(*sizes, rows.end, cls.pick_parts(most), table)
+        plan.load(rows)
+        return plan
+
+    @classmethod
+    def empty(
+        cls,
+        num_spans: int,
+        num_fresh: int,
+        num_stale: int,
+        end: int,
+        parts: int,
+        table: torch.Tensor,
+    ) -> ShiftPlan:
+        """A plan that shifts nothing, with room for so much."""
+        size = 2 + num_spans + 3 * num_fresh + 2 * num_stale
+        data = torch.zeros(size, dtype=torch.int32, device=table.device)
+        return cls(data, num_spans, num_fresh, end, parts, table)
 
     @staticmethod
     def pick_parts(most: int) -> int:
         """How many programs sum up a span of up to ``most`` recomputed rows."""
         return min(-(-most // ROWS_PER_PART), MOST_PARTS)
 
-    def load(self, other: ShiftPlan) -> bool:
-        """Takes over what ``other`` holds, padded; False if it does not fit."""
-        fresh, spans, stale = other.fresh.shape[1], len(other.bounds), other.stale.shape[1]
+    @property
+    def most_stale(self) -> int:
+        return (len(self.data) - self._head) // 2
+
+    @property
+    def num_stale(self) -> torch.Tensor:
+        """int32 ``[1]``: how many rows are shifted."""
+        return self.data[:1]
+
+    @property
+    def bounds(self) -> torch.Tensor:
+        """int32 ``[spans + 1]``, as those of :class:`ShiftRows`."""
+        return self.data[1 : 2 + self.num_spans]
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """float32 ``[fresh]``."""
+        return self.data[self._head - 3 * self.num_fresh :][: self.num_fresh].view(torch.float32)
+
+    @property
+    def fresh(self) -> torch.Tensor:
+        """int32 ``[2, fresh]``: rows in the segment, and positions."""
+        return self.data[self._head - 2 * self.num_fresh : self._head].view(2, -1)
+
+    @property
+    def stale(self) -> torch.Tensor:
+        """int32 ``[stale, 2]``: span and position of each."""
+        return self.data[self._head :].view(-1, 2)
+
+    def load(self, rows: ShiftRows) -> bool:
+        """Takes over ``rows``; False if they do not fit."""
+        fresh, spans, stale = len(rows.weights), len(rows.bounds) - 1, rows.stale.shape[1]
         if (
-            fresh > self.fresh.shape[1]
-            or spans > len(self.bounds)
-            or stale > self.stale.shape[1]
-            or other.end > self.end
+            fresh > self.num_fresh
+            or spans > self.num_spans
+            or stale > self.most_stale
+            or rows.end > self.end
         ):
             return False
-        self.fresh[:, :fresh].copy_(other.fresh)
-        self.weights[:fresh].copy_(other.weights)
-        self.bounds[:spans].copy_(other.bounds)
-        self.bounds[spans:].fill_(fresh)
-        self.stale[:, :stale].copy_(other.stale)
-        self.stale[1, stale:].fill_(-1)
+        sent = np.zeros(self._head + 2 * stale, np.int32)
+        sent[0] = stale
+        bounds, weights = sent[1 : 2 + self.num_spans], sent[2 + self.num_spans :][:fresh]
+        bounds[: spans + 1], bounds[spans + 1 :] = rows.bounds, fresh
+        weights.view(np.float32)[:] = rows.weights
+        sent[self._head - 2 * self.num_fresh : self._head].reshape(2, -1)[:, :fresh] = rows.fresh
+        sent[self._head :].reshape(-1, 2).T[:] = rows.stale
+        send_into(torch.from_numpy(sent), self.data[: len(sent)])
         return True
 
     def clear(self) -> None:
         """Shifts nothing."""
-        self.bounds.zero_()
-        self.stale[1].fill_(-1)
+        self.data[: 2 + self.num_spans].zero_()
+
+    @property
+    def _head(self) -> int:
+        """Where the rows to shift begin."""
+        return 2 + self.num_spans + 3 * self.num_fresh
+
+
+@triton.jit
+def _slot_address(table, position, used, page_stride, token_stride, PAGE: tl.constexpr):
+    """Where the row of a position is, from the beginning of a head."""
+    page = tl.load(table + position // PAGE, mask=used, other=0).to(tl.int64)
+    return page * page_stride + (position % PAGE) * token_stride
 
 
 @triton.jit(
     do_not_specialize=["num_fresh"],
-    do_not_specialize_on_alignment=["fresh", "weights", "bounds"],
+    do_not_specialize_on_alignment=["fresh", "weights", "bounds", "table"],
 )
 def _errors_kernel(
     keys,
@@ -128,6 +205,7 @@ def _errors_kernel(
     num_fresh,
     weights,
     bounds,
+    table,
     cos,
     sin,
     offsets,
@@ -155,11 +233,10 @@ def _errors_kernel(
         row = start + tl.arange(0, ROWS)
         used = row < end
         weight = tl.load(weights + row, mask=used, other=0.0)[:, None]
-        index = tl.load(fresh + row, mask=used, other=0)
-        slot = tl.load(fresh + num_fresh + row, mask=used, other=0)
-        position = tl.load(fresh + 2 * num_fresh + row, mask=used, other=0)
+        index = tl.load(fresh + row, mask=used, other=0).to(tl.int64)
+        position = tl.load(fresh + num_fresh + row, mask=used, other=0)
         stale = pages + head * head_stride
-        stale += ((slot // PAGE) * page_stride + (slot % PAGE) * token_stride)[:, None]
+        stale += _slot_address(table, position, used, page_stride, token_stride, PAGE)[:, None]
         key = keys + head * key_head_stride + (index * key_row_stride)[:, None]
         value = values + head * value_head_stride + (index * value_row_stride)[:, None]
 
@@ -199,7 +276,7 @@ def _add(to, offset, mask):
     tl.store(to, sum.to(to.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_stale"], do_not_specialize_on_alignment=["stale"])
+@triton.jit(do_not_specialize_on_alignment=["stale", "num_stale", "table"])
 def _shift_kernel(
     pages,
     page_stride,
@@ -207,6 +284,7 @@ def _shift_kernel(
     token_stride,
     stale,
     num_stale,
+    table,
     cos,
     sin,
     offsets,
@@ -218,20 +296,18 @@ def _shift_kernel(
     INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Adds the offsets of their spans to some rows, in one head. Padding is at the end."""
+    """Adds the offsets of their spans to some rows, in one head."""
     head = tl.program_id(1).to(tl.int64)
     pair, channel = tl.arange(0, WIDE_PAIRS)[None, :], tl.arange(0, WIDE)[None, :]
     first, second = channels_of(pair, PAIRS, INTERLEAVED)
-    start = tl.program_id(0) * ROWS
-    while start < num_stale:
+    end = tl.load(num_stale)
+    for start in range(tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
         row = start + tl.arange(0, ROWS)
-        slot = tl.load(stale + num_stale + row, mask=row < num_stale, other=-1)
-        used = slot >= 0
-        start = tl.where(tl.max(slot, 0) < 0, num_stale, start + tl.num_programs(0) * ROWS)
-        span = tl.load(stale + row, mask=used, other=0)
-        position = tl.load(stale + 2 * num_stale + row, mask=used, other=0)
+        used = row < end
+        span = tl.load(stale + 2 * row, mask=used, other=0).to(tl.int64)
+        position = tl.load(stale + 2 * row + 1, mask=used, other=0)
         to = pages + head * head_stride
-        to += ((slot // PAGE) * page_stride + (slot % PAGE) * token_stride)[:, None]
+        to += _slot_address(table, position, used, page_stride, token_stride, PAGE)[:, None]
         offset = offsets + ((span * tl.num_programs(1) + head) * (2 * DIM))[:, None]
 
         rotates = used[:, None] & (pair < PAIRS)
@@ -265,11 +341,10 @@ def shift(
     kv_heads, page, dim = check_pages(pages)
     cos, sin = (part.contiguous() for part in cos_sin)
     keys, values = (part if part.stride(2) == 1 else part.contiguous() for part in (keys, values))
-    spans, pairs = len(plan.bounds) - 1, cos.shape[1]
+    spans, pairs = plan.num_spans, cos.shape[1]
     if len(cos) < plan.end:
         raise ValueError(f"cosines cover {len(cos)} positions; moved rows end at {plan.end}")
-    num_fresh, num_stale = plan.fresh.shape[1], plan.stale.shape[1]
-    if not (num_fresh and num_stale):
+    if not (plan.num_fresh and plan.most_stale):
         return
     size = (plan.parts, spans, kv_heads, 2 * dim)
     offsets = torch.empty(size, dtype=torch.float32, device=pages.device)
@@ -286,10 +361,12 @@ def shift(
     _errors_kernel[(spans, kv_heads, plan.parts)](
         *(keys, keys.stride(0), keys.stride(1), values, values.stride(0), values.stride(1)),
         *(pages, *pages.stride()[:3]),
-        *(plan.fresh, num_fresh, plan.weights, plan.bounds, cos, sin, offsets),
+        *(plan.fresh, plan.num_fresh, plan.weights, plan.bounds, plan.table, cos, sin, offsets),
         **constants,
     )
     offsets = offsets.sum(0) if plan.parts > 1 else offsets[0]
-    _shift_kernel[(min(triton.cdiv(num_stale, ROWS), MOST_PROGRAMS), kv_heads)](
-        *(pages, *pages.stride()[:3], plan.stale, num_stale, cos, sin, offsets), **constants
+    programs = min(triton.cdiv(plan.most_stale, ROWS), MOST_PROGRAMS)
+    _shift_kernel[(programs, kv_heads)](
+        *(pages, *pages.stride()[:3], plan.stale, plan.num_stale, plan.table, cos, sin, offsets),
+        **constants,
     )

@@ -11,7 +11,7 @@ from kvboost.model.triton.mass import attention_mass
 from kvboost.model.triton.move import MovedRows, StoredSpan, move
 from kvboost.model.triton.pages import PagedLayers
 from kvboost.model.triton.rows import LEAST_DENSE, MOST_PARTS, PagedRows, Tile, dense_tile, tiles_of
-from kvboost.model.triton.shift import ShiftPlan, shift
+from kvboost.model.triton.shift import ShiftPlan, ShiftRows, shift
 
 PAGES = 2
 MORE_PARTS = [1 << bit for bit in range(2, MOST_PARTS.bit_length())]
@@ -70,10 +70,11 @@ def warm_up(
 
     angles = torch.ones(page + 1, pairs, device=like.device)
     stored = torch.zeros(2, len(layers), kv_heads, 1, dim, dtype=like.dtype, device=like.device)
-    moved = MovedRows.of([StoredSpan(stored, 0, 1, 0)], table, own)
+    turn = torch.ones(1, 1, pairs)
+    moved = MovedRows.of([StoredSpan(stored, 0, 1, 0)], (turn, turn), table, own)
     for share in (None, 0.5):
-        move(moved, own, (angles[None, :1], angles[None, :1]), interleaved=interleaved, share=share)
+        move(moved, own, interleaved=interleaved, share=share)
     span_of = torch.zeros(page + 1, dtype=torch.int64)
-    plan = ShiftPlan.of(position, span_of, torch.ones(1), table, page)
+    plan = ShiftPlan.of(ShiftRows.of(position, span_of, torch.ones(1)), table)
     fresh = query.new_zeros(1, kv_heads, dim)
     shift(fresh, fresh, pages, plan, (angles, angles), interleaved=interleaved)

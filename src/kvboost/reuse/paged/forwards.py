@@ -246,7 +246,7 @@ class SegmentForwards:
         if probes:
             hook = FixedMass(kernels, rows, hides=True, ends=kind == PROBES)
         elif kind == REPAIRS:
-            hook = FixedShift(kernels, size, capacity)
+            hook = FixedShift(kernels, size, capacity, rows.table)
         batch: RowsBatch | None = None
 
         def model(

@@ -81,7 +81,11 @@ class Graphs:
 
         def forward(size: int, lead: int) -> CapturedForward:
             rows = FixedRows(kernels, heads, size, capacity, lead)
-            hook = FixedMass(kernels, rows) if lead else FixedShift(kernels, size, capacity)
+            hook: FixedMass | FixedShift = (
+                FixedMass(kernels, rows)
+                if lead
+                else FixedShift(kernels, size, capacity, rows.table)
+            )
             return CapturedForward(model, kernels, rows, hook, capture)
 
         # The largest first: the others then fit into its memory.
@@ -151,7 +155,7 @@ class CapturedForward:
 class FixedRows:
     """The inputs of a forward of up to ``size`` rows. The last rows of a prompt come first, in
     ``lead`` places of their own, if a probe is to find them. ``last``, int32 ``[1]``, is where the
-    last row is."""
+    last row is; ``table``, int32, has the pages of the request."""
 
     def __init__(
         self, kernels: GpuKernels, heads: int, size: int, capacity: int, lead: int = 0
@@ -163,27 +167,31 @@ class FixedRows:
         tile, lead_tile = dense or kernels.tile(heads, size), kernels.tile(heads, lead)
         all_tiles = [*_tiles(0, lead, tile, group), *_tiles(lead, size, tile, group)]
         self._tiles = FixedTiles(all_tiles, tile, group, pages)
-        self._lead_tiles = FixedTiles(_tiles(0, lead, lead_tile, group), lead_tile, group, pages)
-        parts = [size, size, 1, 1, self._tiles.size, self._lead_tiles.size]
+        if lead == size:  # a probe of the last rows alone
+            self._lead_tiles = self._tiles
+        else:
+            lead_tiles = _tiles(0, lead, lead_tile, group)
+            self._lead_tiles = FixedTiles(lead_tiles, lead_tile, group, pages)
+        own = self._lead_tiles.size if lead < size else 0
+        parts = [size, size, 1, 1, self._tiles.size, own]
         self._inputs = torch.zeros(sum(parts), dtype=torch.int32, device=pages.device)
-        self._ids, self._positions, self.last, num_keys, *both = self._inputs.split(parts)
+        self._ids, self._positions, self.last, num_keys, work, own_work = self._inputs.split(parts)
         self._positions.fill_(-1)
-        self._table = torch.zeros(
-            -(-capacity // pages.size), dtype=torch.int32, device=pages.device
-        )
-        table = self._table[None]
-        paged = self._tiles.paged(self._positions, both[0], table, capacity)
+        self.table = torch.zeros(-(-capacity // pages.size), dtype=torch.int32, device=pages.device)
+        table = self.table[None]
+        paged = self._tiles.paged(self._positions, work, table, capacity)
         self.paged = replace(paged, num_keys=num_keys) if dense else paged
-        self.lead = self._lead_tiles.paged(self._positions[:lead], both[1], table, capacity)
+        lead_work = own_work if own else work
+        self.lead = self._lead_tiles.paged(self._positions[:lead], lead_work, table, capacity)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids, int32, positions and slots, int64."""
         positions = self._positions.clamp(min=0).long()
-        slots = slots_of(positions, self._table, self._page)
+        slots = slots_of(positions, self.table, self._page)
         return self._ids, positions, torch.where(self._positions < 0, -1, slots)
 
     def fits(self, table: torch.Tensor) -> bool:
-        return len(table) <= len(self._table)
+        return len(table) <= len(self.table)
 
     def load(
         self, ids: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, num_last: int
@@ -200,9 +208,10 @@ class FixedRows:
         sent[2 * self._size + 1] = rows[-1] + 1
         work = sent[2 * self._size + 2 :]
         self._tiles.fill(work[: self._tiles.size], positions)
-        self._lead_tiles.fill(work[self._tiles.size :], positions)
+        if self._lead_tiles is not self._tiles:
+            self._lead_tiles.fill(work[self._tiles.size :], positions)
         send_into(torch.from_numpy(sent), self._inputs)
-        self._table[: len(table)].copy_(table, non_blocking=True)
+        self.table[: len(table)].copy_(table, non_blocking=True)
 
 
 class FixedTiles:
@@ -215,11 +224,15 @@ class FixedTiles:
     ) -> None:
         self._tile, self._group, self._kv_heads = tile, group, pages.num_kv_heads
         self._at_once = programs_at_once(pages.device, tile)
-        self._tiles = np.array([(0, start, 0, room) for start, room in tiles], np.int32)
+        given = [(0, start, 0, room) for start, room in tiles]
+        self._tiles = np.array(given, np.int32).reshape(-1, 4)
         spare = 2 * self._at_once // self._kv_heads
         self._most_items = len(tiles) + spare if tiles else 0
         self._most_parts = min(MOST_PARTS, max(LEAST_PARTS, spare // max(1, len(tiles))))
         self.size = self._most_items * len(ITEM_FIELDS) + len(tiles) * len(TILE_FIELDS)
+        starts, room = self._tiles[:, 1], self._tiles[:, 3]
+        self._first_rows, self._first_heads = np.divmod(starts, group)
+        self._end_rows, self._end_heads = np.divmod(starts + room, group)
 
     def paged(
         self,
@@ -238,11 +251,14 @@ class FixedTiles:
         if not self._most_items:
             return
         tiles = self._tiles.copy()
-        used = (positions >= 0).repeat(self._group).cumsum()
-        before = np.concatenate([[0], used])
-        starts, room = tiles[:, 1], tiles[:, 3]
-        count = tiles[:, 2] = before[starts + room] - before[starts]
-        last = (starts + np.maximum(count, 1) - 1) // self._group
+        used = np.zeros(len(positions) + 2, np.int32)
+        used[1:-1] = positions >= 0
+        before = used.cumsum(dtype=np.int32)  # how many rows before each are used
+        here = used[1:]
+        count = self._group * (before[self._end_rows] - before[self._first_rows])
+        count += self._end_heads * here[self._end_rows] - self._first_heads * here[self._first_rows]
+        tiles[:, 2] = count
+        last = (tiles[:, 1] + np.maximum(count, 1) - 1) // self._group
         ends = np.where(count > 0, positions[last] + 1, 1)
         most = self._most_parts, self._most_items
         parts = pick_parts(ends, self._kv_heads, self._at_once, *most)
@@ -268,23 +284,17 @@ def _tiles(begin: int, end: int, tile: Tile, group: int) -> list[tuple[int, int]
 class FixedShift:
     """The shift of any repair of up to ``size`` rows; of none if nothing is to be shifted."""
 
-    def __init__(self, kernels: GpuKernels, size: int, capacity: int) -> None:
-        device = kernels.pages.device
-        self._plan = ShiftPlan(
-            torch.zeros(3, size, dtype=torch.int64, device=device),
-            torch.zeros(size, device=device),
-            torch.zeros(MOST_SPANS + 1, dtype=torch.int64, device=device),
-            torch.full((3, capacity), -1, dtype=torch.int64, device=device),
-            capacity,
-            ShiftPlan.pick_parts(size),
-        )
-        self._apply = ShiftHook(kernels, self._plan)
+    def __init__(self, kernels: GpuKernels, size: int, capacity: int, table: torch.Tensor) -> None:
+        """``table``, ``[pages]``, will have the pages of the request."""
+        parts = ShiftPlan.pick_parts(size)
+        self._kernels = kernels
+        self._plan = ShiftPlan.empty(MOST_SPANS, size, capacity, capacity, parts, table)
         self.hidden: torch.Tensor | None = None
 
     def begin(self) -> None: ...
 
     def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._apply.on_fresh(layer, keys, values)
+        self._kernels.apply_shift(self._plan, layer, keys, values)
 
     def on_query(
         self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
@@ -298,7 +308,7 @@ class FixedShift:
             self._plan.clear()
             return True
         assert isinstance(hook, ShiftHook)
-        return self._plan.load(hook.plan)
+        return self._plan.load(hook.rows)
 
     def finish(self, hook: LayerHook | None) -> None: ...
 
@@ -314,8 +324,17 @@ class FixedMass:
         device, capacity = kernels.pages.device, rows.lead.end
         self._kernels, self._rows = kernels, rows.lead
         self._layers = probed_layers(len(kernels.pages.caches))
-        self._absent = torch.ones(capacity, dtype=torch.bool, device=device)
-        self._weights = torch.zeros(KINDS, len(self._rows.positions), device=device)
+        # In one piece: weights of the last rows, and which keys are absent.
+        self._num_rows = len(self._rows.positions)
+        self._weight_bytes = 4 * KINDS * self._num_rows
+        size = self._weight_bytes + capacity
+        self._data = torch.zeros(size, dtype=torch.uint8, device=device)
+        weights = self._data[: self._weight_bytes].view(torch.float32)
+        self._weights = weights.view(KINDS, self._num_rows)
+        self._absent = self._data[self._weight_bytes :].view(torch.bool)
+        self._absent.fill_(True)
+        self._end = 0
+        """From here on, all keys are absent."""
         self._mass = torch.zeros(KINDS, capacity, device=device)
         self._ends = ends
         self.hidden = self._absent if hides else None
@@ -349,16 +368,18 @@ class FixedMass:
 
     def load(self, hook: LayerHook | None) -> bool:
         assert isinstance(hook, MassHook)
-        known = hook.seen.absent
-        if hook.num_rows > len(self._rows.positions) or hook.seen.layers != self._layers:
+        known, num_rows = hook.seen.absent, hook.num_rows
+        if num_rows > self._num_rows or hook.seen.layers != self._layers:
             return False
-        absent = torch.zeros(len(known) + hook.num_rows, dtype=torch.bool)
-        absent[: len(known)] = known
-        self._absent[len(absent) :].fill_(True)
-        send_into(absent, self._absent[: len(absent)])
-        weights = torch.zeros(self._weights.shape)
-        weights[:, : hook.num_rows] = row_weights(hook.num_rows)
-        send_into(weights, self._weights)
+        end = len(known) + num_rows
+        sent = np.zeros(self._weight_bytes + end, np.uint8)
+        weights = sent[: self._weight_bytes].view(np.float32).reshape(KINDS, -1)
+        weights[:, :num_rows] = row_weights(num_rows).numpy()
+        sent[self._weight_bytes :][: len(known)] = known.numpy()
+        send_into(torch.from_numpy(sent), self._data[: len(sent)])
+        if end < self._end:
+            self._absent[end : self._end].fill_(True)
+        self._end = end
         return True
 
     def finish(self, hook: LayerHook | None) -> None:

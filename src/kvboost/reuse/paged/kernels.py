@@ -4,6 +4,7 @@ in one launch, torch does elsewhere; tests compare the two."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -12,9 +13,9 @@ from kvboost.cache.chunk import KVChunk
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import PLAIN
 from kvboost.model.triton import attention, mass, move, shift
-from kvboost.model.triton.host import send
 from kvboost.model.triton.pages import PagedLayers
 from kvboost.model.triton.rows import PagedRows, Tile, dense_tile
+from kvboost.model.triton.shift import ShiftPlan, ShiftRows
 from kvboost.model.triton.warm import warm_up
 from kvboost.reuse.paged.hooks import Attention, EnoughLayers
 from kvboost.reuse.probe import AttentionMass, row_weights
@@ -88,20 +89,23 @@ class GpuKernels:
     ) -> None:
         """As :meth:`place`; ``stored`` are the rows of the whole chunks, in full precision."""
         device = table.device
+        every = [hit.distance for hit in hits]
+        distances = sorted(set(every))
+        number = {distance: number for number, distance in enumerate(distances)}
         spans = [
             move.StoredSpan(
                 rows if rows.device == device else rows.to(device, non_blocking=True),
                 hit.offset,
                 hit.num_tokens,
                 hit.start,
+                number[distance],
             )
-            for hit, rows in zip(hits, stored, strict=True)
+            for hit, rows, distance in zip(hits, stored, every, strict=True)
         ]
-        cos, sin = self._rotations_by(torch.tensor([hit.distance for hit in hits]))
-        rows = move.MovedRows.of(spans, table, self._layers)
+        cos_sin = self._rotations_by(torch.tensor(distances))
+        rows = move.MovedRows.of(spans, cos_sin, table, self._layers)
         interleaved = self._rotation is not None and self._rotation.interleaved
-        turns = send(cos, device), send(sin, device)
-        move.move(rows, self._layers, turns, interleaved=interleaved, share=share)
+        move.move(rows, self._layers, interleaved=interleaved, share=share)
 
     def _rotations_by(self, distances: torch.Tensor) -> CosSin:
         """Cosine and sine ``[1 or layers, distances, pairs]``, on the host."""
@@ -145,8 +149,17 @@ class GpuKernels:
         Both are on the host."""
         if (weights := shift_weights(part, spans)) is None:
             return None
-        plan = shift.ShiftPlan.of(part, spans.span_of, weights, table, self.pages.size)
-        return ShiftHook(self, plan)
+        return ShiftHook(self, ShiftRows.of(part, spans.span_of, weights), table)
+
+    def apply_shift(
+        self, plan: ShiftPlan, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Shifts rows of a layer, given the fresh keys and values of a segment."""
+        if not layer:  # its keys and values depend on the token alone
+            return
+        rotation = self.rotations(plan.end)[layer]
+        interleaved = self.rotation.interleaved
+        shift.shift(keys, values, self.pages.caches[layer], plan, rotation, interleaved=interleaved)
 
     def rows(self, rows: torch.Tensor, table: torch.Tensor, heads: int) -> PagedRows:
         dense = self.dense_tile(heads, len(rows), int(rows[-1]) + 1)
@@ -250,21 +263,18 @@ class MassHook:
 
 
 class ShiftHook:
-    def __init__(self, kernels: GpuKernels, plan: shift.ShiftPlan) -> None:
-        self.plan = plan
-        self._kernels = kernels
-        self._rotations = kernels.rotations(plan.end)
+    """Shifts the moved rows that ``rows`` name, of the request whose pages are ``table``."""
+
+    def __init__(self, kernels: GpuKernels, rows: ShiftRows, table: torch.Tensor) -> None:
+        self.rows = rows
+        self._kernels, self._table = kernels, table
+
+    @cached_property
+    def _plan(self) -> ShiftPlan:
+        return ShiftPlan.of(self.rows, self._table)
 
     def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if layer:  # the keys and values of layer 0 depend on the token alone
-            shift.shift(
-                keys,
-                values,
-                self._kernels.pages.caches[layer],
-                self.plan,
-                self._rotations[layer],
-                interleaved=self._kernels.rotation.interleaved,
-            )
+        self._kernels.apply_shift(self._plan, layer, keys, values)
 
     def on_query(
         self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
