@@ -70,7 +70,7 @@ def test_chunks_that_are_here_are_not_copied() -> None:
 def test_data_from_a_gpu_has_arrived_when_it_is_read() -> None:
     tier = RamTier(1 << 30, pinned=True)
     chunk = make_chunk([1] * 4)
-    large = (2, 1, 1, 1 << 22, 4)
+    large = (2, 1, 1, 4, 1 << 22)
     moved = replace(chunk, data=chunk.data.map(lambda _: torch.ones(large, device=DEVICE)))
     (brought,) = tier.adopt([moved])
     del moved
