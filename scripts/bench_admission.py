@@ -4,8 +4,8 @@
 
 Rows of a prompt of 15 chunks of 128 tokens, the first of which is known, go from pages into full
 tiers, and then those of its answer. The model has 28 layers and tiny heads, and the GPU is played
-by the CPU: what is left is the time of calls. Prints medians of processor time per request, and how
-many calls of torch, views not counted, would go to the GPU; JSON comes last.
+by the CPU: what is left is the time of calls. Prints medians of processor time per request; JSON
+comes last.
 """
 
 from __future__ import annotations
@@ -14,14 +14,10 @@ import json
 import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvboost.cache.chunk import Origin
 from kvboost.cache.quantize import Quantizer
@@ -58,23 +54,6 @@ class HostMemory(RamTier):
         return False
 
 
-class Calls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> object:
-        name = str(func).split(".")[1]
-        self.names[name] += name not in ("view", "slice", "select", "permute", "_unsafe_view")
-        return func(*args, **(kwargs or {}))
-
-
 def main(requests: int = 150) -> None:
     torch.set_num_threads(1)
     memory = partial(torch.zeros, dtype=torch.uint8)
@@ -104,17 +83,12 @@ def main(requests: int = 150) -> None:
     for _ in range(UNTIMED):
         serve()
     prompts, answers = zip(*(serve() for _ in range(requests)), strict=True)
-    with Calls() as calls:
-        serve()
     found = {
         "benchmark": "admission",
         "prompt_ms": statistics.median(prompts) * 1e3,
         "answer_ms": statistics.median(answers) * 1e3,
-        "calls": calls.names.total(),
     }
     print(f"prompt {found['prompt_ms']:.2f} ms, answer {found['answer_ms']:.2f} ms")
-    names = ", ".join(f"{count} {name}" for name, count in (+calls.names).items())
-    print(f"{found['calls']} calls: {names}")
     print(json.dumps(found))
 
 
