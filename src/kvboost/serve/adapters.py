@@ -15,6 +15,7 @@ from kvboost.results import LONGEST_ADAPTER_NAME
 from kvboost.serve.bodies import BodyRoute
 from kvboost.serve.errors import ApiError
 from kvboost.serve.openapi import errors
+from kvboost.serve.problems import shown
 from kvboost.serve.request_fields import Body, SomeText
 from kvboost.serve.response_models import AdapterReply, Unloaded
 from kvboost.serve.server import Server, ServerState
@@ -71,7 +72,7 @@ async def unload_lora_adapter(body: UnloadAdapter, server: Server) -> Response:
         loaded = ", ".join(sorted(server.engine.adapters())) or "none"
         raise ApiError(
             404,
-            f"there is no adapter {body.lora_name[:80]!r}; loaded: {loaded}",
+            f"there is no adapter {shown(body.lora_name)}; loaded: {loaded}",
             code="model_not_found",
             param="lora_name",
         ) from None

@@ -18,6 +18,7 @@ from kvboost.serve.chat import chat_call
 from kvboost.serve.completions import completion_call
 from kvboost.serve.errors import ApiError, from_engine, shutting_down
 from kvboost.serve.openapi import errors
+from kvboost.serve.problems import shown
 from kvboost.serve.prompts import encode, num_characters, refuse_long_text
 from kvboost.serve.query import EACH_ONCE
 from kvboost.serve.request_documents import PinDocument, PinIds, PinRequest, PinText
@@ -188,7 +189,7 @@ async def unpin(name: str, server: Server) -> Response:
     """Ends a pin. What it held stays in the cache until it is evicted."""
     found = await asyncio.to_thread(server.engine.drop_pin, name)
     if found is None:
-        raise ApiError(404, f"there is no pin {name[:80]!r}", code="pin_not_found", param="name")
+        raise ApiError(404, f"there is no pin {shown(name)}", code="pin_not_found", param="name")
     return JSONResponse(asdict(found))
 
 

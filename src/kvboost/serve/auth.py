@@ -10,6 +10,7 @@ from hashlib import blake2b
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvboost.serve.errors import ApiError
+from kvboost.serve.problems import shown
 from kvboost.serve.settings import TENANT_PATHS, ApiKey, ServerSettings
 
 
@@ -79,7 +80,7 @@ class Keys:
             if tenant.name == name:
                 return tenant
         raise ApiError(
-            404, f"there is no tenant {name[:80]!r}", code="tenant_not_found", param="tenant"
+            404, f"there is no tenant {shown(name)}", code="tenant_not_found", param="tenant"
         )
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvboost.errors import KVBoostError, QueueFullError
 from kvboost.serve.auth import Keys, Tenant
 from kvboost.serve.errors import ApiError, from_engine
+from kvboost.serve.problems import shown
 from kvboost.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class Documents:
         if found is None:
             raise ApiError(
                 404,
-                f"there is no document {document_id[:80]!r} under this key and cache_salt; POST "
+                f"there is no document {shown(document_id)} under this key and cache_salt; POST "
                 "/kvboost/documents uploads one and returns its id",
                 code="document_not_found",
                 param="document_id",

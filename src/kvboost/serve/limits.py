@@ -7,6 +7,7 @@ from collections import Counter
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvboost.serve.errors import ApiError
+from kvboost.serve.problems import shown
 from kvboost.serve.settings import ServerSettings
 
 ALWAYS_SERVED = ("/health", "/ready")
@@ -42,7 +43,7 @@ class HeadLimits:
             if _host_name(host) not in settings.allowed_hosts:
                 return ApiError(
                     403,
-                    f"this server does not answer to the host name {host[:80]!r}; start it with "
+                    f"this server does not answer to the host name {shown(host)}; start it with "
                     "--allow-host to add it",
                     kind="permission_error",
                     code="host_not_allowed",

@@ -7,6 +7,7 @@ from collections import Counter
 from fastapi import Depends, Request
 
 from kvboost.serve.errors import ApiError
+from kvboost.serve.problems import shown
 
 
 def _check(request: Request) -> None:
@@ -16,7 +17,7 @@ def _check(request: Request) -> None:
         if number > 1:
             raise ApiError(
                 400,
-                f"{name[:80]!r} is given {number} times in the address; give it once",
+                f"{shown(name)} is given {number} times in the address; give it once",
                 param=name,
             )
 

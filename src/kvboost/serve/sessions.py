@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost.errors import KVBoostError
 from kvboost.serve.errors import ApiError
+from kvboost.serve.problems import shown
 from kvboost.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Sessions:
         if found is None:
             raise ApiError(
                 404,
-                f"there is no session {session_id[:80]!r} under this key and cache_salt; it may "
+                f"there is no session {shown(session_id)} under this key and cache_salt; it may "
                 "have expired",
                 code="session_not_found",
                 param="session_id",

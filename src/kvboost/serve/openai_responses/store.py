@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvboost.serve.errors import ApiError
+from kvboost.serve.problems import shown
 from kvboost.serve.request_tools import Message
 from kvboost.serve.settings import ServerSettings
 
@@ -53,7 +54,7 @@ class StoredResponses:
         except KeyError:
             raise ApiError(
                 404,
-                f"there is no response {response_id[:80]!r}; responses are kept for "
+                f"there is no response {shown(response_id)}; responses are kept for "
                 f"{self._settings.stored_response_seconds:g} s unless they say store=false",
                 code="response_not_found",
                 param=param,
