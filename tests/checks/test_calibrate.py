@@ -38,7 +38,8 @@ def test_reuse_that_would_not_be_faster_is_calibrated_too(engine) -> None:
     for passage in PASSAGES:
         engine.warm([*HEADER, *passage])
     found = engine.calibrate(SAMPLES[:1], max_kl=0.0)
-    assert found.ratio == 1.0 and found.steps[0].mean_kl > 1e-4
+    assert found.steps[0].mean_kl > 1e-4  # though computing the text would be faster, it was moved
+    assert all(step.mean_kl > 0 for step in found.steps[:-1])
     assert found.holds == (found.steps[-1].mean_kl == 0)
 
 
