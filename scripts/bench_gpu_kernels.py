@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from kvboost.model.triton.pages import PagedLayers, slots_of
 from kvboost.model.triton.rows import PagedRows, Tile, dense_tile
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows, shift
 from kvboost.reuse.rope import Rotation
-from kvboost.reuse.shift import Shift, Spans, row_weights
+from kvboost.reuse.shift import Shift, Spans
 
 PAGE, DIM, RUN = 16, 128, 2
 MODELS = {"7b": (28, 4), "1.5b": (12, 2)}
@@ -401,16 +401,20 @@ def time_shift(model: str, rows: int, keys: int, count: int = 8) -> dict[str, fl
     """Spans of which some rows were recomputed, in one layer."""
     kv_heads = MODELS[model][1]
     pages, table = make_pages(kv_heads, keys)
-    positions, span_of = scattered(rows, keys), torch.arange(keys) * count // keys
-    weights = row_weights(span_of[positions], torch.zeros(count))
-    plan = ShiftPlan.of(ShiftRows.of(positions, span_of, weights), table)
+    bounds = [keys * number // count for number in range(count + 1)]
+    positions, spans = (
+        scattered(rows, keys),
+        Spans.of([range(*two) for two in pairwise(bounds)], keys),
+    )
+    weights = spans.weights(positions)
+    assert weights is not None
+    plan = ShiftPlan.of(ShiftRows.of(positions, spans.block_of, weights), table)
     fresh = torch.randn(2, rows, kv_heads, DIM, device=DEVICE, dtype=DTYPE)
     rotation = Rotation(FREQUENCIES.expand(2, -1))
     at = rotation.cos_sin(1, torch.arange(keys, device=DEVICE))
     kv = RequestKV(KVShape(2, kv_heads, DIM, DTYPE, torch.device(DEVICE)), keys)
     kv.data[:, 1, :, :keys] = torch.stack(dense(pages, table))
-    spans = Spans(span_of.to(DEVICE), torch.zeros(count, device=DEVICE))
-    hook = Shift(rotation, positions.to(DEVICE), spans)
+    hook = Shift(rotation, positions.to(DEVICE), spans.to(DEVICE))
     in_torch = partial(hook.on_fresh, 1, kv, *(part.transpose(0, 1)[None] for part in fresh))
     ours = partial(shift, fresh[0], fresh[1], pages, plan, at)
     in_torch()

@@ -39,6 +39,7 @@ TYPES = {
         "bounds",
         "stale",
         "num_stale",
+        "num_spans",
     },
     "int64": {"sources", "slots", "addresses", "adapters"},
     "fp32": {
@@ -66,6 +67,8 @@ SIZES = {
     "WIDE": 32,
     "PAIRS": 10,
     "WIDE_PAIRS": 16,
+    "BLOCKS": 8,
+    "WIDE_BLOCKS": 16,
     "PAGE": 16,
     "HEADS": 6,
     "PARTS": 32,

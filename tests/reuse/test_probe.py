@@ -24,8 +24,8 @@ def test_attention_mass_is_the_weight_each_row_receives(window, at_once, monkeyp
     kv, query = filled_kv(), torch.randn(1, HEADS, ROWS, DIM)
     absent = torch.zeros(START, dtype=torch.bool)
     absent[3:6] = True
-    mass = AttentionMass(range(2, 4), START, absent)
-    for layer in range(5):  # the band counts two of them
+    mass = AttentionMass((range(1, 3), range(2, 4)), START, absent)
+    for layer in range(5):  # layer 1 is early, layers 2 and 3 are late
         mass.on_query(layer, kv, query, 0.3, window)
     expected = torch.zeros(KINDS, START)
     for head in range(HEADS):
@@ -38,8 +38,8 @@ def test_attention_mass_is_the_weight_each_row_receives(window, at_once, monkeyp
                     scores[position] = float("-inf")
             counted = torch.tensor([1, row >= ROWS - END_ROWS, row == ROWS - 1])[:, None]
             expected += counted * scores.softmax(0)[:START] / HEADS
-    assert torch.allclose(mass.mass, 2 * expected, atol=1e-5)
-    assert (mass.mass[:, 3:6] == 0).all()
+    assert torch.allclose(mass.mass, torch.stack([expected, 2 * expected]), atol=1e-5)
+    assert (mass.mass[..., 3:6] == 0).all()
 
 
 def test_deviation_is_the_distance_of_fresh_and_known_rows_in_one_layer() -> None:

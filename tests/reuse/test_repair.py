@@ -13,6 +13,7 @@ from kvboost.cache.lookup.hits import Hit, MovedRun
 from kvboost.config import RepairParams
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.repair import (
+    EARLY_SHARE,
     LEAST_BUDGET,
     MOST_BUDGET,
     STRATEGIES,
@@ -22,7 +23,7 @@ from kvboost.reuse.repair import (
 )
 
 LAYERS, PROMPT, MOVED = 10, 130, range(10, 110)
-DEPTH = len(probed_layers(LAYERS))
+DEPTH = len(probed_layers(LAYERS)[1])
 
 
 @dataclass
@@ -43,7 +44,8 @@ def run(start: int, end: int, resemblance: float) -> MovedRun:
 def moved_rows(
     see: Callable[[torch.Tensor], None], resemblance: tuple[float, float] = (0.0, 0.0)
 ) -> MovedRows:
-    """Two runs of 50 rows; ``see`` writes the attention, ``[kinds, rows]``, that a probe finds."""
+    """Two runs of 50 rows; ``see`` writes the attention, ``[2, kinds, rows]``, that a probe finds
+    in the early layer and in late ones."""
 
     def probe(
         positions: torch.Tensor, hook: object, until: int | None, absent: torch.Tensor | None
@@ -62,14 +64,27 @@ def chosen(moved: MovedRows, strategy: str, ratio: float) -> list[int]:
 
 def test_the_end_of_the_prompt_counts_as_much_as_all_its_last_rows() -> None:
     def see(mass: torch.Tensor) -> None:
-        mass[0, 20], mass[0, 30], mass[0, 40], mass[0, 5] = 6.0, 3.0, 1.0, 90.0  # 5 is not moved
-        mass[1, 40], mass[1, 50] = 0.3, 0.1
+        late = mass[1]
+        late[0, 20], late[0, 30], late[0, 40], late[0, 5] = 6.0, 3.0, 1.0, 90.0  # 5 is not moved
+        late[1, 40], late[1, 50] = 0.3, 0.1
 
     moved = moved_rows(see)
     scores = moved.attention()
-    assert float(scores.sum()) == pytest.approx(1.0)
-    assert scores[[20, 30, 40, 50]].tolist() == pytest.approx([0.3, 0.15, 0.425, 0.125])
+    assert float(scores.sum()) == pytest.approx(1 - EARLY_SHARE)
+    expected = [0.3, 0.15, 0.425, 0.125]
+    assert (scores[[20, 30, 40, 50]] / (1 - EARLY_SHARE)).tolist() == pytest.approx(expected)
     assert chosen(moved, "query", 0.02) == [20, 40]
+
+
+def test_rows_that_an_early_layer_attends_to_are_recomputed_too() -> None:
+    def see(mass: torch.Tensor) -> None:
+        mass[1, :2, MOVED.start : MOVED.stop] = torch.linspace(2, 1, 100)
+        mass[0, :2, [70, 90]] = 1.0
+
+    moved = moved_rows(see)
+    assert float(moved.attention().sum()) == pytest.approx(1.0)
+    assert moved.attention()[70] > EARLY_SHARE / 2
+    assert chosen(moved, "query", 0.05) == [10, 11, 12, 70, 90]
 
 
 @pytest.mark.parametrize(
@@ -80,8 +95,9 @@ def test_auto_repairs_more_where_the_last_row_attends_more_to_moved_text(
     share: float, times: float
 ) -> None:
     def see(mass: torch.Tensor) -> None:
-        mass[:2, MOVED.start : MOVED.stop] = torch.rand(100)
-        mass[2, 0], mass[2, 30] = 0.36 * DEPTH, 0.8 * share * DEPTH  # 0.8 = (1 - 0.36) ** 0.5
+        mass[1, :2, MOVED.start : MOVED.stop] = torch.rand(100)
+        last = mass[1, 2]
+        last[0], last[30] = 0.36 * DEPTH, 0.8 * share * DEPTH  # 0.8 = (1 - 0.36) ** 0.5
 
     moved = moved_rows(see)
     assert moved.last_share() == pytest.approx(share)
@@ -92,7 +108,7 @@ def test_auto_repairs_more_where_the_last_row_attends_more_to_moved_text(
 
 def test_seams_of_runs_that_were_read_after_the_same_text_are_recomputed() -> None:
     def see(mass: torch.Tensor) -> None:
-        mass[:, 20:30] = torch.arange(10, 0, -1)
+        mass[..., 20:30] = torch.arange(10, 0, -1)
 
     assert chosen(moved_rows(see), "query", 0.05) == [20, 21, 22, 23, 24]
     after_some = moved_rows(see, (0.0, 0.3))

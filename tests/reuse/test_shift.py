@@ -5,15 +5,15 @@ import torch
 
 from kvboost.model.kv import KVShape, RequestKV
 from kvboost.reuse.rope import Rotation
-from kvboost.reuse.shift import PRIOR_ROWS, SHIFT_STRENGTH, Shift, Spans, shift_weights
+from kvboost.reuse.shift import BLOCKS, FAR_ROWS, PRIOR_ROWS, REACH, SHIFT_STRENGTH, Shift, Spans
 
 ROTATION = Rotation(torch.rand(2, 2))
-SPAN_OF = torch.tensor([-1, -1, 0, 0, 0, 0, 1, 1, 1, -1])
-SPANS = Spans(SPAN_OF, torch.tensor([0.5, 0.0]))
+PROMPT = 10
+SPANS = Spans.of([range(2, 6), range(6, 9)], PROMPT)
 
 
-def filled_kv() -> RequestKV:
-    kv = RequestKV(KVShape(2, 3, 4, torch.float32, torch.device("cpu")), len(SPAN_OF))
+def filled_kv(tokens: int = PROMPT) -> RequestKV:
+    kv = RequestKV(KVShape(2, 3, 4, torch.float32, torch.device("cpu")), tokens)
     kv.data.copy_(torch.randn(kv.data.shape))
     return kv
 
@@ -21,7 +21,8 @@ def filled_kv() -> RequestKV:
 def fresh_rows(
     kv: RequestKV, positions: torch.Tensor, offset: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that lie off the known ones by one offset, of keys where position plays no part."""
+    """Rows that lie off the known ones by an ``offset``, ``[4]`` or ``[rows, 4]``, of keys where
+    position plays no part."""
     turned = ROTATION.rotate(offset.expand(3, len(positions), 4), ROTATION.cos_sin(1, positions))
     keys, values = kv.data[:, 1:, :, positions]
     return keys + turned, values + offset
@@ -35,13 +36,29 @@ def test_a_shared_offset_is_carried_to_the_other_rows_of_its_span() -> None:
     assert shift.useful
     shift.on_fresh(1, kv, *fresh_rows(kv, positions, offset))
     moved = kv.data - before
-    weight = SHIFT_STRENGTH * (1 - 0.5) * 3 / (3 + PRIOR_ROWS)
+    weight = SHIFT_STRENGTH * 3 / (3 + PRIOR_ROWS)
     at_3 = ROTATION.rotate(weight * offset.expand(3, 1, 4), ROTATION.cos_sin(1, torch.tensor([3])))
     assert torch.allclose(moved[0, 1, :, 3:4], at_3, atol=1e-5)
     assert torch.allclose(moved[1, 1, :, 3], (weight * offset).expand(3, 4), atol=1e-5)
     # Fresh rows (2, 4, 5) are written over right after; nothing else moves.
     others = [row for row in range(kv.capacity) if row not in (2, 3, 4, 5)]
     assert (moved[:, :, :, others] == 0).all()
+
+
+def test_rows_are_shifted_by_what_is_near_them() -> None:
+    """One row of a span at its beginning and two at its end, computed row by row."""
+    kv, spans = filled_kv(90), Spans.of([range(5, 85)], 90)  # blocks of ten rows
+    before, positions = kv.data.clone(), torch.tensor([7, 76, 83])
+    offsets = torch.randn(3, 4)
+    Shift(ROTATION, positions, spans).on_fresh(1, kv, *fresh_rows(kv, positions, offsets))
+    moved = (kv.data - before)[1, 1]
+    for row in (5, 14, 15, 40, 84):
+        blocks = (positions - 5) // 10
+        near = torch.exp(-((row - 5) // 10 - blocks).abs() * 10.0 / REACH)
+        weights = (near + FAR_ROWS / 3) / (near.sum() + FAR_ROWS)
+        assert float(weights.sum()) == pytest.approx(1.0)
+        expected = SHIFT_STRENGTH * 3 / (3 + PRIOR_ROWS) * weights @ offsets
+        assert torch.allclose(moved[:, row], expected.expand(3, 4), atol=1e-5)
 
 
 def test_layer_0_and_single_rows_shift_nothing() -> None:
@@ -57,21 +74,22 @@ def test_layer_0_and_single_rows_shift_nothing() -> None:
 
 
 def test_a_slice_shifts_only_its_own_rows() -> None:
-    part = SPANS.between(4, 7)
-    assert part.span_of.tolist() == [-1, -1, -1, -1, 0, 0, 1, -1, -1, -1]
+    part, every = SPANS.between(4, 7).block_of.tolist(), SPANS.block_of.tolist()
+    assert part == [*[-1] * 4, *every[4:7], *[-1] * 3]
 
 
 def test_a_later_round_shifts_what_is_stale_and_trusts_its_rows_less() -> None:
-    fresh = torch.zeros(len(SPAN_OF), dtype=torch.bool)
+    fresh = torch.zeros(PROMPT, dtype=torch.bool)
     fresh[[2, 3, 9]] = True  # row 9 is not moved
     later = SPANS.after(fresh)
-    assert later.span_of.tolist() == [-1, -1, -1, -1, 0, 0, 1, 1, 1, -1]
-    assert later.seen is not None and later.seen.tolist() == [2, 0]
+    assert (later.block_of >= 0).nonzero()[:, 0].tolist() == [4, 5, 6, 7, 8]
+    assert later.seen.tolist() == [2, 0]
     positions = torch.tensor([6, 7, 9])
-    first, second = shift_weights(positions, SPANS), shift_weights(positions, later)
+    first, second = SPANS.weights(positions), later.weights(positions)
     assert first is not None and second is not None and torch.equal(first, second)
-    again = later.after(torch.isin(torch.arange(len(SPAN_OF)), torch.tensor([6])))
-    third = shift_weights(torch.tensor([7, 8]), again)
-    assert third is not None and float(third[0]) == pytest.approx(
-        SHIFT_STRENGTH * 2 / (2 + 1 + PRIOR_ROWS) / 2
-    )
+    again = later.after(torch.isin(torch.arange(PROMPT), torch.tensor([6])))
+    third = again.weights(torch.tensor([7, 8]))
+    assert third is not None and third.shape == (2, BLOCKS, BLOCKS)
+    blocks = again.block_of[[7, 8]] % BLOCKS
+    trust = SHIFT_STRENGTH * 2 / (2 + 1 + PRIOR_ROWS)
+    assert third[1][:, blocks].sum(1).tolist() == pytest.approx([trust] * BLOCKS)

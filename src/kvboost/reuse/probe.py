@@ -15,6 +15,8 @@ _SCORES = 1 << 24  # attention weights held at a time
 END_ROWS = 5
 """A chat template adds about so many tokens after the question."""
 KINDS = 3
+Bands = tuple[range, range]
+"""Layers in which a probe observes attention: early ones, and late ones."""
 
 
 def row_weights(num_rows: int) -> torch.Tensor:
@@ -25,19 +27,25 @@ def row_weights(num_rows: int) -> torch.Tensor:
     return weights
 
 
+def band_of(layer: int, bands: Bands) -> int | None:
+    """The band of a layer, the later one if it is in both; None if it is not observed."""
+    early, late = bands
+    return 1 if layer in late else 0 if layer in early else None
+
+
 class AttentionMass:
-    """Sums, over ``layers``, how much a prompt's last rows attend to each row before them: ``mass``
-    is ``[KINDS, start]``, the weights after softmax, averaged over heads and summed over the rows
-    from ``start`` on by their ``row_weights``. Rows that are ``absent``, ``[start]``, receive none.
-    ``ends``: whether the forward ends in the last of ``layers``."""
+    """Sums, over the layers of each of two ``bands``, how much a prompt's last rows attend to each
+    row before them: ``mass`` is ``[2, KINDS, start]``, the weights after softmax, averaged over
+    heads and summed over the rows from ``start`` on by their ``row_weights``. Rows that are
+    ``absent``, ``[start]``, receive none. ``ends``: whether the forward ends in the last layer."""
 
     def __init__(
-        self, layers: range, start: int, absent: torch.Tensor, *, ends: bool = True
+        self, bands: Bands, start: int, absent: torch.Tensor, *, ends: bool = True
     ) -> None:
-        self.layers = layers
+        self.bands = bands
         self.absent = absent
         self.ends = ends
-        self.mass = torch.zeros(KINDS, start, device=absent.device)
+        self.mass = torch.zeros(2, KINDS, start, device=absent.device)
         self.wait: Callable[[], None] = lambda: None
         """Returns when ``mass`` is complete: a GPU may still be at it."""
         self._masks: dict[int | None, torch.Tensor] = {}
@@ -53,7 +61,7 @@ class AttentionMass:
     def on_query(
         self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
     ) -> None:
-        if layer not in self.layers:
+        if (band := band_of(layer, self.bands)) is None:
             return
         start = self.start
         _, heads, rows, dim = query.shape
@@ -61,7 +69,7 @@ class AttentionMass:
         if window is None:
             at_once = attention_mass(kv, layer, query, scale, self.absent, counted)
             if at_once is not None:
-                self.mass += at_once
+                self.mass[band] += at_once
                 return
         counted = counted.to(query.device)
         keys, _ = kv.layer(layer, 0, start + rows)
@@ -75,7 +83,7 @@ class AttentionMass:
             scores = torch.matmul(some, some_keys.transpose(1, 2))
             scores = scores.view(-1, rows, start + rows).add_(hidden)
             weights = torch.softmax(scores, -1, dtype=torch.float32)
-            self.mass += (counted @ weights).sum(0)[:, :start] / heads
+            self.mass[band] += (counted @ weights).sum(0)[:, :start] / heads
 
     def _hidden(self, rows: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
         """The mask of the last rows, to be added to scores; made once for each window."""

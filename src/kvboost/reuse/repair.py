@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from kvboost.cache.lookup.hits import MovedRun
 from kvboost.config import RepairParams
 from kvboost.model.segment import Hook
-from kvboost.reuse.probe import AttentionMass, Deviation
+from kvboost.reuse.probe import AttentionMass, Bands, Deviation
 from kvboost.reuse.shift import Spans
 
 PROBE_ROWS = 64
@@ -26,6 +27,11 @@ PROBE_SLICE = 4096
 """Rows that go through a probe together: the masks of more would take too much memory."""
 PROBE_BAND = (0.64, 0.86)
 """The probe observes attention between these depths: there a model finds what it will say."""
+EARLY_LAYER = 0.2
+"""It also observes the layer at this depth. Some models send much attention to a few rows there,
+say those of articles, which mean nothing later on. If these rows are stale, all others suffer."""
+EARLY_SHARE = 0.15
+"""How much of a row's score is attention in the early layer."""
 PARTIAL_LAYER = 0.25
 """The cost of a probe's last layer: its projections run, its attention and MLP do not."""
 CLOSE_RESEMBLANCE = 0.9
@@ -40,10 +46,11 @@ SHIFT_TOKENS = 256
 """Rows that share one shift; a longer run is split into several spans."""
 
 
-def probed_layers(num_layers: int) -> range:
+def probed_layers(num_layers: int) -> Bands:
     """The layers in which a probe observes attention."""
+    early = round(EARLY_LAYER * num_layers)
     low, high = (round(depth * num_layers) for depth in PROBE_BAND)
-    return range(min(low, high - 1), high)
+    return range(early, early + 1), range(min(low, high - 1), high)
 
 
 AttentionProbe = Callable[[torch.Tensor, Hook, "int | None", "torch.Tensor | None"], None]
@@ -110,13 +117,12 @@ class MovedRows:
     def attention(self) -> torch.Tensor:
         """Which share of their attention to moved rows the prompt's last rows give to each of them:
         ``[prompt]``. One half is the share of all these rows, the other that of those at the very
-        end, with which the answer begins."""
+        end, with which the answer begins. Late layers count more than the early one."""
         seen = self._observed()
-        of_all, of_end = seen.mass[:2] * self.rows[: seen.start]
+        mass = seen.mass[:, :2] * self.rows[: seen.start]
+        early, late = (mass / mass.sum(-1, keepdim=True).clamp(min=1e-30)).mean(1)
         scores = torch.zeros(len(self.rows), device=self.device)
-        scores[: seen.start] = (
-            of_all / of_all.sum().clamp(min=1e-30) + of_end / of_end.sum().clamp(min=1e-30)
-        ) / 2
+        scores[: seen.start] = EARLY_SHARE * early + (1 - EARLY_SHARE) * late
         return scores
 
     def last_share(self) -> float:
@@ -124,7 +130,7 @@ class MovedRows:
         first row counts half, by a geometric mean: models that need nothing attend to it, and some
         send half of all attention there."""
         seen = self._observed()
-        of_last = seen.mass[2] / len(seen.layers)
+        of_last = seen.mass[1, 2] / len(seen.bands[1])
         moved = float((of_last * self.rows[: seen.start])[1:].sum())
         return moved / math.sqrt(max(1e-6, 1 - float(of_last[0])))
 
@@ -156,9 +162,9 @@ class MovedRows:
         rows = torch.arange(start, self.live_end, device=self.device)
         absent = self.unknown[: self.live_end].clone()
         absent[start:] = False
-        band = probed_layers(self.num_layers)
-        self._seen = AttentionMass(band, start, absent[:start], ends=not through_all_layers)
-        until = None if through_all_layers else band[-1]
+        bands = probed_layers(self.num_layers)
+        self._seen = AttentionMass(bands, start, absent[:start], ends=not through_all_layers)
+        until = None if through_all_layers else bands[1][-1]
         self._run_probe(rows, self._seen, until, absent if bool(absent.any()) else None)
 
     def deviation(self) -> torch.Tensor:
@@ -207,16 +213,13 @@ class MovedRows:
 
     def spans(self) -> Spans:
         """The runs; a long one is split into parts of about equal length."""
-        span_of = np.full(len(self.rows), -1)
-        resemblance: list[float] = []
+        ranges: list[range] = []
         for run in self.runs:
             length = run.end - run.start
             parts = -(-length // SHIFT_TOKENS)
-            for part in range(parts):
-                first, last = (run.start + length * n // parts for n in (part, part + 1))
-                span_of[first:last] = len(resemblance)
-                resemblance.append(run.resemblance)
-        return Spans(torch.from_numpy(span_of), torch.tensor(resemblance)).to(self.device)
+            bounds = [run.start + length * part // parts for part in range(parts + 1)]
+            ranges += (range(*two) for two in pairwise(bounds))
+        return Spans.of(ranges, len(self.rows)).to(self.device)
 
 
 def none(moved: MovedRows, repair: RepairParams) -> RepairChoice:

@@ -1,84 +1,99 @@
-"""The shift: correcting stale rows by the average change of the recomputed rows of their span.
+"""The shift: correcting stale rows by the average change of the recomputed rows near them.
 
 A moved passage was read after other text, so within one span the error of keys and values is
 largely one shared offset. The recomputed rows of the span show that offset, layer by layer, and it
-is added to the other rows before any row attends to them.
+is added to the other rows before any row attends to them. Every span is divided into blocks: rows
+of a block get an offset to which the recomputed rows near them add more than those far away.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from kvboost.model.kv import RequestKV
 from kvboost.model.native import moved_rows
-from kvboost.model.native.moved_rows import RecomputedRows
+from kvboost.model.native.moved_rows import BLOCKS, RecomputedRows
 from kvboost.reuse.rope import CosSin, Rotation
 
-SHIFT_STRENGTH = 0.8
-"""How much of the mean error is applied if donor and prompt share no context."""
+SHIFT_STRENGTH = 0.85
+"""How much of the mean error is applied."""
 PRIOR_ROWS = 4
 """A mean over ``n`` rows is weighted by ``n / (n + PRIOR_ROWS)``."""
+REACH = 16.0
+"""A recomputed row counts by a factor of e less, every so many tokens away."""
+FAR_ROWS = 0.5
+"""The mean over the whole span counts as much as so many recomputed rows in a block itself."""
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Rows that share one offset. ``span_of``, ``[prompt]``, is -1 for rows that are not moved.
-    ``resemblance``, ``[spans]``: if a donor's context was similar, errors are small and less alike,
-    so less of their mean is applied. ``seen``, ``[spans]``: how many rows have shown the offset in
-    earlier rounds of the same repair."""
+    """Rows that share an offset, more or less. ``block_of``, ``[prompt]``, is the block of each
+    row, and -1 for rows that are not moved; span ``n`` has the blocks from ``n * BLOCKS`` on.
+    ``block_tokens``, ``[spans]``: how long these are. ``seen``, ``[spans]``: how many rows have
+    shown the offset in earlier rounds of the same repair."""
 
-    span_of: torch.Tensor
-    resemblance: torch.Tensor
-    seen: torch.Tensor | None = None
+    block_of: torch.Tensor
+    block_tokens: torch.Tensor
+    seen: torch.Tensor
+
+    @classmethod
+    def of(cls, ranges: Sequence[range], num_tokens: int) -> Spans:
+        """The spans at ``ranges`` of a prompt."""
+        block_of = torch.full((num_tokens,), -1)
+        for number, rows in enumerate(ranges):
+            blocks = torch.arange(len(rows)) * BLOCKS // len(rows)
+            block_of[rows.start : rows.stop] = number * BLOCKS + blocks
+        tokens = torch.tensor([len(rows) / BLOCKS for rows in ranges])
+        return cls(block_of, tokens, torch.zeros(len(ranges)))
 
     def to(self, device: torch.device | str) -> Spans:
-        seen = None if self.seen is None else self.seen.to(device)
-        return Spans(self.span_of.to(device), self.resemblance.to(device), seen)
+        parts = (self.block_of, self.block_tokens, self.seen)
+        return Spans(*(part.to(device) for part in parts))
 
     def between(self, start: int, end: int) -> Spans:
         """The spans of rows ``[start, end)`` alone."""
-        span_of = self.span_of.clone()
-        span_of[:start] = span_of[end:] = -1
-        return replace(self, span_of=span_of)
+        block_of = self.block_of.clone()
+        block_of[:start] = block_of[end:] = -1
+        return replace(self, block_of=block_of)
 
     def after(self, fresh: torch.Tensor) -> Spans:
         """The spans for the next round, when rows ``fresh``, ``[prompt]``, are recomputed. Those
         are not shifted any more, and the other rows have the offset that they have shown."""
-        which = self.span_of[fresh & (self.span_of >= 0)]
-        shown = torch.bincount(which, minlength=len(self.resemblance))
-        seen = shown if self.seen is None else self.seen + shown
-        return replace(self, span_of=self.span_of.masked_fill(fresh, -1), seen=seen)
+        seen = self.seen + self._rows_by_block(self.block_of[fresh]).sum(1)
+        return replace(self, block_of=self.block_of.masked_fill(fresh, -1), seen=seen)
 
+    def weights(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """What each of the recomputed ``positions`` adds to the offset of a block:
+        ``[spans, BLOCKS, BLOCKS]``, of the block in dimension 1, if it is in the one in dimension
+        2. None if there are no rows to learn from or none to shift."""
+        blocks = self.block_of[positions]
+        if not 2 <= int((blocks >= 0).sum()) < int((self.block_of >= 0).sum()):
+            return None
+        rows = self._rows_by_block(blocks)[:, None]
+        count = rows.sum(2, keepdim=True)
+        number = torch.arange(BLOCKS, device=blocks.device)
+        distance = (number[:, None] - number).abs() * self.block_tokens[:, None, None]
+        near = torch.exp(-distance / REACH)
+        share = near + FAR_ROWS / count.clamp(min=1)
+        share /= (near * rows).sum(2, keepdim=True) + FAR_ROWS
+        known = count + PRIOR_ROWS + self.seen[:, None, None]
+        return SHIFT_STRENGTH * torch.where(count >= 2, count / known, 0.0) * share
 
-def shift_weights(positions: torch.Tensor, spans: Spans) -> torch.Tensor | None:
-    """What each moved one of the recomputed ``positions`` adds to the offset of its span; None if
-    there are no rows to learn from or none to shift."""
-    which = spans.span_of[positions]
-    which = which[which >= 0]
-    if not 2 <= len(which) < int((spans.span_of >= 0).sum()):
-        return None
-    return row_weights(which, spans.resemblance, spans.seen)
-
-
-def row_weights(
-    which: torch.Tensor, resemblance: torch.Tensor, seen: torch.Tensor | None = None
-) -> torch.Tensor:
-    """What each recomputed row adds to the offset of its span; ``which``, ``[rows]``, are the
-    spans, ``resemblance`` and ``seen`` those of :class:`Spans`."""
-    count = torch.zeros(len(resemblance), dtype=torch.int64, device=which.device)
-    count.scatter_add_(0, which, torch.ones_like(which))
-    known = count + PRIOR_ROWS if seen is None else count + PRIOR_ROWS + seen
-    trust = torch.where(count >= 2, count / known, 0.0)
-    strength = SHIFT_STRENGTH * (1 - resemblance)
-    return (strength * trust / count.clamp(min=1))[which]
+    def _rows_by_block(self, blocks: torch.Tensor) -> torch.Tensor:
+        """How many rows are in each block, ``[spans, BLOCKS]``, given the ``blocks`` of some."""
+        count = torch.zeros(len(self.seen) * BLOCKS + 1, device=blocks.device)
+        count.scatter_add_(0, blocks % len(count), torch.ones(len(blocks), device=blocks.device))
+        return count[:-1].view(-1, BLOCKS)
 
 
 class Shift:
     """A hook of the forward that recomputes some rows of moved spans. In every layer it adds the
-    mean difference between fresh and stale rows to the other rows of the span, both keys and
-    values. Keys are compared at position 0 and the difference is rotated to each row's position.
+    mean difference between fresh and stale rows near them to the other rows of the span, both keys
+    and values. Keys are compared at position 0, and the difference is rotated to the position of
+    each row.
 
     ``positions`` are all rows of the segment, in order.
     """
@@ -87,22 +102,21 @@ class Shift:
         self.positions = positions
         self.spans = spans
         self._rotation = rotation
-        weights = shift_weights(positions, spans)
+        weights = spans.weights(positions)
         self.useful = weights is not None
         if weights is None:
             return
-        self._index = (spans.span_of[positions] >= 0).nonzero()[:, 0]
+        self._weights = weights
+        self._index = (spans.block_of[positions] >= 0).nonzero()[:, 0]
         self._fresh = positions[self._index]
-        moved = (spans.span_of >= 0).nonzero()[:, 0]
+        moved = (spans.block_of >= 0).nonzero()[:, 0]
         # The shift touches all rows between the first and the last moved one. Rows that are not
         # moved get a zero offset, and fresh rows are overwritten right after.
         self._start, self._end = int(moved[0]), int(moved[-1]) + 1
-        num_spans = len(spans.resemblance)
-        between = spans.span_of[self._start : self._end]
-        self._offset_of = torch.where(between >= 0, between, num_spans)
-        numbers = torch.arange(num_spans + 1, device=positions.device)[:, None]
-        which = spans.span_of[self._fresh]
-        self._rows = (self._index, self._fresh, which, (which == numbers) * weights, weights)
+        num_blocks = weights.shape[0] * BLOCKS
+        between = spans.block_of[self._start : self._end]
+        self._offset_of = torch.where(between >= 0, between, num_blocks)
+        self._rows = (self._index, self._fresh, spans.block_of[self._fresh], num_blocks)
         self._cos_sin: dict[int, tuple[CosSin, CosSin]] = {}
 
     @property
@@ -114,9 +128,8 @@ class Shift:
         if layer == 0:  # its keys and values depend on the token alone, so none is stale
             return
         here, there = self._rotations(layer, keys)
-        by_cos, by_sin, of_values = moved_rows.errors(
-            kv, layer, keys, values, RecomputedRows(*self._rows, *here)
-        )
+        sums = moved_rows.errors(kv, layer, keys, values, RecomputedRows(*self._rows, *here))
+        by_cos, by_sin, of_values = self._offsets(sums)
         # Rotate back to position 0, which commutes with the sum.
         along = by_cos - self._rotation.quarter_turn(by_sin)
         across = self._rotation.quarter_turn(along)
@@ -125,6 +138,12 @@ class Shift:
     def on_query(
         self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
     ) -> None: ...
+
+    def _offsets(self, sums: torch.Tensor) -> torch.Tensor:
+        """The offsets of all blocks and a last one of zero, ``[3, kv_heads, blocks + 1, dim]``,
+        given the errors that the rows of each block add up to, ``[3, kv_heads, blocks, dim]``."""
+        by_span = sums.view(*sums.shape[:2], -1, BLOCKS, sums.shape[3])
+        return torch.nn.functional.pad((self._weights @ by_span).flatten(2, 3), (0, 0, 0, 1))
 
     def _rotations(self, layer: int, keys: torch.Tensor) -> tuple[CosSin, CosSin]:
         """The rotations of the fresh rows and of all touched rows, over all channels; computed once

@@ -47,7 +47,7 @@ def test_the_probe_sees_the_same_attention(form: str) -> None:
     start = ROWS - 5
     absent = torch.zeros(start, dtype=torch.bool)
     absent[4:9] = True
-    mine, its = (AttentionMass(range(1, 2), start, absent) for _ in range(2))
+    mine, its = (AttentionMass((range(1), range(1, 2)), start, absent) for _ in range(2))
     hook = ProbeHook(mine, rows, 5)
     for layer in range(LAYERS):
         its.on_query(layer, kv, query[-5:].transpose(0, 1)[None], 0.3, None)
@@ -63,9 +63,7 @@ def test_the_probe_sees_the_same_attention(form: str) -> None:
 def test_the_shift_changes_the_same_rows(form: str) -> None:
     pages, rows, kv = both(form)
     before = pages.read_all(torch.arange(BLOCKS * PAGE))
-    span_of = torch.full((ROWS,), -1)
-    span_of[5:15], span_of[20:29] = 0, 1
-    spans = Spans(span_of, torch.tensor([0.3, 0.0]))
+    spans = Spans.of([range(5, 15), range(20, 29)], ROWS)
     positions = torch.tensor([1, 6, 7, 12, 21, 25, 30])
     rotation = Rotation(torch.rand(LAYERS, DIM // 2))
     hook = ShiftHook(Shift(rotation, positions, spans), rows)

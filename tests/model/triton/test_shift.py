@@ -9,14 +9,18 @@ from kvboost.model.kv import KVShape, RequestKV
 from kvboost.model.triton.pages import slots_of
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows, shift
 from kvboost.reuse.rope import Rotation
-from kvboost.reuse.shift import Shift, Spans, row_weights
+from kvboost.reuse.shift import BLOCKS, Shift, Spans
 from paged_kv import dense, make_pages, make_tables, random, scattered
 from tiny import DEVICE
 
 KV_HEADS, PAGE, PROMPT = 2, 16, 150
-SPAN_OF = torch.full((PROMPT,), -1)
-SPAN_OF[7:60], SPAN_OF[60:63], SPAN_OF[80:140] = 0, 1, 2
-RESEMBLANCE = torch.tensor([0.5, 0.0, 0.1])
+SPANS = Spans.of([range(7, 60), range(60, 63), range(80, 140)], PROMPT)
+
+
+def shift_rows(positions: torch.Tensor) -> ShiftRows:
+    weights = SPANS.weights(positions)
+    assert weights is not None
+    return ShiftRows.of(positions, SPANS.block_of, weights)
 
 
 @pytest.mark.parametrize(
@@ -47,20 +51,17 @@ def test_the_shift_is_that_of_dense_rows(
 
     kv = RequestKV(KVShape(2, KV_HEADS, dim, dtype, torch.device(DEVICE)), PROMPT)
     kv.data[:, 1, :, :PROMPT] = dense(pages, table)[:, :, :PROMPT]
-    spans = Spans(SPAN_OF.to(DEVICE), RESEMBLANCE.to(DEVICE))
-    hook = Shift(rotation, positions.to(DEVICE), spans)
+    hook = Shift(rotation, positions.to(DEVICE), SPANS.to(DEVICE))
     assert hook.useful
     hook.on_fresh(1, kv, *(part.transpose(0, 1)[None] for part in (keys, values)))
 
-    moved = SPAN_OF[positions]
-    weights = row_weights(moved[moved >= 0], RESEMBLANCE)
     monkeypatch.setattr("kvboost.model.triton.shift.ROWS_PER_PART", rows_per_part)
-    plan = ShiftPlan.of(ShiftRows.of(positions, SPAN_OF, weights), table)
+    plan = ShiftPlan.of(shift_rows(positions), table)
     assert (plan.parts > 1) == (rows_per_part < 256)
     at = rotation.cos_sin(1, torch.arange(PROMPT, device=DEVICE))
     shift(keys, values, pages, plan, at, interleaved=interleaved)
     found, expected = dense(pages, table)[:, :, :PROMPT], kv.data[:, 1, :, :PROMPT]
-    stale = (SPAN_OF >= 0).to(DEVICE)
+    stale = (SPANS.block_of >= 0).to(DEVICE)
     stale[positions.to(DEVICE)] = False  # fresh rows are written by the forward
     limit = 1e-5 if dtype == torch.float32 else 2e-2
     stale_found, stale_expected = (part[:, :, stale].float() for part in (found, expected))
@@ -78,25 +79,23 @@ def test_nothing_to_learn_from_shifts_nothing() -> None:
     pages = make_pages(12, KV_HEADS, PAGE, 32, torch.float32, "tokens first")
     before, table = pages.clone(), make_tables(1, 10, 12)[0]
     positions = torch.tensor([0, 1, 149])  # none of them moved
-    plan = ShiftPlan.of(ShiftRows.of(positions, SPAN_OF, torch.empty(0)), table)
+    plan = ShiftPlan.of(
+        ShiftRows.of(positions, SPANS.block_of, torch.zeros(3, BLOCKS, BLOCKS)), table
+    )
     keys = random(3, KV_HEADS, 32)
     table_of = random(PROMPT, 16)
     shift(keys, keys, pages, plan, (table_of, table_of))
     assert torch.equal(pages, before)
     with pytest.raises(ValueError, match="cosines cover 100 positions; moved rows end at 140"):
         shift(keys, keys, pages, plan, (table_of[:100], table_of[:100]))
-    with pytest.raises(ValueError, match="0 moved rows are recomputed; 2 weights"):
-        ShiftRows.of(positions, SPAN_OF, torch.ones(2))
 
 
 def test_a_plan_with_room_shifts_as_one_without() -> None:
     table, many, few = make_tables(1, 10, 12)[0], scattered(45, PROMPT), scattered(12, PROMPT)
-    room = ShiftPlan.empty(5, 60, PROMPT, PROMPT, 1, table)
+    room = ShiftPlan.empty(5, BLOCKS, 60, PROMPT, PROMPT, 1, table)
     cosines = random(PROMPT, 16)
     for positions in (many, few):  # what the first one left does no harm
-        which = SPAN_OF[positions]
-        weights = row_weights(which[which >= 0], RESEMBLANCE)
-        rows = ShiftRows.of(positions, SPAN_OF, weights)
+        rows = shift_rows(positions)
         assert room.load(rows)
         keys, values = (random(60, KV_HEADS, 32) for _ in range(2))
         given = [make_pages(12, KV_HEADS, PAGE, 32, torch.float32, "tokens first")] * 2
@@ -104,7 +103,8 @@ def test_a_plan_with_room_shifts_as_one_without() -> None:
         for pages, plan in zip(given, (room, ShiftPlan.of(rows, table)), strict=True):
             shift(keys, values, pages, plan, (cosines, cosines))
         assert torch.equal(*given)
-    small = ShiftPlan.empty(2, 60, PROMPT, PROMPT, 1, table), ShiftPlan.empty(3, 5, 9, 9, 1, table)
+    sizes = (2, BLOCKS, 60, PROMPT, PROMPT), (3, BLOCKS, 5, 9, 9), (5, 4, 60, PROMPT, PROMPT)
+    small = [ShiftPlan.empty(*size, 1, table) for size in sizes]
     assert not any(plan.load(rows) for plan in small)
     room.clear()
     before = pages.clone()

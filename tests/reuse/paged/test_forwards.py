@@ -29,9 +29,7 @@ from kvboost.reuse.paged.request import PagedRequest
 PROMPT = 60
 CLOSE = {"rtol": 1e-3, "atol": 1e-4 if DEVICE == "cpu" else 1e-3}
 IDS = torch.randint(0, 256, (PROMPT,), generator=torch.Generator().manual_seed(1))
-SPAN_OF = torch.full((PROMPT,), -1)
-SPAN_OF[5:25], SPAN_OF[25:45] = 0, 1
-SPANS = Spans(SPAN_OF, torch.tensor([0.5, 0.1]))
+SPANS = Spans.of([range(5, 25), range(25, 45)], PROMPT)
 
 
 class Two:
@@ -106,7 +104,7 @@ def test_a_repair_shifts_as_over_buffers(name: str, monkeypatch: pytest.MonkeyPa
     assert isinstance(paged, PagedRequest)
     found = two.logits(two.paged, rows, hook=paged.shift(rows, SPANS))
     on_device = rows.to(DEVICE)
-    shift = buffered.shift(on_device, Spans(SPAN_OF.to(DEVICE), SPANS.resemblance.to(DEVICE)))
+    shift = buffered.shift(on_device, SPANS.to(DEVICE))
     assert shift is not None
     expected = two.logits(two.plain, on_device, hook=shift)
     torch.testing.assert_close(found, expected, **CLOSE)
@@ -120,7 +118,7 @@ def test_a_repair_shifts_as_over_buffers(name: str, monkeypatch: pytest.MonkeyPa
 def test_a_probe_sees_what_it_sees_over_buffers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows 46 to 49 are not known: they hold NaN in pages."""
     two = Two(paged_engine(monkeypatch, name, sizes=TWO_LAYERS), monkeypatch)
-    paged, until = two.runtime.rows_of(two.paged), probed_layers(2)[-1]
+    paged, until = two.runtime.rows_of(two.paged), probed_layers(2)[1][-1]
     absent = torch.zeros(PROMPT, dtype=torch.bool)
     absent[45:50] = True
     tail = torch.arange(50, PROMPT)
@@ -134,7 +132,7 @@ def test_a_probe_sees_what_it_sees_over_buffers(name: str, monkeypatch: pytest.M
         mass.wait()
         seen.append(mass.mass.cpu())
     torch.testing.assert_close(*seen, rtol=1e-3, atol=1e-5)
-    assert float(seen[0].sum()) > 1 and not seen[0][45:].any()
+    assert float(seen[0].sum()) > 1 and not seen[0][..., 45:].any()
     assert two.capture.names == [PROBES] and two.forwards.num_runs == 1
 
 

@@ -153,9 +153,7 @@ def content(model: Model, table: torch.Tensor) -> torch.Tensor:
 
 
 def spans() -> Spans:
-    span_of = torch.full((PROMPT,), -1)
-    span_of[7:40], span_of[50:80] = 0, 1
-    return Spans(span_of, torch.tensor([0.5, 0.1]))
+    return Spans.of([range(7, 40), range(50, 80)], PROMPT)
 
 
 @pytest.mark.parametrize("shifted", [True, False])
@@ -199,12 +197,12 @@ def test_a_probe_in_buffers_sees_what_the_probe_sees(
         ran = run(ids, rows, table, kernels.probe(seen, last, table))
         assert ran is (True if run is graphs else None)
         if DEVICE == "cpu":
-            assert model.layers_run == probed_layers(LAYERS).stop < LAYERS
+            assert model.layers_run == probed_layers(LAYERS)[1].stop < LAYERS
         seen.wait()
         found.append(seen.mass)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert float(found[0].sum()) > 0
-    assert not found[0][:, absent].any()
+    assert not found[0][..., absent].any()
 
 
 def test_what_has_no_graph_is_left_to_others(
@@ -222,7 +220,8 @@ def test_what_has_no_graph_is_left_to_others(
     assert not graphs(ids, many, table, None)  # too many rows
     assert not graphs(ids[:20], few, table, OtherHook())
     assert not graphs(ids[:20], few, table.repeat(2), None)  # too many pages
-    crowded = Spans(torch.arange(PROMPT) % 4, torch.zeros(4))
+    quarters = [range(at, at + PROMPT // 4) for at in range(0, PROMPT // 4 * 4, PROMPT // 4)]
+    crowded = Spans.of(quarters, PROMPT)
     assert not graphs(ids[:20], few, table, kernels.shift(few, crowded, table))
     assert torch.equal(content(model, table), before)
     assert graphs.num_replays == 0

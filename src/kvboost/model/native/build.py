@@ -60,7 +60,7 @@ SIGNATURES: dict[str, Sequence[type]] = {
     "kvboost_errors": (
         *(c_void_p, c_int64, c_int64) * 2,
         *(c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_int32),
-        *(c_void_p,) * 7,
+        *(c_void_p,) * 6,
         c_int32,
     ),
     "kvboost_shift": (

@@ -14,6 +14,8 @@ from kvboost.model.kv import RequestKV
 from kvboost.model.native.kernels import serves
 from kvboost.model.native.layers import scratch
 
+BLOCKS = 8
+"""A span of moved rows has so many blocks, each with an offset of its own in the shift."""
 LANES = 16
 """Kernels read this many numbers at once, also where fewer are left."""
 
@@ -34,17 +36,14 @@ class _MassCall(ctypes.Structure):
 
 @dataclass(frozen=True)
 class RecomputedRows:
-    """The recomputed rows of moved spans in one layer."""
+    """The recomputed rows of moved text in one layer."""
 
     index: torch.Tensor
     """Their rows in the segment."""
     positions: torch.Tensor
     which: torch.Tensor
-    """Their spans."""
-    mean: torch.Tensor
-    """``[spans + 1, rows]``: what each adds to the mean of its span; the last span has no rows."""
-    weights: torch.Tensor
-    """The same, by row."""
+    """Their blocks."""
+    num_blocks: int
     cos: torch.Tensor
     sin: torch.Tensor
     """``[rows, dim]``."""
@@ -88,34 +87,38 @@ def attention_mass(
 
 def errors(
     kv: RequestKV, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: RecomputedRows
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """The differences between fresh ``keys`` and ``values``, ``[1, kv_heads, segment, dim]``, and
-    those in ``kv``, of some ``rows``, averaged span by span: of keys times cos and times sin of
-    their rows, and of values; float32 ``[kv_heads, spans + 1, dim]``."""
+    those in ``kv``, of some ``rows``, added up block by block: of keys times cos and times sin of
+    their rows, and of values; float32 ``[3, kv_heads, blocks, dim]``."""
     known_keys, known_values = (part[0] for part in kv.layer(layer, 0, kv.capacity))
+    heads, dim = known_keys.shape[0], keys.shape[3]
+    size = (3, heads, rows.num_blocks, dim)
+    sums = torch.zeros(size, dtype=torch.float32, device=keys.device)
     if not serves(kv.shape):
         of_keys, of_values = (
             fresh[0].index_select(1, rows.index).float()
             - known.index_select(1, rows.positions).float()
             for fresh, known in ((keys, known_keys), (values, known_values))
         )
-        by_cos, by_sin = (rows.mean @ (of_keys * part) for part in (rows.cos, rows.sin))
-        return by_cos, by_sin, rows.mean @ of_values
-    heads, dim, spans = known_keys.shape[0], keys.shape[3], len(rows.mean)
+        for sum, part in zip(
+            sums, (of_keys * rows.cos, of_keys * rows.sin, of_values), strict=True
+        ):
+            sum.index_add_(1, rows.which, part)
+        return sums
     keys, values = (part if part.stride(3) == 1 else part.contiguous() for part in (keys, values))
-    sums = torch.zeros(3, heads, spans, dim, dtype=torch.float32, device=keys.device)
     indices = [part.contiguous() for part in (rows.index, rows.positions, rows.which)]
-    factors = [part.float().contiguous() for part in (rows.weights, rows.cos, rows.sin)]
+    factors = [part.float().contiguous() for part in (rows.cos, rows.sin)]
     native.library(kv.shape.dtype).kvboost_errors(
         *(keys.data_ptr(), keys.stride(1), keys.stride(2)),
         *(values.data_ptr(), values.stride(1), values.stride(2)),
         *(known_keys.data_ptr(), known_values.data_ptr(), known_keys.stride(0)),
-        *(heads, dim, spans, len(rows.index)),
+        *(heads, dim, rows.num_blocks, len(rows.index)),
         *(part.data_ptr() for part in (*indices, *factors)),
         sums.data_ptr(),
         torch.get_num_threads(),
     )
-    return sums[0], sums[1], sums[2]
+    return sums
 
 
 def shift(

@@ -1,6 +1,6 @@
 """The shift over pages: the mean difference between recomputed and stale rows of each moved span,
-added to the span's other rows. Keys are compared at position 0 and the difference is rotated to
-each row's position."""
+added to the span's other rows; those of each block of a span get a mean of their own. Keys are
+compared at position 0 and the difference is rotated to each row's position."""
 
 from __future__ import annotations
 
@@ -37,36 +37,38 @@ class ShiftRows:
     fresh: Array
     """``[2, fresh]``: rows in the segment and positions of recomputed moved rows, by span."""
     weights: Array
-    """float32 ``[fresh]``: what each adds to the offset of its span."""
+    """float32 ``[fresh, blocks]``: what each adds to the offset of each block of its span."""
     bounds: Array
     """``[spans + 1]``: where the recomputed rows of each span begin."""
     stale: Array
-    """``[2, stale]``: spans and positions of moved rows that are not recomputed."""
+    """``[2, stale]``: blocks and positions of moved rows that are not recomputed."""
     end: int
     """One past the last moved position."""
 
     @classmethod
-    def of(cls, positions: torch.Tensor, span_of: torch.Tensor, weights: torch.Tensor) -> ShiftRows:
-        """``positions`` are all rows of the segment; ``span_of``, ``[prompt]``, is -1 for rows that
-        are not moved; ``weights`` are those of the rows of the segment that are moved, in order.
-        All on the CPU."""
-        at, spans = positions.numpy(), span_of.numpy()
-        which = spans[at]
+    def of(
+        cls, positions: torch.Tensor, block_of: torch.Tensor, weights: torch.Tensor
+    ) -> ShiftRows:
+        """``positions`` are all rows of the segment; ``block_of``, ``[prompt]``, is -1 for rows
+        that are not moved, and each span has ``blocks`` of them; ``weights``,
+        ``[spans, blocks, blocks]``, are what a row adds to the offset of each block (dimension 1)
+        if it is in another (dimension 2). All on the CPU."""
+        at, every = positions.numpy(), block_of.numpy()
+        spans, blocks, _ = weights.shape
+        which = every[at]
         index = np.flatnonzero(which >= 0)
-        if len(weights) != len(index):
-            raise ValueError(f"{len(index)} moved rows are recomputed; {len(weights)} weights")
         which = which[index]
         order = which.argsort(kind="stable")
-        index = index[order]
-        is_stale = spans >= 0
+        index, which = index[order], which[order]
+        is_stale = every >= 0
         moved = np.flatnonzero(is_stale)
         is_stale[at] = False
         stale = np.flatnonzero(is_stale)
         return cls(
             np.stack([index, at[index]]),
-            weights.numpy()[order].astype(np.float32, copy=False),
-            np.searchsorted(which[order], np.arange(int(spans.max(initial=-1)) + 2)),
-            np.stack([spans[stale], stale]),
+            weights.numpy()[which // blocks, :, which % blocks].astype(np.float32, copy=False),
+            np.searchsorted(which // blocks, np.arange(spans + 1)),
+            np.stack([every[stale], stale]),
             int(moved[-1]) + 1 if len(moved) else 0,
         )
 
@@ -76,14 +78,16 @@ class ShiftPlan:
     """The same on the device, the same in all layers, with room for more. It is in one piece, so
     that one copy sends it::
 
-        num_stale | bounds | weights | fresh | stale
+        num_stale | num_spans | bounds | weights | fresh | stale
     """
 
     data: torch.Tensor
     """int32."""
-    num_spans: int
+    most_spans: int
+    num_blocks: int
+    """Of each span."""
     num_fresh: int
-    """There is room for so many of both."""
+    """There is room for so many spans and recomputed rows."""
     end: int
     """One past the last moved position, at most."""
     parts: int
@@ -95,7 +99,12 @@ class ShiftPlan:
     def of(cls, rows: ShiftRows, table: torch.Tensor) -> ShiftPlan:
         """A plan of just these rows."""
         most = int(np.diff(rows.bounds).max(initial=0))
-        sizes = len(rows.bounds) - 1, rows.fresh.shape[1], rows.stale.shape[1]
+        sizes = (
+            len(rows.bounds) - 1,
+            rows.weights.shape[1],
+            rows.fresh.shape[1],
+            rows.stale.shape[1],
+        )
         plan = cls.empty(*sizes, rows.end, cls.pick_parts(most), table)
         plan.load(rows)
         return plan
@@ -103,7 +112,8 @@ class ShiftPlan:
     @classmethod
     def empty(
         cls,
-        num_spans: int,
+        most_spans: int,
+        num_blocks: int,
         num_fresh: int,
         num_stale: int,
         end: int,
@@ -111,9 +121,9 @@ class ShiftPlan:
         table: torch.Tensor,
     ) -> ShiftPlan:
         """A plan that shifts nothing, with room for so much."""
-        size = 2 + num_spans + 3 * num_fresh + 2 * num_stale
+        size = 3 + most_spans + (num_blocks + 2) * num_fresh + 2 * num_stale
         data = torch.zeros(size, dtype=torch.int32, device=table.device)
-        return cls(data, num_spans, num_fresh, end, parts, table)
+        return cls(data, most_spans, num_blocks, num_fresh, end, parts, table)
 
     @staticmethod
     def pick_parts(most: int) -> int:
@@ -130,14 +140,20 @@ class ShiftPlan:
         return self.data[:1]
 
     @property
+    def num_spans(self) -> torch.Tensor:
+        """int32 ``[1]``: how many there are."""
+        return self.data[1:2]
+
+    @property
     def bounds(self) -> torch.Tensor:
         """int32 ``[spans + 1]``, as those of :class:`ShiftRows`."""
-        return self.data[1 : 2 + self.num_spans]
+        return self.data[2 : 3 + self.most_spans]
 
     @property
     def weights(self) -> torch.Tensor:
-        """float32 ``[fresh]``."""
-        return self.data[self._head - 3 * self.num_fresh :][: self.num_fresh].view(torch.float32)
+        """float32 ``[fresh, blocks]``."""
+        weights = self.data[3 + self.most_spans : self._head - 2 * self.num_fresh]
+        return weights.view(torch.float32).view(-1, self.num_blocks)
 
     @property
     def fresh(self) -> torch.Tensor:
@@ -146,24 +162,28 @@ class ShiftPlan:
 
     @property
     def stale(self) -> torch.Tensor:
-        """int32 ``[stale, 2]``: span and position of each."""
+        """int32 ``[stale, 2]``: block and position of each."""
         return self.data[self._head :].view(-1, 2)
 
     def load(self, rows: ShiftRows) -> bool:
         """Takes over ``rows``; False if they do not fit."""
-        fresh, spans, stale = len(rows.weights), len(rows.bounds) - 1, rows.stale.shape[1]
+        (fresh, blocks), spans, stale = (
+            rows.weights.shape,
+            len(rows.bounds) - 1,
+            rows.stale.shape[1],
+        )
         if (
             fresh > self.num_fresh
-            or spans > self.num_spans
+            or spans > self.most_spans
+            or blocks != self.num_blocks
             or stale > self.most_stale
             or rows.end > self.end
         ):
             return False
         sent = np.zeros(self._head + 2 * stale, np.int32)
-        sent[0] = stale
-        bounds, weights = sent[1 : 2 + self.num_spans], sent[2 + self.num_spans :][:fresh]
-        bounds[: spans + 1], bounds[spans + 1 :] = rows.bounds, fresh
-        weights.view(np.float32)[:] = rows.weights
+        sent[:2] = stale, spans
+        sent[2 : 3 + spans] = rows.bounds
+        sent[3 + self.most_spans :][: rows.weights.size].view(np.float32)[:] = rows.weights.ravel()
         sent[self._head - 2 * self.num_fresh : self._head].reshape(2, -1)[:, :fresh] = rows.fresh
         sent[self._head :].reshape(-1, 2).T[:] = rows.stale
         send_into(torch.from_numpy(sent), self.data[: len(sent)])
@@ -171,12 +191,12 @@ class ShiftPlan:
 
     def clear(self) -> None:
         """Shifts nothing."""
-        self.data[: 2 + self.num_spans].zero_()
+        self.data[:2].zero_()
 
     @property
     def _head(self) -> int:
         """Where the rows to shift begin."""
-        return 2 + self.num_spans + 3 * self.num_fresh
+        return 3 + self.most_spans + (self.num_blocks + 2) * self.num_fresh
 
 
 @triton.jit
@@ -188,7 +208,7 @@ def _slot_address(table, position, used, page_stride, token_stride, PAGE: tl.con
 
 @triton.jit(
     do_not_specialize=["num_fresh"],
-    do_not_specialize_on_alignment=["fresh", "weights", "bounds", "table"],
+    do_not_specialize_on_alignment=["fresh", "weights", "num_spans", "bounds", "table"],
 )
 def _errors_kernel(
     keys,
@@ -204,6 +224,7 @@ def _errors_kernel(
     fresh,
     num_fresh,
     weights,
+    num_spans,
     bounds,
     table,
     cos,
@@ -216,15 +237,21 @@ def _errors_kernel(
     PAGE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDE_BLOCKS: tl.constexpr,
 ):
-    """A part of the offset of one span in one head: of keys at position 0, and of values."""
+    """A part of the offsets of one span's blocks in one head: of keys at position 0, and of
+    values."""
     span, head, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    if span >= tl.load(num_spans):  # room for more: nobody reads its offsets
+        return
     pair, channel = tl.arange(0, WIDE_PAIRS), tl.arange(0, WIDE)[None, :]
+    block = tl.arange(0, WIDE_BLOCKS)[:, None]
     first, second = channels_of(pair[None, :], PAIRS, INTERLEAVED)
-    of_first = tl.zeros([WIDE_PAIRS], tl.float32)
-    of_second = tl.zeros([WIDE_PAIRS], tl.float32)
-    of_plain = tl.zeros([WIDE], tl.float32)
-    of_values = tl.zeros([WIDE], tl.float32)
+    of_first = tl.zeros([WIDE_BLOCKS, WIDE_PAIRS], tl.float32)
+    of_second = tl.zeros([WIDE_BLOCKS, WIDE_PAIRS], tl.float32)
+    of_plain = tl.zeros([WIDE_BLOCKS, WIDE], tl.float32)
+    of_values = tl.zeros([WIDE_BLOCKS, WIDE], tl.float32)
     begin, end = tl.load(bounds + span), tl.load(bounds + span + 1)
     share = tl.cdiv(end - begin, tl.num_programs(2))
     begin += part * share
@@ -232,7 +259,11 @@ def _errors_kernel(
     for start in range(begin, end, ROWS):
         row = start + tl.arange(0, ROWS)
         used = row < end
-        weight = tl.load(weights + row, mask=used, other=0.0)[:, None]
+        weight = tl.load(
+            weights + row[None, :] * BLOCKS + block,
+            mask=used[None, :] & (block < BLOCKS),
+            other=0.0,
+        )
         index = tl.load(fresh + row, mask=used, other=0).to(tl.int64)
         position = tl.load(fresh + num_fresh + row, mask=used, other=0)
         stale = pages + head * head_stride
@@ -245,23 +276,29 @@ def _errors_kernel(
         sine = tl.load(sin + position[:, None] * PAIRS + pair[None, :], mask=rotates, other=0.0)
         x = _difference(key + first, stale + first, rotates)
         y = _difference(key + second, stale + second, rotates)
-        of_first += tl.sum(weight * (x * cosine + y * sine), 0)
-        of_second += tl.sum(weight * (y * cosine - x * sine), 0)
+        of_first = _add_rows(of_first, weight, x * cosine + y * sine)
+        of_second = _add_rows(of_second, weight, y * cosine - x * sine)
         if 2 * PAIRS < DIM:  # channels that do not rotate
             plain = used[:, None] & (channel >= 2 * PAIRS) & (channel < DIM)
-            of_plain += tl.sum(weight * _difference(key + channel, stale + channel, plain), 0)
+            error = _difference(key + channel, stale + channel, plain)
+            of_plain = _add_rows(of_plain, weight, error)
         inside = used[:, None] & (channel < DIM)
         error = _difference(value + channel, stale + (DIM + channel), inside)
-        of_values += tl.sum(weight * error, 0)
-    number = part * tl.num_programs(0) + span
+        of_values = _add_rows(of_values, weight, error)
+    number = (part * tl.num_programs(0) + span) * BLOCKS + block
     to = offsets + (number * tl.num_programs(1) + head) * (2 * DIM)
-    first, second = channels_of(pair, PAIRS, INTERLEAVED)
-    tl.store(to + first, of_first, mask=pair < PAIRS)
-    tl.store(to + second, of_second, mask=pair < PAIRS)
-    channel = tl.arange(0, WIDE)
+    inside = block < BLOCKS
+    tl.store(to + first, of_first, mask=inside & (pair[None, :] < PAIRS))
+    tl.store(to + second, of_second, mask=inside & (pair[None, :] < PAIRS))
     if 2 * PAIRS < DIM:
-        tl.store(to + channel, of_plain, mask=(channel >= 2 * PAIRS) & (channel < DIM))
-    tl.store(to + DIM + channel, of_values, mask=channel < DIM)
+        tl.store(to + channel, of_plain, mask=inside & (channel >= 2 * PAIRS) & (channel < DIM))
+    tl.store(to + DIM + channel, of_values, mask=inside & (channel < DIM))
+
+
+@triton.jit
+def _add_rows(sums, weight, rows):
+    """``sums`` of blocks, ``[blocks, channels]``, and ``rows`` by their weights."""
+    return tl.dot(weight, rows, sums, input_precision="ieee")
 
 
 @triton.jit
@@ -296,7 +333,7 @@ def _shift_kernel(
     INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Adds the offsets of their spans to some rows, in one head."""
+    """Adds the offsets of their blocks to some rows, in one head."""
     head = tl.program_id(1).to(tl.int64)
     pair, channel = tl.arange(0, WIDE_PAIRS)[None, :], tl.arange(0, WIDE)[None, :]
     first, second = channels_of(pair, PAIRS, INTERLEAVED)
@@ -304,11 +341,11 @@ def _shift_kernel(
     for start in range(tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
         row = start + tl.arange(0, ROWS)
         used = row < end
-        span = tl.load(stale + 2 * row, mask=used, other=0).to(tl.int64)
+        block = tl.load(stale + 2 * row, mask=used, other=0).to(tl.int64)
         position = tl.load(stale + 2 * row + 1, mask=used, other=0)
         to = pages + head * head_stride
         to += _slot_address(table, position, used, page_stride, token_stride, PAGE)[:, None]
-        offset = offsets + ((span * tl.num_programs(1) + head) * (2 * DIM))[:, None]
+        offset = offsets + ((block * tl.num_programs(1) + head) * (2 * DIM))[:, None]
 
         rotates = used[:, None] & (pair < PAIRS)
         cosine = tl.load(cos + position[:, None] * PAIRS + pair, mask=rotates, other=1.0)
@@ -341,12 +378,12 @@ def shift(
     kv_heads, page, dim = check_pages(pages)
     cos, sin = (part.contiguous() for part in cos_sin)
     keys, values = (part if part.stride(2) == 1 else part.contiguous() for part in (keys, values))
-    spans, pairs = plan.num_spans, cos.shape[1]
+    spans, blocks, pairs = plan.most_spans, plan.num_blocks, cos.shape[1]
     if len(cos) < plan.end:
         raise ValueError(f"cosines cover {len(cos)} positions; moved rows end at {plan.end}")
     if not (plan.num_fresh and plan.most_stale):
         return
-    size = (plan.parts, spans, kv_heads, 2 * dim)
+    size = (plan.parts, spans * blocks, kv_heads, 2 * dim)
     offsets = torch.empty(size, dtype=torch.float32, device=pages.device)
     constants = {
         "DIM": dim,
@@ -361,7 +398,10 @@ def shift(
     _errors_kernel[(spans, kv_heads, plan.parts)](
         *(keys, keys.stride(0), keys.stride(1), values, values.stride(0), values.stride(1)),
         *(pages, *pages.stride()[:3]),
-        *(plan.fresh, plan.num_fresh, plan.weights, plan.bounds, plan.table, cos, sin, offsets),
+        *(plan.fresh, plan.num_fresh, plan.weights, plan.num_spans, plan.bounds, plan.table),
+        *(cos, sin, offsets),
+        BLOCKS=blocks,
+        WIDE_BLOCKS=max(16, triton.next_power_of_2(blocks)),
         **constants,
     )
     offsets = offsets.sum(0) if plan.parts > 1 else offsets[0]

@@ -6,6 +6,7 @@ from itertools import product, starmap
 
 import torch
 
+from kvboost.model.native.moved_rows import BLOCKS
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.mass import attention_mass
 from kvboost.model.triton.move import MovedRows, StoredSpan, move
@@ -74,7 +75,7 @@ def warm_up(
     moved = MovedRows.of([StoredSpan(stored, 0, 1, 0)], (turn, turn), table, own)
     for share in (None, 0.5):
         move(moved, own, interleaved=interleaved, share=share)
-    span_of = torch.zeros(page + 1, dtype=torch.int64)
-    plan = ShiftPlan.of(ShiftRows.of(position, span_of, torch.ones(1)), table)
+    block_of = torch.zeros(page + 1, dtype=torch.int64)
+    plan = ShiftPlan.of(ShiftRows.of(position, block_of, torch.ones(1, BLOCKS, BLOCKS)), table)
     fresh = query.new_zeros(1, kv_heads, dim)
     shift(fresh, fresh, pages, plan, (angles, angles), interleaved=interleaved)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from kvboost.model.native.moved_rows import BLOCKS
 from kvboost.model.paged.graphs import Recorded
 from kvboost.model.triton import mass
 from kvboost.model.triton.host import send_into
@@ -33,7 +34,7 @@ from kvboost.model.triton.rows import (
 from kvboost.model.triton.shift import ShiftPlan
 from kvboost.reuse.paged.hooks import Attention, EnoughLayers, LayerHook
 from kvboost.reuse.paged.kernels import GpuKernels, KVPages, MassHook, ShiftHook
-from kvboost.reuse.probe import KINDS, row_weights
+from kvboost.reuse.probe import KINDS, band_of, row_weights
 from kvboost.reuse.repair import PROBE_ROWS, probed_layers
 
 SIZES = (*range(64, 512, 64), *range(512, 2049, 128))
@@ -288,7 +289,7 @@ class FixedShift:
         """``table``, ``[pages]``, will have the pages of the request."""
         parts = ShiftPlan.pick_parts(size)
         self._kernels = kernels
-        self._plan = ShiftPlan.empty(MOST_SPANS, size, capacity, capacity, parts, table)
+        self._plan = ShiftPlan.empty(MOST_SPANS, BLOCKS, size, capacity, capacity, parts, table)
         self.hidden: torch.Tensor | None = None
 
     def begin(self) -> None: ...
@@ -323,7 +324,7 @@ class FixedMass:
     ) -> None:
         device, capacity = kernels.pages.device, rows.lead.end
         self._kernels, self._rows = kernels, rows.lead
-        self._layers = probed_layers(len(kernels.pages.caches))
+        self._bands = probed_layers(len(kernels.pages.caches))
         # In one piece: weights of the last rows, and which keys are absent.
         self._num_rows = len(self._rows.positions)
         self._weight_bytes = 4 * KINDS * self._num_rows
@@ -335,7 +336,7 @@ class FixedMass:
         self._absent.fill_(True)
         self._end = 0
         """From here on, all keys are absent."""
-        self._mass = torch.zeros(KINDS, capacity, device=device)
+        self._mass = torch.zeros(2, KINDS, capacity, device=device)
         self._ends = ends
         self.hidden = self._absent if hides else None
 
@@ -347,9 +348,9 @@ class FixedMass:
     def on_query(
         self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
     ) -> None:
-        if layer not in self._layers:
+        if (band := band_of(layer, self._bands)) is None:
             return
-        self._mass += mass.attention_mass(
+        self._mass[band] += mass.attention_mass(
             query[: len(self._rows.positions)],
             self._kernels.pages.caches[layer],
             self._rows,
@@ -359,7 +360,7 @@ class FixedMass:
             window=window,
             absent=self._absent,
         )
-        if layer == self._layers[-1] and self._ends:
+        if layer == self._bands[1][-1] and self._ends:
             raise EnoughLayers
 
     def num_last(self, hook: LayerHook | None) -> int:
@@ -369,7 +370,7 @@ class FixedMass:
     def load(self, hook: LayerHook | None) -> bool:
         assert isinstance(hook, MassHook)
         known, num_rows = hook.seen.absent, hook.num_rows
-        if num_rows > self._num_rows or hook.seen.layers != self._layers:
+        if num_rows > self._num_rows or hook.seen.bands != self._bands:
             return False
         end = len(known) + num_rows
         sent = np.zeros(self._weight_bytes + end, np.uint8)
@@ -384,7 +385,7 @@ class FixedMass:
 
     def finish(self, hook: LayerHook | None) -> None:
         assert isinstance(hook, MassHook)
-        hook.give(self._mass[:, : hook.seen.start].contiguous())
+        hook.give(self._mass[..., : hook.seen.start].contiguous())
 
 
 def capture_cuda() -> Capture:

@@ -18,9 +18,9 @@ from kvboost.model.triton.rows import PagedRows, Tile, dense_tile
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows
 from kvboost.model.triton.warm import warm_up
 from kvboost.reuse.paged.hooks import Attention, EnoughLayers
-from kvboost.reuse.probe import AttentionMass, row_weights
+from kvboost.reuse.probe import AttentionMass, band_of, row_weights
 from kvboost.reuse.rope import CosSin, Rotation
-from kvboost.reuse.shift import Spans, shift_weights
+from kvboost.reuse.shift import Spans
 
 MOST_DENSE_BYTES = 1 << 29
 """The most memory for the keys and values of a request in one piece, one layer at a time."""
@@ -147,9 +147,9 @@ class GpuKernels:
     def shift(self, part: torch.Tensor, spans: Spans, table: torch.Tensor) -> ShiftHook | None:
         """A hook that shifts the moved rows of ``spans``; None if there is nothing to shift.
         Both are on the host."""
-        if (weights := shift_weights(part, spans)) is None:
+        if (weights := spans.weights(part)) is None:
             return None
-        return ShiftHook(self, ShiftRows.of(part, spans.span_of, weights), table)
+        return ShiftHook(self, ShiftRows.of(part, spans.block_of, weights), table)
 
     def apply_shift(
         self, plan: ShiftPlan, layer: int, keys: torch.Tensor, values: torch.Tensor
@@ -227,7 +227,7 @@ class MassHook:
     def on_query(
         self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
     ) -> None:
-        if layer not in self.seen.layers:
+        if (band := band_of(layer, self.seen.bands)) is None:
             return
         if self._tiled is None:
             self._mass = torch.zeros(self.seen.mass.shape, device=query.device)
@@ -235,7 +235,7 @@ class MassHook:
             absent = torch.nn.functional.pad(self.seen.absent, (0, self.num_rows))
             self._absent = absent.to(query.device, non_blocking=True)
             self._weights = row_weights(self.num_rows).to(query.device, non_blocking=True)
-        self._mass += mass.attention_mass(
+        self._mass[band] += mass.attention_mass(
             query[-self.num_rows :],
             self._kernels.pages.caches[layer],
             self._tiled,
@@ -245,7 +245,7 @@ class MassHook:
             window=window,
             absent=self._absent,
         )
-        if layer == self.seen.layers[-1]:
+        if layer == self.seen.bands[1][-1]:
             self.give(self._mass)
             if self.seen.ends:
                 raise EnoughLayers

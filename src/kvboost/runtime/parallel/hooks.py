@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from kvboost.model.segment import Hook
-from kvboost.reuse.probe import AttentionMass, Deviation
+from kvboost.reuse.probe import AttentionMass, Bands, Deviation
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
 
 
 @dataclass(frozen=True)
 class MassHook:
-    layers: range
+    bands: Bands
     start: int
     absent: torch.Tensor
 
@@ -38,7 +38,7 @@ HookMessage = MassHook | DeviationHook | ShiftHook
 
 def describe(hook: Hook | None) -> HookMessage | None:
     if isinstance(hook, AttentionMass):
-        return MassHook(hook.layers, hook.start, hook.absent.cpu())
+        return MassHook(hook.bands, hook.start, hook.absent.cpu())
     if isinstance(hook, Deviation):
         return DeviationHook(hook.layer, hook.positions.cpu())
     if isinstance(hook, Shift):
@@ -51,7 +51,7 @@ def make_hook(
     message: HookMessage | None, rotation: Rotation | None, device: torch.device
 ) -> Hook | None:
     if isinstance(message, MassHook):
-        return AttentionMass(message.layers, message.start, message.absent.to(device))
+        return AttentionMass(message.bands, message.start, message.absent.to(device))
     if isinstance(message, DeviationHook):
         return Deviation(message.layer, message.positions.to(device))
     if isinstance(message, ShiftHook):

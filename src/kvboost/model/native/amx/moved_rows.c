@@ -8,20 +8,18 @@ typedef struct {
     int64_t fresh_head, fresh_row, stale_head;
 } Rows;
 
-// Adds the differences between fresh and known rows, each times its weight, to [offsets, dim].
+// Adds the differences between fresh and known rows to those of their blocks, [blocks, dim].
 // Those of keys are added twice: times cos and times sin of their rows, [rows, dim].
 static void add_errors(
     Rows rows, int head, int dim, int count, const int64_t *index, const int64_t *positions,
-    const int64_t *which, const float *weights, const float *cos, const float *sin,
-    float *by_cos, float *by_sin
+    const int64_t *which, const float *cos, const float *sin, float *by_cos, float *by_sin
 ) {
     for (int row = 0; row < count; row++) {
         const bf16 *fresh = rows.fresh + head * rows.fresh_head + index[row] * rows.fresh_row;
         const bf16 *stale = rows.stale + head * rows.stale_head + positions[row] * dim;
         const int64_t to = which[row] * dim;
         for (int d = 0; d < dim; d += 16) {
-            __m512 error = _mm512_sub_ps(widen(fresh + d), widen(stale + d));
-            error = _mm512_mul_ps(error, _mm512_set1_ps(weights[row]));
+            const __m512 error = _mm512_sub_ps(widen(fresh + d), widen(stale + d));
             const __m512 c = cos ? _mm512_loadu_ps(cos + (int64_t)row * dim + d) : _mm512_set1_ps(1);
             const __m512 sum = _mm512_loadu_ps(by_cos + to + d);
             _mm512_storeu_ps(by_cos + to + d, _mm512_fmadd_ps(error, c, sum));
@@ -33,27 +31,26 @@ static void add_errors(
     }
 }
 
-// sums is [3, heads, offsets, dim], zeros: keys by cos, keys by sin, values.
+// sums is [3, heads, blocks, dim], zeros: keys by cos, keys by sin, values.
 void kvboost_errors(
     const bf16 *fresh_keys, int64_t key_head, int64_t key_row, const bf16 *fresh_values,
     int64_t value_head, int64_t value_row, const bf16 *keys, const bf16 *values,
-    int64_t head_stride, int32_t heads, int32_t dim, int32_t offsets, int32_t count,
-    const int64_t *index, const int64_t *positions, const int64_t *which, const float *weights,
-    const float *cos, const float *sin, float *sums, int threads
+    int64_t head_stride, int32_t heads, int32_t dim, int32_t blocks, int32_t count,
+    const int64_t *index, const int64_t *positions, const int64_t *which, const float *cos,
+    const float *sin, float *sums, int threads
 ) {
     const Rows of_keys = {fresh_keys, keys, key_head, key_row, head_stride};
     const Rows of_values = {fresh_values, values, value_head, value_row, head_stride};
-    const int64_t size = (int64_t)offsets * dim, all = heads * size;
+    const int64_t size = (int64_t)blocks * dim, all = heads * size;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int task = 0; task < 2 * heads; task++) {
         const int head = task / 2;
         float *to = sums + head * size;
         if (task % 2)
-            add_errors(of_values, head, dim, count, index, positions, which, weights, NULL, NULL,
-                       to + 2 * all, NULL);
+            add_errors(of_values, head, dim, count, index, positions, which, NULL, NULL, to + 2 * all,
+                       NULL);
         else
-            add_errors(of_keys, head, dim, count, index, positions, which, weights, cos, sin, to,
-                       to + all);
+            add_errors(of_keys, head, dim, count, index, positions, which, cos, sin, to, to + all);
     }
 }
 

@@ -8,25 +8,23 @@ typedef struct {
     int64_t fresh_head, fresh_row, stale_head;
 } Rows;
 
-// Adds the differences between fresh and known rows, each times its weight, to [offsets, dim].
+// Adds the differences between fresh and known rows to those of their blocks, [blocks, dim].
 // Those of keys are added twice: times cos and times sin of their rows, [rows, dim].
 static void add_errors(
     Rows rows, int head, int dim, int count, const int64_t *index, const int64_t *positions,
-    const int64_t *which, const float *weights, const float *cos, const float *sin,
-    float *by_cos, float *by_sin
+    const int64_t *which, const float *cos, const float *sin, float *by_cos, float *by_sin
 ) {
     for (int row = 0; row < count; row++) {
         const float *fresh = rows.fresh + head * rows.fresh_head + index[row] * rows.fresh_row;
         const float *stale = rows.stale + head * rows.stale_head + positions[row] * dim;
         const int64_t to = which[row] * dim, from = (int64_t)row * dim;
-        const float weight = weights[row];
         if (cos == NULL) {
 #pragma omp simd
-            for (int d = 0; d < dim; d++) by_cos[to + d] += (fresh[d] - stale[d]) * weight;
+            for (int d = 0; d < dim; d++) by_cos[to + d] += fresh[d] - stale[d];
         } else {
 #pragma omp simd
             for (int d = 0; d < dim; d++) {
-                const float error = (fresh[d] - stale[d]) * weight;
+                const float error = fresh[d] - stale[d];
                 by_cos[to + d] += error * cos[from + d];
                 by_sin[to + d] += error * sin[from + d];
             }
@@ -34,27 +32,26 @@ static void add_errors(
     }
 }
 
-// sums is [3, heads, offsets, dim], zeros: keys by cos, keys by sin, values.
+// sums is [3, heads, blocks, dim], zeros: keys by cos, keys by sin, values.
 void kvboost_errors(
     const float *fresh_keys, int64_t key_head, int64_t key_row, const float *fresh_values,
     int64_t value_head, int64_t value_row, const float *keys, const float *values,
-    int64_t head_stride, int32_t heads, int32_t dim, int32_t offsets, int32_t count,
-    const int64_t *index, const int64_t *positions, const int64_t *which, const float *weights,
-    const float *cos, const float *sin, float *sums, int threads
+    int64_t head_stride, int32_t heads, int32_t dim, int32_t blocks, int32_t count,
+    const int64_t *index, const int64_t *positions, const int64_t *which, const float *cos,
+    const float *sin, float *sums, int threads
 ) {
     const Rows of_keys = {fresh_keys, keys, key_head, key_row, head_stride};
     const Rows of_values = {fresh_values, values, value_head, value_row, head_stride};
-    const int64_t size = (int64_t)offsets * dim, all = heads * size;
+    const int64_t size = (int64_t)blocks * dim, all = heads * size;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int task = 0; task < 2 * heads; task++) {
         const int head = task / 2;
         float *to = sums + head * size;
         if (task % 2)
-            add_errors(of_values, head, dim, count, index, positions, which, weights, NULL, NULL,
-                       to + 2 * all, NULL);
+            add_errors(of_values, head, dim, count, index, positions, which, NULL, NULL, to + 2 * all,
+                       NULL);
         else
-            add_errors(of_keys, head, dim, count, index, positions, which, weights, cos, sin, to,
-                       to + all);
+            add_errors(of_keys, head, dim, count, index, positions, which, cos, sin, to, to + all);
     }
 }
 
