@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from homes import use_home
 from kvboost.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -89,9 +90,11 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Works in a folder that looks like a clone to the examples; they may leave files in it."""
+    """Works in a folder that looks like a clone to the examples; they may leave files in it. What
+    one page calibrates, no other page uses."""
     shutil.copy(ROOT / "LICENSE", tmp_path)
     monkeypatch.chdir(tmp_path)
+    use_home(monkeypatch, tmp_path / "home", models=True)
 
 
 @pytest.mark.usefixtures("clone")

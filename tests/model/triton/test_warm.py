@@ -36,7 +36,7 @@ def test_every_kernel_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     layers = PagedLayers([make_pages(3, 2, 16, 32, dtype, "tokens first") for _ in range(2)])
     before = layers.first.clone()
-    warm_up(layers, heads=6, pairs=16)
+    warm_up(layers, heads=6, pairs=16, blocks=8)
     assert ran == set(KERNELS)
     assert torch.equal(layers.first, before)  # pages of its own
 
@@ -45,7 +45,7 @@ def test_every_kernel_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rows", [1, 9, 70])
 def test_requests_find_their_kernels_compiled(rows: int) -> None:
     layers = PagedLayers([make_pages(20, 2, 16, 64, torch.bfloat16, "tokens first")])
-    warm_up(layers, heads=6, pairs=32)
+    warm_up(layers, heads=6, pairs=32, blocks=8)
     before = [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in KERNELS]
     tables = make_tables(2, 10, 20)
     for parts in (1, 3):

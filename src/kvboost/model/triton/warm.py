@@ -6,7 +6,6 @@ from itertools import product, starmap
 
 import torch
 
-from kvboost.model.native.moved_rows import BLOCKS
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.mass import attention_mass
 from kvboost.model.triton.move import MovedRows, StoredSpan, move
@@ -23,14 +22,15 @@ def warm_up(
     layers: PagedLayers,
     heads: int,
     pairs: int,
+    blocks: int,
     *,
     interleaved: bool = False,
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> None:
     """Runs every kernel once, in all forms that requests need, over a few pages of its own with the
-    shape of ``layers``. ``pairs`` are the rotating pairs of channels of a head. Takes seconds the
-    first time; triton keeps what it compiled on disk."""
+    shape of ``layers``. ``pairs`` are the rotating pairs of channels of a head, ``blocks`` those of
+    a span in the shift. Takes seconds the first time; triton keeps what it compiled on disk."""
     like = layers.first
     kv_heads, page, dim = layers.kv_heads, layers.page, layers.dim
     data = torch.zeros(PAGES, page, kv_heads, 2 * dim, dtype=like.dtype, device=like.device)
@@ -76,6 +76,6 @@ def warm_up(
     for share in (None, 0.5):
         move(moved, own, interleaved=interleaved, share=share)
     block_of = torch.zeros(page + 1, dtype=torch.int64)
-    plan = ShiftPlan.of(ShiftRows.of(position, block_of, torch.ones(1, BLOCKS, BLOCKS)), table)
+    plan = ShiftPlan.of(ShiftRows.of(position, block_of, torch.ones(1, blocks, blocks)), table)
     fresh = query.new_zeros(1, kv_heads, dim)
     shift(fresh, fresh, pages, plan, (angles, angles), interleaved=interleaved)

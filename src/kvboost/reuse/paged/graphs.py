@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kvboost.model.native.moved_rows import BLOCKS
 from kvboost.model.paged.graphs import Recorded
 from kvboost.model.triton import mass
 from kvboost.model.triton.host import send_into
@@ -36,6 +35,7 @@ from kvboost.reuse.paged.hooks import Attention, EnoughLayers, LayerHook
 from kvboost.reuse.paged.kernels import GpuKernels, KVPages, MassHook, ShiftHook
 from kvboost.reuse.probe import KINDS, band_of, row_weights
 from kvboost.reuse.repair import PROBE_ROWS, probed_layers
+from kvboost.reuse.shift import BLOCKS
 
 SIZES = (*range(64, 512, 64), *range(512, 2049, 128))
 """Rows of the graphs: up to what a load computes at a time (``slice_rows``)."""

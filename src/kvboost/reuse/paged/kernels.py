@@ -20,7 +20,7 @@ from kvboost.model.triton.warm import warm_up
 from kvboost.reuse.paged.hooks import Attention, EnoughLayers
 from kvboost.reuse.probe import AttentionMass, band_of, row_weights
 from kvboost.reuse.rope import CosSin, Rotation
-from kvboost.reuse.shift import Spans
+from kvboost.reuse.shift import BLOCKS, Spans
 
 MOST_DENSE_BYTES = 1 << 29
 """The most memory for the keys and values of a request in one piece, one layer at a time."""
@@ -67,7 +67,7 @@ class GpuKernels:
     def warm_up(self, heads: int) -> None:
         """Compiles the kernels, so that no request waits for it."""
         pairs = self.rotation.cos_sin(0, torch.zeros(1))[0].shape[1]
-        warm_up(self._layers, heads, pairs, interleaved=self.rotation.interleaved)
+        warm_up(self._layers, heads, pairs, BLOCKS, interleaved=self.rotation.interleaved)
 
     def place(
         self,
