@@ -8,7 +8,7 @@ from kvboost.bench.texts.questions import make_questions
 
 
 def test_repair_brings_real_answers_closer_and_full_repair_all_the_way(smollm) -> None:
-    questions = make_questions(2, seed=3, num_passages=4, words_per_passage=90)
+    questions = make_questions(1, seed=3, num_passages=4, words_per_passage=90)
     settings = Settings(
         passages=4,
         passage_tokens=200,
