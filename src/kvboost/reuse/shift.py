@@ -15,13 +15,15 @@ import torch
 
 from kvboost.model.kv import RequestKV
 from kvboost.model.native import moved_rows
-from kvboost.model.native.moved_rows import BLOCKS, RecomputedRows
+from kvboost.model.native.moved_rows import RecomputedRows
 from kvboost.reuse.rope import CosSin, Rotation
 
 SHIFT_STRENGTH = 0.85
 """How much of the mean error is applied."""
 PRIOR_ROWS = 4
 """A mean over ``n`` rows is weighted by ``n / (n + PRIOR_ROWS)``."""
+BLOCKS = 8
+"""Each span has so many."""
 REACH = 16.0
 """A recomputed row counts by a factor of e less, every so many tokens away."""
 FAR_ROWS = 0.5

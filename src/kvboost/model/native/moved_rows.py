@@ -14,8 +14,6 @@ from kvboost.model.kv import RequestKV
 from kvboost.model.native.kernels import serves
 from kvboost.model.native.layers import scratch
 
-BLOCKS = 8
-"""A span of moved rows has so many blocks, each with an offset of its own in the shift."""
 LANES = 16
 """Kernels read this many numbers at once, also where fewer are left."""
 
