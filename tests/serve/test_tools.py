@@ -130,7 +130,7 @@ def test_reasoning_is_apart() -> None:
     ):
         for more in ({}, {"guided_regex": "[ab]{3}"}):
             answer = client.chat.completions.create(
-                model="tiny", messages=ASK, max_tokens=6, extra_body=more
+                model="tiny", messages=ASK, max_tokens=6, temperature=0, extra_body=more
             )
             assert answer.choices[0].message.reasoning_content
             assert answer.choices[0].message.content == ""

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
 
 from kvboost.model.kv import RequestKV
@@ -44,12 +47,11 @@ class Spans:
     @classmethod
     def of(cls, ranges: Sequence[range], num_tokens: int) -> Spans:
         """The spans at ``ranges`` of a prompt."""
-        block_of = torch.full((num_tokens,), -1)
+        block_of = np.full(num_tokens, -1)
         for number, rows in enumerate(ranges):
-            blocks = torch.arange(len(rows)) * BLOCKS // len(rows)
-            block_of[rows.start : rows.stop] = number * BLOCKS + blocks
+            block_of[rows.start : rows.stop] = _blocks(len(rows)) + number * BLOCKS
         tokens = torch.tensor([len(rows) / BLOCKS for rows in ranges])
-        return cls(block_of, tokens, torch.zeros(len(ranges)))
+        return cls(torch.from_numpy(block_of), tokens, torch.zeros(len(ranges)))
 
     def to(self, device: torch.device | str) -> Spans:
         parts = (self.block_of, self.block_tokens, self.seen)
@@ -89,6 +91,12 @@ class Spans:
         count = torch.zeros(len(self.seen) * BLOCKS + 1, device=blocks.device)
         count.scatter_add_(0, blocks % len(count), torch.ones(len(blocks), device=blocks.device))
         return count[:-1].view(-1, BLOCKS)
+
+
+@cache
+def _blocks(length: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The block of each row of a span."""
+    return np.arange(length) * BLOCKS // length
 
 
 class Shift:

@@ -66,7 +66,7 @@ class ShiftRows:
         stale = np.flatnonzero(is_stale)
         return cls(
             np.stack([index, at[index]]),
-            weights.numpy()[which // blocks, :, which % blocks].astype(np.float32, copy=False),
+            weights.numpy().transpose(0, 2, 1).reshape(-1, blocks)[which],
             np.searchsorted(which // blocks, np.arange(spans + 1)),
             np.stack([every[stale], stale]),
             int(moved[-1]) + 1 if len(moved) else 0,
