@@ -5,7 +5,7 @@ import torch
 
 from kvboost.model.kv import KVShape, RequestKV
 from kvboost.reuse import probe
-from kvboost.reuse.probe import END_ROWS, KINDS, AttentionMass, Deviation
+from kvboost.reuse.probe import END_ROWS, KINDS, AttentionMass, Bands, Deviation
 
 HEADS, KV_HEADS, ROWS, START, DIM = 4, 2, 7, 20, 8
 
@@ -24,7 +24,7 @@ def test_attention_mass_is_the_weight_each_row_receives(window, at_once, monkeyp
     kv, query = filled_kv(), torch.randn(1, HEADS, ROWS, DIM)
     absent = torch.zeros(START, dtype=torch.bool)
     absent[3:6] = True
-    mass = AttentionMass((range(1, 3), range(2, 4)), START, absent)
+    mass = AttentionMass(Bands(range(1, 3), range(2, 4)), START, absent)
     for layer in range(5):  # layer 1 is early, layers 2 and 3 are late
         mass.on_query(layer, kv, query, 0.3, window)
     expected = torch.zeros(KINDS, START)

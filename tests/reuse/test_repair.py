@@ -23,7 +23,7 @@ from kvboost.reuse.repair import (
 )
 
 LAYERS, PROMPT, MOVED = 10, 130, range(10, 110)
-DEPTH = len(probed_layers(LAYERS)[1])
+DEPTH = len(probed_layers(LAYERS).late)
 
 
 @dataclass

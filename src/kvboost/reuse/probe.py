@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -15,8 +16,23 @@ _SCORES = 1 << 24  # attention weights held at a time
 END_ROWS = 5
 """A chat template adds about so many tokens after the question."""
 KINDS = 3
-Bands = tuple[range, range]
-"""Layers in which a probe observes attention: early ones, and late ones."""
+
+
+@dataclass(frozen=True)
+class Bands:
+    """The layers in which a probe observes attention. A layer in both is a late one."""
+
+    early: range
+    late: range
+
+    def number(self, layer: int) -> int | None:
+        """0 for early layers, 1 for late ones, None for those that are not observed."""
+        return 1 if layer in self.late else 0 if layer in self.early else None
+
+    @property
+    def last(self) -> int:
+        """The last layer that is observed."""
+        return self.late[-1]
 
 
 def row_weights(num_rows: int) -> torch.Tensor:
@@ -27,17 +43,11 @@ def row_weights(num_rows: int) -> torch.Tensor:
     return weights
 
 
-def band_of(layer: int, bands: Bands) -> int | None:
-    """The band of a layer, the later one if it is in both; None if it is not observed."""
-    early, late = bands
-    return 1 if layer in late else 0 if layer in early else None
-
-
 class AttentionMass:
-    """Sums, over the layers of each of two ``bands``, how much a prompt's last rows attend to each
-    row before them: ``mass`` is ``[2, KINDS, start]``, the weights after softmax, averaged over
-    heads and summed over the rows from ``start`` on by their ``row_weights``. Rows that are
-    ``absent``, ``[start]``, receive none. ``ends``: whether the forward ends in the last layer."""
+    """Sums, over the layers of each band, how much a prompt's last rows attend to each row before
+    them: ``mass`` is ``[2, KINDS, start]``, the weights after softmax, averaged over heads and
+    summed over the rows from ``start`` on by their ``row_weights``. Rows that are ``absent``,
+    ``[start]``, receive none. ``ends``: whether the forward ends in the last observed layer."""
 
     def __init__(
         self, bands: Bands, start: int, absent: torch.Tensor, *, ends: bool = True
@@ -61,7 +71,7 @@ class AttentionMass:
     def on_query(
         self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
     ) -> None:
-        if (band := band_of(layer, self.bands)) is None:
+        if (band := self.bands.number(layer)) is None:
             return
         start = self.start
         _, heads, rows, dim = query.shape

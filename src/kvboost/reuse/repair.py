@@ -43,14 +43,14 @@ LEAST_BUDGET, MOST_BUDGET = 0.5, 2.0
 """How far ``auto`` may depart from ``ratio``."""
 SEAM_ROWS = 2
 SHIFT_TOKENS = 256
-"""Rows that share one shift; a longer run is split into several spans."""
+"""The most rows of a span of the shift; a longer run is split into several."""
 
 
 def probed_layers(num_layers: int) -> Bands:
     """The layers in which a probe observes attention."""
     early = round(EARLY_LAYER * num_layers)
     low, high = (round(depth * num_layers) for depth in PROBE_BAND)
-    return range(early, early + 1), range(min(low, high - 1), high)
+    return Bands(range(early, early + 1), range(min(low, high - 1), high))
 
 
 AttentionProbe = Callable[[torch.Tensor, Hook, "int | None", "torch.Tensor | None"], None]
@@ -130,7 +130,7 @@ class MovedRows:
         first row counts half, by a geometric mean: models that need nothing attend to it, and some
         send half of all attention there."""
         seen = self._observed()
-        of_last = seen.mass[1, 2] / len(seen.bands[1])
+        of_last = seen.mass[1, 2] / len(seen.bands.late)
         moved = float((of_last * self.rows[: seen.start])[1:].sum())
         return moved / math.sqrt(max(1e-6, 1 - float(of_last[0])))
 
@@ -164,7 +164,7 @@ class MovedRows:
         absent[start:] = False
         bands = probed_layers(self.num_layers)
         self._seen = AttentionMass(bands, start, absent[:start], ends=not through_all_layers)
-        until = None if through_all_layers else bands[1][-1]
+        until = None if through_all_layers else bands.last
         self._run_probe(rows, self._seen, until, absent if bool(absent.any()) else None)
 
     def deviation(self) -> torch.Tensor:

@@ -9,7 +9,7 @@ from kvboost.integrations.vllm.paged import PagedRows, ProbeHook, ShiftHook
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.model.kv import KVShape, RequestKV
 from kvboost.reuse.paged.hooks import EnoughLayers
-from kvboost.reuse.probe import AttentionMass
+from kvboost.reuse.probe import AttentionMass, Bands
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
 from made_up_pages import BLOCKS, DIM, FORMS, KV_HEADS, LAYERS, PAGE
@@ -47,7 +47,7 @@ def test_the_probe_sees_the_same_attention(form: str) -> None:
     start = ROWS - 5
     absent = torch.zeros(start, dtype=torch.bool)
     absent[4:9] = True
-    mine, its = (AttentionMass((range(1), range(1, 2)), start, absent) for _ in range(2))
+    mine, its = (AttentionMass(Bands(range(1), range(1, 2)), start, absent) for _ in range(2))
     hook = ProbeHook(mine, rows, 5)
     for layer in range(LAYERS):
         its.on_query(layer, kv, query[-5:].transpose(0, 1)[None], 0.3, None)

@@ -118,7 +118,7 @@ def test_a_repair_shifts_as_over_buffers(name: str, monkeypatch: pytest.MonkeyPa
 def test_a_probe_sees_what_it_sees_over_buffers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows 46 to 49 are not known: they hold NaN in pages."""
     two = Two(paged_engine(monkeypatch, name, sizes=TWO_LAYERS), monkeypatch)
-    paged, until = two.runtime.rows_of(two.paged), probed_layers(2)[1][-1]
+    paged, until = two.runtime.rows_of(two.paged), probed_layers(2).last
     absent = torch.zeros(PROMPT, dtype=torch.bool)
     absent[45:50] = True
     tail = torch.arange(50, PROMPT)

@@ -10,7 +10,7 @@ import torch
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.model.kv import KVShape
 from kvboost.reuse.paged.hooks import EnoughLayers
-from kvboost.reuse.probe import AttentionMass, band_of
+from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.shift import Shift
 
 
@@ -58,12 +58,12 @@ class ProbeHook:
     def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None: ...
 
     def on_query(self, layer: int, query: torch.Tensor, scale: float) -> None:
-        if band_of(layer, self._mass.bands) is None:
+        if self._mass.bands.number(layer) is None:
             return
         self._kv.gather(layer)
         last = _heads_first(query[-self._num_rows :])
         self._mass.on_query(layer, self._kv, last, scale, None)  # type: ignore[arg-type]
-        if layer == self._mass.bands[1][-1]:
+        if layer == self._mass.bands.last:
             raise EnoughLayers
 
 

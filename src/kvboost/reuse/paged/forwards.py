@@ -279,7 +279,7 @@ def _kind(segment: Segment) -> str | None:
     if isinstance(hook, MassHook):
         if segment.until is None:
             return None if hook.seen.ends else ANSWERED
-        return PROBES if segment.until == hook.seen.bands[1][-1] else None
+        return PROBES if segment.until == hook.seen.bands.last else None
     if segment.until is not None or segment.absent is not None:
         return None
     if hook is None:

@@ -33,7 +33,7 @@ from kvboost.model.triton.rows import (
 from kvboost.model.triton.shift import ShiftPlan
 from kvboost.reuse.paged.hooks import Attention, EnoughLayers, LayerHook
 from kvboost.reuse.paged.kernels import GpuKernels, KVPages, MassHook, ShiftHook
-from kvboost.reuse.probe import KINDS, band_of, row_weights
+from kvboost.reuse.probe import KINDS, row_weights
 from kvboost.reuse.repair import PROBE_ROWS, probed_layers
 from kvboost.reuse.shift import BLOCKS
 
@@ -348,7 +348,7 @@ class FixedMass:
     def on_query(
         self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
     ) -> None:
-        if (band := band_of(layer, self._bands)) is None:
+        if (band := self._bands.number(layer)) is None:
             return
         self._mass[band] += mass.attention_mass(
             query[: len(self._rows.positions)],
@@ -360,7 +360,7 @@ class FixedMass:
             window=window,
             absent=self._absent,
         )
-        if layer == self._bands[1][-1] and self._ends:
+        if layer == self._bands.last and self._ends:
             raise EnoughLayers
 
     def num_last(self, hook: LayerHook | None) -> int:

@@ -18,7 +18,7 @@ from kvboost.model.triton.rows import PagedRows, Tile, dense_tile
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows
 from kvboost.model.triton.warm import warm_up
 from kvboost.reuse.paged.hooks import Attention, EnoughLayers
-from kvboost.reuse.probe import AttentionMass, band_of, row_weights
+from kvboost.reuse.probe import AttentionMass, row_weights
 from kvboost.reuse.rope import CosSin, Rotation
 from kvboost.reuse.shift import BLOCKS, Spans
 
@@ -227,7 +227,7 @@ class MassHook:
     def on_query(
         self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
     ) -> None:
-        if (band := band_of(layer, self.seen.bands)) is None:
+        if (band := self.seen.bands.number(layer)) is None:
             return
         if self._tiled is None:
             self._mass = torch.zeros(self.seen.mass.shape, device=query.device)
@@ -245,7 +245,7 @@ class MassHook:
             window=window,
             absent=self._absent,
         )
-        if layer == self.seen.bands[1][-1]:
+        if layer == self.seen.bands.last:
             self.give(self._mass)
             if self.seen.ends:
                 raise EnoughLayers
