@@ -293,7 +293,8 @@ def test_whatever_happens_only_exact_rows_are_called_exact(events, random) -> No
                 case "evict":
                     store = engine._runtime.store
                     with store._lock:
-                        for key in random.sample(list(store._holdings.catalogue), 2):
+                        known = list(store._holdings.catalogue)
+                        for key in random.sample(known, min(2, len(known))):
                             if key in store._holdings.catalogue:
                                 store._holdings.residency.mark_lost(key)
                 case "forget":
