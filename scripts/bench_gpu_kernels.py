@@ -123,7 +123,6 @@ class Case:
             *([self.positions], self.tables),
             tile=tile or dense,
             parts=parts,
-            dense=dense is not None,
             **sizes,
         )
 

@@ -87,8 +87,10 @@ SIZES = {
     "DEPTH": 128,
     "EXPANDED": 1024,
 }
-IN_PAGES = {"keys": None, "values": None, "dense_rows": 0}
-DENSE = {"keys": "tensordesc<bf16[16, 32]>", "values": "tensordesc<bf16[16, 32]>", "DIM": 32}
+IN_PAGES = {"whole": None, "keys": None, "values": None, "dense_rows": 0}
+TILE = "tensordesc<bf16[16, 32]>"
+WHOLE_PAGES = {**IN_PAGES, "whole": TILE, "DIM": 32}
+DENSE = {"whole": None, "keys": TILE, "values": TILE, "DIM": 32}
 ALL_KEYS = {"absent": None, "window": None, "cap": None, "lse": None}
 ADAPTED = {"SPLITS": 3, "PADDED": 4, "RANKS": 16}
 PLAIN = {**dict.fromkeys(("sums", "adapters", "up", "rank", "split_stride")), "RANKS": 1}
@@ -104,6 +106,7 @@ VARIANTS: list[tuple[Any, str, dict[str, Any]]] = [
     (fused._rotate_write_kernel, "fp32", {**PLAIN, "query_norm": None, "key_norm": None}),
     (fused._gate_kernel, "bf16", PLAIN),
     (attention._attend_kernel, "bf16", {**ALL_KEYS, **IN_PAGES}),
+    (attention._attend_kernel, "bf16", {**ALL_KEYS, **WHOLE_PAGES}),
     (attention._attend_kernel, "bf16", {**ALL_KEYS, **DENSE}),
     (attention._attend_kernel, "fp32", {"parts": None, "part_lse": None, **IN_PAGES}),
     (attention._combine_kernel, "bf16", {}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from tiny import DEVICE
 if not triton.is_available():
     pytest.skip("triton is not installed", allow_module_level=True)
 
+from kvboost.model.paged.step_batch import JoinedBatch, StepBatch, batch_of
 from torch_kernels import use_torch_kernels
 
 ROWS = 16
@@ -55,6 +56,31 @@ def test_from_the_catch_up_on_the_answer_is_that_of_exact_rows(engine: KVBoost) 
     assert healing.healed_tokens == len(PROMPT) + first - 5  # all after the five exact ones
     assert healing.audit.compared_tokens == first
     assert num_exact(engine, [*PROMPT, *result.token_ids]) == len(PROMPT) + 9
+
+
+def test_the_row_of_a_step_attends_with_those_beside_it(
+    engine: KVBoost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives what it gives if it attends by itself."""
+    batches: list[type] = []
+
+    def answer(make: Callable[..., object], salt: str) -> tuple[list[int], int]:
+        def making(*args: object, **options: object) -> object:
+            batch = make(*args, **options)
+            batches.append(type(batch))
+            return batch
+
+        monkeypatch.setattr("kvboost.model.paged.steps.batch_of", making)
+        steps_of(engine).forget_graphs()
+        engine.warm([*HEADER, *PASSAGES[1]], cache_salt=salt)
+        result = engine.generate(PROMPT, 8, cache_salt=salt, **IN_STEPS)
+        return result.token_ids, result.answer_exact_from
+
+    joined = answer(batch_of, "joined")
+    assert JoinedBatch in batches and 1 < joined[1] < 8
+    batches.clear()
+    apart = answer(lambda slab, size, beside, adapted: StepBatch(slab, size, beside), "apart")
+    assert JoinedBatch not in batches and apart == joined
 
 
 def test_cancelled_anywhere_only_rows_before_the_frontier_are_exact(engine: KVBoost) -> None:

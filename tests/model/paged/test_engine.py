@@ -10,7 +10,7 @@ import pytest
 
 from kvboost.model.paged.choose import choose_pages, make_capture
 from kvboost.model.paged.pool import PagedPool
-from kvboost.model.paged.slab import Holding, Slab
+from kvboost.model.paged.slab import PAGE, Holding, Slab
 from kvboost.reuse.paged.forwards import PROBES, REPAIRS, ROWS
 from paged_engines import TWO_LAYERS, leaks, paged_engine, steps_of
 from replay_again import ReplayAgain
@@ -61,7 +61,7 @@ def test_a_batch_with_a_shared_beginning(monkeypatch: pytest.MonkeyPatch) -> Non
     with paged_engine(monkeypatch) as engine:
         found = engine.generate_batch(prompts, 3, "prefix_cache", ignore_eos=True, keep=False)
         assert [one.token_ids for one in found] == [one.token_ids for one in expected]
-        assert sorted(given) == [0, 6, 6]
+        assert sorted(given) == [0, 192 // PAGE, 192 // PAGE]
         assert leaks(engine) == []
 
 
@@ -139,9 +139,9 @@ def test_a_stream_that_is_closed_returns_its_pages(monkeypatch: pytest.MonkeyPat
 
 def test_a_slab_that_is_full_leaves_requests_with_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     with paged_engine(monkeypatch, pages=False) as plain:
-        expected = plain.generate(TEXT, 2, ignore_eos=True).token_ids
+        expected = plain.generate(2 * TEXT, 2, ignore_eos=True).token_ids
     with paged_engine(monkeypatch, max_kv_bytes="1KiB") as engine:
-        assert engine.generate(TEXT, 2, ignore_eos=True).token_ids == expected
+        assert engine.generate(2 * TEXT, 2, ignore_eos=True).token_ids == expected
         assert steps_of(engine).num_steps == 0
 
 

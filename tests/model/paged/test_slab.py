@@ -125,14 +125,16 @@ def test_a_pool_without_space_lends_a_buffer() -> None:
 
 def test_a_pool_shares_pages() -> None:
     pool = PagedPool(SHAPE, 1 << 20, max_running=4, context=256, on_slab=lambda _: None)
-    with pool.lend(100) as first:
+    first_rows, second_rows = 2 * PAGE + 36, 3 * PAGE
+    with pool.lend(first_rows) as first:
         prefix = first.share(2 * PAGE + 5)
         assert prefix.count == 2 * PAGE
-        with pool.lend(150, prefix) as second:
-            assert second.own_start == 2 * PAGE and second.spared_bytes == 64 * SHAPE.row_bytes
+        with pool.lend(second_rows, prefix) as second:
+            spared = 2 * PAGE * SHAPE.row_bytes
+            assert second.own_start == 2 * PAGE and second.spared_bytes == spared
             assert first.spared_bytes == 0
             held = first.memory() | second.memory()
-            own = pages_for(100) + pages_for(150) - 2
+            own = pages_for(first_rows) + pages_for(second_rows) - 2
             assert sum(held.values()) == own * pool.slab.page_bytes
             second.detach_prefix()
             assert second.own_start == 0 and second.base is None

@@ -83,15 +83,45 @@ def test_keys_that_are_copied_into_one_piece(dtype: torch.dtype, monkeypatch: Mo
     monkeypatch.setattr(
         attention_kernels, "gather_counted", lambda *given: copied.append(1) or gather(*given)
     )
-    sizes = {"page": 16, "heads": 6, "kv_heads": 2, "dtype": dtype, "tile": tile_for(dtype)}
+    tile = replace(tile_for(dtype), reads="piece")
+    sizes = {"page": 16, "heads": 6, "kv_heads": 2, "dtype": dtype, "tile": tile}
     for parts in (1, 2):
-        rows = PagedRows.of(positions, tables, parts=parts, dense=True, **sizes)  # type: ignore[arg-type]
+        rows = PagedRows.of(positions, tables, parts=parts, **sizes)  # type: ignore[arg-type]
         given = attend(query, pages, rows, SCALE, soft_cap=3.0)
         expected = attention(query, pages.nan_to_num(), positions, tables, SCALE, soft_cap=3.0)[0]
         assert close(given, expected)
     assert len(copied) == 2
     attend(query, pages.nan_to_num(), rows, SCALE, window=20)
     assert len(copied) == 2  # windows leave out most keys
+
+
+@each_dtype
+@pytest.mark.parametrize("end", [128, 150])
+def test_whole_pages(dtype: torch.dtype, end: int, monkeypatch: MonkeyPatch) -> None:
+    """Rows at the end of a request, and one far before them: parts with pages that all rows see,
+    that some of them see, and the last one, which may not be full."""
+    torch.manual_seed(end)
+    tile = replace(tile_for(dtype), reads="pages")
+    pages = make_pages(9, 2, tile.keys, 32, dtype, "heads first").contiguous()
+    tables = make_tables(1, 5, 9)
+    positions = [torch.tensor([70, *range(end - 9, end)])]
+    pages[tables[0, -(-end // tile.keys) :].long()] = float("nan")  # never written
+    pages[tables[0, (end - 1) // tile.keys].long(), :, (end - 1) % tile.keys + 1 :] = float("nan")
+    query = random(10, 6, 32, dtype=dtype)
+    used = []
+    whole = attention_kernels._whole
+    monkeypatch.setattr(attention_kernels, "_whole", lambda *given: used.append(1) or whole(*given))
+    sizes = {"page": tile.keys, "heads": 6, "kv_heads": 2, "dtype": dtype, "tile": tile}
+    for parts in (1, 2):
+        rows = PagedRows.of(positions, tables, parts=parts, **sizes)  # type: ignore[arg-type]
+        given = attend(query, pages, rows, SCALE, soft_cap=3.0)
+        expected = attention(query, pages.nan_to_num(), positions, tables, SCALE, soft_cap=3.0)[0]
+        assert close(given, expected)
+    assert len(used) == 2
+    attend(query, pages.nan_to_num(), rows, SCALE, window=20)
+    assert len(used) == 2  # windows leave out most pages
+    with pytest.raises(ValueError, match="pages have 8 rows; a tile of"):
+        attend(query, make_pages(9, 2, 8, 32, dtype, "heads first"), rows, SCALE)
 
 
 @each_dtype
@@ -226,7 +256,8 @@ def test_long_tiles_are_cut_so_that_all_programs_end_together() -> None:
     assert parts(278, 32768, 4).max() == 1  # there are many more tiles than processors
     some = parts(62, 8192, 2)
     assert some.max() == 3 and some.min() == 1  # the longest would take twice the mean
-    assert parts(1, 8192, 4).tolist() == [16]  # no part has fewer than 512 keys
+    assert parts(1, 1000, 4).tolist() == [5]  # no part has fewer than 192 keys
+    assert parts(1, 8192, 4).tolist() == [32]
     assert parts(1, 10**6, 1).tolist() == [32]
     assert parts(1, 300, 1).tolist() == [1]
     assert parts(6, 4096, 4, least=4095).tolist() == [5] * 6  # with six, twelve of 144 would wait
@@ -256,13 +287,13 @@ def parts_one_by_one(
 
     longest, best = int(ends.max()), np.ones_like(ends)
     least = until(best)
-    for most in range(2, min(longest // rows.KEYS_PER_PART, most_parts) + 1):
-        parts = np.maximum(1, -(-ends * most // longest))
+    for twice in range(3, 2 * min(longest // rows.KEYS_PER_PART, most_parts) + 1):
+        parts = np.maximum(1, -(-ends * twice // (2 * longest)))
         if most_items is not None and parts.sum() > most_items:
             break
         if (found := until(parts) + rows.COMBINING_COST) < least - 1e-6:
             best, least = parts, found
-        if longest * at_once < most * int(ends.sum()) * kv_heads / rows.SHORT_PARTS:
+        if 2 * longest * at_once < twice * int(ends.sum()) * kv_heads / rows.SHORT_PARTS:
             break
     return best.tolist()
 
@@ -279,6 +310,17 @@ def test_parts_are_picked_as_one_by_one(ends, kv_heads, at_once, most_parts, mos
     found = pick_parts(each, kv_heads, at_once, most_parts, most_items)
     expected = parts_one_by_one(each, kv_heads, at_once, most_parts, most_items)
     assert found.dtype == each.dtype and found.tolist() == expected
+
+
+def test_hopper_reads_whole_pages(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "copies_tiles", lambda *_: True)
+    pages = torch.zeros(3, 2, 64, 256, dtype=torch.bfloat16)
+    assert Tile.over(pages, 100).reads == Tile.over(pages, 17).reads == "pages"
+    for others in (pages.transpose(1, 2).contiguous().transpose(1, 2), pages[:, :, :32]):
+        assert Tile.over(others, 100) == Tile.pick(100, torch.bfloat16)
+    assert Tile.over(pages, 16) == Tile.pick(16, torch.bfloat16)  # decode steps
+    monkeypatch.setattr(rows, "copies_tiles", lambda *_: False)
+    assert Tile.over(pages, 100) == Tile.pick(100, torch.bfloat16)
 
 
 def test_whole_tiles() -> None:

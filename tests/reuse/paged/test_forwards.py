@@ -10,7 +10,7 @@ from kvboost.model import triton
 from kvboost.model.forward import MOST_APART
 from kvboost.model.kv import RequestKV
 from kvboost.model.paged.kv import PagedKV
-from kvboost.model.paged.slab import SCRATCH, Slab
+from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
 from kvboost.model.segment import Segment
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.repair import probed_layers
@@ -173,12 +173,14 @@ def test_what_does_not_fit_runs_as_it_did(monkeypatch: pytest.MonkeyPatch) -> No
     assert not takes(segment(kv, tail, hook=OtherHook()))
     assert not takes(segment(kv, tail, until=0))
     assert not takes(segment(kv, range(65)))  # too many rows, and not all of them have pages
-    kv.share(PROMPT)
-    assert kv.own_start == 32
-    assert not takes(segment(kv, range(31, 40))) and takes(segment(kv, range(32, 40)))
     torch.testing.assert_close(
         two.logits(kv, tail, num_logits=2), two.logits(two.plain, tail, num_logits=2), **CLOSE
     )
+    kv.reserve(PAGE + 9)
+    kv.share(PAGE + 9)
+    assert kv.own_start == PAGE
+    assert not takes(segment(kv, range(PAGE - 1, PAGE + 9)))
+    assert takes(segment(kv, range(PAGE, PAGE + 9)))
     assert two.forwards.num_runs == 0
 
 

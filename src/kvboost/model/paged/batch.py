@@ -192,7 +192,7 @@ class PagedBatch(RowBatch):
             heads=heads,
             kv_heads=shape.num_kv_heads,
             dtype=shape.dtype,
-            tile=Tile.pick(group * most, shape.dtype, shape.head_dim),
+            tile=Tile.over(self.pages(0), group * most),
             starts=[run.start for run in runs],
         )
 

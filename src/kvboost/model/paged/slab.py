@@ -13,8 +13,8 @@ import torch
 from kvboost.model.kv import KVShape
 from kvboost.model.triton.host import send_into
 
-PAGE = 32
-"""Rows of a page."""
+PAGE = 64
+"""Rows of a page. On Hopper, a page is what programs of attention read at a time."""
 SCRATCH = 0
 """The page, and the row of the table, that padding uses."""
 

@@ -36,13 +36,23 @@ class Beside(Protocol):
     @property
     def most_rows(self) -> int: ...
 
+    @property
+    def num_rows(self) -> int:
+        """Of the buffers: one more than it takes."""
+
+    @property
+    def last(self) -> torch.Tensor:
+        """Where the last row is in the buffers, int64 ``[1]``."""
+
     def takes(self, segment: Segment) -> bool: ...
 
-    def load(self, segment: Segment) -> None:
-        """Fills the buffers, before a step."""
+    def load(self, segment: Segment, own: int | None = None) -> None:
+        """Fills the buffers, before a step. With ``own``, the position of the only row of the step,
+        which is of the same request, that row is the last one."""
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Token ids, positions and slots, all int64 ``[most_rows]``."""
+        """Token ids, positions and slots, all int64 ``[num_rows]``. The id of the step's own row is
+        not known here."""
 
     def attend(
         self,
@@ -53,7 +63,7 @@ class Beside(Protocol):
         softcap: float | None,
         out: torch.Tensor,
     ) -> None:
-        """Attention of ``query``, ``[most_rows, heads, dim]``, into ``out``."""
+        """Attention of ``query``, ``[num_rows, heads, dim]``, into ``out``."""
 
 
 class StepTables(Protocol):
@@ -76,7 +86,7 @@ class StepBatch(RowBatch):
         super().__init__(slab)
         device = slab.shape.device
         self._beside = beside
-        more = beside.most_rows if beside is not None else 0
+        more = beside.num_rows if beside is not None else 0
         self._stream: torch.cuda.Stream | None = None
         if beside is not None and device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
@@ -119,7 +129,7 @@ class StepBatch(RowBatch):
         if heads not in self._rows:
             shape, size = self._slab.shape, len(self.positions)
             group = heads // shape.num_kv_heads
-            tile = Tile.pick(group, shape.dtype, shape.head_dim)
+            tile = Tile.over(self.pages(0), group)
             spare = programs_at_once(shape.device, tile) // (size * shape.num_kv_heads)
             parts = max(1, min(spare, MOST_PARTS))
             row = torch.arange(size, dtype=torch.int32, device=shape.device)
@@ -145,6 +155,39 @@ class StepBatch(RowBatch):
             _requests_of(found).copy_(self.requests[:, None])
             self._rows[heads] = found
         return self._rows[heads]
+
+
+class JoinedBatch(RowBatch):
+    """The only row of a step, after those ``beside`` it: all are rows of one request, so they
+    attend together. ``slots`` is filled in before every step."""
+
+    def __init__(self, slab: Slab, beside: Beside) -> None:
+        super().__init__(slab)
+        self._beside = beside
+        self.slots = torch.zeros(beside.num_rows, dtype=torch.int64, device=slab.shape.device)
+
+    def attend_rows(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        *,
+        fresh: Fresh | None = None,
+    ) -> torch.Tensor:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        self._beside.attend(layer, query, scale, window, softcap, out)
+        return out
+
+
+def batch_of(
+    slab: Slab, size: int, beside: Beside | None, *, adapted: bool
+) -> StepBatch | JoinedBatch:
+    """The batch for steps of ``size`` rows, with or without rows ``beside`` them and adapters."""
+    if size == 1 and beside is not None and not adapted:
+        return JoinedBatch(slab, beside)
+    return StepBatch(slab, size, beside)
 
 
 def _requests_of(rows: PagedRows) -> torch.Tensor:

@@ -21,7 +21,7 @@ from kvboost.model.paged.host_tokens import HostTokens
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.sampling import GREEDY, DeviceSampling, Kind
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
-from kvboost.model.paged.step_batch import Beside, RunModel, StepBatch
+from kvboost.model.paged.step_batch import Beside, JoinedBatch, RunModel, batch_of
 from kvboost.model.sampling import Picked
 from kvboost.model.segment import Segment
 from kvboost.model.triton.host import to_device
@@ -46,7 +46,7 @@ class _Bucket:
         self.size = size
         self._steps = steps
         self._beside = beside
-        self._batch = StepBatch(steps.slab, size, beside)
+        self._batch = batch_of(steps.slab, size, beside, adapted=adapted)
         self._requests = [SCRATCH] * size
         self.rows = torch.zeros(size, dtype=torch.int64, device=steps.slab.shape.device)
         if adapted:
@@ -86,10 +86,12 @@ class _Bucket:
     def _forward(self) -> torch.Tensor:
         steps, batch = self._steps, self._batch
         self.positions.copy_(steps.lengths[self.rows])
+        self.ids.copy_(steps.tokens[self.rows])
+        if isinstance(batch, JoinedBatch):
+            return self._forward_joined(batch)
         batch.load(self.rows, self.positions)
         page = steps.slab.table[self.rows, self.positions // PAGE].long()
         torch.add(self.positions % PAGE, page, alpha=PAGE, out=batch.slots[: self.size])
-        self.ids.copy_(steps.tokens[self.rows])
         if batch.adapters is not None:
             batch.adapters[: self.size].copy_(steps.adapters[self.rows])
         if self._beside is None:
@@ -102,6 +104,18 @@ class _Bucket:
             batch,
             torch.arange(self.size, device=ids.device),
         )
+
+    def _forward_joined(self, batch: JoinedBatch) -> torch.Tensor:
+        assert self._beside is not None
+        ids, positions, slots = self._beside.inputs()
+        batch.slots.copy_(slots)
+        last = self._beside.last
+        return self._steps.run_model(ids.index_copy(0, last, self.ids), positions, batch, last)
+
+    @property
+    def joins(self) -> bool:
+        """Whether its only row is the last of those beside it."""
+        return isinstance(self._batch, JoinedBatch)
 
     def _sample(self, kind: Kind) -> torch.Tensor:
         """Gives the same result if it is called again: a capture runs it more than once."""
@@ -202,7 +216,9 @@ class Steps:
         if len(segment) > 1:
             return self.runs_ahead and self.drafts.takes(segment)
         beside = segment.beside
-        return segment.num_logits == 1 and (beside is None or self._takes_beside(beside))
+        return segment.num_logits == 1 and (
+            beside is None or (beside.kv is kv and self._takes_beside(beside))
+        )
 
     def _takes_adapter(self, segment: Segment, applied: AppliedAdapter) -> bool:
         slots = self.adapter_slots
@@ -278,7 +294,7 @@ class Steps:
         rows = next((segment.beside for segment in segments if segment.beside is not None), None)
         bucket = self._bucket(size, with_beside=rows is not None, adapted=adapted)
         if rows is not None and self.beside is not None:
-            self.beside.load(rows)
+            self.beside.load(rows, segments[0].first if bucket.joins else None)
             self.num_rows_beside += len(rows)
         kind = GREEDY
         for segment in segments:

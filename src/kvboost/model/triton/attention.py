@@ -4,9 +4,9 @@ The rows of a request need not be consecutive: each has its position, as data, a
 keys up to it. A program computes a tile of rows that follow one another in the list, times the
 query heads that share a KV head, so a tile of scattered rows costs as much as a tile of consecutive
 ones; it may end between two heads of a row. Tiles with many keys are split over them, so that all
-programs end at about the same time, and a second kernel combines the parts. For many rows of one
-request, its keys and values are first copied into one piece: what Hopper's units for copying tiles
-can read costs no registers.
+programs end at about the same time, and a second kernel combines the parts. Hopper has units for
+copying tiles, which read whole pages. For many rows of one request, its keys and values are first
+copied into one piece each: these units are faster still if they need no table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from kvboost.model.triton.scores import (
 
 COMBINED = 16
 """Parts, times rows and heads, that one program combines at a time."""
-MANY_PARTS = 16
+FEW_COMBINED = 1 << 14
+"""Up to so many rows times heads, a program combines one of them, ``SOME_PARTS`` at a time."""
+SOME_PARTS = 8
 ITEM, TILE = tl.constexpr(len(ITEM_FIELDS)), tl.constexpr(len(TILE_FIELDS))
 
 
@@ -101,6 +103,68 @@ def _attend_keys(
 
 
 @triton.jit
+def _attend_pages(
+    acc,
+    total,
+    best,
+    query,
+    position,
+    whole,
+    table,
+    head,
+    first,
+    last,
+    scale,
+    cap,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """As ``_attend_keys``, over whole pages: a tile of keys is a page, which ``whole`` loads."""
+    factor = factor_of(scale, cap)
+    # As above. A mask would make the compiler run all products one after another.
+    page = tl.load(table + tl.maximum(0, tl.minimum(first, last - 1)))
+    for number in range(first, last):
+        at = (page * tl.num_programs(0) + head) * KEYS
+        page = tl.load(table + tl.minimum(number + 1, last - 1))
+        key = number * KEYS + tl.arange(0, KEYS)
+        scores = product(query, whole.load([at, 0]).T)
+        scores = scores_of(scores, position, key, key >= 0, scale, cap, None, MASKED)
+        weights, fade, total, best = _weigh(scores, total, best, factor)
+        values = whole.load([at, DIM])
+        acc = acc * fade[:, None] + product(weights.to(values.dtype), values)
+    return acc, total, best
+
+
+@triton.jit
+def _attend_cut_page(
+    acc,
+    total,
+    best,
+    query,
+    position,
+    whole,
+    table,
+    head,
+    number,
+    end,
+    scale,
+    cap,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """As ``_attend_pages``, for a page in which anything may follow the key before ``end``."""
+    at = (tl.load(table + number) * tl.num_programs(0) + head) * KEYS
+    key = number * KEYS + tl.arange(0, KEYS)
+    scores = product(query, whole.load([at, 0]).T)
+    scores = scores_of(scores, position, key, key < end, scale, cap, None, True)
+    weights, fade, total, best = _weigh(scores, total, best, factor_of(scale, cap))
+    values = tl.where((key < end)[:, None], whole.load([at, DIM]), 0.0)
+    acc = acc * fade[:, None] + product(weights.to(values.dtype), values)
+    return acc, total, best
+
+
+@triton.jit
 def _attend_dense_keys(
     acc,
     total,
@@ -132,7 +196,7 @@ def _attend_dense_keys(
 
 @triton.jit(
     do_not_specialize=["table_stride", "absent_stride", "window"],
-    do_not_specialize_on_alignment=["positions", "items", "tables", "absent", "lse"],
+    do_not_specialize_on_alignment=["positions", "items", "tables", "counted", "absent", "lse"],
 )
 def _attend_kernel(
     query,
@@ -142,6 +206,7 @@ def _attend_kernel(
     items,
     tables,
     table_stride,
+    counted,
     pages,
     page_stride,
     head_stride,
@@ -155,6 +220,7 @@ def _attend_kernel(
     lse_row_stride,
     parts,
     part_lse,
+    whole,
     keys,
     values,
     dense_rows,
@@ -226,6 +292,24 @@ def _attend_kernel(
             acc, total, best, queries, position, keys, values, begin, plain, last, end,
             scale, cap, KEYS=KEYS, MASKED=True,
         )  # fmt: skip
+    elif whole is not None:
+        acc, total, best = _attend_pages(
+            acc, total, best, queries, position, whole, table, head, first, plain,
+            scale, cap, DIM=DIM, KEYS=KEYS, MASKED=False,
+        )  # fmt: skip
+        present = end
+        if counted is not None:
+            present = tl.load(counted)
+        full = tl.maximum(plain, tl.minimum(last, present // KEYS))
+        acc, total, best = _attend_pages(
+            acc, total, best, queries, position, whole, table, head, plain, full,
+            scale, cap, DIM=DIM, KEYS=KEYS, MASKED=True,
+        )  # fmt: skip
+        if full < last:
+            acc, total, best = _attend_cut_page(
+                acc, total, best, queries, position, whole, table, head, full, end, scale, cap,
+                DIM=DIM, KEYS=KEYS,
+            )  # fmt: skip
     else:
         if window is None and absent is None:
             acc, total, best = _attend_keys(
@@ -318,12 +402,22 @@ def _check_query(query: torch.Tensor, pages: torch.Tensor, rows: PagedRows) -> N
         )
 
 
+def _whole(pages: torch.Tensor, rows: PagedRows) -> TensorDescriptor | None:
+    """What loads the keys or the values of a page; None if ``rows`` do not read whole pages."""
+    if rows.tile.reads != "pages":
+        return None
+    _, page, dim = check_pages(pages)
+    if page != rows.tile.keys:
+        raise ValueError(f"pages have {page} rows; a tile of {rows.tile.keys} keys is not a page")
+    return TensorDescriptor.from_tensor(pages.flatten(0, 2), [page, dim])
+
+
 def _dense(
     pages: torch.Tensor, rows: PagedRows
 ) -> tuple[TensorDescriptor | None, TensorDescriptor | None, int]:
     """The keys and the values in one piece each, and how many rows they have; None if ``rows``
     attend to them in their pages."""
-    if rows.num_keys is None:
+    if rows.tile.reads != "piece" or rows.num_keys is None:
         return None, None, 0
     both = gather_counted(pages, rows.tables[0], rows.num_keys, rows.end)
     block = [rows.tile.keys, both[0].shape[2]]
@@ -365,14 +459,17 @@ def attend(
         size = (rows.slots, kv_heads, rows.tile.rows)
         parts = torch.empty(*size, dim, dtype=torch.float32, device=query.device)
         part_lse = torch.empty(size, dtype=torch.float32, device=query.device)
-    dense = _dense(pages, rows) if window is None and absent is None else (None, None, 0)
+    sees_all = window is None and absent is None
+    whole = _whole(pages, rows) if sees_all else None
+    dense = _dense(pages, rows) if sees_all else (None, None, 0)
     written = (out, out.stride(0), out.stride(1), lse, heads)
     _attend_kernel[(kv_heads, len(rows.items))](
         *(query, query.stride(0), query.stride(1)),
         *(rows.positions, rows.items, rows.tables, rows.tables.stride(0)),
+        None if whole is None else rows.num_keys,
         *(pages, *pages.stride()[:3]),
         *(absent, 0 if absent is None else absent.stride(0)),
-        *(*written, parts, part_lse, *dense, scale, soft_cap, window),
+        *(*written, parts, part_lse, whole, *dense, scale, soft_cap, window),
         GROUP=rows.group,
         DIM=dim,
         WIDE=wide,
@@ -384,10 +481,12 @@ def attend(
     )
     if rows.slots:
         # Many parts of few rows are loaded all at once, few parts of many rows one by one.
-        num_parts = 1
-        if rows.tile.rows == FEW_ROWS or rows.most_parts > MANY_PARTS:
+        num_parts, warps = 1, 4
+        if rows.tile.rows == FEW_ROWS:
             num_parts = triton.next_power_of_2(rows.most_parts)
-        block = max(1, COMBINED // num_parts)
+        elif len(rows.tiles) * rows.tile.rows * kv_heads <= FEW_COMBINED:
+            num_parts, warps = SOME_PARTS, 1
+        block = 1 if warps == 1 else max(1, COMBINED // num_parts)
         _combine_kernel[(triton.cdiv(rows.tile.rows, block), kv_heads, len(rows.tiles))](
             *(parts, part_lse, rows.tile.rows, rows.tiles, *written),
             GROUP=rows.group,
@@ -395,5 +494,6 @@ def attend(
             WIDE=wide,
             PARTS=num_parts,
             BLOCK=block,
+            num_warps=warps,
         )
     return out

@@ -12,7 +12,7 @@ from kvboost.model.triton.pages import check_pages
 
 GATED, ADAPTED = 1024, 256
 """Channels of one program that gates; the same if it adds what adapters change."""
-MANY_ROWS = 128
+MANY_ROWS = 64
 """From so many rows on, a program rotates ``ROWS`` of them; fewer are spread over more programs."""
 ROWS = 16
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+
+from kvboost.model.triton.pages import check_pages
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -16,10 +18,12 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 FEW_ROWS = 16
 """Of the smallest tile: that of decode steps."""
 MOST_PARTS = 32
-KEYS_PER_PART = 512
+KEYS_PER_PART = 192
 """A part with fewer keys than this costs more than it gains."""
-PART_COST, COMBINING_COST = 384, 192
+PART_COST, COMBINING_COST = 320, 224
 """What writing a part takes, and what combining parts takes in all: as so many keys."""
+MASKED_COST = 4
+"""Keys that only some rows of a tile see take longer than others: by one in so many."""
 SHORT_PARTS = 4
 """Parts that are shorter by this factor than what a program does in all are short enough."""
 LEAST_DENSE = 3072
@@ -32,12 +36,15 @@ TILE_FIELDS = ("start", "room", "slot", "parts")
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program computes at a time: ``rows`` rows times heads, and ``keys`` keys."""
+    """What one program computes at a time: ``rows`` rows times heads, and ``keys`` keys. How it
+    ``reads`` keys and values: row by row, a page at a time, or from copies in one piece each. The
+    latter two are for Hopper's units for copying tiles, which need no registers."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    reads: Literal["rows", "pages", "piece"] = "rows"
 
     def whole(self, num_rows: int, group: int) -> int:
         """The most rows up to ``num_rows`` that begin no tile which they do not nearly fill, if one
@@ -50,6 +57,17 @@ class Tile:
         """The tile for requests of up to ``num_rows`` rows times heads that share a KV head."""
         tiles = tiles_of(dtype, dim)
         return next((tile for tile in tiles if num_rows <= tile.rows), tiles[-1])
+
+    @classmethod
+    def over(cls, pages: torch.Tensor, num_rows: int) -> Tile:
+        """The tile for as many, over the ``pages`` of a layer, ``[pages, kv_heads, page, 2 *
+        dim]``."""
+        _, page, dim = check_pages(pages)
+        tile = cls.pick(num_rows, pages.dtype, dim)
+        can_copy = copies_tiles(pages.device, pages.dtype, dim) and pages.is_contiguous()
+        if tile.rows == FEW_ROWS or page != COPIED.keys or not can_copy:
+            return tile
+        return replace(COPIED, reads="pages")
 
 
 def tiles_of(dtype: torch.dtype, dim: int = 128) -> list[Tile]:
@@ -67,12 +85,20 @@ def tiles_of(dtype: torch.dtype, dim: int = 128) -> list[Tile]:
 
 def dense_tile(device: torch.device, dtype: torch.dtype, dim: int, num_rows: int) -> Tile | None:
     """The tile for ``num_rows`` rows times heads that share a KV head, if the keys of their request
-    are better copied into one piece. Measured on Hopper: programs of one warp group, two of them on
-    a processor, so that one computes products while the other computes exponentials."""
-    if num_rows < LEAST_DENSE or dtype.itemsize != 2 or dim not in (64, 128):
-        return None
+    are better copied into one piece."""
+    can_copy = num_rows >= LEAST_DENSE and copies_tiles(device, dtype, dim)
+    return replace(COPIED, reads="piece") if can_copy else None
+
+
+COPIED = Tile(64, 64, 4, 3)
+"""For keys that Hopper's units copy. Measured: programs of one warp group, two of them on a
+processor, so that one computes products while the other computes exponentials."""
+
+
+def copies_tiles(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Whether ``COPIED`` serves best."""
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return Tile(64, 64, 4, 3) if is_hopper else None
+    return is_hopper and dtype.itemsize == 2 and dim in (64, 128)
 
 
 @dataclass(frozen=True)
@@ -98,8 +124,7 @@ class PagedRows:
     group: int
     """Query heads that share a KV head."""
     num_keys: torch.Tensor | None = None
-    """One past the last position, int32 ``[1]``, if these are rows of one request and its keys are
-    to be copied into one piece."""
+    """One past the last position, int32 ``[1]``, if these are rows of one request."""
 
     @classmethod
     def of(
@@ -114,12 +139,11 @@ class PagedRows:
         tile: Tile | None = None,
         parts: int | None = None,
         starts: Sequence[int] | None = None,
-        dense: bool = False,
     ) -> PagedRows:
         """``positions`` are the rows of each request, on the CPU; request ``i`` has the pages
         ``tables[i]``. Its queries begin at ``starts[i]``, or follow those of the request before.
-        ``parts``: of every tile, instead of as many as serve best. ``dense``: whether the keys of
-        the only request are copied into one piece."""
+        ``parts``: of every tile, instead of as many as serve best. A ``tile`` that reads keys in
+        one piece serves one request."""
         group = heads // kv_heads
         counts = [len(rows) for rows in positions]
         tile = tile or Tile.pick(group * max(counts), dtype)
@@ -138,13 +162,14 @@ class PagedRows:
             ],
             np.int32,
         )
-        ends = every[(tiles[:, 1] + tiles[:, 2] - 1) // group] + 1
+        last = every[(tiles[:, 1] + tiles[:, 2] - 1) // group]
+        keys = keys_of(every[tiles[:, 1] // group], last)
         device = tables.device
-        of_tiles = np.full_like(ends, parts or 1)
+        of_tiles = np.full_like(keys, parts or 1)
         if parts is None:
-            of_tiles = pick_parts(ends, kv_heads, programs_at_once(device, tile))
-        items, described = cut(tiles, ends, of_tiles)
-        longest = int(ends.max())
+            of_tiles = pick_parts(keys, kv_heads, programs_at_once(device, tile))
+        items, described = cut(tiles, keys, of_tiles)
+        longest = int(last.max()) + 1
         sent = torch.from_numpy(
             np.concatenate([items.ravel(), described.ravel(), every, np.array([longest], np.int32)])
         )
@@ -160,19 +185,24 @@ class PagedRows:
             int(of_tiles[of_tiles > 1].sum()),
             longest,
             group,
-            on_device[3] if dense else None,
+            on_device[3] if len(counts) == 1 else None,
         )
 
 
-def cut(tiles: Ints, ends: Ints, parts: Ints) -> tuple[Ints, Ints]:
+def keys_of(first: Ints, last: Ints) -> Ints:
+    """How many keys tiles count as, if their first and last rows have these positions."""
+    return last + 1 + (last - first) // MASKED_COST
+
+
+def cut(tiles: Ints, keys: Ints, parts: Ints) -> tuple[Ints, Ints]:
     """The items and the description of ``tiles``, of which the first fields of an item are given.
-    They have keys up to ``ends`` and are cut into ``parts``."""
+    They have so many ``keys`` and are cut into ``parts``."""
     taken = np.where(parts > 1, parts, 0)
     slots = taken.cumsum() - taken
     tile = np.arange(len(tiles)).repeat(parts)
     part = np.arange(len(tile)) - (parts.cumsum() - parts)[tile]
     items = np.column_stack([tiles[tile], part, parts[tile], slots[tile] + part])
-    order = (-ends / parts)[tile].argsort(kind="stable")  # short ones fill the end
+    order = (-keys / parts)[tile].argsort(kind="stable")  # short ones fill the end
     described = np.column_stack([tiles[:, 1], tiles[:, 3], slots, parts])
     return items[order].astype(np.int32), described.astype(np.int32)
 
@@ -194,25 +224,26 @@ def _check_positions(positions: Sequence[torch.Tensor], tables: torch.Tensor, pa
 
 
 def pick_parts(
-    ends: Ints,
+    keys: Ints,
     kv_heads: int,
     at_once: int,
     most_parts: int = MOST_PARTS,
     most_items: int | None = None,
 ) -> Ints:
-    """How many parts each tile is cut into, if tiles have keys up to ``ends`` and ``at_once``
-    programs run at a time: parts of about the same length, as many of them as end first. At most
+    """How many parts each tile is cut into, if tiles have so many ``keys`` and ``at_once`` programs
+    run at a time: parts of about the same length, as many of them as end first. At most
     ``most_parts`` of a tile and ``most_items`` of all tiles."""
-    longest, total = int(ends.max()), int(ends.sum()) * kv_heads
-    most = np.arange(1, max(1, min(longest // KEYS_PER_PART, most_parts)) + 1)
-    is_long = most[1:] * (total / SHORT_PARTS) <= longest * at_once
-    most = most[: 2 + int(np.count_nonzero(is_long))]  # no need to try shorter parts
-    choices = np.maximum(1, -(-ends * most[:, None] // longest)).astype(ends.dtype)
+    longest, total = int(keys.max()), int(keys.sum()) * kv_heads
+    # Tries 1, 1.5, 2, … times as many parts as the longest tile has lengths of a part.
+    twice = np.arange(2, 2 * max(1, min(longest // KEYS_PER_PART, most_parts)) + 1)
+    is_long = twice[1:] * (total / SHORT_PARTS) <= 2 * longest * at_once
+    twice = twice[: 2 + int(np.count_nonzero(is_long))]  # no need to try shorter parts
+    choices = np.maximum(1, -(-keys * twice[:, None] // (2 * longest))).astype(keys.dtype)
     counts = choices.sum(1)
     if most_items is not None:
         fitting = max(1, int(np.count_nonzero(counts <= most_items)))
         choices, counts = choices[:fitting], counts[:fitting]
-    lengths = ends / choices + np.where(choices > 1, PART_COST, 0)
+    lengths = keys / choices + np.where(choices > 1, PART_COST, 0)
     until = lengths.max(1)  # if all parts run at once
     for number in np.flatnonzero(counts * kv_heads > at_once).tolist():
         until[number] = _keys_until_done(lengths[number], choices[number] * kv_heads, at_once)

@@ -298,7 +298,7 @@ def _errors_kernel(
 @triton.jit
 def _add_rows(sums, weight, rows):
     """``sums`` of blocks, ``[blocks, channels]``, and ``rows`` by their weights."""
-    return tl.dot(weight, rows, sums, input_precision="ieee")
+    return tl.dot(weight, rows, sums, input_precision="tf32x3")
 
 
 @triton.jit

@@ -33,8 +33,7 @@ def warm_up(
     a span in the shift. Takes seconds the first time; triton keeps what it compiled on disk."""
     like = layers.first
     kv_heads, page, dim = layers.kv_heads, layers.page, layers.dim
-    data = torch.zeros(PAGES, page, kv_heads, 2 * dim, dtype=like.dtype, device=like.device)
-    pages = data.transpose(1, 2)
+    pages = torch.zeros_like(like[:PAGES])
     own = PagedLayers([pages] * len(layers))
     table = torch.arange(PAGES, dtype=torch.int32, device=like.device)
     query = torch.zeros(1, heads, dim, dtype=like.dtype, device=like.device)
@@ -42,20 +41,19 @@ def warm_up(
     weights = torch.ones(1, 1, device=like.device)
     position = torch.tensor([page])
 
-    def rows_of(tile: Tile, parts: int, *, dense: bool = False) -> PagedRows:
+    def rows_of(tile: Tile, parts: int, requests: int = 1) -> PagedRows:
         return PagedRows.of(
-            [position],
-            table[None],
+            [position] * requests,
+            table.expand(requests, -1),
             page=page,
             heads=heads,
             kv_heads=kv_heads,
             dtype=like.dtype,
             tile=tile,
             parts=parts,
-            dense=dense,
         )
 
-    tiles = tiles_of(like.dtype)
+    tiles = tiles_of(like.dtype, dim)
     for rows in starmap(rows_of, product(tiles, (1, 2))):
         attend(query, pages, rows, 1.0, window=window, soft_cap=soft_cap)
         attention_mass(
@@ -66,8 +64,11 @@ def warm_up(
 
     if (tile := dense_tile(like.device, like.dtype, dim, LEAST_DENSE)) is not None:
         for parts in (1, 2):
-            rows = rows_of(tile, parts, dense=True)
-            attend(query, pages, rows, 1.0, window=window, soft_cap=soft_cap)
+            attend(query, pages, rows_of(tile, parts), 1.0, window=window, soft_cap=soft_cap)
+    if (tile := Tile.over(pages, LEAST_DENSE)).reads == "pages":
+        for parts, requests in product((1, 2), (1, 2)):
+            rows = rows_of(tile, parts, requests)
+            attend(query.expand(2, -1, -1), pages, rows, 1.0, window=window, soft_cap=soft_cap)
 
     angles = torch.ones(page + 1, pairs, device=like.device)
     stored = torch.zeros(2, len(layers), kv_heads, 1, dim, dtype=like.dtype, device=like.device)

@@ -20,13 +20,15 @@ would take as long again. Whole tiles of attention may be some rows fewer."""
 
 
 class RowsBeside:
-    """Up to ``ROWS`` consecutive rows in buffers of fixed size."""
+    """Up to ``most_rows`` consecutive rows in buffers of fixed size, which have room for the step's
+    own row."""
 
     def __init__(self, kernels: GpuKernels, slab: Slab, heads: int, capacity: int) -> None:
         group = heads // kernels.pages.num_kv_heads
-        self.most_rows = kernels.tile(heads, ROWS).whole(ROWS, group)
+        self.num_rows = kernels.tile(heads, ROWS).whole(ROWS, group)
+        self.most_rows = self.num_rows - 1
         self._slab = slab
-        self._rows = FixedRows(kernels, heads, self.most_rows, capacity)
+        self._rows = FixedRows(kernels, heads, self.num_rows, capacity)
         self._attention = kernels.attend_rows(self._rows.paged)
 
     def takes(self, segment: Segment) -> bool:
@@ -44,10 +46,17 @@ class RowsBeside:
             and self._rows.fits(self._table(kv))
         )
 
-    def load(self, segment: Segment) -> None:
+    @property
+    def last(self) -> torch.Tensor:
+        return self._rows.last.long()
+
+    def load(self, segment: Segment, own: int | None = None) -> None:
         assert isinstance(segment.kv, PagedKV)
         host = torch.device("cpu")
         ids, positions = segment.token_ids.to(host), segment.position_ids(host)
+        if own is not None:
+            ids = torch.nn.functional.pad(ids, (0, 1))
+            positions = torch.cat([positions, torch.tensor([own])])
         self._rows.load(ids, positions, self._table(segment.kv), 0)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ import torch
 from kvboost.model.paged.graphs import Capture
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.row_batch import Fresh, RowBatch
-from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
+from kvboost.model.paged.slab import PAGE, SCRATCH, Slab, pages_for
 from kvboost.model.segment import Segment
 from kvboost.model.triton.write import write
 from kvboost.reuse.paged.graphs import (
@@ -69,8 +69,8 @@ class RowsBatch(RowBatch):
         self._fresh: torch.Tensor | None = None
         if hook is not None:
             shape = slab.shape
-            width = (shape.num_kv_heads, 2 * shape.head_dim)
-            self._fresh = torch.zeros(size, *width, dtype=shape.dtype, device=shape.device)
+            rows = (pages_for(size), PAGE, shape.num_kv_heads, 2 * shape.head_dim)
+            self._fresh = torch.zeros(rows, dtype=shape.dtype, device=shape.device)
             torch.arange(size, out=self.slots)
 
     def load(self, slots: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ class RowsBatch(RowBatch):
         """Where layers that write themselves write to."""
         if self._fresh is None:
             return super().pages(layer)
-        return self._fresh.unflatten(0, (-1, PAGE)).transpose(1, 2)
+        return self._fresh.transpose(1, 2)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._store(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1))
@@ -123,7 +123,7 @@ class RowsBatch(RowBatch):
     ) -> torch.Tensor:
         """Called by layers that have written the fresh rows to ``pages``."""
         if self._hook is not None and self._fresh is not None:
-            keys, values = self._fresh.chunk(2, -1)
+            keys, values = self._fresh.flatten(0, 1)[: len(self.slots)].chunk(2, -1)
             self._store(layer, keys, values)
             self._hook.on_query(layer, query, scale, window)
         return self._attend(layer, query, scale, window, softcap)

@@ -27,6 +27,7 @@ from kvboost.model.triton.rows import (
     PagedRows,
     Tile,
     cut,
+    keys_of,
     pick_parts,
     programs_at_once,
 )
@@ -43,9 +44,6 @@ MOST_PROBED = 512
 """A probe of more rows, with text that is not known, has no graph."""
 MOST_SPANS = 256
 """Spans that one forward can shift."""
-LEAST_PARTS = 4
-"""A tile of a captured forward may be cut into so many parts, even if there are many tiles: only
-some of them may have many keys."""
 
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Runs a function and returns one that does the same again, with the same result."""
@@ -181,7 +179,7 @@ class FixedRows:
         self.table = torch.zeros(-(-capacity // pages.size), dtype=torch.int32, device=pages.device)
         table = self.table[None]
         paged = self._tiles.paged(self._positions, work, table, capacity)
-        self.paged = replace(paged, num_keys=num_keys) if dense else paged
+        self.paged = replace(paged, num_keys=num_keys)
         lead_work = own_work if own else work
         self.lead = self._lead_tiles.paged(self._positions[:lead], lead_work, table, capacity)
 
@@ -227,9 +225,7 @@ class FixedTiles:
         self._at_once = programs_at_once(pages.device, tile)
         given = [(0, start, 0, room) for start, room in tiles]
         self._tiles = np.array(given, np.int32).reshape(-1, 4)
-        spare = 2 * self._at_once // self._kv_heads
-        self._most_items = len(tiles) + spare if tiles else 0
-        self._most_parts = min(MOST_PARTS, max(LEAST_PARTS, spare // max(1, len(tiles))))
+        self._most_items = len(tiles) + self._at_once // self._kv_heads if tiles else 0
         self.size = self._most_items * len(ITEM_FIELDS) + len(tiles) * len(TILE_FIELDS)
         starts, room = self._tiles[:, 1], self._tiles[:, 3]
         self._first_rows, self._first_heads = np.divmod(starts, group)
@@ -244,7 +240,7 @@ class FixedTiles:
     ) -> PagedRows:
         """The rows at ``positions``; their tiles will be in ``buffer``."""
         items, tiles = self._parts_of(buffer)
-        most = self._most_parts, self._most_items
+        most = MOST_PARTS, self._most_items
         return PagedRows(positions, items, tiles, table, self._tile, *most, capacity, self._group)
 
     def fill(self, buffer: Ints, positions: Ints) -> None:
@@ -260,11 +256,11 @@ class FixedTiles:
         count += self._end_heads * here[self._end_rows] - self._first_heads * here[self._first_rows]
         tiles[:, 2] = count
         last = (tiles[:, 1] + np.maximum(count, 1) - 1) // self._group
-        ends = np.where(count > 0, positions[last] + 1, 1)
-        most = self._most_parts, self._most_items
-        parts = pick_parts(ends, self._kv_heads, self._at_once, *most)
+        keys = keys_of(positions[self._first_rows], positions[last])
+        keys = np.where(count > 0, keys, 1)
+        parts = pick_parts(keys, self._kv_heads, self._at_once, MOST_PARTS, self._most_items)
         items, described = self._parts_of(buffer)
-        found, described[:] = cut(tiles, ends, parts)
+        found, described[:] = cut(tiles, keys, parts)
         items[: len(found)] = found
 
     def _parts_of(self, buffer: Any) -> tuple[Any, Any]:

@@ -171,13 +171,12 @@ class GpuKernels:
             kv_heads=self.pages.num_kv_heads,
             dtype=self.pages.dtype,
             tile=dense or self.tile(heads, len(rows)),
-            dense=dense is not None,
         )
 
     def tile(self, heads: int, num_rows: int) -> Tile:
         """The tile for so many rows of one request."""
         group = heads // self.pages.num_kv_heads
-        return Tile.pick(group * num_rows, self.pages.dtype, self.pages.head_dim)
+        return Tile.over(self.pages.caches[0], group * num_rows)
 
     def dense_tile(self, heads: int, num_rows: int, num_keys: int) -> Tile | None:
         """The tile for so many rows of one request, if up to ``num_keys`` keys of a layer are
