@@ -45,7 +45,9 @@ class TopTokens:
         """KL(exact || this), with all tokens but these as one outcome; ``exact`` are logits
         ``[vocab]``. Never larger than the KL over all tokens."""
         here = self.on_host()
-        expected = exact.cpu().double().log_softmax(-1)[here.ids.long()]
+        logits = exact.double()
+        ids = here.ids.to(logits.device).long()
+        expected = (logits[ids] - logits.logsumexp(-1)).cpu()
         actual = here.logprobs
         shares = expected.exp()
         rest = [max(_LEAST_SHARE, 1.0 - float(one.exp().sum())) for one in (expected, actual)]

@@ -238,7 +238,7 @@ def test_tiles_are_filled_as_counted_row_by_row(kernels: GpuKernels) -> None:
         buffer = np.zeros(tiles.size, np.int32)
         tiles.fill(buffer, positions)
         items = buffer[: -len(places) * len(TILE_FIELDS)].reshape(-1, len(ITEM_FIELDS))
-        found = sorted((start, count) for _, start, count, room, *_ in items.tolist() if room)
+        found = sorted({(start, count) for _, start, count, room, *_ in items.tolist() if room})
         of_rows = positions.repeat(group) >= 0
         expected = [(start, int(of_rows[start : start + room].sum())) for start, room in places]
         assert found == expected
