@@ -153,6 +153,20 @@ class FakeEngine:
         self.asked.append({"warm": text, "header": header, "cache_salt": cache_salt})
         return 1
 
+    def warm_later(
+        self,
+        documents: Sequence[str],
+        header: str | None = None,
+        *,
+        contexts: int = 4,
+        cache_salt: str = "",
+    ) -> int:
+        if self.refuse is not None:
+            raise self.refuse
+        asked = {"warm_later": [*documents], "header": header, "contexts": contexts}
+        self.asked.append({**asked, "cache_salt": cache_salt})
+        return len(documents) * (contexts - 1)
+
     async def apin(
         self,
         text: Any,

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from chunks import make_chunk
 from kvboost.cache.chunk import Lineage
 from kvboost.cache.lookup.hits import Hit, MovedRun
-from kvboost.reuse.copies import MOST_COPIES, further_copies
+from kvboost.config import MOST_CONTEXTS
+from kvboost.reuse.copies import further_copies
 from kvboost.reuse.plan import choose
 
 
@@ -57,7 +58,7 @@ def test_no_row_comes_twice_in_a_copy_and_none_without_the_copies_before_it(span
     chosen = choose(found)
     held = {row for one in chosen for row in range(one.start, one.end)}
     copies = further_copies(found, chosen, "ram")
-    assert len(copies) < MOST_COPIES
+    assert len(copies) < MOST_CONTEXTS
     for copy in copies:
         rows = [row for hit in copy for row in range(hit.start, hit.end)]
         assert len(rows) == len(set(rows)) and set(rows) <= held

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kvboost import ConfigError, GenerationMode, PromptError
@@ -37,6 +39,65 @@ def test_documents_are_read_after_one_another(engine, monkeypatch) -> None:
     for text, contexts in (("alone", 2), (["one", "two"], 0)):
         with pytest.raises(ConfigError, match=f"contexts={contexts}"):
             engine.warm(text, contexts=contexts)
+
+
+DOCUMENTS = [letter * 3 + TEXT for letter in "abc"]
+
+
+def known(engine, *texts: str) -> int:
+    """How many tokens of these texts, after one another, are known exactly."""
+    return engine.plan(f"Read: {''.join(texts)}!", EXACT).cached_tokens
+
+
+def test_documents_are_read_in_other_contexts_in_idle_time(engine) -> None:
+    one, two, three = DOCUMENTS
+    assert engine.warm_later(DOCUMENTS, header="Read: ", contexts=2) == 3
+    healing = engine.cache_stats()["healing"]
+    assert (healing["readings_waiting"], healing["readings"], healing["waiting"]) == (3, 0, 0)
+    assert known(engine, two, one) == 0
+    report = engine.heal()
+    assert (report.readings, report.conversations, report.waiting) == (3, 0, 0)
+    length = len("Read: ") + 2 * len(one)
+    assert (
+        known(engine, two, one) == known(engine, three, two) == known(engine, one, three) == length
+    )
+    assert known(engine, three, one) == length - len(one)  # a third context
+    healing = engine.cache_stats()["healing"]
+    assert (healing["readings_waiting"], healing["readings"], healing["healed"]) == (0, 3, 0)
+    assert healing["share"] is None and healing["computed_tokens"] > 2 * length
+    result = engine.generate(f"{one}What?", 1, reuse_moved="always")
+    assert result.moved_tokens and engine.check_integrity() == []
+
+
+def test_a_loop_reads_documents_when_it_is_idle(engine) -> None:
+    engine.generate_batch(["start the loop"], 1)
+    assert engine.warm_later(DOCUMENTS, header="Read: ") == 6  # two others each
+    deadline = time.monotonic() + 60
+    while engine.cache_stats()["healing"]["readings"] < 6:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert known(engine, DOCUMENTS[2], DOCUMENTS[0]) == len("Read: ") + 2 * len(DOCUMENTS[0])
+
+
+def test_what_is_forgotten_is_not_read_in_idle_time(engine) -> None:
+    engine.warm_later(DOCUMENTS, header="Read: ")
+    engine.forget(DOCUMENTS[0])
+    report = engine.heal()
+    assert report.readings == report.waiting == 0
+    assert known(engine, DOCUMENTS[1], DOCUMENTS[0]) == 0
+
+
+def test_readings_that_do_not_fit_are_left_out(engine, monkeypatch) -> None:
+    long = "x" * (engine.context_length - len("Read: ") - 50)
+    assert engine.warm_later([long, *DOCUMENTS[:1]], header="Read: ") == 0
+    monkeypatch.setattr("kvboost.runtime.unhealed.MOST_TOKENS", 200)
+    assert engine.warm_later(DOCUMENTS, header="Read: ") == 1
+    for documents in ("text", ["one"], [], [1, 2]):
+        with pytest.raises(PromptError, match="at least two strings"):
+            engine.warm_later(documents)
+    for contexts in (1, 5):
+        with pytest.raises(ConfigError, match=f"contexts={contexts}"):
+            engine.warm_later(DOCUMENTS, contexts=contexts)
 
 
 def test_warm_counts_new_chunks_and_reads_after_a_header(engine) -> None:

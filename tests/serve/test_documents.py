@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from kvboost import KVBoost
-from kvboost.errors import ContextLengthError, PinError
+from kvboost.errors import ConfigError, ContextLengthError, PinError
 from kvboost.serve.app import create_app
 from kvboost.serve.auth import Keys, Tenant
 from kvboost.serve.documents import Documents
@@ -149,6 +149,36 @@ def test_a_server_reads_its_own_documents_first_and_says_so(fake) -> None:
         await documents.stop()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("refused", [None, ConfigError("the engine is closed")])
+def test_documents_of_the_start_are_left_to_idle_time_too(fake, refused, caplog) -> None:
+    caplog.set_level("INFO")
+
+    async def run() -> None:
+        texts = (("a.txt", "A."), ("b.txt", "B."))
+        settings = ServerSettings(warm=texts, warm_contexts=2)
+        documents = Documents(fake, settings, Keys(settings))
+        later = fake.warm_later
+
+        def refusing(*args: Any, **options: Any) -> int:
+            fake.refuse = refused
+            return later(*args, **options)
+
+        fake.warm_later = refusing
+        await documents.start()
+        said = "will not be read" if refused else "2 readings in other contexts wait"
+        while said not in caplog.text:
+            await asyncio.sleep(0.01)
+        fake.refuse = None
+        documents.add(Tenant(), "", "C.", 1)
+        while {"warm": "C.", "header": None, "cache_salt": ""} not in fake.asked:
+            await asyncio.sleep(0.01)  # the reader goes on
+        await documents.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    later = {"warm_later": ["A.", "B."], "header": None, "contexts": 2, "cache_salt": ""}
+    assert (later in fake.asked) == (refused is None)
 
 
 def test_the_server_is_not_ready_while_it_warms(client) -> None:

@@ -43,6 +43,7 @@ from kvboost.cli.serve_options import (
 )
 from kvboost.config import (
     DEFAULT_MODEL,
+    MOST_CONTEXTS,
     EngineConfig,
     KVEvents,
     api_keys,
@@ -93,6 +94,16 @@ def serve(
         list[str] | None,
         typer.Option(help="The name of a key that --warm reads for; may be repeated."),
     ] = None,
+    warm_contexts: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MOST_CONTEXTS,
+            help="In how many contexts the files of --warm are read: at first by themselves, then, "
+            "while the server is idle, after other files. Answers over them come closer to a full "
+            "prefill, and they take so many times the memory.",
+        ),
+    ] = 1,
     max_pinned_bytes: Annotated[
         str | None,
         typer.Option(help="Memory that pinned text may take; by default half of the cache."),
@@ -246,6 +257,7 @@ def serve(
             warm=texts,
             pin=pin,
             warm_for=tuple(warm_for or ()),
+            warm_contexts=warm_contexts,
             embedding_model=_embedding_model(embedding_model, device),
             timeout=timeout or None,
             drain_seconds=drain_seconds,

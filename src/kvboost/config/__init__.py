@@ -34,6 +34,7 @@ from kvboost.config.keywords import (
 )
 from kvboost.config.repair import (
     DEFAULT_RATIO,
+    MOST_CONTEXTS,
     MOST_RECOMPUTED,
     REUSE_MOVED,
     STRATEGIES,
@@ -65,6 +66,7 @@ __all__ = [
     "KV_BITS",
     "LEAST_SECRET",
     "LIMIT_DRAFTED",
+    "MOST_CONTEXTS",
     "MOST_DRAFTED",
     "MOST_RECOMPUTED",
     "REMOVED",

@@ -47,4 +47,6 @@ class HealReport:
     tokens: int
     """How many rows became exact."""
     waiting: int
-    """How many conversations are left: time ran out, or they were interrupted."""
+    """How many conversations and documents are left: time ran out, or they were interrupted."""
+    readings: int = 0
+    """How many documents were read after other text (``warm_later``)."""

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost.cache.lookup.hits import Hit, MovedRun
+from kvboost.config import MOST_CONTEXTS
 
-MOST_COPIES = 4
 MOST_RESEMBLANCE = 0.8
 """A copy that was read after more of the same text than this is better than any mean."""
 
@@ -28,7 +28,7 @@ def further_copies(
     ``1 / k`` if they are mixed in this order, so that all copies have the same."""
     if not chosen:
         return ()
-    copies: list[list[Hit]] = [[] for _ in range(MOST_COPIES - 1)]
+    copies: list[list[Hit]] = [[] for _ in range(MOST_CONTEXTS - 1)]
     count = np.zeros(max(run.end for run in found), np.int8)
     for run in chosen:
         count[run.start : run.end] = run.is_exact and run.resemblance <= MOST_RESEMBLANCE
@@ -37,7 +37,7 @@ def further_copies(
         if run.is_exact:
             for hit in (hit for hit in run.hits if hit.tier == tier and _name(hit) not in used):
                 for start, end, copy in list(_alike(count, hit.start, hit.end)):
-                    if 1 <= copy < MOST_COPIES:
+                    if 1 <= copy < MOST_CONTEXTS:
                         copies[copy - 1].append(hit.clip(start, end))
                         count[start:end] += 1
     return tuple(tuple(copy) for copy in copies if copy)

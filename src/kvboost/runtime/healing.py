@@ -84,13 +84,13 @@ class Healer:
 
     @property
     def has_work(self) -> bool:
-        """Whether a conversation waits that could be healed now, in idle time."""
+        """Whether something waits that could be healed or read now, in idle time."""
         queue = self._queue
         return len(queue) > 0 and not queue.is_held and not self._working.locked()
 
     def heal_next(self, stop: Stop) -> None:
-        """In idle time: heals the next conversation until it is exact or ``stop`` says so. Does
-        nothing while another thread heals."""
+        """In idle time: heals the next conversation until it is exact or ``stop`` says so, or reads
+        the next document. Does nothing while another thread heals."""
         if self._working.acquire(blocking=False):
             try:
                 self._heal_next(stop)
@@ -100,8 +100,8 @@ class Healer:
     def heal(
         self, timeout: float | None, is_busy: Stop, wait: Callable[[float | None], bool]
     ) -> HealReport:
-        """Heals all conversations that wait, now, but lets requests go first: while ``is_busy``, it
-        calls ``wait`` with the seconds that are left."""
+        """Heals all conversations that wait, now, and reads all documents, but lets requests go
+        first: while ``is_busy``, it calls ``wait`` with the seconds that are left."""
         deadline = None if timeout is None else time.monotonic() + timeout
 
         def left() -> float | None:
@@ -125,6 +125,7 @@ class Healer:
             conversations=counts["done"] - before["done"],
             tokens=counts["healed_tokens"] - before["healed_tokens"],
             waiting=len(self._queue),
+            readings=counts["readings done"] - before["readings done"],
         )
 
     def stats(self) -> dict[str, Any]:
@@ -133,7 +134,7 @@ class Healer:
         counts, seconds = self._queue.counts.copy(), self._seconds
         healed, seen = counts["healed_tokens"], counts["approximate_tokens"]
         return {
-            "waiting": len(self._queue),
+            "waiting": self._queue.num_conversations,
             "healed": counts["done"],
             "interrupted": counts["interrupted"],
             "dropped": counts["dropped"],
@@ -145,10 +146,13 @@ class Healer:
             "share": healed / seen if seen else None,
             "seconds": seconds,
             "tokens_per_second": counts["computed_tokens"] / seconds if seconds else None,
+            "readings": counts["readings done"],
+            "readings_waiting": self._queue.num_readings,
         }
 
     def audit_stats(self) -> dict[str, Any]:
-        return {**self._audit.stats(), "waiting": len(self._queue), "max_audit_kl": self._max_kl}
+        waiting = self._queue.num_conversations
+        return {**self._audit.stats(), "waiting": waiting, "max_audit_kl": self._max_kl}
 
     def close(self) -> None:
         """Ends what another thread may be healing, and drops what waits."""
@@ -169,7 +173,8 @@ class Healer:
         try:
             is_done = self._run(one, stop)
         except Exception:  # out of memory, for instance: serving goes on
-            log.warning("a conversation could not be healed", exc_info=True)
+            what = "document could not be read" if one.is_reading else "conversation was not healed"
+            log.warning("in idle time, a %s", what, exc_info=True)
             self._queue.finish(one, "failed")
         else:
             if one.epoch != self._runtime.store.epoch:
@@ -216,6 +221,8 @@ class Healer:
     def _count(self, one: Unhealed) -> None:
         """Notes how many rows of a conversation are exact in the cache now, and drops the
         approximate copies of these."""
+        if one.is_reading:
+            return
         store, request = self._runtime.store, one.request
         root = self._runtime.root_of(request)
         with store.lookup(root, request.token_ids, pin=False, ask_remote=False) as known:

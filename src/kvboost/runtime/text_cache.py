@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
-from kvboost.config import EngineConfig, GenerationMode, at_least, whole
+from kvboost.config import MOST_CONTEXTS, EngineConfig, GenerationMode, at_least, whole
 from kvboost.errors import ConfigError, PinError, PromptError
 from kvboost.model.load import LoadedModel
 from kvboost.progress import Progress
@@ -101,7 +101,8 @@ class TextCache:
 
         ``contexts`` says how often each of several documents is read: once after the header, then
         after the header and another of the documents. Text that was read in up to four contexts is
-        closer to a full prefill where it is moved to. It takes that many times as long.
+        closer to a full prefill where it is moved to. It takes that many times as long;
+        :meth:`warm_later` does it in idle time.
 
         Reading several documents shows a progress bar if standard error is a terminal;
         ``progress=False`` hides it.
@@ -131,6 +132,44 @@ class TextCache:
                     new += self._warm(ids, cache_salt, boundaries, adapter)
                     step.advance()
             return new
+
+    def warm_later(
+        self,
+        documents: Sequence[str],
+        header: str | None = None,
+        *,
+        contexts: int = MOST_CONTEXTS,
+        cache_salt: str = "",
+        adapter: str | None = None,
+    ) -> int:
+        """Reads documents in further contexts in idle time, when nothing is to be healed: each
+        after ``header`` and another of the documents, in up to ``contexts`` contexts with that of
+        :meth:`warm`. Text that was read in up to four contexts is closer to a full prefill where it
+        is moved to. Returns how many readings of these documents wait now; those that would not fit
+        the model's context are left out, and when a million tokens wait, further ones.
+
+        The loop that batches, coroutines and a server use reads them; other engines do in
+        :meth:`heal`. What waits is lost when the engine is closed or any text is forgotten."""
+        if not _is_documents(documents) or len(documents) < 2:
+            raise PromptError(f"documents={documents!r} must be a list of at least two strings")
+        whole(contexts, 2, "contexts")
+        if contexts > MOST_CONTEXTS:
+            raise ConfigError(
+                f"contexts={contexts} must be at most {MOST_CONTEXTS}: more copies are not mixed"
+            )
+        queue, epoch = self._runtime.unhealed, self._runtime.store.epoch
+        longest, waiting = self._runtime.model.context_length, 0
+        for context in range(1, min(contexts, len(documents))):
+            for number, document in enumerate(documents):
+                before = documents[(number + context) % len(documents)]
+                ids, boundaries = self._read_one(before + document, header)
+                if longest is not None and len(ids) >= longest:
+                    continue
+                request = self._requests.reading(ids, cache_salt, boundaries, adapter).request
+                if not queue.add_reading(request, epoch):
+                    return waiting
+                waiting += 1
+        return waiting
 
     async def awarm(
         self,
@@ -274,8 +313,9 @@ class TextCache:
     def heal(self, timeout: float | None = None) -> HealReport:
         """Computes the rows that requests have left approximate, exactly, and keeps them instead:
         the conversations are then what a full prefill would have left. Batches, coroutines and a
-        server need not call it: their loop heals whenever it is idle. Ends after ``timeout``
-        seconds at the latest; requests of the loop go first."""
+        server need not call it: their loop heals whenever it is idle. Then reads what
+        :meth:`warm_later` has left. Ends after ``timeout`` seconds at the latest; requests of the
+        loop go first."""
         self._lifetime.check()
         if timeout is not None:
             at_least(timeout, 0.0, "timeout")

@@ -1,4 +1,5 @@
-"""The conversations that wait to be healed: their token ids and a few numbers, no KV."""
+"""What waits for idle time: conversations to be healed, and documents to be read in one more
+context. Token ids and a few numbers, no KV."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from kvboost.tokens.hashing import as_token_ids
 
 MOST_CONVERSATIONS = 64
 MOST_TOKENS = 1024**2
-"""Token ids of all conversations that wait. The oldest are dropped when there are more."""
+"""Token ids of all conversations that wait. The oldest are dropped when there are more. As many of
+documents may wait; further ones are not taken."""
 
 
 @dataclass(eq=False)
@@ -36,6 +38,8 @@ class Unhealed:
     contain it, and is not healed."""
     healing: Healing
     comparison: AnswerComparison
+    is_reading: bool = False
+    """Whether it is a document after other text, which no request has asked for."""
 
     @property
     def num_rows(self) -> int:
@@ -55,6 +59,8 @@ class UnhealedQueue:
     def __init__(self) -> None:
         self._waiting: deque[Unhealed] = deque()
         self._tokens = 0
+        self._readings: deque[Unhealed] = deque()
+        self._reading_tokens = 0
         self._holds: set[object] = set()
         self._lock = threading.Lock()
         self.counts: Counter[str] = Counter()
@@ -64,7 +70,17 @@ class UnhealedQueue:
         """Called after one was healed while it answered, without a lock."""
 
     def __len__(self) -> int:
+        return len(self._waiting) + len(self._readings)
+
+    @property
+    def num_conversations(self) -> int:
+        """How many conversations wait to be healed."""
         return len(self._waiting)
+
+    @property
+    def num_readings(self) -> int:
+        """How many documents wait to be read."""
+        return len(self._readings)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -114,6 +130,27 @@ class UnhealedQueue:
                 self._finish(self._pop(), "dropped")
         self.on_added()
 
+    def add_reading(self, request: Request, epoch: int) -> bool:
+        """Takes in a document that ``request`` reads, unless too many wait. It is read when no
+        conversation is to be healed."""
+        ids = request.token_ids
+        one = Unhealed(
+            request,
+            len(ids),
+            0,
+            epoch,
+            Healing(0),
+            AnswerComparison([], []),
+            is_reading=True,
+        )
+        with self._lock:
+            if self._reading_tokens + one.num_rows > MOST_TOKENS and self._readings:
+                return False
+            self._readings.append(one)
+            self._reading_tokens += one.num_rows
+        self.on_added()
+        return True
+
     def add_healed(self, state: RequestState, superseded: int) -> None:
         """Counts a request that became exact while it answered."""
         if state.healing is not None:
@@ -126,15 +163,19 @@ class UnhealedQueue:
             self.on_healed(state.request, state.healing)
 
     def take(self) -> Unhealed | None:
-        """The conversation that has waited longest. Give it back with ``put_back`` or ``finish``
-        it."""
+        """The conversation that has waited longest, or a document if there is none. Give it back
+        with ``put_back`` or ``finish`` it."""
         with self._lock:
-            return self._pop() if self._waiting else None
+            return self._pop() if self._waiting else self._pop_reading()
 
     def put_back(self, one: Unhealed) -> None:
         with self._lock:
-            self._waiting.appendleft(one)
-            self._tokens += one.num_rows
+            if one.is_reading:
+                self._readings.appendleft(one)
+                self._reading_tokens += one.num_rows
+            else:
+                self._waiting.appendleft(one)
+                self._tokens += one.num_rows
 
     def finish(self, one: Unhealed, status: str) -> None:
         with self._lock:
@@ -145,12 +186,21 @@ class UnhealedQueue:
         with self._lock:
             while self._waiting:
                 self._finish(self._pop(), "dropped")
+            while one := self._pop_reading():
+                self._finish(one, "dropped")
 
     def _pop(self) -> Unhealed:
         one = self._waiting.popleft()
         self._tokens -= one.num_rows
         return one
 
+    def _pop_reading(self) -> Unhealed | None:
+        if not self._readings:
+            return None
+        one = self._readings.popleft()
+        self._reading_tokens -= one.num_rows
+        return one
+
     def _finish(self, one: Unhealed, status: str) -> None:
         one.healing.status = status
-        self.counts[status] += 1
+        self.counts[f"readings {status}" if one.is_reading else status] += 1

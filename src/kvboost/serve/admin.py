@@ -53,7 +53,8 @@ _QUEUE = ("waiting", "running", "max_waiting", "max_running", "kv_bytes", "max_k
 )
 async def warm(body: WarmRequest, request: Request, server: Server, caller: Caller) -> Response:
     """Reads documents into the cache, one after the other, while other requests run. The response
-    begins after the first document, so a mistake that concerns all of them is an error."""
+    begins after the first document, so a mistake that concerns all of them is an error. With
+    several ``contexts``, a last line says how many readings wait for idle time."""
     salt = _salt(server, caller, body.tenant, body.cache_salt)
     engine, total = server.engine, len(body.documents)
 
@@ -81,6 +82,14 @@ async def warm(body: WarmRequest, request: Request, server: Server, caller: Call
                 failure = from_engine(error)
             yield line({"done": number, "total": total, **failure.body()})
             return
+        if body.contexts > 1 and total > 1:
+            waiting = await asyncio.to_thread(
+                engine.warm_later,
+                *(body.documents, body.header),
+                contexts=body.contexts,
+                cache_salt=salt,
+            )
+            yield line({"done": total, "total": total, "readings_waiting": waiting})
 
     return LiveResponse(progress(), "application/x-ndjson")
 

@@ -185,6 +185,7 @@ class Documents:
         for tenant in tenants:
             for name, text in self._settings.warm:
                 await self._warm(tenant, name, text)
+            await self._warm_later(tenant)
         while True:
             await self._read(await self._unread.take())
 
@@ -203,6 +204,21 @@ class Documents:
         else:
             pinned = ", pinned" if document.pin else ""
             logger.info("warmed %s: %s (%s tokens%s)", done, name, f"{len(ids):,}", pinned)
+
+    async def _warm_later(self, tenant: Tenant) -> None:
+        """Leaves the documents that the server starts with to idle time, in further contexts."""
+        contexts, texts = self._settings.warm_contexts, [text for _, text in self._settings.warm]
+        if contexts < 2 or len(texts) < 2:
+            return
+        salt = tenant.salt("")
+        try:
+            waiting = await asyncio.to_thread(
+                self._engine.warm_later, texts, contexts=contexts, cache_salt=salt
+            )
+        except KVBoostError as error:
+            logger.warning("documents will not be read in other contexts: %s", error)
+        else:
+            logger.info("%d readings in other contexts wait for idle time", waiting)
 
     async def _read(self, document: Document) -> None:
         document.status = "reading"

@@ -179,6 +179,14 @@ def _healing(healing: Mapping[str, Any]) -> Iterator[Metric]:
         ("seconds", "Time that healing took"),
     ):
         yield CounterMetricFamily(f"kvboost_healing_{name}", help_, value=healing[name])
+    yield GaugeMetricFamily(
+        "kvboost_readings_waiting",
+        "Documents to be read in one more context",
+        value=healing["readings_waiting"],
+    )
+    yield CounterMetricFamily(
+        "kvboost_readings", "Documents read in one more context", value=healing["readings"]
+    )
     ended = CounterMetricFamily(
         "kvboost_healing_conversations", "Conversations that left the queue", labels=["status"]
     )

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from typing_extensions import Self
 
 from kvboost.chat.tool_use import ToolUse
+from kvboost.config import MOST_CONTEXTS
 from kvboost.serve.request_documents import SessionId, Ttl
 from kvboost.serve.request_fields import (
     MAX_DOCUMENTS,
@@ -254,6 +255,9 @@ class WarmRequest(Body):
     documents: Annotated[list[SomeText], some(MAX_DOCUMENTS)]
     header: Text | None = None
     """The text before each document. Default: the beginning of a user's first message."""
+    contexts: Annotated[int, Field(ge=1, le=MOST_CONTEXTS), WHOLE] = 1
+    """In how many contexts each is read: at once after the header, then, in idle time, after the
+    header and another of them."""
     cache_salt: ShortText = ""
     tenant: Text | None = None
     """The name of the key to read them for. Default: the caller's own."""

@@ -100,6 +100,8 @@ class ServerSettings:
     """Whether these documents are pinned."""
     warm_for: tuple[str, ...] = ()
     """The names of the keys that they are read for."""
+    warm_contexts: int = 1
+    """In how many contexts they are read: after the first, in idle time."""
     max_documents: int = 1024
     """Documents that are kept for one tenant."""
     max_document_bytes: int = 64 * 1024**2
@@ -187,6 +189,11 @@ class ServerSettings:
             )
         if self.pin and not self.warm:
             raise ConfigError("pin goes with documents to warm, and there are none")
+        if self.warm_contexts > 1 and len(self.warm) < 2:
+            raise ConfigError(
+                f"warm_contexts={self.warm_contexts} goes with at least two documents to warm, "
+                f"which are read after one another; there are {len(self.warm)}"
+            )
 
     @property
     def needs_key(self) -> bool:

@@ -12,8 +12,8 @@ from kvboost.bench.kit.benchmark import option
 from kvboost.bench.kit.stats import f1
 from kvboost.bench.quality.rows import DEFAULT_KEPT, Row
 from kvboost.bench.texts.questions import Question
+from kvboost.config import MOST_CONTEXTS
 from kvboost.results import kl_divergence
-from kvboost.reuse.copies import MOST_COPIES
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ DONORS = {
     "other": "each passage read after the header and a passage of another question",
     "reordered": "all passages read in one earlier request, in another order",
     "contexts": "each passage read after the header, and after three passages of another question",
+    "idle": "each passage read after the header, and in idle time after three of the others",
     "orders": "several earlier requests with moved text, each in another order",
     EXACT: "the same prompt read before: exact hits",
 }
@@ -140,8 +141,12 @@ class Asked:
         elif donor == "contexts":
             for number, text in enumerate(documents):
                 engine.warm(text, cache_salt=salt)
-                for other in range(MOST_COPIES - 1):
+                for other in range(MOST_CONTEXTS - 1):
                     self._read_after(self._others[(number + other) % len(self._others)], text, salt)
+        elif donor == "idle":
+            engine.warm(documents, cache_salt=salt, progress=False)
+            engine.warm_later(documents, cache_salt=salt)
+            engine.heal()
         elif donor == "orders":
             for number in range(self._asking.orders):
                 engine.generate(self._shuffled(self._seed + number), 1, cache_salt=salt)
