@@ -40,7 +40,7 @@ from kvboost.model.triton.shift import ShiftPlan, ShiftRows, shift
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
 
-PAGE, DIM, RUN = 16, 128, 2
+PAGE, DIM, RUN = 64, 128, 2
 MODELS = {"7b": (28, 4), "1.5b": (12, 2)}
 SIZES = [(1300, 8192), (5000, 32768), (350, 2048)]
 TILES = [
@@ -115,16 +115,11 @@ class Case:
 
     def rows(self, tile: Tile | None = None, parts: int | None = None) -> PagedRows:
         sizes = {"page": PAGE, "heads": self.heads, "kv_heads": self.kv_heads, "dtype": DTYPE}
-        dense = None
         if tile is None:
-            group = self.heads // self.kv_heads
-            dense = dense_tile(self.query.device, DTYPE, DIM, group * len(self.positions))
-        return PagedRows.of(
-            *([self.positions], self.tables),
-            tile=tile or dense,
-            parts=parts,
-            **sizes,
-        )
+            num_rows = self.heads // self.kv_heads * len(self.positions)
+            tile = dense_tile(self.query.device, DTYPE, DIM, num_rows)
+            tile = tile or Tile.over(self.pages, num_rows)
+        return PagedRows.of([self.positions], self.tables, tile=tile, parts=parts, **sizes)
 
     def attend(self, rows: PagedRows) -> torch.Tensor:
         return attend(self.query, self.pages, rows, DIM**-0.5)
@@ -141,11 +136,11 @@ def compile_attention(model: str, tile: Tile, parts: int) -> None:
 
 
 def make_pages(kv_heads: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pages with tokens before heads in memory, as vLLM's default, and a table of them."""
+    """Pages like those of our own engine, and a table of them."""
     count = keys // PAGE + 8
-    data = torch.randn(count, PAGE, kv_heads, 2 * DIM, device=DEVICE, dtype=DTYPE)
+    pages = torch.randn(count, kv_heads, PAGE, 2 * DIM, device=DEVICE, dtype=DTYPE)
     table = torch.randperm(count, device=DEVICE)[: keys // PAGE].to(torch.int32)
-    return data.transpose(1, 2), table
+    return pages, table
 
 
 def scattered(rows: int, keys: int) -> torch.Tensor:

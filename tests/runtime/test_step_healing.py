@@ -79,7 +79,7 @@ def test_the_row_of_a_step_attends_with_those_beside_it(
     joined = answer(batch_of, "joined")
     assert JoinedBatch in batches and 1 < joined[1] < 8
     batches.clear()
-    apart = answer(lambda slab, size, beside, adapted: StepBatch(slab, size, beside), "apart")
+    apart = answer(StepBatch, "apart")
     assert JoinedBatch not in batches and apart == joined
 
 

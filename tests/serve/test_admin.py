@@ -25,15 +25,20 @@ def test_warm_reads_documents_and_reports_progress(client, fake) -> None:
 
 
 def test_warm_leaves_further_contexts_to_idle_time(client, fake) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise ContextLengthError(300, 256)
+
     asked = {"documents": ["a", "b"], "header": "h", "cache_salt": "s", "contexts": 3}
     lines = client.post("/kvboost/warm", json=asked).text.splitlines()
     assert len(lines) == 3
     assert json.loads(lines[-1]) == {"done": 2, "total": 2, "readings_waiting": 4}
     later = {"warm_later": ["a", "b"], "header": "h", "contexts": 3, "cache_salt": "s"}
     assert fake.asked[-1] == later
-    fake.asked.clear()
-    client.post("/kvboost/warm", json={"documents": ["a"], "contexts": 3})
-    assert len(fake.asked) == 1  # after which other document?
+    fake.warm_later = refuse
+    last = client.post("/kvboost/warm", json=asked).text.splitlines()[-1]
+    assert json.loads(last)["error"]["code"] == "context_length_exceeded"
+    alone = client.post("/kvboost/warm", json={"documents": ["a"], "contexts": 3}).text
+    assert json.loads(alone.splitlines()[-1])["readings_waiting"] == 0  # after which other one?
     for contexts in (0, 5, 1.5):
         answer = client.post("/kvboost/warm", json={"documents": ["a"], "contexts": contexts})
         assert answer.status_code == 400 and "contexts" in answer.json()["error"]["message"]

@@ -151,7 +151,7 @@ def test_a_server_reads_its_own_documents_first_and_says_so(fake) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("refused", [None, ConfigError("the engine is closed")])
+@pytest.mark.parametrize("refused", [None, ConfigError("it is closed"), ValueError("a defect")])
 def test_documents_of_the_start_are_left_to_idle_time_too(fake, refused, caplog) -> None:
     caplog.set_level("INFO")
 

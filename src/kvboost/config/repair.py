@@ -11,9 +11,9 @@ WITHOUT_RATIO = ("selective", "none")
 """The strategies that ``recompute_ratio`` says nothing to."""
 DEFAULT_RATIO = 0.19
 MOST_RECOMPUTED = 0.5
+"""With ``auto``, rounds of repair end when this share of the moved rows has been recomputed."""
 MOST_CONTEXTS = 4
 """Copies of the same text that are mixed, each read after other text."""
-"""With ``auto``, rounds of repair end when this share of the moved rows has been recomputed."""
 REUSE_MOVED = ("when_faster", "always")
 
 

@@ -130,7 +130,7 @@ class Healer:
 
     def stats(self) -> dict[str, Any]:
         """What was healed: ``share`` is that of all approximate rows; ``tokens_per_second`` counts
-        the time that healing took."""
+        the time that healing took. ``readings``: of documents in further contexts."""
         counts, seconds = self._queue.counts.copy(), self._seconds
         healed, seen = counts["healed_tokens"], counts["approximate_tokens"]
         return {
@@ -148,6 +148,8 @@ class Healer:
             "tokens_per_second": counts["computed_tokens"] / seconds if seconds else None,
             "readings": counts["readings done"],
             "readings_waiting": self._queue.num_readings,
+            "readings_dropped": counts["readings dropped"],
+            "readings_failed": counts["readings failed"],
         }
 
     def audit_stats(self) -> dict[str, Any]:
@@ -182,10 +184,11 @@ class Healer:
             elif is_done:
                 self._finish(one)
             else:
-                self._queue.counts["interrupted"] += 1
+                self._queue.counts["interrupted"] += not one.is_reading
                 self._queue.put_back(one)
         finally:
-            self._seconds += time.monotonic() - began
+            if not one.is_reading:
+                self._seconds += time.monotonic() - began
 
     def _run(self, one: Unhealed, stop: Stop) -> bool:
         """Computes and admits the rows of a conversation that are not exact; False if it ended
@@ -208,7 +211,8 @@ class Healer:
                         interrupt.check()
                     logits = self._runtime.model.forward([segment])
                     one.comparison.add(logits)
-                    counts["computed_tokens"] += len(segment)
+                    if not one.is_reading:
+                        counts["computed_tokens"] += len(segment)
                     segment = steps.send(logits[:0])
                 return False
             except _Interrupted:

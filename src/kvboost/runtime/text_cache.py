@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -28,6 +30,8 @@ from kvboost.tokens.prompt import Prompt, PromptReader
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+log = logging.getLogger("kvboost")
 
 PREVIEW_TOKENS = 48
 
@@ -142,14 +146,16 @@ class TextCache:
         cache_salt: str = "",
         adapter: str | None = None,
     ) -> int:
-        """Reads documents in further contexts in idle time, when nothing is to be healed: each
-        after ``header`` and another of the documents, in up to ``contexts`` contexts with that of
-        :meth:`warm`. Text that was read in up to four contexts is closer to a full prefill where it
-        is moved to. Returns how many readings of these documents wait now; those that would not fit
-        the model's context are left out, and when a million tokens wait, further ones.
+        """Reads documents again in idle time, when nothing is to be healed: each after ``header``
+        and another of the documents, ``contexts - 1`` times. Together with :meth:`warm`, which
+        reads them after the header alone, that makes ``contexts``. Text that was read in up to four
+        contexts is closer to a full prefill where it is moved to.
 
-        The loop that batches, coroutines and a server use reads them; other engines do in
-        :meth:`heal`. What waits is lost when the engine is closed or any text is forgotten."""
+        Returns how many readings wait now. Two documents that do not fit the model's context
+        together are left out. At most eight million tokens wait; a warning says so if more would.
+
+        The loop that batches, coroutines and a server use reads what waits; other engines do in
+        :meth:`heal`. It is lost when the engine is closed or any text is forgotten."""
         if not _is_documents(documents) or len(documents) < 2:
             raise PromptError(f"documents={documents!r} must be a list of at least two strings")
         whole(contexts, 2, "contexts")
@@ -158,18 +164,23 @@ class TextCache:
                 f"contexts={contexts} must be at most {MOST_CONTEXTS}: more copies are not mixed"
             )
         queue, epoch = self._runtime.unhealed, self._runtime.store.epoch
-        longest, waiting = self._runtime.model.context_length, 0
-        for context in range(1, min(contexts, len(documents))):
-            for number, document in enumerate(documents):
-                before = documents[(number + context) % len(documents)]
-                ids, boundaries = self._read_one(before + document, header)
-                if longest is not None and len(ids) >= longest:
-                    continue
-                request = self._requests.reading(ids, cache_salt, boundaries, adapter).request
-                if not queue.add_reading(request, epoch):
-                    return waiting
-                waiting += 1
-        return waiting
+        longest = self._runtime.model.context_length or sys.maxsize
+        lengths = [len(self._read_one(document, header)[0]) for document in documents]
+        pairs = [
+            ((number + context) % len(documents), number)
+            for context in range(1, min(contexts, len(documents)))
+            for number in range(len(documents))
+        ]
+        pairs = [pair for pair in pairs if lengths[pair[0]] + lengths[pair[1]] < longest]
+        for waiting, (before, number) in enumerate(pairs):
+            ids, boundaries = self._read_one(documents[before] + documents[number], header)
+            request = self._requests.reading(ids, cache_salt, boundaries, adapter).request
+            if not queue.add_reading(request, epoch):
+                log.warning(
+                    "%d of %d readings wait; there is no room for more", waiting, len(pairs)
+                )
+                return waiting
+        return len(pairs)
 
     async def awarm(
         self,
@@ -425,5 +436,5 @@ def _is_documents(text: object) -> TypeGuard[Sequence[str]]:
         isinstance(text, Sequence)
         and not isinstance(text, str)
         and bool(text)
-        and isinstance(text[0], str)
+        and all(isinstance(one, str) for one in text)
     )

@@ -19,8 +19,9 @@ from kvboost.tokens.hashing import as_token_ids
 
 MOST_CONVERSATIONS = 64
 MOST_TOKENS = 1024**2
-"""Token ids of all conversations that wait. The oldest are dropped when there are more. As many of
-documents may wait; further ones are not taken."""
+"""Token ids of all conversations that wait. The oldest are dropped when there are more."""
+MOST_READ_TOKENS = 8 * 1024**2
+"""Token ids of all documents that wait. Further ones are not taken."""
 
 
 @dataclass(eq=False)
@@ -144,7 +145,7 @@ class UnhealedQueue:
             is_reading=True,
         )
         with self._lock:
-            if self._reading_tokens + one.num_rows > MOST_TOKENS and self._readings:
+            if self._reading_tokens + one.num_rows > MOST_READ_TOKENS and self._readings:
                 return False
             self._readings.append(one)
             self._reading_tokens += one.num_rows

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -45,7 +46,8 @@ _QUEUE = ("waiting", "running", "max_waiting", "max_running", "kv_bytes", "max_k
     response_class=Response,
     responses={
         200: {
-            "description": "One line per document: done, total, new_chunks. An error ends it",
+            "description": "One line per document: done, total, new_chunks. With several contexts "
+            "a last one: done, total, readings_waiting. An error ends it",
             "content": {"application/x-ndjson": {}},
         },
         **errors(404, 413, 429),
@@ -68,11 +70,19 @@ async def warm(body: WarmRequest, request: Request, server: Server, caller: Call
 
     first = await unless_gone(request.receive, read(0))
 
+    async def leave_the_rest() -> bytes:
+        later = partial(engine.warm_later, contexts=body.contexts, cache_salt=salt)
+        size = body.contexts * sum(map(len, body.documents))
+        waiting = 0
+        if total > 1:
+            waiting = await server.workers.tokenize(size, later, body.documents, body.header)
+        return line({"done": total, "total": total, "readings_waiting": waiting})
+
     async def progress() -> AsyncGenerator[bytes, None]:
         yield first
-        for number in range(1, total):
+        for number in range(1, total + (body.contexts > 1)):
             try:
-                yield await read(number)
+                yield await (read(number) if number < total else leave_the_rest())
                 continue
             except asyncio.CancelledError:
                 if not server.draining:  # the client is gone
@@ -82,14 +92,6 @@ async def warm(body: WarmRequest, request: Request, server: Server, caller: Call
                 failure = from_engine(error)
             yield line({"done": number, "total": total, **failure.body()})
             return
-        if body.contexts > 1 and total > 1:
-            waiting = await asyncio.to_thread(
-                engine.warm_later,
-                *(body.documents, body.header),
-                contexts=body.contexts,
-                cache_salt=salt,
-            )
-            yield line({"done": total, "total": total, "readings_waiting": waiting})
 
     return LiveResponse(progress(), "application/x-ndjson")
 

@@ -217,6 +217,8 @@ class Documents:
             )
         except KVBoostError as error:
             logger.warning("documents will not be read in other contexts: %s", error)
+        except Exception:  # a defect; other documents are read nevertheless
+            logger.exception("documents will not be read in other contexts")
         else:
             logger.info("%d readings in other contexts wait for idle time", waiting)
 

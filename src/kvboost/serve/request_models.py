@@ -257,7 +257,7 @@ class WarmRequest(Body):
     """The text before each document. Default: the beginning of a user's first message."""
     contexts: Annotated[int, Field(ge=1, le=MOST_CONTEXTS), WHOLE] = 1
     """In how many contexts each is read: at once after the header, then, in idle time, after the
-    header and another of them."""
+    header and another of them, if there is one."""
     cache_salt: ShortText = ""
     tenant: Text | None = None
     """The name of the key to read them for. Default: the caller's own."""

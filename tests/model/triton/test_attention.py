@@ -96,24 +96,33 @@ def test_keys_that_are_copied_into_one_piece(dtype: torch.dtype, monkeypatch: Mo
 
 
 @each_dtype
-@pytest.mark.parametrize("end", [128, 150])
-def test_whole_pages(dtype: torch.dtype, end: int, monkeypatch: MonkeyPatch) -> None:
+@pytest.mark.parametrize(("end", "requests"), [(128, 1), (150, 1), (150, 2)])
+def test_whole_pages(dtype: torch.dtype, end: int, requests: int, monkeypatch: MonkeyPatch) -> None:
     """Rows at the end of a request, and one far before them: parts with pages that all rows see,
     that some of them see, and the last one, which may not be full."""
     torch.manual_seed(end)
     tile = replace(tile_for(dtype), reads="pages")
-    pages = make_pages(9, 2, tile.keys, 32, dtype, "heads first").contiguous()
-    tables = make_tables(1, 5, 9)
-    positions = [torch.tensor([70, *range(end - 9, end)])]
-    pages[tables[0, -(-end // tile.keys) :].long()] = float("nan")  # never written
-    pages[tables[0, (end - 1) // tile.keys].long(), :, (end - 1) % tile.keys + 1 :] = float("nan")
-    query = random(10, 6, 32, dtype=dtype)
+    pages = make_pages(14, 2, tile.keys, 32, dtype, "heads first").contiguous()
+    tables = make_tables(requests, 5, 14)
+    positions = [torch.tensor([70, *range(end - 9, end)]), torch.tensor([3, 89])][:requests]
+    for table, own in zip(tables.long(), positions, strict=True):
+        last = int(own[-1])
+        pages[table[last // tile.keys + 1 :]] = float("nan")  # never written
+        pages[table[last // tile.keys], :, last % tile.keys + 1 :] = float("nan")
+    query = random(sum(map(len, positions)), 6, 32, dtype=dtype)
     used = []
     whole = attention_kernels._whole
-    monkeypatch.setattr(attention_kernels, "_whole", lambda *given: used.append(1) or whole(*given))
+
+    def using(*given: object) -> object:
+        found = whole(*given)
+        used.extend([found] if found is not None else [])
+        return found
+
+    monkeypatch.setattr(attention_kernels, "_whole", using)
     sizes = {"page": tile.keys, "heads": 6, "kv_heads": 2, "dtype": dtype, "tile": tile}
     for parts in (1, 2):
         rows = PagedRows.of(positions, tables, parts=parts, **sizes)  # type: ignore[arg-type]
+        assert (rows.num_keys is None) == (requests > 1)
         given = attend(query, pages, rows, SCALE, soft_cap=3.0)
         expected = attention(query, pages.nan_to_num(), positions, tables, SCALE, soft_cap=3.0)[0]
         assert close(given, expected)
@@ -122,6 +131,20 @@ def test_whole_pages(dtype: torch.dtype, end: int, monkeypatch: MonkeyPatch) -> 
     assert len(used) == 2  # windows leave out most pages
     with pytest.raises(ValueError, match="pages have 8 rows; a tile of"):
         attend(query, make_pages(9, 2, 8, 32, dtype, "heads first"), rows, SCALE)
+
+
+@pytest.mark.parametrize("few", [0, attention_kernels.FEW_COMBINED])
+def test_parts_are_combined_in_programs_of_either_size(few: int, monkeypatch: MonkeyPatch) -> None:
+    torch.manual_seed(4)
+    monkeypatch.setattr(attention_kernels, "FEW_COMBINED", few)
+    pages = make_pages(24, 2, 16, 32, torch.float32, "heads first")
+    tables, positions = make_tables(1, 20, 24), [scattered(30, 310)]
+    query = random(30, 6, 32)
+    sizes = {"page": 16, "heads": 6, "kv_heads": 2, "dtype": torch.float32}
+    tile = replace(tile_for(torch.float32), keys=16)  # of small ones, there are many
+    rows = PagedRows.of(positions, tables, tile=tile, parts=19, **sizes)  # type: ignore[arg-type]
+    given = attend(query, pages, rows, SCALE)
+    assert close(given, attention(query, pages, positions, tables, SCALE)[0])
 
 
 @each_dtype

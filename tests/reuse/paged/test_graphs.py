@@ -238,10 +238,14 @@ def test_tiles_are_filled_as_counted_row_by_row(kernels: GpuKernels) -> None:
         buffer = np.zeros(tiles.size, np.int32)
         tiles.fill(buffer, positions)
         items = buffer[: -len(places) * len(TILE_FIELDS)].reshape(-1, len(ITEM_FIELDS))
-        found = sorted({(start, count) for _, start, count, room, *_ in items.tolist() if room})
+        found = [item[1:] for item in items.tolist() if item[3]]
         of_rows = positions.repeat(group) >= 0
-        expected = [(start, int(of_rows[start : start + room].sum())) for start, room in places]
-        assert found == expected
+        for start, room in places:
+            own = sorted(item[3:5] for item in found if item[0] == start)
+            count = int(of_rows[start : start + room].sum())
+            assert {item[1] for item in found if item[0] == start} == {count}
+            assert own == [[part, len(own)] for part in range(len(own))]
+        assert {item[0] for item in found} == {start for start, _ in places}
 
 
 def test_a_probe_forgets_the_keys_of_a_longer_prompt(model: Model, kernels: GpuKernels) -> None:

@@ -14,7 +14,7 @@ from kvboost.model.kv import KVShape
 from kvboost.model.triton.host import send_into
 
 PAGE = 64
-"""Rows of a page. On Hopper, a page is what programs of attention read at a time."""
+"""Rows of a page: as many as the keys that a program of attention reads at a time."""
 SCRATCH = 0
 """The page, and the row of the table, that padding uses."""
 

@@ -129,7 +129,7 @@ class StepBatch(RowBatch):
         if heads not in self._rows:
             shape, size = self._slab.shape, len(self.positions)
             group = heads // shape.num_kv_heads
-            tile = Tile.over(self.pages(0), group)
+            tile = Tile.pick(group, shape.dtype, shape.head_dim)
             spare = programs_at_once(shape.device, tile) // (size * shape.num_kv_heads)
             parts = max(1, min(spare, MOST_PARTS))
             row = torch.arange(size, dtype=torch.int32, device=shape.device)
@@ -181,11 +181,9 @@ class JoinedBatch(RowBatch):
         return out
 
 
-def batch_of(
-    slab: Slab, size: int, beside: Beside | None, *, adapted: bool
-) -> StepBatch | JoinedBatch:
-    """The batch for steps of ``size`` rows, with or without rows ``beside`` them and adapters."""
-    if size == 1 and beside is not None and not adapted:
+def batch_of(slab: Slab, size: int, beside: Beside | None) -> StepBatch | JoinedBatch:
+    """The batch for steps of ``size`` rows, with or without rows ``beside`` them."""
+    if size == 1 and beside is not None:
         return JoinedBatch(slab, beside)
     return StepBatch(slab, size, beside)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from kvboost.model.adapters.adapter import AppliedAdapter
+from kvboost.model.kv import RequestKV
 from kvboost.model.paged.adapter_slots import NO_ADAPTER, AdapterSlots
 from kvboost.model.paged.draft_steps import DraftSteps, Launched
 from kvboost.model.paged.graphs import Capture, Function
@@ -46,7 +47,7 @@ class _Bucket:
         self.size = size
         self._steps = steps
         self._beside = beside
-        self._batch = batch_of(steps.slab, size, beside, adapted=adapted)
+        self._batch = batch_of(steps.slab, size, beside)
         self._requests = [SCRATCH] * size
         self.rows = torch.zeros(size, dtype=torch.int64, device=steps.slab.shape.device)
         if adapted:
@@ -187,7 +188,8 @@ class Steps:
         return self.beside.most_rows if self.beside is not None else 0
 
     def record(self, size: int, *, with_beside: bool = False) -> None:
-        """Records greedy steps of ``size`` rows before a request needs one. It runs padding."""
+        """Records greedy steps of ``size`` rows before a request needs one. It runs padding, so no
+        request may have had rows beside a step."""
         self._bucket(size, with_beside=with_beside).run([], GREEDY)
 
     def forget_graphs(self) -> None:
@@ -216,16 +218,16 @@ class Steps:
         if len(segment) > 1:
             return self.runs_ahead and self.drafts.takes(segment)
         beside = segment.beside
-        return segment.num_logits == 1 and (
-            beside is None or (beside.kv is kv and self._takes_beside(beside))
-        )
+        return segment.num_logits == 1 and (beside is None or self._takes_beside(beside, kv))
 
     def _takes_adapter(self, segment: Segment, applied: AppliedAdapter) -> bool:
         slots = self.adapter_slots
         return slots is not None and segment.first >= applied.start and slots.takes(applied.adapter)
 
-    def _takes_beside(self, rows: Segment) -> bool:
-        return self.beside is not None and rows.kv.adapter is None and self.beside.takes(rows)
+    def _takes_beside(self, rows: Segment, kv: RequestKV) -> bool:
+        """Whether ``rows`` can run beside a step of the request with ``kv``: its own rows."""
+        is_own = rows.kv is kv and kv.adapter is None
+        return is_own and self.beside is not None and self.beside.takes(rows)
 
     def run(self, segments: Sequence[Segment]) -> list[StepResult | None]:
         """The next token of each segment that has a sampler, the tokens after each of its rows if
@@ -282,7 +284,8 @@ class Steps:
 
     def _looks_ahead(self, segment: Segment) -> bool:
         rows = segment.beside_ahead
-        wanted = self.runs_ahead and segment.ahead and (rows is None or self._takes_beside(rows))
+        wanted = self.runs_ahead and segment.ahead
+        wanted = wanted and (rows is None or self._takes_beside(rows, segment.kv))
         return wanted and segment.sampler is not None and segment.end < segment.kv.capacity
 
     def _launch(self, segments: Sequence[Segment]) -> list[_Pending]:

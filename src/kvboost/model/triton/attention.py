@@ -31,9 +31,11 @@ from kvboost.model.triton.scores import (
 )
 
 COMBINED = 16
-"""Parts, times rows and heads, that one program combines at a time."""
+"""Parts, times rows and heads, that one program combines at a time, of tiles with few rows or if
+there are many tiles."""
 FEW_COMBINED = 1 << 14
-"""Up to so many rows times heads, a program combines one of them, ``SOME_PARTS`` at a time."""
+"""Up to so many rows times heads of larger tiles, each has a program of its own, of one warp, which
+combines ``SOME_PARTS`` at a time."""
 SOME_PARTS = 8
 ITEM, TILE = tl.constexpr(len(ITEM_FIELDS)), tl.constexpr(len(TILE_FIELDS))
 
@@ -480,7 +482,7 @@ def attend(
         num_stages=rows.tile.stages,
     )
     if rows.slots:
-        # Many parts of few rows are loaded all at once, few parts of many rows one by one.
+        # Many parts of few rows are loaded all at once, few parts of very many rows one by one.
         num_parts, warps = 1, 4
         if rows.tile.rows == FEW_ROWS:
             num_parts = triton.next_power_of_2(rows.most_parts)

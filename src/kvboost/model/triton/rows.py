@@ -23,7 +23,8 @@ KEYS_PER_PART = 192
 PART_COST, COMBINING_COST = 320, 224
 """What writing a part takes, and what combining parts takes in all: as so many keys."""
 MASKED_COST = 4
-"""Keys that only some rows of a tile see take longer than others: by one in so many."""
+"""Keys that only some rows of a tile see take longer than others: for four of them, as long as
+five."""
 SHORT_PARTS = 4
 """Parts that are shorter by this factor than what a program does in all are short enough."""
 LEAST_DENSE = 3072
@@ -234,7 +235,7 @@ def pick_parts(
     run at a time: parts of about the same length, as many of them as end first. At most
     ``most_parts`` of a tile and ``most_items`` of all tiles."""
     longest, total = int(keys.max()), int(keys.sum()) * kv_heads
-    # Tries 1, 1.5, 2, … times as many parts as the longest tile has lengths of a part.
+    # Tries parts that are as long as the longest tile divided by 1, 1.5, 2, …
     twice = np.arange(2, 2 * max(1, min(longest // KEYS_PER_PART, most_parts)) + 1)
     is_long = twice[1:] * (total / SHORT_PARTS) <= 2 * longest * at_once
     twice = twice[: 2 + int(np.count_nonzero(is_long))]  # no need to try shorter parts

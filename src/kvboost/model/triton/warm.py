@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product, starmap
 
 import torch
 
-from kvboost.model.triton.attention import attend
+from kvboost.model.triton.attention import FEW_COMBINED, attend
 from kvboost.model.triton.mass import attention_mass
 from kvboost.model.triton.move import MovedRows, StoredSpan, move
 from kvboost.model.triton.pages import PagedLayers
@@ -61,6 +62,10 @@ def warm_up(
         )
     for parts in MORE_PARTS:
         attend(query, pages, rows_of(tiles[0], parts), 1.0, window=window, soft_cap=soft_cap)
+    rows = rows_of(tiles[-1], 2)
+    many = FEW_COMBINED // (tiles[-1].rows * kv_heads) + 1  # combined in another form than few
+    rows = replace(rows, tiles=rows.tiles.repeat(many, 1))
+    attend(query, pages, rows, 1.0, window=window, soft_cap=soft_cap)
 
     if (tile := dense_tile(like.device, like.dtype, dim, LEAST_DENSE)) is not None:
         for parts in (1, 2):
