@@ -75,7 +75,7 @@ def test_a_gate() -> None:
 @pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 def test_queries_keys_and_values(many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if many:
-        monkeypatch.setattr(fused, "MANY_ROWS", 1)
+        monkeypatch.setattr(fused, "MANY_ADAPTED", 1)
         monkeypatch.setattr(fused, "ROWS", 2)
     cos_sin = random(ROWS, DIM), random(ROWS, DIM)
     slots = torch.tensor([3, 18, 20], device=DEVICE)

@@ -12,8 +12,9 @@ from kvboost.model.triton.pages import check_pages
 
 GATED, ADAPTED = 1024, 256
 """Channels of one program that gates; the same if it adds what adapters change."""
-MANY_ROWS = 64
-"""From so many rows on, a program rotates ``ROWS`` of them; fewer are spread over more programs."""
+MANY_ROWS, MANY_ADAPTED = 64, 128
+"""From so many rows on, a program rotates ``ROWS`` of them; fewer are spread over more programs.
+The second number is for rows to which adapters add something."""
 ROWS = 16
 
 
@@ -249,7 +250,8 @@ def rotate_and_write(
     cos, sin = cos_sin
     heads = qkv.shape[1] // dim - 2 * kv_heads
     query_norm, key_norm = norms or (None, None)
-    at_once, warps = (ROWS, 4) if len(qkv) >= MANY_ROWS else (1, 1)
+    many = MANY_ROWS if addition is None else MANY_ADAPTED
+    at_once, warps = (ROWS, 4) if len(qkv) >= many else (1, 1)
     _rotate_write_kernel[(triton.cdiv(len(qkv), at_once), heads + 2 * kv_heads)](
         *(qkv, qkv.stride(0), len(qkv), cos, sin, cos.stride(0), query_norm, key_norm, eps),
         *(slots, pages, *pages.stride()[:3]),

@@ -61,7 +61,7 @@ class Tile:
 
     @classmethod
     def over(cls, pages: torch.Tensor, num_rows: int) -> Tile:
-        """The tile for as many, over the ``pages`` of a layer, ``[pages, kv_heads, page, 2 *
+        """The tile for as many rows over the ``pages`` of a layer, ``[pages, kv_heads, page, 2 *
         dim]``."""
         _, page, dim = check_pages(pages)
         tile = cls.pick(num_rows, pages.dtype, dim)
@@ -84,13 +84,6 @@ def tiles_of(dtype: torch.dtype, dim: int = 128) -> list[Tile]:
     return [Tile(FEW_ROWS, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)]
 
 
-def dense_tile(device: torch.device, dtype: torch.dtype, dim: int, num_rows: int) -> Tile | None:
-    """The tile for ``num_rows`` rows times heads that share a KV head, if the keys of their request
-    are better copied into one piece."""
-    can_copy = num_rows >= LEAST_DENSE and copies_tiles(device, dtype, dim)
-    return replace(COPIED, reads="piece") if can_copy else None
-
-
 COPIED = Tile(64, 64, 4, 3)
 """For keys that Hopper's units copy. Measured: programs of one warp group, two of them on a
 processor, so that one computes products while the other computes exponentials."""
@@ -100,6 +93,13 @@ def copies_tiles(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     """Whether ``COPIED`` serves best."""
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     return is_hopper and dtype.itemsize == 2 and dim in (64, 128)
+
+
+def dense_tile(device: torch.device, dtype: torch.dtype, dim: int, num_rows: int) -> Tile | None:
+    """The tile for ``num_rows`` rows times heads that share a KV head, if the keys of their request
+    are better copied into one piece."""
+    can_copy = num_rows >= LEAST_DENSE and copies_tiles(device, dtype, dim)
+    return replace(COPIED, reads="piece") if can_copy else None
 
 
 @dataclass(frozen=True)
