@@ -43,11 +43,13 @@ function healedGauge({
   healed_tokens: done,
   waiting,
   tokens_per_second: pace,
+  readings_waiting: readings,
 }) {
   const facts = [
     all ? `${count(done)} of ${plural(all, "row")}` : "no approximate row yet",
     waiting && `${plural(waiting, "conversation")} waiting`,
     pace && `${count(pace)} rows per second`,
+    readings && `${plural(readings, "document reading")} waiting`,
   ];
   return gauge("approximate rows healed", facts, all ? done / all : 0, "healed");
 }
