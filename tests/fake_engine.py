@@ -250,7 +250,7 @@ class FakeEngine:
             "pinned_bytes": sum(pin.bytes for pin in self.pinned.values()),
             "max_pinned_bytes": 1000,
             **dict.fromkeys(names, 0),
-            "healing": dict.fromkeys((*healing, *ended), 0),
+            "healing": dict.fromkeys((*healing, *ended, "readings", "readings_waiting"), 0),
             "audit": {**audit, "recompute_ratio": 0.15},
         }
 
