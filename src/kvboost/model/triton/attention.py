@@ -16,19 +16,16 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kvboost.model.triton.attending import (
+    attend_cut_page,
+    attend_dense_keys,
+    attend_keys,
+    attend_pages,
+)
 from kvboost.model.triton.dense import gather_counted
 from kvboost.model.triton.pages import check_pages
 from kvboost.model.triton.rows import FEW_ROWS, ITEM_FIELDS, TILE_FIELDS, PagedRows
-from kvboost.model.triton.scores import (
-    LN_2,
-    LOWEST,
-    factor_of,
-    is_present,
-    page_of,
-    product,
-    row_offsets,
-    scores_of,
-)
+from kvboost.model.triton.scores import LN_2, LOWEST
 
 COMBINED = 16
 """Parts, times rows and heads, that one program combines at a time, of tiles with few rows or if
@@ -38,162 +35,6 @@ FEW_COMBINED = 1 << 14
 combines ``SOME_PARTS`` at a time."""
 SOME_PARTS = 8
 ITEM, TILE = tl.constexpr(len(ITEM_FIELDS)), tl.constexpr(len(TILE_FIELDS))
-
-
-@triton.jit
-def _weigh(scores, total, best, factor):
-    """Weights of keys, what earlier results fade by, and the new total and best score."""
-    new_best = tl.maximum(best, tl.max(scores, 1) * factor)
-    weights = tl.exp2(scores * factor - new_best[:, None])
-    fade = tl.exp2(best - new_best)
-    return weights, fade, total * fade + tl.sum(weights, 1), new_best
-
-
-@triton.jit
-def _attend_keys(
-    acc,
-    total,
-    best,
-    query,
-    position,
-    pages,
-    table,
-    absent,
-    head,
-    first,
-    last,
-    end,
-    page_stride,
-    head_stride,
-    token_stride,
-    scale,
-    cap,
-    window,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Attends to the tiles of keys ``[first, last)``. Every row sees them all unless ``MASKED``."""
-    channel = tl.arange(0, WIDE)
-    inside = channel < DIM
-    factor = factor_of(scale, cap)
-    # The pages of the next tile are read while this one is computed, so that loads of keys and
-    # values wait for no other load.
-    page = page_of(table, first * KEYS + tl.arange(0, KEYS), end, PAGE)
-    for number in range(first, last):
-        key = number * KEYS + tl.arange(0, KEYS)
-        present = is_present(key, absent, end) if MASKED else key >= 0
-        at = row_offsets(page, number, head, page_stride, head_stride, token_stride, PAGE, KEYS)
-        page = page_of(table, key + KEYS, end, PAGE)
-        key_at = pages + at[None, :] + channel[:, None]
-        value_at = pages + at[:, None] + (DIM + channel[None, :])
-        if MASKED or WIDE != DIM:
-            keys = tl.load(key_at, mask=present[None, :] & inside[:, None], other=0.0)
-        else:
-            keys = tl.load(key_at)
-        scores = product(query, keys)
-        scores = scores_of(scores, position, key, present, scale, cap, window, MASKED)
-        weights, fade, total, best = _weigh(scores, total, best, factor)
-        if MASKED or WIDE != DIM:
-            values = tl.load(value_at, mask=present[:, None] & inside[None, :], other=0.0)
-        else:
-            values = tl.load(value_at)
-        acc = acc * fade[:, None] + product(weights.to(values.dtype), values)
-    return acc, total, best
-
-
-@triton.jit
-def _attend_pages(
-    acc,
-    total,
-    best,
-    query,
-    position,
-    whole,
-    table,
-    head,
-    first,
-    last,
-    scale,
-    cap,
-    DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """As ``_attend_keys``, over whole pages: a tile of keys is a page, which ``whole`` loads."""
-    factor = factor_of(scale, cap)
-    # As above. A mask would make the compiler run all products one after another.
-    page = tl.load(table + tl.maximum(0, tl.minimum(first, last - 1)))
-    for number in range(first, last):
-        at = (page * tl.num_programs(0) + head) * KEYS
-        page = tl.load(table + tl.minimum(number + 1, last - 1))
-        key = number * KEYS + tl.arange(0, KEYS)
-        scores = product(query, whole.load([at, 0]).T)
-        scores = scores_of(scores, position, key, key >= 0, scale, cap, None, MASKED)
-        weights, fade, total, best = _weigh(scores, total, best, factor)
-        values = whole.load([at, DIM])
-        acc = acc * fade[:, None] + product(weights.to(values.dtype), values)
-    return acc, total, best
-
-
-@triton.jit
-def _attend_cut_page(
-    acc,
-    total,
-    best,
-    query,
-    position,
-    whole,
-    table,
-    head,
-    number,
-    end,
-    scale,
-    cap,
-    DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """As ``_attend_pages``, for a page in which anything may follow the key before ``end``."""
-    at = (tl.load(table + number) * tl.num_programs(0) + head) * KEYS
-    key = number * KEYS + tl.arange(0, KEYS)
-    scores = product(query, whole.load([at, 0]).T)
-    scores = scores_of(scores, position, key, key < end, scale, cap, None, True)
-    weights, fade, total, best = _weigh(scores, total, best, factor_of(scale, cap))
-    values = tl.where((key < end)[:, None], whole.load([at, DIM]), 0.0)
-    acc = acc * fade[:, None] + product(weights.to(values.dtype), values)
-    return acc, total, best
-
-
-@triton.jit
-def _attend_dense_keys(
-    acc,
-    total,
-    best,
-    query,
-    position,
-    keys,
-    values,
-    begin,
-    first,
-    last,
-    end,
-    scale,
-    cap,
-    KEYS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """As ``_attend_keys``, over tensors whose rows from ``begin`` on are the keys and values."""
-    factor = factor_of(scale, cap)
-    for number in range(first, last):
-        key = number * KEYS + tl.arange(0, KEYS)
-        scores = product(query, keys.load([begin + number * KEYS, 0]).T)
-        scores = scores_of(scores, position, key, key < end, scale, cap, None, MASKED)
-        weights, fade, total, best = _weigh(scores, total, best, factor)
-        found = values.load([begin + number * KEYS, 0])
-        acc = acc * fade[:, None] + product(weights.to(found.dtype), found)
-    return acc, total, best
 
 
 @triton.jit(
@@ -286,16 +127,16 @@ def _attend_kernel(
     best = tl.full([ROWS], LOWEST, tl.float32)
     if keys is not None:
         begin = head * dense_rows
-        acc, total, best = _attend_dense_keys(
+        acc, total, best = attend_dense_keys(
             acc, total, best, queries, position, keys, values, begin, first, plain, end,
             scale, cap, KEYS=KEYS, MASKED=False,
         )  # fmt: skip
-        acc, total, best = _attend_dense_keys(
+        acc, total, best = attend_dense_keys(
             acc, total, best, queries, position, keys, values, begin, plain, last, end,
             scale, cap, KEYS=KEYS, MASKED=True,
         )  # fmt: skip
     elif whole is not None:
-        acc, total, best = _attend_pages(
+        acc, total, best = attend_pages(
             acc, total, best, queries, position, whole, table, head, first, plain,
             scale, cap, DIM=DIM, KEYS=KEYS, MASKED=False,
         )  # fmt: skip
@@ -303,23 +144,23 @@ def _attend_kernel(
         if counted is not None:
             present = tl.load(counted)
         full = tl.maximum(plain, tl.minimum(last, present // KEYS))
-        acc, total, best = _attend_pages(
+        acc, total, best = attend_pages(
             acc, total, best, queries, position, whole, table, head, plain, full,
             scale, cap, DIM=DIM, KEYS=KEYS, MASKED=True,
         )  # fmt: skip
         if full < last:
-            acc, total, best = _attend_cut_page(
+            acc, total, best = attend_cut_page(
                 acc, total, best, queries, position, whole, table, head, full, end, scale, cap,
                 DIM=DIM, KEYS=KEYS,
             )  # fmt: skip
     else:
         if window is None and absent is None:
-            acc, total, best = _attend_keys(
+            acc, total, best = attend_keys(
                 acc, total, best, queries, position, pages, table, absent, head, first, plain,
                 end, page_stride, head_stride, token_stride, scale, cap, window,
                 DIM=DIM, WIDE=WIDE, PAGE=PAGE, KEYS=KEYS, MASKED=False,
             )  # fmt: skip
-        acc, total, best = _attend_keys(
+        acc, total, best = attend_keys(
             acc, total, best, queries, position, pages, table, absent, head, plain, last,
             end, page_stride, head_stride, token_stride, scale, cap, window,
             DIM=DIM, WIDE=WIDE, PAGE=PAGE, KEYS=KEYS, MASKED=True,
