@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from kvboost.model.kv import KVShape, RequestKV
+from kvboost.model.native.moved_rows import ERROR_WEIGHT
 from kvboost.reuse.rope import Rotation
-from kvboost.reuse.shift import BLOCKS, FAR_ROWS, PRIOR_ROWS, REACH, SHIFT_STRENGTH, Shift, Spans
+from kvboost.reuse.shift import BLOCKS, FAR_ROWS, PRIOR_ROWS, REACH, Shift, Spans
 
 ROTATION = Rotation(torch.rand(2, 2))
 PROMPT = 10
@@ -36,7 +37,7 @@ def test_a_shared_offset_is_carried_to_the_other_rows_of_its_span() -> None:
     assert shift.useful
     shift.on_fresh(1, kv, *fresh_rows(kv, positions, offset))
     moved = kv.data - before
-    weight = SHIFT_STRENGTH * 3 / (3 + PRIOR_ROWS)
+    weight = 3 / (3 + PRIOR_ROWS)
     at_3 = ROTATION.rotate(weight * offset.expand(3, 1, 4), ROTATION.cos_sin(1, torch.tensor([3])))
     assert torch.allclose(moved[0, 1, :, 3:4], at_3, atol=1e-5)
     assert torch.allclose(moved[1, 1, :, 3], (weight * offset).expand(3, 4), atol=1e-5)
@@ -46,18 +47,20 @@ def test_a_shared_offset_is_carried_to_the_other_rows_of_its_span() -> None:
 
 
 def test_rows_are_shifted_by_what_is_near_them() -> None:
-    """One row of a span at its beginning and two at its end, computed row by row."""
+    """One row of a span at its beginning and two at its end, computed row by row. The one with the
+    largest error counts least."""
     kv, spans = filled_kv(90), Spans.of([range(5, 85)], 90)  # blocks of ten rows
     before, positions = kv.data.clone(), torch.tensor([7, 76, 83])
     offsets = torch.randn(3, 4)
     Shift(ROTATION, positions, spans).on_fresh(1, kv, *fresh_rows(kv, positions, offsets))
     moved = (kv.data - before)[1, 1]
+    squares = offsets.square().sum(1)
+    counted = 1 / (1 + ERROR_WEIGHT * squares / squares.mean())
     for row in (5, 14, 15, 40, 84):
         blocks = (positions - 5) // 10
         near = torch.exp(-((row - 5) // 10 - blocks).abs() * 10.0 / REACH)
-        weights = (near + FAR_ROWS / 3) / (near.sum() + FAR_ROWS)
-        assert float(weights.sum()) == pytest.approx(1.0)
-        expected = SHIFT_STRENGTH * 3 / (3 + PRIOR_ROWS) * weights @ offsets
+        weights = (near + FAR_ROWS / 3) * counted
+        expected = 3 / (3 + PRIOR_ROWS) * (weights / weights.sum()) @ offsets
         assert torch.allclose(moved[:, row], expected.expand(3, 4), atol=1e-5)
 
 
@@ -91,5 +94,5 @@ def test_a_later_round_shifts_what_is_stale_and_trusts_its_rows_less() -> None:
     third = again.weights(torch.tensor([7, 8]))
     assert third is not None and third.shape == (2, BLOCKS, BLOCKS)
     blocks = again.block_of[[7, 8]] % BLOCKS
-    trust = SHIFT_STRENGTH * 2 / (2 + 1 + PRIOR_ROWS)
+    trust = 2 / (2 + 1 + PRIOR_ROWS)
     assert third[1][:, blocks].sum(1).tolist() == pytest.approx([trust] * BLOCKS)

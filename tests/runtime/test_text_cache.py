@@ -88,6 +88,18 @@ def test_what_is_forgotten_is_not_read_in_idle_time(engine) -> None:
     assert known(engine, DOCUMENTS[1], DOCUMENTS[0]) == 0
 
 
+def test_documents_are_not_read_again_if_half_of_the_cache_is_taken() -> None:
+    with make_engine(tiny_model("llama"), max_chunks=40) as engine:
+        engine.warm(DOCUMENTS, header="Read: ", progress=False)
+        taken = engine.cache_stats()["tiers"]["ram"]["chunks"]
+        assert 0 < taken <= 20
+        engine.warm_later(DOCUMENTS, header="Read: ")
+        report = engine.heal()
+        assert 0 < report.readings < 6 and report.waiting == 0
+        assert engine.cache_stats()["healing"]["readings_dropped"] == 6 - report.readings
+        assert all(known(engine, document) > 60 for document in DOCUMENTS)  # none was pushed out
+
+
 def test_readings_that_do_not_fit_are_left_out(engine, monkeypatch, caplog) -> None:
     long = "x" * (engine.context_length - len("Read: ") - 50)
     assert engine.warm_later([long, *DOCUMENTS[:1]], header="Read: ") == 0

@@ -151,13 +151,27 @@ def test_a_server_reads_its_own_documents_first_and_says_so(fake) -> None:
     asyncio.run(run())
 
 
+def test_a_single_document_of_the_start_is_read_once(fake) -> None:
+    async def run() -> None:
+        settings = ServerSettings(warm=(("a.txt", "A."),))
+        documents = Documents(fake, settings, Keys(settings))
+        await documents.start()
+        documents.add(Tenant(), "", "C.", 1)
+        while {"warm": "C.", "header": None, "cache_salt": ""} not in fake.asked:
+            await asyncio.sleep(0.01)
+        await documents.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    assert not any("warm_later" in asked for asked in fake.asked)
+
+
 @pytest.mark.parametrize("refused", [None, ConfigError("it is closed"), ValueError("a defect")])
 def test_documents_of_the_start_are_left_to_idle_time_too(fake, refused, caplog) -> None:
     caplog.set_level("INFO")
 
     async def run() -> None:
         texts = (("a.txt", "A."), ("b.txt", "B."))
-        settings = ServerSettings(warm=texts, warm_contexts=2)
+        settings = ServerSettings(warm=texts)
         documents = Documents(fake, settings, Keys(settings))
         later = fake.warm_later
 
@@ -167,7 +181,7 @@ def test_documents_of_the_start_are_left_to_idle_time_too(fake, refused, caplog)
 
         fake.warm_later = refusing
         await documents.start()
-        said = "will not be read" if refused else "2 readings in other contexts wait"
+        said = "will not be read" if refused else "6 readings in other contexts wait"
         while said not in caplog.text:
             await asyncio.sleep(0.01)
         fake.refuse = None
@@ -177,7 +191,7 @@ def test_documents_of_the_start_are_left_to_idle_time_too(fake, refused, caplog)
         await documents.stop()
 
     asyncio.run(asyncio.wait_for(run(), 20))
-    later = {"warm_later": ["A.", "B."], "header": None, "contexts": 2, "cache_salt": ""}
+    later = {"warm_later": ["A.", "B."], "header": None, "contexts": 4, "cache_salt": ""}
     assert (later in fake.asked) == (refused is None)
 
 

@@ -95,6 +95,12 @@ class ChunkStore:
     def fastest_tier(self) -> str:
         return self._holdings.residency.fastest
 
+    @property
+    def used_share(self) -> float:
+        """How much of the budget of host memory is taken."""
+        with self._lock:
+            return self._holdings.residency.used_share
+
     def __contains__(self, key: ChunkKey) -> bool:
         """Whether a chunk is in some tier."""
         with self._lock:

@@ -101,9 +101,9 @@ def serve(
             max=MOST_CONTEXTS,
             help="In how many contexts the files of --warm are read: at first by themselves, then, "
             "while the server is idle, after other files. Answers over them come closer to a full "
-            "prefill, and they take so many times the memory.",
+            "prefill. They take so many times the memory, but no more than half of the cache.",
         ),
-    ] = 1,
+    ] = MOST_CONTEXTS,
     max_pinned_bytes: Annotated[
         str | None,
         typer.Option(help="Memory that pinned text may take; by default half of the cache."),

@@ -21,8 +21,6 @@ from kvboost.model.native import moved_rows
 from kvboost.model.native.moved_rows import RecomputedRows
 from kvboost.reuse.rope import CosSin, Rotation
 
-SHIFT_STRENGTH = 0.85
-"""How much of the mean error is applied."""
 PRIOR_ROWS = 4
 """A mean over ``n`` rows is weighted by ``n / (n + PRIOR_ROWS)``."""
 BLOCKS = 8
@@ -66,28 +64,28 @@ class Spans:
     def after(self, fresh: torch.Tensor) -> Spans:
         """The spans for the next round, when rows ``fresh``, ``[prompt]``, are recomputed. Those
         are not shifted any more, and the other rows have the offset that they have shown."""
-        seen = self.seen + self._rows_by_block(self.block_of[fresh]).sum(1)
+        seen = self.seen + self.rows_by_block(fresh).sum(1)
         return replace(self, block_of=self.block_of.masked_fill(fresh, -1), seen=seen)
 
     def weights(self, positions: torch.Tensor) -> torch.Tensor | None:
         """What each of the recomputed ``positions`` adds to the offset of a block:
         ``[spans, BLOCKS, BLOCKS]``, of the block in dimension 1, if it is in the one in dimension
         2. None if there are no rows to learn from or none to shift."""
-        blocks = self.block_of[positions]
-        if not 2 <= int((blocks >= 0).sum()) < int((self.block_of >= 0).sum()):
+        rows = self.rows_by_block(positions)[:, None]
+        if not 2 <= int(rows.sum()) < int((self.block_of >= 0).sum()):
             return None
-        rows = self._rows_by_block(blocks)[:, None]
         count = rows.sum(2, keepdim=True)
-        number = torch.arange(BLOCKS, device=blocks.device)
+        number = torch.arange(BLOCKS, device=rows.device)
         distance = (number[:, None] - number).abs() * self.block_tokens[:, None, None]
         near = torch.exp(-distance / REACH)
         share = near + FAR_ROWS / count.clamp(min=1)
         share /= (near * rows).sum(2, keepdim=True) + FAR_ROWS
         known = count + PRIOR_ROWS + self.seen[:, None, None]
-        return SHIFT_STRENGTH * torch.where(count >= 2, count / known, 0.0) * share
+        return torch.where(count >= 2, count / known, 0.0) * share
 
-    def _rows_by_block(self, blocks: torch.Tensor) -> torch.Tensor:
-        """How many rows are in each block, ``[spans, BLOCKS]``, given the ``blocks`` of some."""
+    def rows_by_block(self, positions: torch.Tensor) -> torch.Tensor:
+        """How many of the rows at ``positions`` are in each block, ``[spans, BLOCKS]``."""
+        blocks = self.block_of[positions]
         count = torch.zeros(len(self.seen) * BLOCKS + 1, device=blocks.device)
         count.scatter_add_(0, blocks % len(count), torch.ones(len(blocks), device=blocks.device))
         return count[:-1].view(-1, BLOCKS)
@@ -102,8 +100,8 @@ def _blocks(length: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 class Shift:
     """A hook of the forward that recomputes some rows of moved spans. In every layer it adds the
     mean difference between fresh and stale rows near them to the other rows of the span, both keys
-    and values. Keys are compared at position 0, and the difference is rotated to the position of
-    each row.
+    and values; rows that differ much count less. Keys are compared at position 0, and the
+    difference is rotated to the position of each row.
 
     ``positions`` are all rows of the segment, in order.
     """
@@ -117,6 +115,7 @@ class Shift:
         if weights is None:
             return
         self._weights = weights
+        self._total = weights @ spans.rows_by_block(positions)[..., None]
         self._index = (spans.block_of[positions] >= 0).nonzero()[:, 0]
         self._fresh = positions[self._index]
         moved = (spans.block_of >= 0).nonzero()[:, 0]
@@ -126,7 +125,7 @@ class Shift:
         num_blocks = weights.shape[0] * BLOCKS
         between = spans.block_of[self._start : self._end]
         self._offset_of = torch.where(between >= 0, between, num_blocks)
-        self._rows = (self._index, self._fresh, spans.block_of[self._fresh], num_blocks)
+        self._rows = (self._index, self._fresh, spans.block_of[self._fresh], num_blocks, BLOCKS)
         self._cos_sin: dict[int, tuple[CosSin, CosSin]] = {}
 
     @property
@@ -138,8 +137,8 @@ class Shift:
         if layer == 0:  # its keys and values depend on the token alone, so none is stale
             return
         here, there = self._rotations(layer, keys)
-        sums = moved_rows.errors(kv, layer, keys, values, RecomputedRows(*self._rows, *here))
-        by_cos, by_sin, of_values = self._offsets(sums)
+        rows = RecomputedRows(*self._rows, *here)
+        by_cos, by_sin, of_values = self._offsets(*moved_rows.errors(kv, layer, keys, values, rows))
         # Rotate back to position 0, which commutes with the sum.
         along = by_cos - self._rotation.quarter_turn(by_sin)
         across = self._rotation.quarter_turn(along)
@@ -149,11 +148,16 @@ class Shift:
         self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
     ) -> None: ...
 
-    def _offsets(self, sums: torch.Tensor) -> torch.Tensor:
+    def _offsets(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The offsets of all blocks and a last one of zero, ``[3, kv_heads, blocks + 1, dim]``,
-        given the errors that the rows of each block add up to, ``[3, kv_heads, blocks, dim]``."""
-        by_span = sums.view(*sums.shape[:2], -1, BLOCKS, sums.shape[3])
-        return torch.nn.functional.pad((self._weights @ by_span).flatten(2, 3), (0, 0, 0, 1))
+        given the errors that the rows of each block add up to, ``[3, kv_heads, blocks, dim]``, and
+        what these rows count as keys and as values, ``[2, kv_heads, blocks]``."""
+        sums, counts = (
+            self._weights @ part.view(*part.shape[:2], -1, BLOCKS, width)
+            for part, width in ((sums, sums.shape[3]), (counts, 1))
+        )
+        means = sums * (self._total / counts.clamp(min=1e-30))[[0, 0, 1]]
+        return torch.nn.functional.pad(means.flatten(2, 3), (0, 0, 0, 1))
 
     def _rotations(self, layer: int, keys: torch.Tensor) -> tuple[CosSin, CosSin]:
         """The rotations of the fresh rows and of all touched rows, over all channels; computed once

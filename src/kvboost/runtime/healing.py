@@ -28,6 +28,9 @@ from kvboost.runtime.unhealed import Unhealed
 
 log = logging.getLogger("kvboost")
 
+MOST_READ_SHARE = 0.5
+"""Documents are read in further contexts until this share of the cache's memory is taken: such
+copies make others closer, and must not push them out."""
 SLICE_ROWS = 128
 """Rows that are computed and admitted at a time. If a request comes, they are given up in the next
 layer and computed again later."""
@@ -166,9 +169,7 @@ class Healer:
         one = self._queue.take()
         if one is None:
             return
-        if (applied := one.request.adapter) and not self._runtime.adapters.is_loaded(
-            applied.adapter
-        ):
+        if not self._is_possible(one):
             self._queue.finish(one, "dropped")
             return
         began = time.monotonic()
@@ -189,6 +190,13 @@ class Healer:
         finally:
             if not one.is_reading:
                 self._seconds += time.monotonic() - began
+
+    def _is_possible(self, one: Unhealed) -> bool:
+        """Whether the adapter of a request is still loaded, and memory is left for a document."""
+        applied, runtime = one.request.adapter, self._runtime
+        if applied and not runtime.adapters.is_loaded(applied.adapter):
+            return False
+        return not one.is_reading or runtime.store.used_share <= MOST_READ_SHARE
 
     def _run(self, one: Unhealed, stop: Stop) -> bool:
         """Computes and admits the rows of a conversation that are not exact; False if it ended

@@ -153,6 +153,8 @@ class TextCache:
 
         Returns how many readings wait now. Two documents that do not fit the model's context
         together are left out. At most eight million tokens wait; a warning says so if more would.
+        Readings are dropped once half of the cache's memory is taken: each takes as much as the
+        document did, and must not push others out.
 
         The loop that batches, coroutines and a server use reads what waits; other engines do in
         :meth:`heal`. It is lost when the engine is closed or any text is forgotten."""

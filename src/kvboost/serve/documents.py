@@ -208,7 +208,7 @@ class Documents:
     async def _warm_later(self, tenant: Tenant) -> None:
         """Leaves the documents that the server starts with to idle time, in further contexts."""
         contexts, texts = self._settings.warm_contexts, [text for _, text in self._settings.warm]
-        if contexts == 1:
+        if contexts == 1 or len(texts) < 2:
             return
         salt = tenant.salt("")
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvboost.config import GenerationMode, at_least, choose, one_of, whole
+from kvboost.config import MOST_CONTEXTS, GenerationMode, at_least, choose, one_of, whole
 from kvboost.errors import ConfigError
 from kvboost.serve.network_checks import check_certificate, check_collector, check_origin
 
@@ -100,8 +100,8 @@ class ServerSettings:
     """Whether these documents are pinned."""
     warm_for: tuple[str, ...] = ()
     """The names of the keys that they are read for."""
-    warm_contexts: int = 1
-    """In how many contexts they are read: after the first, in idle time."""
+    warm_contexts: int = MOST_CONTEXTS
+    """In how many contexts they are read if there are several: after the first, in idle time."""
     max_documents: int = 1024
     """Documents that are kept for one tenant."""
     max_document_bytes: int = 64 * 1024**2
@@ -189,11 +189,6 @@ class ServerSettings:
             )
         if self.pin and not self.warm:
             raise ConfigError("pin goes with documents to warm, and there are none")
-        if self.warm_contexts > 1 and len(self.warm) < 2:
-            raise ConfigError(
-                f"warm_contexts={self.warm_contexts} goes with at least two documents to warm, "
-                f"which are read after one another; there are {len(self.warm)}"
-            )
 
     @property
     def needs_key(self) -> bool:

@@ -74,20 +74,23 @@ def test_the_shift_equals_torchs(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     before = ours.data.clone()
     # Fresh rows of a segment, of which some belong to moved text.
     fresh = torch.randn(2, 1, 50, heads, dim).to(dtype).transpose(2, 3)
+    fresh[:, :, :, 4] *= 9  # it counts less than the others
     index = torch.tensor([1, 4, 5, 30, 49])
     which = torch.tensor([0, 0, 2, 3, 3])
     cos, sin = torch.rand(2, len(index), dim)
-    recomputed = RecomputedRows(index, 3 * index + 2, which, blocks, cos, sin)
+    recomputed = RecomputedRows(index, 3 * index + 2, which, blocks, 2, cos, sin)
     offset_of = torch.randint(0, blocks + 1, (150,))
     rotation = tuple(torch.randn(2, 150, dim).to(dtype))
 
     def run(kv: RequestKV) -> tuple[torch.Tensor, ...]:
-        sums = moved_rows.errors(kv, 1, *fresh, recomputed)
+        sums, counts = moved_rows.errors(kv, 1, *fresh, recomputed)
         by_cos, by_sin, of_values = torch.nn.functional.pad(sums, (0, 0, 0, 1))
         moved_rows.shift(kv, 1, 20, offset_of, (by_cos, by_sin), rotation, of_values)
-        return by_cos, by_sin, of_values
+        return by_cos, by_sin, of_values, counts
 
     given = run(ours)
+    counts = given[-1]
+    assert (counts[..., 0] > 0.8).all() and (counts[..., 0] < 1.1).all()  # of two rows
     without_kernels(monkeypatch)
     for mine, reference in zip(given, run(theirs), strict=True):
         assert torch.allclose(mine, reference, atol=1e-5)

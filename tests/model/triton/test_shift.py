@@ -24,19 +24,15 @@ def shift_rows(positions: torch.Tensor) -> ShiftRows:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layout", "interleaved", "rows_per_part"),
+    ("dtype", "layout", "interleaved"),
     [
-        (torch.float32, "heads first", False, 256),
-        (torch.float32, "pages inside", True, 256),
-        (torch.bfloat16, "tokens first", False, 7),
+        (torch.float32, "heads first", False),
+        (torch.float32, "pages inside", True),
+        (torch.bfloat16, "tokens first", False),
     ],
 )
 def test_the_shift_is_that_of_dense_rows(
-    dtype: torch.dtype,
-    layout: str,
-    interleaved: bool,
-    rows_per_part: int,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, layout: str, interleaved: bool
 ) -> None:
     torch.manual_seed(11)
     dim, pairs = 48, 20  # the last 8 channels do not rotate
@@ -48,6 +44,7 @@ def test_the_shift_is_that_of_dense_rows(
     positions = positions.sort().values  # span 1 has one recomputed row: that gives no mean
     rotation = Rotation(torch.rand(2, pairs), interleaved=interleaved)
     keys, values = (random(len(positions), KV_HEADS, dim, dtype=dtype) for _ in range(2))
+    keys[::5], values[1::5] = 9 * keys[::5], 9 * values[1::5]  # they count less than the others
 
     kv = RequestKV(KVShape(2, KV_HEADS, dim, dtype, torch.device(DEVICE)), PROMPT)
     kv.data[:, 1, :, :PROMPT] = dense(pages, table)[:, :, :PROMPT]
@@ -55,9 +52,7 @@ def test_the_shift_is_that_of_dense_rows(
     assert hook.useful
     hook.on_fresh(1, kv, *(part.transpose(0, 1)[None] for part in (keys, values)))
 
-    monkeypatch.setattr("kvboost.model.triton.shift.ROWS_PER_PART", rows_per_part)
     plan = ShiftPlan.of(shift_rows(positions), table)
-    assert (plan.parts > 1) == (rows_per_part < 256)
     at = rotation.cos_sin(1, torch.arange(PROMPT, device=DEVICE))
     shift(keys, values, pages, plan, at, interleaved=interleaved)
     found, expected = dense(pages, table)[:, :, :PROMPT], kv.data[:, 1, :, :PROMPT]
@@ -92,7 +87,7 @@ def test_nothing_to_learn_from_shifts_nothing() -> None:
 
 def test_a_plan_with_room_shifts_as_one_without() -> None:
     table, many, few = make_tables(1, 10, 12)[0], scattered(45, PROMPT), scattered(12, PROMPT)
-    room = ShiftPlan.empty(5, BLOCKS, 60, PROMPT, PROMPT, 1, table)
+    room = ShiftPlan.empty(5, BLOCKS, 60, PROMPT, PROMPT, table)
     cosines = random(PROMPT, 16)
     for positions in (many, few):  # what the first one left does no harm
         rows = shift_rows(positions)
@@ -104,7 +99,7 @@ def test_a_plan_with_room_shifts_as_one_without() -> None:
             shift(keys, values, pages, plan, (cosines, cosines))
         assert torch.equal(*given)
     sizes = (2, BLOCKS, 60, PROMPT, PROMPT), (3, BLOCKS, 5, 9, 9), (5, 4, 60, PROMPT, PROMPT)
-    small = [ShiftPlan.empty(*size, 1, table) for size in sizes]
+    small = [ShiftPlan.empty(*size, table) for size in sizes]
     assert not any(plan.load(rows) for plan in small)
     room.clear()
     before = pages.clone()

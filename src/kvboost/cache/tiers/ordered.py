@@ -26,6 +26,12 @@ class OrderedTier:
     def __len__(self) -> int:
         return len(self._parents)
 
+    @property
+    def used_share(self) -> float:
+        """How much of its budget is taken, of bytes or of chunks."""
+        of_bytes = self.tier.nbytes / max(1, self.tier.max_bytes)
+        return max(of_bytes, len(self) / self._max_chunks if self._max_chunks else 0.0)
+
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._parents
 

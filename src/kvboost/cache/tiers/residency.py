@@ -89,6 +89,11 @@ class Residency:
         """The name of the fastest tier."""
         return (self._gpu or self._ram).name
 
+    @property
+    def used_share(self) -> float:
+        """How much of the budget of host memory is taken."""
+        return self._in_ram.used_share
+
     def at_hand(self, keys: Sequence[ChunkKey]) -> list[KVChunk] | None:
         """The chunks of these keys, if all are in the fastest tier; None otherwise."""
         return (self._gpu or self._ram).get_all(keys)

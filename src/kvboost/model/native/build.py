@@ -59,9 +59,9 @@ SIGNATURES: dict[str, Sequence[type]] = {
     "kvboost_layer_end": (*(c_void_p,) * 9, c_int32),
     "kvboost_errors": (
         *(c_void_p, c_int64, c_int64) * 2,
-        *(c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_int32),
-        *(c_void_p,) * 6,
-        c_int32,
+        *(c_void_p, c_void_p, c_int64, *(c_int32,) * 5),
+        *(c_void_p,) * 5,
+        *(c_float, c_void_p, c_void_p, c_int32),
     ),
     "kvboost_shift": (
         *(c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_void_p, c_int32),

@@ -16,6 +16,10 @@ from kvboost.model.native.layers import scratch
 
 LANES = 16
 """Kernels read this many numbers at once, also where fewer are left."""
+ERROR_WEIGHT = 4.0
+"""A recomputed row counts ``1 / (1 + ERROR_WEIGHT * e)`` times, where ``e`` is its squared error
+relative to the mean of its span. A few rows have errors of their own that are many times as large,
+and say nothing about the others."""
 
 
 class _MassCall(ctypes.Structure):
@@ -34,7 +38,7 @@ class _MassCall(ctypes.Structure):
 
 @dataclass(frozen=True)
 class RecomputedRows:
-    """The recomputed rows of moved text in one layer."""
+    """The recomputed rows of moved text in one layer, those of each span together."""
 
     index: torch.Tensor
     """Their rows in the segment."""
@@ -42,6 +46,8 @@ class RecomputedRows:
     which: torch.Tensor
     """Their blocks."""
     num_blocks: int
+    span_blocks: int
+    """How many of them belong to one span."""
     cos: torch.Tensor
     sin: torch.Tensor
     """``[rows, dim]``."""
@@ -85,38 +91,52 @@ def attention_mass(
 
 def errors(
     kv: RequestKV, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: RecomputedRows
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The differences between fresh ``keys`` and ``values``, ``[1, kv_heads, segment, dim]``, and
     those in ``kv``, of some ``rows``, added up block by block: of keys times cos and times sin of
-    their rows, and of values; float32 ``[3, kv_heads, blocks, dim]``."""
+    their rows, and of values; float32 ``[3, kv_heads, blocks, dim]``. Each row counts less if its
+    error is large (``ERROR_WEIGHT``); what the rows of each block count is float32
+    ``[2, kv_heads, blocks]``, as keys and as values."""
     known_keys, known_values = (part[0] for part in kv.layer(layer, 0, kv.capacity))
     heads, dim = known_keys.shape[0], keys.shape[3]
-    size = (3, heads, rows.num_blocks, dim)
-    sums = torch.zeros(size, dtype=torch.float32, device=keys.device)
+    sums = torch.zeros(3, heads, rows.num_blocks, dim, dtype=torch.float32, device=keys.device)
+    counts = sums.new_zeros(2, heads, rows.num_blocks)
     if not serves(kv.shape):
         of_keys, of_values = (
             fresh[0].index_select(1, rows.index).float()
             - known.index_select(1, rows.positions).float()
             for fresh, known in ((keys, known_keys), (values, known_values))
         )
+        weights = _row_weights(torch.stack([of_keys, of_values]).square().sum(3), rows)
+        of_keys, of_values = of_keys * weights[0, ..., None], of_values * weights[1, ..., None]
         for sum, part in zip(
             sums, (of_keys * rows.cos, of_keys * rows.sin, of_values), strict=True
         ):
             sum.index_add_(1, rows.which, part)
-        return sums
+        return sums, counts.index_add_(2, rows.which, weights)
     keys, values = (part if part.stride(3) == 1 else part.contiguous() for part in (keys, values))
     indices = [part.contiguous() for part in (rows.index, rows.positions, rows.which)]
     factors = [part.float().contiguous() for part in (rows.cos, rows.sin)]
+    weights = sums.new_empty(2, heads, len(rows.index))
     native.library(kv.shape.dtype).kvboost_errors(
         *(keys.data_ptr(), keys.stride(1), keys.stride(2)),
         *(values.data_ptr(), values.stride(1), values.stride(2)),
         *(known_keys.data_ptr(), known_values.data_ptr(), known_keys.stride(0)),
-        *(heads, dim, rows.num_blocks, len(rows.index)),
+        *(heads, dim, rows.num_blocks, rows.span_blocks, len(rows.index)),
         *(part.data_ptr() for part in (*indices, *factors)),
-        sums.data_ptr(),
+        *(ERROR_WEIGHT, weights.data_ptr(), sums.data_ptr()),
         torch.get_num_threads(),
     )
-    return sums
+    return sums, counts.index_add_(2, rows.which, weights)
+
+
+def _row_weights(squares: torch.Tensor, rows: RecomputedRows) -> torch.Tensor:
+    """What each row counts, given its squared errors, ``[2, kv_heads, rows]``."""
+    span = rows.which // rows.span_blocks
+    of_spans = squares.new_zeros(*squares.shape[:2], rows.num_blocks // rows.span_blocks)
+    totals = of_spans.index_add(2, span, squares)
+    means = totals / of_spans.index_add(2, span, torch.ones_like(squares)).clamp(min=1)
+    return 1 / (1 + ERROR_WEIGHT * squares / means.clamp(min=1e-30).index_select(2, span))
 
 
 def shift(

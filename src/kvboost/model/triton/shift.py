@@ -1,6 +1,7 @@
 """The shift over pages: the mean difference between recomputed and stale rows of each moved span,
-added to the span's other rows; those of each block of a span get a mean of their own. Keys are
-compared at position 0 and the difference is rotated to each row's position."""
+added to the span's other rows; those of each block of a span get a mean of their own, and rows that
+differ much count less. Keys are compared at position 0 and the difference is rotated to each row's
+position."""
 
 from __future__ import annotations
 
@@ -12,15 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
+from kvboost.model.native.moved_rows import ERROR_WEIGHT
 from kvboost.model.triton.host import send_into
 from kvboost.model.triton.pages import check_pages
 from kvboost.model.triton.rotation import channels_of
 
 ROWS = 32
 """Rows that a program handles at a time."""
-ROWS_PER_PART = 256
-"""If spans have more recomputed rows than this, several programs sum them up."""
-MOST_PARTS = 32
 MOST_PROGRAMS = 256
 """Programs that shift rows of one head, several times if there are more rows. A captured plan is
 mostly padding, and a program that finds none but that ends."""
@@ -90,22 +89,14 @@ class ShiftPlan:
     """There is room for so many spans and recomputed rows."""
     end: int
     """One past the last moved position, at most."""
-    parts: int
-    """How many programs sum up the rows of a span."""
     table: torch.Tensor
     """int32 ``[pages]``: the request's pages, in order."""
 
     @classmethod
     def of(cls, rows: ShiftRows, table: torch.Tensor) -> ShiftPlan:
         """A plan of just these rows."""
-        most = int(np.diff(rows.bounds).max(initial=0))
-        sizes = (
-            len(rows.bounds) - 1,
-            rows.weights.shape[1],
-            rows.fresh.shape[1],
-            rows.stale.shape[1],
-        )
-        plan = cls.empty(*sizes, rows.end, cls.pick_parts(most), table)
+        (num_fresh, blocks), spans = rows.weights.shape, len(rows.bounds) - 1
+        plan = cls.empty(spans, blocks, num_fresh, rows.stale.shape[1], rows.end, table)
         plan.load(rows)
         return plan
 
@@ -117,18 +108,12 @@ class ShiftPlan:
         num_fresh: int,
         num_stale: int,
         end: int,
-        parts: int,
         table: torch.Tensor,
     ) -> ShiftPlan:
         """A plan that shifts nothing, with room for so much."""
         size = 3 + most_spans + (num_blocks + 2) * num_fresh + 2 * num_stale
         data = torch.zeros(size, dtype=torch.int32, device=table.device)
-        return cls(data, most_spans, num_blocks, num_fresh, end, parts, table)
-
-    @staticmethod
-    def pick_parts(most: int) -> int:
-        """How many programs sum up a span of up to ``most`` recomputed rows."""
-        return min(-(-most // ROWS_PER_PART), MOST_PARTS)
+        return cls(data, most_spans, num_blocks, num_fresh, end, table)
 
     @property
     def most_stale(self) -> int:
@@ -239,60 +224,154 @@ def _errors_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     WIDE_BLOCKS: tl.constexpr,
+    ERROR_WEIGHT: tl.constexpr,
 ):
-    """A part of the offsets of one span's blocks in one head: of keys at position 0, and of
-    values."""
-    span, head, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    """The offsets of one span's blocks in one head: of keys at position 0, and of values."""
+    span, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if span >= tl.load(num_spans):  # room for more: nobody reads its offsets
         return
-    pair, channel = tl.arange(0, WIDE_PAIRS), tl.arange(0, WIDE)[None, :]
+    keys += head * key_head_stride
+    values += head * value_head_stride
+    pages += head * head_stride
+    begin, end = tl.load(bounds + span), tl.load(bounds + span + 1)
+    total_keys, total_values = 0.0, 0.0
+    for start in range(begin, end, ROWS):
+        row = start + tl.arange(0, ROWS)
+        _, x, y, plain, value = _errors(
+            keys,
+            key_row_stride,
+            values,
+            value_row_stride,
+            pages,
+            page_stride,
+            token_stride,
+            table,
+            fresh,
+            num_fresh,
+            row,
+            end,
+            DIM,
+            WIDE,
+            PAIRS,
+            WIDE_PAIRS,
+            PAGE,
+            INTERLEAVED,
+        )
+        square_keys, square_values = _squares(x, y, plain, value)
+        total_keys += tl.sum(square_keys)
+        total_values += tl.sum(square_values)
+    scale_keys = ERROR_WEIGHT * (end - begin) / tl.maximum(total_keys, 1e-30)
+    scale_values = ERROR_WEIGHT * (end - begin) / tl.maximum(total_values, 1e-30)
+
+    pair, channel = tl.arange(0, WIDE_PAIRS)[None, :], tl.arange(0, WIDE)[None, :]
     block = tl.arange(0, WIDE_BLOCKS)[:, None]
-    first, second = channels_of(pair[None, :], PAIRS, INTERLEAVED)
     of_first = tl.zeros([WIDE_BLOCKS, WIDE_PAIRS], tl.float32)
     of_second = tl.zeros([WIDE_BLOCKS, WIDE_PAIRS], tl.float32)
     of_plain = tl.zeros([WIDE_BLOCKS, WIDE], tl.float32)
-    of_values = tl.zeros([WIDE_BLOCKS, WIDE], tl.float32)
-    begin, end = tl.load(bounds + span), tl.load(bounds + span + 1)
-    share = tl.cdiv(end - begin, tl.num_programs(2))
-    begin += part * share
-    end = tl.minimum(begin + share, end)
+    of_value = tl.zeros([WIDE_BLOCKS, WIDE], tl.float32)
+    count = tl.zeros([WIDE_BLOCKS], tl.float32)
+    count_keys = tl.zeros([WIDE_BLOCKS], tl.float32)
+    count_values = tl.zeros([WIDE_BLOCKS], tl.float32)
     for start in range(begin, end, ROWS):
         row = start + tl.arange(0, ROWS)
         used = row < end
+        position, x, y, plain, value = _errors(
+            keys,
+            key_row_stride,
+            values,
+            value_row_stride,
+            pages,
+            page_stride,
+            token_stride,
+            table,
+            fresh,
+            num_fresh,
+            row,
+            end,
+            DIM,
+            WIDE,
+            PAIRS,
+            WIDE_PAIRS,
+            PAGE,
+            INTERLEAVED,
+        )
+        square_keys, square_values = _squares(x, y, plain, value)
         weight = tl.load(
             weights + row[None, :] * BLOCKS + block,
             mask=used[None, :] & (block < BLOCKS),
             other=0.0,
         )
-        index = tl.load(fresh + row, mask=used, other=0).to(tl.int64)
-        position = tl.load(fresh + num_fresh + row, mask=used, other=0)
-        stale = pages + head * head_stride
-        stale += _slot_address(table, position, used, page_stride, token_stride, PAGE)[:, None]
-        key = keys + head * key_head_stride + (index * key_row_stride)[:, None]
-        value = values + head * value_head_stride + (index * value_row_stride)[:, None]
-
-        rotates = used[:, None] & (pair[None, :] < PAIRS)
-        cosine = tl.load(cos + position[:, None] * PAIRS + pair[None, :], mask=rotates, other=1.0)
-        sine = tl.load(sin + position[:, None] * PAIRS + pair[None, :], mask=rotates, other=0.0)
-        x = _difference(key + first, stale + first, rotates)
-        y = _difference(key + second, stale + second, rotates)
-        of_first = _add_rows(of_first, weight, x * cosine + y * sine)
-        of_second = _add_rows(of_second, weight, y * cosine - x * sine)
+        weight_keys = weight / (1 + scale_keys * square_keys)[None, :]
+        weight_values = weight / (1 + scale_values * square_values)[None, :]
+        count += tl.sum(weight, 1)
+        count_keys += tl.sum(weight_keys, 1)
+        count_values += tl.sum(weight_values, 1)
+        rotates = used[:, None] & (pair < PAIRS)
+        cosine = tl.load(cos + position * PAIRS + pair, mask=rotates, other=1.0)
+        sine = tl.load(sin + position * PAIRS + pair, mask=rotates, other=0.0)
+        of_first = _add_rows(of_first, weight_keys, x * cosine + y * sine)
+        of_second = _add_rows(of_second, weight_keys, y * cosine - x * sine)
         if 2 * PAIRS < DIM:  # channels that do not rotate
-            plain = used[:, None] & (channel >= 2 * PAIRS) & (channel < DIM)
-            error = _difference(key + channel, stale + channel, plain)
-            of_plain = _add_rows(of_plain, weight, error)
-        inside = used[:, None] & (channel < DIM)
-        error = _difference(value + channel, stale + (DIM + channel), inside)
-        of_values = _add_rows(of_values, weight, error)
-    number = (part * tl.num_programs(0) + span) * BLOCKS + block
-    to = offsets + (number * tl.num_programs(1) + head) * (2 * DIM)
+            of_plain = _add_rows(of_plain, weight_keys, plain)
+        of_value = _add_rows(of_value, weight_values, value)
+    share_keys = (count / tl.maximum(count_keys, 1e-30))[:, None]
+    share_values = (count / tl.maximum(count_values, 1e-30))[:, None]
+    to = offsets + ((span * BLOCKS + block) * tl.num_programs(1) + head) * (2 * DIM)
     inside = block < BLOCKS
-    tl.store(to + first, of_first, mask=inside & (pair[None, :] < PAIRS))
-    tl.store(to + second, of_second, mask=inside & (pair[None, :] < PAIRS))
+    first, second = channels_of(pair, PAIRS, INTERLEAVED)
+    tl.store(to + first, of_first * share_keys, mask=inside & (pair < PAIRS))
+    tl.store(to + second, of_second * share_keys, mask=inside & (pair < PAIRS))
     if 2 * PAIRS < DIM:
-        tl.store(to + channel, of_plain, mask=inside & (channel >= 2 * PAIRS) & (channel < DIM))
-    tl.store(to + DIM + channel, of_values, mask=inside & (channel < DIM))
+        unrotated = inside & (channel >= 2 * PAIRS) & (channel < DIM)
+        tl.store(to + channel, of_plain * share_keys, mask=unrotated)
+    tl.store(to + DIM + channel, of_value * share_values, mask=inside & (channel < DIM))
+
+
+@triton.jit
+def _errors(
+    keys,
+    key_row_stride,
+    values,
+    value_row_stride,
+    pages,
+    page_stride,
+    token_stride,
+    table,
+    fresh,
+    num_fresh,
+    row,
+    end,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WIDE_PAIRS: tl.constexpr,
+    PAGE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """The positions of some recomputed rows, ``[rows, 1]``, and by how much they differ from the
+    stale ones in one head: keys in the first and the second channels of each pair and in those that
+    do not rotate, and values."""
+    pair, channel = tl.arange(0, WIDE_PAIRS)[None, :], tl.arange(0, WIDE)[None, :]
+    first, second = channels_of(pair, PAIRS, INTERLEAVED)
+    used = row < end
+    index = tl.load(fresh + row, mask=used, other=0).to(tl.int64)[:, None]
+    position = tl.load(fresh + num_fresh + row, mask=used, other=0)
+    stale = pages + _slot_address(table, position, used, page_stride, token_stride, PAGE)[:, None]
+    key, value = keys + index * key_row_stride, values + index * value_row_stride
+    used = used[:, None]
+    x = _difference(key + first, stale + first, used & (pair < PAIRS))
+    y = _difference(key + second, stale + second, used & (pair < PAIRS))
+    unrotated = used & (channel >= 2 * PAIRS) & (channel < DIM)
+    plain = _difference(key + channel, stale + channel, unrotated)
+    of_values = _difference(value + channel, stale + (DIM + channel), used & (channel < DIM))
+    return position[:, None], x, y, plain, of_values
+
+
+@triton.jit
+def _squares(first, second, plain, value):
+    """The squared errors of rows, of keys and of values."""
+    of_keys = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(plain * plain, 1)
+    return of_keys, tl.sum(value * value, 1)
 
 
 @triton.jit
@@ -383,7 +462,7 @@ def shift(
         raise ValueError(f"cosines cover {len(cos)} positions; moved rows end at {plan.end}")
     if not (plan.num_fresh and plan.most_stale):
         return
-    size = (plan.parts, spans * blocks, kv_heads, 2 * dim)
+    size = (spans * blocks, kv_heads, 2 * dim)
     offsets = torch.empty(size, dtype=torch.float32, device=pages.device)
     constants = {
         "DIM": dim,
@@ -395,16 +474,16 @@ def shift(
         "ROWS": ROWS,
         "num_warps": WARPS,
     }
-    _errors_kernel[(spans, kv_heads, plan.parts)](
+    _errors_kernel[(spans, kv_heads)](
         *(keys, keys.stride(0), keys.stride(1), values, values.stride(0), values.stride(1)),
         *(pages, *pages.stride()[:3]),
         *(plan.fresh, plan.num_fresh, plan.weights, plan.num_spans, plan.bounds, plan.table),
         *(cos, sin, offsets),
         BLOCKS=blocks,
         WIDE_BLOCKS=max(16, triton.next_power_of_2(blocks)),
+        ERROR_WEIGHT=ERROR_WEIGHT,
         **constants,
     )
-    offsets = offsets.sum(0) if plan.parts > 1 else offsets[0]
     programs = min(triton.cdiv(plan.most_stale, ROWS), MOST_PROGRAMS)
     _shift_kernel[(programs, kv_heads)](
         *(pages, *pages.stride()[:3], plan.stale, plan.num_stale, plan.table, cos, sin, offsets),

@@ -283,9 +283,8 @@ class FixedShift:
 
     def __init__(self, kernels: GpuKernels, size: int, capacity: int, table: torch.Tensor) -> None:
         """``table``, ``[pages]``, will have the pages of the request."""
-        parts = ShiftPlan.pick_parts(size)
         self._kernels = kernels
-        self._plan = ShiftPlan.empty(MOST_SPANS, BLOCKS, size, capacity, capacity, parts, table)
+        self._plan = ShiftPlan.empty(MOST_SPANS, BLOCKS, size, capacity, capacity, table)
         self.hidden: torch.Tensor | None = None
 
     def begin(self) -> None: ...

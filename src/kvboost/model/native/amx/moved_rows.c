@@ -8,49 +8,86 @@ typedef struct {
     int64_t fresh_head, fresh_row, stale_head;
 } Rows;
 
-// Adds the differences between fresh and known rows to those of their blocks, [blocks, dim].
-// Those of keys are added twice: times cos and times sin of their rows, [rows, dim].
+// Recomputed rows: where they are in the segment and in the prompt, their blocks, and cos and sin
+// of their positions, [rows, dim]. Those of a span follow one another.
+typedef struct {
+    int count, span_blocks;
+    const int64_t *index, *positions, *which;
+    const float *cos, *sin;
+} Recomputed;
+
+static float square_of(const bf16 *fresh, const bf16 *stale, int dim) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int d = 0; d < dim; d += 16) {
+        const __m512 error = _mm512_sub_ps(widen(fresh + d), widen(stale + d));
+        sum = _mm512_fmadd_ps(error, error, sum);
+    }
+    return _mm512_reduce_add_ps(sum);
+}
+
+// Adds the differences between fresh and known rows to those of their blocks, [blocks, dim], by
+// the weight of each row, which is 1 / (1 + error_weight * its square / the mean of its span).
+// Those of keys (of which by_sin is not NULL) are added twice: times cos and times sin.
 static void add_errors(
-    Rows rows, int head, int dim, int count, const int64_t *index, const int64_t *positions,
-    const int64_t *which, const float *cos, const float *sin, float *by_cos, float *by_sin
+    Rows rows, const Recomputed *at, int head, int dim, float error_weight, float *weights,
+    float *by_cos, float *by_sin
 ) {
-    for (int row = 0; row < count; row++) {
-        const bf16 *fresh = rows.fresh + head * rows.fresh_head + index[row] * rows.fresh_row;
-        const bf16 *stale = rows.stale + head * rows.stale_head + positions[row] * dim;
-        const int64_t to = which[row] * dim;
-        for (int d = 0; d < dim; d += 16) {
-            const __m512 error = _mm512_sub_ps(widen(fresh + d), widen(stale + d));
-            const __m512 c = cos ? _mm512_loadu_ps(cos + (int64_t)row * dim + d) : _mm512_set1_ps(1);
-            const __m512 sum = _mm512_loadu_ps(by_cos + to + d);
-            _mm512_storeu_ps(by_cos + to + d, _mm512_fmadd_ps(error, c, sum));
-            if (sin == NULL) continue;
-            const __m512 s = _mm512_loadu_ps(sin + (int64_t)row * dim + d);
-            const __m512 other = _mm512_loadu_ps(by_sin + to + d);
-            _mm512_storeu_ps(by_sin + to + d, _mm512_fmadd_ps(error, s, other));
+    const bf16 *fresh_rows = rows.fresh + head * rows.fresh_head;
+    const bf16 *stale_rows = rows.stale + head * rows.stale_head;
+    for (int begin = 0, end; begin < at->count; begin = end) {
+        const int64_t span = at->which[begin] / at->span_blocks;
+        float total = 0;
+        for (end = begin; end < at->count && at->which[end] / at->span_blocks == span; end++) {
+            const bf16 *fresh = fresh_rows + at->index[end] * rows.fresh_row;
+            weights[end] = square_of(fresh, stale_rows + at->positions[end] * dim, dim);
+            total += weights[end];
+        }
+        const float scale = total > 0 ? error_weight * (end - begin) / total : 0;
+        for (int row = begin; row < end; row++) {
+            const bf16 *fresh = fresh_rows + at->index[row] * rows.fresh_row;
+            const bf16 *stale = stale_rows + at->positions[row] * dim;
+            const float weight = weights[row] = 1 / (1 + scale * weights[row]);
+            const int64_t to = at->which[row] * dim, from = (int64_t)row * dim;
+            for (int d = 0; d < dim; d += 16) {
+                __m512 error = _mm512_sub_ps(widen(fresh + d), widen(stale + d));
+                error = _mm512_mul_ps(error, _mm512_set1_ps(weight));
+                const __m512 sum = _mm512_loadu_ps(by_cos + to + d);
+                if (by_sin == NULL) {
+                    _mm512_storeu_ps(by_cos + to + d, _mm512_add_ps(error, sum));
+                    continue;
+                }
+                const __m512 c = _mm512_loadu_ps(at->cos + from + d);
+                const __m512 s = _mm512_loadu_ps(at->sin + from + d);
+                const __m512 other = _mm512_loadu_ps(by_sin + to + d);
+                _mm512_storeu_ps(by_cos + to + d, _mm512_fmadd_ps(error, c, sum));
+                _mm512_storeu_ps(by_sin + to + d, _mm512_fmadd_ps(error, s, other));
+            }
         }
     }
 }
 
-// sums is [3, heads, blocks, dim], zeros: keys by cos, keys by sin, values.
+// sums is [3, heads, blocks, dim], zeros: keys by cos, keys by sin, values. Writes the weights of
+// all rows, [2, heads, rows]: as keys, as values.
 void kvboost_errors(
     const bf16 *fresh_keys, int64_t key_head, int64_t key_row, const bf16 *fresh_values,
     int64_t value_head, int64_t value_row, const bf16 *keys, const bf16 *values,
-    int64_t head_stride, int32_t heads, int32_t dim, int32_t blocks, int32_t count,
-    const int64_t *index, const int64_t *positions, const int64_t *which, const float *cos,
-    const float *sin, float *sums, int threads
+    int64_t head_stride, int32_t heads, int32_t dim, int32_t blocks, int32_t span_blocks,
+    int32_t count, const int64_t *index, const int64_t *positions, const int64_t *which,
+    const float *cos, const float *sin, float error_weight, float *weights, float *sums, int threads
 ) {
     const Rows of_keys = {fresh_keys, keys, key_head, key_row, head_stride};
     const Rows of_values = {fresh_values, values, value_head, value_row, head_stride};
+    const Recomputed at = {count, span_blocks, index, positions, which, cos, sin};
     const int64_t size = (int64_t)blocks * dim, all = heads * size;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int task = 0; task < 2 * heads; task++) {
         const int head = task / 2;
-        float *to = sums + head * size;
+        float *to = sums + head * size, *weight = weights + (int64_t)head * count;
         if (task % 2)
-            add_errors(of_values, head, dim, count, index, positions, which, NULL, NULL, to + 2 * all,
-                       NULL);
+            add_errors(of_values, &at, head, dim, error_weight, weight + (int64_t)heads * count,
+                       to + 2 * all, NULL);
         else
-            add_errors(of_keys, head, dim, count, index, positions, which, cos, sin, to, to + all);
+            add_errors(of_keys, &at, head, dim, error_weight, weight, to, to + all);
     }
 }
 

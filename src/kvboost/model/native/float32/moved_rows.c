@@ -8,50 +8,81 @@ typedef struct {
     int64_t fresh_head, fresh_row, stale_head;
 } Rows;
 
-// Adds the differences between fresh and known rows to those of their blocks, [blocks, dim].
-// Those of keys are added twice: times cos and times sin of their rows, [rows, dim].
+// Recomputed rows: where they are in the segment and in the prompt, their blocks, and cos and sin
+// of their positions, [rows, dim]. Those of a span follow one another.
+typedef struct {
+    int count, span_blocks;
+    const int64_t *index, *positions, *which;
+    const float *cos, *sin;
+} Recomputed;
+
+static float square_of(const float *fresh, const float *stale, int dim) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int d = 0; d < dim; d++) sum += (fresh[d] - stale[d]) * (fresh[d] - stale[d]);
+    return sum;
+}
+
+// Adds the differences between fresh and known rows to those of their blocks, [blocks, dim], by
+// the weight of each row, which is 1 / (1 + error_weight * its square / the mean of its span).
+// Those of keys (of which by_sin is not NULL) are added twice: times cos and times sin.
 static void add_errors(
-    Rows rows, int head, int dim, int count, const int64_t *index, const int64_t *positions,
-    const int64_t *which, const float *cos, const float *sin, float *by_cos, float *by_sin
+    Rows rows, const Recomputed *at, int head, int dim, float error_weight, float *weights,
+    float *by_cos, float *by_sin
 ) {
-    for (int row = 0; row < count; row++) {
-        const float *fresh = rows.fresh + head * rows.fresh_head + index[row] * rows.fresh_row;
-        const float *stale = rows.stale + head * rows.stale_head + positions[row] * dim;
-        const int64_t to = which[row] * dim, from = (int64_t)row * dim;
-        if (cos == NULL) {
+    const float *fresh_rows = rows.fresh + head * rows.fresh_head;
+    const float *stale_rows = rows.stale + head * rows.stale_head;
+    for (int begin = 0, end; begin < at->count; begin = end) {
+        const int64_t span = at->which[begin] / at->span_blocks;
+        float total = 0;
+        for (end = begin; end < at->count && at->which[end] / at->span_blocks == span; end++) {
+            const float *fresh = fresh_rows + at->index[end] * rows.fresh_row;
+            weights[end] = square_of(fresh, stale_rows + at->positions[end] * dim, dim);
+            total += weights[end];
+        }
+        const float scale = total > 0 ? error_weight * (end - begin) / total : 0;
+        for (int row = begin; row < end; row++) {
+            const float *fresh = fresh_rows + at->index[row] * rows.fresh_row;
+            const float *stale = stale_rows + at->positions[row] * dim;
+            const float weight = weights[row] = 1 / (1 + scale * weights[row]);
+            const int64_t to = at->which[row] * dim, from = (int64_t)row * dim;
+            if (by_sin == NULL) {
 #pragma omp simd
-            for (int d = 0; d < dim; d++) by_cos[to + d] += fresh[d] - stale[d];
-        } else {
+                for (int d = 0; d < dim; d++) by_cos[to + d] += weight * (fresh[d] - stale[d]);
+            } else {
 #pragma omp simd
-            for (int d = 0; d < dim; d++) {
-                const float error = fresh[d] - stale[d];
-                by_cos[to + d] += error * cos[from + d];
-                by_sin[to + d] += error * sin[from + d];
+                for (int d = 0; d < dim; d++) {
+                    const float error = weight * (fresh[d] - stale[d]);
+                    by_cos[to + d] += error * at->cos[from + d];
+                    by_sin[to + d] += error * at->sin[from + d];
+                }
             }
         }
     }
 }
 
-// sums is [3, heads, blocks, dim], zeros: keys by cos, keys by sin, values.
+// sums is [3, heads, blocks, dim], zeros: keys by cos, keys by sin, values. Writes the weights of
+// all rows, [2, heads, rows]: as keys, as values.
 void kvboost_errors(
     const float *fresh_keys, int64_t key_head, int64_t key_row, const float *fresh_values,
     int64_t value_head, int64_t value_row, const float *keys, const float *values,
-    int64_t head_stride, int32_t heads, int32_t dim, int32_t blocks, int32_t count,
-    const int64_t *index, const int64_t *positions, const int64_t *which, const float *cos,
-    const float *sin, float *sums, int threads
+    int64_t head_stride, int32_t heads, int32_t dim, int32_t blocks, int32_t span_blocks,
+    int32_t count, const int64_t *index, const int64_t *positions, const int64_t *which,
+    const float *cos, const float *sin, float error_weight, float *weights, float *sums, int threads
 ) {
     const Rows of_keys = {fresh_keys, keys, key_head, key_row, head_stride};
     const Rows of_values = {fresh_values, values, value_head, value_row, head_stride};
+    const Recomputed at = {count, span_blocks, index, positions, which, cos, sin};
     const int64_t size = (int64_t)blocks * dim, all = heads * size;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int task = 0; task < 2 * heads; task++) {
         const int head = task / 2;
-        float *to = sums + head * size;
+        float *to = sums + head * size, *weight = weights + (int64_t)head * count;
         if (task % 2)
-            add_errors(of_values, head, dim, count, index, positions, which, NULL, NULL, to + 2 * all,
-                       NULL);
+            add_errors(of_values, &at, head, dim, error_weight, weight + (int64_t)heads * count,
+                       to + 2 * all, NULL);
         else
-            add_errors(of_keys, head, dim, count, index, positions, which, cos, sin, to, to + all);
+            add_errors(of_keys, &at, head, dim, error_weight, weight, to, to + all);
     }
 }
 
