@@ -69,6 +69,7 @@ SIZES = {
     "WIDE_PAIRS": 16,
     "BLOCKS": 8,
     "WIDE_BLOCKS": 16,
+    "ERROR_WEIGHT": 4.0,
     "PAGE": 16,
     "HEADS": 6,
     "PARTS": 32,

@@ -18,8 +18,10 @@ from kvboost.model.triton.host import send_into
 from kvboost.model.triton.pages import check_pages
 from kvboost.model.triton.rotation import channels_of
 
+COMPARED_ROWS = 16
+"""Recomputed rows that a program compares at a time: the errors of more do not fit registers."""
 ROWS = 32
-"""Rows that a program handles at a time."""
+"""Rows that a program shifts at a time."""
 MOST_PROGRAMS = 256
 """Programs that shift rows of one head, several times if there are more rows. A captured plan is
 mostly padding, and a program that finds none but that ends."""
@@ -234,7 +236,8 @@ def _errors_kernel(
     values += head * value_head_stride
     pages += head * head_stride
     begin, end = tl.load(bounds + span), tl.load(bounds + span + 1)
-    total_keys, total_values = 0.0, 0.0
+    square_keys = tl.zeros([ROWS], tl.float32)
+    square_values = tl.zeros([ROWS], tl.float32)
     for start in range(begin, end, ROWS):
         row = start + tl.arange(0, ROWS)
         _, x, y, plain, value = _errors(
@@ -257,11 +260,14 @@ def _errors_kernel(
             PAGE,
             INTERLEAVED,
         )
-        square_keys, square_values = _squares(x, y, plain, value)
-        total_keys += tl.sum(square_keys)
-        total_values += tl.sum(square_values)
-    scale_keys = ERROR_WEIGHT * (end - begin) / tl.maximum(total_keys, 1e-30)
-    scale_values = ERROR_WEIGHT * (end - begin) / tl.maximum(total_values, 1e-30)
+        of_keys = tl.sum(x * x, 1) + tl.sum(y * y, 1)
+        if 2 * PAIRS < DIM:  # some channels do not rotate
+            of_keys += tl.sum(plain * plain, 1)
+        of_values = tl.sum(value * value, 1)
+        square_keys += of_keys
+        square_values += of_values
+    scale_keys = ERROR_WEIGHT * (end - begin) / tl.maximum(tl.sum(square_keys), 1e-30)
+    scale_values = ERROR_WEIGHT * (end - begin) / tl.maximum(tl.sum(square_values), 1e-30)
 
     pair, channel = tl.arange(0, WIDE_PAIRS)[None, :], tl.arange(0, WIDE)[None, :]
     block = tl.arange(0, WIDE_BLOCKS)[:, None]
@@ -269,9 +275,10 @@ def _errors_kernel(
     of_second = tl.zeros([WIDE_BLOCKS, WIDE_PAIRS], tl.float32)
     of_plain = tl.zeros([WIDE_BLOCKS, WIDE], tl.float32)
     of_value = tl.zeros([WIDE_BLOCKS, WIDE], tl.float32)
-    count = tl.zeros([WIDE_BLOCKS], tl.float32)
-    count_keys = tl.zeros([WIDE_BLOCKS], tl.float32)
-    count_values = tl.zeros([WIDE_BLOCKS], tl.float32)
+    # Added up after the loop: a sum in it does not compile (Triton 3.6).
+    count = tl.zeros([WIDE_BLOCKS, ROWS], tl.float32)
+    count_keys = tl.zeros([WIDE_BLOCKS, ROWS], tl.float32)
+    count_values = tl.zeros([WIDE_BLOCKS, ROWS], tl.float32)
     for start in range(begin, end, ROWS):
         row = start + tl.arange(0, ROWS)
         used = row < end
@@ -295,27 +302,30 @@ def _errors_kernel(
             PAGE,
             INTERLEAVED,
         )
-        square_keys, square_values = _squares(x, y, plain, value)
+        of_keys = tl.sum(x * x, 1) + tl.sum(y * y, 1)
+        if 2 * PAIRS < DIM:  # some channels do not rotate
+            of_keys += tl.sum(plain * plain, 1)
+        of_values = tl.sum(value * value, 1)
         weight = tl.load(
             weights + row[None, :] * BLOCKS + block,
             mask=used[None, :] & (block < BLOCKS),
             other=0.0,
         )
-        weight_keys = weight / (1 + scale_keys * square_keys)[None, :]
-        weight_values = weight / (1 + scale_values * square_values)[None, :]
-        count += tl.sum(weight, 1)
-        count_keys += tl.sum(weight_keys, 1)
-        count_values += tl.sum(weight_values, 1)
+        weight_keys = weight / (1 + scale_keys * of_keys)[None, :]
+        weight_values = weight / (1 + scale_values * of_values)[None, :]
+        count += weight
+        count_keys += weight_keys
+        count_values += weight_values
         rotates = used[:, None] & (pair < PAIRS)
         cosine = tl.load(cos + position * PAIRS + pair, mask=rotates, other=1.0)
         sine = tl.load(sin + position * PAIRS + pair, mask=rotates, other=0.0)
         of_first = _add_rows(of_first, weight_keys, x * cosine + y * sine)
         of_second = _add_rows(of_second, weight_keys, y * cosine - x * sine)
-        if 2 * PAIRS < DIM:  # channels that do not rotate
+        if 2 * PAIRS < DIM:
             of_plain = _add_rows(of_plain, weight_keys, plain)
         of_value = _add_rows(of_value, weight_values, value)
-    share_keys = (count / tl.maximum(count_keys, 1e-30))[:, None]
-    share_values = (count / tl.maximum(count_values, 1e-30))[:, None]
+    share_keys = (tl.sum(count, 1) / tl.maximum(tl.sum(count_keys, 1), 1e-30))[:, None]
+    share_values = (tl.sum(count, 1) / tl.maximum(tl.sum(count_values, 1), 1e-30))[:, None]
     to = offsets + ((span * BLOCKS + block) * tl.num_programs(1) + head) * (2 * DIM)
     inside = block < BLOCKS
     first, second = channels_of(pair, PAIRS, INTERLEAVED)
@@ -365,13 +375,6 @@ def _errors(
     plain = _difference(key + channel, stale + channel, unrotated)
     of_values = _difference(value + channel, stale + (DIM + channel), used & (channel < DIM))
     return position[:, None], x, y, plain, of_values
-
-
-@triton.jit
-def _squares(first, second, plain, value):
-    """The squared errors of rows, of keys and of values."""
-    of_keys = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(plain * plain, 1)
-    return of_keys, tl.sum(value * value, 1)
 
 
 @triton.jit
@@ -471,7 +474,6 @@ def shift(
         "WIDE_PAIRS": triton.next_power_of_2(pairs),
         "PAGE": page,
         "INTERLEAVED": interleaved,
-        "ROWS": ROWS,
         "num_warps": WARPS,
     }
     _errors_kernel[(spans, kv_heads)](
@@ -479,6 +481,7 @@ def shift(
         *(pages, *pages.stride()[:3]),
         *(plan.fresh, plan.num_fresh, plan.weights, plan.num_spans, plan.bounds, plan.table),
         *(cos, sin, offsets),
+        ROWS=COMPARED_ROWS,
         BLOCKS=blocks,
         WIDE_BLOCKS=max(16, triton.next_power_of_2(blocks)),
         ERROR_WEIGHT=ERROR_WEIGHT,
@@ -487,5 +490,6 @@ def shift(
     programs = min(triton.cdiv(plan.most_stale, ROWS), MOST_PROGRAMS)
     _shift_kernel[(programs, kv_heads)](
         *(pages, *pages.stride()[:3], plan.stale, plan.num_stale, plan.table, cos, sin, offsets),
+        ROWS=ROWS,
         **constants,
     )
