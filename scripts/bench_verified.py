@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvboost import KVBoost, SpanKind
+from kvboost.bench.quality.asked import MOST_BYTES
 from kvboost.bench.texts.questions import Question, choose_questions
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -36,7 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     questions = choose_questions(options.dataset, options.limit, options.part)
     with (
         KVBoost.from_pretrained(
-            options.model, device=options.device, dtype=options.dtype, reuse_moved="always"
+            options.model,
+            device=options.device,
+            dtype=options.dtype,
+            reuse_moved="always",
+            max_kv_bytes=MOST_BYTES,
+            gpu_cache_bytes=MOST_BYTES,
         ) as engine,
         open(options.save, "a") if options.save else nullcontext() as kept,
     ):
