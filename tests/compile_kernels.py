@@ -69,7 +69,6 @@ SIZES = {
     "WIDE_PAIRS": 16,
     "BLOCKS": 8,
     "WIDE_BLOCKS": 16,
-    "ERROR_WEIGHT": 4.0,
     "PAGE": 16,
     "HEADS": 6,
     "PARTS": 32,
@@ -132,7 +131,7 @@ def type_of(name: str, number: str) -> str:
     for pointed, names in TYPES.items():
         if name in names:
             return "*" + pointed.replace("uint", "u").replace("int", "i")
-    return "fp32" if name in ("scale", "cap", "eps", "share") else "i32"
+    return "fp32" if name in ("scale", "cap", "eps", "share", "error_weight") else "i32"
 
 
 def compile_kernel(kernel: Any, number: str, given: dict[str, Any]) -> None:

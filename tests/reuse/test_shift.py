@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from kvboost.model.kv import KVShape, RequestKV
-from kvboost.model.native.moved_rows import ERROR_WEIGHT
 from kvboost.reuse.rope import Rotation
-from kvboost.reuse.shift import BLOCKS, FAR_ROWS, PRIOR_ROWS, REACH, Shift, Spans
+from kvboost.reuse.shift import BLOCKS, ERROR_WEIGHT, FAR_ROWS, PRIOR_ROWS, REACH, Shift, Spans
 
 ROTATION = Rotation(torch.rand(2, 2))
 PROMPT = 10

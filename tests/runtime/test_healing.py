@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from healed import SLOPPY, num_exact, warmed
 from kvboost import ConfigError, KVBoost
-from kvboost.runtime import healing, unhealed
+from kvboost.runtime import healing, idle_work
 from kvboost.runtime.keeping import Keeping
 from paged_engines import TWO_LAYERS, leaks, paged_engine
 from test_reuse import BASELINE, EXACT, HEADER, MOVED, PASSAGES, QUESTION, prompt_of, words
@@ -221,11 +221,11 @@ def test_nothing_that_was_forgotten_comes_back(engine, small_slices) -> None:
 
 
 def test_what_waits_is_bounded(engine, monkeypatch) -> None:
-    monkeypatch.setattr(unhealed, "MOST_CONVERSATIONS", 2)
+    monkeypatch.setattr(idle_work, "MOST_CONVERSATIONS", 2)
     orders = ([3, 1], [2, 1], [1, 3])
     results = [engine.generate(prompt_of(order), 1, **SLOPPY) for order in orders]
     assert [one.healing.status for one in results] == ["dropped", "waiting", "waiting"]
-    monkeypatch.setattr(unhealed, "MOST_TOKENS", 200)
+    monkeypatch.setattr(idle_work, "MOST_TOKENS", 200)
     last = engine.generate(prompt_of([3, 0]), 1, **SLOPPY)
     assert results[1].healing.status == results[2].healing.status == "dropped"
     assert engine.heal().conversations == 1 and last.healing.status == "done"
@@ -399,7 +399,7 @@ def test_a_request_of_the_loop_does_not_wait_for_healing(engine, monkeypatch) ->
 def test_a_request_outside_the_loop_does_not_wait_for_healing(engine, monkeypatch) -> None:
     events: list[str] = []
     holds = threading.Event()
-    hold = unhealed.UnhealedQueue.hold
+    hold = idle_work.IdleQueue.hold
 
     def holding(self: Any) -> Any:
         holds.set()
@@ -412,7 +412,7 @@ def test_a_request_outside_the_loop_does_not_wait_for_healing(engine, monkeypatc
     asking = threading.Thread(target=ask)
 
     def start() -> None:
-        monkeypatch.setattr(unhealed.UnhealedQueue, "hold", holding)
+        monkeypatch.setattr(idle_work.IdleQueue, "hold", holding)
         holds.clear()
         asking.start()
         assert holds.wait(300)

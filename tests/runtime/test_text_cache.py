@@ -103,7 +103,7 @@ def test_documents_are_not_read_again_if_half_of_the_cache_is_taken() -> None:
 def test_readings_that_do_not_fit_are_left_out(engine, monkeypatch, caplog) -> None:
     long = "x" * (engine.context_length - len("Read: ") - 50)
     assert engine.warm_later([long, *DOCUMENTS[:1]], header="Read: ") == 0
-    monkeypatch.setattr("kvboost.runtime.unhealed.MOST_READ_TOKENS", 200)
+    monkeypatch.setattr("kvboost.runtime.idle_work.MOST_READ_TOKENS", 200)
     assert engine.warm_later(DOCUMENTS, header="Read: ") == 1
     assert "1 of 6 readings wait" in caplog.text
     for documents in ("text", ["one"], [], [1, 2], ["one", 2]):

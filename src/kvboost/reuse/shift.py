@@ -27,6 +27,10 @@ BLOCKS = 8
 """Each span has so many."""
 REACH = 16.0
 """A recomputed row counts by a factor of e less, every so many tokens away."""
+ERROR_WEIGHT = 4.0
+"""A recomputed row counts ``1 / (1 + ERROR_WEIGHT * e)`` times, where ``e`` is its squared error
+relative to the mean of its span. A few rows have errors of their own that are many times as large,
+and say nothing about the others."""
 FAR_ROWS = 0.5
 """The mean over the whole span counts as much as so many recomputed rows in a block itself."""
 
@@ -125,7 +129,8 @@ class Shift:
         num_blocks = weights.shape[0] * BLOCKS
         between = spans.block_of[self._start : self._end]
         self._offset_of = torch.where(between >= 0, between, num_blocks)
-        self._rows = (self._index, self._fresh, spans.block_of[self._fresh], num_blocks, BLOCKS)
+        which = spans.block_of[self._fresh]
+        self._rows = (self._index, self._fresh, which, num_blocks, BLOCKS, ERROR_WEIGHT)
         self._cos_sin: dict[int, tuple[CosSin, CosSin]] = {}
 
     @property

@@ -116,7 +116,7 @@ class Generation:
         prefix = runtime.running.shared_prefix_for(request, root) if state.batched else None
         rows = runtime.rows_for(request, batched=state.batched)
         with (
-            runtime.unhealed.hold(),
+            runtime.idle_work.hold(),
             runtime.beginnings.borrow(
                 *(runtime.pool, request, root, runtime.store.epoch, prefix),
                 before=self._live_end - 1,

@@ -22,9 +22,9 @@ from kvboost.model.kv import RequestKV
 from kvboost.results import Healing, HealReport
 from kvboost.runtime.audit import AuditTotals
 from kvboost.runtime.generation import Generation
+from kvboost.runtime.idle_work import IdleWork, Reading, Unhealed
 from kvboost.runtime.request import Request, RequestState
 from kvboost.runtime.runtime import Runtime
-from kvboost.runtime.unhealed import Unhealed
 
 log = logging.getLogger("kvboost")
 
@@ -75,7 +75,7 @@ class Healer:
         """``alarm`` is called if answers that were repaired as ``repair()`` says are further than
         ``max_kl`` from exact ones, with their mean KL."""
         self._runtime = runtime
-        self._queue = runtime.unhealed
+        self._queue = runtime.idle_work
         self._queue.on_healed = self._judge
         self._max_kl = max_kl
         self._repair = repair
@@ -176,32 +176,32 @@ class Healer:
         try:
             is_done = self._run(one, stop)
         except Exception:  # out of memory, for instance: serving goes on
-            what = "document could not be read" if one.is_reading else "conversation was not healed"
-            log.warning("in idle time, a %s", what, exc_info=True)
+            log.warning(one.failure, exc_info=True)
             self._queue.finish(one, "failed")
         else:
             if one.epoch != self._runtime.store.epoch:
                 self._queue.finish(one, "dropped")
             elif is_done:
-                self._finish(one)
+                self._queue.finish(one, "done")
+                if isinstance(one, Unhealed):
+                    self._judge(one.request, one.healing)
             else:
-                self._queue.counts["interrupted"] += not one.is_reading
                 self._queue.put_back(one)
         finally:
-            if not one.is_reading:
+            if isinstance(one, Unhealed):
                 self._seconds += time.monotonic() - began
 
-    def _is_possible(self, one: Unhealed) -> bool:
+    def _is_possible(self, one: IdleWork) -> bool:
         """Whether the adapter of a request is still loaded, and memory is left for a document."""
         applied, runtime = one.request.adapter, self._runtime
         if applied and not runtime.adapters.is_loaded(applied.adapter):
             return False
-        return not one.is_reading or runtime.store.used_share <= MOST_READ_SHARE
+        return not isinstance(one, Reading) or runtime.store.used_share <= MOST_READ_SHARE
 
-    def _run(self, one: Unhealed, stop: Stop) -> bool:
-        """Computes and admits the rows of a conversation that are not exact; False if it ended
-        before the last one."""
-        store, counts = self._runtime.store, self._queue.counts
+    def _run(self, one: IdleWork, stop: Stop) -> bool:
+        """Computes and admits the rows of a text that are not exact; False if it ended before the
+        last one."""
+        store = self._runtime.store
         # It pauses while it copies many rows, as requests of a batch do.
         state = RequestState(one.request, slice_rows=SLICE_ROWS, batched=True)
         interrupt = _Interrupt(lambda: self._closed or stop())
@@ -218,9 +218,8 @@ class Healer:
                     else:
                         interrupt.check()
                     logits = self._runtime.model.forward([segment])
-                    one.comparison.add(logits)
-                    if not one.is_reading:
-                        counts["computed_tokens"] += len(segment)
+                    one.see(logits)
+                    self._queue.count(one, "computed_tokens", len(segment))
                     segment = steps.send(logits[:0])
                 return False
             except _Interrupted:
@@ -228,13 +227,12 @@ class Healer:
             except StopIteration:
                 return True
             finally:
-                self._count(one)
+                if isinstance(one, Unhealed):
+                    self._count(one)
 
     def _count(self, one: Unhealed) -> None:
         """Notes how many rows of a conversation are exact in the cache now, and drops the
         approximate copies of these."""
-        if one.is_reading:
-            return
         store, request = self._runtime.store, one.request
         root = self._runtime.root_of(request)
         with store.lookup(root, request.token_ids, pin=False, ask_remote=False) as known:
@@ -245,11 +243,6 @@ class Healer:
         healing.healed_tokens = healed
         dropped = store.drop_superseded(root, request.token_ids, request.repair.name)
         counts["superseded_chunks"] += dropped
-
-    def _finish(self, one: Unhealed) -> None:
-        one.healing.audit = one.comparison.result()
-        self._queue.finish(one, "done")
-        self._judge(one.request, one.healing)
 
     def _judge(self, request: Request, healing: Healing) -> None:
         """Adds the audit of an answer that was healed to the others."""

@@ -86,7 +86,7 @@ class Keeping:
             num_rows = min(state.rows, self._reusable_rows - 1)
             greedy = takes_likeliest(request.params, runtime.model.generation_config)
             is_free = request.grammar is None
-            runtime.unhealed.add(state, num_rows, takes_likeliest=greedy and is_free)
+            runtime.idle_work.add_unhealed(state, num_rows, takes_likeliest=greedy and is_free)
 
     @property
     def _keeps_rows(self) -> bool:

@@ -70,7 +70,7 @@ class Loop:
         self._step_ended: float | None = None
         """When the last step did, if the next one follows at once: what requests do between two of
         them takes time as well, unless steps on a device run meanwhile."""
-        runtime.unhealed.on_added = self._wake
+        runtime.idle_work.on_added = self._wake
 
     def submit(
         self,
@@ -213,14 +213,14 @@ class Loop:
             while not (self._is_wanted() or self._healer.has_work):
                 self._step_ended = None
                 # A request outside the loop ends without a word: the garbage collector may end it.
-                self._changed.wait(LOOK_SECONDS if len(self._runtime.unhealed) else None)
+                self._changed.wait(LOOK_SECONDS if len(self._runtime.idle_work) else None)
 
     def _is_wanted(self) -> bool:
         return self._closed or bool(self._errands) or not self._is_idle()
 
     def _must_not_heal(self) -> bool:
         """Whether a request needs the model, here or outside the loop."""
-        return self._is_wanted() or self._runtime.unhealed.is_held
+        return self._is_wanted() or self._runtime.idle_work.is_held
 
     def _wake(self) -> None:
         with self._changed:

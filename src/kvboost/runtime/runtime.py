@@ -38,6 +38,7 @@ from kvboost.reuse.step_times import size_of
 from kvboost.runtime.adapters import Adapters
 from kvboost.runtime.beginnings import Beginnings
 from kvboost.runtime.far import open_far, slab_bytes
+from kvboost.runtime.idle_work import IdleQueue
 from kvboost.runtime.memory import Trimmer
 from kvboost.runtime.planner import Planner
 from kvboost.runtime.request import Request
@@ -45,7 +46,6 @@ from kvboost.runtime.sharing import RunningRequests
 from kvboost.runtime.speculation.draft_model import DraftModel
 from kvboost.runtime.speculation.speculation import Speculation
 from kvboost.runtime.totals import Totals
-from kvboost.runtime.unhealed import UnhealedQueue
 from kvboost.tokens.chunking import Cutter
 from kvboost.tokens.hashing import ChunkKey, TokenIds, root_key
 
@@ -121,7 +121,7 @@ class Runtime:
         self.running = RunningRequests(shares=self._shares_rows())
         self.beginnings = Beginnings()
         self.totals = Totals(config.chunk_size)
-        self.unhealed = UnhealedQueue()
+        self.idle_work = IdleQueue()
 
     def root(self, salt: str, adapter: str = "") -> ChunkKey:
         """The root of the prefix tree for this model, its adapters, the precision of stored KV

@@ -116,7 +116,7 @@ class StepHealing:
             return
         ids = as_token_ids(np.concatenate([self._prompt, state.token_ids])[: state.rows])
         dropped = runtime.store.drop_superseded(runtime.root_of(request), ids, request.repair.name)
-        runtime.unhealed.add_healed(state, dropped)
+        runtime.idle_work.add_healed(state, dropped)
 
     def _segment(self, ids: TokenIds, start: int, num_logits: int) -> Segment:
         tensor = torch.from_numpy(ids.astype(np.int64))

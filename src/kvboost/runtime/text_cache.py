@@ -165,7 +165,7 @@ class TextCache:
             raise ConfigError(
                 f"contexts={contexts} must be at most {MOST_CONTEXTS}: more copies are not mixed"
             )
-        queue, epoch = self._runtime.unhealed, self._runtime.store.epoch
+        queue, epoch = self._runtime.idle_work, self._runtime.store.epoch
         longest = self._runtime.model.context_length or sys.maxsize
         lengths = [len(self._read_one(document, header)[0]) for document in documents]
         pairs = [

@@ -9,7 +9,7 @@ from kvboost.model.kv import KVShape, RequestKV
 from kvboost.model.triton.pages import slots_of
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows, shift
 from kvboost.reuse.rope import Rotation
-from kvboost.reuse.shift import BLOCKS, Shift, Spans
+from kvboost.reuse.shift import BLOCKS, ERROR_WEIGHT, Shift, Spans
 from paged_kv import dense, make_pages, make_tables, random, scattered
 from tiny import DEVICE
 
@@ -54,7 +54,7 @@ def test_the_shift_is_that_of_dense_rows(
 
     plan = ShiftPlan.of(shift_rows(positions), table)
     at = rotation.cos_sin(1, torch.arange(PROMPT, device=DEVICE))
-    shift(keys, values, pages, plan, at, interleaved=interleaved)
+    shift(keys, values, pages, plan, at, error_weight=ERROR_WEIGHT, interleaved=interleaved)
     found, expected = dense(pages, table)[:, :, :PROMPT], kv.data[:, 1, :, :PROMPT]
     stale = (SPANS.block_of >= 0).to(DEVICE)
     stale[positions.to(DEVICE)] = False  # fresh rows are written by the forward

@@ -16,10 +16,6 @@ from kvboost.model.native.layers import scratch
 
 LANES = 16
 """Kernels read this many numbers at once, also where fewer are left."""
-ERROR_WEIGHT = 4.0
-"""A recomputed row counts ``1 / (1 + ERROR_WEIGHT * e)`` times, where ``e`` is its squared error
-relative to the mean of its span. A few rows have errors of their own that are many times as large,
-and say nothing about the others."""
 
 
 class _MassCall(ctypes.Structure):
@@ -48,6 +44,9 @@ class RecomputedRows:
     num_blocks: int
     span_blocks: int
     """How many of them belong to one span."""
+    error_weight: float
+    """A row counts ``1 / (1 + error_weight * e)`` times, where ``e`` is its squared error relative
+    to the mean of its span."""
     cos: torch.Tensor
     sin: torch.Tensor
     """``[rows, dim]``."""
@@ -94,9 +93,9 @@ def errors(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The differences between fresh ``keys`` and ``values``, ``[1, kv_heads, segment, dim]``, and
     those in ``kv``, of some ``rows``, added up block by block: of keys times cos and times sin of
-    their rows, and of values; float32 ``[3, kv_heads, blocks, dim]``. Each row counts less if its
-    error is large (``ERROR_WEIGHT``); what the rows of each block count is float32
-    ``[2, kv_heads, blocks]``, as keys and as values."""
+    their rows, and of values; float32 ``[3, kv_heads, blocks, dim]``. Rows with large errors count
+    less; what the rows of each block count is float32 ``[2, kv_heads, blocks]``, as keys and as
+    values."""
     known_keys, known_values = (part[0] for part in kv.layer(layer, 0, kv.capacity))
     heads, dim = known_keys.shape[0], keys.shape[3]
     sums = torch.zeros(3, heads, rows.num_blocks, dim, dtype=torch.float32, device=keys.device)
@@ -124,7 +123,7 @@ def errors(
         *(known_keys.data_ptr(), known_values.data_ptr(), known_keys.stride(0)),
         *(heads, dim, rows.num_blocks, rows.span_blocks, len(rows.index)),
         *(part.data_ptr() for part in (*indices, *factors)),
-        *(ERROR_WEIGHT, weights.data_ptr(), sums.data_ptr()),
+        *(rows.error_weight, weights.data_ptr(), sums.data_ptr()),
         torch.get_num_threads(),
     )
     return sums, counts.index_add_(2, rows.which, weights)
@@ -136,7 +135,7 @@ def _row_weights(squares: torch.Tensor, rows: RecomputedRows) -> torch.Tensor:
     of_spans = squares.new_zeros(*squares.shape[:2], rows.num_blocks // rows.span_blocks)
     totals = of_spans.index_add(2, span, squares)
     means = totals / of_spans.index_add(2, span, torch.ones_like(squares)).clamp(min=1)
-    return 1 / (1 + ERROR_WEIGHT * squares / means.clamp(min=1e-30).index_select(2, span))
+    return 1 / (1 + rows.error_weight * squares / means.clamp(min=1e-30).index_select(2, span))
 
 
 def shift(

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kvboost.model.native.moved_rows import ERROR_WEIGHT
 from kvboost.model.triton.host import send_into
 from kvboost.model.triton.pages import check_pages
 from kvboost.model.triton.rotation import channels_of
@@ -217,6 +216,7 @@ def _errors_kernel(
     cos,
     sin,
     offsets,
+    error_weight,
     DIM: tl.constexpr,
     WIDE: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -226,7 +226,6 @@ def _errors_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     WIDE_BLOCKS: tl.constexpr,
-    ERROR_WEIGHT: tl.constexpr,
 ):
     """The offsets of one span's blocks in one head: of keys at position 0, and of values."""
     span, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -266,8 +265,8 @@ def _errors_kernel(
         of_values = tl.sum(value * value, 1)
         square_keys += of_keys
         square_values += of_values
-    scale_keys = ERROR_WEIGHT * (end - begin) / tl.maximum(tl.sum(square_keys), 1e-30)
-    scale_values = ERROR_WEIGHT * (end - begin) / tl.maximum(tl.sum(square_values), 1e-30)
+    scale_keys = error_weight * (end - begin) / tl.maximum(tl.sum(square_keys), 1e-30)
+    scale_values = error_weight * (end - begin) / tl.maximum(tl.sum(square_values), 1e-30)
 
     pair, channel = tl.arange(0, WIDE_PAIRS)[None, :], tl.arange(0, WIDE)[None, :]
     block = tl.arange(0, WIDE_BLOCKS)[:, None]
@@ -451,12 +450,14 @@ def shift(
     plan: ShiftPlan,
     cos_sin: tuple[torch.Tensor, torch.Tensor],
     *,
+    error_weight: float = 0.0,
     interleaved: bool = False,
 ) -> None:
     """Compares fresh ``keys`` and ``values`` of a segment, ``[rows, kv_heads, dim]``, with the
     stale rows in ``pages`` of one layer, and shifts the other rows of the moved spans there. Fresh
     rows are not written. ``cos_sin`` are float32 ``[positions, pairs]``: the layer's rotation to
-    each position, of pairs as in ``move``."""
+    each position, of pairs as in ``move``. A fresh row counts ``1 / (1 + error_weight * e)`` times,
+    where ``e`` is its squared error relative to the mean of its span."""
     kv_heads, page, dim = check_pages(pages)
     cos, sin = (part.contiguous() for part in cos_sin)
     keys, values = (part if part.stride(2) == 1 else part.contiguous() for part in (keys, values))
@@ -480,11 +481,10 @@ def shift(
         *(keys, keys.stride(0), keys.stride(1), values, values.stride(0), values.stride(1)),
         *(pages, *pages.stride()[:3]),
         *(plan.fresh, plan.num_fresh, plan.weights, plan.num_spans, plan.bounds, plan.table),
-        *(cos, sin, offsets),
+        *(cos, sin, offsets, error_weight),
         ROWS=COMPARED_ROWS,
         BLOCKS=blocks,
         WIDE_BLOCKS=max(16, triton.next_power_of_2(blocks)),
-        ERROR_WEIGHT=ERROR_WEIGHT,
         **constants,
     )
     programs = min(triton.cdiv(plan.most_stale, ROWS), MOST_PROGRAMS)

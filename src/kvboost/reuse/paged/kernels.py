@@ -20,7 +20,7 @@ from kvboost.model.triton.warm import warm_up
 from kvboost.reuse.paged.hooks import Attention, EnoughLayers
 from kvboost.reuse.probe import AttentionMass, row_weights
 from kvboost.reuse.rope import CosSin, Rotation
-from kvboost.reuse.shift import BLOCKS, Spans
+from kvboost.reuse.shift import BLOCKS, ERROR_WEIGHT, Spans
 
 MOST_DENSE_BYTES = 1 << 29
 """The most memory for the keys and values of a request in one piece, one layer at a time."""
@@ -157,9 +157,15 @@ class GpuKernels:
         """Shifts rows of a layer, given the fresh keys and values of a segment."""
         if not layer:  # its keys and values depend on the token alone
             return
-        rotation = self.rotations(plan.end)[layer]
-        interleaved = self.rotation.interleaved
-        shift.shift(keys, values, self.pages.caches[layer], plan, rotation, interleaved=interleaved)
+        shift.shift(
+            keys,
+            values,
+            self.pages.caches[layer],
+            plan,
+            self.rotations(plan.end)[layer],
+            error_weight=ERROR_WEIGHT,
+            interleaved=self.rotation.interleaved,
+        )
 
     def rows(self, rows: torch.Tensor, table: torch.Tensor, heads: int) -> PagedRows:
         dense = self.dense_tile(heads, len(rows), int(rows[-1]) + 1)

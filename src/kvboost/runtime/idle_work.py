@@ -8,8 +8,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
+import torch
 
 from kvboost.config import GenerationMode, SamplingParams
 from kvboost.results import Healing
@@ -25,22 +27,19 @@ MOST_READ_TOKENS = 8 * 1024**2
 
 
 @dataclass(eq=False)
-class Unhealed:
-    """A conversation with approximate rows."""
+class IdleWork:
+    """Text whose rows are to be computed and kept."""
+
+    counted_as: ClassVar[str]
+    """What names in ``IdleQueue.counts`` begin with."""
+    failure: ClassVar[str]
+    """What to say if it fails."""
 
     request: Request
     """Asks for all of its rows, exactly."""
-    num_prompt: int
-    """How many of them the request was asked with; the others are its answer."""
-    exact_rows: int
-    """How many of the first ones were exact when the answer ended."""
     epoch: int
-    """The store's when the request was planned. Once something is forgotten, this conversation may
-    contain it, and is not healed."""
-    healing: Healing
-    comparison: AnswerComparison
-    is_reading: bool = False
-    """Whether it is a document after other text, which no request has asked for."""
+    """The store's when the request was planned. Once something is forgotten, this text may contain
+    it, and is not computed."""
 
     @property
     def num_rows(self) -> int:
@@ -48,35 +47,95 @@ class Unhealed:
 
     @property
     def num_logits(self) -> int:
-        """Logits of how many of the last rows are still to be compared; at least one."""
+        """Logits of how many of the last rows are to be seen; at least one."""
+        return 1
+
+    def see(self, logits: torch.Tensor) -> None:
+        """Takes the logits of rows that were computed."""
+
+    def end(self, status: str) -> None:
+        """Nothing more will be computed, because it is ``done``, ``dropped`` or ``failed``."""
+
+
+@dataclass(eq=False)
+class Reading(IdleWork):
+    """A document after other text, which no request has asked for."""
+
+    counted_as = "readings "
+    failure = "a document could not be read in another context"
+
+
+@dataclass(eq=False)
+class Unhealed(IdleWork):
+    """A conversation with approximate rows."""
+
+    counted_as = ""
+    failure = "a conversation could not be healed"
+
+    num_prompt: int
+    """How many of its rows the request was asked with; the others are its answer."""
+    exact_rows: int
+    """How many of the first ones were exact when the answer ended."""
+    healing: Healing
+    comparison: AnswerComparison
+
+    @property
+    def num_logits(self) -> int:
         first = self.num_prompt - 1 + self.comparison.num_done
         return max(1, self.num_rows - first)
 
+    def see(self, logits: torch.Tensor) -> None:
+        self.comparison.add(logits)
 
-class UnhealedQueue:
-    """Thread-safe. Requests that run hold healing up without taking a lock, because the garbage
+    def end(self, status: str) -> None:
+        if status == "done":
+            self.healing.audit = self.comparison.result()
+        self.healing.status = status
+
+
+class Line:
+    """Work that waits in order, and how many tokens it has. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[IdleWork] = deque()
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, one: IdleWork, *, first: bool = False) -> None:
+        (self._waiting.appendleft if first else self._waiting.append)(one)
+        self.num_tokens += one.num_rows
+
+    def take(self) -> IdleWork:
+        """What has waited longest."""
+        one = self._waiting.popleft()
+        self.num_tokens -= one.num_rows
+        return one
+
+
+class IdleQueue:
+    """Thread-safe. Requests that run hold idle work up without taking a lock, because the garbage
     collector may end one in a thread that holds any of ours."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Unhealed] = deque()
-        self._tokens = 0
-        self._readings: deque[Unhealed] = deque()
-        self._reading_tokens = 0
+        self._conversations = Line()
+        self._readings = Line()
         self._holds: set[object] = set()
         self._lock = threading.Lock()
         self.counts: Counter[str] = Counter()
         self.on_added: Callable[[], None] = lambda: None
-        """Called after a conversation was added, without a lock."""
+        """Called after work was added, without a lock."""
         self.on_healed: Callable[[Request, Healing], None] = lambda request, healing: None
-        """Called after one was healed while it answered, without a lock."""
+        """Called after a conversation was healed while it answered, without a lock."""
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._readings)
+        return len(self._conversations) + len(self._readings)
 
     @property
     def num_conversations(self) -> int:
         """How many conversations wait to be healed."""
-        return len(self._waiting)
+        return len(self._conversations)
 
     @property
     def num_readings(self) -> int:
@@ -85,7 +144,7 @@ class UnhealedQueue:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Nothing is healed in idle time until the context exits."""
+        """Nothing is computed in idle time until the context exits."""
         mark = object()
         self._holds.add(mark)
         try:
@@ -97,7 +156,7 @@ class UnhealedQueue:
     def is_held(self) -> bool:
         return bool(self._holds)
 
-    def add(self, state: RequestState, num_rows: int, *, takes_likeliest: bool) -> None:
+    def add_unhealed(self, state: RequestState, num_rows: int, *, takes_likeliest: bool) -> None:
         """Takes in a request that has ended, of which ``num_rows`` rows were kept, if it is to be
         healed. ``takes_likeliest``: each of its tokens was the likeliest one."""
         request = state.request
@@ -114,41 +173,31 @@ class UnhealedQueue:
                 params=SamplingParams(max_new_tokens=1),
                 grammar=None,
             ),
+            state.epoch,
             len(request.token_ids),
             state.exact_rows,
-            state.epoch,
             state.healing,
             AnswerComparison(list(state.recorded), answer),
         )
         state.recorded.clear()
+        line = self._conversations
         with self._lock:
-            self._waiting.append(one)
-            self._tokens += one.num_rows
+            line.add(one)
             self.counts["approximate_tokens"] += one.healing.approximate_tokens
-            while len(self._waiting) > MOST_CONVERSATIONS or (
-                self._tokens > MOST_TOKENS and len(self._waiting) > 1
+            while len(line) > MOST_CONVERSATIONS or (
+                line.num_tokens > MOST_TOKENS and len(line) > 1
             ):
-                self._finish(self._pop(), "dropped")
+                self._finish(line.take(), "dropped")
         self.on_added()
 
     def add_reading(self, request: Request, epoch: int) -> bool:
         """Takes in a document that ``request`` reads, unless too many wait. It is read when no
         conversation is to be healed."""
-        ids = request.token_ids
-        one = Unhealed(
-            request,
-            len(ids),
-            0,
-            epoch,
-            Healing(0),
-            AnswerComparison([], []),
-            is_reading=True,
-        )
+        one, line = Reading(request, epoch), self._readings
         with self._lock:
-            if self._reading_tokens + one.num_rows > MOST_READ_TOKENS and self._readings:
+            if line.num_tokens + one.num_rows > MOST_READ_TOKENS and len(line):
                 return False
-            self._readings.append(one)
-            self._reading_tokens += one.num_rows
+            line.add(one)
         self.on_added()
         return True
 
@@ -163,45 +212,34 @@ class UnhealedQueue:
                     self.counts[name] += rows
             self.on_healed(state.request, state.healing)
 
-    def take(self) -> Unhealed | None:
+    def take(self) -> IdleWork | None:
         """The conversation that has waited longest, or a document if there is none. Give it back
         with ``put_back`` or ``finish`` it."""
         with self._lock:
-            return self._pop() if self._waiting else self._pop_reading()
+            line = self._conversations if len(self._conversations) else self._readings
+            return line.take() if len(line) else None
 
-    def put_back(self, one: Unhealed) -> None:
+    def put_back(self, one: IdleWork) -> None:
+        """A request has interrupted it."""
+        line = self._conversations if isinstance(one, Unhealed) else self._readings
         with self._lock:
-            if one.is_reading:
-                self._readings.appendleft(one)
-                self._reading_tokens += one.num_rows
-            else:
-                self._waiting.appendleft(one)
-                self._tokens += one.num_rows
+            line.add(one, first=True)
+        self.count(one, "interrupted")
 
-    def finish(self, one: Unhealed, status: str) -> None:
+    def finish(self, one: IdleWork, status: str) -> None:
         with self._lock:
             self._finish(one, status)
 
+    def count(self, one: IdleWork, name: str, number: int = 1) -> None:
+        self.counts[one.counted_as + name] += number
+
     def clear(self) -> None:
-        """Drops all of them."""
+        """Drops everything."""
         with self._lock:
-            while self._waiting:
-                self._finish(self._pop(), "dropped")
-            while one := self._pop_reading():
-                self._finish(one, "dropped")
+            for line in (self._conversations, self._readings):
+                while len(line):
+                    self._finish(line.take(), "dropped")
 
-    def _pop(self) -> Unhealed:
-        one = self._waiting.popleft()
-        self._tokens -= one.num_rows
-        return one
-
-    def _pop_reading(self) -> Unhealed | None:
-        if not self._readings:
-            return None
-        one = self._readings.popleft()
-        self._reading_tokens -= one.num_rows
-        return one
-
-    def _finish(self, one: Unhealed, status: str) -> None:
-        one.healing.status = status
-        self.counts[f"readings {status}" if one.is_reading else status] += 1
+    def _finish(self, one: IdleWork, status: str) -> None:
+        one.end(status)
+        self.count(one, status)
