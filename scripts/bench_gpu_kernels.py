@@ -38,7 +38,7 @@ from kvboost.model.triton.pages import PagedLayers, slots_of
 from kvboost.model.triton.rows import PagedRows, Tile, dense_tile
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows, shift
 from kvboost.reuse.rope import Rotation
-from kvboost.reuse.shift import Shift, Spans
+from kvboost.reuse.shift import ERROR_WEIGHT, Shift, Spans
 
 PAGE, DIM, RUN = 64, 128, 2
 MODELS = {"7b": (28, 4), "1.5b": (12, 2)}
@@ -410,10 +410,10 @@ def time_shift(model: str, rows: int, keys: int, count: int = 8) -> dict[str, fl
     kv.data[:, 1, :, :keys] = torch.stack(dense(pages, table))
     hook = Shift(rotation, positions.to(DEVICE), spans.to(DEVICE))
     in_torch = partial(hook.on_fresh, 1, kv, *(part.transpose(0, 1)[None] for part in fresh))
-    ours = partial(shift, fresh[0], fresh[1], pages, plan, at)
+    ours = partial(shift, fresh[0], fresh[1], pages, plan, at, error_weight=ERROR_WEIGHT)
     in_torch()
     ours()
-    stale = plan.stale[2]
+    stale = plan.stale[:, 1].long()
     found = torch.stack(dense(pages, table))[:, :, stale]
     check("shift", found, kv.data[:, 1][:, :, stale])
     report = {"us": time_gpu(ours), "host_us": time_host(ours), "torch_us": time_gpu(in_torch)}

@@ -165,7 +165,7 @@ class FakeEngine:
             raise self.refuse
         asked = {"warm_later": [*documents], "header": header, "contexts": contexts}
         self.asked.append({**asked, "cache_salt": cache_salt})
-        return len(documents) * (contexts - 1)
+        return len(documents) * (min(contexts, len(documents)) - 1)
 
     async def apin(
         self,
@@ -243,6 +243,7 @@ class FakeEngine:
         drafts = {"drafted_tokens": 40, "accepted_tokens": 30}
         healing = ("waiting", "approximate_tokens", "healed_tokens", "computed_tokens", "seconds")
         ended = ("healed", "dropped", "failed")
+        readings = ("readings", "readings_waiting", "readings_dropped")
         audit = {"audited": 0, "mean_kl": None, "max_kl": None, "token_agreement": None}
         return {
             "tiers": {},
@@ -250,7 +251,7 @@ class FakeEngine:
             "pinned_bytes": sum(pin.bytes for pin in self.pinned.values()),
             "max_pinned_bytes": 1000,
             **dict.fromkeys(names, 0),
-            "healing": dict.fromkeys((*healing, *ended, "readings", "readings_waiting"), 0),
+            "healing": dict.fromkeys((*healing, *ended, *readings), 0),
             "audit": {**audit, "recompute_ratio": 0.15},
         }
 

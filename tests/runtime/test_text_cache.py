@@ -88,16 +88,21 @@ def test_what_is_forgotten_is_not_read_in_idle_time(engine) -> None:
     assert known(engine, DOCUMENTS[1], DOCUMENTS[0]) == 0
 
 
-def test_documents_are_not_read_again_if_half_of_the_cache_is_taken() -> None:
-    with make_engine(tiny_model("llama"), max_chunks=40) as engine:
+@pytest.mark.parametrize("limited", ["chunks", "bytes"])
+def test_documents_are_not_read_again_if_half_of_the_cache_is_taken(limited, caplog) -> None:
+    caplog.set_level("INFO")
+    with make_engine(tiny_model("llama")) as engine:
         engine.warm(DOCUMENTS, header="Read: ", progress=False)
-        taken = engine.cache_stats()["tiers"]["ram"]["chunks"]
-        assert 0 < taken <= 20
+        budget = 5 * engine.cache_stats()["tiers"]["ram"][limited] // 2
+    limit = {"chunks": "max_chunks", "bytes": "max_cache_bytes"}[limited]
+    with make_engine(tiny_model("llama"), **{limit: budget}) as engine:
+        engine.warm(DOCUMENTS, header="Read: ", progress=False)
         engine.warm_later(DOCUMENTS, header="Read: ")
         report = engine.heal()
         assert 0 < report.readings < 6 and report.waiting == 0
         assert engine.cache_stats()["healing"]["readings_dropped"] == 6 - report.readings
         assert all(known(engine, document) > 60 for document in DOCUMENTS)  # none was pushed out
+        assert caplog.text.count("half of the cache is taken") == 1
 
 
 def test_readings_that_do_not_fit_are_left_out(engine, monkeypatch, caplog) -> None:

@@ -151,9 +151,17 @@ def test_a_server_reads_its_own_documents_first_and_says_so(fake) -> None:
     asyncio.run(run())
 
 
-def test_a_single_document_of_the_start_is_read_once(fake) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"warm": (("a.txt", "A."),)},
+        {"warm": (("a.txt", "A."), ("b.txt", "B.")), "mode": "prefix_cache"},
+        {"warm": (("a.txt", "A."), ("b.txt", "B.")), "warm_contexts": 1},
+    ],
+)
+def test_documents_of_the_start_are_read_once_where_that_is_enough(fake, given) -> None:
     async def run() -> None:
-        settings = ServerSettings(warm=(("a.txt", "A."),))
+        settings = ServerSettings(**given)
         documents = Documents(fake, settings, Keys(settings))
         await documents.start()
         documents.add(Tenant(), "", "C.", 1)
@@ -181,7 +189,7 @@ def test_documents_of_the_start_are_left_to_idle_time_too(fake, refused, caplog)
 
         fake.warm_later = refusing
         await documents.start()
-        said = "will not be read" if refused else "6 readings in other contexts wait"
+        said = "will not be read" if refused else "2 readings in other contexts wait"
         while said not in caplog.text:
             await asyncio.sleep(0.01)
         fake.refuse = None

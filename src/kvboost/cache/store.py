@@ -97,7 +97,7 @@ class ChunkStore:
 
     @property
     def used_share(self) -> float:
-        """How much of the budget of host memory is taken."""
+        """How much of the memory is taken: the host's, or a GPU's if that is fuller."""
         with self._lock:
             return self._holdings.residency.used_share
 

@@ -95,15 +95,16 @@ def serve(
         typer.Option(help="The name of a key that --warm reads for; may be repeated."),
     ] = None,
     warm_contexts: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
             max=MOST_CONTEXTS,
             help="In how many contexts the files of --warm are read: at first by themselves, then, "
-            "while the server is idle, after other files. Answers over them come closer to a full "
-            "prefill. They take so many times the memory, but no more than half of the cache.",
+            "while the server is idle and less than half of the cache is taken, each after another "
+            "file. Answers over them come closer to a full prefill; each context takes as much "
+            f"memory as the first. Default: {MOST_CONTEXTS}, or 1 with --heal off.",
         ),
-    ] = MOST_CONTEXTS,
+    ] = None,
     max_pinned_bytes: Annotated[
         str | None,
         typer.Option(help="Memory that pinned text may take; by default half of the cache."),
@@ -257,7 +258,7 @@ def serve(
             warm=texts,
             pin=pin,
             warm_for=tuple(warm_for or ()),
-            warm_contexts=warm_contexts,
+            warm_contexts=warm_contexts or (1 if heal == "off" else MOST_CONTEXTS),
             embedding_model=_embedding_model(embedding_model, device),
             timeout=timeout or None,
             drain_seconds=drain_seconds,

@@ -27,12 +27,12 @@ BLOCKS = 8
 """Each span has so many."""
 REACH = 16.0
 """A recomputed row counts by a factor of e less, every so many tokens away."""
+FAR_ROWS = 0.5
+"""The mean over the whole span counts as much as so many recomputed rows in a block itself."""
 ERROR_WEIGHT = 4.0
 """A recomputed row counts ``1 / (1 + ERROR_WEIGHT * e)`` times, where ``e`` is its squared error
 relative to the mean of its span. A few rows have errors of their own that are many times as large,
 and say nothing about the others."""
-FAR_ROWS = 0.5
-"""The mean over the whole span counts as much as so many recomputed rows in a block itself."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ class Spans:
         return torch.where(count >= 2, count / known, 0.0) * share
 
     def rows_by_block(self, positions: torch.Tensor) -> torch.Tensor:
-        """How many of the rows at ``positions`` are in each block, ``[spans, BLOCKS]``."""
+        """How many of the rows at ``positions``, or of those where it is true, are in each block:
+        ``[spans, BLOCKS]``."""
         blocks = self.block_of[positions]
         count = torch.zeros(len(self.seen) * BLOCKS + 1, device=blocks.device)
         count.scatter_add_(0, blocks % len(count), torch.ones(len(blocks), device=blocks.device))
@@ -161,7 +162,8 @@ class Shift:
             self._weights @ part.view(*part.shape[:2], -1, BLOCKS, width)
             for part, width in ((sums, sums.shape[3]), (counts, 1))
         )
-        means = sums * (self._total / counts.clamp(min=1e-30))[[0, 0, 1]]
+        scale = self._total / counts.clamp(min=1e-30)
+        means = sums * torch.cat([scale[:1], scale])  # keys come twice
         return torch.nn.functional.pad(means.flatten(2, 3), (0, 0, 0, 1))
 
     def _rotations(self, layer: int, keys: torch.Tensor) -> tuple[CosSin, CosSin]:

@@ -150,7 +150,9 @@ class Healer:
             "seconds": seconds,
             "tokens_per_second": counts["computed_tokens"] / seconds if seconds else None,
             "readings": counts["readings done"],
+            "readings_tokens": counts["readings computed_tokens"],
             "readings_waiting": self._queue.num_readings,
+            "readings_interrupted": counts["readings interrupted"],
             "readings_dropped": counts["readings dropped"],
             "readings_failed": counts["readings failed"],
         }
@@ -196,7 +198,11 @@ class Healer:
         applied, runtime = one.request.adapter, self._runtime
         if applied and not runtime.adapters.is_loaded(applied.adapter):
             return False
-        return not isinstance(one, Reading) or runtime.store.used_share <= MOST_READ_SHARE
+        if not isinstance(one, Reading) or runtime.store.used_share <= MOST_READ_SHARE:
+            return True
+        if not self._queue.num_readings:  # the last one speaks for all
+            log.info("half of the cache is taken: documents are read in no further contexts")
+        return False
 
     def _run(self, one: IdleWork, stop: Stop) -> bool:
         """Computes and admits the rows of a text that are not exact; False if it ended before the
@@ -237,12 +243,12 @@ class Healer:
         root = self._runtime.root_of(request)
         with store.lookup(root, request.token_ids, pin=False, ask_remote=False) as known:
             exact = known.exact[-1].end if known.exact else 0
-        counts, healing = self._queue.counts, one.healing
+        queue, healing = self._queue, one.healing
         healed = max(healing.healed_tokens, exact - one.exact_rows)
-        counts["healed_tokens"] += healed - healing.healed_tokens
+        queue.count(one, "healed_tokens", healed - healing.healed_tokens)
         healing.healed_tokens = healed
         dropped = store.drop_superseded(root, request.token_ids, request.repair.name)
-        counts["superseded_chunks"] += dropped
+        queue.count(one, "superseded_chunks", dropped)
 
     def _judge(self, request: Request, healing: Healing) -> None:
         """Adds the audit of an answer that was healed to the others."""

@@ -224,14 +224,16 @@ class IdleQueue:
         line = self._conversations if isinstance(one, Unhealed) else self._readings
         with self._lock:
             line.add(one, first=True)
-        self.count(one, "interrupted")
+            self._count(one, "interrupted")
 
     def finish(self, one: IdleWork, status: str) -> None:
         with self._lock:
             self._finish(one, status)
 
-    def count(self, one: IdleWork, name: str, number: int = 1) -> None:
-        self.counts[one.counted_as + name] += number
+    def count(self, one: IdleWork, name: str, number: int) -> None:
+        """Adds to what :attr:`counts` has under ``name`` for work of this kind."""
+        with self._lock:
+            self._count(one, name, number)
 
     def clear(self) -> None:
         """Drops everything."""
@@ -242,4 +244,7 @@ class IdleQueue:
 
     def _finish(self, one: IdleWork, status: str) -> None:
         one.end(status)
-        self.count(one, status)
+        self._count(one, status)
+
+    def _count(self, one: IdleWork, name: str, number: int = 1) -> None:
+        self.counts[one.counted_as + name] += number

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from kvboost.config import GenerationMode
 from kvboost.errors import KVBoostError, QueueFullError
 from kvboost.serve.auth import Keys, Tenant
 from kvboost.serve.errors import ApiError, from_engine
@@ -208,7 +209,8 @@ class Documents:
     async def _warm_later(self, tenant: Tenant) -> None:
         """Leaves the documents that the server starts with to idle time, in further contexts."""
         contexts, texts = self._settings.warm_contexts, [text for _, text in self._settings.warm]
-        if contexts == 1 or len(texts) < 2:
+        is_moved = self._settings.mode == GenerationMode.CHUNK_KV_REUSE.value
+        if contexts == 1 or len(texts) < 2 or not is_moved:
             return
         salt = tenant.salt("")
         try:

@@ -184,9 +184,11 @@ def _healing(healing: Mapping[str, Any]) -> Iterator[Metric]:
         "Documents to be read in one more context",
         value=healing["readings_waiting"],
     )
-    yield CounterMetricFamily(
-        "kvboost_readings", "Documents read in one more context", value=healing["readings"]
-    )
+    for name, help_ in (
+        ("readings", "Documents read in one more context"),
+        ("readings_dropped", "Documents not read in one more context, mostly for want of memory"),
+    ):
+        yield CounterMetricFamily(f"kvboost_{name}", help_, value=healing[name])
     ended = CounterMetricFamily(
         "kvboost_healing_conversations", "Conversations that left the queue", labels=["status"]
     )

@@ -58,9 +58,11 @@ def test_chunks_that_are_not_ordered_yet_go_last_but_they_go() -> None:
     assert gone == ["old", "a"]
 
 
-def test_a_budget_is_of_bytes_or_of_chunks() -> None:
+def test_a_budget_is_of_bytes_or_of_chunks(monkeypatch) -> None:
     tier = OrderedTier(RamTier(1000), LRU(), max_chunks=4)
     assert tier.used_share == 0
     tier.add(entry("a"))
     assert tier.used_share == 0.25
+    monkeypatch.setattr(tier.tier, "_nbytes", 700)
+    assert tier.used_share == 0.7
     assert OrderedTier(RamTier(0), LRU()).used_share == 0

@@ -79,10 +79,10 @@ def test_nothing_to_learn_from_shifts_nothing() -> None:
     )
     keys = random(3, KV_HEADS, 32)
     table_of = random(PROMPT, 16)
-    shift(keys, keys, pages, plan, (table_of, table_of))
+    shift(keys, keys, pages, plan, (table_of, table_of), error_weight=ERROR_WEIGHT)
     assert torch.equal(pages, before)
     with pytest.raises(ValueError, match="cosines cover 100 positions; moved rows end at 140"):
-        shift(keys, keys, pages, plan, (table_of[:100], table_of[:100]))
+        shift(keys, keys, pages, plan, (table_of[:100], table_of[:100]), error_weight=ERROR_WEIGHT)
 
 
 def test_a_plan_with_room_shifts_as_one_without() -> None:
@@ -96,12 +96,12 @@ def test_a_plan_with_room_shifts_as_one_without() -> None:
         given = [make_pages(12, KV_HEADS, PAGE, 32, torch.float32, "tokens first")] * 2
         given = [pages.clone() for pages in given]
         for pages, plan in zip(given, (room, ShiftPlan.of(rows, table)), strict=True):
-            shift(keys, values, pages, plan, (cosines, cosines))
+            shift(keys, values, pages, plan, (cosines, cosines), error_weight=ERROR_WEIGHT)
         assert torch.equal(*given)
     sizes = (2, BLOCKS, 60, PROMPT, PROMPT), (3, BLOCKS, 5, 9, 9), (5, 4, 60, PROMPT, PROMPT)
     small = [ShiftPlan.empty(*size, table) for size in sizes]
     assert not any(plan.load(rows) for plan in small)
     room.clear()
     before = pages.clone()
-    shift(keys, values, pages, room, (cosines, cosines))
+    shift(keys, values, pages, room, (cosines, cosines), error_weight=ERROR_WEIGHT)
     assert torch.equal(pages, before)

@@ -145,8 +145,12 @@ class Asked:
                     self._read_after(self._others[(number + other) % len(self._others)], text, salt)
         elif donor == "idle":
             engine.warm(documents, cache_salt=salt, progress=False)
-            engine.warm_later(documents, cache_salt=salt)
-            engine.heal()
+            waiting = engine.warm_later(documents, cache_salt=salt)
+            if (read := engine.heal().readings) < waiting:
+                raise ConfigError(
+                    f"only {read} of {waiting} further readings fitted half of the cache; give it "
+                    "more memory (max_cache_bytes) or use fewer passages"
+                )
         elif donor == "orders":
             for number in range(self._asking.orders):
                 engine.generate(self._shuffled(self._seed + number), 1, cache_salt=salt)

@@ -91,8 +91,9 @@ class Residency:
 
     @property
     def used_share(self) -> float:
-        """How much of the budget of host memory is taken."""
-        return self._in_ram.used_share
+        """How much of the memory is taken: the host's, or a GPU's if that is fuller."""
+        tiers = (self._in_ram, self._on_gpu)
+        return max(tier.used_share for tier in tiers if tier is not None)
 
     def at_hand(self, keys: Sequence[ChunkKey]) -> list[KVChunk] | None:
         """The chunks of these keys, if all are in the fastest tier; None otherwise."""

@@ -274,7 +274,7 @@ def _errors_kernel(
     of_second = tl.zeros([WIDE_BLOCKS, WIDE_PAIRS], tl.float32)
     of_plain = tl.zeros([WIDE_BLOCKS, WIDE], tl.float32)
     of_value = tl.zeros([WIDE_BLOCKS, WIDE], tl.float32)
-    # Added up after the loop: a sum in it does not compile (Triton 3.6).
+    # Added up after the loop: adding sums of weights there does not compile (Triton 3.6).
     count = tl.zeros([WIDE_BLOCKS, ROWS], tl.float32)
     count_keys = tl.zeros([WIDE_BLOCKS, ROWS], tl.float32)
     count_values = tl.zeros([WIDE_BLOCKS, ROWS], tl.float32)
@@ -450,7 +450,7 @@ def shift(
     plan: ShiftPlan,
     cos_sin: tuple[torch.Tensor, torch.Tensor],
     *,
-    error_weight: float = 0.0,
+    error_weight: float,
     interleaved: bool = False,
 ) -> None:
     """Compares fresh ``keys`` and ``values`` of a segment, ``[rows, kv_heads, dim]``, with the

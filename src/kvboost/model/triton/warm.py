@@ -84,4 +84,4 @@ def warm_up(
     block_of = torch.zeros(page + 1, dtype=torch.int64)
     plan = ShiftPlan.of(ShiftRows.of(position, block_of, torch.ones(1, blocks, blocks)), table)
     fresh = query.new_zeros(1, kv_heads, dim)
-    shift(fresh, fresh, pages, plan, (angles, angles), interleaved=interleaved)
+    shift(fresh, fresh, pages, plan, (angles, angles), error_weight=1.0, interleaved=interleaved)

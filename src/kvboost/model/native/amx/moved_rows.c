@@ -42,7 +42,7 @@ static void add_errors(
             weights[end] = square_of(fresh, stale_rows + at->positions[end] * dim, dim);
             total += weights[end];
         }
-        const float scale = total > 0 ? error_weight * (end - begin) / total : 0;
+        const float scale = error_weight * (end - begin) / fmaxf(total, 1e-30f);
         for (int row = begin; row < end; row++) {
             const bf16 *fresh = fresh_rows + at->index[row] * rows.fresh_row;
             const bf16 *stale = stale_rows + at->positions[row] * dim;
