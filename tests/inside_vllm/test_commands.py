@@ -23,7 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    engine = Engine({**ALWAYS, "disk_cache_dir": str(folder)}, enable_prefix_caching=True)
+    extra = {**ALWAYS, "disk_cache_dir": str(folder), "chunk_size": 128}  # several a prompt
+    engine = Engine(extra, enable_prefix_caching=True)
     yield engine
     engine.close()
 

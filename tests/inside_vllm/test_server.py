@@ -154,7 +154,8 @@ def test_answers_and_metrics_separate_exact_moved_and_recomputed(
     exact = server.complete(first + QUESTION)["kv_transfer_params"]["kvboost"]
     assert exact["exact_tokens"] > 300 and exact["moved_tokens"] == 0
     moved = server.complete(f"Read.\n{second}{first}{QUESTION}")["kv_transfer_params"]["kvboost"]
-    assert moved["moved_tokens"] > 700 and 0 < moved["recomputed_tokens"] < 200
+    assert moved["moved_tokens"] > 700
+    assert 0 < moved["recomputed_tokens"] < 0.4 * moved["moved_tokens"]  # up to twice the ratio
     after = server.metrics()
     grown = {name: after[name] - before.get(name, 0) for name in after}
     assert grown["prompt_tokens_total/exact"] == exact["exact_tokens"] + moved["exact_tokens"]
