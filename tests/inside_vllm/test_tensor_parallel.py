@@ -16,6 +16,8 @@ from tiny import byte_tokenizer, tiny_model
 
 MOVED = 400
 """Fewer rows of the prompts in another order are not moved."""
+CHUNKS = {"chunk_size": 128}
+"""Several for a prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def prompts() -> Texts:
 @pytest.fixture(scope="module")
 def alone(start: Callable[..., Engine], prompts: Texts) -> dict[str, Answer]:
     """The answers of one worker."""
-    engine = start({})
+    engine = start(CHUNKS)
     answers = {"full": engine.full(prompts.prompt(2, 1, 0))}
     answers["first"] = engine.ask(prompts.prompt(0, 1, 2))
     engine.fresh()
@@ -56,11 +58,12 @@ def engine(
 ) -> Engine:
     """Two workers, which have read the documents in one order and written them to the folder. They
     were started again since, so they have nothing in memory."""
-    engine = start({"disk_cache_dir": str(folder)}, workers=2)
+    extra = {**CHUNKS, "disk_cache_dir": str(folder)}
+    engine = start(extra, workers=2)
     first = engine.ask(prompts.prompt(0, 1, 2))
     assert first.cached == 0 and first.usage is None
     assert first.tokens == alone["first"].tokens and first.difference(alone["first"]) < 1e-4
-    return start({"disk_cache_dir": str(folder)}, workers=2)
+    return start(extra, workers=2)
 
 
 @pytest.fixture(autouse=True)
@@ -232,7 +235,7 @@ def test_commands_reach_both_workers(engine: Engine, prompts: Texts, folder: Pat
     assert said is not None
     ram: Any = said["stats"]["tiers"]["ram"]
     first, second = on_each(engine, held)
-    assert first == second and first[0] == ram["chunks"] > 2
+    assert first == second and first[0] == ram["chunks"] > 3
     assert ram["bytes"] == first[1] + second[1]
     assert engine.ask([5], {"forget": "everything"}, tokens=1).usage is not None
     assert on_each(engine, held) == [(0, 0), (0, 0)]

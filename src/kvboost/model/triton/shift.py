@@ -239,7 +239,7 @@ def _errors_kernel(
     square_values = tl.zeros([ROWS], tl.float32)
     for start in range(begin, end, ROWS):
         row = start + tl.arange(0, ROWS)
-        _, x, y, plain, value = _errors(
+        _, _, _, _, _, of_keys, of_values = _errors(
             keys,
             key_row_stride,
             values,
@@ -259,10 +259,6 @@ def _errors_kernel(
             PAGE,
             INTERLEAVED,
         )
-        of_keys = tl.sum(x * x, 1) + tl.sum(y * y, 1)
-        if 2 * PAIRS < DIM:  # some channels do not rotate
-            of_keys += tl.sum(plain * plain, 1)
-        of_values = tl.sum(value * value, 1)
         square_keys += of_keys
         square_values += of_values
     scale_keys = error_weight * (end - begin) / tl.maximum(tl.sum(square_keys), 1e-30)
@@ -281,7 +277,7 @@ def _errors_kernel(
     for start in range(begin, end, ROWS):
         row = start + tl.arange(0, ROWS)
         used = row < end
-        position, x, y, plain, value = _errors(
+        position, x, y, plain, value, of_keys, of_values = _errors(
             keys,
             key_row_stride,
             values,
@@ -301,10 +297,6 @@ def _errors_kernel(
             PAGE,
             INTERLEAVED,
         )
-        of_keys = tl.sum(x * x, 1) + tl.sum(y * y, 1)
-        if 2 * PAIRS < DIM:  # some channels do not rotate
-            of_keys += tl.sum(plain * plain, 1)
-        of_values = tl.sum(value * value, 1)
         weight = tl.load(
             weights + row[None, :] * BLOCKS + block,
             mask=used[None, :] & (block < BLOCKS),
@@ -359,7 +351,7 @@ def _errors(
 ):
     """The positions of some recomputed rows, ``[rows, 1]``, and by how much they differ from the
     stale ones in one head: keys in the first and the second channels of each pair and in those that
-    do not rotate, and values."""
+    do not rotate, and values; then the squared differences of keys and of values."""
     pair, channel = tl.arange(0, WIDE_PAIRS)[None, :], tl.arange(0, WIDE)[None, :]
     first, second = channels_of(pair, PAIRS, INTERLEAVED)
     used = row < end
@@ -372,8 +364,11 @@ def _errors(
     y = _difference(key + second, stale + second, used & (pair < PAIRS))
     unrotated = used & (channel >= 2 * PAIRS) & (channel < DIM)
     plain = _difference(key + channel, stale + channel, unrotated)
-    of_values = _difference(value + channel, stale + (DIM + channel), used & (channel < DIM))
-    return position[:, None], x, y, plain, of_values
+    other = _difference(value + channel, stale + (DIM + channel), used & (channel < DIM))
+    of_keys = tl.sum(x * x, 1) + tl.sum(y * y, 1)
+    if 2 * PAIRS < DIM:  # some channels do not rotate
+        of_keys += tl.sum(plain * plain, 1)
+    return position[:, None], x, y, plain, other, of_keys, tl.sum(other * other, 1)
 
 
 @triton.jit
