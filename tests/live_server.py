@@ -32,10 +32,11 @@ class LiveServer:
 
 
 @contextmanager
-def live_server(engine: Any, **settings: Any) -> Iterator[LiveServer]:
-    """``engine`` on the network, until the block is left."""
+def live_server(engine: Any, *, loop: str = "auto", **settings: Any) -> Iterator[LiveServer]:
+    """``engine`` on the network, until the block is left. ``loop``: uvicorn's name of the event
+    loop."""
     options = {"drain_seconds": 5.0, **settings}
-    with live_app(create_app(engine, ServerSettings(**options))) as server:
+    with live_app(create_app(engine, ServerSettings(**options)), loop=loop) as server:
         yield server
 
 
@@ -51,12 +52,13 @@ def live_router(
 
 
 @contextmanager
-def live_app(app: Starlette, port: int = 0) -> Iterator[LiveServer]:
+def live_app(app: Starlette, port: int = 0, *, loop: str = "auto") -> Iterator[LiveServer]:
     """``app`` on the network, until the block is left."""
     listening = bind("127.0.0.1", port)
     port = listening.getsockname()[1]
     ready = threading.Event()
     server = Server(app, ready.set)
+    server.config.loop = loop
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     assert ready.wait(20), "the server did not start"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 import httpx
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvboost.config import at_least
 from kvboost.deploy.metrics import RouteMetrics
@@ -68,5 +68,5 @@ class RouteState:
         )
         self.metrics = RouteMetrics(self.router, lambda: self.upstreams.states)
         self.workers = Workers()
-        self.waiting_connections: dict[H11Protocol, None] = {}
+        self.waiting_connections: dict[asyncio.Protocol, None] = {}
         self.draining = False

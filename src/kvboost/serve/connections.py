@@ -5,57 +5,46 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvboost.serve.settings import ServerSettings
 
-HEAD_BYTES = 4 * 1024
-"""Bytes read at a time of heads and of chunked bodies. The parser handles all of them before other
-connections are served, and a body in chunks of one byte has thousands of parts."""
-BODY_BYTES = 64 * 1024
-"""Bytes read at a time of other bodies, which are not parsed."""
+MAX_HEAD = 64 * 1024
+"""Bytes after which a head that is not complete is refused. ``max_header_bytes`` limits complete
+ones."""
 
 
 class NetworkState(Protocol):
-    """What an application on the network keeps as ``app.state.server``."""
+    """The state that an application on the network keeps as ``app.state.server``."""
 
     settings: ServerSettings
-    waiting_connections: dict[H11Protocol, None]
+    waiting_connections: dict[asyncio.Protocol, None]
     """Connections without a request, the one that has waited longest first."""
     draining: bool
 
 
-class FramedConnection(h11.Connection):
-    """h11's connection with a shorter way for the parts of a body of unknown length: they change no
-    state, so all they need is a frame."""
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection with four more limits.
 
-    _is_chunked = False
-
-    def send(self, event: Any) -> Any:
-        if self._is_chunked and type(event) is h11.Data and self.our_state is h11.SEND_BODY:
-            data = event.data
-            return b"%x\r\n%b\r\n" % (len(data), data) if data else b""  # 0 bytes would end it
-        sent = super().send(event)
-        if type(event) is h11.Response:
-            self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in sent.lower()
-        return sent
-
-
-class Connection(H11Protocol):
-    """uvicorn's connection with three more limits. A request's head must be complete within
-    ``head_seconds``. A client that does not take data for ``write_seconds`` is disconnected. When
-    there are ``max_connections``, a new one replaces the connection that has waited longest
-    without a request; if all of them have one, the new connection is closed."""
+    - A request's head must be complete within ``head_seconds`` and ``MAX_HEAD`` bytes.
+    - A client that does not take data for ``write_seconds`` is disconnected.
+    - When there are ``max_connections``, a new one replaces the connection that has waited longest
+      without a request; if all of them have one, the new connection is closed.
+    - A client waits for its answer before it sends the next request. If it does not, it gets the
+      first answer and the connection is closed: otherwise connections full of requests that take no
+      time would never be without one, and no new connection could replace them.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        head_bytes = self.config.h11_max_incomplete_event_size
-        assert head_bytes is not None
-        self.conn = FramedConnection(h11.SERVER, head_bytes)
         self._state: NetworkState = self.config.app.state.server  # type: ignore[union-attr]
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._head_size = 0
+        self._in_body = False
+        """Whether the body of a request is still arriving, answered or not."""
+        self._is_pipelined = False
+        """Whether the client has sent a request before the answer to another one was complete."""
 
     @property
     def _has_request(self) -> bool:
@@ -63,33 +52,50 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.max_size = HEAD_BYTES  # type: ignore[attr-defined]
         waiting = self._state.waiting_connections
         waiting[self] = None
         if len(self.connections) > self._state.settings.max_connections:
             oldest = next(iter(waiting))  # this one, if all others have a request
+            assert isinstance(oldest, Connection)
             del waiting[oldest]
             self.connections.discard(oldest)
             oldest.transport.abort()
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_pipelined:
+            return
         super().data_received(data)
-        chunked = any(name == b"transfer-encoding" for name, _ in self.headers or ())
-        size = BODY_BYTES if self._has_request and not chunked else HEAD_BYTES
-        self.transport.max_size = size  # type: ignore[attr-defined]
+        self._head_size = 0 if self._has_request or self._in_body else self._head_size + len(data)
         if self._has_request:
             self._cancel_head_timer()
             self._state.waiting_connections.pop(self, None)
+        elif self._head_size > MAX_HEAD and not self.transport.is_closing():
+            self.send_400_response("The head of the request is too large.")
         else:
             self._expect_head()
 
+    def on_headers_complete(self) -> None:
+        self._in_body = True
+        if self._has_request:
+            self._is_pipelined, self.cycle.keep_alive = True, False
+        else:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_pipelined:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        if not self._is_pipelined:
+            super().on_message_complete()
+
     def on_response_complete(self) -> None:
-        super().on_response_complete()  # which may start the next request of this connection
+        super().on_response_complete()
         if self.transport.is_closing():
             self._limit_writing()
-        if not self._has_request:
-            self._state.waiting_connections[self] = None
+        self._state.waiting_connections[self] = None
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()

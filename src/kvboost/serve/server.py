@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Request
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvboost.errors import ConfigError
 from kvboost.serve.auth import Keys, Tenant
@@ -44,7 +44,7 @@ class ServerState:
         self.embedder = Embedder(engine, settings.embedding_model)
         self.stored_responses = StoredResponses(settings)
         self.kept_kv = KeptKV(engine)
-        self.waiting_connections: dict[H11Protocol, None] = {}
+        self.waiting_connections: dict[asyncio.Protocol, None] = {}
         """Connections without a request, the one that has waited longest first."""
         self.started = time.time()
         self.draining = False
