@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 import jsonschema_rs
 
-from kvboost.bench.load.serve.clients import data_of
+from kvboost.bench.load.serve.clients import data_of, open_client
 from kvboost.bench.load.soak import MOST_GROWTH, levels, resident_mb
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import KVBoostServer
@@ -218,13 +218,7 @@ class Clients:
         self._seen = seen
         self._answers: dict[str, str] = {}
         """Of the idle server, by request."""
-        self._client = httpx.AsyncClient(
-            base_url=server.url,
-            timeout=600,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=False,
-            headers={"x-api-key": CROWD},
-        )
+        self._client = open_client(600, base_url=server.url, headers={"x-api-key": CROWD})
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -32,7 +32,7 @@ def test_a_whole_answer(client) -> None:
         "prompt_tokens": 7,
         "completion_tokens": 2,
         "total_tokens": 9,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": 0, "exact_tokens": 0},
         "completion_tokens_details": {
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,

@@ -335,7 +335,8 @@ def usage(answers: Answers) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {
-            "cached_tokens": sum(choice.result.exact_tokens for choice in firsts)
+            "cached_tokens": sum(choice.result.cached_tokens for choice in firsts),
+            "exact_tokens": sum(choice.result.exact_tokens for choice in firsts),
         },
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,

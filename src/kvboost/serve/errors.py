@@ -32,7 +32,7 @@ from kvboost.errors import (
     UnknownAdapterError,
 )
 from kvboost.serve.anthropic.error_form import error_body, is_anthropic
-from kvboost.serve.problems import describe, place, short
+from kvboost.serve.problems import describe, place, short, shown
 
 logger = logging.getLogger("kvboost.serve")
 
@@ -74,8 +74,14 @@ class ApiError(Exception):
         return {"error": error}
 
     def response(self) -> Response:
-        """The error in the form of the API that the request's path belongs to."""
+        """The error in the form of the API that the request's path belongs to. The log finds it in
+        the request's state."""
         return _ErrorResponse(self)
+
+    def line(self) -> str:
+        """The error as fields of the access log: its code, and the field of the request."""
+        param = [] if self.param is None else [f"param={shown(self.param)}"]
+        return " ".join([f"code={self.code or self.kind}", *param])
 
 
 class _ErrorResponse(JSONResponse):
@@ -84,8 +90,10 @@ class _ErrorResponse(JSONResponse):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error, state = self._error, scope.setdefault("state", {})
+        state["refusal"] = error
         if is_anthropic(scope["path"]):
-            error, request_id = self._error, scope.get("state", {}).get("request_id")
+            request_id = state.get("request_id")
             body = error_body(error.status, _printable(error.message), request_id)
             await JSONResponse(body, error.status, error.headers)(scope, receive, send)
         else:

@@ -12,7 +12,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost.serve import records
-from kvboost.serve.errors import ClientGone, internal, log_failure, shutting_down
+from kvboost.serve.errors import ApiError, ClientGone, internal, log_failure, shutting_down
 from kvboost.serve.server import ServerState
 
 logger = logging.getLogger("kvboost.serve")
@@ -67,6 +67,8 @@ class RequestMiddleware:
                 await internal().response()(scope, receive, send_with_headers)
         finally:
             ended, tenant = time.perf_counter(), state.get("tenant")
+            refusal: ApiError | None = state.get("refusal")
+            said = record.line() or (refusal.line() if refusal is not None else "-")
             self._server.metrics.response(status)
             is_minor = scope["path"] in POLLED_PATHS or scope["path"].startswith(_PAGE)
             logger.log(
@@ -78,7 +80,7 @@ class RequestMiddleware:
                 status or "gone",
                 (ended - began) * 1e3,
                 tenant.name if tenant is not None else "-",
-                record.line() or "-",
+                said,
             )
             if self._server.tracing is not None and not is_minor:
                 self._server.tracing.request(scope, record, status, began, ended)

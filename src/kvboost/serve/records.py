@@ -22,13 +22,15 @@ class RequestRecord:
         return min(times, default=None)
 
     def tokens(self) -> dict[str, int]:
-        """Tokens by source. A prompt counts once, whatever its number of answers."""
-        total = dict.fromkeys(("prompt", "exact", "approximate", "moved", "computed"), 0)
+        """Tokens by source; ``cached`` are those that were not computed. A prompt counts once,
+        whatever its number of answers."""
+        total = dict.fromkeys(("prompt", "cached", "exact", "approximate", "moved", "computed"), 0)
         total |= {"recomputed": 0, "generated": 0}
         for choice in self.choices:
             total["generated"] += len(choice.result.token_ids)
             if choice.index % choice.call.n == 0:
                 total["prompt"] += len(choice.prompt_ids)
+                total["cached"] += choice.result.cached_tokens
                 for name, count in counts(choice.result.reuse).items():
                     total[name.removesuffix("_tokens")] += count
         return total

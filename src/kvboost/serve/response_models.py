@@ -81,7 +81,9 @@ class PlanReply(Reply):
 
 class PromptDetails(Reply):
     cached_tokens: int
-    """Exact rows only: those that the model would have computed."""
+    """Rows that were not computed."""
+    exact_tokens: int
+    """Those of them that are what the model would have computed."""
 
 
 class CompletionDetails(Reply):

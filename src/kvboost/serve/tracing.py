@@ -93,7 +93,7 @@ class Tracing:
             "gen_ai.response.finish_reasons": [choice.result.finish_reason for choice in choices],
             "gen_ai.usage.input_tokens": tokens["prompt"],
             "gen_ai.usage.output_tokens": tokens["generated"],
-            "gen_ai.usage.cache_read.input_tokens": tokens["exact"],
+            "gen_ai.usage.cache_read.input_tokens": tokens["cached"],
             "kvboost.mode": call.mode,
         }
         given |= {f"gen_ai.request.{name}": call.options.get(name) for name in _REQUEST_OPTIONS}

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 import fake_openai
+from fake_engine import FakeEngine
 from fake_openai import FakePeer
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit.benchmark import Bench, Option
@@ -30,6 +31,8 @@ from kvboost.bench.load.serve.users import (
 )
 from kvboost.bench.peers.servers import OURS, SYSTEMS
 from kvboost.errors import ConfigError, KVBoostError
+from kvboost.serve.connections import Connection
+from live_server import live_server
 from word_model import word_model
 
 
@@ -122,10 +125,10 @@ def test_a_chunk_may_hold_text_usage_both_or_an_error() -> None:
         "completion_tokens": 2,
         "prompt_tokens_details": {"cached_tokens": 4},
     }
-    ours = {"approximate_tokens": 1, "moved_tokens": 3, "recomputed_tokens": 2}
+    ours = {"approximate_tokens": 1, "moved_tokens": 3, "recomputed_tokens": 2, "ttft_ms": 250.0}
     assert read_event(json.dumps({"choices": [], "usage": usage, "kvboost": ours}), answer) == ""
     assert (answer.prompt_tokens, answer.completion_tokens, answer.cached_tokens) == (9, 2, 4)
-    assert answer.moved_tokens == 2
+    assert (answer.moved_tokens, answer.server_ttft_s) == (2, 0.25)
     assert answer.error is None
     read_event('{"error": {"message": "out of memory"}}', answer)
     assert answer.error == "out of memory"
@@ -161,6 +164,21 @@ def test_users_wait_for_answers_and_send_them_back() -> None:
     said = [[message["content"] for message in body["messages"]] for body in fake.bodies]
     assert ["a", "w0 w1 w2 ", "b"] in said
     assert ["c", "w0 w1 w2 ", "d"] in said
+
+
+def test_users_keep_their_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Connection.connection_made
+    accepted: list[Connection] = []
+    monkeypatch.setattr(
+        Connection,
+        "connection_made",
+        lambda self, *given: (accepted.append(self), made(self, *given)),
+    )
+    with live_server(FakeEngine()) as live:
+        target = Target(live.url, "fake", 3)
+        answers = asyncio.run(closed_loop(target, [talk("a", "b", "c"), talk("d", "e")]))
+    assert [answer.error for answer in answers] == [None] * 5
+    assert len(accepted) == 2
 
 
 def test_the_clock_stamps_every_piece() -> None:
@@ -206,7 +224,8 @@ def answered(ttft_s: float, sent_s: float = 0.0, error: str | None = None) -> An
         prompt_tokens=100,
         completion_tokens=3,
         cached_tokens=20,
-        moved_tokens=30,
+        moved_tokens=15,
+        server_ttft_s=ttft_s - 0.002,
         error=error,
     )
 
@@ -222,7 +241,8 @@ def test_a_round_counts_what_was_answered() -> None:
     assert one.seconds == pytest.approx(2.6)
     assert one.requests_per_s == pytest.approx(3 / 2.6)
     assert one.tokens_per_s == pytest.approx(9 / 2.6)
-    assert (one.cached_share, one.moved_share) == pytest.approx((0.2, 0.3))
+    assert (one.cached_share, one.moved_share) == pytest.approx((0.2, 0.15))
+    assert one.beyond_server_p50_ms == pytest.approx(2)
     failed = Round.of(answers)
     assert (failed.requests, failed.errors) == (4, 1)
     assert failed.ttft_p50_ms == pytest.approx(200)

@@ -277,7 +277,7 @@ class Player:
         call = _call(session.turns[len(done)].schema)
         target = Target(self.server.url, self.server.model, MAX_TOKENS, more=call)
         messages = session.messages([one.answer.text for one in done])
-        async with open_client(target, 1) as client:
+        async with open_client(target.timeout, 1) as client:
             await ask(client, target, messages, answer)
             if answer.error is not None:
                 raise KVBoostError(f"turn {len(done) + 1} failed: {answer.error}")

@@ -28,6 +28,7 @@ from kvboost.bench.kit.benchmark import Bench, Report, option
 from kvboost.bench.kit.benchmark import Settings as Base
 from kvboost.bench.kit.goals import Goal
 from kvboost.bench.kit.tables import percent, table
+from kvboost.bench.load.serve.clients import open_client
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import KVBoostServer, RouteServer
 from kvboost.bench.peers.setting import Setting, Vocabulary, prepare
@@ -55,6 +56,7 @@ KILL_CLIENTS = 4
 KILL_ANSWER_TOKENS = 24
 KILL_PROMPTS = 4
 RETRYABLE = (429, 502, 503)
+TIMEOUT = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +142,6 @@ class Killed:
         return wrong + other + none
 
 
-def client() -> httpx.AsyncClient:
-    limits = httpx.Limits(max_keepalive_connections=0)
-    return httpx.AsyncClient(timeout=300, limits=limits, trust_env=False, verify=False)
-
-
 def body(model: str, prompt: str, tokens: int, **more: Any) -> dict[str, Any]:
     return {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
 
@@ -162,14 +159,14 @@ async def load(
             served.note(await http.post(f"{route.url}/v1/completions", json=asked))
             on_answer()
 
-    async with client() as http:
+    async with open_client(TIMEOUT) as http:
         await asyncio.gather(*(talk(http) for _ in range(CLIENTS)))
     return served
 
 
 async def forget(servers: list[Running], salt: str) -> None:
     """Empties the caches, so that the next policy begins like the first."""
-    async with client() as http:
+    async with open_client(TIMEOUT) as http:
         for server in servers:
             gone = await http.post(f"{server.url}/kvboost/forget", json={"cache_salt": salt})
             gone.raise_for_status()
@@ -178,7 +175,7 @@ async def forget(servers: list[Running], salt: str) -> None:
 async def references(server: Running, prompts: list[str]) -> dict[str, str]:
     """The right answers: each prompt alone, without reuse."""
     told = {}
-    async with client() as http:
+    async with open_client(TIMEOUT) as http:
         for prompt in prompts:
             asked = body(server.model, prompt, KILL_ANSWER_TOKENS, kvboost={"mode": "baseline"})
             answer = await http.post(f"{server.url}/v1/completions", json=asked)
@@ -232,7 +229,7 @@ async def kill_one(
             _note(seen, outcome, after=was_killed)
             on_answer()
 
-    async with client() as http:
+    async with open_client(TIMEOUT) as http:
         await asyncio.gather(*(talk(http) for _ in range(KILL_CLIENTS)))
     return seen
 

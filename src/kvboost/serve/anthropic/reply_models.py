@@ -46,7 +46,8 @@ class MessagesUsage(Reply):
     cache_creation_input_tokens: int
     """Tokens that were not in the cache, of text that was marked."""
     cache_read_input_tokens: int
-    """Exact rows only: those that the model would have computed."""
+    """Rows that were not computed; ``kvboost.exact_tokens`` are those that are what the model would
+    have computed."""
     output_tokens: int
 
 

@@ -122,7 +122,7 @@ class MessageWriter:
         return next((stop for stop in stops if rest.startswith(stop)), None)
 
     def _usage(self, choice: Choice) -> dict[str, int]:
-        prompt, read = len(choice.prompt_ids), choice.result.exact_tokens
+        prompt, read = len(choice.prompt_ids), choice.result.cached_tokens
         created = max(0, self._kept.num_tokens(choice.prompt_ids) - read)
         return {
             "input_tokens": prompt - read - created,

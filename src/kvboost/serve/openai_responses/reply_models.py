@@ -51,7 +51,9 @@ class OutputReasoning(Reply):
 
 class InputDetails(Reply):
     cached_tokens: int
-    """Exact rows only: those that the model would have computed."""
+    """Rows that were not computed."""
+    exact_tokens: int
+    """Those of them that are what the model would have computed."""
     cache_write_tokens: int
     """The other rows of the prompt. All of them are cached now."""
 

@@ -107,8 +107,9 @@ class ResponseWriter:
         return {
             "input_tokens": prompt,
             "input_tokens_details": {
-                "cached_tokens": result.exact_tokens,
-                "cache_write_tokens": prompt - result.exact_tokens,
+                "cached_tokens": result.cached_tokens,
+                "exact_tokens": result.exact_tokens,
+                "cache_write_tokens": prompt - result.cached_tokens,
             },
             "output_tokens": answer,
             "output_tokens_details": {"reasoning_tokens": thought},

@@ -19,6 +19,8 @@ import httpx
 from kvboost.bench.load.serve.users import Message, Request
 
 OnAnswer = Callable[[], None]
+KEPT_SECONDS = 3.0
+"""An idle connection is kept for so long. uvicorn, which most servers use, closes it after 5."""
 SOURCES = ("exact", "approximate", "moved", "recomputed", "computed")
 """Where our server says that the rows of a prompt come from; moved rows include recomputed ones."""
 
@@ -68,7 +70,9 @@ class Answer:
     cached_tokens: int = 0
     """Prompt tokens that were not computed, as the server reports them."""
     moved_tokens: int = 0
-    """Ours only: not computed either, but reused from another place."""
+    """Ours only: those of them that were reused from another place."""
+    server_ttft_s: float | None = None
+    """Ours only: the first token by the server's clock, from the complete request on."""
     rows: dict[str, int] = field(default_factory=dict)
     """Ours only: the prompt's rows by source."""
     error: str | None = None
@@ -95,6 +99,7 @@ def read_event(data: str, answer: Answer) -> str:
         reused = ours["approximate_tokens"] + ours["moved_tokens"]
         answer.moved_tokens = reused - ours["recomputed_tokens"]
         answer.rows = {name: ours.get(f"{name}_tokens", 0) for name in SOURCES}
+        answer.server_ttft_s = ours["ttft_ms"] / 1e3
     pieces = [choice.get("delta", {}).get("content") or "" for choice in chunk.get("choices", ())]
     return "".join(pieces)
 
@@ -144,7 +149,7 @@ async def closed_loop(
     target: Target, users: Sequence[Sequence[Request]], on_answer: OnAnswer = lambda: None
 ) -> list[Answer]:
     """All users at once; each waits for an answer before its next request."""
-    async with open_client(target, len(users)) as client:
+    async with open_client(target.timeout, len(users)) as client:
         since = time.perf_counter()
 
         async def talk(requests: Sequence[Request]) -> list[Answer]:
@@ -165,10 +170,19 @@ async def closed_loop(
         return [answer for answers in talks for answer in answers]
 
 
-def open_client(target: Target, connections: int) -> httpx.AsyncClient:
-    """Straight to the server, a connection per request: one that is kept alive may end any time."""
+def open_client(
+    timeout: float, connections: int | None = None, **options: Any
+) -> httpx.AsyncClient:
+    """A client that keeps its connections, as OpenAI's does, and goes straight to the server. It
+    closes an idle connection before a server would, so that no request meets one that ends."""
     return httpx.AsyncClient(
-        timeout=target.timeout,
-        limits=httpx.Limits(max_connections=connections, max_keepalive_connections=0),
+        timeout=timeout,
+        limits=httpx.Limits(
+            max_connections=connections,
+            max_keepalive_connections=connections,
+            keepalive_expiry=KEPT_SECONDS,
+        ),
         trust_env=False,
+        verify=False,  # all servers speak HTTP; certificates would only be loaded
+        **options,
     )

@@ -15,8 +15,8 @@ UNEQUAL = 0.02
 """Prompts or answers whose mean lengths differ by more than this are worth a note."""
 NOTE = dim(
     "TTFT: from sending to the first text; ITL: from one piece of text to the next; ms by the "
-    "client's clock.\ncached: share of prompt tokens the server says it did not compute; + moved: "
-    "reused from another place."
+    "client's clock.\ncached: share of prompt tokens the server says it did not compute; moved: "
+    "the part of it that was reused from another place."
 )
 
 
@@ -36,6 +36,10 @@ def tables(rows: Sequence[Row]) -> Iterator[Table]:
 
 def notes(rows: Sequence[Row], requests: int) -> Iterator[Text]:
     """``requests``: of each user, if there was time for all of them."""
+    for row in rows:
+        if beyond := row.median.beyond_server_p50_ms:
+            said = f"{beyond:.1f} ms after the server's own clock says (p50)"
+            yield dim(f"{_load(row)}: the first token of {row.system} arrives {said}")
     for note in (*inequalities(rows), *cut_short(rows, requests)):
         yield warning(note)
 
@@ -92,7 +96,7 @@ def _by_load(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def _cells(row: Row) -> list[str]:
     one = row.median
-    moved = f" + {one.moved_share:.0%}" if one.moved_share else ""
+    moved = f", {one.moved_share:.0%} moved" if one.moved_share else ""
     return [
         row.system,
         *(f"{one.ttft_p50_ms:,.0f}", f"{one.ttft_p95_ms:,.0f}"),

@@ -39,7 +39,9 @@ class Round:
     completion_tokens: float
     cached_share: float
     moved_share: float
-    """Ours only: reused beyond that, from another place."""
+    """Ours only: the part of it that was reused from another place."""
+    beyond_server_p50_ms: float
+    """Ours only: how long after the server's own clock the first token arrives at the client."""
 
     @classmethod
     def of(cls, answers: Sequence[Answer]) -> Round:
@@ -65,6 +67,7 @@ class Round:
             completion_tokens=completions / len(good),
             cached_share=sum(answer.cached_tokens for answer in good) / max(1, prompts),
             moved_share=sum(answer.moved_tokens for answer in good) / max(1, prompts),
+            beyond_server_p50_ms=float(np.percentile(_beyond_server_ms(good) or [0.0], 50)),
         )
 
 
@@ -96,6 +99,14 @@ class Row:
             **asdict(self.median),
             "rounds": [asdict(one) for one in self.rounds],
         }
+
+
+def _beyond_server_ms(answers: Sequence[Answer]) -> list[float]:
+    return [
+        1e3 * (answer.ttft_s - answer.server_ttft_s)
+        for answer in answers
+        if answer.ttft_s is not None and answer.server_ttft_s is not None
+    ]
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
