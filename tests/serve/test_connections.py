@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from fake_engine import FakeEngine
 from kvboost.serve.connections import MAX_HEAD
-from kvboost.serve.settings import ApiKey
-from live_server import LiveServer, connect, live_server, read_until, wait_for
+from kvboost.serve.settings import ApiKey, ServerSettings
+from live_server import LiveServer, connect, live_app, live_server, read_until, wait_for
 
 KEYS = (ApiKey("ann", "k-ann"),)
 ANN = {"authorization": "Bearer k-ann"}
@@ -227,6 +232,35 @@ def test_a_second_request_during_an_answer_changes_nothing_of_it() -> None:
         )
         assert not is_closed(asking)
         assert len(fake.streams) == 1 and fake.streams[0].is_open
+
+
+def test_a_client_need_not_wait_for_what_follows_a_complete_answer() -> None:
+    """The length says that the answer is complete, although the application has not ended it."""
+    ended, told = threading.Event(), []
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        headers = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"ok", "more_body": True})
+        told.append(scope["path"])
+        while not ended.is_set():
+            await asyncio.sleep(0.01)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    app = Starlette(routes=[Mount("/", answer)])
+    app.state.server = SimpleNamespace(
+        settings=ServerSettings(), waiting_connections={}, draining=False
+    )
+    with live_app(app) as server, raw(server, b"GET /1 HTTP/1.1\r\nhost: x\r\n\r\n") as kept:
+        read_until(kept, b"ok")
+        kept.sendall(b"GET /2 HTTP/1.1\r\nhost: x\r\n\r\n")
+        time.sleep(0.1)
+        assert told == ["/1"]
+        ended.set()
+        read_until(kept, b"ok")
+        assert told == ["/1", "/2"]
 
 
 def test_connections_full_of_requests_do_not_lock_out_others() -> None:

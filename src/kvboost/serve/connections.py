@@ -50,6 +50,12 @@ class Connection(HttpToolsProtocol):
     def _has_request(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
+    @property
+    def _is_answered(self) -> bool:
+        """Whether the client has all of the answer, although the application has not ended it."""
+        cycle = self.cycle
+        return cycle.chunked_encoding is False and cycle.expected_content_length == 0
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         waiting = self._state.waiting_connections
@@ -77,7 +83,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_body = True
-        if self._has_request:
+        if self._has_request and not self._is_answered:
             self._is_pipelined, self.cycle.keep_alive = True, False
         else:
             super().on_headers_complete()
@@ -92,10 +98,11 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
+        super().on_response_complete()  # which may start the next request of this connection
         if self.transport.is_closing():
             self._limit_writing()
-        self._state.waiting_connections[self] = None
+        if not self._has_request:
+            self._state.waiting_connections[self] = None
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
