@@ -126,6 +126,12 @@ class FakeEngine:
         self.uses.append(use)
         return options
 
+    def answer_meanwhile(self) -> None:
+        pass
+
+    def prepare_formats(self) -> None:
+        pass
+
     def compile_format(self, options: dict[str, Any]) -> None:
         pass
 

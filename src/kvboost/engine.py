@@ -54,6 +54,7 @@ from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.streams import AsyncTextStream, TextStream
 from kvboost.runtime.text_cache import TextCache
 from kvboost.structured.grammars import Grammar
+from kvboost.structured.library import is_installed
 from kvboost.tokens.hashing import as_token_ids
 from kvboost.tokens.prompt import Conversation, Prompt
 
@@ -110,7 +111,7 @@ class KVBoost(TextCache):
           ``heal="auto"``, ``max_audit_kl=None``
         - requests: ``max_running=16``, ``max_waiting=256``, ``max_kv_bytes=None``,
           ``far_kv_bytes=0``, ``far_kv_bits=16``, ``far_kv_dir=None``, ``sharing_wait=2.0``,
-          ``step_rows=None``, ``prefill_slice=None``, ``graphs="auto"``
+          ``max_pause=0.2``, ``step_rows=None``, ``prefill_slice=None``, ``graphs="auto"``
         - drafts: ``speculate="auto"``, ``draft_model=None``
         - quantised models: ``weights="auto"``
         - models larger than the GPU: ``device_memory=None``, ``host_memory=None``
@@ -322,6 +323,13 @@ class KVBoost(TextCache):
         ``StructuredOutputError`` if answers cannot be held to the format."""
         return self._grammars.of_format(options)
 
+    def prepare_formats(self) -> None:
+        """Does now what the first format of an engine would wait for, about a second; nothing
+        without the extra ``structured``. No other thread runs meanwhile, so a server does it before
+        it takes requests."""
+        if is_installed():
+            self._grammars.prepare()
+
     def answer_options(
         self, prompt_ids: Sequence[int], use: ToolUse, options: Mapping[str, Any]
     ) -> dict[str, Any]:
@@ -427,6 +435,11 @@ class KVBoost(TextCache):
         a time."""
         self._lifetime.check()
         return self._loop.between_steps(work)
+
+    def answer_meanwhile(self) -> None:
+        """Lets running answers go on if they have waited for long. For work in ``between_steps``
+        that takes longer than ``max_pause``: call it every now and then."""
+        self._loop.answer_meanwhile()
 
     async def adrain(self, timeout: float | None = None) -> bool:
         """Takes no new requests and waits for the others to end; False if that took longer than

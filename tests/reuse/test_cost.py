@@ -40,6 +40,19 @@ def test_costs_of_forwards_are_learned() -> None:
     assert cost.place(500) == pytest.approx(0.01)
 
 
+def test_rows_within_a_time_are_those_whose_forward_takes_it() -> None:
+    cost = CostModel(1e-4)
+    assert cost.rows_within(1.0, 0) is None
+    for rows in (1, 64, 512):
+        for keys in (0, 1000, 4000):
+            cost.observe(rows, keys, 0.02 + rows * (0.004 + keys * 1e-6))
+    for seconds, keys in ((0.2, 0), (0.5, 2000), (1.0, 4000)):
+        rows = cost.rows_within(seconds, keys)
+        assert rows is not None
+        assert cost.forward(rows, keys) <= seconds < cost.forward(rows + 1, keys)
+    assert cost.rows_within(0.0, 0) == 0
+
+
 def test_decode_steps_alone_are_no_measure_of_a_prefill() -> None:
     cost = CostModel(3e-4)
     for _ in range(50):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adapters import write_adapter
 from kvboost import (
     ConfigError,
     GenerationMode,
@@ -639,3 +642,74 @@ def test_the_most_valuable_chunks_are_shown(make: Callable[..., KVBoost]) -> Non
     )
     assert max(chunk["uses"] for chunk in chunks) >= 2 and "same text" in chunks[0]["text"]
     assert engine.estimate_ms(100) is None or engine.estimate_ms(100) > 0
+
+
+@on_buffers
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mistral-window", "gpt2"])
+def test_answers_go_on_between_the_layers_of_other_forwards(name: str) -> None:
+    """With no patience at all, a step runs before every layer; the answers stay the same."""
+    prompts = [TEXT[:40], TEXT[100:300], TEXT[:240], TEXT[500:530], TEXT[700:900]]
+    options: dict[str, Any] = {"strict": False, "sharing_wait": 0.0, "step_rows": 64}
+    each = [{"max_new_tokens": tokens} for tokens in (40, 6, 5, 30, 6)]
+    with make_engine(tiny_model(name), max_pause=0.0, **options) as engine:
+        expected = [one.token_ids for one in engine.generate_batch(prompts, mode=EXACT, each=each)]
+        assert engine.serving_stats()["steps_between_layers"] == 0
+    with make_engine(tiny_model(name), max_pause=1e-9, **options) as engine:
+        got = engine.generate_batch(prompts, mode=EXACT, each=each)
+        assert [one.token_ids for one in got] == expected
+        assert engine.serving_stats()["steps_between_layers"] > 10
+        assert engine.serving_stats()["kv_bytes"] == 0
+        assert engine.check_integrity() == []
+
+
+@on_buffers
+def test_a_repair_is_the_same_when_answers_go_on_between_its_layers(
+    make: Callable[..., KVBoost], tmp_path: Path
+) -> None:
+    """And so are adapters: those of the repaired request, and those of the answers in between."""
+    prompt = TEXT[500:520] + TEXT[:180] + TEXT[600:620]
+
+    async def ask(engine: KVBoost) -> list[list[int]]:
+        streams = [
+            engine.astream(TEXT[2000:2040], 60),
+            engine.astream(TEXT[2100:2140], 60, adapter="other"),
+        ]
+        for stream in streams:
+            await anext(stream)
+        streams.append(engine.astream(prompt, 6, adapter="own", keep=False))
+        for stream in reversed(streams):
+            async for _ in stream:
+                pass
+        assert streams[-1].result.recomputed_tokens
+        return [stream.result.token_ids for stream in streams]
+
+    answers = []
+    for max_pause in (0.0, 1e-9):
+        engine = make(reuse_moved="always", sharing_wait=0.0, max_pause=max_pause)
+        for seed, adapter in enumerate(("own", "other")):
+            folder = write_adapter(tmp_path / adapter, engine._model.forward.model, seed=seed)
+            engine.load_adapter(adapter, folder)
+        engine.generate(TEXT[:180], 1, adapter="own")
+        answers.append(asyncio.run(ask(engine)))
+    assert answers[0] == answers[1]
+    assert engine.serving_stats()["steps_between_layers"] > 0
+
+
+@on_buffers
+def test_embeddings_are_the_same_when_answers_go_on_between_their_layers(
+    make: Callable[..., KVBoost],
+) -> None:
+    engine = make(max_pause=1e-9)
+    texts = [TEXT[:200], TEXT[300:320]]
+    expected = engine.embedder.embed(texts)
+
+    async def read() -> np.ndarray[Any, Any]:
+        stream = engine.astream(TEXT[1000:1040], 60)
+        await anext(stream)
+        work = partial(engine.embedder.embed, texts)
+        found = await asyncio.wrap_future(engine.between_steps(work))
+        await stream.aclose()
+        return found
+
+    assert np.allclose(asyncio.run(read()), expected, atol=1e-5)
+    assert engine.serving_stats()["steps_between_layers"] > 0

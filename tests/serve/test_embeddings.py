@@ -16,8 +16,9 @@ from starlette.testclient import TestClient
 
 from kvboost import EmbeddingModel, KVBoost
 from kvboost.serve.app import create_app
+from kvboost.serve.embedder import Embedder
 from kvboost.serve.settings import ServerSettings
-from tiny import EOS, VOCAB, byte_tokenizer, tiny_model
+from tiny import EOS, VOCAB, byte_tokenizer, make_engine, tiny_model
 
 TEXTS = ["the tower has a lamp", "a", "ships pass the sound at night " * 12]
 
@@ -119,6 +120,23 @@ def test_an_answer_is_not_held_up_by_embeddings(engine) -> None:
     assert asyncio.run(answer()) == 16
     assert seen == list(range(seen[0], seen[0] + 6))
     steps.close()
+
+
+def test_an_answer_goes_on_between_the_layers_of_another_model() -> None:
+    encoder = tiny_encoder()
+    with make_engine(tiny_model("llama"), max_pause=1e-9) as engine:
+        Embedder(engine, encoder)
+
+        async def answer() -> int:
+            async with engine.astream("a prompt", 16, logit_bias={EOS: -100}) as stream:
+                await anext(stream)
+                await asyncio.wrap_future(engine.between_steps(lambda: encoder.embed(["a"] * 3)))
+                async for _ in stream:
+                    pass
+            return stream.num_tokens
+
+        assert asyncio.run(answer()) == 16
+        assert engine.serving_stats()["steps_between_layers"] > 0
 
 
 def test_a_model_of_its_own_embeds_with_padding_left_out(engine) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import ssl
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 import trustme
 
 import kvboost
+from kvboost.serve import process
 from kvboost.serve.app import create_app
 from kvboost.serve.process import Server
 from kvboost.serve.settings import ServerSettings, parse_keys
@@ -26,6 +29,21 @@ PREFLIGHT = {
     "access-control-request-headers": "authorization,content-type,x-stainless-lang",
 }
 BODY = {"model": "fake", "prompt": "words"}
+
+
+def test_formats_are_prepared_before_requests_are_taken(fake, monkeypatch) -> None:
+    """Their tokenizer takes a second in which nothing else of the process runs."""
+    order: list[str] = []
+    monkeypatch.setattr(fake, "prepare_formats", lambda: order.append("prepared"))
+    monkeypatch.setattr(process, "run", lambda *given: order.append("run"))
+    before = sys.getswitchinterval()
+    try:
+        with process.bind("127.0.0.1", 0) as listening:
+            process.serve(fake, ServerSettings(), listening)
+    finally:
+        sys.setswitchinterval(before)
+        gc.unfreeze()
+    assert order == ["prepared", "run"]
 
 
 def test_browsers_may_not_call_it_by_default(client) -> None:

@@ -25,6 +25,15 @@ def grammars() -> Grammars:
     return Grammars(TOKENIZER.serialized, VOCAB, [EOS])
 
 
+def test_the_tokenizer_is_read_once_and_before_the_first_grammar_if_asked() -> None:
+    reads: list[str] = []
+    grammars = Grammars(lambda: reads.append("read") or TOKENIZER.serialized(), VOCAB, [EOS])
+    grammars.prepare()
+    assert reads == ["read"]
+    start(grammars, choice=["a", "b"])
+    assert reads == ["read"]
+
+
 def start(grammars: Grammars, **options) -> Constraint:
     grammar = grammar_for(options)
     assert grammar is not None

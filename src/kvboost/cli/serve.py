@@ -147,6 +147,14 @@ def serve(
             min=0.0, help="Seconds a request may wait for another that is reading the same text."
         ),
     ] = EngineConfig.sharing_wait,
+    max_pause: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="About how many seconds a running answer waits for its next token at most while "
+            "other prompts are read; 0 sets no limit.",
+        ),
+    ] = EngineConfig.max_pause,
     timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds a request may take; 0 sets no limit.")
     ] = 600.0,
@@ -305,6 +313,7 @@ def serve(
                 far_kv_bits=far_kv_bits,
                 far_kv_dir=far_kv_dir,
                 sharing_wait=sharing_wait,
+                max_pause=max_pause,
                 kv_events=events,
             ) as engine,
         ):

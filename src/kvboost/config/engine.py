@@ -110,6 +110,10 @@ class EngineConfig:
     sharing_wait: float = 2.0
     """If a running request is reading text that a new request shares, the new one waits up to this
     many seconds, and the text is read once. 0 disables the waiting."""
+    max_pause: float = 0.2
+    """About how many seconds a running answer waits for its next token at most while other prompts
+    are read on a CPU: a forward that takes longer lets answers go on between two of its layers. A
+    smaller pause makes reading slower. 0 sets no limit."""
     graphs: str = "auto"
     """On a GPU, decode steps and short forwards are recorded as CUDA graphs where the model allows
     it, which takes up to a twentieth of the GPU's memory: with ``"auto"`` the usual ones when
@@ -183,6 +187,7 @@ class EngineConfig:
         whole(self.max_running, 1, "max_running")
         whole(self.max_waiting, 0, "max_waiting")
         at_least(self.sharing_wait, 0.0, "sharing_wait")
+        at_least(self.max_pause, 0.0, "max_pause")
         if self.kv_events is not None and not isinstance(self.kv_events, KVEvents):
             raise ConfigError(
                 f"kv_events={self.kv_events!r} must be KVEvents, such as KVEvents('tcp://*:5557')"

@@ -44,6 +44,7 @@ class EngineOptions(TypedDict, total=False):
     far_kv_bits: int
     far_kv_dir: str | os.PathLike[str] | None
     sharing_wait: float
+    max_pause: float
     graphs: str
     step_rows: int | None
     kv_events: KVEvents | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,15 +15,22 @@ from kvboost.model.kv import KVShape
 from kvboost.model.segment import Segment
 
 
-class PackedCache:
-    """Writes the fresh rows of a batch and returns them."""
+def go_on() -> None:
+    """Does nothing between two layers."""
 
-    def __init__(self, batch: Batch) -> None:
+
+class PackedCache:
+    """Writes the fresh rows of a batch and returns them. ``between_layers`` is called once in every
+    layer."""
+
+    def __init__(self, batch: Batch, between_layers: Callable[[], None] = go_on) -> None:
         self.batch = batch
+        self.between_layers = between_layers
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.between_layers()
         self.batch.write(layer_idx, keys, values)
         setattr(keys, attention.BATCH, self.batch)
         return keys, values
@@ -43,15 +51,17 @@ class SequenceCache:
 
     is_compileable = False
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, between_layers: Callable[[], None] = go_on) -> None:
         assert isinstance(segment.positions, range), "only a sequence without gaps"
         self._segment = segment
+        self._between_layers = between_layers
         self._lengths: dict[int, int] = {}
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         segment = self._segment
+        self._between_layers()
         segment.kv.write(layer_idx, segment.positions, keys, values)
         self._lengths[layer_idx] = segment.end
         return segment.kv.layer(layer_idx, 0, segment.end)

@@ -23,7 +23,7 @@ from kvboost.model.adapters.adapter import Adapter
 from kvboost.model.adapters.files import AdapterFiles
 from kvboost.model.adapters.layers import AdapterHooks
 from kvboost.model.attention import Batch
-from kvboost.model.caches import PackedCache, SequenceCache, observe_shape
+from kvboost.model.caches import PackedCache, SequenceCache, go_on, observe_shape
 from kvboost.model.fast_layers import FastLayers, decoder_layers
 from kvboost.model.kv import RequestKV
 from kvboost.model.native.decoder import (
@@ -75,7 +75,8 @@ class SegmentRunner(Protocol):
 
 
 class Forward:
-    """Runs segments through a model. Safe to call from several threads: one runs at a time.
+    """Runs segments through a model. Safe to call from several threads: one runs at a time. A
+    thread may run another forward between two layers of its own (``between_layers``).
 
     ``packed`` models use our attention function, for all segments at once. Other models keep their
     own attention and run the segments one by one, each continuing its own sequence.
@@ -98,7 +99,11 @@ class Forward:
         self.streams = streams
         self._alone_beyond = alone_beyond
         self._own_attention = "sdpa" if model._supports_sdpa else "eager"
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._depth = 0
+        """How many forwards have begun and not ended: one within the other."""
+        self.between_layers: Callable[[], None] = go_on
+        """Called between the layers of forwards on a CPU, in the thread that runs them."""
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.release()  # another engine may have bound it
         self.shape, self._num_logits = observe_shape(model)
@@ -186,7 +191,9 @@ class Forward:
         with self._lock, torch.inference_mode():
             self.bind()
             if not self.packed:
-                return torch.cat([self._run([each], SequenceCache(each)) for each in segments])
+                between = self.between_layers
+                runs = [self._run([each], SequenceCache(each, between)) for each in segments]
+                return torch.cat(runs)
             try:
                 if self._must_run_apart(segments):
                     return torch.cat([self._run_packed([each]) for each in segments])
@@ -253,10 +260,12 @@ class Forward:
         thread = threading.get_ident()
 
         def note(module: Any, args: Any, output: Any) -> None:
-            if threading.get_ident() == thread:  # others run forwards between two of ours
+            # Others run forwards between two of ours, and this thread between two layers.
+            if threading.get_ident() == thread and self._depth == depth:
                 found.append(output.last_hidden_state[0])
 
         with self._lock:
+            depth = self._depth + 1
             handle = self.model.base_model.register_forward_hook(note)
         try:
             self(segments)
@@ -393,9 +402,11 @@ class Forward:
 
             return self._run(segments, PackedCache(PagedBatch(segments)))
         kernels = None if self._runs_as_stock(segments) else self._kernels
-        if self._head is not None:
-            self._head.is_on = kernels is not None
-        return self._run(segments, PackedCache(Batch(segments, kernels)))
+        cache = PackedCache(Batch(segments, kernels), self.between_layers)
+        if self._head is None:
+            return self._run(segments, cache)
+        with self._head.turned(on=kernels is not None):
+            return self._run(segments, cache)
 
     def _runs_as_stock(self, segments: Sequence[Segment]) -> bool:
         """Whether to make stock transformers' calls: for a segment that asks for it and is alone.
@@ -415,10 +426,14 @@ class Forward:
         wanted = _wanted_rows(segments, device)
         if self._selects_rows:
             kwargs["logits_to_keep"] = wanted
-        with self._hooks.applied(segments):
-            logits = self.model(
-                input_ids=token_ids[None], past_key_values=cache, use_cache=True, **kwargs
-            ).logits[0]
+        self._depth += 1
+        try:
+            with self._hooks.applied(segments):
+                logits = self.model(
+                    input_ids=token_ids[None], past_key_values=cache, use_cache=True, **kwargs
+                ).logits[0]
+        finally:
+            self._depth -= 1
         return logits if self._selects_rows else logits[wanted]
 
 

@@ -89,6 +89,15 @@ class CostModel:
             coefficients = self._coefficients()
         return float(_features(self.computed_rows(rows), keys) @ coefficients)
 
+    def rows_within(self, seconds: float, keys: int) -> int | None:
+        """How many rows a forward over ``keys`` keys should compute in ``seconds``; None until
+        forwards have been measured."""
+        if not self.is_measured:
+            return None
+        with self._lock:
+            fixed, row, key = map(float, self._coefficients())
+        return max(0, int((seconds - fixed) / max(row + key * keys, 1e-12)))
+
     def observe_step(self, rows: int, seconds: float, *, drafted: bool = False) -> None:
         """Learns that a decode step of ``rows`` rows took ``seconds``. Few rows do not cost what
         the line through long forwards says: they wait for the weights, or take another kernel."""

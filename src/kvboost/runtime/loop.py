@@ -2,7 +2,9 @@
 
 One thread runs the loop, from the first request on. A step removes the requests that have left,
 resumes those that paused, starts waiting ones, picks rows, runs them and hands out the logits.
-While there are no requests, it heals conversations.
+While there are no requests, it heals conversations. On a CPU, a forward that takes long lets the
+requests that are answering run their own steps between two of its layers, so that they keep their
+pace whatever else is read.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from kvboost.runtime.generation import Generation
 from kvboost.runtime.healing import Healer
 from kvboost.runtime.job import Job
 from kvboost.runtime.loop_stats import LoopStats
+from kvboost.runtime.patience import Patience
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.scheduler import Scheduler
@@ -70,6 +73,15 @@ class Loop:
         self._step_ended: float | None = None
         """When the last step did, if the next one follows at once: what requests do between two of
         them takes time as well, unless steps on a device run meanwhile."""
+        self._patience = Patience(config.max_pause, runtime.cost)
+        self._num_meanwhile = 0
+        """How many steps were run between the layers of other forwards."""
+        self._is_meanwhile = False
+        self._in_forward: frozenset[Job] = frozenset()
+        """The requests of the forward that runs, apart from those in between."""
+        self._pauses_forwards = on_cpu and runtime.ends_forwards and bool(self._patience)
+        if self._pauses_forwards:
+            self._forward.between_layers = self.answer_meanwhile
         runtime.idle_work.on_added = self._wake
 
     def submit(
@@ -158,6 +170,7 @@ class Loop:
                 max_kv_bytes=self.max_kv_bytes,
                 shared_kv_bytes=spared,
                 steps=self._counts["steps"],
+                steps_between_layers=self._num_meanwhile,
                 rows=self._counts["rows"],
                 batch_sizes=dict(self._batch_sizes),
                 finished=dict(self._finished),
@@ -269,8 +282,34 @@ class Loop:
             job.steps = self._steps(job)
             self._advance(job, None)
 
+    def answer_meanwhile(self) -> None:
+        """Runs the next step of the requests that are answering, if they would otherwise wait too
+        long. For work in the loop's thread that takes long: forwards call it before each layer."""
+        if self._is_meanwhile or threading.current_thread() is not self._thread:
+            return
+        if not self._patience.is_over():
+            return
+        self._is_meanwhile = True
+        try:
+            for job in self._answering():
+                if job.need is None:
+                    self._advance(job, None)
+            self._step_ended = None
+            if batch := [job for job in self._answering() if job not in self._in_forward]:
+                self._num_meanwhile += 1
+                self._run(batch)
+            self._outbox.send()
+        finally:
+            self._step_ended = None
+            self._is_meanwhile = False
+
+    def _answering(self) -> list[Job]:
+        return [job for job in self._running() if not job.is_reading and job.steps is not None]
+
     def _pick_batches(self) -> list[list[Job]]:
-        """The requests of this step: one batch, and one more for each that must run alone."""
+        """The requests of this step: one batch, and one more for each that must run alone. Where
+        forwards let others run between their layers, those that are answering have a batch of their
+        own if all together would take long."""
         with self._changed:
             needs = self._needs()
             picked = self._scheduler.pick(needs, time.monotonic())
@@ -279,12 +318,42 @@ class Loop:
                 job.state.accompanied = True
         together = [job for job in picked if not job.runs_alone]
         alone = [[job] for job in picked if job.runs_alone]
-        return [together, *alone] if together else alone
+        batches = [together]
+        if self._pauses_forwards and not self._is_quick(together):
+            answering = [job for job in together if not job.is_reading]
+            batches = [answering, [job for job in together if job.is_reading]]
+        return [*filter(None, batches), *alone]
+
+    def _is_quick(self, batch: list[Job]) -> bool:
+        """Whether one forward for ``batch`` may be made although some of it are answering and
+        others are read."""
+        segments = [job.need for job in batch if job.need is not None]
+        if len({job.is_reading for job in batch}) < 2:
+            return True
+        num_rows = sum(map(len, segments))
+        keys = sum(len(segment) * segment.end for segment in segments) // num_rows
+        return self._patience.allows(num_rows, keys)
 
     def _run(self, batch: list[Job]) -> None:
-        """Makes one forward for the whole ``batch``; if it fails, one for each request."""
+        """Makes one forward for the whole ``batch``; if it fails, one for each request. Requests
+        that have ended or paused since they were picked are left out."""
+        batch = [job for job in batch if job.need is not None]
+        if not batch:
+            return
+        if self._is_meanwhile:
+            self._compute(batch)
+            return
+        self._in_forward = frozenset(batch)
+        try:
+            self._compute(batch)
+        finally:
+            self._in_forward = frozenset()
+
+    def _compute(self, batch: list[Job]) -> None:
         segments = [job.need for job in batch if job.need is not None]
         num_rows = sum(map(len, segments))
+        started, num_meanwhile = time.perf_counter(), self._num_meanwhile
+        has_answers = any(not job.is_reading for job in batch)
         self._counts["steps"] += 1
         self._counts["rows"] += num_rows
         self._batch_sizes[len(batch)] += 1
@@ -300,14 +369,16 @@ class Loop:
             return
         self._step_ended = self._step_clock()
         seconds, drafted = self._step_ended - began, num_rows > len(batch)
-        if len(batch) > 1:
-            self._runtime.cost.observe_step(num_rows, seconds, drafted=drafted)
-        else:  # it knows whether its step was one like others
+        if len(batch) == 1:  # it knows whether its step was one like others
             batch[0].state.step_seconds = seconds
+        elif self._num_meanwhile == num_meanwhile:
+            self._runtime.cost.observe_step(num_rows, seconds, drafted=drafted)
         company = Company(self._running())
         for job, result in zip(batch, results, strict=True):
             if result is not None:  # it comes with the next step
                 self._advance(job, result, company)
+        if has_answers:
+            self._patience.answered(started)
 
     def _run_alone(self, job: Job) -> None:
         """Runs the rows of one request whose batch failed. If it has a hook, that may have changed
@@ -329,7 +400,7 @@ class Loop:
         the requests that run, with this one."""
         assert job.steps is not None
         company = Company(self._running()) if company is None else company
-        job.state.slice_rows = self._scheduler.slice_rows(company.num_answering > 0)
+        job.state.slice_rows = self._slice_rows(job, company.num_answering > 0)
         job.state.has_slack = self._has_slack(job)
         job.state.is_awaited = bool(self._scheduler.waiting)
         company.take(job)
@@ -345,6 +416,14 @@ class Loop:
         else:
             company.add(job)
             self._show(job)
+
+    def _slice_rows(self, job: Job, someone_answers: bool) -> int:
+        """How many rows of a prompt may go into one step: as many as take no longer than answers
+        may wait, where a forward cannot let them go on between its layers."""
+        rows = self._scheduler.slice_rows(someone_answers)
+        if not someone_answers or self._pauses_forwards:
+            return rows
+        return self._patience.slice_rows(rows, len(job.token_ids))
 
     def _has_slack(self, job: Job) -> bool:
         """Whether the next step of a request may heal some of its rows: those of one request at a

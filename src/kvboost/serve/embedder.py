@@ -36,6 +36,8 @@ class Embedder:
         self._own = own
         self.max_tokens = engine.context_length if own is None else own.max_tokens
         self.vocab_size = engine.vocab_size if own is None else own.vocab_size
+        if own is not None:
+            own.between_layers = engine.answer_meanwhile
 
     @property
     def dimensions(self) -> int:

@@ -63,6 +63,7 @@ def serve(
     ``drain_seconds`` to finish and flushes the cache. The caller closes the engine. If ``reread``
     is given, SIGHUP calls it and takes over the settings that a running server can change."""
     sys.setswitchinterval(SWITCH_SECONDS)
+    engine.prepare_formats()
     gc.freeze()  # the model stays; without this every full collection looks at all of it
     app = create_app(engine, settings)
     state: ServerState = app.state.server

@@ -37,6 +37,10 @@ class Grammars:
         self._compiled: OrderedDict[str, Grammar] = OrderedDict()
         self._lock = threading.Lock()
 
+    def prepare(self) -> None:
+        """Reads the tokenizer now, so that no request waits for it."""
+        self._known_tokens()
+
     def compile(self, grammar: str, option: str = "grammar") -> Grammar:
         """The compiled ``grammar``, a kept one if there is one. Raises StructuredOutputError, which
         names ``option``, if it asks for something that cannot be enforced. A large grammar takes
@@ -65,7 +69,8 @@ class Grammars:
         return self.compile(grammar, option)
 
     def _known_tokens(self) -> Any:
-        """The tokenizer as llguidance wants it. Making it takes about a second."""
+        """The tokenizer as llguidance wants it. Making it takes about a second, in which no other
+        thread of the process runs."""
         with self._reading:
             if self._tokenizer is None:
                 self._tokenizer = library().LLTokenizer(

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from kvboost.errors import StructuredOutputError
+
+
+def is_installed() -> bool:
+    """Whether answers can be held to formats here."""
+    return find_spec("llguidance") is not None
 
 
 def library() -> Any:

@@ -130,16 +130,17 @@ class AdapterHooks:
 
     @contextmanager
     def applied(self, segments: Sequence[Segment]) -> Iterator[None]:
-        """Adds the adapters of ``segments`` to the forward that runs in the context."""
-        if all(segment.kv.adapter is None for segment in segments):
+        """Adds the adapters of ``segments`` to the forward that runs in the context. It may run
+        between two layers of another one."""
+        if _current.rows is None and all(segment.kv.adapter is None for segment in segments):
             yield
             return
-        rows = AdaptedRows(self, segments)
+        rows, outer = AdaptedRows(self, segments), _current.rows
         _current.rows = rows if rows.runs else None
         try:
             yield
         finally:
-            _current.rows = None
+            _current.rows = outer
 
     def _hook(self, name: str) -> Any:
         def add(module: nn.Module, given: tuple[torch.Tensor], out: torch.Tensor) -> None:

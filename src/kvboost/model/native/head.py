@@ -8,6 +8,8 @@ twice as long for the few rows of a batch or a draft.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -46,6 +48,15 @@ class Head:
         self.is_on = False
         self._weight = linear.weight.detach()
         self._stock = linear.forward
+
+    @contextmanager
+    def turned(self, *, on: bool) -> Iterator[None]:
+        """Turns it on or off for one forward."""
+        before, self.is_on = self.is_on, on
+        try:
+            yield
+        finally:
+            self.is_on = before
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         if self.is_on and rows.numel() <= MOST_ROWS * rows.shape[-1]:
