@@ -79,11 +79,50 @@ CASES = {
         '<tool_call>{"name": "a\\q", "arguments": {}}</tool_call>',
         ParsedAnswer('<tool_call>\n{"name": "a\\q", "arguments": {}}\n</tool_call>'),
     ),
-    "cut off before": (
+    "ended before": (
         'Hi <tool_call>\n{"name": "weat',
         ParsedAnswer('Hi\n<tool_call>\n{"name": "weat'),
     ),
-    "cut off in a mark": ("Hi <tool_", ParsedAnswer("Hi <tool_")),
+    "ended in a mark": ("Hi <tool_", ParsedAnswer("Hi <tool_")),
+    "without tags": (
+        '{"name": "weather", "arguments": {"city": "Rome"}}',
+        ParsedAnswer("", "", (ToolCall("weather", '{"city": "Rome"}'),)),
+    ),
+    "several without tags": (
+        '{"name": "now", "arguments": {}}\n{"name": "weather", "arguments": {"city": "Rome"}}\n',
+        ParsedAnswer("", "", (ToolCall("now", "{}"), ToolCall("weather", '{"city": "Rome"}'))),
+    ),
+    "in a code block": (
+        '```json\n{"name": "weather", "arguments": {"city": "Rome"}}\n```',
+        ParsedAnswer("", "", (ToolCall("weather", '{"city": "Rome"}'),)),
+    ),
+    "in a code block, and text": (
+        '```json\n{"name": "now", "arguments": {}}\n```\nThat is it.',
+        ParsedAnswer("That is it.", "", (ToolCall("now", "{}"),)),
+    ),
+    "JSON that the user asked for": (
+        '{"name": "Ann", "arguments": ["a"]}',
+        ParsedAnswer('{"name": "Ann", "arguments": ["a"]}'),
+    ),
+    "other JSON in a code block": (
+        '```json\n{"city": "Rome"}\n```\nDone.',
+        ParsedAnswer('```json\n{"city": "Rome"}\n```\nDone.'),
+    ),
+    "code": ("```python\nprint({})\n```", ParsedAnswer("```python\nprint({})\n```")),
+}
+CUT = {
+    "in a call": ('Hi <tool_call>\n{"name": "weat', ParsedAnswer("Hi")),
+    "in a mark": ("Hi <tool_", ParsedAnswer("Hi")),
+    "in the arguments": (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro',
+        ParsedAnswer("", "", (ToolCall("weather", '{"city": "Ro'),)),
+    ),
+    "in the closing mark": (
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool',
+        ParsedAnswer("", "", (ToolCall("now", "{}"),)),
+    ),
+    "in text": ("1 < 2 and 3 <", ParsedAnswer("1 < 2 and 3 <")),
+    "in JSON": ('{"city": "Ro', ParsedAnswer('{"city": "Ro')),
 }
 BARE_CASES = {
     "a call": (
@@ -111,6 +150,18 @@ BARE_CASES = {
 def test_an_answer_in_tags(name: str) -> None:
     text, expected = CASES[name]
     assert parse(text) == expected
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_an_answer_that_a_limit_has_ended(name: str) -> None:
+    text, expected = CUT[name]
+    parser = TextParser(TAGGED, thinks=False, names=NAMES)
+    assert collect([*parser.feed(text), *parser.finish(cut=True)]) == expected
+
+
+def test_json_that_is_no_call_is_passed_on_while_it_comes() -> None:
+    parser = TextParser(TAGGED, thinks=False, names=NAMES)
+    assert collect(parser.feed('{"city": "Ro')).content == '{"city": "Ro'
 
 
 @pytest.mark.parametrize("name", BARE_CASES)

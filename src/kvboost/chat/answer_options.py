@@ -39,8 +39,8 @@ def answer_options(
     prepared = {name: value for name, value in options.items() if name not in FORMATS}
     if grammar is not None:
         given = [name for name in FORMATS if options.get(name) is not None]
-        grammars.compile(grammar, "tools" if use.is_forced or not given else given[0])
-        prepared["grammar"] = grammar
+        option = "tools" if use.is_forced or not given else given[0]
+        prepared["grammar"] = grammars.compile(grammar, option)
     if stops := use.stops(tokenizer.style, grammar):
         prepared["stop"] = [*stop_strings(options.get("stop")), *stops]
     if tokenizer.writes_special_tokens and not use.is_forced:

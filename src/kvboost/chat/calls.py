@@ -13,6 +13,9 @@ _BEGINNING = re.compile(
     r'"(?:arguments|parameters)"\s*:\s*\{'
 )
 """A call up to the bracket that opens its arguments."""
+_FIRST_KEY = re.compile(r'\s*\{\s*"(?P<key>(?:[^"\\]|\\.)*)"$')
+_KEYS = ("name", "type", "function", "id", "arguments", "parameters")
+"""The keys that an object of a call may begin with."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class CallReader:
         self._depth = 0
         self._in_string = self._escaped = False
         self._passes_on = self._passed = False
+        self.is_hopeless = False
+        """Whether what was read cannot become a call."""
 
     @property
     def has_begun(self) -> bool:
@@ -47,7 +52,11 @@ class CallReader:
     def push(self, character: str) -> list[Part]:
         """Reads one more character."""
         self.text += character
+        was_in_string = self._in_string
         opened = self._count(character)
+        if was_in_string and not self._in_string and self._depth == 1:
+            found = _FIRST_KEY.match(self.text)
+            self.is_hopeless = found is not None and found["key"] not in _KEYS
         if self._passes_on:
             self._passes_on = self._depth > 1
             return [Part("arguments", character)]

@@ -9,19 +9,25 @@ from kvboost.chat.calls import CallReader, Part
 from kvboost.chat.styles import PYTHON_TAG, THINK, THOUGHT, CallStyle
 from kvboost.results import ParsedAnswer, ToolCall
 
+_FENCE = "```"
+_CUT_MARK = 2
+"""So many characters at the end of an answer that was cut may be the beginning of a tag."""
+
 
 class AnswerParser(Protocol):
     """Reads an answer piece by piece. However it is cut, the joined parts are the same."""
 
     def feed(self, text: str) -> list[Part]: ...
 
-    def finish(self) -> list[Part]:
-        """What was held back."""
+    def finish(self, *, cut: bool = False) -> list[Part]:
+        """What was held back. ``cut``: the answer was ended by a limit, so that a tag or a call
+        may be incomplete; such a beginning is left out."""
 
 
 class TextParser:
     """Reads reasoning in ``<think>`` and calls in a :class:`CallStyle`. Blanks between the three
-    kinds of parts are left out."""
+    kinds of parts are left out. Whatever the style, content that begins with a JSON object which
+    names one of the tools is a call, also within a code block: small models forget the tags."""
 
     def __init__(
         self,
@@ -45,12 +51,16 @@ class TextParser:
         self._reader: CallReader | None = None
         self._has_calls = False
         self._in_tag = False
+        self._before_call = ""
+        """What was dropped before a call without a tag: shown if it is none."""
+        self._is_cut = False
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
         return _joined(self._read(final=False))
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, cut: bool = False) -> list[Part]:
+        self._is_cut = cut
         return _joined(self._read(final=True))
 
     def _read(self, *, final: bool) -> list[Part]:
@@ -69,14 +79,17 @@ class TextParser:
                 parts += self._read_text(final=final)
             if self._held == before and self._reader is None:
                 break
-        if final and self._reader is not None and not self._reader.has_begun:
+        is_left_out = self._is_cut and self._in_tag
+        if final and self._reader is not None and not (self._reader.has_begun or is_left_out):
             parts += self._say(self._frame[0] + self._reader.text)
         return parts
 
     @property
     def _frame(self) -> tuple[str, str]:
         """What is around a call."""
-        return ("", "") if self._calls is None else (self._calls.before, self._calls.after)
+        if self._calls is None or not self._in_tag:
+            return self._before_call, ""
+        return self._calls.before, self._calls.after
 
     def _read_text(self, *, final: bool) -> list[Part]:
         """Text up to the next mark."""
@@ -88,8 +101,11 @@ class TextParser:
             self._held = self._held[at + len(mark) :]
             self._enter(mark)
             return parts
-        safe = len(self._held) if final else len(self._held) - _possible_start(self._held, marks)
-        text, self._held = self._held[:safe], self._held[safe:]
+        unfinished = _possible_start(self._held, marks)
+        if final and unfinished < (_CUT_MARK if self._is_cut else len(self._held) + 1):
+            unfinished = 0
+        safe = len(self._held) - unfinished
+        text, self._held = self._held[:safe], "" if final else self._held[safe:]
         return self._say(text)
 
     def _marks(self) -> list[str]:
@@ -110,22 +126,28 @@ class TextParser:
     @property
     def _is_bare(self) -> bool:
         """Whether a call without a tag may begin here: only where the content does."""
-        return (
-            self._calls is not None
-            and not self._calls.opens
-            and self._is_fresh
-            and self._kind == "content"
-        )
+        return self._calls is not None and self._is_fresh and self._kind == "content"
 
     def _begins_call(self) -> bool | None:
         """Whether a call begins here; None if more text must tell. What precedes it is dropped."""
         rest = self._held.lstrip("; \n" if self._has_calls else None)
-        if PYTHON_TAG.startswith(rest):
-            return None
-        rest = rest.removeprefix(PYTHON_TAG).lstrip()
+        if self._has_calls and self._before_call.startswith(_FENCE):  # the block of the last call
+            if _FENCE.startswith(rest) and rest != _FENCE:
+                return None
+            self._before_call, rest = "", rest.removeprefix(_FENCE).lstrip("; \n")
+            self._held = rest
+        dropped = ""
+        for lead in (PYTHON_TAG, f"{_FENCE}json", f"{_FENCE}tool_call", _FENCE):
+            if lead.startswith(rest):
+                return None
+            if rest.startswith(lead):
+                dropped, rest = lead, rest.removeprefix(lead)
+                break
+        blank = rest[: len(rest) - len(rest.lstrip())]
+        rest = rest.lstrip()
         if not rest.startswith("{"):
             return False if rest else None
-        self._held = rest
+        self._held, self._before_call = rest, dropped + (blank if dropped else "")
         return True
 
     def _read_in_tag(self, *, final: bool) -> list[Part]:
@@ -151,7 +173,7 @@ class TextParser:
         parts: list[Part] = []
         for number, character in enumerate(self._held, start=1):
             parts += reader.push(character)
-            if reader.is_complete:
+            if reader.is_complete or (reader.is_hopeless and not self._in_tag):
                 self._held, self._reader = self._held[number:], None
                 self._blank, self._is_fresh = "", True
                 self._has_calls |= reader.has_begun
@@ -186,8 +208,8 @@ class OneCall:
     def feed(self, text: str) -> list[Part]:
         return self._kept(self._parser.feed(text))
 
-    def finish(self) -> list[Part]:
-        return self._kept(self._parser.finish())
+    def finish(self, *, cut: bool = False) -> list[Part]:
+        return self._kept(self._parser.finish(cut=cut))
 
     def _kept(self, parts: Iterable[Part]) -> list[Part]:
         kept = []

@@ -39,10 +39,9 @@ def with_tools_as_text(
     for message in messages:
         if message["role"] == "tool":
             text = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if shown and shown[-1].get("is_result"):
-                shown[-1]["content"] += f"\n{text}"
-            else:
-                shown.append({"role": "user", "content": text, "is_result": True})
+            if not (shown and shown[-1].get("results")):
+                shown.append({"role": "user", "results": []})
+            shown[-1]["results"].append(text)
         else:
             shown.append({"role": message["role"], "content": _text(message)})
     if tools:
@@ -52,7 +51,10 @@ def with_tools_as_text(
             shown[0]["content"] += f"\n\n{introduction}"
         else:
             shown.insert(0, {"role": "system", "content": introduction})
-    return [{"role": one["role"], "content": one["content"]} for one in shown]
+    return [
+        {"role": one["role"], "content": one.get("content") or "\n".join(one.get("results", ()))}
+        for one in shown
+    ]
 
 
 def _text(message: Message) -> str:

@@ -54,8 +54,10 @@ class TemplateParser:
             return [Part("content", text)]
         return self._parts(lambda: self._parser.feed(text), text)
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, cut: bool = False) -> list[Part]:
         if self._parser is None:
+            return []
+        if cut and self._region:  # a call that is not complete
             return []
         return self._parts(lambda: self._parser.finalize()[1], "")
 
