@@ -111,14 +111,12 @@ class FakeEngine:
     def facts(self) -> dict[str, Any]:
         return {"architecture": "Fake", "device": "cpu"}
 
-    def encode(self, prompt: Any) -> list[int]:
-        if isinstance(prompt, str):
-            return list(prompt.encode())
-        if isinstance(prompt, Conversation):
-            self.conversations.append(prompt)
-            texts = (f"{message['role']}:{message['content']}" for message in prompt.messages)
-            return list("".join(texts).encode())
-        return list(prompt)
+    def render(self, conversation: Conversation) -> str:
+        self.conversations.append(conversation)
+        return "".join(f"{one['role']}:{one['content']}" for one in conversation.messages)
+
+    def encode(self, prompt: Any, *, add_special_tokens: bool = True) -> list[int]:
+        return list(prompt.encode() if isinstance(prompt, str) else prompt)
 
     def answer_options(
         self, prompt_ids: list[int], use: ToolUse, options: dict[str, Any]

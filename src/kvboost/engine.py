@@ -262,7 +262,9 @@ class KVBoost(TextCache):
         parser = self.answer_parser(ids, use)
         if parser is None:
             return result
-        return replace(result, parsed=collect(parser.feed(result.output_text) + parser.finish()))
+        parts = parser.feed(result.output_text)
+        parts += parser.finish(cut=result.finish_reason == "length")
+        return replace(result, parsed=collect(parts))
 
     def stream(
         self,

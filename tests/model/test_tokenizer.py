@@ -35,7 +35,7 @@ TURNS: list[dict[str, Any]] = [
 
 def prompt(template: str | None, *args: Any, **options: Any) -> str:
     tokenizer = ModelTokenizer(tokenizer_with(template))
-    return tokenizer.decode(tokenizer.encode_chat(*args, **options))
+    return tokenizer.render_chat(*args, **options)
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA, SMOLLM])
@@ -86,7 +86,7 @@ def test_answers_of_one_part_need_no_parser() -> None:
 
 def test_reasoning_that_the_prompt_began_is_read_as_such() -> None:
     tokenizer = ModelTokenizer(tokenizer_with(BEGUN))
-    ids = tokenizer.encode_chat([USER])
+    ids = tokenizer.encode_fragment(tokenizer.render_chat([USER]))
     assert tokenizer.reasoning_after(ids) == "begun"
     parser = tokenizer.answer_parser(ids, ToolUse())
     assert parser is not None
@@ -121,7 +121,7 @@ def test_a_response_template_is_followed() -> None:
     hf.response_template = RESPONSE_TEMPLATE
     tokenizer = ModelTokenizer(hf)
     assert tokenizer.writes_special_tokens
-    ids = tokenizer.encode_chat([USER])
+    ids = tokenizer.encode_fragment(tokenizer.render_chat([USER]))
     parser = tokenizer.answer_parser(ids, USE)
     assert isinstance(parser, TemplateParser)
     text = '<think>hm</think>Look:<eos>{"name": "weather", "arguments": {"days": 2}}!'

@@ -69,10 +69,29 @@ class SamplingParams:
     """Added to the logits of these tokens."""
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    """Strings that end the answer."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the answer, in addition to those that end the model's sequences."""
+    include_stop: bool = False
+    """Whether the text ends with the string or token of these that ended it."""
+    min_new_tokens: int = 0
+    """No token ends the answer before it has so many."""
+    bad_words: tuple[str, ...] = ()
+    """Strings that the answer never has, as far as they are tokenized in the usual way."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that the answer may have."""
     logprobs: int | None = None
+    """Adds the log probability of each token, and so many of the likeliest tokens at its place."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt. All of it is computed then."""
     ignore_eos: bool = False
+    """Whether the answer goes on after a token that ends the model's sequences."""
     skip_special_tokens: bool = True
     """Whether the text of the answer leaves out special tokens."""
+    end_ids: tuple[int, ...] = ()
+    """Filled in by the engine: the tokens that end the model's sequences."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """Filled in by the engine: ``bad_words`` as token ids, each in its usual forms."""
 
     def __post_init__(self) -> None:
         whole(self.max_new_tokens, 1, "max_new_tokens")
@@ -96,14 +115,28 @@ class SamplingParams:
         if self.seed is not None:
             whole(self.seed, 0, "seed")
             within(self.seed, 0, 2**63 - 1, "seed")
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise ConfigError(f"stop={self.stop!r} must hold non-empty strings")
-        if self.logprobs is not None:
-            whole(self.logprobs, 0, "logprobs")
-            within(self.logprobs, 0, 20, "logprobs")
-        for option in ("ignore_eos", "skip_special_tokens"):
+        for option in ("stop", "bad_words"):
+            if not all(isinstance(text, str) and text for text in getattr(self, option)):
+                raise ConfigError(f"{option}={getattr(self, option)!r} must hold non-empty strings")
+        for option in ("logprobs", "prompt_logprobs"):
+            if (number := getattr(self, option)) is not None:
+                whole(number, 0, option)
+                within(number, 0, 20, option)
+        whole(self.min_new_tokens, 0, "min_new_tokens")
+        within(self.min_new_tokens, 0, self.max_new_tokens, "min_new_tokens")
+        for option in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, option) or ():
+                whole(token, 0, f"{option}: a token id")
+        if self.allowed_token_ids == ():
+            raise ConfigError("allowed_token_ids=() allows no token at all; leave it out")
+        for option in ("ignore_eos", "skip_special_tokens", "include_stop"):
             if not isinstance(value := getattr(self, option), bool):
                 raise ConfigError(f"{option}={value!r} must be True or False")
+
+    @property
+    def rules_out(self) -> bool:
+        """Whether some tokens may not come at some places."""
+        return bool(self.min_new_tokens or self.bad_words) or self.allowed_token_ids is not None
 
     @property
     def samples(self) -> bool:

@@ -115,6 +115,23 @@ class Sampler:
         return TokenLogprob(token_id, float(logprobs[token_id]), top)
 
 
+def describe_rows(
+    logits: torch.Tensor, token_ids: npt.NDArray[np.integer[Any]], num_top: int
+) -> list[TokenLogprob]:
+    """The log probabilities of ``token_ids``, given the logits of the rows before them,
+    ``[rows, vocab]``; there may be one row more. With ``num_top`` of the likeliest tokens each."""
+    logprobs = torch.log_softmax(logits[: len(token_ids)].float(), dim=-1)
+    chosen = torch.from_numpy(token_ids.astype(np.int64)).to(logprobs.device)
+    own = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
+    values, ids = logprobs.topk(num_top)
+    return [
+        TokenLogprob(int(token), logprob, tuple(zip(top_ids, top, strict=True)))
+        for token, logprob, top_ids, top in zip(
+            token_ids, own, ids.tolist(), values.tolist(), strict=True
+        )
+    ]
+
+
 LEAST_TEMPERATURE = 1e-6
 """Lower temperatures choose the same tokens, and dividing by them overflows float32."""
 
@@ -162,6 +179,40 @@ class AllowedTokens:
         return scores
 
 
+class RuledOut:
+    """Removes the tokens that a request rules out: those that are not allowed, those that would
+    complete a bad word, and those that would end the answer too early. Of the last two kinds, none
+    is removed if no token would be left."""
+
+    def __init__(self, params: SamplingParams, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._min_tokens = params.min_new_tokens
+        self._ends = [*params.end_ids, *params.stop_token_ids]
+        self._allowed = params.allowed_token_ids
+        self._bad_words = params.bad_word_ids
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """As a logits processor: ``[1, tokens]`` and ``[1, vocab]``, in place."""
+        if self._allowed is not None:
+            kept = scores[0, list(self._allowed)]
+            scores.fill_(float("-inf"))
+            scores[0, list(self._allowed)] = kept
+        written = input_ids[0, self._prompt_tokens :].tolist()
+        removed = self._ends if len(written) < self._min_tokens else []
+        removed = [*removed, *self._completing(written)]
+        left = scores.clone()
+        left[0, removed] = float("-inf")
+        return left if bool(left.isfinite().any()) else scores
+
+    def _completing(self, written: list[int]) -> list[int]:
+        """The tokens that would complete a bad word."""
+        return [
+            last
+            for *before, last in self._bad_words
+            if written[len(written) - len(before) :] == before
+        ]
+
+
 def _processors(
     params: SamplingParams,
     defaults: GenerationConfig,
@@ -179,6 +230,8 @@ def _processors(
         processors.append(RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
     if mask is not None:
         processors.append(AllowedTokens(mask))
+    if params.rules_out:
+        processors.append(RuledOut(params, prompt_tokens))
     if not params.samples:
         return processors
     if options.temperature != 1.0:

@@ -30,6 +30,15 @@ _PROBE = {
     },
 }
 
+_INFILL = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    ("<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>"),
+)
+"""The tokens before the text in front, before the text behind, and before the answer: of Qwen,
+StarCoder and Granite, DeepSeek, Code Llama, and others."""
 _CONTENT = "kvboost-placeholder-for-the-message-of-the-user"
 
 
@@ -91,6 +100,21 @@ class ModelTokenizer:
         """All tokens and their ids."""
         return dict(self.hf.get_vocab())
 
+    def infill(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
+        """The ids of a prompt whose answer stands between two texts."""
+        names = next((one for one in _INFILL if self._has_tokens(one)), None)
+        if names is None:
+            raise PromptError(
+                "this model cannot fill in the middle: its tokenizer has no tokens for it, such as "
+                f"{', '.join(_INFILL[0])}"
+            )
+        prefix, suffix, middle = self.hf.convert_tokens_to_ids(list(names))
+        return [prefix, *before, suffix, *after, middle]
+
+    def _has_tokens(self, names: Sequence[str]) -> bool:
+        vocabulary = self.hf.get_vocab()
+        return all(name in vocabulary for name in names)
+
     def serialized(self) -> str:
         """The tokenizer in the JSON format of the tokenizers library."""
         if not isinstance(self.hf, PreTrainedTokenizerFast):
@@ -103,14 +127,15 @@ class ModelTokenizer:
         backend.no_truncation()
         return str(backend.to_str())
 
-    def encode_chat(
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
-    ) -> list[int]:
+        continue_final_message: bool = False,
+    ) -> str:
         if self.hf.chat_template is None:
             raise PromptError(
                 "this model has no chat template; build the prompt yourself and call generate()"
@@ -122,16 +147,16 @@ class ModelTokenizer:
         if tools and self._tools_option is not None:
             given[self._tools_option] = [dict(tool) for tool in tools]
         try:
-            ids = self.hf.apply_chat_template(
+            text = self.hf.apply_chat_template(
                 [dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                tokenize=True,
-                return_dict=False,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                tokenize=False,
                 **given,
             )
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ValueError) as error:
             raise PromptError(f"the model's chat template refuses this: {error}") from error
-        return list(ids)
+        return str(text)
 
     @cached_property
     def _tools_option(self) -> str | None:

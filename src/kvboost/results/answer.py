@@ -54,6 +54,9 @@ class GenerationResult:
     timings: Timings
     reuse: ReuseReport
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """Those of the prompt's tokens from the second on, if they were asked for: the first follows
+    nothing."""
     parsed: ParsedAnswer | None = None
     """The parts of an answer of ``chat``; None if there is only content."""
 

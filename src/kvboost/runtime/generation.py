@@ -21,7 +21,7 @@ from kvboost.model.far.kv import FarKV
 from kvboost.model.kv import RequestKV
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.sampling import RowSampler
-from kvboost.model.sampling import Picked, Sampler
+from kvboost.model.sampling import Picked, Sampler, describe_rows
 from kvboost.model.segment import Segment
 from kvboost.results import SpanKind
 from kvboost.reuse.plan import Plan
@@ -39,6 +39,8 @@ from kvboost.runtime.step_healing import StepHealing
 from kvboost.structured.grammars import Constraint
 from kvboost.tokens.hashing import TokenIds, as_token_ids
 
+DESCRIBED_ROWS = 128
+"""Rows whose logits are held at a time, if the prompt's tokens are described too."""
 KEPT_AFTER = 1.0
 """Seconds after the first token until the prompt's rows are kept, if no other request waits, which
 may need them. A short answer ends before, and all of its rows are kept at once. So are those over
@@ -166,12 +168,19 @@ class Generation:
     def _prefill(self, *, keep_slices: bool = False) -> Computing[torch.Tensor]:
         """Computes the rest of the prompt, slice by slice. Returns the logits of its last rows."""
         state, ids = self._state, self._request.token_ids
+        described = self._request.params.prompt_logprobs
         state.rows = state.reuse.cached_tokens
         logits = []
         while (start := state.rows) < len(ids):
             end = self._slice_end(start)
+            if described is not None:
+                end = min(end, start + DESCRIBED_ROWS)
             num_logits = max(0, end - max(start, self._live_end - 1))
-            logits.append((yield from self._compute(ids[start:end], range(start, end), num_logits)))
+            wanted = num_logits if described is None else end - start
+            given = yield from self._compute(ids[start:end], range(start, end), wanted)
+            if described is not None:
+                state.prompt_logprobs += describe_rows(given, ids[start + 1 : end + 1], described)
+            logits.append(given[len(given) - num_logits :])
             state.rows = end
             if keep_slices:
                 self._keeping.admit()

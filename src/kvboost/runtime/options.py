@@ -41,7 +41,13 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     seed: int | None
     stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int]
+    include_stop: bool
+    min_new_tokens: int
+    bad_words: Sequence[str]
+    allowed_token_ids: Sequence[int] | None
     logprobs: int | None
+    prompt_logprobs: int | None
     ignore_eos: bool
     skip_special_tokens: bool
 
@@ -81,14 +87,21 @@ class BatchOptions(RequestOptions, total=False):
     mode: GenerationMode | str
 
 
+FILLED_IN = {"max_new_tokens", "end_ids", "bad_word_ids"}
+"""Fields of SamplingParams that are no options."""
+
+
 def split(max_new_tokens: int, options: RequestOptions) -> tuple[SamplingParams, ReuseOptions]:
     """Splits a request's options into sampling and reuse; an unknown option is an error."""
-    sampling = {option.name for option in fields(SamplingParams)}
+    sampling = {option.name for option in fields(SamplingParams)} - FILLED_IN
     reuse = set(ReuseOptions.__annotations__)
     others = set(RequestOptions.__annotations__)
     refuse_unknown(options, sampling | others)
     given: dict[str, Any] = {name: options[name] for name in options if name in sampling}  # type: ignore[literal-required]
     given["stop"] = stop_strings(options.get("stop"))
+    for name in ("stop_token_ids", "bad_words", "allowed_token_ids"):
+        if given.get(name) is not None:
+            given[name] = tuple(given[name])
     shared: Any = {name: value for name, value in options.items() if name in reuse}
     return SamplingParams(max_new_tokens=max_new_tokens, **given), shared
 
@@ -138,7 +151,14 @@ def make_request(
         repair = replace(repair, reuse_moved=reuse_moved)
     if grammar is not None and params.ignore_eos:
         raise ConfigError("ignore_eos=True does not go with a format: the format says where to end")
+    if grammar is not None and params.rules_out:
+        raise ConfigError(
+            "min_new_tokens, bad_words and allowed_token_ids do not go with a format: the format "
+            "says which tokens may come"
+        )
     mode = choose(GenerationMode, mode, "mode")
+    if params.prompt_logprobs is not None:  # they take the logits of all rows
+        mode = GenerationMode.BASELINE
     one_of(heal, HEAL, "heal")
     one_of(exactness, EXACTNESS, "exactness")
     if exactness == "verified" and mode is GenerationMode.CHUNK_KV_REUSE:

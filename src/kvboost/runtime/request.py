@@ -76,6 +76,8 @@ class RequestState:
     """Rows before the first approximate or moved row."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of the prompt's tokens from the second on."""
     text: list[str] = field(default_factory=list)
     finish_reason: str = "cancelled"
     closing: bool = False
@@ -135,13 +137,17 @@ class RequestState:
 
     def result(self) -> GenerationResult:
         """The result so far."""
+        params = self.request.params
         return GenerationResult(
             output_text="".join(self.text),
             token_ids=list(self.token_ids),
             finish_reason=self.finish_reason,
             timings=self.clock.timings(),
             reuse=self.reuse,
-            logprobs=list(self.logprobs) if self.request.params.logprobs is not None else None,
+            logprobs=list(self.logprobs) if params.logprobs is not None else None,
+            prompt_logprobs=(
+                list(self.prompt_logprobs) if params.prompt_logprobs is not None else None
+            ),
             answer_exact_from=self.exact_from if self.is_exact else len(self.token_ids),
             healing=self.healing,
             drafted_tokens=self.drafted_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvboost.config import GenerationMode, SamplingParams, within
@@ -52,8 +53,7 @@ class Requests:
         """A request for an answer. Its clock starts here, unless the caller has started it."""
         clock = clock or Clock()
         params, reuse = split(max_new_tokens, options)
-        for token in params.logit_bias or ():
-            within(token, 0, self._runtime.model.vocab_size - 1, "logit_bias: a token id")
+        params = self._resolve(params)
         ids = self._prompts.read(prompt)
         grammar = self._grammars.of_format(options)
         request = self._make(
@@ -71,6 +71,19 @@ class Requests:
         )
         clock.lap("tokenize")
         return RequestState(request, clock)
+
+    def _resolve(self, params: SamplingParams) -> SamplingParams:
+        """``params`` with what depends on the model: token ids that it has, and those of words."""
+        model = self._runtime.model
+        for option in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            for token in getattr(params, option) or ():
+                within(token, 0, model.vocab_size - 1, f"{option}: a token id")
+        if not params.rules_out:
+            return params
+        ways = [f"{before}{word}" for word in params.bad_words for before in ("", " ")]
+        banned = {tuple(model.tokenizer.encode_fragment(way)) for way in ways} - {()}
+        ends = () if params.ignore_eos else model.eos_ids
+        return replace(params, end_ids=tuple(sorted(ends)), bad_word_ids=tuple(sorted(banned)))
 
     def plain(
         self, token_ids: TokenIds, mode: GenerationMode | str, options: ReuseOptions

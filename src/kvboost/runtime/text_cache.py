@@ -26,7 +26,7 @@ from kvboost.runtime.settings import Settings
 from kvboost.runtime.streams import AsyncTextStream
 from kvboost.structured.grammars import Grammars
 from kvboost.tokens.hashing import TokenIds, pin_name
-from kvboost.tokens.prompt import Prompt, PromptReader
+from kvboost.tokens.prompt import Conversation, Prompt, PromptReader
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -62,10 +62,24 @@ class TextCache:
         )
         self._loop = Loop(runtime, config, self._healer)
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt."""
-        ids: list[int] = self._prompts.read(prompt).tolist()
+    def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a prompt. ``add_special_tokens=False`` takes text as it is, without the
+        tokens that the model expects in front: for text of :meth:`render`, which has them."""
+        if isinstance(prompt, str) and not add_special_tokens:
+            found = self._prompts.join(prompt)
+        else:
+            found = self._prompts.read(prompt)
+        ids: list[int] = found.tolist()
         return ids
+
+    def infill(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
+        """The token ids of a prompt whose answer stands between two texts, given theirs. Raises
+        PromptError if the model cannot fill in the middle."""
+        return self._model.tokenizer.infill(before, after)
+
+    def render(self, conversation: Conversation) -> str:
+        """The text of a conversation in the model's chat template."""
+        return self._prompts.render(conversation)
 
     def locate(self, text: str, token_ids: Sequence[int]) -> tuple[int, int] | None:
         """Where a text is in a prompt: the first token that is its own and the one after its last.

@@ -21,6 +21,10 @@ class Conversation:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    """Whether the prompt ends with the beginning of an answer."""
+    continue_final_message: bool = False
+    """Whether the answer continues the last message instead."""
 
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Conversation
@@ -37,22 +41,28 @@ class PromptReader:
         if isinstance(prompt, str):  # an empty text is empty, even if a BOS token would precede it
             ids = as_token_ids(self._tokenizer.encode(prompt) if prompt else [])
         elif isinstance(prompt, Conversation):
-            if not _is_chat(prompt.messages):
-                raise PromptError(
-                    f"a conversation has chat messages; got {_short(prompt.messages)}"
-                )
-            ids = as_token_ids(
-                self._tokenizer.encode_chat(
-                    prompt.messages, tools=prompt.tools, options=prompt.template_options
-                )
-            )
+            ids = self.join(self.render(prompt))
         elif _is_chat(prompt):
-            ids = as_token_ids(self._tokenizer.encode_chat(prompt))
+            ids = self.join(self.render(Conversation(prompt)))
         else:
             ids = self._check(prompt)
         if not len(ids):
             raise PromptError("the prompt is empty; give at least one token")
         return ids
+
+    def render(self, conversation: Conversation) -> str:
+        """The text of a conversation in the model's chat template, with its special tokens."""
+        if not _is_chat(conversation.messages):
+            raise PromptError(
+                f"a conversation has chat messages; got {_short(conversation.messages)}"
+            )
+        return self._tokenizer.render_chat(
+            conversation.messages,
+            tools=conversation.tools,
+            options=conversation.template_options,
+            add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+        )
 
     def read_document(self, text: str, header: str | None) -> tuple[TokenIds, int]:
         """The ids of ``text`` after ``header``, and how many of them come before it. Without a

@@ -22,16 +22,17 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``ids``."""
 
-    def encode_chat(
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
-    ) -> list[int]:
-        """Ids of a conversation in the model's own template, ready for the next answer.
-        ``options`` are the template's."""
+        continue_final_message: bool = False,
+    ) -> str:
+        """A conversation in the model's own template, ready for the next answer, or for the rest
+        of its last message. ``options`` are the template's. Special tokens are in the text."""
 
 
 class Detokenizer:
@@ -79,11 +80,13 @@ class StopMatcher:
     """Finds stop strings in text that arrives in pieces, wherever the tokens are cut.
 
     ``push`` returns the text that is safe to show and holds back text that may still become a stop
-    string. After a match, ``stopped`` is true and no more text follows.
+    string. After a match, ``stopped`` is true and no more text follows. With ``includes``, the stop
+    string is the last of the text.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, includes: bool = False) -> None:
         self._stops = tuple(stops)
+        self._includes = includes
         self._held = ""
         self.stopped = False
 
@@ -91,10 +94,11 @@ class StopMatcher:
         if self.stopped:
             return ""
         self._held += piece
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
-            return self._release(min(found))
+            at, stop = min(found)
+            return self._release(at + len(stop) if self._includes else at)
         return self._release(len(self._held) - self._possible_start())
 
     def finish(self) -> str:

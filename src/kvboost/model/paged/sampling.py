@@ -71,9 +71,12 @@ class DeviceSampling:
         prompt_ids: Sequence[int] | Any,
     ) -> RowSampler | None:
         """Enters the options of a request; None if it has some that need its logits on the host's
-        path: log probabilities, penalties of generated tokens, or too many biases."""
+        path: log probabilities, penalties of generated tokens, tokens that are ruled out, or too
+        many biases."""
         biases = params.logit_bias or {}
         if params.logprobs is not None or params.presence_penalty or params.frequency_penalty:
+            return None
+        if params.rules_out:
             return None
         if len(biases) > MOST_BIASES or not all(0 <= one < self._num_logits for one in biases):
             return None
