@@ -92,8 +92,8 @@ def test_a_real_server_behind_it_streams_and_keeps_its_tenants(tmp_path) -> None
         streamed = ask(router.url, stream=True)
         assert streamed.headers["content-type"].startswith("text/event-stream")
         assert "".join(one["choices"][0]["text"] for one in events(streamed.text)) == "Hello"
-        wrong = ask(router.url, colour="red")
-        assert wrong.status_code == 400 and "colour" in wrong.json()["error"]["message"]
+        wrong = ask(router.url, temperature="red")
+        assert wrong.status_code == 400 and "temperature" in wrong.json()["error"]["message"]
         assert metric(router.url, "reported_tokens_total", kind="new") > 0
 
 

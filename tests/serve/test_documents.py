@@ -142,9 +142,9 @@ def test_a_server_reads_its_own_documents_first_and_says_so(fake) -> None:
         go_on.set()
         while documents.warming is not None:
             await asyncio.sleep(0)
-        one, other = documents.all("")
+        one, other = documents.all(Tenant().place())
         assert (one.status, other.status, other.error) == ("ready", "failed", "there is no room")
-        await documents.delete("", one.id)
+        await documents.delete(one.place, one.id)
         assert fake.pinned == {}
         await documents.stop()
 
@@ -230,7 +230,7 @@ def test_a_missing_document_is_an_error() -> None:
     settings = ServerSettings()
     documents = Documents(None, settings, Keys(settings))  # type: ignore[arg-type]
     with pytest.raises(ApiError, match="doc_1"):
-        documents.get(Tenant().salt(), "doc_1")
+        documents.get(Tenant().place(), "doc_1")
 
 
 @pytest.mark.parametrize("chunking", ["fixed", "document"])
@@ -260,10 +260,10 @@ def test_tenants_take_turns_and_what_was_deleted_is_not_read(fake) -> None:
     async def run() -> list[str]:
         settings = ServerSettings()
         documents = Documents(fake, settings, Keys(settings))
-        ann, bob = Tenant("ann", "a"), Tenant("bob", "b")
+        ann, bob = Tenant("ann", "a", "a"), Tenant("bob", "b", "b")
         kept = [documents.add(ann, "", f"ann {number}", 1) for number in range(4)]
         documents.add(bob, "", "bob", 1)
-        await documents.delete("a", kept[1].id)
+        await documents.delete(ann.place(), kept[1].id)
         await documents.start()
         while kept[3].status != "ready":
             await asyncio.sleep(0)
@@ -271,3 +271,60 @@ def test_tenants_take_turns_and_what_was_deleted_is_not_read(fake) -> None:
         return [asked["warm"] for asked in fake.asked]
 
     assert asyncio.run(run()) == ["ann 0", "bob", "ann 2", "ann 3"]
+
+
+def test_documents_and_sessions_belong_to_their_key_whatever_the_cache_shares(serve_fake) -> None:
+    """With a shared cache, other keys used to list, read, use and delete them."""
+    keys = (*KEYS, ApiKey("bob", "k-bob"))
+    client = serve_fake(keys=keys, shared_cache=True)
+    bob = {"authorization": "Bearer k-bob"}
+    asked = {"text": "A secret.", "cache_salt": ""}
+    document = client.post("/kvboost/documents", json=asked, headers=ANN).json()
+    path = f"/kvboost/documents/{document['id']}"
+    part = {"type": "document", "document_id": document["id"]}
+    chat = {"model": "fake", "messages": [{"role": "user", "content": [part]}]}
+    chat["kvboost"] = {"session": "talk"}
+    assert client.post("/v1/chat/completions", json=chat, headers=ANN).status_code == 200
+    for headers in (bob, ROOT):
+        assert client.get("/kvboost/documents", headers=headers).json()["data"] == []
+        assert client.get("/kvboost/sessions", headers=headers).json()["data"] == []
+        for method in ("GET", "DELETE"):
+            assert client.request(method, path, headers=headers).status_code == 404
+            gone = client.request(method, "/kvboost/sessions/talk", headers=headers)
+            assert gone.status_code == 404
+        assert client.post("/v1/chat/completions", json=chat, headers=headers).status_code == 404
+    pinned = client.post("/kvboost/pins", json={"document_id": document["id"]}, headers=ROOT)
+    assert pinned.status_code == 404
+    assert client.get(path, headers=ANN).json()["text"] == "A secret."
+    assert client.get("/kvboost/sessions/talk", headers=ANN).json()["turns"] == 1
+
+
+def test_keys_that_share_a_cache_each_have_the_documents_that_the_server_starts_with(
+    serve_fake, fake
+) -> None:
+    client = serve_fake(keys=KEYS, shared_cache=True, warm=(("a.txt", "A."),), warm_contexts=1)
+    for headers in (ANN, ROOT):
+        wait_for(
+            lambda headers=headers: client.get("/kvboost/documents", headers=headers).json()["data"]
+        )
+        (one,) = client.get("/kvboost/documents", headers=headers).json()["data"]
+        assert one["bytes"] == 2
+    assert [asked["warm"] for asked in fake.asked if "warm" in asked] == ["A."]
+
+
+def test_documents_are_counted_before_their_texts_are_joined(serve_fake, fake) -> None:
+    """12,000 parts that name one document used to become gigabytes."""
+    client = serve_fake(max_body_bytes=100_000)
+    fake.context_length = 10_000
+    large = upload(client, "x" * 5000)
+    part = {"type": "document", "document_id": large["id"]}
+    refused = ask(client, *[part] * 3)
+    assert refused.status_code == 400
+    assert "more than 14,997 tokens" in refused.json()["error"]["message"]
+    assert fake.conversations == []
+    fake.context_length = None
+    refused = ask(client, *[part] * 30)
+    assert refused.status_code == 413 and "150,000 bytes" in refused.json()["error"]["message"]
+    assert fake.conversations == []
+    assert ask(client, part, {**part, "title": "Again"}).status_code == 200
+    assert fake.conversations[-1].messages[0]["content"] == f"{'x' * 5000}\nAgain\n\n{'x' * 5000}"

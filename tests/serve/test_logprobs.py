@@ -17,7 +17,7 @@ def read(*ids: int, **top: object) -> list[TokenLogprob]:
 
 
 def test_tokens_are_taken_when_their_text_is_shown() -> None:
-    reader = TokenReader(decode, last_prompt_id=1)
+    reader = TokenReader(decode, last_id=1)
     (first,) = reader.take(read(1), shown=3)
     assert (first.text, first.offset, first.logprob) == ("Hel", 0, -0.1)
     assert reader.take(read(1), shown=3) == []
@@ -26,7 +26,7 @@ def test_tokens_are_taken_when_their_text_is_shown() -> None:
 
 
 def test_a_character_of_two_tokens_belongs_to_both() -> None:
-    reader = TokenReader(decode, last_prompt_id=1)
+    reader = TokenReader(decode, last_id=1)
     tokens = reader.take(read(1, 3, 4, 2), shown=6)
     assert [token.offset for token in tokens] == [0, 3, 3, 4]
     assert [token.shown for token in tokens] == ["Hel", "", "é", "lo"]
@@ -36,7 +36,7 @@ def test_a_character_of_two_tokens_belongs_to_both() -> None:
 
 def test_tokens_after_the_answer_are_left_out() -> None:
     """A stop string, and the end of the sequence."""
-    reader = TokenReader(decode, last_prompt_id=1)
+    reader = TokenReader(decode, last_id=1)
     assert [token.token_id for token in reader.take(read(1, 6, 5), shown=3)] == [1]
     assert reader.take(read(1, 6, 5), shown=3) == []
 
@@ -45,13 +45,13 @@ def test_the_blank_before_a_word_is_shown() -> None:
     def strips(ids) -> str:  # as tokenizers of the sentencepiece family do
         return "".join({1: " a", 2: " b"}[one] for one in ids).removeprefix(" ")
 
-    reader = TokenReader(strips, last_prompt_id=1)
+    reader = TokenReader(strips, last_id=1)
     tokens = reader.take([TokenLogprob(2, -1.0, ((1, -2.0),))], shown=2)
     assert tokens[0].text == " b" and tokens[0].top == ((" a", 1, -2.0),)
 
 
 def test_tokens_with_the_same_text_are_named_by_id() -> None:
-    reader = TokenReader(decode, last_prompt_id=1)
+    reader = TokenReader(decode, last_id=1)
     top = ((2, -0.1), (3, -0.2), (4, -0.3), (5, -0.4))
     shape = completion_logprobs(reader.take(read(2, top=top), shown=2))
     assert shape["tokens"] == ["lo"] and shape["text_offset"] == [0]
@@ -61,7 +61,7 @@ def test_tokens_with_the_same_text_are_named_by_id() -> None:
 
 
 def test_chat_shows_alternatives_and_their_bytes() -> None:
-    reader = TokenReader(decode, last_prompt_id=1)
+    reader = TokenReader(decode, last_id=1)
     shape = chat_logprobs(reader.take(read(1, top=((1, -0.1), (3, -2.0))), shown=3))
     (token,) = shape["content"]
     assert token["bytes"] == list(b"Hel")

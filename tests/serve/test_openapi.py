@@ -24,13 +24,16 @@ from tiny import byte_tokenizer, tiny_model
 
 JUDGED_LATER = re.compile(
     r"tools|tool_choice|response_format|guided_|structured_outputs|template_options|text.format"
+    r"|json_schema|regex|ebnf|grammar|suffix|min_tokens|prompt_logprobs|continue_final_message"
     r"|messages\[\d+\]\.(content|tool_calls|tool_call_id|reasoning_content)"
     r"|input\[\d+\]\.arguments|messages: the last|messages\[\d+\]: a \w+ block|output_config"
 )
 """Schemas, grammars, messages about tools: no OpenAPI document can say which of them are good."""
 
 KEY = "k-root"
-SETTINGS = ServerSettings(served_names=("tiny",), keys=(ApiKey("root", KEY),), drain_seconds=5.0)
+SETTINGS = ServerSettings(
+    served_names=("tiny",), keys=(ApiKey("root", KEY),), strict_fields=True, drain_seconds=5.0
+)
 DOCUMENT = create_app(FakeEngine(), SETTINGS).openapi()
 SAMPLED = "/v1/(responses$|messages|embeddings|rerank)|/kvboost/pins$"
 EVERY_FIELD = bool(os.environ.get("KVBOOST_TEST_EVERY_FIELD"))
@@ -122,6 +125,7 @@ def test_every_route_documents_its_errors() -> None:
         "/v1/rerank",
         "/v1/responses",
         "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/input_items",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/models",
@@ -140,6 +144,9 @@ def test_every_route_documents_its_errors() -> None:
         "/kvboost/documents/{document_id}",
         "/kvboost/sessions",
         "/kvboost/sessions/{session_id}",
+        "/tokenize",
+        "/detokenize",
+        "/version",
         "/health",
         "/ready",
         "/metrics",
@@ -148,5 +155,6 @@ def test_every_route_documents_its_errors() -> None:
         for method, operation in operations.items():
             told = set(operation["responses"])
             assert {"200", "403", "431", "500", "503"} <= told and "422" not in told
-            assert ("401" in told) == path.startswith(("/v1/", "/kvboost/"))
+            private = ("/v1/", "/kvboost/", "/tokenize", "/detokenize")
+            assert ("401" in told) == path.startswith(private)
             assert ("415" in told) == (method == "post")

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from kvboost.errors import PinError
+from kvboost.serve.auth import Place
 from kvboost.serve.errors import ApiError
 from kvboost.serve.sessions import Sessions
 from kvboost.serve.settings import ApiKey, ServerSettings
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+ANN, BOB = Place("ann", ""), Place("bob", "")
 
 
 def say(client, **kvboost: Any) -> dict[str, Any]:
@@ -67,13 +69,13 @@ def test_wrong_sessions_are_refused(client) -> None:
 def test_sessions_expire_and_are_limited(fake) -> None:
     now = [0.0]
     sessions = Sessions(fake, ServerSettings(max_sessions=1, session_seconds=5), lambda: now[0])
-    assert sessions.renew("ann", "", "one", [1]) is None
-    assert "as many as a key may have" in (sessions.renew("ann", "", "two", [1]) or "")
-    assert sessions.renew("bob", "b", "two", [1]) is None
+    assert sessions.renew(ANN, "one", [1]) is None
+    assert "as many as a key may have" in (sessions.renew(ANN, "two", [1]) or "")
+    assert sessions.renew(BOB, "two", [1]) is None
     now[0] = 5.0
-    assert sessions.all("") == [] and sessions.renew("ann", "", "two", [1]) is None
+    assert sessions.all(ANN) == [] and sessions.renew(ANN, "two", [1]) is None
     with pytest.raises(ApiError, match="it may have expired"):
-        sessions.get("", "one")
+        sessions.get(ANN, "one")
 
 
 def test_an_operator_pins_lists_and_unpins(client, fake) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from kvboost.serve.workers import Workers
+import pytest
+
+from kvboost.serve.errors import ApiError
+from kvboost.serve.workers import MOST_WAITING, Turns, Workers
+from live_server import wait_for
 
 
 def test_formats_that_take_long_to_compile_delay_no_other_work() -> None:
@@ -13,7 +17,7 @@ def test_formats_that_take_long_to_compile_delay_no_other_work() -> None:
 
     async def run() -> str:
         workers = Workers()
-        formats = [asyncio.ensure_future(workers.compile(compiled.wait, 60)) for _ in range(40)]
+        formats = [asyncio.ensure_future(workers.compile("", compiled.wait, 60)) for _ in range(30)]
         await asyncio.sleep(0)  # all of them wait for a thread, or have one
         text = await workers.tokenize(3, str.upper, "abc")
         assert not any(one.done() for one in formats)
@@ -22,3 +26,77 @@ def test_formats_that_take_long_to_compile_delay_no_other_work() -> None:
         return text
 
     assert asyncio.run(run()) == "ABC"
+
+
+def names(log: list[str]) -> list[str]:
+    return [name.rstrip("0123456789") for name in log]
+
+
+def test_tenants_take_turns_and_none_has_all_threads() -> None:
+    """One tenant's ten formats used to hold up all others'."""
+    log: list[str] = []
+    go_on = threading.Event()
+
+    def work(name: str) -> None:
+        log.append(name)
+        go_on.wait(60)
+
+    async def run() -> None:
+        turns = Turns(2, "test")
+        many = [asyncio.ensure_future(turns.run("ann", work, f"ann{one}")) for one in range(6)]
+        await asyncio.sleep(0)
+        wait_for(lambda: names(log) == ["ann"])
+        few = [asyncio.ensure_future(turns.run("bob", work, f"bob{one}")) for one in range(2)]
+        while names(log) != ["ann", "bob"]:
+            await asyncio.sleep(0.001)
+        go_on.set()
+        await asyncio.gather(*many, *few)
+
+    asyncio.run(run())
+    assert sorted(names(log)) == ["ann"] * 6 + ["bob"] * 2
+    assert log.index("bob1") < log.index("ann4")
+
+
+def test_work_is_dropped_when_its_caller_leaves_before_its_turn() -> None:
+    log: list[str] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work(name: str) -> None:
+        log.append(name)
+        begun.set()
+        go_on.wait(60)
+
+    async def run() -> None:
+        turns = Turns(1, "test")
+        first = asyncio.ensure_future(turns.run("ann", work, "first"))
+        left = [asyncio.ensure_future(turns.run("ann", work, f"left{one}")) for one in range(3)]
+        last = asyncio.ensure_future(turns.run("bob", work, "last"))
+        await asyncio.to_thread(begun.wait, 60)
+        for one in (first, *left):
+            one.cancel()
+        await asyncio.gather(first, *left, return_exceptions=True)
+        go_on.set()
+        await last
+        await turns.run("ann", work, "again")  # the thread of what was cancelled is free again
+
+    asyncio.run(run())
+    assert log == ["first", "last", "again"]
+
+
+def test_too_much_waiting_work_of_a_tenant_is_refused() -> None:
+    go_on = threading.Event()
+
+    async def run() -> None:
+        turns = Turns(2, "test")
+        waiting = [
+            asyncio.ensure_future(turns.run("ann", go_on.wait, 60)) for _ in range(MOST_WAITING + 1)
+        ]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as caught:
+            await turns.run("ann", go_on.wait, 60)
+        assert caught.value.status == 429
+        other = asyncio.ensure_future(turns.run("bob", go_on.wait, 60))
+        go_on.set()
+        assert all(await asyncio.gather(*waiting, other))
+
+    asyncio.run(run())

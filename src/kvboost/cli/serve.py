@@ -172,6 +172,14 @@ def serve(
     shared_cache: Annotated[
         bool, typer.Option("--shared-cache", help="All keys share one cache.")
     ] = False,
+    strict_fields: Annotated[
+        bool,
+        typer.Option(
+            "--strict-fields",
+            help="Refuse requests with fields that the server does not know. By default they are "
+            "left out, and the answer says so.",
+        ),
+    ] = False,
     metrics: Annotated[
         str,
         typer.Option(help="Who may read /metrics: open, key (an administrator's), or off."),
@@ -263,6 +271,7 @@ def serve(
             mode=mode,
             keys=keys,
             shared_cache=shared_cache,
+            strict_fields=strict_fields,
             warm=texts,
             pin=pin,
             warm_for=tuple(warm_for or ()),

@@ -17,8 +17,9 @@ from kvboost.deploy.content import NOTHING, Sketch, sketch, tenant_of
 from kvboost.deploy.metrics import reported_tokens
 from kvboost.deploy.router import Flight
 from kvboost.deploy.state import RouteState
-from kvboost.serve.bodies import MAX_KEYS, MAX_VALUES, count_values, receive_body
+from kvboost.serve.bodies import receive_body
 from kvboost.serve.errors import ApiError, ClientGone, timed_out
+from kvboost.serve.json_text import JsonBudget, JsonTextError
 from kvboost.serve.streaming import event, unless_gone
 
 logger = logging.getLogger("kvboost.route")
@@ -269,9 +270,10 @@ class _Answer:
 def request_sketch(headers: Headers, body: bytes, shared_cache: bool) -> Sketch:
     """The sketch of a request; nothing of a body that would take long to parse and that no server
     of ours accepts."""
-    for values, keys in count_values(body):
-        if values > MAX_VALUES or keys > MAX_KEYS:
-            return NOTHING
+    try:
+        JsonBudget().take(body)
+    except JsonTextError:
+        return NOTHING
     key = headers.get("authorization") or headers.get("x-api-key")
     tenant = b"" if key is None or shared_cache else tenant_of(key.encode("latin-1"))
     return sketch(body, tenant)

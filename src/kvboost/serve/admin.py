@@ -20,7 +20,7 @@ from kvboost.serve.completions import completion_call
 from kvboost.serve.errors import ApiError, from_engine, shutting_down
 from kvboost.serve.openapi import errors
 from kvboost.serve.problems import shown
-from kvboost.serve.prompts import encode, num_characters, refuse_long_text
+from kvboost.serve.prompts import encode, refuse_long_text
 from kvboost.serve.query import EACH_ONCE
 from kvboost.serve.request_documents import PinDocument, PinIds, PinRequest, PinText
 from kvboost.serve.request_models import (
@@ -57,7 +57,7 @@ async def warm(body: WarmRequest, request: Request, server: Server, caller: Call
     """Reads documents into the cache, one after the other, while other requests run. The response
     begins after the first document, so a mistake that concerns all of them is an error. With
     several ``contexts``, a last line says how many readings wait for idle time."""
-    salt = _salt(server, caller, body.tenant, body.cache_salt)
+    salt = _owner(server, caller, body.tenant).salt(body.cache_salt)
     engine, total = server.engine, len(body.documents)
 
     async def read(number: int) -> bytes:
@@ -97,23 +97,23 @@ async def warm(body: WarmRequest, request: Request, server: Server, caller: Call
 
 
 @router.post("/plan", response_model=PlanReply, responses=errors(404, 413))
-async def plan(body: PlanRequest, server: Server, caller: Caller) -> Response:
+async def plan(body: PlanRequest, request: Request, server: Server, caller: Caller) -> Response:
     """How a chat or completion request would be served now. Runs nothing."""
     if body.model is not None:
         server.check_model(body.model)
-    if isinstance(body, ChatPlan):
-        call = chat_call(server, caller, body)
-    else:
-        call = completion_call(server, caller, body)
-    engine, prompt = server.engine, call.prompts[0]
-    options = {
-        name: call.options[name]
-        for name in ("recompute_strategy", "recompute_ratio", "adapter")
-        if name in call.options
-    }
+    engine = server.engine
 
     def work() -> dict[str, Any]:
-        ids = encode(engine, prompt)
+        if isinstance(body, ChatPlan):
+            call = chat_call(server, caller, body)
+        else:
+            call = completion_call(server, caller, body)
+        options = {
+            name: call.options[name]
+            for name in ("recompute_strategy", "recompute_ratio", "adapter")
+            if name in call.options
+        }
+        ids = encode(engine, call.prompts[0])
         found = engine.plan(ids, call.mode, cache_salt=call.salt, **options)
         return {
             "mode": call.mode,
@@ -125,7 +125,7 @@ async def plan(body: PlanRequest, server: Server, caller: Caller) -> Response:
             "spans": spans(found, ids, engine.decode),
         }
 
-    return JSONResponse(await server.workers.tokenize(num_characters(prompt), work))
+    return JSONResponse(await server.workers.tokenize(request.state.body_size, work))
 
 
 @router.get(
@@ -159,7 +159,7 @@ async def forget(body: ForgetRequest, server: Server, caller: Caller) -> Respons
     if isinstance(body, ForgetText):
         gone = await server.workers.tokenize(len(body.text), engine.forget, body.text)
     else:
-        salt = _salt(server, caller, body.tenant, body.cache_salt)
+        salt = _owner(server, caller, body.tenant).salt(body.cache_salt)
         gone = await asyncio.to_thread(engine.forget_salt, salt)
     return JSONResponse({"forgotten": gone})
 
@@ -168,20 +168,20 @@ async def forget(body: ForgetRequest, server: Server, caller: Caller) -> Respons
 async def pin(body: PinRequest, request: Request, server: Server, caller: Caller) -> Response:
     """Reads a text unless it is cached, and keeps it from being evicted. To pin it again renews
     it."""
-    salt = _salt(server, caller, body.tenant, body.cache_salt)
+    place = _owner(server, caller, body.tenant).place(body.cache_salt)
     engine, header = server.engine, None
     prompt: str | list[int]
     match body:
         case PinText():
             prompt, header = body.text, body.header
         case PinDocument():
-            prompt = server.documents.text(salt, body.document_id)
+            prompt = server.documents.get(place, body.document_id).text
         case PinIds():
             prompt = body.token_ids
     if isinstance(prompt, str) and (limit := engine.context_length) is not None:
         texts = [header or "", prompt]
         await server.workers.tokenize(len(prompt), refuse_long_text, engine, texts, limit)
-    reading = engine.apin(prompt, header, ttl=body.ttl, cache_salt=salt)
+    reading = engine.apin(prompt, header, ttl=body.ttl, cache_salt=place.salt)
     return JSONResponse(asdict(await unless_gone(request.receive, reading)))
 
 
@@ -240,7 +240,6 @@ async def live(
     )
 
 
-def _salt(server: ServerState, caller: Tenant, tenant: str | None, cache_salt: str) -> str:
-    """The salt of the caller, or of the tenant that an administrator names."""
-    owner = caller if tenant is None else server.keys.named(tenant)
-    return owner.salt(cache_salt)
+def _owner(server: ServerState, caller: Tenant, tenant: str | None) -> Tenant:
+    """The caller, or the tenant that an administrator names."""
+    return caller if tenant is None else server.keys.named(tenant)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvboost.errors import StructuredOutputError
@@ -14,10 +16,11 @@ from kvboost.serve import records
 from kvboost.serve.choices import Choice, EngineCall
 from kvboost.serve.errors import ApiError, internal
 from kvboost.serve.logprobs import TokenReader
-from kvboost.serve.prompts import Prompt, encode, num_characters
+from kvboost.serve.prompts import encode
 from kvboost.serve.request_fields import MAX_SEED
 from kvboost.serve.reuse_report import counts, spans
 from kvboost.serve.server import ServerState
+from kvboost.structured.formats import FORMATS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -133,7 +136,7 @@ class Answers:
         renew = self._server.sessions.renew
         try:
             problem = await asyncio.to_thread(
-                renew, self._tenant, call.salt, session, ids, call.session_ttl, call.adapter
+                renew, call.place, session, ids, call.session_ttl, call.adapter
             )
         except Exception as error:
             self.add(error)
@@ -205,7 +208,14 @@ async def open_answers(
     """Tokenizes the prompts and queues all answers. If the engine refuses one, raises its error and
     queues none. The caller must close the result, best with ``async with``."""
     engine, settings = server.engine, server.settings
-    prompts = [await _encode(server, prompt) for prompt in call.prompts]
+    read = partial(
+        encode,
+        engine,
+        add_special_tokens=call.add_special_tokens,
+        truncate=_truncated_tokens(call, engine.context_length),
+        suffix=call.suffix,
+    )
+    prompts = [await server.workers.tokenize(call.size, read, prompt) for prompt in call.prompts]
     wants_logprobs = call.options.get("logprobs") is not None
     async with AsyncExitStack() as streams:
         choices: list[Choice] = []
@@ -215,6 +225,9 @@ async def open_answers(
                 **await _boundaries(server, call, prompt_ids),
             }
             limit = _answer_limit(call.max_tokens, len(prompt_ids), server)
+            if call.max_tokens is None or limit < call.max_tokens:  # the context sets the limit
+                least = options.get("min_new_tokens", 0)
+                options |= {"min_new_tokens": min(least, limit)} if least else {}
             for number in range(call.n):
                 stream = engine.astream(
                     prompt_ids,
@@ -245,12 +258,15 @@ async def _options(server: ServerState, call: EngineCall, prompt_ids: list[int])
     def compiled() -> dict[str, Any]:
         if call.use is not None:
             return server.engine.answer_options(prompt_ids, call.use, call.options)
-        server.engine.compile_format(call.options)
-        return call.options
+        grammar = server.engine.compile_format(call.options)
+        if grammar is None:
+            return call.options
+        plain = {name: value for name, value in call.options.items() if name not in FORMATS}
+        return {**plain, "grammar": grammar}
 
     has_format = call.format_field is not None or bool(call.use and call.use.offered)
     try:
-        return await server.workers.compile(compiled) if has_format else compiled()
+        return await server.workers.compile(call.tenant, compiled) if has_format else compiled()
     except StructuredOutputError as error:
         raise _unsupported(error, call) from None
 
@@ -281,10 +297,6 @@ async def _boundaries(
 
     size = sum(map(len, call.documents))
     return {"boundaries": await server.workers.tokenize(size, locate)}
-
-
-async def _encode(server: ServerState, prompt: Prompt) -> list[int]:
-    return await server.workers.tokenize(num_characters(prompt), encode, server.engine, prompt)
 
 
 async def describe(server: ServerState, choice: Choice) -> dict[str, Any]:
@@ -327,7 +339,8 @@ def usage(answers: Answers) -> dict[str, Any]:
     tokens are those of the first answer."""
     firsts = [choice for choice in answers.choices if choice.index % choice.call.n == 0]
     prompt = sum(len(choice.prompt_ids) for choice in firsts)
-    completion = sum(len(choice.result.token_ids) for choice in answers.choices)
+    wanted = [choice for choice in answers.choices if choice.call.max_tokens != 0]
+    completion = sum(len(choice.result.token_ids) for choice in wanted)
     drafted = sum(choice.result.drafted_tokens for choice in answers.choices)
     accepted = sum(choice.result.accepted_tokens for choice in answers.choices)
     return {
@@ -345,10 +358,19 @@ def usage(answers: Answers) -> dict[str, Any]:
     }
 
 
+def _truncated_tokens(call: EngineCall, context: int | None) -> int | None:
+    """How many tokens of a prompt are read at most, if it asks for a limit."""
+    if call.truncate is None or (call.truncate < 0 and context is None):
+        return None
+    room = sys.maxsize if context is None else context - (call.max_tokens or 1)
+    return max(1, room if call.truncate < 0 else call.truncate)
+
+
 def _answer_limit(max_tokens: int | None, prompt_tokens: int, server: ServerState) -> int:
     """The requested length, or as much as the context still holds. The engine refuses a prompt that
     leaves no room."""
-    limit = max_tokens or server.settings.default_max_tokens
+    default = server.settings.default_max_tokens
+    limit = default if max_tokens is None else max(1, max_tokens)
     context = server.engine.context_length
     return limit if context is None else max(1, min(limit, context - prompt_tokens))
 

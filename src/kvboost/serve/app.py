@@ -24,6 +24,7 @@ from kvboost.serve import (
     document_routes,
     embeddings,
     openapi,
+    tokenize,
 )
 from kvboost.serve.anthropic import routes as anthropic
 from kvboost.serve.auth import AuthMiddleware
@@ -83,7 +84,7 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     app.state.server = state
     modules = (
         *(chat, completions, openai_responses, anthropic, embeddings),
-        *(adapters, admin, document_routes),
+        *(tokenize, adapters, admin, document_routes),
     )
     routers = [*(module.router for module in modules), router]
     if settings.metrics != "off":

@@ -6,6 +6,7 @@ import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -14,11 +15,22 @@ from kvboost.serve.problems import shown
 from kvboost.serve.settings import TENANT_PATHS, ApiKey, ServerSettings
 
 
+class Place(NamedTuple):
+    """Where a tenant keeps what it sends."""
+
+    owner: str
+    """The tenant's id: documents, sessions and responses belong to it alone."""
+    salt: str
+    """The engine's salt: requests under the same one share cached KV."""
+
+
 @dataclass(frozen=True)
 class Tenant:
     """The user that a request belongs to. Without keys there is one for all requests."""
 
     name: str = "anyone"
+    owner: str = ""
+    """A hash of its key: another key of the same name is another owner. Empty without keys."""
     root: str = ""
     """The beginning of all salts of this tenant; empty if the cache is shared."""
     is_admin: bool = True
@@ -30,6 +42,9 @@ class Tenant:
         """The engine's salt for this tenant's requests with ``cache_salt``. All roots have the same
         length, so no two pairs of root and salt give the same result."""
         return f"{self.root}{cache_salt}"
+
+    def place(self, cache_salt: str = "") -> Place:
+        return Place(self.owner, self.salt(cache_salt))
 
 
 class Keys:
@@ -47,7 +62,8 @@ class Keys:
                 key.secret.encode(),
                 Tenant(
                     key.name,
-                    "" if settings.shared_cache else tenant_root(key),
+                    key_hash(key),
+                    "" if settings.shared_cache else key_hash(key),
                     key.is_admin or not marked,
                     key.name if len(settings.keys) > 1 else "",
                 ),
@@ -73,6 +89,10 @@ class Keys:
         if found is None:
             raise _refused("the API key is not valid")
         return found
+
+    def tenants(self) -> list[Tenant]:
+        """All of them; without keys, the one of all requests."""
+        return [tenant for _, tenant in self._tenants] or [Tenant()]
 
     def named(self, name: str) -> Tenant:
         """The tenant of that name. Raises ApiError 404 if there is none."""
@@ -124,7 +144,7 @@ def _given_key(headers: Mapping[bytes, bytes]) -> str | None:
     return None if given is None else given.decode("latin-1")
 
 
-def tenant_root(key: ApiKey) -> str:
+def key_hash(key: ApiKey) -> str:
     """A hash of the key. It does not reveal the key, and no other key has the same."""
     return blake2b(key.secret.encode(), digest_size=16, person=b"kvboost-tenant").hexdigest()
 

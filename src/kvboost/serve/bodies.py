@@ -7,9 +7,8 @@ JSON values before any of them is made, and then its first wrong field.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, get_type_hints
 
@@ -20,16 +19,11 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from kvboost.serve.errors import ApiError, ClientGone, invalid_body
+from kvboost.serve.json_text import JsonTextError, parse_json
+from kvboost.serve.request_fields import BodyContext
 from kvboost.serve.server import ServerState
 from kvboost.serve.settings import ServerSettings
 
-MAX_VALUES = 256 * 1024
-"""JSON values in one body. ``json.loads`` does not release the interpreter's lock, so no other
-thread runs until it is done: about 50 ms for so many."""
-MAX_KEYS = 64 * 1024
-"""Keys of all JSON objects in one body. They take longer than other values."""
-
-_SLICE_BYTES = 256 * 1024
 _DISCARD_SECONDS = 2.0
 _DISCARD_BYTES = 64 * 1024**2
 
@@ -52,7 +46,11 @@ class BodyRoute(APIRoute):
             server: ServerState = request.app.state.server
             body = await read(request, server.settings)
             request.state.received = time.perf_counter()
-            checked = await server.workers.parse(len(body), parse, adapter, body)
+            request.state.body_size = len(body)
+            context = BodyContext(server.settings.strict_fields)
+            checked = await server.workers.parse(len(body), parse, adapter, body, context)
+            request.state.ignored = context.ignored
+            server.metrics.ignored_fields(len(context.ignored))
             caller = request.state.tenant
             given = {"body": checked, "request": request, "server": server, "caller": caller}
             response: Response = await answer(**{name: given[name] for name in wanted})
@@ -143,55 +141,18 @@ def _is_json(content_type: str) -> bool:
     )
 
 
-def parse(adapter: TypeAdapter[Any], body: bytes) -> Any:
+def parse(adapter: TypeAdapter[Any], body: bytes, context: BodyContext | None = None) -> Any:
     """The checked model of a JSON body. Raises ApiError that names the first wrong field."""
-    for values, keys in count_values(body):
-        if values > MAX_VALUES:
-            raise _too_many("values", MAX_VALUES)
-        if keys > MAX_KEYS:
-            raise _too_many("keys", MAX_KEYS)
+    context = context or BodyContext()
     try:
-        value = json.loads(body.decode("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise ApiError(
-            400, f"the body is not JSON: {error.msg} at character {error.pos}", code="invalid_json"
-        ) from None
-    except UnicodeDecodeError:
-        raise ApiError(
-            400, "the body cannot be read: it is not UTF-8", code="invalid_json"
-        ) from None
-    except (ValueError, RecursionError):  # a number of thousands of digits, or deep nesting
-        raise ApiError(
-            400,
-            "the body cannot be read: a number is too long or it is nested too deeply",
-            code="invalid_json",
-        ) from None
+        context.budget.take(body)
+    except JsonTextError as error:
+        raise ApiError(400, f"the body: {error}", code="too_many_values") from None
     try:
-        return adapter.validate_python(value)
+        value = parse_json(body)
+    except JsonTextError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    try:
+        return adapter.validate_python(value, context=context)
     except ValidationError as error:
         raise invalid_body(error, value) from None
-
-
-def _too_many(what: str, most: int) -> ApiError:
-    return ApiError(
-        400, f"the body has more than {most:,} JSON {what}; split it up", code="too_many_values"
-    )
-
-
-def count_values(body: bytes) -> Iterator[tuple[int, int]]:
-    """Counts the values and the keys of JSON text without parsing it; yields both after each slice
-    of the text. Every value but the outermost follows a comma or an opening bracket, and every key
-    precedes a colon, that is not inside a string."""
-    values = keys = start = inside = 0
-    while start < len(body):
-        piece = body[start : start + _SLICE_BYTES]
-        backslashes = len(piece) - len(piece.rstrip(b"\\"))
-        if backslashes % 2 and start + len(piece) < len(body):
-            piece = piece[:-1]  # do not cut an escape in two
-        start += len(piece)
-        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        outside = b"".join(parts[inside::2])
-        inside = (inside + len(parts) - 1) % 2
-        values += sum(map(outside.count, (b",", b"[", b"{")))
-        keys += outside.count(b":")
-        yield values, keys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -18,8 +18,8 @@ from kvboost.serve.bodies import BodyRoute
 from kvboost.serve.choices import Choice, EngineCall
 from kvboost.serve.logprobs import ShownToken, chat_logprobs
 from kvboost.serve.openapi import errors, streamed
+from kvboost.serve.prompts import refuse_many_documents
 from kvboost.serve.request_models import ChatRequest
-from kvboost.serve.request_tools import DocumentPart
 from kvboost.serve.response_models import ChatCompletion
 from kvboost.serve.responses import engine_call, respond, response_options
 from kvboost.serve.server import Caller, Server, ServerState
@@ -38,41 +38,46 @@ async def create_chat_completion(
     body: ChatRequest, request: Request, server: Server, caller: Caller
 ) -> Response:
     """Answers a conversation in the model's chat template, like OpenAI's API."""
-    call = chat_call(server, caller, body)
+    size = request.state.body_size
+    call = await server.workers.parse(size, chat_call, server, caller, body)
     return await respond(request, server, call, ChatFormat(), response_options(body))
 
 
 def chat_call(server: ServerState, caller: Tenant, body: ChatRequest) -> EngineCall:
+    """What a chat request asks of the engine. For a thread if the request is large."""
     limits = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
+    prompt, documents = chat_prompt(server, caller, body)
     call = engine_call(
         server,
         caller,
         body,
-        [chat_prompt(server, caller, body)],
+        [prompt],
         min(limits, default=None),
         (body.top_logprobs or 0) if body.logprobs else None,
         body.tool_use(),
     )
-    text = _document_text(server, caller, body)
-    documents = [part for message in body.messages for part in message.documents]
-    return replace(call, documents=[text(part) for part in documents])
+    return replace(call, documents=documents, size=sum(map(len, documents)))
 
 
-def chat_prompt(server: ServerState, caller: Tenant, body: ChatRequest) -> Conversation:
-    text = _document_text(server, caller, body)
-    return Conversation(
-        [message.for_template(text) for message in body.messages],
+def chat_prompt(
+    server: ServerState, caller: Tenant, body: ChatRequest
+) -> tuple[Conversation, list[str]]:
+    """The conversation, and the texts of the documents in it. Raises ApiError, before any text is
+    joined, if they are too large."""
+    place, find = caller.place(body.cache_salt), server.documents.get
+    parts = [part for message in body.messages for part in message.documents]
+    found = [find(place, part.document_id) for part in parts]
+    refuse_many_documents(server.engine, found, server.settings.max_body_bytes)
+    documents = [one.under(part.title) for one, part in zip(found, parts, strict=True)]
+    texts = iter(documents)
+    conversation = Conversation(
+        [message.for_template(texts) for message in body.messages],
         [_for_template(tool) for tool in body.tool_use().offered],
         body.template_options(),
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
     )
-
-
-def _document_text(
-    server: ServerState, caller: Tenant, body: ChatRequest
-) -> Callable[[DocumentPart], str]:
-    """What gives the text of a document that a message refers to."""
-    salt = caller.salt(body.cache_salt)
-    return lambda part: server.documents.text(salt, part.document_id, part.title)
+    return conversation, documents
 
 
 def _for_template(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,6 +90,7 @@ class ChatFormat:
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    has_one_prompt = True
 
     def __init__(self) -> None:
         self._deltas: dict[int, Deltas] = {}
@@ -104,7 +110,7 @@ class ChatFormat:
         chunks, has_calls = [], False
         if choice.parser is not None:
             deltas = self._deltas.setdefault(choice.index, Deltas())
-            chunks = deltas.chunks(choice, choice.parser.finish(), None, final=True)
+            chunks = deltas.chunks(choice, choice.last_parts(), None, final=True)
             has_calls = deltas.num_calls > 0
         return [*chunks, {**_chunk(choice, {}), "finish_reason": _reason(choice, has_calls)}]
 
@@ -168,7 +174,7 @@ def _message(choice: Choice) -> tuple[dict[str, Any], bool]:
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if choice.parser is None:
         return message, False
-    found = collect([*choice.parser.feed(text), *choice.parser.finish()])
+    found = collect([*choice.parser.feed(text), *choice.last_parts()])
     message["content"] = found.content
     if found.reasoning:
         message["reasoning_content"] = found.reasoning

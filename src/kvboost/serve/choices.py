@@ -12,6 +12,7 @@ from kvboost.chat.calls import Part
 from kvboost.chat.parser import AnswerParser
 from kvboost.chat.tool_use import ToolUse
 from kvboost.results import GenerationResult
+from kvboost.serve.auth import Place
 from kvboost.serve.errors import internal, shutting_down, timed_out
 from kvboost.serve.logprobs import ShownToken, TokenReader
 from kvboost.serve.prompts import Prompt
@@ -29,7 +30,7 @@ class EngineCall:
     n: int
     max_tokens: int | None
     mode: str
-    salt: str
+    place: Place
     tenant: str
     """The name that the scheduler counts the request under."""
     seed: int | None
@@ -44,6 +45,22 @@ class EngineCall:
     session: str | None = None
     """The conversation whose KV is pinned after the answer."""
     session_ttl: float | None = None
+
+    truncate: int | None = None
+    """So many of each prompt's last tokens are read; -1: as many as the context holds."""
+    add_special_tokens: bool | None = None
+    """Whether a prompt that is text gets the tokens that the model expects in front. Default: a
+    completion's does; a chat template has them itself."""
+    suffix: str | None = None
+    """The text after the answer, which fills in the middle."""
+    notes: Sequence[str] = ()
+    """What the client should know of its request."""
+    size: int = 0
+    """Characters that the prompts have, about."""
+
+    @property
+    def salt(self) -> str:
+        return self.place.salt
 
     @property
     def adapter(self) -> str | None:
@@ -72,7 +89,7 @@ class Choice:
         self._tokens: TokenReader | None = None
         self._shown = 0
         self.ended: float | None = None
-        self.notes: list[str] = []
+        self.notes = list(call.notes)
         """What the client should know beyond the engine's own notes."""
 
     @property
@@ -108,6 +125,11 @@ class Choice:
         self._tokens = reader
 
     @property
+    def is_cut(self) -> bool:
+        """Whether a limit has ended the answer."""
+        return self.result.finish_reason == "length"
+
+    @property
     def is_plain(self) -> bool:
         """Whether its pieces are text and nothing else."""
         return self.parser is None and self._tokens is None
@@ -126,7 +148,7 @@ class Choice:
 
     def last_parts(self) -> list[Part]:
         """What was held back when the answer ended."""
-        return [] if self.parser is None else self.parser.finish()
+        return [] if self.parser is None else self.parser.finish(cut=self.is_cut)
 
     def check(self, timeout: float | None) -> None:
         """Raises ApiError unless the answer ended normally."""

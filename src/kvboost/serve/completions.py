@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,7 +11,7 @@ from starlette.responses import Response
 from kvboost.serve.auth import Tenant
 from kvboost.serve.bodies import BodyRoute
 from kvboost.serve.choices import Choice, EngineCall
-from kvboost.serve.logprobs import ShownToken, completion_logprobs
+from kvboost.serve.logprobs import ShownToken, completion_logprobs, prompt_tokens
 from kvboost.serve.openapi import errors, streamed
 from kvboost.serve.request_models import CompletionRequest
 from kvboost.serve.response_models import Completion
@@ -34,50 +35,62 @@ async def create_completion(
 ) -> Response:
     """Continues one or several prompts, text or token ids, like OpenAI's API."""
     call = completion_call(server, caller, body)
-    response_format = CompletionFormat(server.engine.decode if body.echo else None)
+    response_format = CompletionFormat(server.engine.decode if body.echo else None, call)
     return await respond(request, server, call, response_format, response_options(body))
 
 
 def completion_call(server: ServerState, caller: Tenant, body: CompletionRequest) -> EngineCall:
-    return engine_call(
-        server,
-        caller,
-        body,
-        body.prompts(),
-        body.max_tokens or DEFAULT_MAX_TOKENS,
-        body.logprobs,
-    )
+    limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    call = engine_call(server, caller, body, body.prompts(), limit, body.logprobs)
+    return replace(call, suffix=body.suffix)
 
 
 class CompletionFormat:
     id_prefix = "cmpl"
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    has_one_prompt = False
 
-    def __init__(self, echo: Decode | None) -> None:
+    def __init__(self, echo: Decode | None, call: EngineCall) -> None:
         """With ``echo``, the text of an answer begins with its prompt."""
         self._echo = echo
+        self._has_answer = call.max_tokens != 0
+        self._has_logprobs = call.options.get("logprobs") is not None
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        return None if self._echo is None else _chunk(choice, self._prompt_text(choice))
+        if self._echo is None:
+            return None
+        return _chunk(choice, self._prompt_text(choice), self._prompt_tokens(choice))
 
     def piece(self, choice: Choice, text: str) -> list[dict[str, Any]]:
-        return [_chunk(choice, text, choice.tokens_of(text))]
+        return [_chunk(choice, text, choice.tokens_of(text))] if self._has_answer else []
 
     def closing(self, choice: Choice) -> list[dict[str, Any]]:
-        return [{**_chunk(choice, ""), "finish_reason": choice.result.finish_reason}]
+        return [{**_chunk(choice, ""), "finish_reason": self._reason(choice)}]
 
     def whole(self, choice: Choice) -> dict[str, Any]:
-        result = choice.result
-        tokens = choice.tokens_of(result.output_text)
-        whole = _chunk(choice, self._prompt_text(choice) + result.output_text, tokens)
-        return {**whole, "finish_reason": result.finish_reason}
+        text = choice.result.output_text if self._has_answer else ""
+        tokens = choice.tokens_of(text) if self._has_answer else [] if self._has_logprobs else None
+        if tokens is not None and self._echo is not None:
+            before = self._prompt_tokens(choice) or []
+            length = len(self._prompt_text(choice))
+            tokens = [*before, *(replace(one, offset=one.offset + length) for one in tokens)]
+        whole = _chunk(choice, self._prompt_text(choice) + text, tokens)
+        return {**whole, "finish_reason": self._reason(choice)}
+
+    def _reason(self, choice: Choice) -> str:
+        return choice.result.finish_reason if self._has_answer else "length"
 
     def _prompt_text(self, choice: Choice) -> str:
         if self._echo is None:
             return ""
         prompt = choice.call.prompts[choice.index // choice.call.n]
         return prompt if isinstance(prompt, str) else self._echo(choice.prompt_ids)
+
+    def _prompt_tokens(self, choice: Choice) -> list[ShownToken] | None:
+        if self._echo is None or not self._has_logprobs:
+            return None
+        return prompt_tokens(self._echo, choice.prompt_ids, choice.result.prompt_logprobs or ())
 
 
 def _chunk(choice: Choice, text: str, tokens: list[ShownToken] | None = None) -> dict[str, Any]:

@@ -81,7 +81,7 @@ async def upload_file(
 @router.get("/documents", response_model=DocumentList, responses=errors(400, has_body=False))
 async def list_documents(server: Server, caller: Caller, cache_salt: Salt = "") -> Response:
     """The documents of the caller."""
-    found = server.documents.all(caller.salt(cache_salt))
+    found = server.documents.all(caller.place(cache_salt))
     return JSONResponse({"object": "list", "data": [one.describe() for one in found]})
 
 
@@ -94,7 +94,7 @@ async def get_document(
     document_id: Id, server: Server, caller: Caller, cache_salt: Salt = ""
 ) -> Response:
     """One document with its text."""
-    document = server.documents.get(caller.salt(cache_salt), document_id)
+    document = server.documents.get(caller.place(cache_salt), document_id)
     return JSONResponse({**document.describe(), "text": document.text})
 
 
@@ -107,14 +107,14 @@ async def delete_document(
     document_id: Id, server: Server, caller: Caller, cache_salt: Salt = ""
 ) -> Response:
     """Deletes the text. Its KV is evicted some time, or forgotten by ``/kvboost/forget``."""
-    await server.documents.delete(caller.salt(cache_salt), document_id)
+    await server.documents.delete(caller.place(cache_salt), document_id)
     return JSONResponse({"id": document_id, "deleted": True})
 
 
 @router.get("/sessions", response_model=SessionList, responses=errors(400, has_body=False))
 async def list_sessions(server: Server, caller: Caller, cache_salt: Salt = "") -> Response:
     """The caller's conversations whose KV is pinned (``kvboost.session`` of a request)."""
-    found = server.sessions.all(caller.salt(cache_salt))
+    found = server.sessions.all(caller.place(cache_salt))
     return JSONResponse({"object": "list", "data": found})
 
 
@@ -127,7 +127,7 @@ async def get_session(
     session_id: Id, server: Server, caller: Caller, cache_salt: Salt = ""
 ) -> Response:
     """One session: its turns, the size of its KV and the time that is left."""
-    return JSONResponse(server.sessions.get(caller.salt(cache_salt), session_id))
+    return JSONResponse(server.sessions.get(caller.place(cache_salt), session_id))
 
 
 @router.delete(
@@ -139,8 +139,7 @@ async def delete_session(
     session_id: Id, server: Server, caller: Caller, cache_salt: Salt = ""
 ) -> Response:
     """Ends a session: its KV may be evicted from now on."""
-    salt = caller.salt(cache_salt)
-    await asyncio.to_thread(server.sessions.delete, salt, session_id)
+    await asyncio.to_thread(server.sessions.delete, caller.place(cache_salt), session_id)
     return JSONResponse({"id": session_id, "deleted": True})
 
 

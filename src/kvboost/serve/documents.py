@@ -1,8 +1,8 @@
 """Documents that clients upload once and then refer to by id. They are read in the background.
 
-Texts are kept in memory, for each tenant and salt separately. Their KV is an ordinary part of the
-cache: it may be evicted and is computed again then, and with a cache folder the next process finds
-it there.
+Texts are kept in memory, for each tenant and salt separately, also if tenants share a cache. Their
+KV is an ordinary part of the cache: it may be evicted and is computed again then, and with a cache
+folder the next process finds it there.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from kvboost.config import GenerationMode
 from kvboost.errors import KVBoostError, QueueFullError
-from kvboost.serve.auth import Keys, Tenant
+from kvboost.serve.auth import Keys, Place, Tenant
 from kvboost.serve.errors import ApiError, from_engine
 from kvboost.serve.problems import shown
 from kvboost.serve.settings import ServerSettings
@@ -31,14 +32,12 @@ _LONGEST_WAIT = 5
 """Seconds after which a full queue is tried again, whatever it says."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Document:
     """One document. ``text`` is as prompts contain it, title included."""
 
     id: str
-    owner: str
-    """The name of its tenant."""
-    salt: str
+    place: Place
     title: str | None
     text: str
     tokens: int
@@ -49,13 +48,25 @@ class Document:
     """``waiting``, ``reading``, ``ready`` or ``failed``."""
     error: str | None = None
 
+    @cached_property
+    def size(self) -> int:
+        """Bytes of its text."""
+        return len(self.text.encode())
+
+    def under(self, title: str | None) -> str:
+        """The text for a prompt, perhaps under another title."""
+        if title is None or title == self.title:
+            return self.text
+        head = 0 if self.title is None else len(titled("", self.title))
+        return titled(self.text[head:], title)
+
     def describe(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": "document",
             "title": self.title,
             "tokens": self.tokens,
-            "bytes": len(self.text.encode()),
+            "bytes": self.size,
             "created": int(self.created),
             "status": self.status,
             "error": self.error,
@@ -69,8 +80,8 @@ class Documents:
         self._engine = engine
         self._settings = settings
         self._keys = keys
-        self._documents: dict[tuple[str, str], Document] = {}
-        """By salt and id."""
+        self._documents: dict[tuple[Place, str], Document] = {}
+        """By place and id."""
         self._unread = _Unread()
         self._reader: asyncio.Task[None] | None = None
         self._warmed, self._to_warm = 0, 0
@@ -82,11 +93,14 @@ class Documents:
         return None if self._warmed == self._to_warm else (self._warmed, self._to_warm)
 
     async def start(self) -> None:
-        """Begins to read documents: first those of the settings."""
-        names = self._settings.warm_for
-        tenants = [self._keys.named(name) for name in names] or [Tenant()]
-        self._warmed, self._to_warm = 0, len(self._settings.warm) * len(tenants)
-        self._reader = asyncio.ensure_future(self._read_all(tenants))
+        """Begins to read documents: first those of the settings, once for each salt. Without keys
+        they belong to all requests, and with a shared cache to every key."""
+        tenants = [self._keys.named(name) for name in self._settings.warm_for]
+        groups: dict[str, list[Tenant]] = {}
+        for tenant in tenants or self._keys.tenants():
+            groups.setdefault(tenant.salt(), []).append(tenant)
+        self._warmed, self._to_warm = 0, len(self._settings.warm) * len(groups)
+        self._reader = asyncio.ensure_future(self._read_all(list(groups.values())))
 
     async def stop(self) -> None:
         if self._reader is not None:
@@ -104,18 +118,18 @@ class Documents:
         pin: bool = False,
     ) -> Document:
         """Keeps a document and reads it in the background. The same document is kept once."""
-        made = self._make(tenant, cache_salt, text, tokens, title, pin)
-        found = self._documents.get((made.salt, made.id))
+        made = _make(tenant.place(cache_salt), text, tokens, title, pin)
+        found = self._documents.get((made.place, made.id))
         if found is not None and found.status != "failed":
             return found
-        self._check_room(tenant, made)
-        self._documents[made.salt, made.id] = made
+        self._check_room(made)
+        self._documents[made.place, made.id] = made
         self._unread.put(made)
         return made
 
-    def get(self, salt: str, document_id: str) -> Document:
-        """Raises ApiError 404 if there is no such document under ``salt``."""
-        found = self._documents.get((salt, document_id))
+    def get(self, place: Place, document_id: str) -> Document:
+        """Raises ApiError 404 if there is no such document at ``place``."""
+        found = self._documents.get((place, document_id))
         if found is None:
             raise ApiError(
                 404,
@@ -126,53 +140,23 @@ class Documents:
             )
         return found
 
-    def all(self, salt: str) -> list[Document]:
-        """The documents under ``salt``, the oldest first."""
-        return [document for document in self._documents.values() if document.salt == salt]
+    def all(self, place: Place) -> list[Document]:
+        """The documents at ``place``, the oldest first."""
+        return [one for (kept_at, _), one in self._documents.items() if kept_at == place]
 
-    async def delete(self, salt: str, document_id: str) -> None:
+    async def delete(self, place: Place, document_id: str) -> None:
         """Forgets the text. Its KV stays in the cache until it is evicted."""
-        document = self.get(salt, document_id)
-        del self._documents[salt, document_id]
+        document = self.get(place, document_id)
+        del self._documents[place, document_id]
         self._unread.discard(document)
-        if document.pin:
-            await asyncio.to_thread(self._engine.unpin, document.text, cache_salt=salt)
+        if document.pin and document not in self._documents.values():
+            await asyncio.to_thread(self._engine.unpin, document.text, cache_salt=place.salt)
 
-    def text(self, salt: str, document_id: str, title: str | None = None) -> str:
-        """The text for a prompt, perhaps under another title."""
-        document = self.get(salt, document_id)
-        if title is None or title == document.title:
-            return document.text
-        head = 0 if document.title is None else len(titled("", document.title))
-        return titled(document.text[head:], title)
-
-    def _make(
-        self,
-        tenant: Tenant,
-        cache_salt: str,
-        text: str,
-        tokens: int,
-        title: str | None,
-        pin: bool,
-    ) -> Document:
-        text = titled(text, title)
-        digest = blake2b(text.encode(), digest_size=12, person=b"kvboost-doc")
-        return Document(
-            id=f"doc_{digest.hexdigest()}",
-            owner=tenant.name,
-            salt=tenant.salt(cache_salt),
-            title=title or None,
-            text=text,
-            tokens=tokens,
-            created=time.time(),
-            pin=pin,
-        )
-
-    def _check_room(self, tenant: Tenant, new: Document) -> None:
-        own = [one for one in self._documents.values() if one.owner == tenant.name]
+    def _check_room(self, new: Document) -> None:
+        owner = new.place.owner
+        own = [one for (place, _), one in self._documents.items() if place.owner == owner]
         most, most_bytes = self._settings.max_documents, self._settings.max_document_bytes
-        held = sum(len(one.text.encode()) for one in own)
-        size = len(new.text.encode())
+        held, size = sum(one.size for one in own), new.size
         if len(own) >= most or held + size > most_bytes:
             raise ApiError(
                 409,
@@ -182,20 +166,22 @@ class Documents:
                 param="text",
             )
 
-    async def _read_all(self, tenants: Sequence[Tenant]) -> None:
-        for tenant in tenants:
+    async def _read_all(self, groups: Sequence[Sequence[Tenant]]) -> None:
+        for tenants in groups:
             for name, text in self._settings.warm:
-                await self._warm(tenant, name, text)
-            await self._warm_later(tenant)
+                await self._warm(tenants, name, text)
+            await self._warm_later(tenants[0])
         while True:
             await self._read(await self._unread.take())
 
-    async def _warm(self, tenant: Tenant, name: str, text: str) -> None:
-        """Reads a document that the server starts with, and says how it went."""
+    async def _warm(self, tenants: Sequence[Tenant], name: str, text: str) -> None:
+        """Reads a document that the server starts with for ``tenants``, whose salt is the same, and
+        says how it went."""
         try:
             ids = await asyncio.to_thread(self._engine.encode, text)
-            document = self._make(tenant, "", text, len(ids), None, self._settings.pin)
-            self._documents.setdefault((document.salt, document.id), document)
+            document = _make(tenants[0].place(), text, len(ids), None, self._settings.pin)
+            for tenant in tenants:
+                self._documents.setdefault((tenant.place(), document.id), document)
             await self._read(document)
         finally:
             self._warmed += 1
@@ -212,7 +198,7 @@ class Documents:
         is_moved = self._settings.mode == GenerationMode.CHUNK_KV_REUSE.value
         if contexts == 1 or len(texts) < 2 or not is_moved:
             return
-        salt = tenant.salt("")
+        salt = tenant.salt()
         try:
             waiting = await asyncio.to_thread(
                 self._engine.warm_later, texts, contexts=contexts, cache_salt=salt
@@ -239,9 +225,9 @@ class Documents:
         while True:
             try:
                 if document.pin:
-                    await self._engine.apin(document.text, cache_salt=document.salt)
+                    await self._engine.apin(document.text, cache_salt=document.place.salt)
                 else:
-                    await self._engine.awarm(document.text, cache_salt=document.salt)
+                    await self._engine.awarm(document.text, cache_salt=document.place.salt)
                 return
             except QueueFullError as error:
                 await asyncio.sleep(min(error.retry_after, _LONGEST_WAIT))
@@ -256,16 +242,17 @@ class _Unread:
         self._has_some = asyncio.Event()
 
     def put(self, document: Document) -> None:
-        self._by_owner.setdefault(document.owner, []).append(document)
+        self._by_owner.setdefault(document.place.owner, []).append(document)
         self._has_some.set()
 
     def discard(self, document: Document) -> None:
         """Removes a document, if it is still here."""
-        rest = [one for one in self._by_owner.get(document.owner, ()) if one is not document]
+        owner = document.place.owner
+        rest = [one for one in self._by_owner.get(owner, ()) if one is not document]
         if rest:
-            self._by_owner[document.owner] = rest
+            self._by_owner[owner] = rest
         else:
-            self._by_owner.pop(document.owner, None)
+            self._by_owner.pop(owner, None)
 
     async def take(self) -> Document:
         """Removes and returns the next document; waits until there is one."""
@@ -277,6 +264,20 @@ class _Unread:
         if rest:
             self._by_owner[owner] = rest
         return document
+
+
+def _make(place: Place, text: str, tokens: int, title: str | None, pin: bool) -> Document:
+    text = titled(text, title)
+    digest = blake2b(text.encode(), digest_size=12, person=b"kvboost-doc")
+    return Document(
+        id=f"doc_{digest.hexdigest()}",
+        place=place,
+        title=title or None,
+        text=text,
+        tokens=tokens,
+        created=time.time(),
+        pin=pin,
+    )
 
 
 def titled(text: str, title: str | None) -> str:

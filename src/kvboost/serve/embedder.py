@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost.serve.errors import ApiError
+from kvboost.serve.prompts import beginning
 
 if TYPE_CHECKING:
     from kvboost import EmbeddingModel, KVBoost
@@ -43,10 +44,14 @@ class Embedder:
     def dimensions(self) -> int:
         return self._encoder.dimensions
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """For a thread: long texts take a while."""
+    def encode(self, text: str, most: int | None) -> list[int]:
+        """The token ids of ``text``, or the first ``most`` of them. For a thread: a long text takes
+        a while, but of one that is too long no more is read than decides that."""
         encode = self._engine.encode if self._own is None else self._own.encode
-        return [encode(text) for text in texts]
+        enough = self.max_tokens if most is None else most
+        if enough is not None:
+            text = beginning(text, enough, encode)
+        return self.truncate(encode(text), most)
 
     def truncate(self, ids: list[int], most: int | None) -> list[int]:
         """The first ``most`` tokens. The last one is kept if it is a special token that ends every
@@ -61,7 +66,8 @@ class Embedder:
             if self.max_tokens is not None and len(ids) > self.max_tokens:
                 raise ApiError(
                     400,
-                    f"input {number} has {len(ids):,} tokens; the model takes {self.max_tokens:,}: "
+                    f"input {number} has {len(ids):,} tokens or more; the model takes "
+                    f"{self.max_tokens:,}: "
                     "split it, or set truncate_prompt_tokens to -1",
                     code="context_length_exceeded",
                     param="input",
@@ -77,9 +83,8 @@ class Embedder:
     async def embed(self, batch: Sequence[Sequence[int]]) -> Vectors:
         """``[inputs, dimensions]``, each of length 1. Answers of other requests go on: each waits
         for one slice per token at most. Equal inputs are embedded once."""
-        places: dict[tuple[int, ...], int] = {}
-        rows = [places.setdefault(tuple(ids), len(places)) for ids in batch]
-        steps = self._encoder.steps(list(places))
+        distinct, rows = await asyncio.to_thread(_distinct, batch)
+        steps = self._encoder.steps(distinct)
         try:
             while True:
                 work = partial(_advance, steps)
@@ -92,6 +97,13 @@ class Embedder:
     @property
     def _encoder(self) -> Encoder:
         return self._engine.embedder if self._own is None else self._own
+
+
+def _distinct(batch: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """The inputs that differ, and which of them each input is."""
+    places: dict[tuple[int, ...], int] = {}
+    rows = [places.setdefault(tuple(ids), len(places)) for ids in batch]
+    return list(places), rows
 
 
 def _advance(steps: Generator[None, None, Vectors]) -> Vectors | None:

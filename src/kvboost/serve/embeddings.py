@@ -79,16 +79,19 @@ async def _encode(
     server: ServerState, inputs: Sequence[str] | Sequence[list[int]], truncate: int | None
 ) -> list[list[int]]:
     embedder = server.embedder
-    texts = [text for text in inputs if isinstance(text, str)]
-    ids = [given for given in inputs if not isinstance(given, str)]
-    if texts:
-        size = sum(map(len, texts))
-        ids = await server.workers.tokenize(size, embedder.encode, texts)
-    if truncate is not None:
-        most = embedder.max_tokens if truncate < 0 else max(1, truncate)
-        ids = [embedder.truncate(some, most) for some in ids]
-    embedder.check(ids)
-    return ids
+
+    def work() -> list[list[int]]:
+        most = None
+        if truncate is not None:
+            most = embedder.max_tokens if truncate < 0 else max(1, truncate)
+        ids = [
+            embedder.encode(one, most) if isinstance(one, str) else embedder.truncate(one, most)
+            for one in inputs
+        ]
+        embedder.check(ids)
+        return ids
+
+    return await server.workers.tokenize(sum(map(len, inputs)), work)
 
 
 def _base64(row: Vectors) -> str:

@@ -39,7 +39,11 @@ logger = logging.getLogger("kvboost.serve")
 INVALID = "invalid_request_error"
 LONGEST_MESSAGE = 4096
 """Errors of the engine may repeat what was sent, such as a path."""
-_FIELDS = {"template_options": "chat_template_kwargs"}
+_FIELDS = {
+    "template_options": "chat_template_kwargs",
+    "min_new_tokens": "min_tokens",
+    "include_stop": "include_stop_str_in_output",
+}
 """Options of the engine that a request's body has under another name."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ class ShownToken:
 
     text: str
     token_id: int
-    logprob: float
+    logprob: float | None
+    """None for the first token of a prompt, which follows nothing."""
     offset: int
     shown: str
     """The text it added to the answer; empty while a character is incomplete."""
@@ -25,14 +27,17 @@ class ShownToken:
 class TokenReader:
     """Finds the text of an answer's tokens, in order. Special tokens have none."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], last_prompt_id: int) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], last_id: int, length: int = 0
+    ) -> None:
+        """``last_id``: the token before the first; ``length``: the characters up to it."""
         self._decode = decode
-        self._before = last_prompt_id
+        self._before = last_id
         self._ids: list[int] = []
         """The ids since the last complete character."""
         self._waiting: list[ShownToken] = []
         self._read = 0
-        self._length = 0
+        self._length = length
 
     def take(self, logprobs: Sequence[TokenLogprob], shown: int) -> list[ShownToken]:
         """The tokens of ``logprobs`` that were not taken yet and whose text begins within the first
@@ -77,6 +82,42 @@ class TokenReader:
         return text[len(known) :] if text.startswith(known) else self._decode(list(ids))
 
 
+def prompt_tokens(
+    decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int], told: Sequence[TokenLogprob]
+) -> list[ShownToken]:
+    """The tokens of a prompt. ``told`` are those from the second on; the first has no log
+    probability. For a thread: a long prompt takes a while."""
+    first = decode(prompt_ids[:1])
+    reader = TokenReader(decode, prompt_ids[0], len(first))
+    start = ShownToken(first, prompt_ids[0], None, 0, first, ())
+    return [start, *reader.take(told, sys.maxsize)]
+
+
+def prompt_logprobs(
+    decode: Callable[[Sequence[int]], str], told: Sequence[TokenLogprob]
+) -> list[dict[str, Any] | None]:
+    """The log probabilities of a prompt in vLLM's format: by token id, the prompt's own token and
+    the likeliest ones. The first token has none."""
+    found: list[dict[str, Any] | None] = [None]
+    for one in told:
+        ranked: list[tuple[int, float, int | None]] = [
+            (*top, rank) for rank, top in enumerate(one.top, start=1)
+        ]
+        if one.token_id not in {token_id for token_id, _ in one.top}:
+            ranked.insert(0, (one.token_id, one.logprob, None))
+        found.append(
+            {
+                str(token_id): {
+                    "logprob": logprob,
+                    "rank": rank,
+                    "decoded_token": decode([token_id]),
+                }
+                for token_id, logprob, rank in ranked
+            }
+        )
+    return found
+
+
 def chat_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
     return {
         "content": [
@@ -99,16 +140,18 @@ def completion_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [_by_text(token) for token in tokens],
+        "top_logprobs": [
+            None if token.logprob is None else _by_text(token, token.logprob) for token in tokens
+        ],
         "text_offset": [token.offset for token in tokens],
     }
 
 
-def _by_text(token: ShownToken) -> dict[str, float]:
+def _by_text(token: ShownToken, logprob: float) -> dict[str, float]:
     """Log probabilities by text. Tokens without text, or with the text of another, have their id as
     the key."""
     found: dict[str, float] = {}
-    for text, token_id, value in ((token.text, token.token_id, token.logprob), *token.top):
+    for text, token_id, value in ((token.text, token.token_id, logprob), *token.top):
         if token_id == token.token_id and found:
             continue
         found[text if text and text not in found else f"token_id:{token_id}"] = value

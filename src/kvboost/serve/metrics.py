@@ -55,6 +55,11 @@ class Metrics:
         self._responses = Counter(
             "kvboost_responses", "HTTP responses by status", ["status"], registry=registry
         )
+        self._ignored = Counter(
+            "kvboost_ignored_fields",
+            "Fields of requests that this server does not know and has left out",
+            registry=registry,
+        )
         registry.register(_EngineCollector(engine))
         for source in ("exact", "approximate", "moved", "recomputed", "computed"):
             self._prompt.labels(source)
@@ -82,6 +87,9 @@ class Metrics:
     def response(self, status: int) -> None:
         """Counts a response; 0 if the client had closed its connection."""
         self._responses.labels(str(status or "gone")).inc()
+
+    def ignored_fields(self, count: int) -> None:
+        self._ignored.inc(count)
 
     def text(self) -> bytes:
         """All metrics. For a thread: the engine may have to ask a remote tier."""

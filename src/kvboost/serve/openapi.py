@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 
 import kvboost
 from kvboost.serve.anthropic.error_form import is_anthropic
-from kvboost.serve.request_fields import BIASED_ID, TOKEN_ID
+from kvboost.serve.request_fields import BIASED_ID, TOKEN_ID, OwnBody
 from kvboost.serve.response_models import ErrorReply, Reply
 from kvboost.serve.server import ServerState
 
@@ -113,6 +113,12 @@ def _document(app: FastAPI, server: ServerState) -> dict[str, Any]:
     dimensions = {"enum": [server.embedder.dimensions, None]}
     schemas["EmbeddingRequest"]["properties"]["dimensions"] = dimensions
     _bound_ids(schemas, server.engine.vocab_size)
+    own = _names_below(OwnBody)
+    for name, schema in schemas.items():
+        if schema.get("additionalProperties") is False:  # an object in a request
+            _allow_null(schema)
+            if not server.settings.strict_fields and name not in own:
+                del schema["additionalProperties"]
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     if server.settings.needs_key:
@@ -132,6 +138,19 @@ def _document(app: FastAPI, server: ServerState) -> dict[str, Any]:
                     }
                 )
     return document
+
+
+def _names_below(kind: type) -> set[str]:
+    """The names of all classes that are of this ``kind``."""
+    found: list[type] = kind.__subclasses__()
+    return {one.__name__ for one in found}.union(*map(_names_below, found))
+
+
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Lets the fields of an object be null, which counts as not given."""
+    for name, field in schema["properties"].items():
+        if name not in schema.get("required", ()):
+            schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
 
 
 def _name_models(document: dict[str, Any], server: ServerState) -> None:

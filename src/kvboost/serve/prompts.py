@@ -1,12 +1,15 @@
-"""Prompts as token ids. A text that cannot fit the context is refused before all of it is read."""
+"""Prompts as token ids. A text that cannot fit the context is refused before all of it is read, and
+before it becomes more than was sent: what a request expands to is counted first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from kvboost.errors import ContextLengthError
-from kvboost.serve.errors import context_exceeded
+from kvboost.errors import ContextLengthError, PromptError
+from kvboost.serve.documents import Document
+from kvboost.serve.errors import ApiError, context_exceeded
+from kvboost.serve.json_text import written_json
 from kvboost.tokens.prompt import Conversation
 
 if TYPE_CHECKING:
@@ -22,28 +25,49 @@ _LONG = 8
 about four characters per token."""
 
 
-def num_characters(prompt: Prompt) -> int:
-    """The text in a prompt; 0 for token ids."""
-    return sum(map(len, _texts(prompt)))
-
-
-def encode(engine: KVBoost, prompt: Prompt) -> list[int]:
-    """The token ids of ``prompt``. Raises an error as soon as they cannot fit the context. For a
-    thread: a long text takes seconds."""
+def encode(
+    engine: KVBoost,
+    prompt: Prompt,
+    *,
+    add_special_tokens: bool | None = None,
+    truncate: int | None = None,
+    suffix: str | None = None,
+) -> list[int]:
+    """The token ids of ``prompt``; with ``truncate``, so many of the last ones. Raises an error as
+    soon as they cannot fit the context. ``add_special_tokens``: whether text gets the tokens that
+    the model expects in front; by default a conversation does not, its template has them.
+    ``suffix``: the text after the answer. For a thread: a long text takes seconds."""
     limit = engine.context_length
-    if limit is None:
-        return engine.encode(prompt)
-    refuse_long_text(engine, _texts(prompt), limit)
-    is_long = isinstance(prompt, list) and len(prompt) >= limit
-    ids = prompt if isinstance(prompt, list) and is_long else engine.encode(prompt)
-    if len(ids) >= limit:
+    if isinstance(prompt, Conversation):
+        if limit is not None and truncate is None:
+            refuse_long_text(engine, texts_of(prompt), limit)
+        # A template may write far more than it is given: it may indent, or repeat.
+        prompt, add_special_tokens = engine.render(prompt), bool(add_special_tokens)
+    if limit is not None and truncate is None:
+        refuse_long_text(engine, [one for one in (prompt, suffix) if isinstance(one, str)], limit)
+    if isinstance(prompt, str):
+        if truncate is not None:
+            prompt = ending(prompt, truncate, engine.encode)
+        has_first = add_special_tokens is not False and suffix is None
+        ids = engine.encode(prompt, add_special_tokens=has_first)
+    else:
+        ids = prompt
+    if suffix is not None:
+        try:
+            ids = engine.infill(ids, engine.encode(suffix, add_special_tokens=False))
+        except PromptError as error:
+            raise ApiError(400, str(error), code="unsupported_field", param="suffix") from None
+    if truncate is not None:
+        ids = ids[-truncate:]
+    if limit is not None and len(ids) >= limit:
         raise ContextLengthError(len(ids), limit)
     return ids
 
 
-def refuse_long_text(engine: KVBoost, texts: Sequence[str], limit: int) -> None:
+def refuse_long_text(engine: KVBoost, texts: Iterable[str], limit: int) -> None:
     """Raises ApiError if ``texts`` have ``limit`` tokens or more for certain. Counts them piece by
     piece, so that 8 MiB of text cost no more than the context does."""
+    texts = list(texts)
     if sum(map(len, texts)) <= _LONG * limit:
         return
     found = 0
@@ -52,33 +76,55 @@ def refuse_long_text(engine: KVBoost, texts: Sequence[str], limit: int) -> None:
             piece = text[start : start + _PIECE_CHARACTERS]
             found += max(0, len(engine.encode(piece)) - _CUT_TOKENS)
             if found >= limit:
-                raise context_exceeded(
-                    f"the prompt has more than {found:,} tokens, but the model's context holds "
-                    f"{limit:,}; shorten the prompt or choose a model with a longer context"
-                )
+                raise _too_long(found, limit)
 
 
-def _texts(prompt: Prompt) -> list[str]:
-    match prompt:
-        case str():
-            return [prompt]
-        case Conversation():
-            messages = [message["content"] for message in prompt.messages]
-            calls = [message.get("tool_calls", []) for message in prompt.messages]
-            return [*messages, *_strings(calls), *_strings(prompt.tools)]
-        case _:
-            return []
+def beginning(text: str, most: int, encode: Callable[[str], Sequence[int]]) -> str:
+    """``text``, or a beginning of it that has more than ``most`` tokens for certain."""
+    size = _LONG * most
+    while size < len(text) and len(encode(text[:size])) <= most + _CUT_TOKENS:
+        size *= 2
+    return text[:size]
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """All text in a JSON value, keys included."""
-    match value:
-        case str():
-            yield value
-        case Mapping():
-            for key, inside in value.items():
-                yield key
-                yield from _strings(inside)
-        case list() | tuple():
-            for inside in value:
-                yield from _strings(inside)
+def ending(text: str, most: int, encode: Callable[[str], Sequence[int]]) -> str:
+    """The same for the end of ``text``."""
+    size = _LONG * most
+    while size < len(text) and len(encode(text[-size:])) <= most + _CUT_TOKENS:
+        size *= 2
+    return text[-size:]
+
+
+def refuse_many_documents(engine: KVBoost, documents: Sequence[Document], most_bytes: int) -> None:
+    """Raises ApiError if the texts of ``documents``, which a prompt refers to, do not fit the
+    context for certain, or have more than ``most_bytes`` bytes: as many as a client could send.
+    Looks at their records and at no text."""
+    limit, found = engine.context_length, sum(max(0, one.tokens - 1) for one in documents)
+    if limit is not None and found >= limit:
+        raise _too_long(found, limit)
+    if (size := sum(one.size for one in documents)) > most_bytes:
+        raise ApiError(
+            413,
+            f"the prompt refers to {len(documents):,} documents with {size:,} bytes; at most "
+            f"{most_bytes:,} bytes are allowed, as in a body",
+            code="prompt_too_large",
+            param="messages",
+        )
+
+
+def _too_long(found: int, limit: int) -> ApiError:
+    return context_exceeded(
+        f"the prompt has more than {found:,} tokens, but the model's context holds {limit:,}; "
+        "shorten the prompt or choose a model with a longer context"
+    )
+
+
+def texts_of(conversation: Conversation) -> Iterator[str]:
+    """All text that a chat template may write of a conversation. Calls and tools are JSON there."""
+    for message in conversation.messages:
+        yield message["content"]
+        yield message.get("reasoning_content") or ""
+        if calls := message.get("tool_calls"):
+            yield written_json(calls)
+    for value in (*conversation.tools, dict(conversation.template_options)):
+        yield written_json(value)

@@ -7,11 +7,12 @@ from typing import Annotated
 from pydantic import Field, Tag
 
 from kvboost.serve.request_fields import (
-    Body,
+    OwnBody,
     ShortText,
     SomeText,
     Text,
     TokenIds,
+    has,
     one_of,
 )
 
@@ -22,7 +23,7 @@ Ttl = Annotated[float, Field(gt=0.0, le=MAX_TTL)]
 SessionId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
 
 
-class DocumentUpload(Body):
+class DocumentUpload(OwnBody):
     """A document to keep and to read in advance."""
 
     text: SomeText
@@ -31,7 +32,7 @@ class DocumentUpload(Body):
     cache_salt: ShortText = ""
 
 
-class _PinRequest(Body):
+class _PinRequest(OwnBody):
     ttl: Ttl | None = None
     """Seconds; without it the pin has no end."""
     cache_salt: ShortText = ""
@@ -62,9 +63,7 @@ class PinDocument(_PinRequest):
 def _pin_kind(body: object) -> str | None:
     models = {"text": PinText, "token_ids": PinIds, "document_id": PinDocument}
     given = [
-        field
-        for field, model in models.items()
-        if isinstance(body, model) or (isinstance(body, dict) and field in body)
+        field for field, model in models.items() if isinstance(body, model) or has(body, field)
     ]
     return f"by {given[0]}" if len(given) == 1 else None
 

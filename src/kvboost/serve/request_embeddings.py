@@ -13,13 +13,11 @@ from kvboost.serve.request_fields import (
     SomeText,
     Text,
     TokenIds,
+    Truncate,
     one_of,
     prompt_kind,
     some,
 )
-
-Truncate = Annotated[int, Field(ge=-1, lt=2**31), WHOLE]
-"""Tokens after which inputs are cut off; -1: as many as the model takes."""
 
 
 class EmbeddingRequest(Body):

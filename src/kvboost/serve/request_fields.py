@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -13,14 +15,16 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    ValidationInfo,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from kvboost.config import LIMIT_DRAFTED, SPECULATE
+from kvboost.serve.json_text import JsonBudget, parse_json
 
-MAX_FIELDS = 64
-"""Fields of one object, known or not."""
+MAX_UNKNOWN = 64
+"""Unknown fields of one object."""
 MAX_MESSAGES = 8192
 MAX_PARTS = 4096
 """Parts of one message."""
@@ -31,7 +35,9 @@ MAX_PROMPTS = 32
 MAX_DOCUMENTS = 256
 MAX_INPUTS = 2048
 """Texts of one request for embeddings."""
-MAX_STOPS = 4
+MAX_STOPS = 64
+MAX_WORDS = 1024
+"""Words or tokens that end an answer, or that it must not have."""
 MAX_BIASES = 1024
 MAX_METADATA = 16
 MAX_TOOLS = 128
@@ -114,7 +120,11 @@ TemplateOptions = Annotated[
     Field(max_length=MAX_METADATA),
     at_most(MAX_METADATA),
 ]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much a model shall think."""
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31), WHOLE]
+Truncate = Annotated[int, Field(ge=-1, lt=2**31), WHOLE]
+"""Tokens to which a text is cut; -1: as many as the model takes."""
 Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
 TopK = Annotated[int, Field(ge=-1, lt=2**31), WHOLE]
 """0 and -1 turn it off."""
@@ -134,6 +144,11 @@ Speculate = Annotated[
     | Annotated[int, Field(ge=1, le=LIMIT_DRAFTED), WHOLE, Tag("as number")],
     one_of(_speculate_kind, f"'auto', 'off' or a number from 1 to {LIMIT_DRAFTED}"),
 ]
+
+
+def has(body: Any, name: str) -> bool:
+    """Whether an object gives a field: one that is null is not given."""
+    return isinstance(body, dict) and body.get(name) is not None
 
 
 def text_or_list(value: Any) -> str | None:
@@ -184,20 +199,66 @@ def goes_with(param: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("goes_with", message, {"param": param})
 
 
+@dataclass
+class BodyContext:
+    """What checking a body needs, and what it finds out: the context of pydantic's validation."""
+
+    strict: bool = False
+    """Whether unknown fields are refused."""
+    ignored: list[str] = field(default_factory=list)
+    """The unknown fields that were left out, each once."""
+    budget: JsonBudget = field(default_factory=JsonBudget)
+
+    def leave_out(self, given: dict[str, Any], known: frozenset[str]) -> None:
+        """Removes the fields that are not ``known``, and notes them, unless it is strict."""
+        unknown = [] if self.strict else [name for name in given if name not in known]
+        for name in unknown:
+            del given[name]
+            if name not in self.ignored:
+                self.ignored.append(name)
+
+
+def parse_inner(text: str, info: ValidationInfo) -> Any:
+    """The value of JSON text inside a body, which counts like the rest of the body. Raises
+    JsonTextError if it is none, or too much."""
+    given = text.encode()
+    if isinstance(info.context, BodyContext):
+        info.context.budget.take(given)
+    return parse_json(given)
+
+
 class Body(BaseModel):
-    """Unknown fields are refused, and no value is converted to another type."""
+    """An object in a request. A field that is null counts as not given. Unknown fields are left
+    out and noted, or refused if the server is strict. No value is converted to another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    leaves_out_unknown: ClassVar[bool] = True
 
     @model_validator(mode="before")
     @classmethod
-    def _check_number_of_fields(cls, value: Any) -> Any:
-        """There would be one error for each unknown field."""
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            unknown = next(name for name in value if name not in cls.model_fields)
+    def _take_fields(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict):
+            return value
+        known = cls._known_fields()
+        if len(value.keys() - known) > MAX_UNKNOWN:  # each would be an error or a note
+            unknown = next(name for name in value if name not in known)
             raise PydanticCustomError(
                 "too_many_fields",
                 "has {count} fields, and {unknown} is not a field that this server knows",
                 {"count": f"{len(value):,}", "unknown": repr(unknown[:80])},
             )
-        return value
+        given = {name: one for name, one in value.items() if one is not None}
+        if cls.leaves_out_unknown and isinstance(info.context, BodyContext):
+            info.context.leave_out(given, known)
+        return given
+
+    @classmethod
+    @cache
+    def _known_fields(cls) -> frozenset[str]:
+        return frozenset(found.alias or name for name, found in cls.model_fields.items())
+
+
+class OwnBody(Body):
+    """An object of an API that is ours alone: an unknown field is a mistake, and always refused."""
+
+    leaves_out_unknown = False

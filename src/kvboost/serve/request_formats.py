@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
-from kvboost.serve.request_fields import MAX_CHOICES, Body, SomeText, Text, goes_with, some
+from kvboost.serve.json_text import MAX_DEPTH, depth_of
+from kvboost.serve.request_fields import (
+    MAX_CHOICES,
+    Body,
+    SomeText,
+    Text,
+    goes_with,
+    parse_inner,
+    some,
+)
 
 MAX_GRAMMAR = 256 * 1024
 """Characters of a regular expression or grammar."""
 
 MAX_SCHEMA_VALUES = 8192
-"""JSON values in one schema. The time to compile one grows with their square: so many properties
-take some seconds."""
+"""JSON values in one schema."""
+MAX_PROPERTIES = 1024
+"""Properties of one object in a schema. The time to compile them grows with their square: so many
+take half a second."""
 
 
 def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
@@ -26,6 +36,13 @@ def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
         value = waiting.pop()
         inside = list(value.values()) if isinstance(value, dict) else value
         seen += len(inside)
+        properties = value.get("properties") if isinstance(value, dict) else None
+        if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
+            raise PydanticCustomError(
+                "too_many_items",
+                "has an object of {count} properties; at most {most} are allowed",
+                {"count": f"{len(properties):,}", "most": f"{MAX_PROPERTIES:,}"},
+            )
         if seen > MAX_SCHEMA_VALUES:
             raise PydanticCustomError(
                 "too_many_items",
@@ -33,6 +50,12 @@ def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
                 {"most": f"{MAX_SCHEMA_VALUES:,}"},
             )
         waiting += [one for one in inside if isinstance(one, (dict, list))]
+    if depth_of(schema) > MAX_DEPTH:
+        raise PydanticCustomError(
+            "too_many_items",
+            "is nested deeper than {most} lists and objects; make the schema flatter",
+            {"most": MAX_DEPTH},
+        )
     return schema
 
 
@@ -41,14 +64,15 @@ JsonSchema = Annotated[
 ]
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: Any, info: ValidationInfo) -> Any:
     """vLLM's clients may send a schema as text."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        raise PydanticCustomError("not_json", "must be a JSON schema") from None
+        return parse_inner(value, info)
+    except ValueError as error:
+        said = {"error": str(error)}
+        raise PydanticCustomError("not_json", "must be a JSON schema: {error}", said) from None
 
 
 SchemaOrText = Annotated[JsonSchema, BeforeValidator(_parsed)]
@@ -108,13 +132,19 @@ class StructuredOutputs(Body):
 
 
 class Formats(Body):
-    """The fields of vLLM, for chat and completions. At most one format may be given."""
+    """The fields of vLLM, SGLang and llama.cpp, for chat and completions. At most one format may be
+    given."""
 
     guided_json: SchemaOrText | None = None
     guided_regex: GrammarText | None = None
     guided_choice: Choices | None = None
     guided_grammar: GrammarText | None = None
     structured_outputs: StructuredOutputs | None = None
+    # The names of SGLang and llama.cpp.
+    json_schema: SchemaOrText | None = None
+    regex: GrammarText | None = None
+    ebnf: GrammarText | None = None
+    grammar: GrammarText | None = None
 
     def formats(self) -> dict[str, dict[str, Any]]:
         """The formats that are asked for, by field, as options of the engine."""
@@ -124,6 +154,10 @@ class Formats(Body):
                 "guided_regex": ("regex", self.guided_regex),
                 "guided_choice": ("choice", self.guided_choice),
                 "guided_grammar": ("grammar", self.guided_grammar),
+                "json_schema": ("schema", self.json_schema),
+                "regex": ("regex", self.regex),
+                "ebnf": ("grammar", self.ebnf),
+                "grammar": ("grammar", self.grammar),
             }
         )
         return own if self.structured_outputs is None else own | self.structured_outputs.formats()

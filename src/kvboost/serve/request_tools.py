@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from kvboost.chat.tool_use import ToolUse
+from kvboost.serve.json_text import MAX_DEPTH, depth_of
 from kvboost.serve.problems import shown
 from kvboost.serve.request_fields import (
     MAX_CALLS,
     MAX_PARTS,
     Body,
+    MaxTokens,
     ShortText,
     Text,
     goes_with,
     one_of,
+    parse_inner,
     some,
     text_or_list,
 )
@@ -117,9 +119,19 @@ def refuse_other_parts(kind: Any) -> Any:
     return kind
 
 
+class Thinking(Body):
+    """Whether the model shall think, as the APIs of several providers say it."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: MaxTokens | None = None
+    """Changes nothing: the model ends its reasoning by itself, or at ``max_tokens``."""
+
+
 class TextPart(Body):
     type: Annotated[Literal["text"], BeforeValidator(refuse_other_parts)]
     text: Text
+    cache_control: dict[str, Any] | None = None
+    """Changes nothing: all text is cached."""
 
 
 class DocumentPart(Body):
@@ -144,20 +156,42 @@ ContentPart = Annotated[
     one_of(_part_kind, "a part of one of the types text, document"),
 ]
 
-FindDocument = Callable[[DocumentPart], str]
+
+def shallow(value: Any) -> Any:
+    """Refuses arguments of calls that are nested so deeply that a chat template which indents them
+    would write far more than was sent."""
+    if depth_of(value) > MAX_DEPTH:
+        raise ValueError(f"must not be nested deeper than {MAX_DEPTH} lists and objects")
+    return value
 
 
 class CalledFunction(Body):
     name: ToolName
     arguments: Text
+    _is_read: bool = PrivateAttr(default=False)
+    _value: Any = PrivateAttr(default=None)
+    """The arguments themselves: chat templates want these, not their text."""
+
+    @classmethod
+    def of(cls, name: str, value: Any, arguments: str = "") -> CalledFunction:
+        """A call whose arguments are known, and counted and checked."""
+        made = CalledFunction.model_construct(name=name, arguments=arguments)
+        made._is_read, made._value = True, value
+        return made
+
+    @property
+    def value(self) -> Any:
+        return self._value
 
     @model_validator(mode="after")
-    def _check_arguments(self) -> Self:
-        """Chat templates want the arguments themselves, not their text."""
+    def _read_arguments(self, info: ValidationInfo) -> Self:
+        if self._is_read:  # pydantic checks again what becomes part of another object
+            return self
+        self._is_read = True
         try:
-            json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
-            said = f"arguments must be JSON text, not {shown(self.arguments)}"
+            self._value = shallow(parse_inner(self.arguments or "{}", info))
+        except ValueError as error:
+            said = f"arguments must be JSON text, not {shown(self.arguments)}: {error}"
             raise goes_with("arguments", said) from None
         return self
 
@@ -170,8 +204,7 @@ class Call(Body):
     """Some clients send back what a stream has sent them."""
 
     def for_template(self) -> dict[str, Any]:
-        arguments = json.loads(self.function.arguments or "{}")
-        function = {"name": self.function.name, "arguments": arguments}
+        function = {"name": self.function.name, "arguments": self.function.value}
         return {"id": self.id, "type": "function", "function": function}
 
 
@@ -212,19 +245,31 @@ class Message(Body):
         return self
 
     @property
+    def text(self) -> str:
+        """Its content, without documents."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "\n".join(part.text for part in self.content if isinstance(part, TextPart))
+
+    @property
+    def size(self) -> int:
+        """Characters that were sent, about."""
+        calls = [call.function.arguments for call in self.tool_calls or ()]
+        return sum(map(len, (self.text, *calls, self.reasoning_content or "")))
+
+    @property
     def documents(self) -> list[DocumentPart]:
         parts = [] if self.content is None or isinstance(self.content, str) else self.content
         return [part for part in parts if isinstance(part, DocumentPart)]
 
-    def for_template(self, document: FindDocument) -> dict[str, Any]:
+    def for_template(self, documents: Iterator[str]) -> dict[str, Any]:
         """The message as chat templates expect it: a developer is a system, and parts become the
-        lines of one text. ``document`` gives the text of a document."""
+        lines of one text. ``documents`` gives the texts of its documents, in order."""
         content = self.content or ""
         if not isinstance(content, str):
-            texts = [
-                part.text if isinstance(part, TextPart) else document(part) for part in content
-            ]
-            content = "\n".join(texts)
+            content = "\n".join(
+                part.text if isinstance(part, TextPart) else next(documents) for part in content
+            )
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:

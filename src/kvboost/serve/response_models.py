@@ -79,6 +79,21 @@ class PlanReply(Reply):
     spans: list[SpanReply]
 
 
+class Tokenized(Reply):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Reply):
+    prompt: str
+
+
+class Version(Reply):
+    version: str
+
+
 class PromptDetails(Reply):
     cached_tokens: int
     """Rows that were not computed."""
@@ -137,11 +152,24 @@ class ChatMessage(Reply):
     tool_calls: list[CallReply] | None = None
 
 
+class PromptLogprob(Reply):
+    """A token at one place of a prompt: the prompt's own, or one of the likeliest."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id, for each token of a prompt; the first has none."""
+
+
 class ChatChoice(Reply):
     index: int
     message: ChatMessage
     finish_reason: Literal["stop", "length", "tool_calls"]
     logprobs: ChatLogprobs | None
+    token_ids: list[int] | None = None
     kvboost: ReuseReply | None = None
 
 
@@ -152,14 +180,16 @@ class ChatCompletion(Reply):
     model: str
     system_fingerprint: str
     choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     usage: Usage
     kvboost: ReuseReply
 
 
 class CompletionLogprobs(Reply):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -168,6 +198,9 @@ class CompletionChoice(Reply):
     text: str
     finish_reason: Literal["stop", "length"]
     logprobs: CompletionLogprobs | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     kvboost: ReuseReply | None = None
 
 

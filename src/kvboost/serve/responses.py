@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 from uuid import uuid4
@@ -20,10 +21,15 @@ from kvboost.serve.answers import Answers, describe, headers, open_answers, usag
 from kvboost.serve.auth import Tenant
 from kvboost.serve.choices import Choice, EngineCall
 from kvboost.serve.errors import ApiError, answer_to, logger, shutting_down
-from kvboost.serve.request_models import Generation
+from kvboost.serve.logprobs import prompt_logprobs
+from kvboost.serve.problems import short
+from kvboost.serve.request_generation import Generation
 from kvboost.serve.server import ServerState
 from kvboost.serve.streaming import DONE, LiveResponse, TextEvents, event, unless_gone
 
+_OF_PROMPT = ("prompt_logprobs", "prompt_token_ids")
+_NAMED = 8
+"""Unknown fields that a note names."""
 _PART_BYTES = 64 * 1024
 """A part of a stream that has more is sent, even if the next piece has arrived."""
 
@@ -34,6 +40,8 @@ class ResponseFormat(Protocol):
     id_prefix: str
     whole_object: str
     chunk_object: str
+    has_one_prompt: bool
+    """Whether all answers are to the same prompt."""
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         """The object before the first piece, if there is one."""
@@ -54,11 +62,18 @@ class ResponseOptions:
     model: str
     stream: bool
     include_usage: bool
+    continuous_usage: bool
+    """Whether every chunk has the usage so far."""
+    returns_ids: bool
+    """Whether the response has the token ids of the prompt and the answer."""
 
 
 def response_options(body: Generation) -> ResponseOptions:
     options = body.stream_options
-    return ResponseOptions(body.model, bool(body.stream), bool(options and options.include_usage))
+    continuous = bool(options and options.continuous_usage_stats)
+    includes = continuous or bool(options and options.include_usage)
+    returns_ids = bool(body.return_token_ids)
+    return ResponseOptions(body.model, bool(body.stream), includes, continuous, returns_ids)
 
 
 def engine_call(
@@ -86,44 +101,40 @@ def engine_call(
             code="too_many_answers",
             param="n" if n > 1 else "prompt",
         )
-    bias = body.logit_bias
-    given = {
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "top_p": body.top_p,
-        "top_k": None if body.top_k is None else max(0, body.top_k),
-        "min_p": body.min_p,
-        "repetition_penalty": body.repetition_penalty,
-        "stop": body.stop,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "logit_bias": None if bias is None else {int(key): bias[key] for key in bias},
+    given = body.engine_options() | {
         "logprobs": logprobs,
-        "recompute_strategy": body.kvboost.strategy,
-        "recompute_ratio": body.kvboost.ratio,
-        "heal": body.kvboost.heal,
-        "exactness": body.kvboost.exactness,
         "adapter": server.adapter(body.model),
-        "speculate": body.kvboost.speculate,
     }
     format_field = None
     for field, options in body.formats().items():
         format_field = field
         given |= options
     return EngineCall(
-        prompts,
-        n,
-        max_tokens,
-        body.kvboost.mode or server.settings.mode,
-        caller.salt(body.cache_salt),
-        caller.counts_as,
-        body.seed,
-        {name: value for name, value in given.items() if value is not None},
-        body.kvboost.explain,
-        use,
-        format_field,
+        prompts=prompts,
+        n=n,
+        max_tokens=max_tokens,
+        mode=body.kvboost.mode or server.settings.mode,
+        place=caller.place(body.cache_salt),
+        tenant=caller.counts_as,
+        seed=body.seed,
+        options={name: value for name, value in given.items() if value is not None},
+        explain=body.kvboost.explain,
+        use=use,
+        format_field=format_field,
         session=body.kvboost.session,
         session_ttl=body.kvboost.session_ttl,
+        truncate=body.truncate_prompt_tokens,
+        add_special_tokens=body.add_special_tokens,
     )
+
+
+def ignored_note(fields: Sequence[str]) -> tuple[str, ...]:
+    """What an answer says of fields that the server does not know."""
+    if not fields:
+        return ()
+    named = ", ".join(short(name) for name in fields[:_NAMED])
+    more = f" and {len(fields) - _NAMED} more" if len(fields) > _NAMED else ""
+    return (f"fields that this server does not know were left out: {named}{more}",)
 
 
 class AnswerWriter(Protocol):
@@ -163,10 +174,11 @@ async def deliver(
     """Answers a request as ``writer`` writes it. If the client closes its connection, cancels the
     answers and raises ClientGone."""
     server.check_model(model)
-    if server.settings.log_prompts:
-        logger.info("%s prompts %r", request.state.request_id, call.prompts)
-    caller: Tenant = request.state.tenant
     state = request.state
+    call = replace(call, size=call.size + state.body_size, notes=ignored_note(state.ignored))
+    if server.settings.log_prompts:
+        logger.info("%s prompts %r", state.request_id, call.prompts)
+    caller: Tenant = state.tenant
     opening = partial(open_answers, server, caller.name, state.request_id, call, state.received)
     if not stream:
         return await unless_gone(request.receive, _whole(opening, writer))
@@ -230,7 +242,11 @@ class ChoicesWriter:
         self._options = options
 
     async def whole(self, answers: Answers) -> dict[str, Any]:
-        choices = [self._format.whole(choice) for choice in answers.choices]
+        choices = [await self._whole_choice(choice) for choice in answers.choices]
+        of_prompt: dict[str, Any] = {}
+        if self._format.has_one_prompt:  # vLLM's place for them then
+            for one in choices:
+                of_prompt |= {name: one.pop(name) for name in _OF_PROMPT if name in one}
         reports = [await describe(self._server, choice) for choice in answers.choices]
         if len(choices) > 1:
             choices = [
@@ -239,28 +255,55 @@ class ChoicesWriter:
         return {
             **_head(self._format.id_prefix, self._format.whole_object, self._options.model),
             "choices": choices,
+            **of_prompt,
             "usage": usage(answers),
             "kvboost": reports[0],
         }
 
-    async def events(self, answers: Answers) -> AsyncGenerator[bytes, None]:
-        server, written = self._server, self._format
-        includes_usage = self._options.include_usage
-        head = _head(written.id_prefix, written.chunk_object, self._options.model)
-        if includes_usage:
-            head["usage"] = None  # in every chunk but the last
+    async def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        told, decode = choice.result.prompt_logprobs, self._server.engine.decode
+        if told is None:
+            whole = self._format.whole(choice)
+        else:  # a long prompt has many tokens to decode
+            whole = await asyncio.to_thread(self._format.whole, choice)
+            whole["prompt_logprobs"] = await asyncio.to_thread(prompt_logprobs, decode, told)
+        if self._options.returns_ids:
+            whole["token_ids"] = choice.result.token_ids
+            whole["prompt_token_ids"] = choice.prompt_ids
+        return whole
 
-        def chunk(choice: dict[str, Any], **more: Any) -> bytes:
-            return event({**head, "choices": [choice], **more})
+    async def events(self, answers: Answers) -> AsyncGenerator[bytes, None]:
+        server, written, options = self._server, self._format, self._options
+        head = _head(written.id_prefix, written.chunk_object, options.model)
+        if options.include_usage:
+            head["usage"] = None  # in every chunk but the last
+        shown = Counter[int]()
+        """Token ids that were sent, by the index of the choice."""
+
+        def chunk(choice: Choice, given: dict[str, Any], **more: Any) -> bytes:
+            if options.continuous_usage:
+                more["usage"] = usage(answers)
+            if options.returns_ids:
+                ids = choice.result.token_ids
+                given["token_ids"] = ids[shown[choice.index] :]
+                shown[choice.index] = len(ids)
+            return event({**head, "choices": [given], **more})
 
         def texts(choice: Choice) -> TextEvents:
             return TextEvents(lambda text: {**head, "choices": written.piece(choice, text)})
 
-        plain = {choice: texts(choice) for choice in answers.choices if choice.is_plain}
+        is_plain = not (options.continuous_usage or options.returns_ids)
+        plain = {
+            choice: texts(choice)
+            for choice in answers.choices
+            if is_plain and choice.is_plain and choice.call.max_tokens != 0
+        }
 
         for choice in answers.choices:
             if (opening := written.opening(choice)) is not None:
-                yield chunk(opening)
+                if options.returns_ids:
+                    opening["prompt_token_ids"] = choice.prompt_ids
+                yield chunk(choice, opening)
         running = len(answers.choices)
         async for choice, piece in answers:
             if piece is not None:
@@ -268,19 +311,19 @@ class ChoicesWriter:
                     yield plain[choice].event(piece)
                 else:
                     for one in written.piece(choice, piece):
-                        yield chunk(one)
+                        yield chunk(choice, one)
                 continue
             running -= 1
             *others, closing = written.closing(choice)
             for one in others:
-                yield chunk(one)
+                yield chunk(choice, one)
             if len(answers.choices) > 1:
                 closing["kvboost"] = await describe(server, choice)
             more = {}
-            if not running and not includes_usage:
+            if not running and not options.include_usage:
                 more["kvboost"] = await describe(server, answers.choices[0])
-            yield chunk(closing, **more)
-        if includes_usage:
+            yield chunk(choice, closing, **more)
+        if options.include_usage:
             report = await describe(server, answers.choices[0])
             yield event({**head, "choices": [], "usage": usage(answers), "kvboost": report})
         yield DONE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -101,6 +102,16 @@ class ServerState:
     def check_embedding_model(self, name: str) -> None:
         """The same for the model that makes embeddings."""
         _check_name(name, self.embedding_names)
+
+    def check_token_ids(self, ids: Sequence[int], param: str) -> None:
+        """Raises ApiError 400 if the model has no such token."""
+        if ids and max(ids) >= self.engine.vocab_size:
+            raise ApiError(
+                400,
+                f"{param} has token id {max(ids):,}; the model has {self.engine.vocab_size:,}",
+                code="invalid_value",
+                param=param,
+            )
 
     def strategy(self, chosen: str | None) -> str:
         return chosen or self.engine.config.recompute_strategy

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from kvboost.errors import KVBoostError
+from kvboost.serve.auth import Place
 from kvboost.serve.errors import ApiError
 from kvboost.serve.problems import shown
 from kvboost.serve.settings import ServerSettings
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 @dataclass
 class Session:
     id: str
-    owner: str
-    salt: str
+    place: Place
     created: float
     expires: float
     """By the clock of the sessions."""
@@ -33,7 +33,8 @@ class Session:
     @property
     def pin_name(self) -> str:
         """The name of its pin. It does not reveal the salt."""
-        digest = blake2b(f"{self.salt}\0{self.id}".encode(), digest_size=16)
+        owner, salt = self.place
+        digest = blake2b(f"{owner}\0{salt}\0{self.id}".encode(), digest_size=16)
         return f"session-{digest.hexdigest()}"
 
 
@@ -50,14 +51,13 @@ class Sessions:
         self._engine = engine
         self._settings = settings
         self._clock = clock
-        self._sessions: dict[tuple[str, str], Session] = {}
-        """By salt and id."""
+        self._sessions: dict[tuple[Place, str], Session] = {}
+        """By place and id."""
         self._lock = threading.Lock()
 
     def renew(
         self,
-        owner: str,
-        salt: str,
+        place: Place,
         session_id: str,
         token_ids: Sequence[int],
         ttl: float | None = None,
@@ -69,18 +69,18 @@ class Sessions:
         seconds = self._settings.session_seconds if ttl is None else ttl
         now = self._clock()
         live = self._live()
-        session = live.get((salt, session_id))
+        session = live.get((place, session_id))
         if session is None:
-            own = sum(one.owner == owner for one in live.values())
+            own = sum(one.place.owner == place.owner for one in live.values())
             if own >= self._settings.max_sessions:
                 return (
                     f"the session's KV is not pinned: {own:,} sessions are open, as many as a key "
                     "may have"
                 )
-            session = Session(session_id, owner, salt, time.time(), now)
+            session = Session(session_id, place, time.time(), now)
         try:
             pin = self._engine.pin_cached(
-                session.pin_name, token_ids, ttl=seconds, cache_salt=salt, adapter=adapter
+                session.pin_name, token_ids, ttl=seconds, cache_salt=place.salt, adapter=adapter
             )
         except KVBoostError as error:
             return f"the session's KV is not pinned: {error}"
@@ -89,25 +89,25 @@ class Sessions:
         session.turns += 1
         session.expires, session.tokens, session.bytes = now + seconds, pin.tokens, pin.bytes
         with self._lock:
-            self._sessions[salt, session_id] = session
+            self._sessions[place, session_id] = session
         return None
 
-    def all(self, salt: str) -> list[dict[str, Any]]:
-        return [self._describe(one) for one in self._live().values() if one.salt == salt]
+    def all(self, place: Place) -> list[dict[str, Any]]:
+        return [self._describe(one) for one in self._live().values() if one.place == place]
 
-    def get(self, salt: str, session_id: str) -> dict[str, Any]:
-        """Raises ApiError 404 if there is no such session under ``salt``."""
-        return self._describe(self._find(salt, session_id))
+    def get(self, place: Place, session_id: str) -> dict[str, Any]:
+        """Raises ApiError 404 if there is no such session at ``place``."""
+        return self._describe(self._find(place, session_id))
 
-    def delete(self, salt: str, session_id: str) -> None:
+    def delete(self, place: Place, session_id: str) -> None:
         """Ends a session: its KV may be evicted from now on."""
-        session = self._find(salt, session_id)
+        session = self._find(place, session_id)
         with self._lock:
-            self._sessions.pop((salt, session_id), None)
+            self._sessions.pop((place, session_id), None)
         self._engine.drop_pin(session.pin_name)
 
-    def _find(self, salt: str, session_id: str) -> Session:
-        found = self._live().get((salt, session_id))
+    def _find(self, place: Place, session_id: str) -> Session:
+        found = self._live().get((place, session_id))
         if found is None:
             raise ApiError(
                 404,
@@ -118,7 +118,7 @@ class Sessions:
             )
         return found
 
-    def _live(self) -> dict[tuple[str, str], Session]:
+    def _live(self) -> dict[tuple[Place, str], Session]:
         """The sessions that have not expired; forgets the others."""
         now = self._clock()
         with self._lock:

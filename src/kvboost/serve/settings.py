@@ -76,6 +76,9 @@ class ServerSettings:
     """Whether keys share cached text. By default each key has its own salt."""
     timeout: float | None = 600.0
     """Seconds after which an unfinished request is cancelled."""
+    strict_fields: bool = False
+    """Whether a request with a field that this server does not know is refused. By default the
+    field is left out, and the answer says so."""
     default_max_tokens: int = 1024
     """The longest chat answer unless a request says otherwise, if it fits the context."""
     max_body_bytes: int = 8 * 1024**2
@@ -197,7 +200,7 @@ class ServerSettings:
     @property
     def private_paths(self) -> tuple[str, ...]:
         """The beginnings of paths that need a key, if there are keys."""
-        return ("/v1/", *self.admin_paths)
+        return ("/v1/", "/tokenize", "/detokenize", *self.admin_paths)
 
     @property
     def admin_paths(self) -> tuple[str, ...]:

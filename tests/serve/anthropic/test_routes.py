@@ -210,10 +210,20 @@ def test_keys_may_come_as_x_api_key(serve_fake) -> None:
         ({"max_tokens": None}, "max_tokens"),
         ({"mcp_servers": []}, "mcp_servers"),
         ({"container": "x"}, "container"),
-        ({"output_config": {"effort": "high"}}, "output_config.effort"),
+        ({"output_config": {"effort": "hard"}}, "output_config.effort"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"messages": [*ASK, {"role": "assistant", "content": "I"}]}, "continue an answer"),
+        ({"messages": [*ASK, {"role": "assistant", "content": "I "}]}, "must not end with blanks"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {
+                "type": "base64", "media_type": "application/pdf", "data": "x"}}]}]},
+            "messages[0].content[0].source: must be a source of the type text or content",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "citations": {
+                "enabled": True}, "source": {"type": "text", "data": "x"}}]}]},
+            "citations.enabled: true is not supported",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             "messages[0].content[0].type: images are not supported",
@@ -248,3 +258,47 @@ def test_a_stream_that_fails_says_so(client, fake) -> None:
     *_, last = named_events(create(client, stream=True).text)
     assert last["type"] == "error" and last["error"]["type"] == "api_error"
     assert "secret" not in str(last)
+
+
+def test_documents_and_search_results_are_text(client, fake) -> None:
+    fake.context_length = None
+    plain = {"type": "text", "media_type": "text/plain", "data": "It is lit."}
+    parts = {"type": "content", "content": [{"type": "text", "text": "a"}]}
+    found = {
+        "type": "search_result",
+        "source": "https://light.example",
+        "title": "Lights",
+        "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}],
+    }
+    blocks = [
+        {"type": "document", "source": plain, "title": "Light", "citations": {"enabled": False}},
+        {"type": "document", "source": parts, "context": "old", **MARK},
+        found,
+        {"type": "text", "text": "Why?"},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [found]}
+    call = {"type": "tool_use", "id": "1", "name": "find", "input": {}}
+    messages = [
+        {"role": "user", "content": blocks},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    assert create(client, messages=messages).status_code == 200
+    first, _, last = fake.conversations[-1].messages
+    search = "Lights\nhttps://light.example\n\nb\nc"
+    assert first["content"] == f"Light\n\nIt is lit.\nold\n\na\n{search}\nWhy?"
+    assert last["content"] == search
+
+
+def test_the_beginning_of_an_answer_is_continued(client, fake) -> None:
+    messages = [*ASK, {"role": "assistant", "content": "Well,"}]
+    said = create(client, messages=messages).json()
+    assert fake.conversations[0].continue_final_message
+    assert said["content"] == [{"type": "text", "text": "Hello"}]
+    create(client)
+    assert not fake.conversations[-1].continue_final_message
+
+
+def test_effort_is_asked_of_the_template(client, fake) -> None:
+    create(client, output_config={"effort": "high"})
+    assert fake.conversations[-1].template_options["reasoning_effort"] == "high"

@@ -217,13 +217,13 @@ def test_an_empty_answer_has_an_empty_message(client, fake) -> None:
     [
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+        ({"reasoning": {"effort": "hard"}}, "reasoning.effort"),
+        ({"truncation": "some"}, "truncation"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"verbosity": "none"}}, "text.verbosity"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
@@ -258,3 +258,56 @@ def test_queues_and_missing_models_are_answered_as_in_chat(client, fake) -> None
     assert create(client, model="other").json()["error"]["code"] == "model_not_found"
     fake.context_length = 5
     assert create(client).json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_fields_that_change_nothing_are_accepted(client) -> None:
+    for more in (
+        {"include": ["reasoning.encrypted_content"]},
+        {"max_tool_calls": 3},
+        {"text": {"verbosity": "low"}},
+        {"reasoning": {"effort": "low", "summary": "auto"}},
+        {"service_tier": "flex", "prompt_cache_retention": "24h", "background": False},
+    ):
+        assert create(client, **more).json()["kvboost"]["notes"] == []
+
+
+def test_a_conversation_loses_its_oldest_messages_if_it_may(client, fake) -> None:
+    turns = [
+        {"role": role, "content": f"{number} {'x' * 20}"}
+        for number in range(4)
+        for role in ("user", "assistant")
+    ]
+    asked = [*turns, {"role": "user", "content": "last"}]
+    assert create(client, input=asked).status_code == 400
+    said = create(client, input=asked, truncation="auto", instructions="short").json()
+    assert said["truncation"] == "auto"
+    seen = [one["content"][:5] for one in fake.conversations[-1].messages]
+    assert seen == ["short", "3 xxx", "3 xxx", "last"]
+    assert create(client, input="x" * 200, truncation="auto").status_code == 400
+    items = client.get(f"/v1/responses/{said['id']}/input_items", params={"limit": 100}).json()
+    assert len(items["data"]) == 9  # all that was sent
+
+
+def test_the_items_before_a_response_are_listed(client, fake) -> None:
+    fake.context_length = None
+    call = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": '{"a": 1}'}
+    given = [
+        {"role": "user", "content": "hi"},
+        call,
+        {"type": "function_call_output", "call_id": "1", "output": "sunny"},
+    ]
+    first = create(client, input=given).json()
+    second = create(client, input="and?", previous_response_id=first["id"]).json()
+    path = f"/v1/responses/{second['id']}/input_items"
+    listed = client.get(path, params={"order": "asc"}).json()
+    kinds = [one["type"] for one in listed["data"]]
+    assert kinds == ["message", "function_call", "function_call_output", "message", "message"]
+    assert listed["data"][1]["arguments"] == '{"a": 1}' and not listed["has_more"]
+    assert [one["content"][0]["text"] for one in listed["data"][3:]] == ["Hello", "and?"]
+    newest = client.get(path, params={"limit": 2}).json()
+    assert newest["has_more"] and [one["id"] for one in newest["data"]] == ["msg_4", "msg_3"]
+    rest = client.get(path, params={"after": newest["last_id"]}).json()
+    assert [one["id"] for one in rest["data"]] == ["fco_2", "fc_1", "msg_0"]
+    for params, status in (({"after": "x"}, 404), ({"limit": 0}, 400), ({"order": "up"}, 400)):
+        assert client.get(path, params=params).status_code == status
+    assert client.get("/v1/responses/resp_x/input_items").status_code == 404

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.openai_responses.store import StoredResponse, StoredResponses, text_size
+from kvboost.serve.openai_responses.store import StoredResponse, StoredResponses
 from kvboost.serve.request_tools import Message
 from kvboost.serve.settings import ServerSettings
 
@@ -18,7 +18,7 @@ class Clock:
 
 
 def stored(name: str, size: int = 1) -> StoredResponse:
-    return StoredResponse({"id": name}, (), size)
+    return StoredResponse({"id": name}, (), 0, size)
 
 
 def kept(store: StoredResponses, names: str, tenant: str = "a") -> str:
@@ -61,4 +61,11 @@ def test_a_conversation_that_is_too_large_is_not_kept() -> None:
 
 
 def test_the_size_of_messages_counts_their_text() -> None:
-    assert text_size([Message(role="user", content="a" * 100)]) > 100
+    parts = [{"type": "text", "text": "b" * 20}, {"type": "text", "text": "c" * 5}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        Message(role="user", content="a" * 100),
+        Message.model_validate({"role": "user", "content": parts}),
+        Message.model_validate({"role": "assistant", "content": "d", "tool_calls": [call]}),
+    ]
+    assert [message.size for message in messages] == [100, 26, 9]

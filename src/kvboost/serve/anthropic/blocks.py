@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validator
 from typing_extensions import Self
 
 from kvboost.serve.request_fields import (
     MAX_PARTS,
     Body,
+    No,
     ShortText,
     Text,
     goes_with,
@@ -29,6 +29,7 @@ from kvboost.serve.request_tools import (
     TextPart,
     ToolName,
     refuse_other_parts,
+    shallow,
 )
 
 
@@ -53,6 +54,78 @@ class TextBlock(Marked):
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
+Content = Annotated[
+    Annotated[Text, Tag("as text")]
+    | Annotated[list[TextBlock], some(MAX_PARTS, least=0), Tag("as list")],
+    one_of(text_or_list, "a string or a list of blocks like {'type': 'text', 'text': ...}"),
+]
+
+
+class Citations(Body):
+    enabled: No | None = None
+
+
+class PlainSource(Body):
+    type: Literal["text"]
+    media_type: Literal["text/plain"] = "text/plain"
+    data: Text
+
+
+class ContentSource(Body):
+    type: Literal["content"]
+    content: Content
+
+
+def _kind_of(*kinds: str) -> Callable[[Any], str | None]:
+    """The ``type`` of an object, if it is one of ``kinds``. Blocks of other media are taken for
+    text, whose error says that they are not supported."""
+
+    def kind(value: Any) -> str | None:
+        found = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        if not isinstance(found, str):
+            return None
+        is_other = "text" in kinds and found in OTHER_PARTS
+        return found if found in kinds else "text" if is_other else None
+
+    return kind
+
+
+class DocumentBlock(Marked):
+    """A document as text. It comes under its title, as uploaded documents do."""
+
+    type: Literal["document"]
+    source: Annotated[
+        Annotated[PlainSource, Tag("text")] | Annotated[ContentSource, Tag("content")],
+        one_of(_kind_of("text", "content"), "a source of the type text or content"),
+    ]
+    title: ShortText | None = None
+    context: Text | None = None
+    citations: Citations | None = None
+
+    @property
+    def text(self) -> str:
+        source = self.source
+        said = source.data if isinstance(source, PlainSource) else text_of(source.content)
+        return "\n\n".join(filter(None, (self.title, self.context, said)))
+
+
+class SearchResultBlock(Marked):
+    """What a search has found, as text under its title and source."""
+
+    type: Literal["search_result"]
+    source: ShortText
+    title: ShortText
+    content: Annotated[list[TextBlock], some(MAX_PARTS)]
+    citations: Citations | None = None
+
+    @property
+    def text(self) -> str:
+        return f"{self.title}\n{self.source}\n\n{text_of(self.content)}"
+
+
+TextualBlock = TextBlock | DocumentBlock | SearchResultBlock
+
+
 class ThinkingBlock(Body):
     type: Literal["thinking"]
     thinking: Text
@@ -63,12 +136,26 @@ class ToolUseBlock(Marked):
     type: Literal["tool_use"]
     id: ShortText
     name: ToolName
-    input: Annotated[dict[str, Any], Field(json_schema_extra={"type": "object"})]
+    input: Annotated[
+        dict[str, Any], Field(json_schema_extra={"type": "object"}), AfterValidator(shallow)
+    ]
 
 
-Content = Annotated[
+_TEXTS = ("text", "document", "search_result")
+ResultContent = Annotated[
     Annotated[Text, Tag("as text")]
-    | Annotated[list[TextBlock], some(MAX_PARTS, least=0), Tag("as list")],
+    | Annotated[
+        list[
+            Annotated[
+                Annotated[TextBlock, Tag("text")]
+                | Annotated[DocumentBlock, Tag("document")]
+                | Annotated[SearchResultBlock, Tag("search_result")],
+                one_of(_kind_of(*_TEXTS), f"a block of one of the types {', '.join(_TEXTS)}"),
+            ]
+        ],
+        some(MAX_PARTS, least=0),
+        Tag("as list"),
+    ],
     one_of(text_or_list, "a string or a list of blocks like {'type': 'text', 'text': ...}"),
 ]
 
@@ -76,7 +163,7 @@ Content = Annotated[
 class ToolResultBlock(Marked):
     type: Literal["tool_result"]
     tool_use_id: ShortText
-    content: Content | None = None
+    content: ResultContent | None = None
     is_error: bool | None = None
 
     def for_chat(self) -> Message:
@@ -85,24 +172,20 @@ class ToolResultBlock(Marked):
         return Message(role="tool", tool_call_id=self.tool_use_id, content=said)
 
 
-_KINDS = ("text", "thinking", "tool_use", "tool_result")
-
-
-def _block_kind(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    if not isinstance(kind, str):
-        return None
-    return kind if kind in _KINDS else "text" if kind in OTHER_PARTS else None
-
-
+_KINDS = (*_TEXTS, "thinking", "tool_use", "tool_result")
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[SearchResultBlock, Tag("search_result")]
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")],
-    one_of(_block_kind, f"a block of one of the types {', '.join(_KINDS)}"),
+    one_of(_kind_of(*_KINDS), f"a block of one of the types {', '.join(_KINDS)}"),
 ]
-_ROLES = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}
+_ROLES = {
+    **dict.fromkeys(("thinking", "tool_use"), "assistant"),
+    **dict.fromkeys(("tool_result", "document", "search_result"), "user"),
+}
 
 
 class AnthropicMessage(Body):
@@ -141,13 +224,18 @@ class AnthropicMessage(Body):
         return messages
 
     @property
+    def text(self) -> str:
+        """Its text, apart from tools and reasoning."""
+        return text_of([block for block in self.blocks if isinstance(block, TextualBlock)])
+
+    @property
     def mark(self) -> CacheControl | None:
         """The last mark in this message."""
         marks = [block.cache_control for block in self.blocks if isinstance(block, Marked)]
         return next((mark for mark in reversed(marks) if mark is not None), None)
 
 
-def text_of(content: str | list[TextBlock]) -> str:
+def text_of(content: str | Sequence[TextualBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
@@ -157,9 +245,7 @@ def _assistant(blocks: Iterable[Block]) -> Message:
     calls = [
         Call(
             id=block.id,
-            function=CalledFunction(
-                name=block.name, arguments=json.dumps(block.input, ensure_ascii=False)
-            ),
+            function=CalledFunction.of(block.name, block.input),
         )
         for block in blocks
         if isinstance(block, ToolUseBlock)
@@ -174,5 +260,7 @@ def _assistant(blocks: Iterable[Block]) -> Message:
 
 def _parts(blocks: Iterable[Block]) -> list[ContentPart]:
     return [
-        TextPart(type="text", text=block.text) for block in blocks if isinstance(block, TextBlock)
+        TextPart(type="text", text=block.text)
+        for block in blocks
+        if isinstance(block, TextualBlock)
     ]

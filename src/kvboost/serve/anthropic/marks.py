@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvboost.serve.anthropic.request_models import Mark
-from kvboost.serve.prompts import encode, num_characters
+from kvboost.serve.choices import EngineCall
+from kvboost.serve.prompts import encode
 from kvboost.serve.server import ServerState
 from kvboost.tokens.prompt import Conversation
 
@@ -34,9 +35,14 @@ class Kept:
         return max((tokens for tokens, _ in self.beginnings(prompt_ids)), default=0)
 
 
-async def find_kept(server: ServerState, conversation: Conversation, marks: Sequence[Mark]) -> Kept:
-    """Tokenizes the marked beginnings: what they share with the prompt is kept."""
+async def find_kept(
+    server: ServerState, call: EngineCall, marks: Sequence[Mark], size: int
+) -> Kept:
+    """Tokenizes the marked beginnings of a conversation of about ``size`` characters: what they
+    share with the prompt is kept."""
     marked: list[tuple[list[int] | None, int]] = []
+    (conversation,) = call.prompts
+    assert isinstance(conversation, Conversation)
     for mark in marks:
         if mark.num_messages == len(conversation.messages):
             marked.append((None, mark.seconds))
@@ -45,7 +51,6 @@ async def find_kept(server: ServerState, conversation: Conversation, marks: Sequ
         if not messages or messages[-1]["role"] != "user":
             messages.append(_QUESTION)  # some chat templates want one
         beginning = replace(conversation, messages=messages)
-        size = num_characters(beginning)
         ids = await server.workers.tokenize(size, encode, server.engine, beginning)
         marked.append((ids, mark.seconds))
     return Kept(marked)

@@ -19,6 +19,7 @@ from kvboost.serve.request_fields import (
     MAX_STOPS,
     MAX_TOOLS,
     Body,
+    Effort,
     MaxTokens,
     Share,
     ShortText,
@@ -34,7 +35,8 @@ from kvboost.serve.request_formats import (
     JsonSchemaFormat,
     SchemaDetails,
 )
-from kvboost.serve.request_models import ChatRequest, ReuseOptions
+from kvboost.serve.request_generation import ReuseOptions
+from kvboost.serve.request_models import ChatRequest
 from kvboost.serve.request_tools import (
     Function,
     Message,
@@ -116,7 +118,7 @@ class OutputFormat(Body):
 
 class OutputConfig(Body):
     format: OutputFormat | None = None
-    effort: None = None
+    effort: Effort | None = None
 
 
 class RequestMetadata(Body):
@@ -151,11 +153,12 @@ class CountTokensRequest(Body):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        if self.messages[-1].role == "assistant":
+        last = self.messages[-1]
+        if last.role == "assistant" and last.text != last.text.rstrip():
             raise goes_with(
                 "messages",
-                "messages: the last one must not be the assistant's: this server does not continue "
-                "an answer",
+                "messages: the beginning of an answer must not end with blanks: the model's next "
+                "token begins with one",
             )
         make_use(self._tools(), self._choice(), None)
         return self
@@ -166,6 +169,8 @@ class CountTokensRequest(Body):
         return ChatRequest(
             model=self.model,
             messages=[*self._system(), *self._turns()],
+            continue_final_message=self.messages[-1].role == "assistant",
+            reasoning_effort=None if self.output_config is None else self.output_config.effort,
             tools=self._tools() or None,
             tool_choice=self._choice(),
             parallel_tool_calls=self._is_parallel(),

@@ -9,14 +9,16 @@ from starlette.responses import JSONResponse, Response
 
 from kvboost.serve.anthropic.marks import find_kept
 from kvboost.serve.anthropic.reply_models import AnthropicErrorReply, MessageReply, TokenCount
-from kvboost.serve.anthropic.request_models import CountTokensRequest, MessagesRequest
+from kvboost.serve.anthropic.request_models import CountTokensRequest, Mark, MessagesRequest
 from kvboost.serve.anthropic.writer import MessageWriter
+from kvboost.serve.auth import Tenant
 from kvboost.serve.bodies import BodyRoute
 from kvboost.serve.chat import chat_call, chat_prompt
+from kvboost.serve.choices import EngineCall
 from kvboost.serve.openapi import errors, streamed
-from kvboost.serve.prompts import encode, num_characters
+from kvboost.serve.prompts import encode
 from kvboost.serve.responses import deliver
-from kvboost.serve.server import Caller, Server
+from kvboost.serve.server import Caller, Server, ServerState
 
 router = APIRouter(route_class=BodyRoute, tags=["anthropic"])
 
@@ -34,11 +36,9 @@ async def create_message(
 ) -> Response:
     """Answers a conversation in the model's chat template, like Anthropic's API."""
     server.check_model(body.model)
-    chat = body.for_chat()
-    call = chat_call(server, caller, chat)
-    if call.format_field is not None:
-        call = replace(call, format_field="output_config.format")
-    kept = await find_kept(server, chat_prompt(server, caller, chat), body.marks())
+    size = request.state.body_size
+    call, marks = await server.workers.parse(size, _call, server, caller, body)
+    kept = await find_kept(server, call, marks, size)
     writer = MessageWriter(server, body, kept, request.state.request_id)
     return await deliver(request, server, call, writer, body.model, stream=bool(body.stream))
 
@@ -48,10 +48,26 @@ async def create_message(
     response_model=TokenCount,
     responses=errors(404, model=AnthropicErrorReply),
 )
-async def count_tokens(body: CountTokensRequest, server: Server, caller: Caller) -> Response:
+async def count_tokens(
+    body: CountTokensRequest, request: Request, server: Server, caller: Caller
+) -> Response:
     """Counts the tokens of a prompt, without an answer."""
     server.check_model(body.model)
-    prompt = chat_prompt(server, caller, body.for_chat())
-    size = num_characters(prompt)
-    ids = await server.workers.tokenize(size, encode, server.engine, prompt)
-    return JSONResponse({"input_tokens": len(ids)})
+
+    def count() -> int:
+        prompt, _ = chat_prompt(server, caller, body.for_chat())
+        return len(encode(server.engine, prompt))
+
+    tokens = await server.workers.tokenize(request.state.body_size, count)
+    return JSONResponse({"input_tokens": tokens})
+
+
+def _call(
+    server: ServerState, caller: Tenant, body: MessagesRequest
+) -> tuple[EngineCall, list[Mark]]:
+    """What a request asks of the engine, and the beginnings that it marks. For a thread if the
+    request is large."""
+    call = chat_call(server, caller, body.for_chat())
+    if call.format_field is not None:
+        call = replace(call, format_field="output_config.format")
+    return call, body.marks()

@@ -96,8 +96,10 @@ _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _item_kind(value: Any) -> str | None:
-    kind = value.get("type", "message") if isinstance(value, dict) else None
-    return kind if isinstance(value, dict) and kind in _KINDS else getattr(value, "type", None)
+    if not isinstance(value, dict):
+        return getattr(value, "type", None)
+    kind = value.get("type") or "message"
+    return kind if kind in _KINDS else None
 
 
 Item = Annotated[
@@ -147,6 +149,32 @@ def messages_of_output(output: Sequence[dict[str, Any]]) -> list[Message]:
     return messages_of(_items.validate_python(whole))
 
 
+def input_items(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The items that ``messages`` are. Each has an id that depends on its place."""
+    items: list[dict[str, Any]] = []
+
+    def add(kind: str, prefix: str, **fields: Any) -> None:
+        number = f"{prefix}_{len(items)}"
+        items.append({"id": number, "type": kind, "status": "completed", **fields})
+
+    for message in messages:
+        if message.role == "tool":
+            call_id, text = message.tool_call_id or "", message.text
+            add("function_call_output", "fco", call_id=call_id, output=text)
+            continue
+        if message.reasoning_content:
+            content = [{"type": "reasoning_text", "text": message.reasoning_content}]
+            add("reasoning", "rs", summary=[], content=content)
+        if message.text:
+            part = "output_text" if message.role == "assistant" else "input_text"
+            content = [{"type": part, "text": message.text}]
+            add("message", "msg", role=message.role, content=content)
+        for call in message.tool_calls or ():
+            said = {"name": call.function.name, "arguments": call.function.arguments}
+            add("function_call", "fc", call_id=call.id, **said)
+    return items
+
+
 _ORDER = {"reasoning": 0, "message": 1, "function_call": 2}
 
 
@@ -169,7 +197,7 @@ def _assistant(turn: Sequence[Item]) -> Message:
             case MessageItem():
                 content = _content(item.content)
             case CallItem():
-                function = CalledFunction(name=item.name, arguments=item.arguments)
+                function = CalledFunction.of(item.name, item.value, item.arguments)
                 calls.append(Call(id=item.call_id, function=function))
     return Message(
         role="assistant",

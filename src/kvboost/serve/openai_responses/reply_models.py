@@ -100,10 +100,38 @@ class ResponseReply(Reply):
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_p: float | None
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     usage: ResponseUsage
     user: str | None
     kvboost: ReuseReply
+
+
+class InputText(Reply):
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class InputItem(Reply):
+    """A message, a call or its result."""
+
+    id: str
+    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+    status: Literal["completed"]
+    role: str | None = None
+    content: list[InputText | OutputReasoningText] | None = None
+    summary: list[Any] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | None = None
+
+
+class ItemList(Reply):
+    object: Literal["list"]
+    data: list[InputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class DeletedResponse(Reply):

@@ -8,11 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, Tag, model_validator
 from typing_extensions import Self
 
-from kvboost.serve.openai_responses.items import Item, Nothing, messages_of
+from kvboost.serve.openai_responses.items import Item, messages_of
 from kvboost.serve.request_fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    WHOLE,
     Body,
+    Effort,
     MaxTokens,
     Metadata,
     No,
@@ -37,7 +39,8 @@ from kvboost.serve.request_formats import (
     SchemaDetails,
     TextFormat,
 )
-from kvboost.serve.request_models import ChatRequest, ReuseOptions, needs
+from kvboost.serve.request_generation import ReuseOptions, needs
+from kvboost.serve.request_models import ChatRequest
 from kvboost.serve.request_tools import (
     Function,
     Message,
@@ -99,17 +102,33 @@ class TextOptions(Body):
     format: (
         Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None
     ) = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Changes nothing."""
 
 
 class ReasoningOptions(Body):
-    effort: Literal["none"] | None = None
-    generate_summary: None = None
-    summary: None = None
+    effort: Effort | None = None
+    generate_summary: ShortText | None = None
+    summary: ShortText | None = None
+    """Changes nothing, and so does ``generate_summary``: the reasoning itself is in the answer."""
 
 
 class ResponseStreamOptions(Body):
-    include_obfuscation: No | None = None
+    include_obfuscation: bool | None = None
+    """Changes nothing: no event is padded."""
+
+
+Included = Literal[
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+]
+"""What a response may be asked to include. Nothing of it occurs here: reasoning is not encrypted,
+and there are no built-in tools and no images."""
 
 
 class ResponseRequest(Body):
@@ -139,6 +158,8 @@ class ResponseRequest(Body):
     store: bool | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """With ``auto``, a conversation that does not fit the context loses its oldest messages."""
     # Not in OpenAI's API.
     top_k: TopK | None = None
     min_p: Share | None = None
@@ -146,24 +167,20 @@ class ResponseRequest(Body):
     chat_template_kwargs: TemplateOptions | None = None
     cache_salt: ShortText = ""
     kvboost: ReuseOptions = ReuseOptions()
-    # Fields that may say what happens anyway.
+    # Fields that change no answer here.
     background: No | None = None
-    include: Nothing | None = None
+    include: Annotated[list[Included], some(16, least=0)] | None = None
+    max_tool_calls: Annotated[int, WHOLE] | None = None
+    """Of built-in tools, which there are none of."""
     prompt_cache_key: ShortText | None = None
+    prompt_cache_retention: ShortText | None = None
     safety_identifier: ShortText | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    truncation: Literal["disabled"] | None = None
+    service_tier: ShortText | None = None
     user: Text | None = None
     # Fields that are not supported.
-    access_programs: None = None
     context_management: None = None
     conversation: None = None
-    image: None = None
-    max_tool_calls: None = None
-    moderation: None = None
     prompt: None = None
-    prompt_cache_options: None = None
-    prompt_cache_retention: None = None
     top_logprobs: None = None
 
     @model_validator(mode="after")

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
+from kvboost.errors import ContextLengthError
+from kvboost.serve.auth import Tenant
 from kvboost.serve.bodies import BodyRoute
-from kvboost.serve.chat import chat_call
+from kvboost.serve.chat import chat_call, chat_prompt
+from kvboost.serve.choices import EngineCall
 from kvboost.serve.errors import ApiError
-from kvboost.serve.openai_responses.reply_models import DeletedResponse, ResponseReply
+from kvboost.serve.openai_responses.items import input_items
+from kvboost.serve.openai_responses.reply_models import DeletedResponse, ItemList, ResponseReply
 from kvboost.serve.openai_responses.request_models import ResponseRequest
+from kvboost.serve.openai_responses.store import StoredResponse
 from kvboost.serve.openai_responses.writer import ResponseWriter
 from kvboost.serve.openapi import errors, streamed
+from kvboost.serve.prompts import encode
+from kvboost.serve.query import EACH_ONCE
 from kvboost.serve.request_fields import MAX_MESSAGES
+from kvboost.serve.request_tools import Message
 from kvboost.serve.responses import deliver
-from kvboost.serve.server import Caller, Server
+from kvboost.serve.server import Caller, Server, ServerState
 
 router = APIRouter(route_class=BodyRoute, tags=["openai"])
 
@@ -30,10 +40,22 @@ async def create_response(
     body: ResponseRequest, request: Request, server: Server, caller: Caller
 ) -> Response:
     """Answers a conversation, or continues one that is kept here, like OpenAI's API."""
-    messages = body.new_messages()
+    workers, size, kept = server.workers, request.state.body_size, None
     if (previous := body.previous_response_id) is not None:
-        kept = server.stored_responses.get(caller.name, previous, "previous_response_id")
-        messages = [*kept.messages, *messages]
+        kept = server.stored_responses.get(caller.owner, previous, "previous_response_id")
+        size += kept.size
+    messages = await workers.parse(size, _conversation, body, kept)
+    asked = messages
+    if body.truncation == "auto":
+        asked = await workers.tokenize(size, _fitting, server, caller, body, messages)
+    call = await workers.parse(size, _call, server, caller, body, asked)
+    writer = ResponseWriter(server, caller.owner, body, messages)
+    return await deliver(request, server, call, writer, body.model, stream=bool(body.stream))
+
+
+def _conversation(body: ResponseRequest, kept: StoredResponse | None) -> list[Message]:
+    """The messages of a request, after those of the response that it continues."""
+    messages = [*(kept.messages if kept is not None else ()), *body.new_messages()]
     if len(messages) >= MAX_MESSAGES:
         raise ApiError(
             400,
@@ -42,11 +64,36 @@ async def create_response(
             code="invalid_value",
             param="input",
         )
+    return messages
+
+
+def _fitting(
+    server: ServerState, caller: Tenant, body: ResponseRequest, messages: list[Message]
+) -> list[Message]:
+    """``messages`` without as many of the oldest as do not fit the context. What is left begins
+    with a message of the user's."""
+    starts = [0, *(n for n, one in enumerate(messages) if n and one.role == "user")]
+
+    def fits(start: int) -> bool:
+        prompt, _ = chat_prompt(server, caller, body.for_chat(messages[start:]))
+        try:
+            encode(server.engine, prompt)
+        except (ContextLengthError, ApiError):
+            return False
+        return True
+
+    first = bisect_left(starts, True, hi=len(starts) - 1, key=fits)
+    return messages[starts[first] :]
+
+
+def _call(
+    server: ServerState, caller: Tenant, body: ResponseRequest, messages: list[Message]
+) -> EngineCall:
+    """What a request asks of the engine. For a thread if it is large."""
     call = chat_call(server, caller, body.for_chat(messages))
     if call.format_field is not None:
         call = replace(call, format_field="text.format")
-    writer = ResponseWriter(server, caller.name, body, messages)
-    return await deliver(request, server, call, writer, body.model, stream=bool(body.stream))
+    return call
 
 
 @router.get(
@@ -65,7 +112,45 @@ async def retrieve_response(
             code="unknown_field",
             param=name,
         )
-    return JSONResponse(server.stored_responses.get(caller.name, response_id).response)
+    return JSONResponse(server.stored_responses.get(caller.owner, response_id).response)
+
+
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    response_model=ItemList,
+    responses=errors(400, 404, has_body=False),
+    dependencies=[EACH_ONCE],
+)
+async def list_input_items(
+    response_id: str,
+    server: Server,
+    caller: Caller,
+    limit: Annotated[int, Query(ge=1, le=100, description="Items to list.")] = 20,
+    order: Annotated[Literal["asc", "desc"], Query(description="The oldest first, or last.")] = (
+        "desc"
+    ),
+    after: Annotated[str, Query(max_length=512, description="The item before the first.")] = "",
+) -> Response:
+    """The conversation before a response that is kept, as items."""
+    stored = server.stored_responses.get(caller.owner, response_id)
+    items = input_items(stored.messages[: stored.num_input])
+    items = items if order == "asc" else items[::-1]
+    ids = [one["id"] for one in items]
+    if after and after not in ids:
+        raise ApiError(
+            404, f"there is no item {after[:80]!r}", code="item_not_found", param="after"
+        )
+    items = items[ids.index(after) + 1 :] if after else items
+    shown = items[:limit]
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": shown,
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+            "has_more": len(items) > limit,
+        }
+    )
 
 
 @router.delete(
@@ -75,6 +160,6 @@ async def retrieve_response(
 )
 async def delete_response(response_id: str, server: Server, caller: Caller) -> Response:
     """Deletes a response that is kept, with its conversation. Its text may stay cached."""
-    server.stored_responses.remove(caller.name, response_id)
+    server.stored_responses.remove(caller.owner, response_id)
     server.kept_kv.release(response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})

@@ -19,6 +19,8 @@ class StoredResponse:
 
     response: dict[str, Any]
     messages: tuple[Message, ...]
+    num_input: int
+    """How many of the messages were there before the response."""
     size: int
     """Characters of the conversation, about."""
 
@@ -71,8 +73,3 @@ class StoredResponses:
         while kept and next(iter(kept.values()))[0] <= now:
             del kept[next(iter(kept))]
         return kept
-
-
-def text_size(messages: list[Message]) -> int:
-    """Characters of ``messages``, about."""
-    return sum(len(str(message.for_template(str))) for message in messages)

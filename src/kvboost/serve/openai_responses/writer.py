@@ -16,7 +16,7 @@ from kvboost.serve.errors import ApiError
 from kvboost.serve.openai_responses.items import messages_of_output
 from kvboost.serve.openai_responses.output import Output
 from kvboost.serve.openai_responses.request_models import ResponseRequest
-from kvboost.serve.openai_responses.store import StoredResponse, text_size
+from kvboost.serve.openai_responses.store import StoredResponse
 from kvboost.serve.request_tools import Message
 from kvboost.serve.server import ServerState
 
@@ -89,7 +89,8 @@ class ResponseWriter:
 
     def _store(self, choice: Choice, response: dict[str, Any]) -> None:
         messages = [*self._messages, *messages_of_output(response["output"])]
-        stored = StoredResponse(response, tuple(messages), text_size(messages))
+        size = sum(one.size for one in messages)
+        stored = StoredResponse(response, tuple(messages), len(self._messages), size)
         self._server.stored_responses.add(self._tenant, stored)
         ids = [*choice.prompt_ids, *choice.result.token_ids]
         seconds = self._server.settings.stored_response_seconds
@@ -145,7 +146,7 @@ def new_response(body: ResponseRequest) -> dict[str, Any]:
         "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
         "tools": [tool.model_dump(exclude_unset=True) for tool in body.tools or ()],
         "top_p": body.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
     }
