@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 Handler = BaseHTTPRequestHandler
-
-
-@dataclass
-class Scripted:
-    """``act`` answers everything but ``/ready`` and ``/health``."""
-
-    act: Callable[[Handler], None]
-    ready: int = 200
-    health: int = 200
-    url: str = ""
-    asked: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
-    """Path, headers and body of all requests but checks."""
-    gone: threading.Event = field(default_factory=threading.Event)
-    """Set when ``hang`` sees the client leave."""
 
 
 def say(status: int, body: bytes = b"{}", **headers: str) -> Callable[[Handler], None]:
@@ -38,6 +26,33 @@ def say(status: int, body: bytes = b"{}", **headers: str) -> Callable[[Handler],
         handler.wfile.write(body)
 
     return act
+
+
+def lists(*names: str, by: str = "test") -> Callable[[Handler], None]:
+    """Answers with a list of models."""
+    entries = [{"id": name, "object": "model", "owned_by": by} for name in names]
+    return say(200, json.dumps({"object": "list", "data": entries}).encode())
+
+
+@dataclass
+class Scripted:
+    """``act`` answers everything but ``/ready``, ``/health`` and ``/v1/models``."""
+
+    act: Callable[[Handler], None]
+    ready: int = 200
+    health: int = 200
+    models: Callable[[Handler], None] = field(default_factory=lambda: say(404))
+    reads: bool = True
+    """Whether bodies are read."""
+    url: str = ""
+    asked: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
+    """Path, headers and body of all requests that ``act`` answers."""
+    asked_models: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    """Path and headers of requests for the list of models."""
+    peers: list[tuple[str, int]] = field(default_factory=list)
+    """The other end of each connection."""
+    gone: threading.Event = field(default_factory=threading.Event)
+    """Set when ``hang`` sees the client leave."""
 
 
 def stream(*pieces: bytes, then: Callable[[Handler], None] | None = None) -> Callable:
@@ -79,12 +94,29 @@ def hang(fake: Scripted) -> Callable[[Handler], None]:
     return act
 
 
+def wire(data: bytes, then: Callable[[Handler], None] | None = None) -> Callable:
+    """Sends ``data`` as it is; then keeps the connection, or does ``then``."""
+
+    def act(handler: Handler) -> None:
+        handler.wfile.write(data)
+        handler.wfile.flush()
+        if then is not None:
+            then(handler)
+
+    return act
+
+
 @contextmanager
-def upstream(act: Callable[[Handler], None] | None = None, **options: int) -> Iterator[Scripted]:
+def upstream(act: Callable[[Handler], None] | None = None, **options: Any) -> Iterator[Scripted]:
     fake = Scripted(act or say(200), **options)
 
     class Answering(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def setup(self) -> None:
+            super().setup()
+            fake.peers.append(self.client_address)
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -93,19 +125,32 @@ def upstream(act: Callable[[Handler], None] | None = None, **options: int) -> It
             checks = {"/ready": fake.ready, "/health": fake.health}
             if self.path in checks:
                 say(checks[self.path])(self)
+            elif self.path.partition("?")[0] == "/v1/models":
+                fake.asked_models.append((self.path, self._given()))
+                fake.models(self)
             else:
-                self._answer(b"")
+                self._answer()
 
         def do_POST(self) -> None:
-            self._answer(self.rfile.read(int(self.headers["content-length"] or 0)))
+            self._answer()
 
-        def _answer(self, body: bytes) -> None:
-            headers = {name.lower(): value for name, value in self.headers.items()}
-            fake.asked.append((self.path, headers, body))
+        do_HEAD = do_DELETE = do_OPTIONS = do_POST
+
+        def _given(self) -> dict[str, str]:
+            return {name.lower(): value for name, value in self.headers.items()}
+
+        def _answer(self) -> None:
+            size = int(self.headers["content-length"] or 0) if fake.reads else 0
+            fake.asked.append((self.path, self._given(), self.rfile.read(size)))
             fake.act(self)
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
-        server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            """Clients may leave at any moment."""
+
+    with Server(("127.0.0.1", 0), Answering) as server:
         fake.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()

@@ -14,31 +14,8 @@ from kvboost.deploy.state import ProxySettings
 from kvboost.errors import ConfigError
 from live_server import connect, events, live_router, live_server, read_until, wait_for
 from passages import text
+from routed import CLIENT, COMPLETIONS, ask, get, metric, warmed
 from scripted_upstream import hang, hang_up, say, stream, upstream
-
-COMPLETIONS = "/v1/completions"
-OPTIONS = {"timeout": 120, "trust_env": False, "verify": False}
-"""Of clients: certificates take a tenth of a second to load."""
-
-
-def ask(url: str, prompt: str = "Hello", path: str = COMPLETIONS, **more) -> httpx.Response:
-    headers = more.pop("headers", None)
-    body = {"model": "fake", "prompt": prompt, **more}
-    return httpx.post(url + path, json=body, headers=headers, **OPTIONS)
-
-
-def get(url: str, path: str) -> httpx.Response:
-    return httpx.get(url + path, **OPTIONS)
-
-
-def metric(url: str, name: str, **labels: str) -> float:
-    """The value of a metric; 0 if it is not there."""
-    for line in get(url, "/metrics").text.splitlines():
-        if line.startswith(f"kvboost_route_{name}") and all(
-            f'{label}="{value}"' in line for label, value in labels.items()
-        ):
-            return float(line.rsplit(" ", 1)[1])
-    return 0.0
 
 
 @pytest.fixture
@@ -65,14 +42,14 @@ def test_answers_come_through_unchanged_and_name_their_upstream() -> None:
 
 def test_queries_other_methods_and_other_bodies_pass_too(pair) -> None:
     one, other, url = pair
-    assert get(url, "/v1/models?limit=2&x=%20").status_code == 200
-    assert httpx.post(f"{url}/v1/files", content=b"\x00raw", **OPTIONS).status_code == 200
+    assert get(url, '/v1/batches?limit=2&x=%20"').status_code == 200
+    assert CLIENT.post(f"{url}/v1/files", content=b"\x00raw").status_code == 200
     asked = sorted(one.asked + other.asked)
     assert [(path, body) for path, _, body in asked] == [
+        ("/v1/batches?limit=2&x=%20%22", b""),
         ("/v1/files", b"\x00raw"),
-        ("/v1/models?limit=2&x=%20", b""),
     ]
-    assert "content-type" not in asked[0][1] and "user-agent" in asked[0][1]
+    assert "content-type" not in asked[1][1] and "user-agent" in asked[1][1]
 
 
 def test_headers_of_one_connection_stay_there(pair) -> None:
@@ -85,7 +62,7 @@ def test_headers_of_one_connection_stay_there(pair) -> None:
 def test_a_real_server_behind_it_streams_and_keeps_its_tenants(tmp_path) -> None:
     with ExitStack() as stack:
         engines = [FakeEngine(), FakeEngine()]
-        servers = [stack.enter_context(live_server(engine)) for engine in engines]
+        servers = [warmed(stack.enter_context(live_server(engine))) for engine in engines]
         router = stack.enter_context(live_router(*(server.url for server in servers)))
         whole = ask(router.url)
         assert whole.json()["choices"][0]["text"] == "Hello"

@@ -40,7 +40,7 @@ def create_router(settings: ProxySettings) -> Starlette:
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching
-            await state.client.aclose()
+            await state.connections.aclose()
 
     app = Starlette(
         routes=[

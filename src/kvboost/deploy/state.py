@@ -5,20 +5,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-import httpx
-
 from kvboost.config import at_least
+from kvboost.deploy.connections import Connections
 from kvboost.deploy.metrics import RouteMetrics
 from kvboost.deploy.router import Router, RouterSettings
 from kvboost.deploy.upstreams import Upstreams, upstream_url
 from kvboost.errors import ConfigError
 from kvboost.serve.settings import ServerSettings
 from kvboost.serve.workers import Workers
-
-CONNECT_SECONDS = 5.0
-WRITE_SECONDS = 30.0
-KEEP_ALIVE = 5.0
-"""Seconds. Shorter than a server keeps an idle connection, so that none is used while it closes."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +47,9 @@ class RouteState:
         self.options = settings
         self.settings = settings.limits
         self.router = Router(settings.upstreams, settings.router)
-        self.client = httpx.AsyncClient(
-            timeout=httpx.Timeout(
-                settings.timeout, connect=CONNECT_SECONDS, write=WRITE_SECONDS, pool=None
-            ),
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE
-            ),
-            trust_env=False,
-            follow_redirects=False,
-        )
+        self.connections = Connections(settings.timeout)
         self.upstreams = Upstreams(
-            settings.upstreams, self.client, settings.health_seconds, self.router.forget
+            settings.upstreams, self.connections, settings.health_seconds, self.router.forget
         )
         self.metrics = RouteMetrics(self.router, lambda: self.upstreams.states)
         self.workers = Workers()

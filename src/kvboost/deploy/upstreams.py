@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from kvboost.deploy.connections import Connections
 from kvboost.errors import ConfigError
 
 logger = logging.getLogger("kvboost.route")
@@ -17,6 +18,8 @@ logger = logging.getLogger("kvboost.route")
 UP, DOWN, DRAINING = "up", "down", "draining"
 CHECK_SECONDS = 5.0
 """Time that a health check may take."""
+MAX_CHECK = 64 * 1024
+"""Bytes of an answer to a health check."""
 PATIENCE = 3
 """Health checks that may time out before an upstream is taken out: a busy server answers late, and
 moving its requests elsewhere would only make the others busy too."""
@@ -58,12 +61,12 @@ class Upstreams:
     def __init__(
         self,
         urls: Sequence[str],
-        client: httpx.AsyncClient,
+        connections: Connections,
         seconds: float,
         on_lost: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._all = {url: Upstream(url) for url in urls}
-        self._client = client
+        self._connections = connections
         self._seconds = seconds
         self._on_lost = on_lost
         self._wake = asyncio.Event()
@@ -111,10 +114,10 @@ class Upstreams:
 
     async def _check(self, one: Upstream) -> None:
         try:
-            answer = await self._client.get(one.url + _PATHS[one.path], timeout=CHECK_SECONDS)
-            if answer.status_code in (404, 405) and one.path + 1 < len(_PATHS):
+            status = await self._status(one)
+            if status in (404, 405) and one.path + 1 < len(_PATHS):
                 one.path += 1
-                answer = await self._client.get(one.url + _PATHS[one.path], timeout=CHECK_SECONDS)
+                status = await self._status(one)
         except httpx.TimeoutException as error:
             one.late += 1
             if one.late >= PATIENCE:
@@ -125,12 +128,17 @@ class Upstreams:
             self._set(one, DOWN, _named(error))
         else:
             one.late = 0
-            if answer.status_code < 400:
+            if status < 400:
                 self._set(one, UP, "")
-            elif answer.status_code == 503:
+            elif status == 503:
                 self._set(one, DRAINING, "it takes no new requests")
             else:
-                self._set(one, DOWN, f"{_PATHS[one.path]} answers {answer.status_code}")
+                self._set(one, DOWN, f"{_PATHS[one.path]} answers {status}")
+
+    async def _status(self, one: Upstream) -> int:
+        check = httpx.Request("GET", one.url + _PATHS[one.path])
+        answer, _ = await self._connections.fetch(check, CHECK_SECONDS, MAX_CHECK)
+        return answer.status_code
 
     def _set(self, one: Upstream, state: str, why: str) -> None:
         if state != one.state:

@@ -11,8 +11,9 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from kvboost.deploy.answers import farewell
 from kvboost.deploy.content import NOTHING, Sketch
-from kvboost.deploy.forward import farewell, request_sketch
+from kvboost.deploy.requests import request_sketch
 from kvboost.serve.bodies import receive_body
 from kvboost.serve.errors import ApiError
 from kvboost.serve.settings import ServerSettings

@@ -12,9 +12,9 @@ from typing import Any
 from ray import serve
 
 from kvboost.deploy.content import Sketch
-from kvboost.deploy.forward import UPSTREAM_HEADER
 from kvboost.deploy.ray.options import DeployOptions
 from kvboost.deploy.ray.scaling import autoscaling_stats
+from kvboost.deploy.requests import UPSTREAM_HEADER
 from kvboost.deploy.router import Known
 
 REPORTED_MARKS = 8192
