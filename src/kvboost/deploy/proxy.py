@@ -20,6 +20,7 @@ from starlette.routing import Mount, Route
 
 from kvboost.deploy.forward import Forward
 from kvboost.deploy.state import ProxySettings, RouteState
+from kvboost.deploy.targets import is_plain, not_plain
 from kvboost.serve.errors import ApiError
 from kvboost.serve.limits import HeadLimits, OpenRequests
 from kvboost.serve.metrics import CONTENT_TYPE
@@ -82,6 +83,9 @@ async def _metrics(request: Request) -> Response:
 
 async def _not_here(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    raw: bytes = request.scope["raw_path"]
+    if not is_plain(raw):
+        return not_plain(raw).response()
     return ApiError(
         error.status_code,
         "this is a router: it forwards /v1/... and answers /health, /ready and /metrics. Ask each "

@@ -11,13 +11,18 @@ from starlette.requests import Request
 
 from kvboost.deploy.content import NOTHING, Sketch, sketch, tenant_of
 from kvboost.deploy.state import RouteState
+from kvboost.deploy.targets import check_target
 from kvboost.serve.bodies import receive_body
 from kvboost.serve.json_text import JsonBudget, JsonTextError
+from kvboost.serve.errors import ApiError
 
 RawHeaders = list[tuple[bytes, bytes]]
 
 UPSTREAM_HEADER = "x-kvboost-upstream"
 """Names the upstream that answered."""
+MAX_HEADERS = 256
+"""Of a request. Thousands of short ones are larger than an upstream allows once they are sent on,
+and it might close the connection, as one that fails does."""
 REPEATABLE = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
     *("/v1/messages", "/v1/rerank", "/v1/score"),
@@ -57,10 +62,18 @@ async def read_request(request: Request, state: RouteState) -> Forwarded:
     """The request with its whole body. Raises ApiError if it cannot be sent on."""
     method, path = request.method, request.scope["path"]
     raw: bytes = request.scope["raw_path"]
+    check_target(method, raw)
+    if len(request.scope["headers"]) > MAX_HEADERS:
+        raise ApiError(
+            431,
+            f"the request has {len(request.scope['headers']):,} headers; at most {MAX_HEADERS} are "
+            "allowed",
+            code="headers_too_large",
+        )
     body = await receive_body(request, state.settings)
     query: bytes = request.scope["query_string"]
     target = raw + (b"?" + query if query else b"")
-    headers = end_to_end(request.scope["headers"], {"host", "content-length"})
+    headers = end_to_end(request.scope["headers"], {"host", "content-length", UPSTREAM_HEADER})
     if "x-request-id" not in request.headers:  # the same in all logs
         headers.append((b"x-request-id", f"req-{uuid4().hex}".encode()))
     may_repeat = method in ("GET", "HEAD") or path in REPEATABLE
