@@ -11,6 +11,9 @@ from typer.testing import CliRunner
 
 from kvboost.cli import app
 from kvboost.serve import process
+from live_server import wait_for
+from scripted_upstream import lists, say, upstream
+from server_process import ServerProcess
 
 URLS = ("http://127.0.0.1:1", "http://127.0.0.1:2/v1")
 
@@ -57,6 +60,24 @@ def test_it_prints_its_address_and_which_server_is_missing(started) -> None:
     assert "routing by content to 2 servers" in done.stderr
     assert done.stderr.count("gets no requests yet") == 2
     assert "nothing to choose" in route(URLS[0]).stderr
+
+
+def test_it_says_which_models_are_served_where(tmp_path) -> None:
+    with (
+        upstream(models=lists("small", "adapter")) as one,
+        upstream(models=lists("org/large")) as other,
+        upstream(models=say(401)) as keyed,
+    ):
+        servers = (one.url, other.url, keyed.url)
+        with ServerProcess(*servers, folder=tmp_path, command="route") as router:
+            wait_for(lambda: "may go there" in router.log)
+            shown = " ".join(router.log.split())
+        with ServerProcess(one.url, folder=tmp_path, command="route") as router:
+            wait_for(lambda: "serving small, adapter" in router.log)
+    assert f"{one.url} serves small, adapter" in shown
+    assert f"{other.url} serves org/large" in shown
+    assert "the servers serve different models" in shown
+    assert f"{keyed.url} does not list its models to the router (/v1/models answers 401)" in shown
 
 
 def test_a_local_router_answers_to_local_names_only(started) -> None:

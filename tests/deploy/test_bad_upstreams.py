@@ -195,6 +195,19 @@ def test_a_head_that_never_ends_is_a_timeout() -> None:
     assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
 
 
+@pytest.mark.usefixtures("no_traceback")
+def test_an_endless_list_of_models_is_not_read() -> None:
+    def endless(handler) -> None:
+        with suppress(OSError):
+            handler.wfile.write(CHUNKED)
+            while True:
+                handler.wfile.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+
+    with upstream(models=endless) as one, live_router(one.url, health_seconds=60) as router:
+        assert ask(router.url).status_code == 200
+        assert get(router.url, "/v1/models").status_code == 503
+
+
 def test_a_head_waits_for_its_body_so_that_another_upstream_can_answer() -> None:
     with (
         upstream(stream(then=hang_up)) as bad,

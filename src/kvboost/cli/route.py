@@ -12,6 +12,7 @@ from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvboost.deploy.state import RouteState
+    from kvboost.deploy.upstreams import Upstreams
 
 
 def route(
@@ -20,7 +21,7 @@ def route(
         typer.Argument(
             metavar="URL",
             help="The servers, such as http://10.0.0.1:8000: KVBoost, vLLM, or any other with "
-            "OpenAI's API. They must serve the same model.",
+            "OpenAI's API.",
             show_default=False,
         ),
     ],
@@ -81,6 +82,9 @@ def route(
     goes to the server that knows most of its beginning and of its passages, wherever they are in
     the prompt, unless that server is so busy that another one is done sooner. The router keeps no
     text, needs no tokenizer and no database, and can be restarted at any time.
+
+    The servers may serve different models: a request goes to those that list its model, and
+    /v1/models lists the models of all. A server that wants a key for its list may get any request.
 
     Answers pass through unchanged, streams included; the header x-kvboost-upstream names the server
     that answered. Keys pass through too: the servers check them. A server that is down or draining
@@ -143,5 +147,31 @@ def _announce(state: RouteState, url: str) -> None:
     print(f"{url}/v1", flush=True)
     for upstream, why in state.upstreams.missing.items():
         say.print(f"warning: {upstream} gets no requests yet: {why}", style="yellow", markup=False)
+    _tell_models(state.upstreams)
     if len(servers) == 1:
         say.print("note: with one server there is nothing to choose", style="yellow", markup=False)
+
+
+def _tell_models(upstreams: Upstreams) -> None:
+    """Says which models are served where."""
+    from kvboost.deploy.models import shown_names
+
+    listed = {url: models for url, models in upstreams.models.items() if models is not None}
+    if len({frozenset(models) for models in listed.values()}) > 1:
+        for url, models in listed.items():
+            say.print(f"{url} serves {shown_names(models)}", markup=False)
+        say.print(
+            "warning: the servers serve different models; a request goes to those that list its "
+            "model",
+            style="yellow",
+            markup=False,
+        )
+    elif listed:
+        say.print(f"serving {shown_names(next(iter(listed.values())))}", markup=False)
+    for url, why in upstreams.unlisted.items():
+        say.print(
+            f"note: {url} does not list its models to the router ({why}); requests for any model "
+            "may go there",
+            style="yellow",
+            markup=False,
+        )

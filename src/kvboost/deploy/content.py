@@ -49,6 +49,8 @@ class Sketch:
     """About which token each mark is at."""
     reuses: str = "content"
     """What the request allows: ``content``, ``beginning`` only, or ``nothing``."""
+    model: str = ""
+    """The model that the request names; empty if it names none."""
 
 
 NOTHING = Sketch()
@@ -64,7 +66,7 @@ def tenant_of(authorization: bytes | None) -> bytes:
 
 
 def sketch(body: bytes, tenant: bytes = b"", *, secret: bytes = b"") -> Sketch:
-    """The sketch of a request in OpenAI's or Anthropic's format; ``NOTHING`` if ``body`` has no
+    """The sketch of a request in OpenAI's or Anthropic's format, without tokens if ``body`` has no
     prompt that we know. With a ``secret`` the hashes cannot be computed without it."""
     try:
         request = json.loads(body)
@@ -72,6 +74,8 @@ def sketch(body: bytes, tenant: bytes = b"", *, secret: bytes = b"") -> Sketch:
         return NOTHING  # the upstream says what is wrong with it
     if not isinstance(request, dict):
         return NOTHING
+    named = request.get("model")
+    model = named if isinstance(named, str) else ""
     salt = request.get("cache_salt")
     ours = request.get("kvboost")
     mode = ours.get("mode") if isinstance(ours, dict) else None
@@ -79,14 +83,14 @@ def sketch(body: bytes, tenant: bytes = b"", *, secret: bytes = b"") -> Sketch:
     reuses = _REUSES.get(mode, "content") if isinstance(mode, str) else "content"
     if (ids := _token_ids(request.get("prompt"))) is not None:
         places, marks = marked(ids, secret=secret, salt=space)
-        return _made(len(ids), ids.tobytes(), places, marks, space, reuses)
+        return _made(len(ids), ids.tobytes(), places, marks, space, reuses, model)
     text = "\0".join(_texts(request)).encode("utf-8", "replace")[: MAX_TOKENS * TOKEN_BYTES]
     if not text:
-        return NOTHING
+        return Sketch(model=model)
     begins, words = word_ids(text)
     numbers, marks = marked(words, secret=secret, salt=space)
     tokens = len(text) // TOKEN_BYTES
-    return _made(tokens, text, begins[numbers] // TOKEN_BYTES, marks, space, reuses)
+    return _made(tokens, text, begins[numbers] // TOKEN_BYTES, marks, space, reuses, model)
 
 
 def word_ids(text: bytes) -> tuple[npt.NDArray[np.int64], TokenIds]:
@@ -122,10 +126,11 @@ def _made(
     marks: npt.NDArray[np.uint64],
     space: bytes,
     reuses: str,
+    model: str,
 ) -> Sketch:
     """``data`` has ``TOKEN_BYTES`` bytes for a token, as text and as ids."""
     blocks = tuple(_blocks(data, space))
-    return Sketch(tokens, blocks, tuple(marks.tolist()), tuple(places.tolist()), reuses)
+    return Sketch(tokens, blocks, tuple(marks.tolist()), tuple(places.tolist()), reuses, model)
 
 
 def _blocks(data: bytes, space: bytes) -> Iterator[int]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 
 import httpx
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from kvboost.deploy import models
 from kvboost.deploy.answers import Answer, Whole, answer_headers, no_answer, none_left
 from kvboost.deploy.connections import read_all
+from kvboost.deploy.listing import asks_for_list, list_models
 from kvboost.deploy.metrics import reported_tokens
 from kvboost.deploy.requests import Forwarded, read_request
 from kvboost.deploy.router import Flight
@@ -39,7 +42,7 @@ class Forward:
         answer = Answer(send)
         try:
             request = await read_request(Request(scope, receive), self._state)
-            await unless_gone(receive, self._forward(request, answer))
+            await unless_gone(receive, self._answer(request, answer))
         except ClientGone:
             pass
         except ApiError as error:
@@ -57,15 +60,31 @@ class Forward:
                 answer.reason or "-",
             )
 
-    async def _forward(self, request: Forwarded, answer: Answer) -> None:
-        """Tries upstreams, the best one first, until one of them answers."""
+    async def _answer(self, request: Forwarded, answer: Answer) -> None:
+        if asks_for_list(request):
+            await list_models(self._state, request, answer)
+        else:
+            await self._forward(request, answer, await self._serving(request.sketch.model))
+
+    async def _serving(self, model: str) -> Collection[str]:
+        """The upstreams that have ``model``. Raises ApiError 404 if none has it."""
+        upstreams = self._state.upstreams
+        if not (serving := upstreams.serving(model)):
+            await upstreams.ask_models()  # perhaps it was loaded a moment ago
+            serving = upstreams.serving(model)
+        if not serving:
+            raise models.not_served(model, upstreams.models.values())
+        return serving
+
+    async def _forward(self, request: Forwarded, answer: Answer, serving: Collection[str]) -> None:
+        """Tries the upstreams ``serving`` the model, the best one first, until one answers."""
         state = self._state
         tried: set[str] = set()
         lost = 0
         refusal: Whole | None = None
         failure: ApiError | None = None
         while True:
-            usable = [one for one in state.upstreams.usable if one not in tried]
+            usable = [one for one in state.upstreams.usable if one in serving and one not in tried]
             ranks = state.router.rank(request.sketch, usable)
             if not ranks:
                 break
@@ -99,7 +118,7 @@ class Forward:
         try:
             response = await state.connections.handle_async_request(request.to(upstream))
             try:
-                if response.status_code in REFUSALS:
+                if _is_refusal(request, response.status_code):
                     return await self._refusal(upstream, response)
                 answer.was_read = response.is_success
                 flight.answering()
@@ -142,7 +161,8 @@ class Forward:
         status, headers = response.status_code, answer_headers(response)
         body = await read_all(response, MAX_HELD)
         self._state.metrics.retry(upstream, str(status))
-        self._state.upstreams.refused(upstream)
+        if status != 404:
+            self._state.upstreams.refused(upstream)
         return Whole(upstream, status, headers, body)
 
     async def _pass_on(self, upstream: str, response: httpx.Response, answer: Answer) -> None:
@@ -165,6 +185,14 @@ class Forward:
                 await answer.piece(piece)
         await begin()
         await answer.end(last)
+
+
+def _is_refusal(request: Forwarded, status: int) -> bool:
+    """Whether another upstream may answer. One that says 404 may not have the model, which nobody
+    knows if it does not list its models; or not have the response that is to be continued."""
+    if status == 404:
+        return bool(request.sketch.model) and request.may_repeat
+    return status in REFUSALS
 
 
 class _NoAnswer(Exception):

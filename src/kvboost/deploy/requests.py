@@ -9,6 +9,7 @@ import httpx
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
+from kvboost.deploy import models
 from kvboost.deploy.content import NOTHING, Sketch, sketch, tenant_of
 from kvboost.deploy.state import RouteState
 from kvboost.deploy.targets import check_target
@@ -39,6 +40,8 @@ class Forwarded:
     """A request to send on."""
 
     method: str
+    path: str
+    """Decoded."""
     target: bytes
     """Path and query as they arrived."""
     headers: RawHeaders
@@ -82,8 +85,8 @@ async def read_request(request: Request, state: RouteState) -> Forwarded:
             len(body), request_sketch, request.headers, body, state.options.shared_cache
         )
     else:
-        seen = NOTHING
-    return Forwarded(method, target, headers, body, seen, may_repeat)
+        seen = Sketch(model=models.path_model(path))
+    return Forwarded(method, path, target, headers, body, seen, may_repeat)
 
 
 def request_sketch(headers: Headers, body: bytes, shared_cache: bool) -> Sketch:

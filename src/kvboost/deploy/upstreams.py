@@ -1,15 +1,18 @@
-"""The servers that requests are sent to, and which of them can take one now."""
+"""The servers that requests are sent to: which of them can take one now, and for which models."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from urllib.parse import urlsplit
 
 import httpx
 
+from kvboost.deploy import models
 from kvboost.deploy.connections import Connections
 from kvboost.errors import ConfigError
 
@@ -17,9 +20,14 @@ logger = logging.getLogger("kvboost.route")
 
 UP, DOWN, DRAINING = "up", "down", "draining"
 CHECK_SECONDS = 5.0
-"""Time that a health check may take."""
+"""Time that a health check, or a list of models, may take."""
 MAX_CHECK = 64 * 1024
 """Bytes of an answer to a health check."""
+MODELS_SECONDS = 10.0
+"""Health checks ask for the list of models again after this time; servers log these requests."""
+UNKNOWN_SECONDS = 1.0
+"""All upstreams are asked for their models once in this time, at most, because a request names one
+that none of them has listed."""
 PATIENCE = 3
 """Health checks that may time out before an upstream is taken out: a busy server answers late, and
 moving its requests elsewhere would only make the others busy too."""
@@ -53,6 +61,12 @@ class Upstream:
     """Which of ``_PATHS`` it answers."""
     late: int = 0
     """Health checks that timed out, one after the other."""
+    models: models.Models | None = None
+    """The models that it lists; None if it does not list them to us."""
+    unlisted: str = "not asked yet"
+    """Why it does not."""
+    asked: float = -inf
+    """When it was asked for them."""
 
 
 class Upstreams:
@@ -70,6 +84,8 @@ class Upstreams:
         self._seconds = seconds
         self._on_lost = on_lost
         self._wake = asyncio.Event()
+        self._asking = asyncio.Lock()
+        self._asked = -inf
 
     @property
     def usable(self) -> list[str]:
@@ -83,6 +99,35 @@ class Upstreams:
     def missing(self) -> dict[str, str]:
         """Why some take no requests."""
         return {one.url: one.why for one in self._all.values() if one.state != UP}
+
+    @property
+    def models(self) -> dict[str, models.Models | None]:
+        """What each lists; None if it does not list its models to us."""
+        return {one.url: one.models for one in self._all.values()}
+
+    @property
+    def unlisted(self) -> dict[str, str]:
+        """Why some that are up do not list their models."""
+        silent = (one for one in self._all.values() if one.state == UP and one.models is None)
+        return {one.url: one.unlisted for one in silent}
+
+    def serving(self, model: str) -> list[str]:
+        """Those that have ``model``, whether they are up or not. One that does not list its models
+        may have any; an empty ``model`` is any, too."""
+        return [
+            one.url
+            for one in self._all.values()
+            if not model or one.models is None or model in one.models
+        ]
+
+    async def ask_models(self) -> None:
+        """Asks those that are up for their models again, unless that was done just now."""
+        async with self._asking:
+            now = time.monotonic()
+            if now - self._asked >= UNKNOWN_SECONDS:
+                self._asked = now
+                up = (one for one in self._all.values() if one.state == UP)
+                await asyncio.gather(*map(self._ask_models, up))
 
     def failed(self, url: str, error: Exception) -> None:
         """A request could not be sent to ``url`` or got no answer. It gets no others until a check
@@ -129,6 +174,8 @@ class Upstreams:
         else:
             one.late = 0
             if status < 400:
+                if one.state != UP or time.monotonic() - one.asked >= MODELS_SECONDS:
+                    await self._ask_models(one)
                 self._set(one, UP, "")
             elif status == 503:
                 self._set(one, DRAINING, "it takes no new requests")
@@ -139,6 +186,19 @@ class Upstreams:
         check = httpx.Request("GET", one.url + _PATHS[one.path])
         answer, _ = await self._connections.fetch(check, CHECK_SECONDS, MAX_CHECK)
         return answer.status_code
+
+    async def _ask_models(self, one: Upstream) -> None:
+        """Asks for the list of models, without a key. If no answer comes, the last one counts."""
+        one.asked = time.monotonic()
+        question = httpx.Request("GET", one.url + models.PATH)
+        try:
+            answer, body = await self._connections.fetch(question, CHECK_SECONDS, models.MAX_LIST)
+        except httpx.TransportError as error:
+            one.unlisted = _named(error)
+            return
+        if answer.status_code < 500:
+            one.models = models.listed(body) if answer.status_code == 200 else None
+            one.unlisted = f"{models.PATH} answers {answer.status_code}"
 
     def _set(self, one: Upstream, state: str, why: str) -> None:
         if state != one.state:

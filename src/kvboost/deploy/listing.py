@@ -1,0 +1,61 @@
+"""``GET /v1/models`` of the router: the models of all upstreams."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import httpx
+
+from kvboost.deploy import models
+from kvboost.deploy.answers import Answer, Whole, answer_headers, none_left
+from kvboost.deploy.requests import Forwarded, end_to_end
+from kvboost.deploy.state import RouteState
+from kvboost.deploy.upstreams import CHECK_SECONDS
+
+
+def asks_for_list(request: Forwarded) -> bool:
+    return (request.method, request.path) == ("GET", models.PATH)
+
+
+async def list_models(state: RouteState, request: Forwarded, answer: Answer) -> None:
+    """Asks all upstreams with the client's own key. Each model is listed once, as the first of them
+    describes it. If none of them lists any, the client sees why the first does not."""
+    headers = end_to_end(request.headers, {"accept-encoding"})  # lists are parsed here
+    question, usable = replace(request, headers=headers), state.upstreams.usable
+    answers = await asyncio.gather(*(_ask(state, question, one) for one in usable))
+    lists = {
+        upstream: found
+        for upstream, one in zip(usable, answers, strict=True)
+        if (found := _listed(state, upstream, one)) is not None
+    }
+    given = [one for one in answers if one is not None]
+    if lists:
+        kind = (b"content-type", b"application/json")
+        whole = Whole(", ".join(lists), 200, [kind], models.joined(lists.values()))
+    elif given:
+        whole = given[0]
+    else:
+        raise none_left(state)
+    state.metrics.answered(whole.upstream, whole.status)
+    await answer.send(whole)
+
+
+async def _ask(state: RouteState, question: Forwarded, upstream: str) -> Whole | None:
+    """The answer of one upstream; None if it gives none."""
+    try:
+        response, body = await state.connections.fetch(
+            question.to(upstream), CHECK_SECONDS, models.MAX_LIST
+        )
+    except httpx.TransportError as error:
+        if not isinstance(error, httpx.TimeoutException):
+            state.upstreams.failed(upstream, error)
+        return None
+    return Whole(upstream, response.status_code, answer_headers(response), body)
+
+
+def _listed(state: RouteState, upstream: str, answer: Whole | None) -> models.Models | None:
+    """What an upstream lists. One that does not answer in time has listed it before, perhaps."""
+    if answer is None:
+        return state.upstreams.models[upstream]
+    return models.listed(answer.body) if answer.status == 200 else None
