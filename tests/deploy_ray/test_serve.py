@@ -6,6 +6,8 @@ The tests run in this order: the first starts the application, later ones kill a
 from __future__ import annotations
 
 import json
+import os
+import socket
 import threading
 from collections.abc import Iterator
 from importlib import import_module
@@ -19,6 +21,8 @@ from live_server import wait_for
 
 QUERY = {"strategy": "query"}
 EXACT = {"mode": "prefix_cache"}
+CLIENT = httpx.Client(timeout=300, trust_env=False)
+"""Keeps its connections, as OpenAI's client does."""
 SUBJECTS = ("bisect", "shlex", "textwrap", "sched")
 
 
@@ -48,12 +52,10 @@ def body(prompt: str, tokens: int = 4, **more: object) -> dict[str, object]:
 
 
 def ask(url: str, prompt: str, key: str = "k-ann", **more) -> httpx.Response:
-    return httpx.post(
+    return CLIENT.post(
         f"{url}/v1/completions",
         json=body(prompt, **more),
         headers={"authorization": f"Bearer {key}"},
-        timeout=300,
-        trust_env=False,
     )
 
 
@@ -79,20 +81,47 @@ def test_documents_are_spread_and_found_again_wherever_they_are(url) -> None:
 
 def test_answers_stream_and_other_paths_work(url) -> None:
     whole = ask(url, document(0), kvboost=EXACT).json()["choices"][0]["text"]
-    with httpx.stream(
+    with CLIENT.stream(
         "POST",
         f"{url}/v1/completions",
         json=body(document(0), kvboost=EXACT, stream=True),
         headers={"authorization": "Bearer k-ann"},
-        timeout=300,
     ) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert lines.pop() == "[DONE]" and len(lines) > 2
     events = [json.loads(line) for line in lines]
     assert "".join(one["choices"][0]["text"] for one in events if one["choices"]) == whole
-    assert httpx.get(f"{url}/health", timeout=60).json() == {"status": "ok"}
+    assert CLIENT.get(f"{url}/health").json() == {"status": "ok"}
     assert ask(url, "x", colour="red").status_code == 400
+
+
+def test_answers_do_not_wait_for_acknowledgements(url) -> None:
+    """Ray's proxy does not name TCP on its socket, so asyncio would not set TCP_NODELAY on its
+    connections. uvloop does, which Ray uses unless it is told not to."""
+
+    def undelayed(_: object, port: int) -> list[bool]:
+        """Of the connections to ``port``, in the process that has them."""
+        found = []
+        for number in os.listdir("/proc/self/fd"):
+            try:
+                with socket.socket(fileno=os.dup(int(number))) as one:
+                    one.getpeername()
+                    if one.family == socket.AF_INET and one.getsockname()[1] == port:
+                        found.append(bool(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
+            except OSError:
+                continue
+        return found
+
+    (name,) = (
+        one["name"]
+        for one in ray.util.list_named_actors(all_namespaces=True)
+        if one["name"].startswith("SERVE_PROXY_ACTOR")
+    )
+    proxy = ray.get_actor(name, "serve")
+    assert CLIENT.get(f"{url}/health").status_code == 200
+    seen = ray.get(proxy.__ray_call__.remote(undelayed, httpx.URL(url).port))
+    assert seen and all(seen)
 
 
 def listen(url: str, prompt: str, tokens: int, begun: threading.Event, outcomes: list) -> None:
@@ -100,12 +129,11 @@ def listen(url: str, prompt: str, tokens: int, begun: threading.Event, outcomes:
     seen = {"text": "", "end": "cut off", "replica": None}
     outcomes.append(seen)
     try:
-        with httpx.stream(
+        with CLIENT.stream(
             "POST",
             f"{url}/v1/completions",
             json=body(prompt, tokens, kvboost=EXACT, stream=True, logit_bias={"0": -100}),
             headers={"authorization": "Bearer k-ann"},
-            timeout=300,
         ) as answer:
             seen["replica"] = answer.headers.get("x-kvboost-upstream")
             if answer.status_code != 200:
