@@ -42,11 +42,11 @@ collect_ignore = ["inside_vllm"]  # in an environment of their own: make test-vl
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Warnings are errors, but for one that torch gives once on ARM processors without bfloat16,
-    where it multiplies such numbers by another library."""
+    """Warnings are errors, but for two on processors without bfloat16: ours says that it is slow,
+    and torch's, given once, that another library multiplies such numbers."""
     if not cpu_has_bf16():
-        expected = "ignore:mkldnn_matmul failed, switching to BLAS gemm:UserWarning"
-        config.addinivalue_line("filterwarnings", expected)
+        for expected in ("bfloat16 is emulated", "mkldnn_matmul failed, switching to BLAS gemm"):
+            config.addinivalue_line("filterwarnings", f"ignore:{expected}:UserWarning")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

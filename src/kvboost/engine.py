@@ -199,9 +199,11 @@ class KVBoost(TextCache):
 
     @property
     def notes(self) -> list[str]:
-        """What runs slower on this GPU than it could, and why. Graphs are recorded while requests
-        run, so there may be more notes later."""
-        return self._runtime.notes()
+        """Why something runs slower here than it could: a dtype that this CPU emulates, or a part
+        that has no pages or graphs on this GPU. Graphs are recorded while requests run, so there
+        may be more notes later."""
+        slow = self._model.slow_dtype
+        return [*([] if slow is None else [slow]), *self._runtime.notes()]
 
     def facts(self) -> dict[str, Any]:
         """The model, the device and the options that decide what an answer costs."""

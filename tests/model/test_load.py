@@ -22,8 +22,9 @@ from kvboost import (
     StockModel,
     UnsupportedModelError,
 )
+from kvboost.checks.doctor import examine
 from kvboost.model import load as loading
-from kvboost.model.device import pick_device, pick_dtype
+from kvboost.model.device import pick_device, pick_dtype, slow_dtype
 from tiny import byte_tokenizer, tiny_model
 
 
@@ -197,7 +198,9 @@ def test_an_unknown_model_kwarg_is_refused_with_its_name(folder) -> None:
 
 
 def test_torch_dtype_means_dtype(folder) -> None:
-    with KVBoost.from_pretrained(str(folder), torch_dtype=torch.float16) as engine:
+    with pytest.warns(UserWarning, match="float16 is slow on CPUs"):
+        engine = KVBoost.from_pretrained(str(folder), torch_dtype=torch.float16)
+    with engine:
         assert engine.dtype == torch.float16
     with pytest.raises(ConfigError, match="dtype='float32' and torch_dtype='float16' differ"):
         KVBoost.from_pretrained(str(folder), dtype="float32", torch_dtype="float16")
@@ -226,3 +229,33 @@ def test_devices_and_dtypes_are_checked() -> None:
     assert pick_dtype(torch.float16, torch.device("cpu")) == torch.float16
     with pytest.raises(ConfigError, match="dtype='int3'"):
         pick_dtype("int3", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["from_pretrained", "from_model"])
+def test_a_slow_dtype_is_noted_with_what_to_do(folder, is_loaded: bool) -> None:
+    with pytest.warns(UserWarning, match=r"float16 is slow on CPUs; .*dtype=\"float32\"") as warned:
+        if is_loaded:
+            engine = KVBoost.from_model(tiny_model("llama").half(), byte_tokenizer())
+        else:
+            engine = KVBoost.from_pretrained(str(folder), dtype="float16")
+    with engine:
+        assert engine.notes == [str(warning.message) for warning in warned]
+    with KVBoost.from_model(tiny_model("llama"), byte_tokenizer()) as engine:
+        assert engine.notes == []
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_bfloat16_is_slow_where_the_processor_has_none(monkeypatch, machine, has_bf16) -> None:
+    cpu, bf16 = torch.device("cpu"), torch.bfloat16
+    is_arm = machine == "aarch64"
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16 and not is_arm)
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16 or not is_arm
+    )
+    assert (slow_dtype(bf16, cpu) is None) == has_bf16
+    assert slow_dtype(torch.float32, cpu) is None and slow_dtype(bf16, torch.device("cuda")) is None
+    advice = examine("smollm2-135m", "cpu", "bfloat16").advice
+    assert any("--dtype float32" in one for one in advice) != has_bf16

@@ -11,7 +11,7 @@ import torch
 
 from kvboost.config import home
 from kvboost.model import native, weights
-from kvboost.model.device import cpu_has_bf16, pick_device, pick_dtype
+from kvboost.model.device import cpu_has_bf16, pick_device, pick_dtype, slow_dtype
 from kvboost.model.fast_layers import can_pack
 from kvboost.model.fit.bandwidths import bandwidths
 from kvboost.model.machine import memory_bytes
@@ -40,10 +40,9 @@ def examine(model: str, device: str | None = None, dtype: str | None = None) -> 
                 "this CPU has no bfloat16 matrix units, so float32 is the default; where there are "
                 "some, a prefill takes about a third of the time"
             )
-        if chosen_dtype == torch.float16:
-            advice.append("float16 is slow on CPUs; use bfloat16 or float32")
-        if chosen_dtype == torch.bfloat16 and not cpu_has_bf16():
-            advice.append("bfloat16 is emulated on this CPU; use --dtype float32")
+        slow = slow_dtype(chosen_dtype, chosen_device)
+        if slow is not None:
+            advice.append(f"{slow}; use --dtype float32")
         if torch.get_num_threads() < (os.cpu_count() or 1):
             advice.append(
                 f"torch uses {torch.get_num_threads()} of {os.cpu_count()} cores; set "

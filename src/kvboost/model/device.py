@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import torch
 
 from kvboost.config import DTYPES, one_of
@@ -45,3 +47,20 @@ def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.d
 def cpu_has_bf16() -> bool:
     """Whether this CPU multiplies bfloat16 matrices natively (AMX or AVX-512 BF16)."""
     return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+
+
+def slow_dtype(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a model that computes in ``dtype`` is slow on ``device``; None if it is not."""
+    if device.type != "cpu":
+        return None
+    if dtype == torch.float16:
+        return "float16 is slow on CPUs"
+    if dtype == torch.bfloat16 and not (cpu_has_bf16() or _arm_has_bf16()):
+        return "bfloat16 is emulated on this CPU and many times slower than float32"
+    return None
+
+
+def _arm_has_bf16() -> bool:
+    """Whether this is an ARM processor with instructions for bfloat16, which oneDNN then uses."""
+    is_arm = platform.machine() in ("aarch64", "arm64")
+    return is_arm and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

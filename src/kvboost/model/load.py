@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from kvboost.config import closest
 from kvboost.errors import ConfigError, KVBoostError, ModelError, ModelNotFoundError
 from kvboost.model import weights
 from kvboost.model.compat import Support, check, context_length
-from kvboost.model.device import pick_device, pick_dtype
+from kvboost.model.device import pick_device, pick_dtype, slow_dtype
 from kvboost.model.fast_layers import can_pack, pack_layers
 from kvboost.model.fingerprint import fingerprint
 from kvboost.model.forward import Forward
@@ -91,6 +92,14 @@ class LoadedModel:
     @property
     def device(self) -> torch.device:
         return self.forward.shape.device
+
+    @property
+    def slow_dtype(self) -> str | None:
+        """Why its dtype is slow on its device, and what to do; None if it is not."""
+        reason = slow_dtype(self.forward.shape.dtype, self.device)
+        if reason is None:
+            return None
+        return f'{reason}; use dtype="float32", or model.float() before from_model'
 
 
 def load(
@@ -252,7 +261,7 @@ def wrap(
         fast_layers=pack_layers(model) if packs else None,
         streams=placement is not None and placement.streamed is not None,
     )
-    return LoadedModel(
+    loaded = LoadedModel(
         name=name,
         forward=forward,
         tokenizer=ModelTokenizer(tokenizer),
@@ -263,6 +272,9 @@ def wrap(
         frequencies=frequencies(model, support, forward.shape.num_layers),
         placement=placement,
     )
+    if loaded.slow_dtype is not None:
+        warnings.warn(loaded.slow_dtype, stacklevel=2)
+    return loaded
 
 
 @dataclass(frozen=True)
