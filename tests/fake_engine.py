@@ -268,3 +268,10 @@ class FakeEngine:
 
     def flush(self) -> None:
         self.flushed = True
+
+
+class ReadsForever(FakeEngine):
+    """Never ends reading a document."""
+
+    async def awarm(self, text: str, header: str | None = None, cache_salt: str = "") -> int:
+        return await asyncio.Future()

@@ -11,10 +11,11 @@ import sys
 import zipfile
 from pathlib import Path
 
+import httpx
 import yaml
 from typer.testing import CliRunner
 
-from fake_engine import FakeEngine
+from fake_engine import ReadsForever
 from kvboost.cli import app
 from live_server import live_server
 
@@ -83,12 +84,12 @@ def test_the_entry_point_is_a_command_that_parses() -> None:
     assert program == "kvboost" and shown.exit_code == 0, shown.output
 
 
-def test_the_health_check_tells_ready_from_draining() -> None:
+def test_the_health_check_finds_a_server_that_is_not_ready_yet() -> None:
     python, *rest = json.loads(arguments("HEALTHCHECK").partition(" CMD ")[2])
     assert python == "python" and arguments("EXPOSE") == "8000"
-    with live_server(FakeEngine()) as server:
+    with live_server(ReadsForever(), warm=(("handbook.md", "A lamp."),)) as server:
         command = [sys.executable, *(one.replace(":8000", f":{server.port}") for one in rest)]
         assert str(server.port) in command[-1]
+        assert httpx.get(f"{server.url}/ready").status_code == 503
         assert subprocess.run(command, capture_output=True).returncode == 0
-        server.server.state.draining = True
-        assert subprocess.run(command, capture_output=True).returncode != 0
+    assert subprocess.run(command, capture_output=True).returncode != 0

@@ -7,11 +7,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import httpx
 import kubernetes_validate
 import pytest
 import yaml
 
+from fake_engine import ReadsForever
 from kvboost.serve.settings import parse_keys
+from live_server import live_server
 from serve_command import serve_options
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
@@ -67,6 +70,17 @@ def test_the_server_understands_its_configuration() -> None:
     assert serve_options("--config", str(FOLDER / "serve.toml"))["max_running"] == 16
     keys = parse_keys((FOLDER / "keys.txt").read_text().splitlines(), "keys.txt")
     assert [key.is_admin for key in keys] == [True, False]
+
+
+def test_a_pod_that_reads_its_documents_gets_no_requests_and_is_not_restarted() -> None:
+    (stateful,) = load("statefulset.yaml")
+    (container,) = stateful["spec"]["template"]["spec"]["containers"]
+    with live_server(ReadsForever(), warm=(("handbook.md", "A lamp."),)) as server:
+        status = {
+            probe: httpx.get(server.url + container[probe]["httpGet"]["path"]).status_code
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe")
+        }
+    assert status == {"startupProbe": 200, "livenessProbe": 200, "readinessProbe": 503}
 
 
 def test_the_pod_is_restricted_and_its_mounts_are_where_the_configuration_says() -> None:
