@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 
 import pytest
 import torch
@@ -257,6 +258,17 @@ def test_what_changed_in_the_files_is_read_again(started, tmp_path, caplog) -> N
     file.write_text("max-running = 0\n")
     with pytest.raises(kvboost.ConfigError, match="max_running=0"):
         reread()
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments"), [("uvicorn", ()), ("tomllib", ("--config", "serve.toml"))]
+)
+def test_what_is_not_installed_is_named_with_its_extra(monkeypatch, missing, arguments) -> None:
+    monkeypatch.delitem(sys.modules, "kvboost.serve.process")
+    monkeypatch.setitem(sys.modules, missing, None)
+    done = serve(*arguments)
+    assert done.exit_code == 2
+    assert f"needs {missing}; install it with: pip install 'kvboost[serve]'" in done.stderr
 
 
 def test_without_files_there_is_nothing_to_read_again(started) -> None:

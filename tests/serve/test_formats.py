@@ -122,7 +122,7 @@ def test_what_cannot_be_enforced_is_named(openai: OpenAI, more, param: str, said
 
 def test_without_llguidance_the_error_has_the_remedy(openai: OpenAI, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(BadRequestError, match="pip install llguidance"):
+    with pytest.raises(BadRequestError, match=r"pip install 'kvboost\[structured\]'"):
         openai.chat.completions.create(
             model="tiny", messages=ASK, extra_body={"guided_regex": "nobody asked this before"}
         )

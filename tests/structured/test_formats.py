@@ -66,7 +66,7 @@ def test_a_grammar_in_no_known_notation_is_refused() -> None:
 
 def test_without_llguidance_the_error_has_the_remedy(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(StructuredOutputError, match="`pip install llguidance`"):
+    with pytest.raises(StructuredOutputError, match=r"pip install 'kvboost\[structured\]'"):
         grammar_for({"regex": "a"})
 
 

@@ -20,7 +20,7 @@ from typer.main import get_command
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit.benchmark import Benchmark, Option, options_of
 from kvboost.cli.common import errors, out
-from kvboost.config import bound_kernel_caches
+from kvboost.config import bound_kernel_caches, install_extra
 from kvboost.errors import ConfigError
 
 app = typer.Typer(help="Benchmarks: measure it yourself.", no_args_is_help=True)
@@ -159,6 +159,5 @@ def _extra(name: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"kvboost bench {name} needs {error.name}; install it with: "
-            "pip install '.[bench]' in a clone of KVBoost"
+            f"kvboost bench {name} needs {error.name}; {install_extra('bench')}"
         ) from error

@@ -50,6 +50,7 @@ from kvboost.config import (
     bound_kernel_caches,
     chosen_cache_dir,
     format_bytes,
+    install_extra,
 )
 from kvboost.errors import ConfigError
 
@@ -258,8 +259,7 @@ def serve(
             from kvboost.serve.warm_files import read_texts
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"kvboost serve needs {error.name}; install the packages of a server with: "
-                "pip install fastapi uvicorn prometheus-client"
+                f"kvboost serve needs {error.name}; {install_extra('serve')}"
             ) from None
 
         keys = _keys(keys_file)

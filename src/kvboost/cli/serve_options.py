@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvboost.cli.common import unreadable
+from kvboost.config import install_extra
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,11 +28,13 @@ _MISTAKE = "kvboost.config"
 def read_config(context: typer.Context, path: Path) -> dict[str, Any]:
     """The options in the TOML file ``path``, by the names of the command's parameters. An option
     has its name on the command line, without the dashes at the beginning."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-
+    try:
+        if sys.version_info >= (3, 11):
+            import tomllib
+        else:
+            import tomli as tomllib
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--config needs {error.name}; {install_extra('serve')}") from None
     try:
         given = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:

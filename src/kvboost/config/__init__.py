@@ -23,6 +23,7 @@ from kvboost.config.environment import (
     progress_allowed,
 )
 from kvboost.config.events import KVEvents
+from kvboost.config.extras import install_extra
 from kvboost.config.keywords import (
     REMOVED,
     EngineOptions,
@@ -95,6 +96,7 @@ __all__ = [
     "defers_imports",
     "format_bytes",
     "home",
+    "install_extra",
     "most_drafted",
     "native_kernels_allowed",
     "one_of",

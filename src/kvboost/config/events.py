@@ -6,6 +6,7 @@ import importlib.util
 import re
 from dataclasses import dataclass
 
+from kvboost.config.extras import install_extra
 from kvboost.config.validation import whole
 from kvboost.errors import ConfigError
 
@@ -37,6 +38,4 @@ class KVEvents:
         whole(self.block_size, 1, "block_size")
         for name in ("zmq", "msgspec"):
             if importlib.util.find_spec(name) is None:
-                raise ConfigError(
-                    f"KV events need {name}; install it with: pip install pyzmq msgspec"
-                )
+                raise ConfigError(f"KV events need {name}; {install_extra('events')}")

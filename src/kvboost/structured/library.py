@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+from kvboost.config import install_extra
 from kvboost.errors import StructuredOutputError
 
 
@@ -20,7 +21,6 @@ def library() -> Any:
     except ImportError:
         raise StructuredOutputError(
             "the format of an answer",
-            "llguidance is not installed; `pip install llguidance`, or install KVBoost with the "
-            "extra `structured`",
+            f"llguidance is not installed; {install_extra('structured')}",
         ) from None
     return llguidance

@@ -115,7 +115,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path) -> None:
 
 def test_missing_matplotlib_says_how_to_install_it(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install '\.\[plot\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'kvboost\[plot\]'"):
         check_plot(tmp_path / "quality.png")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvboost.bench.kit.timing import Sample
+from kvboost.config import install_extra
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,9 +60,7 @@ def check_plot(path: str | os.PathLike[str]) -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            "plots need matplotlib; install it with pip install '.[plot]' in a clone"
-        ) from error
+        raise ConfigError(f"plots need matplotlib; {install_extra('plot')}") from error
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:

@@ -152,7 +152,7 @@ def test_redis_and_valkey_urls_reach_a_server(scheme: str) -> None:
 @pytest.mark.parametrize(
     ("url", "max_bytes", "message"),
     [
-        ("nonsense://x", 1, r"nonsense.*allowed are redis://.*s3://.*\.\[remote\]"),
+        ("nonsense://x", 1, r"nonsense.*allowed are redis://.*s3://"),
         ("redis://localhost:port", 1, r"redis://localhost:port.*should look like redis://"),
         ("redis://localhost?nonsense=1", 1, r"nonsense.*should look like redis://"),
         ("/some/folder", None, r"/some/folder.*needs a budget"),
@@ -193,7 +193,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, url: str, pac
     monkeypatch.delitem(sys.modules, f"kvboost.cache.tiers.remote.{package}", raising=False)
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=rf"'{package}.*pip install '\.\[remote\]'"):
+    with pytest.raises(ConfigError, match=rf"needs {package}.*pip install 'kvboost\[remote\]'"):
         open_remote(url, 1)
 
 

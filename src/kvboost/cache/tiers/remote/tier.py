@@ -19,6 +19,7 @@ from kvboost.cache.secret import Secret
 from kvboost.cache.tiers.remote.backend import Backend, Fault
 from kvboost.cache.tiers.remote.breaker import Breaker, State
 from kvboost.cache.tiers.stats import RemoteStats
+from kvboost.config import install_extra
 from kvboost.errors import ConfigError
 from kvboost.tokens.hashing import ChunkKey, TokenIds
 from kvboost.tokens.marks import marks
@@ -343,14 +344,13 @@ def _fsspec(
         raise ConfigError(
             f"the remote store {_shown(url)!r} cannot be used: {error}; allowed are "
             f"{', '.join(f'{scheme}://' for scheme in _REDIS_SCHEMES)}, a path, and what fsspec "
-            "knows, such as s3://, gs:// and file:// (pip install '.[remote]' in a clone)"
+            "knows, such as s3://, gs:// and file://"
         ) from None
 
 
 def _missing(url: str, error: ModuleNotFoundError) -> ConfigError:
     return ConfigError(
-        f"the remote store {_shown(url)!r} needs the package {error.name!r}: "
-        "pip install '.[remote]' in a clone of KVBoost"
+        f"the remote store {_shown(url)!r} needs {error.name}; {install_extra('remote')}"
     )
 
 
