@@ -26,8 +26,8 @@ from kvboost.cli.common import (
     only_local,
     say,
     speculation,
-    unreadable,
 )
+from kvboost.cli.option_files import read_option_file
 from kvboost.cli.serve_announcement import announce
 from kvboost.cli.serve_options import (
     ConfigFile,
@@ -262,7 +262,7 @@ def serve(
                 f"kvboost serve needs {error.name}; {install_extra('serve')}"
             ) from None
 
-        keys = _keys(keys_file)
+        keys = _keys(keys_file, starting=True)
         texts, left_out = read_texts(warm or (), ServerSettings.max_document_bytes)
         if left_out:
             say.print(f"not text, so not warmed: {', '.join(left_out)}", markup=False)
@@ -380,16 +380,14 @@ def _events(
     return KVEvents(endpoint, topic, replay, block)
 
 
-def _keys(path: Path | None) -> tuple[ApiKey, ...]:
+def _keys(path: Path | None, *, starting: bool = False) -> tuple[ApiKey, ...]:
     from kvboost.serve.settings import parse_keys
 
     given = api_keys()
     if path is None:
         return parse_keys(given, "KVBOOST_API_KEYS")
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise unreadable("--api-keys", path, error, "name a file with a key on each line") from None
+    remedy = "name a file with a key on each line"
+    lines = read_option_file("--api-keys", path, remedy, starting=starting).splitlines()
     keys = parse_keys([*lines, *given], str(path))
     if not keys:
         raise ConfigError(f"--api-keys {path} holds no key")

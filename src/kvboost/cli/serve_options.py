@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
 from kvboost.cli.common import unreadable
-from kvboost.config import install_extra
+from kvboost.cli.option_files import read_option_file
+from kvboost.config import install_extra, unknown_option
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,9 +25,17 @@ logger = logging.getLogger("kvboost.serve")
 RELOADED = ("keys_file", "timeout", "mode", "log_prompts", "served_name")
 """Parameters whose new values a running server takes over. All others need a restart."""
 _MISTAKE = "kvboost.config"
+_VALUES: dict[Any, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str, int, float), "text in quotes"),  # sizes and such may be plain numbers
+    Path: ((str,), "text in quotes"),
+}
+"""What TOML may have for a parameter of each type, and how to say it."""
 
 
-def read_config(context: typer.Context, path: Path) -> dict[str, Any]:
+def read_config(context: typer.Context, path: Path, *, starting: bool = False) -> dict[str, Any]:
     """The options in the TOML file ``path``, by the names of the command's parameters. An option
     has its name on the command line, without the dashes at the beginning."""
     try:
@@ -35,23 +45,39 @@ def read_config(context: typer.Context, path: Path) -> dict[str, Any]:
             import tomli as tomllib
     except ModuleNotFoundError as error:
         raise ConfigError(f"--config needs {error.name}; {install_extra('serve')}") from None
+    remedy = "name a TOML file of options"
+    text = read_option_file("--config", path, remedy, starting=starting)
     try:
-        given = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise unreadable("--config", path, error, "name a TOML file of options") from None
+        given = tomllib.loads(text)
+    except ValueError as error:
+        raise unreadable("--config", path, error, remedy) from None
     names = {
         option.removeprefix("--"): parameter.name
         for parameter in context.command.params
         for option in parameter.opts
         if option.startswith("--") and parameter.name not in ("config", "help")
     }
-    for option in given:
+    assert context.command.callback is not None
+    types = get_type_hints(inspect.unwrap(context.command.callback))
+    for option, value in given.items():
         if option not in names:
-            raise ConfigError(
-                f"--config {path} has an unknown option {option!r}; there are "
-                f"{', '.join(sorted(names))}"
-            )
+            raise ConfigError(f"--config {path}: {unknown_option(option, names)}")
+        expected = _mistaken_type(types[str(names[option])], value)
+        if expected is not None:
+            raise ConfigError(f"--config {path}: {option}={value!r} must be {expected}")
     return {str(names[option]): value for option, value in given.items()}
+
+
+def _mistaken_type(annotation: Any, value: object) -> str | None:
+    """What TOML must have for a parameter with ``annotation``; None if ``value`` is that."""
+    kinds = (annotation, *get_args(annotation))  # list[str] | None wants list[str]
+    wanted = next(kind for kind in kinds if kind in _VALUES or get_origin(kind) is list)
+    if get_origin(wanted) is list:
+        allowed, _ = _VALUES[get_args(wanted)[0]]
+        is_list = isinstance(value, list) and all(type(one) in allowed for one in value)
+        return None if is_list else 'a list, such as ["a", "b"]'
+    allowed, name = _VALUES[wanted]
+    return None if type(value) in allowed else name  # to isinstance, true is a whole number
 
 
 def _take_defaults(context: typer.Context, path: Path | None) -> Path | None:
@@ -59,7 +85,7 @@ def _take_defaults(context: typer.Context, path: Path | None) -> Path | None:
     ``check_config``: ``--help`` must work without the file."""
     if path is not None and not context.resilient_parsing:
         try:
-            context.default_map = read_config(context, path)
+            context.default_map = read_config(context, path, starting=True)
         except ConfigError as error:
             context.meta[_MISTAKE] = error
     return path

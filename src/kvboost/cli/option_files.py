@@ -1,0 +1,49 @@
+"""Reads the files that options name, and never waits long for one."""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+import time
+from pathlib import Path
+
+from kvboost.cli.common import unreadable
+
+MOST_BYTES = 1024**2
+PIPE_SECONDS = 10.0
+
+
+def read_option_file(option: str, path: Path, remedy: str, *, starting: bool = False) -> str:
+    """The text of the file that ``option`` names: a regular file, or a link to one, of at most
+    1 MiB. A command that is ``starting`` also takes a pipe, such as ``<(...)`` of a shell, if the
+    other side closes it within 10 s; a running server waits for nobody. Raises ConfigError, which
+    ends with ``remedy``."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return _read(descriptor, starting).decode()
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
+        raise unreadable(option, path, error, remedy) from None
+
+
+def _read(descriptor: int, takes_pipes: bool) -> bytes:
+    mode = os.fstat(descriptor).st_mode
+    is_pipe = stat.S_ISFIFO(mode)
+    if is_pipe and not takes_pipes:
+        raise ValueError("it is a pipe, and only a server that starts reads one")
+    if not (is_pipe or stat.S_ISREG(mode)):
+        raise ValueError("it is not a regular file")
+    end = time.monotonic() + PIPE_SECONDS
+    data = b""
+    while len(data) <= MOST_BYTES:
+        # A pipe that nobody has written to yet would look as if it had ended.
+        if is_pipe and not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
+            raise ValueError(f"the other side did not close this pipe within {PIPE_SECONDS:.0f} s")
+        piece = os.read(descriptor, MOST_BYTES)
+        if not piece:
+            return data
+        data += piece
+    raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
