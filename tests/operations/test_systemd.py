@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -43,5 +44,6 @@ def test_it_runs_a_command_that_parses_and_reloads_by_sighup() -> None:
     assert service()["ExecReload"] == "/bin/kill -HUP $MAINPID"
 
 
-def test_answers_have_time_to_end() -> None:
+def test_answers_have_time_to_end_and_a_stop_is_no_failure() -> None:
     assert int(service()["TimeoutStopSec"]) > 30
+    assert int(service()["SuccessExitStatus"]) == 128 + signal.SIGTERM

@@ -41,6 +41,7 @@ from kvboost.cli.serve_options import (
     check_config,
     reread_settings,
 )
+from kvboost.cli.serve_signals import signals_while_loading
 from kvboost.config import (
     DEFAULT_MODEL,
     MOST_CONTEXTS,
@@ -250,7 +251,8 @@ def serve(
     Example: [bold]kvboost serve --cache-dir ./kv --api-keys keys.txt[/bold]
     """
     bound_kernel_caches()
-    with errors():
+    reloads = bool(config or keys_file or tls_cert)
+    with errors(), signals_while_loading(reloads=reloads) as loading:
         check_config(context)
         try:
             from kvboost.serve.process import bind
@@ -287,9 +289,7 @@ def serve(
             tls_key=tls_key,
             otlp_endpoint=otlp_endpoint,
         )
-        reread = None
-        if config or keys_file or tls_cert:
-            reread = partial(reread_settings, context, settings, _keys)
+        reread = partial(reread_settings, context, settings, _keys) if reloads else None
         events = _events(settings, kv_events, kv_events_topic, kv_events_replay, kv_events_block)
         adapters = _adapters(lora or [])
         folder = cache_dir or chosen_cache_dir()
@@ -332,7 +332,11 @@ def serve(
                 say.print("rehearsing requests of many sizes; --no-rehearse leaves it out")
                 say.print(f"rehearsed in {engine.rehearse():.0f} s")
             port = listening.getsockname()[1]
-            ready = partial(announce, engine, settings, host, port)
+
+            def ready() -> None:
+                announce(engine, settings, host, port)
+                loading.ended()
+
             run(engine, settings, listening, ready, reread)
     kept = f"; the cache is in {folder}" if folder else ""
     say.print(f"stopped{kept}", markup=False)
