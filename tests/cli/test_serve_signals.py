@@ -89,3 +89,4 @@ def test_reloads_end_neither_the_loading_nor_the_serving(serving, keys) -> None:
 
     code, errors = serving.end(signal.SIGTERM)
     assert code == 0 and "stopped\n" in errors
+    assert "nanobind" not in errors  # triton's library complains of objects that nothing has freed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -337,7 +338,12 @@ def serve(
                 announce(engine, settings, host, port)
                 loading.ended()
 
-            run(engine, settings, listening, ready, reread)
+            try:
+                run(engine, settings, listening, ready, reread)
+            finally:
+                # A server freezes what is there when it starts. Frozen objects are never freed, of
+                # which triton's library, if there is one, complains in thirty lines at the end.
+                gc.unfreeze()
     kept = f"; the cache is in {folder}" if folder else ""
     say.print(f"stopped{kept}", markup=False)
 
