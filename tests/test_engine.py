@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -23,7 +24,15 @@ from kvboost import (
     UnsupportedModelError,
 )
 from kvboost.results import PHASES
-from tiny import CONTEXT, EOS, dynamic_model, longrope_model, make_engine, tiny_model
+from tiny import (
+    CONTEXT,
+    EOS,
+    byte_tokenizer,
+    dynamic_model,
+    longrope_model,
+    make_engine,
+    tiny_model,
+)
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away. "
 EXACT = GenerationMode.PREFIX_CACHE
@@ -205,6 +214,24 @@ def test_a_bad_prompt_is_refused(engine, prompt) -> None:
         engine.generate(prompt)
 
 
+@pytest.mark.parametrize(
+    "rows", [torch.tensor([[1, 2, 3]]), np.array([[1, 2, 3]]), [[1, 2, 3]], ((1, 2, 3),)]
+)
+def test_token_ids_in_rows_are_refused_with_what_to_do(engine, rows) -> None:
+    with pytest.raises(PromptError, match=r"in one row, so use ids\[0\]"):
+        engine.generate(rows)
+    assert engine.generate(rows[0], 1).prompt_tokens == 3
+    with pytest.raises(PromptError, match=r"in 2 rows, so give one, or all to generate_batch"):
+        engine.generate([[1, 2], [3, 4]])
+
+
+def test_the_tokenizer_is_the_one_of_the_model() -> None:
+    tokenizer = byte_tokenizer()
+    with KVBoost.from_model(tiny_model("llama"), tokenizer) as engine:
+        assert engine.tokenizer is tokenizer
+        assert engine.tokenizer("hello")["input_ids"] == engine.encode("hello")
+
+
 def test_token_ids_outside_the_vocabulary_are_refused(engine) -> None:
     for ids in ([1, 260], [-1]):
         with pytest.raises(PromptError, match=r"outside the model's vocabulary of 260"):
@@ -218,6 +245,10 @@ def test_chat_messages_that_cannot_be_read_are_refused(engine) -> None:
         engine.chat([{"role": "user"}])
     with pytest.raises(PromptError, match="'role' and 'content'"):
         engine.chat([{"role": "user", "content": "a"}, "b"])
+    messages = [{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}]
+    for ask in (engine.chat, engine.generate):
+        with pytest.raises(PromptError, match="role 'bot' is unknown; roles are system, developer"):
+            ask(messages)
 
 
 def test_a_model_without_chat_template_says_so(engine, monkeypatch) -> None:

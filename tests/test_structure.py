@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -120,3 +122,18 @@ def test_public_names_are_sorted_and_there() -> None:
         assert getattr(kvboost, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         kvboost.nonsense  # noqa: B018
+
+
+def test_listing_the_public_names_imports_nothing_large() -> None:
+    program = "import sys, kvboost; print(*dir(kvboost)); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    listed, imported = (line.split() for line in done.stdout.splitlines())
+    assert [name for name in listed if not name.startswith("__")] == kvboost.__all__
+    assert {"__doc__", "__file__", "__name__", "__path__", "__version__"} < set(listed)
+    assert not {"torch", "transformers", "numpy"} & set(imported)
+
+
+def test_every_public_member_of_the_engine_has_a_docstring() -> None:
+    members = [name for name in dir(kvboost.KVBoost) if not name.startswith("_")]
+    assert len(members) > 50
+    assert [name for name in members if not getattr(kvboost.KVBoost, name).__doc__] == []

@@ -123,6 +123,11 @@ _LAZY = {
 }
 
 
+def __dir__() -> list[str]:
+    """The public names, also those that are not imported yet, for completion in editors."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+
+
 def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'kvboost' has no attribute {name!r}")

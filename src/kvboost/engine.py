@@ -173,18 +173,28 @@ class KVBoost(TextCache):
 
     @property
     def model_name(self) -> str:
+        """The name that the model was loaded by; ``custom`` after :meth:`from_model`."""
         return self._model.name
 
     @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers loads it. :meth:`encode` and :meth:`decode` are
+        what requests use."""
+        return self._model.tokenizer.hf
+
+    @property
     def device(self) -> torch.device:
+        """Where the model computes."""
         return self._model.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The type of the numbers that the model computes with."""
         return self._model.forward.shape.dtype
 
     @property
     def context_length(self) -> int | None:
+        """How many tokens a prompt and its answer may have; None if the model has no limit."""
         return self._model.context_length
 
     @property
@@ -246,7 +256,8 @@ class KVBoost(TextCache):
         template_options: Mapping[str, Any] | None = None,
         **options: Unpack[RequestOptions],
     ) -> GenerationResult:
-        """Answers a conversation in the model's own chat template.
+        """Answers a conversation in the model's own chat template. The roles of messages are
+        system, developer, user, assistant, tool, and those that the template names.
 
         ``tools`` are in OpenAI's format. ``tool_choice`` is ``"auto"``, ``"none"``, ``"required"``
         or the name of a tool; the last two need the extra ``structured``. The result's

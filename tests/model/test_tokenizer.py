@@ -64,6 +64,45 @@ def test_options_reach_the_template() -> None:
         prompt(QWEN, [USER], options={"tokenize": False})
 
 
+GEMMA = """{% for message in messages %}
+{%- if message['role'] == 'assistant' %}{% set role = "model" %}{% else %}
+{%- set role = message['role'] %}{% endif %}{{ role + ':' + message['content'] }}{% endfor %}"""
+IPYTHON = """{% for message in messages %}
+{%- if message.role in ["tool", "ipython"] %}{{ 'result:' + message.content }}
+{%- else %}{{ message.role + ':' + message.content }}{% endif %}{# "function" #}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "begins"),
+    [
+        (QWEN, "system", "system:"),
+        (QWEN, "developer", "system:"),
+        (IPYTHON.replace("tool", "developer"), "developer", "result:"),
+        (IPYTHON, "ipython", "result:"),
+        (GEMMA, "model", "model:"),
+    ],
+)
+def test_a_role_is_one_of_everybodys_or_of_the_template(template, role, begins) -> None:
+    assert prompt(template, [{"role": role, "content": "Hello"}]).startswith(f"{begins}Hello")
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "said"),
+    [
+        (QWEN, "bot", r"'bot' is unknown; roles are system, developer, user, assistant, tool"),
+        (QWEN, "asistant", "did you mean 'assistant'"),
+        (QWEN, "User", "did you mean 'user'"),
+        (QWEN, "ipython", r"'ipython' is unknown.*engine\.tokenizer\.apply_chat_template"),
+        (IPYTHON, "function", "'function' is unknown"),
+        (QWEN, None, "None is unknown"),
+        (QWEN, ["user"], "is unknown"),
+    ],
+)
+def test_a_role_that_nobody_knows_is_refused(template, role, said) -> None:
+    with pytest.raises(PromptError, match=said):
+        prompt(template, [USER, {"role": role, "content": "Hello"}])
+
+
 def test_what_a_template_cannot_read_is_an_error() -> None:
     with pytest.raises(PromptError, match="the model's chat template refuses this"):
         prompt(LLAMA, [{"role": "user", "content": 3}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property
@@ -15,6 +16,7 @@ from kvboost.chat.parser import AnswerParser, OneCall, TextParser
 from kvboost.chat.plain import uses_tools, with_tools_as_text
 from kvboost.chat.styles import ChatStyle
 from kvboost.chat.tool_use import Reasoning, ToolUse, reasoning_in
+from kvboost.config import closest
 from kvboost.errors import ConfigError, PromptError, StructuredOutputError
 from kvboost.model.answer_parser import XML_CALLS, TemplateParser
 
@@ -39,6 +41,8 @@ _INFILL = (
 )
 """The tokens before the text in front, before the text behind, and before the answer: of Qwen,
 StarCoder and Granite, DeepSeek, Code Llama, and others."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Who may say a message of any conversation."""
 _CONTENT = "kvboost-placeholder-for-the-message-of-the-user"
 
 
@@ -140,6 +144,7 @@ class ModelTokenizer:
             raise PromptError(
                 "this model has no chat template; build the prompt yourself and call generate()"
             )
+        messages = [self._in_known_role(message) for message in messages]
         given = dict(options or {})
         self._check_options(given)
         if (tools or uses_tools(messages)) and self._tools_option is None:
@@ -148,7 +153,7 @@ class ModelTokenizer:
             given[self._tools_option] = [dict(tool) for tool in tools]
         try:
             text = self.hf.apply_chat_template(
-                [dict(message) for message in messages],
+                messages,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
                 tokenize=False,
@@ -157,6 +162,28 @@ class ModelTokenizer:
         except (TemplateError, TypeError, ValueError) as error:
             raise PromptError(f"the model's chat template refuses this: {error}") from error
         return str(text)
+
+    def _in_known_role(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of ``message``. Most templates print any role, also one that the model has never
+        seen. So roles other than ROLES are refused, unless the template names them, as Llama's
+        names "ipython". A developer is the system where the template names none."""
+        role = message["role"]
+        if role == "developer" and not self._names_role(role):
+            return {**message, "role": "system"}
+        if role in ROLES or (isinstance(role, str) and self._names_role(role)):
+            return dict(message)
+        guess = closest(role, ROLES) if isinstance(role, str) else None
+        hint = f"did you mean {guess!r}? Roles are" if guess else "roles are"
+        raise PromptError(
+            f"the role {role!r} is unknown; {hint} {', '.join(ROLES)}. If the model was trained "
+            "with another one, give generate() the token ids of "
+            "engine.tokenizer.apply_chat_template"
+        )
+
+    def _names_role(self, role: str) -> bool:
+        """Whether the template compares with ``role``, or sets it."""
+        named = rf"""role\b[^%}}\n]*?['"]{re.escape(role)}['"]"""
+        return re.search(named, self._template or "") is not None
 
     @cached_property
     def _tools_option(self) -> str | None:

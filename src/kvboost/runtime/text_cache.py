@@ -87,6 +87,7 @@ class TextCache:
         return self._prompts.locate(text, token_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
         return self._model.tokenizer.decode(token_ids)
 
     def plan(

@@ -114,6 +114,7 @@ class PromptReader:
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
             raise PromptError(
                 f"a prompt is a string, token ids, or chat messages; got {_short(prompt)}"
+                f"{_rows_hint(ids)}"
             )
         wrong = ids[(ids < 0) | (ids >= self._vocab_size)]
         if len(wrong):
@@ -146,6 +147,15 @@ def _is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
                 f"a chat message is a mapping with 'role' and 'content'; got {_short(message)}"
             )
     return True
+
+
+def _rows_hint(ids: np.ndarray[Any, Any]) -> str:
+    """What to do with token ids in rows, as transformers' tokenizers return them."""
+    if ids.ndim != 2 or ids.dtype.kind not in "iu" or not ids.size:
+        return ""
+    if len(ids) == 1:
+        return "; these are token ids in one row, so use ids[0]"
+    return f"; these are token ids in {len(ids)} rows, so give one, or all to generate_batch()"
 
 
 def _short(value: object) -> str:
