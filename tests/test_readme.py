@@ -141,6 +141,14 @@ def test_every_quoted_file_exists(page: Path) -> None:
         assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
 
 
+def test_the_home_page_shows_the_code_and_the_figures_of_the_readme() -> None:
+    readme, home = ((ROOT / page).read_text() for page in ("README.md", "docs/index.md"))
+    assert next(examples(home)).code == next(examples(readme)).code
+    figures = re.findall(r"\| [*]{0,2}([\d,]+)[*]{0,2} (?=\|)", home)
+    assert len(figures) == 9
+    assert [figure for figure in figures if not re.search(rf"\b{figure}\b", readme)] == []
+
+
 def test_the_architecture_names_every_package() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     source = ROOT / "src" / "kvboost"
