@@ -47,11 +47,11 @@ def test_the_server_is_ready_until_it_stops(client, fake) -> None:
     assert client.get("/ready").status_code == 503 and client.get("/health").is_success
 
 
-def test_a_server_whose_engine_has_failed_is_not_ready(client, fake) -> None:
+def test_a_server_whose_engine_has_failed_is_to_be_started_again(client, fake) -> None:
     fake.failure = RankLostError("rank 1 has ended")
-    answer = client.get("/ready")
-    assert answer.status_code == 503 and answer.json() == {"status": "failed"}
-    assert client.get("/health").is_success
+    for path in ("/ready", "/health"):
+        answer = client.get(path)
+        assert answer.status_code == 503 and answer.json() == {"status": "failed"}
 
 
 def test_stopping_waits_for_answers_and_flushes(serve_fake, fake) -> None:

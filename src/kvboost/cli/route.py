@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvboost.cli.common import AllowHost, Host, address, errors, only_local, say
-from kvboost.config import parse_bytes
+from kvboost.config import install_extra, parse_bytes
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -110,8 +110,7 @@ def route(
             from kvboost.serve.settings import ServerSettings, is_loopback
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"kvboost route needs {error.name}; install the packages of a server with: "
-                "pip install fastapi uvicorn prometheus-client httpx"
+                f"kvboost route needs {error.name}; {install_extra('serve')}"
             ) from None
         if metrics not in ("open", "off"):
             raise ConfigError(f"metrics={metrics!r} is not available; choose 'open' or 'off'")

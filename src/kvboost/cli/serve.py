@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -338,12 +337,7 @@ def serve(
                 announce(engine, settings, host, port)
                 loading.ended()
 
-            try:
-                run(engine, settings, listening, ready, reread)
-            finally:
-                # A server freezes what is there when it starts. Frozen objects are never freed, of
-                # which triton's library, if there is one, complains in thirty lines at the end.
-                gc.unfreeze()
+            run(engine, settings, listening, ready, reread)
     kept = f"; the cache is in {folder}" if folder else ""
     say.print(f"stopped{kept}", markup=False)
 

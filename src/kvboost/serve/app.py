@@ -131,10 +131,17 @@ async def retrieve_model(model: str, server: Server) -> Response:
     return JSONResponse(_model(server, model))
 
 
-@router.get("/health", response_model=Health, responses=errors(has_body=False))
+@router.get(
+    "/health",
+    response_model=Health,
+    responses={**errors(has_body=False), 503: {"model": Health | ErrorReply}},
+)
 async def health(server: Server) -> Response:
     """Whether the process is alive, and how far it is with the documents that it starts with.
-    Requests are answered meanwhile."""
+    Requests are answered meanwhile. 503 if it can answer none any more and must be started
+    again."""
+    if server.engine.failure is not None:
+        return JSONResponse({"status": "failed"}, 503)
     if server.documents.warming is None:
         return JSONResponse({"status": "ok"})
     return JSONResponse({"status": "warming", **_warming(server)})

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from kvboost.config import install_extra
 from kvboost.errors import ConfigError
 
 
@@ -32,6 +33,9 @@ def check_certificate(cert: Path | None, key: Path | None) -> None:
                 f"the TLS key {key} needs its certificate; give both, tls_cert and tls_key"
             )
         return
+    for file in (cert, key):
+        if file is not None and not file.is_file():  # a pipe would stop a server that reloads
+            raise ConfigError(f"the TLS file {file} is not a regular file, or is not there")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
@@ -54,10 +58,7 @@ def check_collector(endpoint: str) -> None:
         )
     for module in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
         if not _is_there(module):
-            raise ConfigError(
-                f"traces need {module}; install it with: pip install opentelemetry-sdk "
-                "opentelemetry-exporter-otlp-proto-http"
-            )
+            raise ConfigError(f"traces need {module}; {install_extra('otel')}")
 
 
 def _is_there(module: str) -> bool:

@@ -64,10 +64,15 @@ def serve(
     is given, SIGHUP calls it and takes over the settings that a running server can change."""
     sys.setswitchinterval(SWITCH_SECONDS)
     engine.prepare_formats()
-    gc.freeze()  # the model stays; without this every full collection looks at all of it
     app = create_app(engine, settings)
     state: ServerState = app.state.server
-    run(app, listening, on_ready, reread and (lambda: state.reload(reread())))
+    gc.freeze()  # the model stays; without this every full collection looks at all of it
+    try:
+        run(app, listening, on_ready, reread and (lambda: state.reload(reread())))
+    finally:
+        # Frozen objects are never freed, of which triton's library, where it is installed,
+        # complains in thirty lines at the end of the process.
+        gc.unfreeze()
 
 
 def run(
