@@ -41,6 +41,10 @@ class FakeStream:
     def num_tokens(self) -> int:
         return len(self._said)
 
+    @property
+    def num_rows(self) -> int:
+        return 0
+
     async def __aenter__(self) -> FakeStream:
         return self
 

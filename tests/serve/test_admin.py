@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
+
+import httpx
 
 from kvboost.errors import ContextLengthError
 from kvboost.results import AnswerAudit, Healing
 from kvboost.serve.settings import ApiKey
+from live_server import connect, live_server, wait_for
 
 KEYS = (ApiKey("ann", "k-ann"), ApiKey("root", "k-root", is_admin=True))
 ROOT = {"authorization": "Bearer k-root"}
@@ -122,6 +126,23 @@ def test_the_live_view_shows_numbers_and_no_text(client) -> None:
     assert seen["facts"]["architecture"] == "Fake" and seen["audit"]["audited"] == 0
     newer = client.get("/kvboost/live", params={"since": 2}).json()
     assert [one["seq"] for one in newer["requests"]] == [3]
+
+
+def test_the_live_view_says_how_far_prompts_are_until_their_first_token(fake) -> None:
+    fake.pieces = [None]  # it never answers
+    with live_server(fake) as server:
+        body = json.dumps({**COMPLETION, "n": 2}).encode()
+
+        def reading() -> list[dict[str, Any]]:
+            return httpx.get(f"{server.url}/kvboost/live").json()["reading"]
+
+        with connect(server, body):
+            wait_for(lambda: len(reading()) == 2)
+            one = reading()[0]
+            assert one.pop("request_id").startswith("req-")
+            zeros = dict.fromkeys(("known_tokens", "moved_tokens", "read_tokens"), 0)
+            assert one == {"prompt_tokens": 14, **zeros, "estimated_ms_without_reuse": None}
+        wait_for(lambda: reading() == [])
 
 
 def test_the_live_view_keeps_the_last_200_answers(client) -> None:

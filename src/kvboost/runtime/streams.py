@@ -161,6 +161,12 @@ class AsyncTextStream:
         return len(self._state.token_ids)
 
     @property
+    def num_rows(self) -> int:
+        """How many rows of the prompt and the answer are in place so far. Moved rows count when all
+        rows of the prompt are in place."""
+        return self._state.rows
+
+    @property
     def new_chunks(self) -> int:
         """How many chunks the request has added to the store so far."""
         return self._state.new_chunks

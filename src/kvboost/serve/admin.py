@@ -231,6 +231,10 @@ async def live(
             "version": kvboost.__version__,
             "facts": server.facts,
             "requests": server.live.since(since),
+            "reading": [
+                {**one, "estimated_ms_without_reuse": engine.estimate_ms(one["prompt_tokens"])}
+                for one in server.live.reading()
+            ],
             "healed_requests": server.live.healed(),
             "healing": stats["healing"],
             "audit": stats["audit"],

@@ -68,6 +68,7 @@ class Answers:
         """Starts to read the open streams, and closes them in the end."""
         self._stack = streams.pop_all()
         for choice in self.choices:
+            self._server.live.begin(choice, self._request_id)
             choice.read_by(_ChoiceReader(self, choice, self._server.metrics))
 
     @property
@@ -146,6 +147,7 @@ class Answers:
 
     def _note(self, choice: Choice) -> None:
         """Counts an answer that has ended."""
+        self._server.live.end(choice)
         choice.ended = time.perf_counter()
         self._record.choices.append(choice)
         result = choice.result

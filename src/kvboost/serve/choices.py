@@ -108,6 +108,11 @@ class Choice:
         """How many tokens have been generated so far."""
         return self._stream.num_tokens
 
+    @property
+    def num_rows(self) -> int:
+        """How many rows of the prompt and the answer are in place so far."""
+        return self._stream.num_rows
+
     def read_by(self, reader: AnswerReader) -> None:
         """Hands the pieces of the answer and its end to ``reader``."""
         self._stream.read_by(reader)

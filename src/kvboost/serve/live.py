@@ -7,7 +7,8 @@ from collections import deque
 from dataclasses import asdict
 from typing import Any
 
-from kvboost.results import Healing
+from kvboost.results import Healing, SpanKind
+from kvboost.serve.choices import Choice
 
 _KEPT = 200
 _KEPT_HEALING = 16
@@ -19,7 +20,32 @@ class LiveLog:
     def __init__(self) -> None:
         self._answers: deque[dict[str, Any]] = deque(maxlen=_KEPT)
         self._healing: deque[tuple[str, Healing]] = deque(maxlen=_KEPT_HEALING)
+        self._open: dict[Choice, str] = {}
         self.seq = 0
+
+    def begin(self, choice: Choice, request_id: str) -> None:
+        self._open[choice] = request_id
+
+    def end(self, choice: Choice) -> None:
+        self._open.pop(choice, None)
+
+    def reading(self) -> list[dict[str, Any]]:
+        """How far running answers without a first token are with their prompts."""
+        found = []
+        for choice, request_id in self._open.items():
+            reuse = choice.result.reuse
+            if choice.num_tokens or not reuse.spans:  # it answers, or it waits in the queue
+                continue
+            found.append(
+                {
+                    "request_id": request_id,
+                    "prompt_tokens": len(choice.prompt_ids),
+                    "known_tokens": reuse.cached_tokens,
+                    "moved_tokens": reuse.count(SpanKind.MOVED),
+                    "read_tokens": choice.num_rows,
+                }
+            )
+        return found
 
     def add(self, healing: Healing | None = None, *, request_id: str, **facts: Any) -> None:
         """``healing``: what becomes of the approximate rows; it changes while they are healed."""

@@ -290,6 +290,20 @@ class LiveRequest(Reply):
     tenant: str
 
 
+class ReadingReply(Reply):
+    """How far a running answer without a first token is with its prompt."""
+
+    request_id: str
+    prompt_tokens: int
+    known_tokens: int
+    """Tokens that are not computed, moved ones included."""
+    moved_tokens: int
+    read_tokens: int
+    """Tokens whose rows are in place, known ones included; counted after each slice. With moved
+    tokens it stays 0 until all are."""
+    estimated_ms_without_reuse: float | None
+
+
 class AuditReply(Reply):
     """How far an answer was from an exact one."""
 
@@ -319,6 +333,7 @@ class LiveReply(Reply):
     version: str
     facts: dict[str, Any]
     requests: list[LiveRequest]
+    reading: list[ReadingReply]
     healed_requests: list[HealedRequest]
     healing: dict[str, Any]
     audit: dict[str, Any]
