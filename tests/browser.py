@@ -31,6 +31,60 @@ def open_browser() -> Iterator[Browser]:
         browser.close()
 
 
+def ask(
+    page: Page,
+    documents: str,
+    question: str = "Why?",
+    *,
+    max_tokens: int = 8,
+    button: str = "Ask",
+    continues: bool = False,
+) -> None:
+    """Asks in the form, in a new conversation unless it ``continues``, and waits for the answer."""
+    open_settings(page)
+    if not continues and page.locator("#new").is_visible():
+        page.get_by_role("button", name="New", exact=True).click()
+    page.get_by_label("Documents").fill(documents)
+    page.get_by_label("Your question").fill(question)
+    page.get_by_label("Max tokens").fill(str(max_tokens))
+    page.get_by_role("button", name=button, exact=True).click()
+    answered(page)
+
+
+def open_settings(page: Page) -> None:
+    if not page.get_by_label("Documents").is_visible():
+        page.get_by_text("Documents and settings").click()
+
+
+def answered(page: Page) -> None:
+    """Waits until no request runs."""
+    page.locator("#stop").wait_for(state="hidden")
+
+
+def rows(page: Page) -> dict[str, int]:
+    """How many tokens of each source the report shows."""
+    shown = page.locator("#report .term:has(.amount)").all()
+    return {
+        line.locator("b").inner_text(): int(line.locator(".amount").inner_text().replace(",", ""))
+        for line in shown
+    }
+
+
+def small_targets(page: Page, least: int = 40) -> list[str]:
+    """Visible controls that a finger could miss. Links within a text and parts of the prompt flow
+    with it."""
+    found: list[str] = page.evaluate(
+        """(least) => [...document.querySelectorAll("button, input, textarea, select, summary, a")]
+          .filter((node) => node.checkVisibility() && !node.closest(".answer p, .skip"))
+          .map((node) => node.matches(".modes input") ? node.nextElementSibling : node)
+          .map((node) => [node.getBoundingClientRect(), node])
+          .filter(([box]) => box.width < least || box.height < least)
+          .map(([box, node]) => `${box.width} x ${box.height} ${node.outerHTML.slice(0, 90)}`)""",
+        least,
+    )
+    return found
+
+
 def unnamed_controls(page: Page) -> list[str]:
     """Controls that a screen reader could not call anything."""
     names: list[str] = page.evaluate(

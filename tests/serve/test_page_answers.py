@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from browser import MISSING, faint_texts, unnamed_controls
+from browser import (
+    MISSING,
+    answered,
+    faint_texts,
+    open_settings,
+    small_targets,
+    unnamed_controls,
+)
 from fake_engine import FakeEngine
 
 if TYPE_CHECKING:
@@ -68,9 +75,9 @@ def address(engine: FakeEngine) -> Iterator[str]:
 
 
 def ask(page: Page, question: str = "Why?") -> Locator:
-    page.get_by_label("Question", exact=True).fill(question)
-    page.get_by_label("Question", exact=True).press("Enter")
-    expect(page.locator("#stop")).to_have_attribute("aria-disabled", "true")
+    page.get_by_label("Your question").fill(question)
+    page.get_by_label("Your question").press("Enter")
+    answered(page)
     return page.locator(".turn").last
 
 
@@ -84,6 +91,7 @@ def test_answers_are_markdown_and_never_html(engine: FakeEngine, open_page: Open
     assert answer.locator("p code").all_inner_texts() == ["code"]
     links = [link.get_attribute("href") for link in answer.locator("a").all()]
     assert links == ["https://example.org/a_b_c", "https://example.org/x.png"]
+    expect(answer).to_contain_text("a page (example.org)")
     expect(answer).to_contain_text("no (javascript:alert(1))")
     expect(answer).to_contain_text("2 * 3 * 4 and snake_case_names")
     assert answer.locator("ol > li").count() == 2
@@ -104,6 +112,7 @@ def test_answers_are_markdown_and_never_html(engine: FakeEngine, open_page: Open
 
 def test_tools_are_called_and_their_results_sent(engine: FakeEngine, open_page: OpenPage) -> None:
     page = open_page(allowed="400", viewport={"width": 390, "height": 844})
+    open_settings(page)
     page.get_by_text("JSON schema and tools").click()
     engine.conversations.clear()
     tools, problem = page.get_by_label("Tools a list"), page.locator("#tools-error")
@@ -134,6 +143,7 @@ def test_tools_are_called_and_their_results_sent(engine: FakeEngine, open_page: 
     assert engine.uses[-1].choice == "required"
     assert faint_texts(page) == [] and unnamed_controls(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert small_targets(page) == []
 
     engine.pieces = ["It ", "rains."]
     page.get_by_label("Result of weather").fill("rain, 8 degrees")

@@ -4,7 +4,8 @@
 const KEY = "kvboost-key";
 const BROKEN = "The connection ended before the answer did.";
 
-/** Dispatches an event "key" with the server's message when the server needs a key. */
+/** Dispatches an event "key" when the server needs a key, with its message and status if it refused
+ * a request. */
 export const watch = new EventTarget();
 
 export class ServerError extends Error {
@@ -20,20 +21,32 @@ export class ServerError extends Error {
 /** There was no response, or it stopped before its end. */
 export class ConnectionError extends Error {}
 
+let given = ""; // the key, where a browser blocks its storage
+
 export function key() {
-  return sessionStorage.getItem(KEY) ?? "";
+  try {
+    return sessionStorage.getItem(KEY) ?? "";
+  } catch {
+    return given;
+  }
 }
 
 /** The key is kept in this tab only; "" removes it. */
 export function setKey(value) {
-  if (value) sessionStorage.setItem(KEY, value);
-  else sessionStorage.removeItem(KEY);
+  given = value;
+  try {
+    if (value) sessionStorage.setItem(KEY, value);
+    else sessionStorage.removeItem(KEY);
+  } catch {
+    // It lasts until the page is left.
+  }
 }
 
 /** A successful response. Raises ServerError for an error response, ConnectionError if there is
  * none, and the reason of ``signal`` if it aborts. */
-export async function send(path, { body, signal } = {}) {
+export async function send(path, { body, signal, requestId } = {}) {
   const headers = {};
+  if (requestId) headers["x-request-id"] = requestId;
   if (key()) headers.authorization = `Bearer ${key()}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   const response = await connected("The server cannot be reached.", () =>
@@ -48,9 +61,19 @@ export async function send(path, { body, signal } = {}) {
   if (response.ok) return response;
   const { message, param } = await errorOf(response);
   if (response.status === 401 || response.status === 403)
-    watch.dispatchEvent(new CustomEvent("key", { detail: message }));
+    needKey(message, response.status);
   const retryAfter = response.headers.get("retry-after");
   throw new ServerError(response.status, message, { retryAfter, param });
+}
+
+export function needKey(message = "", status = null) {
+  watch.dispatchEvent(new CustomEvent("key", { detail: { message, status } }));
+}
+
+/** A name that nobody else has. */
+export function randomName(prefix) {
+  const bytes = crypto.getRandomValues(new Uint8Array(12));
+  return `${prefix}-${[...bytes].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
 }
 
 export async function sendForJson(path, options) {

@@ -8,16 +8,20 @@ import { startLive } from "./live.js";
 import { startPlayground } from "./playground.js";
 
 const refreshCache = startCache();
-const playground = startPlayground(() => {
-  askNow();
-  refreshCache();
+const playground = startPlayground({
+  onSent: () => askNow(),
+  onAnswer: () => {
+    askNow();
+    refreshCache();
+  },
 });
-const askNow = startLive(refreshCache, playground.heal);
+const askNow = startLive(refreshCache, playground.take);
 
-watch.addEventListener("key", ({ detail }) => {
+watch.addEventListener("key", ({ detail: { message, status } }) => {
   byId("key-form").hidden = false;
   byId("key-drop").hidden = !key();
-  say(byId("key-note"), detail || (key() ? "A key is in use, until this tab is closed." : ""));
+  say(byId("key-note"), message || (key() ? "A key is in use, until this tab is closed." : ""));
+  playground.lock(!key() || status === 401);
 });
 
 byId("key-form").addEventListener("submit", (event) => {
@@ -27,6 +31,10 @@ byId("key-form").addEventListener("submit", (event) => {
 byId("key-drop").addEventListener("click", () => use(""));
 
 function use(value) {
+  if (/[^\x21-\x7e]/.test(value)) {
+    say(byId("key-note"), "This is no key: keys have only visible ASCII characters.");
+    return;
+  }
   clearTab();
   setKey(value);
   byId("key").value = "";

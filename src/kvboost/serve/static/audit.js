@@ -4,7 +4,7 @@
 import { Chart } from "./charts.js";
 import { count, element, percent, plural } from "./dom.js";
 
-/** Three gauges: rows that were healed, tokens that agree, and the KL of answers. */
+/** Three gauges: tokens that were healed, tokens that agree, and the KL of answers. */
 export class AuditGauge extends Chart {
   constructor(place) {
     super(place, "Healing and audit");
@@ -46,12 +46,12 @@ function healedGauge({
   readings_waiting: readings,
 }) {
   const facts = [
-    all ? `${count(done)} of ${plural(all, "row")}` : "no approximate row yet",
+    all ? `${count(done)} of ${plural(all, "token")}` : "no approximate token yet",
     waiting && `${plural(waiting, "conversation")} waiting`,
-    pace && `${count(pace)} rows per second`,
+    pace && `${count(pace)} tokens per second`,
     readings && `${plural(readings, "document reading")} waiting`,
   ];
-  return gauge("approximate rows healed", facts, all ? done / all : 0, "healed");
+  return gauge("approximate tokens healed", facts, all ? done / all : 0, "healed");
 }
 
 function agreementGauge({
@@ -79,7 +79,7 @@ function divergenceGauge({
     `mean ${kl(mean)}`,
     `worst ${kl(worst)}`,
     limit !== null && `limit ${kl(limit)}`,
-    `${percent(ratio, 1)} of moved rows computed again`,
+    `${percent(ratio, 1)} of moved tokens computed again`,
   ];
   const kind = limit !== null && mean > limit ? "over" : "measured";
   const drawn = gauge("KL from exact answers", facts, mean / end, kind);

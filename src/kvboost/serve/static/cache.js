@@ -31,7 +31,7 @@ function draw({ stats, chunks }) {
     chunks.length < stats.chunks
       ? `${count(chunks.length)} of ${plural(stats.chunks, "chunk")}`
       : plural(stats.chunks, "chunk"),
-    `${percent(stats.token_reuse_rate, 1)} of all prompt rows reused`,
+    `${percent(stats.token_reuse_rate, 1)} of all prompt tokens reused`,
     `${plural(stats.requests, "request")}`,
     stats.evicted && `${count(stats.evicted)} evicted`,
     stats.failed && `${plural(stats.failed, "fault")}`,

@@ -1,7 +1,7 @@
 // Charts of requests. They are drawn in pixels, and again when their width changes.
 
 import { HEIGHT, MARGIN, grid, label, linearTicks, logTicks, plotHeight, rect } from "./axes.js";
-import { count, element, median, milliseconds, percent, sooner, svg, timeOfDay } from "./dom.js";
+import { count, element, median, milliseconds, percent, svg, timeOfDay } from "./dom.js";
 import { KINDS, kept, rowsByKind, total } from "./kinds.js";
 
 const MOST_COLUMNS = 60;
@@ -198,18 +198,15 @@ export class LatencyChart extends RequestChart {
       this.shown.map((request) => request.ttft_ms).filter((value) => value > 0),
     );
     if (measured === null) return "";
-    const both = this.shown.filter((request) => request.ttft_ms > 0 && request.estimated_ms > 0);
-    const gain = median(both.map((request) => request.estimated_ms / request.ttft_ms));
     const whole = median(this.shown.map((request) => request.total_ms));
-    const gained = gain === null ? "" : `, ${sooner(gain)}`;
-    return `median first token ${milliseconds(measured)}${gained}; whole ${milliseconds(whole)}`;
+    return `median first token ${milliseconds(measured)}; whole ${milliseconds(whole)}`;
   }
 }
 
 export class SourcesChart extends RequestChart {
   constructor(place, cursor) {
     const legend = KINDS.map((kind) => [`fill ${kind.name}`, kind.label]);
-    super(place, "Prompt rows by source", legend, cursor);
+    super(place, "Prompt tokens by source", legend, cursor);
   }
 
   drawColumns(width) {

@@ -58,13 +58,12 @@ export class Chat {
     this.views = new Map();
     this.place.replaceChildren();
     for (const turn of conversation.turns) this.show(turn);
-    if (!conversation.turns.length) this.place.append(invitation());
     this.lastView?.offerResults();
     const last = conversation.turns.findLast((turn) => turn.answer.report);
     if (last) this.report.showTurn(last);
     else this.report.clear();
-    this.follow(true);
     this.list();
+    this.follow(true);
     this.hooks.onOpen(conversation);
   }
 
@@ -75,6 +74,8 @@ export class Chat {
     if (this.current) {
       conversation.system = byId("system").value;
       conversation.documents = byId("documents").value;
+      const isSame = conversation.documents.trim() === this.current.documents;
+      if (isSame) conversation.salt = this.current.salt;
     }
     this.all.unshift(conversation);
     this.open(conversation);
@@ -95,14 +96,12 @@ export class Chat {
   }
 
   add(turn) {
-    if (!this.current.turns.length) this.place.replaceChildren();
     this.lastView?.removeResults();
     this.current.turns.push(turn);
     const view = this.show(turn);
+    this.list();
     this.follow(true);
-    if (view.node.getBoundingClientRect().bottom > innerHeight) {
-      view.node.scrollIntoView({ block: "nearest" });
-    }
+    this.reach(view.node);
     return view;
   }
 
@@ -111,13 +110,15 @@ export class Chat {
     this.views.get(turn).node.remove();
     this.views.delete(turn);
     this.current.turns.pop();
-    if (!this.current.turns.length) this.place.append(invitation());
     this.lastView?.offerResults();
+    this.list();
   }
 
   /** The last turn has ended. */
   finish() {
     this.lastView.offerResults();
+    const turn = this.current.turns.at(-1);
+    if (turn.answer.report) this.report.showTurn(turn);
     this.all = [this.current, ...this.all.filter((one) => one !== this.current)];
     saveConversations(this.all);
     this.list();
@@ -127,7 +128,7 @@ export class Chat {
   heal(requests) {
     let ended = false;
     for (const turn of this.current.turns) {
-      const news = requests.find((one) => one.request_id === turn.answer.requestId);
+      const news = requests.find((one) => one.request_id === turn.answer?.requestId);
       if (!news || JSON.stringify(news) === JSON.stringify(turn.healing)) continue;
       turn.healing = news;
       this.views.get(turn).drawHealing();
@@ -147,10 +148,20 @@ export class Chat {
       onChoose: (chosen) => this.report.showTurn(chosen),
       onResults: this.hooks.onResults,
       onDrawn: () => this.follow(),
+      onShown: (part) => this.reach(part),
     });
     this.views.set(turn, view);
     this.place.append(view.node);
     return view;
+  }
+
+  /** Scrolls to ``part`` of the last turn, unless the reader looks at something else. */
+  reach(part) {
+    const { top, bottom } = this.place.getBoundingClientRect();
+    const isSeen = top < innerHeight && bottom > 0;
+    if (isSeen && this.follows && this.place.contains(part)) {
+      part.scrollIntoView({ block: "nearest" });
+    }
   }
 
   follow(always = false) {
@@ -158,18 +169,13 @@ export class Chat {
     if (this.follows) this.place.scrollTop = this.place.scrollHeight;
   }
 
+  /** Lists the conversations; the list and the log are hidden while there is nothing in them. */
   list() {
+    this.place.hidden = !this.current.turns.length;
+    byId("chat-head").hidden = !this.all.some((one) => one.turns.length);
     const options = this.all.map((one) =>
       element("option", { selected: one === this.current }, titleOf(one)),
     );
     byId("conversations").replaceChildren(...options);
   }
-}
-
-function invitation() {
-  return element(
-    "p",
-    { class: "lead" },
-    "Answers appear here. The conversation stays in this browser until you clear it.",
-  );
 }

@@ -1,6 +1,7 @@
 // Conversations, kept in this browser for this address: what was asked, answered and reported.
 
 import { key } from "./api.js";
+import { storedConversations } from "./stored.js";
 import { asMessage } from "./stream.js";
 
 const NAME = `kvboost-conversations:${location.pathname}`;
@@ -9,10 +10,16 @@ const MOST_CHARACTERS = 2_000_000; // browsers allow about five million
 const TITLE = 48;
 
 /** A conversation: the texts before its first question, and its turns. A turn has the messages it
- * ``added``, the ``request`` that was sent, its ``answer``, the answer without reuse (``off``) if
- * the two were compared, and what has become of approximate rows (``healing``). */
+ * ``added``, the ``request`` that was sent, its ``answer``, and what has become of approximate rows
+ * (``healing``). If its ``kind`` is not "plain", it also has the ``other`` answer that it is
+ * compared with, and the order of the ``texts`` in the two requests. ``salt`` keeps the texts of a
+ * conversation apart from others in the server's cache. */
 export function newConversation() {
-  return { at: Date.now(), system: "", documents: "", turns: [] };
+  return { at: Date.now(), system: "", documents: "", salt: "", turns: [] };
+}
+
+export function newTurn(added, request, kind) {
+  return { added, request, kind, texts: ["", ""], answer: null, other: null, healing: null };
 }
 
 /** The messages of the next request. The documents come before the first question, as they are now:
@@ -20,7 +27,7 @@ export function newConversation() {
 export function messagesOf({ system, documents, turns }, added) {
   const messages = system ? [{ role: "system", content: system }] : [];
   for (const turn of turns) {
-    const said = asMessage(turn.answer);
+    const said = turn.answer && asMessage(turn.answer); // the turn in progress has none yet
     if (said) messages.push(...turn.added, said);
   }
   messages.push(...added);
@@ -42,10 +49,10 @@ export function titleOf({ turns }) {
 /** The newest first. */
 export function loadConversations() {
   try {
-    const found = JSON.parse(storage().getItem(NAME) ?? "[]");
-    return Array.isArray(found) ? found.filter((one) => Array.isArray(one?.turns)) : [];
+    const text = storage().getItem(NAME) ?? "[]";
+    return text.length <= MOST_CHARACTERS ? storedConversations(JSON.parse(text), MOST) : [];
   } catch {
-    return []; // another version's, or storage is blocked
+    return []; // not JSON, or storage is blocked
   }
 }
 
@@ -74,17 +81,26 @@ function drop(kept) {
     kept.pop();
     return;
   }
-  bulky.request = bulky.off = null;
+  Object.assign(bulky, { request: null, other: null, kind: "plain" });
   bulky.answer = { ...bulky.answer, report: null };
 }
 
 export function clearConversations() {
-  for (const place of [localStorage, sessionStorage]) place.removeItem(NAME);
+  remove(() => localStorage);
+  clearTab();
 }
 
 /** Those that were held with a key. */
 export function clearTab() {
-  sessionStorage.removeItem(NAME);
+  remove(() => sessionStorage);
+}
+
+function remove(storageOf) {
+  try {
+    storageOf().removeItem(NAME);
+  } catch {
+    // Storage is blocked: nothing was kept.
+  }
 }
 
 /** What is said with a key stays in the tab, as the key does. */

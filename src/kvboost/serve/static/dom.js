@@ -42,7 +42,7 @@ export function plural(number, noun) {
 }
 
 export function milliseconds(value) {
-  if (value >= 10_000) return `${(value / 1000).toFixed(1)} s`;
+  if (value >= 1000) return `${(value / 1000).toFixed(1)} s`;
   return value >= 10 ? `${count(value)} ms` : `${short.format(value)} ms`;
 }
 
@@ -63,13 +63,6 @@ export function percent(part, of) {
   const value = (100 * part) / of;
   if (value < 1) return "< 1 %";
   return value > 99 ? "> 99 %" : `${Math.round(value)} %`;
-}
-
-/** ``estimate / measured`` in words: "13.0 × sooner". */
-export function sooner(times) {
-  if (times > 0.95 && times < 1.05) return "as long as without";
-  const size = times < 1 ? 1 / times : times;
-  return `${size >= 100 ? count(size) : size.toFixed(1)} × ${times < 1 ? "later" : "sooner"}`;
 }
 
 export function duration(seconds) {

@@ -64,9 +64,19 @@ const PASSAGES = [
 ];
 
 const TOWN = PASSAGES.join("\n\n");
-
-const FLAG = "What does a yellow flag on the mast mean?";
 const HALL = "When was the market hall built?";
+
+/** What "Show me" asks, before and after it shuffles the texts, and the question offered then. */
+export const DEMONSTRATION = {
+  documents: PASSAGES.slice(0, 4).join("\n\n"),
+  question: HALL,
+  max_tokens: 32,
+  next: {
+    title: "Ask something else about the same texts",
+    change: { question: "What is the name of the ferry?" },
+    continues: true,
+  },
+};
 
 /** ``next`` fills the form again; it is asked in a new conversation unless it ``continues``. */
 export const EXAMPLES = [
@@ -81,15 +91,6 @@ export const EXAMPLES = [
       title: "Ask something else about the same text",
       change: { question: HALL },
       continues: true,
-    },
-  },
-  {
-    title: "Texts in another order",
-    first: { system: "", documents: TOWN, question: FLAG },
-    next: {
-      title: "Put the texts into another order and ask again",
-      change: { question: FLAG },
-      shuffle: true,
     },
   },
   {

@@ -31,7 +31,11 @@ const TOOLS = [
   },
 ];
 
-const FIELDS = { response_format: "schema", tools: "tools", tool_choice: "tools" };
+const FIELDS = new Map([
+  ["response_format", "schema"],
+  ["tools", "tools"],
+  ["tool_choice", "tools"],
+]);
 
 /** A field has no valid JSON; what is wrong is written below it. */
 export class FieldError extends Error {}
@@ -75,7 +79,7 @@ export function formatFields() {
 
 /** Shows an error of the server at the field that it names. True if it is one of these fields. */
 export function showAtField(error) {
-  const name = FIELDS[error.param?.split(/[.[]/)[0]];
+  const name = FIELDS.get(error.param?.split(/[.[]/)[0]);
   if (!name) return false;
   complain(name, error.message);
   return true;
@@ -102,6 +106,6 @@ function isObject(value) {
 function complain(name, message) {
   byId(name).setAttribute("aria-invalid", Boolean(message));
   byId(`${name}-error`).textContent = message;
-  if (message) byId("formats").open = true;
+  if (message) byId("more").open = byId("formats").open = true;
   return new FieldError(message);
 }

@@ -1,6 +1,6 @@
 // Asks the server for news once a second while the page is visible.
 
-import { ServerError, explained, sendForJson, setModel, watch } from "./api.js";
+import { ServerError, explained, needKey, sendForJson, setModel } from "./api.js";
 import { AuditGauge } from "./audit.js";
 import { Cursor, LatencyChart, SourcesChart } from "./charts.js";
 import { byId, count, duration, say } from "./dom.js";
@@ -14,9 +14,8 @@ const PATIENCE = 10_000; // for one reply
 const MOST_REQUESTS = 200;
 
 /** Returns a function that asks at once. ``onStart`` is called at the first reply of a server, and
- * at the first reply after it was away; ``onHealing`` with what has become of the approximate rows
- * of the last answers. */
-export function startLive(onStart, onHealing) {
+ * at the first reply after it was away; ``onNews`` with every reply. */
+export function startLive(onStart, onNews) {
   const place = byId("charts");
   const cursor = new Cursor();
   const latency = new LatencyChart(place, cursor);
@@ -104,7 +103,7 @@ export function startLive(onStart, onHealing) {
     queue.update(live.now, live.queue);
     audit.update(live.healing, live.audit);
     facts.update(live);
-    onHealing(live.healed_requests);
+    onNews(live);
     describe(live);
     byId("live-error").hidden = true;
     show("live", "live");
@@ -148,5 +147,5 @@ function describe(live) {
   byId("server").textContent = `${live.model}${context} · up ${duration(live.uptime_s)}`;
   byId("version").textContent = `kvboost ${live.version}`;
   document.title = `KVBoost · ${live.model}`;
-  if (live.needs_key) watch.dispatchEvent(new CustomEvent("key", { detail: "" }));
+  if (live.needs_key) needKey();
 }

@@ -2,7 +2,7 @@
 // healed since turn into exact ones.
 
 import { count, element, percent, plural } from "./dom.js";
-import { KINDS } from "./kinds.js";
+import { kindOf } from "./kinds.js";
 
 /** Rows ``[from, to)`` that have become exact in the cache, of rows that were not. */
 export function healedRows(spans, healing) {
@@ -20,7 +20,7 @@ export class PromptMap {
     this.text = element("div", {
       class: "prompt",
       role: "listbox",
-      "aria-label": "Spans of the prompt",
+      "aria-label": "Parts of the prompt",
     });
     this.detail = element("p", { class: "detail", role: "status" });
     const all = spans.at(-1).end;
@@ -124,7 +124,7 @@ class SpanParts {
   }
 
   get label() {
-    return KINDS.find((kind) => kind.name === this.span.kind).label;
+    return kindOf(this.span.kind).label;
   }
 
   choose(on) {
@@ -137,18 +137,17 @@ class SpanParts {
   described() {
     const { span } = this;
     const facts = [
-      `rows ${count(span.start)} to ${count(span.end - 1)}`,
-      span.donor && `donor ${span.donor.slice(0, 12)}`,
-      span.tier && `from ${span.tier}`,
+      `tokens ${count(span.start)} to ${count(span.end - 1)}`,
+      span.donor && `stored as ${span.donor.slice(0, 12)}${span.tier ? ` in ${span.tier}` : ""}`,
       span.kind === "moved" &&
-        `the text before it resembles the donor's by ${percent(span.resemblance, 1)}`,
+        `${percent(span.resemblance, 1)} of the text before it is the same as then`,
       span.recomputed &&
-        `${count(span.recomputed)} of ${plural(span.tokens, "row")} computed again`,
+        `${count(span.recomputed)} of ${plural(span.tokens, "token")} computed again`,
       this.healed && `${count(this.healed)} exact in the cache since`,
     ].filter(Boolean);
     return [
       element("b", {}, this.label),
-      ` ${plural(span.tokens, "row")}`,
+      ` ${plural(span.tokens, "token")}`,
       ...facts.map((fact) => ` · ${fact}`),
     ];
   }

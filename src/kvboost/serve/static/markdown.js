@@ -1,8 +1,8 @@
 // Markdown as elements. Everything a model writes becomes text nodes: there is no HTML to escape,
-// no image is loaded, and a link leads only to a web page or a mail address.
+// no image is loaded, and a link leads only to a web page or a mail address, which is shown.
 
 import { copyButton } from "./clipboard.js";
-import { element } from "./dom.js";
+import { element, plural } from "./dom.js";
 import { inline } from "./markdown_inline.js";
 
 const DEEPEST = 8; // lists and quotes inside one another
@@ -11,19 +11,42 @@ const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*)$/;
 const RULE = /^ {0,3}(?:(?:-[ \t]*){3,}|(?:\*[ \t]*){3,}|(?:_[ \t]*){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)(?:[-*+]|(\d{1,9})[.)])[ \t]+(.*)$/;
-const DASHES = /^[ \t]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
+const DASHES = /^:?-+:?$/;
+const MOST_MARKDOWN = 50_000; // characters; it is drawn anew with every piece of an answer
+const MOST_BLOCKS = 1000;
+const MOST_CELLS = 50; // in a row
+const MOST_TEXT = 200_000;
 
-/** The elements of ``text``, which may end anywhere: an open code block reaches to its end. */
+let left = 0; // how many blocks may still be made
+
+/** The elements of ``text``, which may end anywhere: an open code block reaches to its end. Of a
+ * very long text, only the beginning is read as Markdown, and not all is shown. */
 export function markdown(text) {
-  return blocks(text.split(/\r?\n/), 0);
+  left = MOST_BLOCKS;
+  const found = blocks(text.slice(0, MOST_MARKDOWN).split(/\r?\n/), 0);
+  if (text.length > MOST_MARKDOWN) {
+    found.push(element("p", {}, text.slice(MOST_MARKDOWN, MOST_TEXT)));
+  }
+  if (text.length > MOST_TEXT) {
+    const more = plural(text.length - MOST_TEXT, "more character");
+    found.push(element("p", { class: "waiting" }, `… and ${more}: copy the answer to see them.`));
+  }
+  return found;
 }
 
 function blocks(lines, depth) {
   const found = [];
   let at = 0;
   while (at < lines.length) {
+    if (left <= 0) {
+      found.push(element("p", {}, lines.slice(at).join("\n")));
+      break;
+    }
     const [node, next] = lines[at].trim() ? block(lines, at, depth) : [null, at + 1];
-    if (node) found.push(node);
+    if (node) {
+      found.push(node);
+      left -= 1;
+    }
     at = next;
   }
   return found;
@@ -76,7 +99,7 @@ function list(lines, at, depth) {
   const [, indent, number] = lines[at].match(ITEM);
   const items = [];
   let end = at;
-  while (end < lines.length) {
+  while (end < lines.length && items.length < left) {
     const item = lines[end].match(ITEM);
     const isNext = item && item[1].length <= indent.length && Boolean(item[2]) === Boolean(number);
     if (isNext && !RULE.test(lines[end])) items.push([item[3]]);
@@ -116,14 +139,16 @@ function tight([first, ...rest]) {
 
 function isTable(lines, at) {
   const below = lines[at + 1] ?? "";
-  return (
-    lines[at].includes("|") && below.includes("-") && below.includes("|") && DASHES.test(below)
-  );
+  if (!lines[at].includes("|") || !below.includes("-") || !below.includes("|")) return false;
+  return cells(below).every((cell) => DASHES.test(cell));
 }
 
 function table(lines, at) {
   let end = at + 2;
-  while (end < lines.length && lines[end].includes("|")) end += 1;
+  while (end < lines.length && lines[end].includes("|") && left > 0) {
+    left -= 1;
+    end += 1;
+  }
   const row = (line, kind) =>
     element("tr", {}, ...cells(line).map((cell) => element(kind, {}, ...inline(cell))));
   const body = lines.slice(at + 2, end).map((line) => row(line, "td"));
@@ -141,7 +166,7 @@ function cells(line) {
     .trim()
     .replace(/^\|/, "")
     .replace(/\|$/, "")
-    .split("|")
+    .split("|", MOST_CELLS)
     .map((cell) => cell.trim());
 }
 

@@ -40,16 +40,22 @@ function nodes(part) {
   if (part.struck !== undefined) return [element("s", {}, ...inline(part.struck))];
   if (part.escaped !== undefined) return [part.escaped];
   if (part.bare !== undefined) return bare(part.bare);
-  return [link(part.to, part.label)];
+  return link(part.to, part.label);
 }
 
 /** A full stop after an address is not part of it. */
 function bare(address) {
   const [, to, rest] = address.match(/^(.*?)([.,;:!?]*)$/);
-  return rest ? [link(to, to), rest] : [link(to, to)];
+  return rest ? [...link(to, to), rest] : link(to, to);
 }
 
+/** A label says nothing about where a link leads, so the host follows it. */
 function link(to, label) {
-  if (!/^(https?:\/\/|mailto:)/i.test(to)) return `${label} (${to})`;
-  return element("a", { href: to, target: "_blank", rel: "noopener noreferrer" }, label);
+  const isLink = /^(https?:\/\/|mailto:)/i.test(to) && URL.canParse(to);
+  if (!isLink) return [`${label} (${to})`];
+  const { host, pathname } = new URL(to);
+  const attributes = { href: to, title: to, target: "_blank", rel: "noopener noreferrer" };
+  const node = element("a", attributes, label);
+  if (label === to) return [node];
+  return [node, element("span", { class: "host" }, ` (${host || pathname})`)];
 }

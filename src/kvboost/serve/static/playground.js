@@ -1,22 +1,24 @@
-// The form: asking, comparing, planning.
+// The form: its fields, its buttons and its errors.
 
 import { explained, modelName, sendForJson } from "./api.js";
 import { Chat } from "./chat.js";
-import { byId, element } from "./dom.js";
-import { EXAMPLES, paragraphs, shuffled } from "./examples.js";
+import { byId, count, element, plural } from "./dom.js";
+import { DEMONSTRATION, EXAMPLES, paragraphs, shuffled } from "./examples.js";
+import { Exchange } from "./exchange.js";
 import { FieldError, formatFields, showAtField, startFormats } from "./formats.js";
 import { ReportView } from "./report.js";
-import { emptyAnswer, streamInto } from "./stream.js";
 
 const FIELDS = ["system", "documents", "question"];
 
-/** ``onAnswer`` is called when a request has ended, with or without success. Returns what the page
- * tells the playground: ``heal`` and ``reload``. */
-export function startPlayground(onAnswer) {
+/** ``onSent`` is called when a request has been sent, ``onAnswer`` when it has ended, with or
+ * without success. Returns what the page tells the playground: ``take`` a reply of the live view,
+ * ``reload`` the conversations, and ``lock`` while a key is missing. */
+export function startPlayground({ onSent, onAnswer }) {
   const form = byId("ask-form");
   const report = new ReportView(byId("report"));
   let running = null; // the AbortController of the request in flight
-  let next = null; // the next question of the example
+  let next = null; // the next question of an example
+  let isLocked = false;
   const chat = new Chat(report, {
     onOpen: ({ system, documents }) => {
       fill({ system, documents });
@@ -25,9 +27,10 @@ export function startPlayground(onAnswer) {
     },
     onResults: (results) => run((signal) => ask(results, false, signal)),
   });
+  const setDocuments = (documents) => fill({ documents });
+  const exchange = new Exchange(chat, { onSent, stop, say, setDocuments });
 
   startFormats();
-  narrow();
   byId("examples").append(
     ...EXAMPLES.map((example) => {
       const button = element("button", { type: "button", class: "quiet" }, example.title);
@@ -35,11 +38,10 @@ export function startPlayground(onAnswer) {
       return button;
     }),
   );
-  byId("documents").addEventListener("input", showShuffle);
-  byId("shuffle").addEventListener("click", () =>
-    fill({ documents: shuffled(byId("documents").value) }),
-  );
-  byId("stop").addEventListener("click", () => running?.abort());
+  byId("documents").addEventListener("input", showDocuments);
+  byId("shuffle").addEventListener("click", () => setDocuments(shuffled(byId("documents").value)));
+  byId("show").addEventListener("click", () => (isLocked ? byId("key").focus() : run(demonstrate)));
+  byId("stop").addEventListener("click", stop);
   byId("plan").addEventListener("click", () => form.reportValidity() && run(plan));
   byId("compare").addEventListener("click", () => form.reportValidity() && askQuestion(true));
   byId("next").addEventListener("click", goOn);
@@ -47,6 +49,7 @@ export function startPlayground(onAnswer) {
     event.preventDefault();
     askQuestion(false);
   });
+  form.addEventListener("invalid", ({ target }) => reveal(target), true);
   form.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.isComposing || event.shiftKey) return;
     const asks = event.ctrlKey || event.metaKey || event.target === byId("question");
@@ -55,19 +58,35 @@ export function startPlayground(onAnswer) {
     form.requestSubmit();
   });
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") running?.abort();
+    if (event.key === "Escape") stop();
   });
-  showShuffle();
-  return { heal: (requests) => chat.heal(requests), reload };
+  return { take, reload, lock };
+
+  function take(live) {
+    chat.heal(live.healed_requests);
+    exchange.reading?.take(live);
+  }
 
   function reload() {
-    running?.abort();
+    stop();
+    lock(false);
     chat.reload();
+  }
+
+  function lock(on) {
+    isLocked = on;
+    byId("show-note").hidden = on;
+    byId("show-locked").hidden = !on;
+  }
+
+  function stop() {
+    running?.abort();
   }
 
   function begin(example) {
     if (running) return;
     chat.start();
+    chat.current.salt = "";
     fill(example.first);
     next = example.next;
     byId("ask").focus();
@@ -77,8 +96,7 @@ export function startPlayground(onAnswer) {
     const step = next;
     if (!step.continues) chat.start();
     fill(step.change);
-    if (step.shuffle) fill({ documents: shuffled(byId("documents").value) });
-    next = step.shuffle ? step : null; // there are many orders, but one question
+    next = null;
     byId("ask").focus({ preventScroll: true }); // this button is about to disappear
     askQuestion(false);
   }
@@ -91,6 +109,7 @@ export function startPlayground(onAnswer) {
   async function run(task) {
     if (running) return;
     running = new AbortController();
+    const starter = document.activeElement;
     byId("ask-error").hidden = true;
     byId("report").classList.add("old");
     offer(null);
@@ -104,90 +123,81 @@ export function startPlayground(onAnswer) {
     } finally {
       running = null;
       byId("report").classList.remove("old");
+      // Stop and Cancel disappear, which would leave a keyboard nowhere.
+      const isLost = [document.body, byId("stop")].includes(document.activeElement);
       setRunning(false);
+      if (isLost) starter.focus({ preventScroll: true });
+      offer(next);
       onAnswer();
     }
   }
 
   async function ask(added, compare, signal) {
-    const request = await makeRequest(added, compare);
-    const turn = { added, request, answer: emptyAnswer(), off: null, healing: null };
-    const view = chat.add(turn);
+    const request = await formRequest(added, compare);
     const typed = byId("question").value;
     byId("question").value = "";
-    say("Reading the prompt");
     try {
-      await stream(turn.answer, request, view, signal);
-      if (compare) {
-        turn.off = emptyAnswer();
-        say("The same without reuse");
-        const mode = { ...request.kvboost, mode: "baseline" };
-        await stream(turn.off, { ...request, kvboost: mode }, view, signal);
-      }
-      say("");
-    } catch (error) {
-      const failed = turn.off ?? turn.answer;
-      failed.finish ??= signal.aborted ? "stopped" : "the connection broke";
-      throw error;
+      await exchange.ask(added, request, compare, signal);
     } finally {
-      if (chat.shows(turn)) close(turn, view, typed); // unless another key came meanwhile
+      if (!chat.current.turns.length || chat.current.turns.at(-1).added !== added) {
+        byId("question").value ||= typed;
+      }
     }
   }
 
-  function close(turn, view, typed) {
-    if (isEmpty(turn.answer)) {
-      chat.remove(turn);
-      byId("question").value ||= typed;
-      return;
-    }
-    view.draw();
-    chat.finish();
-    if (turn.answer.report) report.showTurn(turn);
-    offer(next);
-  }
-
-  async function stream(answer, request, view, signal) {
-    view.draw(answer);
-    await streamInto(answer, request, signal, () => view.piece());
-    view.draw();
+  async function demonstrate(signal) {
+    const { max_tokens } = DEMONSTRATION;
+    fill({ system: "" });
+    const options = { max_tokens, temperature: 0, kvboost: { mode: "chunk_kv_reuse" } };
+    await exchange.demonstrate((added) => makeRequest(added, options), signal);
+    next = DEMONSTRATION.next;
   }
 
   async function plan(signal) {
     const added = [{ role: "user", content: byId("question").value.trim() }];
-    const request = await makeRequest(added, false);
+    const request = await formRequest(added, false);
     report.showPlan(await sendForJson("kvboost/plan", { body: request, signal }));
-    say("A plan: how this prompt would be served now.");
+    say("Nothing was run.");
   }
 
-  /** Comparing without reuse on both sides would compare nothing. */
-  async function makeRequest(added, compare) {
-    const formats = formatFields();
-    chat.current.system = byId("system").value.trim();
-    chat.current.documents = byId("documents").value.trim();
+  /** A request with the settings of the form. Comparing without reuse on both sides would compare
+   * nothing. */
+  function formRequest(added, compare) {
     const chosen = new FormData(form).get("mode");
-    const mode = compare && chosen === "baseline" ? "chunk_kv_reuse" : chosen;
+    return makeRequest(added, {
+      max_tokens: Number(byId("max-tokens").value),
+      temperature: Number(byId("temperature").value),
+      ...formatFields(),
+      kvboost: { mode: compare && chosen === "baseline" ? "chunk_kv_reuse" : chosen },
+    });
+  }
+
+  async function makeRequest(added, { kvboost, ...options }) {
+    const conversation = chat.current;
+    conversation.system = byId("system").value.trim();
+    conversation.documents = byId("documents").value.trim();
     return {
       model: await modelName(),
       messages: chat.messages(added),
-      max_tokens: Number(byId("max-tokens").value),
-      temperature: Number(byId("temperature").value),
       stream: true,
       stream_options: { include_usage: true },
-      ...formats,
-      kvboost: { mode, explain: true },
+      ...options,
+      ...(conversation.salt && { cache_salt: conversation.salt }),
+      kvboost: { ...kvboost, explain: true },
     };
   }
 
-  /** Most buttons are not disabled, which would take the focus away; ``run`` starts nothing
+  /** Buttons are not disabled, which would take the focus away; ``run`` starts nothing
    * meanwhile. */
   function setRunning(on) {
-    for (const id of ["ask", "compare", "plan"]) byId(id).setAttribute("aria-disabled", on);
-    byId("stop").setAttribute("aria-disabled", !on);
+    for (const id of ["show", "ask", "compare", "plan"])
+      byId(id).setAttribute("aria-disabled", on);
+    byId("stop").hidden = !on;
     for (const id of ["conversations", "new", "clear"]) byId(id).disabled = on;
   }
 
   function offer(step) {
-    byId("next").hidden = !step;
+    byId("next").hidden = !step || !chat.current.turns.length;
     byId("next").textContent = step ? `Next: ${lowered(step.title)}` : "";
   }
 }
@@ -196,21 +206,22 @@ function fill(values) {
   for (const name of FIELDS) {
     if (values[name] !== undefined) byId(name).value = values[name];
   }
-  showShuffle();
+  showDocuments();
 }
 
-function showShuffle() {
-  byId("shuffle").disabled = paragraphs(byId("documents").value).length < 2;
+/** Says on the closed disclosure what is in it. */
+function showDocuments() {
+  const { value } = byId("documents");
+  const parts = paragraphs(value).length;
+  byId("shuffle").disabled = parts < 2;
+  byId("more-note").textContent = parts
+    ? `${plural(parts, "paragraph")}, ${count(value.length)} characters`
+    : "";
 }
 
-/** On a phone the conversation comes first: what is before it is closed. */
-function narrow() {
-  if (!matchMedia("(max-width: 640px)").matches) return;
-  for (const part of document.querySelectorAll(".context details")) part.open = false;
-}
-
-function isEmpty({ content, reasoning, calls }) {
-  return !content && !reasoning && !calls.length;
+/** A field that is wrong must be seen. */
+function reveal(field) {
+  for (let at = field; (at = at.parentElement?.closest("details")); ) at.open = true;
 }
 
 function say(text) {

@@ -1,120 +1,107 @@
-// The report about a prompt: the time to the first token, rows by source, and the prompt itself.
+// The report about a prompt: the time to the first token, tokens by source, and the prompt itself.
 
-import { count, element, milliseconds, percent, plural, sooner } from "./dom.js";
-import { KINDS, kept, rowsByKind, total } from "./kinds.js";
+import { gain } from "./comparison.js";
+import { count, element, milliseconds, percent, plural } from "./dom.js";
+import { KINDS, kept, reportRows, total } from "./kinds.js";
+import { Legend } from "./legend.js";
 import { PromptMap, filled, healedRows } from "./map.js";
 
 /** Draws the report of a turn, and again what healing changes in it. */
 export class ReportView {
   constructor(place) {
     this.place = place;
-    this.turn = null;
-    this.map = null;
-    drawKey(place);
+    this.clear();
   }
 
   showTurn(turn) {
     this.turn = turn;
-    this.draw(turn.answer.report, { answer: turn.answer, off: turn.off });
+    this.draw(turn.answer.report, turn);
     this.heal();
   }
 
   /** A plan: nothing was run, so there is no time. */
   showPlan(report) {
     this.turn = null;
-    this.draw(report, {});
+    this.draw(report, null);
   }
 
   clear() {
     this.turn = this.map = null;
-    drawKey(this.place);
+    this.place.classList.add("empty");
+    this.place.replaceChildren(
+      element("p", {}, "Your prompt will appear here, coloured by what was reused."),
+    );
   }
 
-  draw(report, { answer, off }) {
-    const planned = !answer;
-    const parts = [firstToken(report, answer, off), sources(report, planned)];
+  draw(report, turn) {
+    const rows = reportRows(report);
+    this.legend = new Legend(rows, total(rows));
+    const parts = [firstToken(report, turn), sources(rows, !turn, this.legend)];
     this.map = null;
     if (report.spans?.length) {
-      this.map = new PromptMap(report.spans, this.turn?.healing);
-      this.healed = element("span", { class: "note" });
-      parts.push(block("Prompt in order", this.healed, ...this.map.nodes));
-      this.healed.textContent = plural(report.spans.length, "span");
+      this.map = new PromptMap(report.spans, turn?.healing);
+      this.healed = element("span", { class: "note" }, plural(report.spans.length, "part"));
+      parts.push(block("The prompt, in order", this.healed, ...this.map.nodes));
     }
     if (report.notes?.length) {
       parts.push(
         element("ul", { class: "notes" }, ...report.notes.map((note) => element("li", {}, note))),
       );
     }
+    this.place.classList.remove("empty");
     this.place.replaceChildren(...parts);
   }
 
-  /** Something has become of this turn's approximate rows. */
+  /** Something has become of this turn's approximate tokens. */
   heal() {
     const { map, turn } = this;
     if (!map || !turn?.healing) return;
     map.heal(turn.healing);
+    if (turn.healing.healed_tokens) this.legend.heal();
     const all = map.spans.at(-1).end;
     const { from, to } = healedRows(map.spans, turn.healing);
     const done = count(Math.min(to, all) - from);
-    const healed = `${done} of ${plural(all - from, "approximate row")} healed`;
-    this.healed.textContent = `${plural(map.spans.length, "span")}, ${healed}`;
+    const healed = `${done} of ${plural(all - from, "approximate token")} healed`;
+    this.healed.textContent = `${plural(map.spans.length, "part")}, ${healed}`;
   }
-}
-
-/** Shown before the first answer: an explanation of the words. */
-function drawKey(place) {
-  place.replaceChildren(
-    element("h3", {}, "Where a prompt comes from"),
-    element(
-      "p",
-      { class: "lead" },
-      "Ask something, or take an example: the first question reads the text, the next one does " +
-        "not have to. Every row of the prompt is one of these:",
-    ),
-    element("ul", { class: "legend key" }, ...KINDS.map(explained), explained(HEALED)),
-  );
-}
-
-const HEALED = {
-  name: "healed",
-  label: "healed",
-  says: "was computed on moved text; computed exactly since, while the server was idle",
-};
-
-function explained(kind) {
-  const says = element("span", { class: "says" }, kind.says);
-  return element("li", {}, swatch(kind), element("b", {}, kind.label), says);
 }
 
 /** Bars of measured times, or of an estimate where nothing was measured. */
-function firstToken(report, answer, off) {
+function firstToken(report, turn) {
+  const times = turn ? measured(turn) : [];
   const estimate = report.estimated_ms_without_reuse;
-  const times = [];
-  if (answer) {
-    times.push(["this request", "measured", report.ttft_ms, report.queue_ms ?? 0]);
-    if (answer.seen !== null) times.push(["seen here", "seen", answer.seen, 0]);
-  }
-  if (off?.report) {
-    times.push(["without reuse", "measured", off.report.ttft_ms, off.report.queue_ms ?? 0]);
-    times.push(["seen here", "seen", off.seen, 0]);
-  } else if (estimate) {
+  if (!turn?.other?.report && estimate) {
     times.push(["without reuse, estimated", "estimated", estimate, 0]);
   }
   const longest = Math.max(...times.map(([, , value]) => value), 1e-9);
   const shown = block(
     "First token",
-    element("span", { class: "note" }, headline(report, answer, off)),
+    "",
     element("div", { class: "lines" }, ...times.map((time) => line(time, longest))),
   );
+  // The sentence about two answers is below them.
+  if (!turn?.other) {
+    shown.firstChild.after(element("p", { class: "headline" }, headline(report, turn)));
+  }
   shown.classList.add("first");
   return shown;
 }
 
-function headline(report, answer, off) {
-  if (!answer) return "a plan: nothing was run";
-  if (off?.report) return `${sooner(off.report.ttft_ms / report.ttft_ms)}, measured`;
-  const estimate = report.estimated_ms_without_reuse;
-  return estimate ? sooner(estimate / report.ttft_ms) : "no estimate yet: too little has run";
+function headline(report, turn) {
+  if (turn) return gain(report);
+  const rows = reportRows(report);
+  return `${percent(kept(rows), total(rows))} of this prompt is known. Nothing was run.`;
+}
+
+function measured({ answer, other, kind }) {
+  const bars = (label, { report, seen }) => {
+    const found = [[label, "measured", report.ttft_ms, report.queue_ms ?? 0]];
+    if (seen !== null) found.push(["seen here", "seen", seen, 0]);
+    return found;
+  };
+  if (!other?.report) return bars("this request", answer);
+  if (kind === "compared") return [...bars("with reuse", answer), ...bars("without reuse", other)];
+  return [bars("first time", other)[0], bars("again, in another order", answer)[0]];
 }
 
 function line([label, kind, value, queue], longest) {
@@ -132,39 +119,17 @@ function line([label, kind, value, queue], longest) {
   );
 }
 
-function sources(report, planned) {
-  const rows = rowsByKind({
-    exact: report.exact_tokens,
-    approximate: report.approximate_tokens,
-    moved: report.moved_tokens,
-    recomputed: report.recomputed_tokens ?? 0, // not known in a plan
-    computed: report.computed_tokens,
-  });
+function sources(rows, planned, legend) {
   const all = total(rows);
   const bar = element("div", { class: "bar thick", role: "img", "aria-label": spoken(rows, all) });
-  const legend = element("ul", { class: "legend" });
-  for (const kind of KINDS) {
-    const number = rows[kind.name];
-    if (!number) continue;
-    bar.append(filled(kind.name, number / all));
-    legend.append(
-      element(
-        "li",
-        {},
-        swatch(kind),
-        element("b", {}, kind.label),
-        element("span", { class: "amount" }, count(number)),
-        element("span", { class: "share" }, percent(number, all)),
-      ),
-    );
-  }
-  const again = planned && rows.moved ? "; which moved rows to mend is decided when it runs" : "";
-  const note = `${percent(kept(rows), all)} not ${planned ? "to be read" : "read"} again${again}`;
+  for (const { name } of KINDS) if (rows[name]) bar.append(filled(name, rows[name] / all));
+  const again = planned && rows.moved ? "; some moved text will be computed again" : "";
+  const note = `${percent(kept(rows), all)} reused${again}`;
   return block(
-    `Prompt, ${plural(all, "row")}`,
+    `Prompt, ${plural(all, "token")}`,
     element("span", { class: "note" }, note),
     bar,
-    legend,
+    ...legend.nodes,
   );
 }
 
@@ -172,10 +137,6 @@ function spoken(rows, all) {
   return KINDS.filter((kind) => rows[kind.name])
     .map((kind) => `${kind.label} ${percent(rows[kind.name], all)}`)
     .join(", ");
-}
-
-function swatch(kind) {
-  return element("span", { class: `swatch fill ${kind.name}`, "aria-hidden": "true" });
 }
 
 function block(title, note, ...children) {

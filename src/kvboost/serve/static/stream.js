@@ -1,6 +1,6 @@
 // One answer, as it is streamed.
 
-import { ServerError, events, send } from "./api.js";
+import { ServerError, events, randomName, send } from "./api.js";
 
 /** An answer of which nothing has come yet. */
 export function emptyAnswer() {
@@ -11,16 +11,20 @@ export function emptyAnswer() {
     finish: null,
     usage: null,
     report: null, // the server's ``kvboost`` object
+    ttft: null, // milliseconds until the first token, by the server's clock
     seen: null, // milliseconds until the first piece was here, by this page's clock
-    requestId: null,
+    requestId: randomName("page"),
   };
 }
 
-/** Fills ``answer`` with the server's answer to ``request``; calls ``onPiece`` after each piece. */
+/** Fills ``answer`` with the server's answer to ``request``, which is known to the server as
+ * ``answer.requestId``; calls ``onPiece`` after each piece. */
 export async function streamInto(answer, request, signal, onPiece) {
   const began = performance.now();
-  const response = await send("v1/chat/completions", { body: request, signal });
-  answer.requestId = response.headers.get("x-request-id");
+  const { requestId } = answer;
+  const response = await send("v1/chat/completions", { body: request, signal, requestId });
+  const ttft = response.headers.get("x-kvboost-ttft-ms");
+  if (ttft !== null) answer.ttft = Number(ttft);
   for await (const event of events(response)) {
     if (event.error) throw new ServerError(response.status, event.error.message);
     const choice = event.choices?.[0];

@@ -2,13 +2,16 @@
 
 import { key } from "./api.js";
 import { copyButton } from "./clipboard.js";
-import { compared, summary } from "./comparison.js";
-import { count, element, percent, plural, say } from "./dom.js";
+import { sidesOf, summary, verdict } from "./comparison.js";
+import { count, element, milliseconds, percent, plural, say } from "./dom.js";
 import { markdown } from "./markdown.js";
 import { curl, python } from "./snippets.js";
 
+const REST = 4; // times as long as the last drawing took
+const MOST_ARGUMENTS = 50_000; // characters
+
 /** One turn. ``hooks``: ``onChoose`` shows its report, ``onResults`` sends results of its calls,
- * ``onDrawn`` is called when new text was drawn. */
+ * ``onDrawn`` is called when new text was drawn, ``onShown`` with the part that is new. */
 export class TurnView {
   constructor(turn, hooks) {
     this.turn = turn;
@@ -27,32 +30,38 @@ export class TurnView {
       this.actions,
     );
     this.sides = [];
-    this.frame = null;
+    this.isDue = false; // whether a piece waits to be drawn
+    this.restsUntil = 0;
     this.draw();
   }
 
-  /** Draws everything anew: another answer has begun, or one has ended. */
-  draw(busy = null) {
-    const { answer, off } = this.turn;
-    const answers = [answer, off].filter(Boolean);
-    this.sides = answers.map((one, place) => {
-      const title = answers.length > 1 ? ["With reuse", "Without reuse"][place] : null;
-      return new Reply(one, title, one === busy);
-    });
-    this.replies.classList.toggle("two", answers.length > 1);
+  /** Draws everything anew: another answer has begun, or one has ended. ``reading`` is shown in
+   * place of the answer ``busy`` until that has text. */
+  draw(busy = null, reading = null) {
+    const sides = sidesOf(this.turn);
+    this.sides = sides.map((side) => new Reply(side, side.answer === busy ? reading : null));
+    this.replies.classList.toggle("two", sides.length > 1);
     this.replies.replaceChildren(...this.sides.map((side) => side.node));
-    say(this.verdict, off && !busy ? compared(answer, off) : "");
+    say(this.verdict, busy ? "" : verdict(this.turn));
     this.drawHealing();
-    this.actions.replaceChildren(...(busy ? [] : this.buttons()));
+    this.hooks.onShown(busy ? this.sides.find((side) => side.busy).node : this.verdict);
+    this.actions.replaceChildren(...(busy || !this.turn.answer ? [] : this.buttons()));
   }
 
-  /** A piece has come: draws it at the next frame. */
+  /** A piece has come: draws it at the next frame. A long answer takes long to draw, so the page
+   * rests longer before it draws the next piece. */
   piece() {
-    this.frame ??= requestAnimationFrame(() => {
-      this.frame = null;
+    if (this.isDue) return;
+    this.isDue = true;
+    const drawPiece = (began) => {
+      this.isDue = false;
       for (const side of this.sides) if (side.busy) side.draw();
       this.hooks.onDrawn();
-    });
+      const now = performance.now();
+      this.restsUntil = now + REST * (now - began);
+    };
+    const rest = Math.max(0, this.restsUntil - performance.now());
+    setTimeout(() => requestAnimationFrame(drawPiece), rest);
   }
 
   drawHealing() {
@@ -103,16 +112,23 @@ export class TurnView {
   }
 }
 
-/** One answer of a turn. */
+/** One answer of a turn; null if it has not begun. ``reading`` shows how far its prompt is. */
 class Reply {
-  constructor(answer, title, busy) {
+  constructor({ answer, title, texts = "" }, reading) {
     this.answer = answer;
-    this.busy = busy;
-    this.body = element("div", { class: "answer", "aria-busy": busy });
+    this.isPair = title !== null;
+    this.reading = reading;
+    this.busy = reading !== null;
+    this.body = element("div", { class: "answer", "aria-busy": this.busy });
     this.meta = element("p", { class: "meta" });
-    const head = title ? [element("h4", {}, title)] : [];
-    this.node = element("div", { class: "reply" }, ...head, this.body, this.meta);
-    this.draw();
+    this.time = element("p", { class: "time", hidden: "" }, element("b"), " to the first token");
+    this.node = element("div", { class: "reply" }, this.body, this.meta);
+    if (this.isPair) {
+      const order = texts ? [element("p", { class: "texts" }, texts)] : [];
+      this.body.before(element("h4", {}, title), ...order, this.time);
+    }
+    if (answer) this.draw();
+    else this.body.append(element("p", { class: "waiting" }, "Comes next."));
   }
 
   draw() {
@@ -120,12 +136,12 @@ class Reply {
     const parts = [];
     if (reasoning) parts.push(thoughts(reasoning, this.body.querySelector("details")?.open));
     parts.push(...markdown(content), ...calls.map(callOf));
-    if (!parts.length)
-      parts.push(
-        element("p", { class: "waiting" }, this.busy ? "Reading the prompt …" : "(no text)"),
-      );
+    if (!parts.length) parts.push(this.reading ?? element("p", { class: "waiting" }, "(no text)"));
     this.body.replaceChildren(...parts);
-    say(this.meta, this.busy ? "" : summary(this.answer));
+    const first = this.answer.report?.ttft_ms ?? this.answer.ttft;
+    this.time.hidden = first === null;
+    if (first !== null) say(this.time.firstChild, milliseconds(first));
+    say(this.meta, this.busy ? "" : summary(this.answer, this.isPair));
   }
 }
 
@@ -150,6 +166,7 @@ function callOf({ name, arguments: given }) {
 }
 
 function pretty(json) {
+  if (json.length > MOST_ARGUMENTS) return `${json.slice(0, MOST_ARGUMENTS)} …`;
   try {
     return JSON.stringify(JSON.parse(json), null, 2);
   } catch {
@@ -157,19 +174,20 @@ function pretty(json) {
   }
 }
 
+const HEALING = new Map([
+  ["waiting", "Being made exact while the server is idle"],
+  ["done", "Made exact since, while the server was idle"],
+  ["dropped", "No longer being made exact"],
+  ["failed", "Making it exact failed"],
+]);
+
 function healed({ approximate_tokens: all, healed_tokens: done, status, audit }) {
-  const rows = `${count(done)} of ${count(all)} approximate rows are exact in the cache by now`;
-  const state = {
-    waiting: "Healing",
-    done: "Healed",
-    dropped: "Healing was dropped",
-    failed: "Healing failed",
-  };
-  const parts = [`${state[status]}: ${rows}.`];
+  const state = HEALING.get(status) ?? status;
+  const parts = [`${state}: ${count(done)} of ${plural(all, "approximate token")}.`];
   if (audit) {
-    const kl = audit.mean_kl === null ? "" : `, mean KL ${audit.mean_kl.toPrecision(2)}`;
+    const kl = audit.mean_kl === null ? "" : ` (mean KL ${audit.mean_kl.toPrecision(2)})`;
     const agreed = `${percent(audit.agreement, 1)} of ${plural(audit.compared_tokens, "token")}`;
-    parts.push(`Audit: the likeliest token is that of an exact prompt at ${agreed}${kl}.`);
+    parts.push(`Compared with exact text, the model chooses the same at ${agreed}${kl}.`);
   }
   return parts.join(" ");
 }
