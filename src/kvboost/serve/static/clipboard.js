@@ -16,7 +16,10 @@ export function copyButton(label, text) {
   return button;
 }
 
-async function copied(text) {
+/** Without control characters other than tabs and line ends: they cannot be seen, and terminals act
+ * on them. */
+async function copied(given) {
+  const text = given.replace(/[^\P{Cc}\t\n]/gu, "");
   try {
     await navigator.clipboard.writeText(text);
     return true;
