@@ -109,3 +109,30 @@ def test_a_body_that_is_far_too_large_is_refused_while_it_is_sent() -> None:
         connect(server, b"x" * 5_000_000) as large,
     ):
         assert b" 413 " in read_until(large, b"5,000,000 bytes")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"origin": "http://testserver"}, 200),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "https://evil.example", "sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"origin": "https://proxy.example", "sec-fetch-site": "same-origin"}, 200),
+        ({"origin": "https://app.example", "sec-fetch-site": "cross-site"}, 200),
+    ],
+)
+def test_other_peoples_web_pages_can_send_nothing(serve_fake, headers, status: int) -> None:
+    """Browsers send plain text without asking first: any page could leave a document here."""
+    client = serve_fake(cors_origins=("https://app.example",))
+    sent = {"content-type": "text/plain", **headers}
+    answer = client.post("/kvboost/files", content=b"A text.", headers=sent)
+    assert answer.status_code == status, answer.text
+    assert client.get("/health", headers=headers).status_code == 200
+
+
+def test_many_small_headers_are_large(client) -> None:
+    headers = [(f"h{number}", "") for number in range(5000)]
+    assert client.get("/health", headers=headers).status_code == 431

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -10,12 +11,14 @@ from kvboost.serve.errors import ApiError
 from kvboost.serve.problems import shown
 from kvboost.serve.settings import ServerSettings
 
+_READING = ("GET", "HEAD", "OPTIONS")
 ALWAYS_SERVED = ("/health", "/ready")
 """Orchestrators restart a server that does not answer these. They take no time."""
 
 
 class HeadLimits:
-    """Refuses large headers, and host names that are not the server's."""
+    """Refuses large headers, host names that are not the server's, and what web pages of others
+    send from a browser without being allowed to."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
@@ -29,7 +32,9 @@ class HeadLimits:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         settings = self._settings
-        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        size = sum(
+            len(name) + len(value) + 4 for name, value in scope["headers"]
+        )  # with colon and line end
         size += len(scope.get("raw_path") or b"") + len(scope["query_string"])
         if size > settings.max_header_bytes:
             return ApiError(
@@ -38,8 +43,18 @@ class HeadLimits:
                 "allowed",
                 code="headers_too_large",
             )
+        headers = dict(scope["headers"])
+        origin = None if scope["method"] in _READING else foreign_origin(headers)
+        if origin is not None and not {origin, "*"} & {*settings.cors_origins}:
+            return ApiError(
+                403,
+                f"web pages of {shown(origin)} may not use this server; start it with "
+                "--cors-origin to allow them",
+                kind="permission_error",
+                code="origin_not_allowed",
+            )
         if settings.allowed_hosts:
-            host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+            host = headers.get(b"host", b"").decode("latin-1")
             if _host_name(host) not in settings.allowed_hosts:
                 return ApiError(
                     403,
@@ -49,6 +64,18 @@ class HeadLimits:
                     code="host_not_allowed",
                 )
         return None
+
+
+def foreign_origin(headers: Mapping[bytes, bytes]) -> str | None:
+    """The origin of the web page that sent a request, if it is not the server's own; None if it is,
+    or if no browser sent it. Browsers ask before most requests of other pages, but not before
+    one whose body is plain text."""
+    origin = headers.get(b"origin", b"").decode("latin-1")
+    site = headers.get(b"sec-fetch-site", b"").decode("latin-1")
+    if site:
+        return None if site in ("same-origin", "none") else origin or site
+    host = headers.get(b"host", b"").decode("latin-1")
+    return None if not origin or origin.partition("://")[2] == host else origin
 
 
 class OpenRequests:
