@@ -32,9 +32,8 @@ class HeadLimits:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         settings = self._settings
-        size = sum(
-            len(name) + len(value) + 4 for name, value in scope["headers"]
-        )  # with colon and line end
+        framing = 4  # a colon, a blank and the end of the line
+        size = sum(len(name) + len(value) + framing for name, value in scope["headers"])
         size += len(scope.get("raw_path") or b"") + len(scope["query_string"])
         if size > settings.max_header_bytes:
             return ApiError(
