@@ -52,7 +52,7 @@ async def fetch(connections: Connections, url: str, content: bytes | None = None
 
 
 def sockets() -> list[socket.socket]:
-    """Copies of all connected sockets of this process."""
+    """Copies of all connected TCP sockets of this process."""
     found = []
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -60,9 +60,10 @@ def sockets() -> list[socket.socket]:
         except OSError:
             continue
         try:
+            one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             one.getpeername()
             found.append(one)
-        except OSError:
+        except OSError:  # of another kind, or not connected
             one.close()
     return found
 

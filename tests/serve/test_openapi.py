@@ -24,7 +24,8 @@ from tiny import byte_tokenizer, tiny_model
 
 JUDGED_LATER = re.compile(
     r"tools|tool_choice|response_format|guided_|structured_outputs|template_options|text.format"
-    r"|json_schema|regex|ebnf|grammar|suffix|min_tokens|prompt_logprobs|continue_final_message"
+    r"|json_schema|regex|ebnf|grammar|suffix|min_(new_)?tokens|ignore_eos"
+    r"|prompt_logprobs|continue_final_message"
     r"|messages\[\d+\]\.(content|tool_calls|tool_call_id|reasoning_content)"
     r"|input\[\d+\]\.arguments|messages: the last|messages\[\d+\]: a \w+ block|output_config"
 )

@@ -72,7 +72,7 @@ def test_a_second_question_reuses_the_first_and_its_answer(open_page: OpenPage) 
     assert rows(page) == {"computed": total}
 
     ask(page, text_of("a"), "Other?", continues=True)
-    assert page.locator(".turn").count() == 2
+    expect(page.locator(".turn")).to_have_count(2)
     found = rows(page)
     assert found["exact"] >= total and set(found) == {"exact", "computed"}
     expect(page.locator(".first")).to_contain_text("this request")
@@ -113,7 +113,7 @@ def test_a_comparison_sends_the_same_request_with_and_without_reuse(open_page: O
         re.compile(r"^\d+ % of the prompt was reused.* The answers are the same\.$")
     )
     assert page.locator(".turn").last.locator(".time b").all_inner_texts() != []
-    assert page.locator(".first .line").count() == 4
+    expect(page.locator(".first .line")).to_have_count(4)
 
     page.get_by_text("None", exact=True).click()
     ask(page, text_of("m"), "So?")
@@ -140,7 +140,7 @@ def test_conversations_survive_a_reload_until_they_are_cleared(open_page: OpenPa
 
     page.get_by_role("button", name="Clear history").click()
     page.get_by_role("button", name="Clear them").click()
-    assert page.locator(".turn").count() == 0
+    expect(page.locator(".turn")).to_have_count(0)
     assert page.evaluate("JSON.stringify(localStorage)") == "{}"
 
 
@@ -167,7 +167,7 @@ def test_an_error_of_the_server_is_shown(open_page: OpenPage) -> None:
     page.get_by_role("button", name="Ask", exact=True).click()
     expect(page.get_by_role("alert")).to_contain_text("8,192")
     expect(page.get_by_label("Your question")).to_have_value("Why?")
-    assert page.locator(".turn").count() == 0
+    expect(page.locator(".turn")).to_have_count(0)
 
 
 def test_charts_follow_the_requests_and_begin_anew_after_a_restart(open_page: OpenPage) -> None:
@@ -232,7 +232,7 @@ def test_a_text_with_markup_stays_text_and_is_forgotten_when_that_is_confirmed(
     ask(page, markup + text_of("f"))
     expect(page.locator("#chunks")).to_contain_text("<img src=x onerror=alert(1)>")
     expect(page.locator(".prompt")).to_contain_text("<b>bold</b>")
-    assert page.locator("img").count() == 0
+    expect(page.locator("img")).to_have_count(0)
     preview = page.locator("#chunks tr", has_text="<b>bold</b>")
     expect(preview.first).to_be_visible()
 
@@ -277,14 +277,14 @@ def test_a_key_is_asked_for_and_kept_for_the_session(open_page: OpenPage) -> Non
         page.get_by_role("button", name="Remove key").click()
         expect(page.locator("#connection")).to_have_text("needs a key")
         assert page.evaluate("JSON.stringify(sessionStorage)") == "{}"
-        assert page.locator(".turn").count() == 0
+        expect(page.locator(".turn")).to_have_count(0)
         page.context.close()
 
 
 def test_the_page_fits_and_is_readable_in_light_and_dark(open_page: OpenPage) -> None:
     page = open_page(viewport={"width": 360, "height": 800})
     expect(page.locator("#connection")).to_have_text("live")
-    assert page.locator("details[open]").count() == 0
+    expect(page.locator("details[open]")).to_have_count(0)
     page.locator("details").evaluate_all("all => all.forEach((one) => { one.open = true; })")
     assert faint_texts(page) == [] and small_targets(page) == []
     ask(page, text_of("l"))
@@ -323,7 +323,7 @@ def test_a_wrong_setting_is_shown_though_it_was_hidden(open_page: OpenPage) -> N
     page.get_by_label("Your question").fill("Why?")
     page.get_by_role("button", name="Ask", exact=True).click()
     expect(page.get_by_label("Max tokens")).to_be_focused()
-    assert page.locator(".turn").count() == 0
+    expect(page.locator(".turn")).to_have_count(0)
 
 
 def test_the_first_key_stop_is_a_skip_link(open_page: OpenPage) -> None:
@@ -342,7 +342,7 @@ def test_the_first_key_stop_is_a_skip_link(open_page: OpenPage) -> None:
 
 def test_each_word_of_the_legend_is_explained(open_page: OpenPage) -> None:
     page = open_page()
-    assert page.locator(".legend").count() == 0  # there is no prompt to explain yet
+    expect(page.locator(".legend")).to_have_count(0)  # there is no prompt to explain yet
     ask(page, text_of("w"), "First?")
     ask(page, text_of("w"), "Other?", continues=True)
     word, said = page.get_by_role("button", name="exact"), page.locator(".says")

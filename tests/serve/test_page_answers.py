@@ -100,7 +100,7 @@ def test_answers_are_markdown_and_never_html(engine: FakeEngine, open_page: Open
     expect(answer.locator("blockquote")).to_have_text("quoted")
     assert answer.locator("td").all_inner_texts() == ["1", "<i>2</i>"]
     expect(answer).to_contain_text("<img src=x onerror=alert(1)><script>alert(2)</script>")
-    assert page.locator("img, main script, .answer i").count() == 0
+    expect(page.locator("img, main script, .answer i")).to_have_count(0)
 
     blocks = answer.locator("pre").all_inner_texts()
     assert blocks == ["def f(x):\n    return x < 1  # **not bold**", "open"]

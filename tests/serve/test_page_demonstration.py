@@ -77,7 +77,7 @@ def test_show_me_asks_shuffles_and_asks_again(open_page: OpenPage) -> None:
     expect(page.locator(".verdict")).to_have_text(
         re.compile(r"^\d+ % of the prompt was reused[:,.] .*\d+ m?s.*\d+ m?s")
     )
-    assert page.locator(".first .line").count() == 2
+    expect(page.locator(".first .line")).to_have_count(2)
     found = rows(page)
     assert found["moved"] > found["computed again"] > 0
     assert page.locator(".strip .recomputed").count() > 0
@@ -137,7 +137,7 @@ def test_show_me_can_be_stopped_and_leaves_a_conversation(
     page.get_by_role("button", name="Show me").click()
     page.get_by_role("button", name="Cancel").click()
     expect(page.locator("#status")).to_have_text("Stopped.")
-    assert page.locator(".turn").count() == 0
+    expect(page.locator(".turn")).to_have_count(0)
     expect(page.get_by_role("button", name="Show me")).to_be_focused()
 
     engine.script = [["In 1902."], [None], ["Alma."]]
@@ -226,7 +226,7 @@ def test_the_page_says_how_far_a_prompt_is_and_cancels_it(open_page: OpenPage) -
         reading.get_by_role("button", name="Cancel").click()
         expect(page.locator("#status")).to_have_text("Stopped.")
         expect(page.get_by_label("Your question")).to_have_value("Why? " * 400)
-        assert page.locator(".turn").count() == 0
+        expect(page.locator(".turn")).to_have_count(0)
         pace.end()
         queue = page.get_by_role("figure", name="Queue").get_by_role("img")
         expect(queue).to_have_attribute("aria-label", re.compile(r"^0 of \d+ running"))

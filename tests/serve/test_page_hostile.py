@@ -243,7 +243,9 @@ def test_links_show_where_they_lead_and_nothing_is_loaded(
     expect(answer).to_contain_text("me (me@example.org)")
     for link in answer.locator("a").all():
         assert link.get_attribute("rel") == "noopener noreferrer"
-    assert page.locator("img, iframe, style, main script, svg [onload], b[onclick]").count() == 0
+    expect(page.locator("img, iframe, style, main script, svg [onload], b[onclick]")).to_have_count(
+        0
+    )
     expect(page.locator("#server")).to_contain_text(MODEL)
 
 
@@ -299,13 +301,13 @@ def test_stored_conversations_that_the_page_did_not_write_do_no_harm(
     polluted = '{"__proto__": {"polluted": 1}, "constructor": {"prototype": {"polluted": 1}}}'
     for text in ("{", polluted, f'[{polluted}, {{"turns": [{{}}]}}]'):
         store(page, text)
-        assert page.locator(".turn").count() == 0
+        expect(page.locator(".turn")).to_have_count(0)
     store(page, json.dumps([None, 1, {"turns": 3}, injected, {**good, "at": "now"}, good]))
     assert page.locator(".asked").all_inner_texts() == ["Why?"]
-    assert page.locator("#conversations option").count() == 1
+    expect(page.locator("#conversations option")).to_have_count(1)
     assert page.evaluate("({}).polluted === undefined && [].polluted === undefined")
     store(page, json.dumps([good]) + " " * 2_500_000)
-    assert page.locator(".turn").count() == 0
+    expect(page.locator(".turn")).to_have_count(0)
 
     # Any value may have become any other: what is left of it can still be shown.
     wrong = [None, True, 1e308, "constructor", [], [None], {"__proto__": 1}]
@@ -356,7 +358,7 @@ def test_the_page_works_where_storage_is_blocked(engine: FakeEngine, open_page: 
     expect(ask(page).locator(".answer")).to_have_text("Because.")
     page.get_by_role("button", name="Clear history").click()
     page.get_by_role("button", name="Clear them").click()
-    assert page.locator(".turn").count() == 0
+    expect(page.locator(".turn")).to_have_count(0)
 
 
 def test_no_other_page_can_frame_the_page(address: str, open_page: OpenPage) -> None:
