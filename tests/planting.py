@@ -72,8 +72,11 @@ def plant(path: Path, **fields: str) -> Path:
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata() | fields
-    tokens = as_token_ids(memoryview(base64.b64decode(metadata["tokens"])).cast("i").tolist())
-    if "key" not in fields:
+    if metadata["tokens"] == "?":
+        tokens = as_token_ids([0])
+    else:
+        tokens = as_token_ids(memoryview(base64.b64decode(metadata["tokens"])).cast("i").tolist())
+    if "key" not in fields and metadata["tokens"] != "?":
         metadata["key"] = chain_key(ChunkKey(metadata["parent"]), tokens)
     if metadata["before"] == "itself":
         metadata["before"] = metadata["key"]
@@ -114,11 +117,23 @@ BAD_HEADERS: dict[str, dict[str, str]] = {
     "an infinite norm": {"key_norm": "inf"},
     "a negative norm": {"key_norm": "-1.0"},
     "an unknown lineage": {"lineage": "new"},
-    "unknown bits": {"bits": "99"},
+    "bits that are not a number": {"bits": "many"},
     "no tokens": {"tokens": ""},
     "no tokens, and itself before": {"tokens": "", "before": "itself"},
     "itself before": {"before": "itself"},
     "a negative token": {"tokens": NEGATIVE},
     "a long name": {"model_name": "x" * 100_000},
-    "an unknown format": {"format": "kvboost-chunk-2"},
+    "a format of others": {"format": "pt"},
+}
+
+OTHER_VERSIONS: dict[str, dict[str, str]] = {
+    "an older format": {"format": "kvboost-chunk-0"},
+    "a newer format": {"format": "kvboost-chunk-2"},
+    "a newer format, signed": {"format": "kvboost-chunk-2-signed"},
+    "a newer format without any of our fields": {
+        **dict.fromkeys(("tokens", "position", "lineage", "nbytes"), "?"),
+        "format": "kvboost-chunk-31",
+    },
+    "a field that we do not know": {"rotation": "half"},
+    "an unknown precision": {"bits": "2"},
 }

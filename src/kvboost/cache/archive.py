@@ -17,7 +17,7 @@ from uuid import uuid4
 from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.secret import Secret
-from kvboost.cache.tiers.disk import SUFFIX
+from kvboost.cache.tiers.disk_scan import SUFFIX
 from kvboost.errors import CacheFolderError
 from kvboost.progress import Progress
 from kvboost.tokens.hashing import ChunkKey
@@ -38,7 +38,7 @@ class Exported:
 class Imported:
     installed: int
     present: int
-    """Chunks that the folder had already."""
+    """Chunks that the folder had already, perhaps from another version of KVBoost."""
     refused: int
     """Members of the archive that are not whole chunks under their own name, or not signed with
     our secret."""

@@ -35,7 +35,8 @@ FORMAT = "kvboost-chunk-1"
 SIGNED_FORMAT = "kvboost-chunk-1-signed"
 HEADER_BYTES = 8192
 """Most headers are shorter: those of chunks of a few hundred tokens."""
-LONGEST_HEADER = 1 << 24
+LONGEST_HEADER = 1 << 20
+"""Of a chunk of 150,000 tokens. A longer one is refused before it is read."""
 MOST_POSITIONS = 1 << 31
 MOST_BYTES = 1 << 40
 LONGEST_NAME = 4096
@@ -47,10 +48,24 @@ _BLOCK = 1 << 18  # copied and then hashed while it is in the processor's cache
 _KEY = re.compile(r"[0-9a-f]{32}")
 _NUMBER = re.compile(r"\d{1,19}")
 _NOT_SIGNED = ("checksum", "signature")
+_BEGINNING = b'{"__metadata__":{'
+_MOST_VALUES = 1 << 14  # in a header: many small values take far longer to read than one long one
+_ANY_FORMAT = re.compile(r"kvboost-chunk-\d{1,9}(-signed)?")
+_FIELDS = frozenset(
+    (
+        *("format", "key", "parent", "before", "root", "model", "model_name", "tokens"),
+        *("position", "lineage", "bits", "nbytes", "key_norm", "signature", "checksum"),
+    )
+)
 
 
 class BadChunk(ValueError):
     """These bytes are not a whole chunk, or not the chunk that was expected."""
+
+
+class OtherVersion(BadChunk):
+    """A chunk that another version of KVBoost wrote, in a form that this one cannot read. It may
+    be whole, so it is left where it is."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,15 @@ class Expected:
     planned: ChunkInfo
     format: KVFormat | None = None
     """The model's; None compares the tensors with one another only."""
+
+    @property
+    def most_bytes(self) -> int | None:
+        """The size of the largest file that such a chunk can have: what is larger is not read. None
+        if that is not known."""
+        if self.format is None:
+            return None
+        info = self.planned
+        return LONGEST_HEADER + self.format.most_bytes(info.num_tokens, info.base_position)
 
 
 def encode(chunk: KVChunk, secret: Secret | None = None) -> bytes:
@@ -103,19 +127,28 @@ def read_file(
 
 def read_header(data: bytes) -> dict[str, str]:
     """The metadata of a file that begins with ``data``; raises ``BadChunk``."""
-    length = int.from_bytes(data[:8], "little")
-    if not 2 <= length <= len(data) - 8:
+    end = header_length(data)
+    if end > len(data):
         raise BadChunk("the header is cut off")
+    header = data[8:end]
+    if sum(map(header.count, (b"{", b"[", b","))) > _MOST_VALUES:
+        raise BadChunk("the header has too many values")
     try:
-        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+        metadata = json.loads(header.decode())["__metadata__"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise BadChunk("the header is not that of a chunk") from None
     return metadata if isinstance(metadata, dict) else {}
 
 
 def header_length(data: bytes) -> int:
-    """How many bytes of a file ``read_header`` needs."""
-    return 8 + int.from_bytes(data[:8], "little")
+    """How many bytes of a file that begins with ``data`` ``read_header`` needs; raises
+    ``BadChunk`` if the first ones are not a chunk's."""
+    if not data.startswith(_BEGINNING, 8):
+        raise BadChunk("the header is not that of a chunk")
+    length = int.from_bytes(data[:8], "little")
+    if length > LONGEST_HEADER:
+        raise BadChunk(f"a header of {length} bytes; {LONGEST_HEADER} are allowed")
+    return 8 + length
 
 
 def info(
@@ -129,6 +162,9 @@ def info(
     """
     try:
         signed = _is_signed(metadata, secret)
+        bits = _number(metadata["bits"], MOST_POSITIONS)
+        if bits not in BITS or not metadata.keys() <= _FIELDS:
+            raise OtherVersion("it has fields or a precision that this version does not know")
         tokens = np.frombuffer(base64.b64decode(metadata["tokens"], validate=True), dtype="<i4")
         found = ChunkInfo(
             key=_key(metadata["key"]),
@@ -138,7 +174,7 @@ def info(
             token_ids=as_token_ids(tokens),
             base_position=_number(metadata["position"], MOST_POSITIONS - len(tokens)),
             lineage=Lineage(metadata["lineage"]),
-            bits=_number(metadata["bits"], max(BITS) + 1),
+            bits=bits,
             nbytes=_number(metadata["nbytes"], size),
             origin=Origin(_name(metadata["model"]), _name(metadata["model_name"])),
             key_norm=float(metadata["key_norm"]),
@@ -164,7 +200,6 @@ def _is_possible(found: ChunkInfo) -> bool:
     return (
         found.num_tokens >= 1
         and not (found.token_ids < 0).any()
-        and found.bits in BITS
         and found.nbytes >= 1
         and math.isfinite(found.key_norm)
         and found.key_norm >= 0
@@ -177,9 +212,11 @@ def _is_possible(found: ChunkInfo) -> bool:
 def _is_signed(metadata: Mapping[str, str], secret: Secret | None) -> bool:
     """Whether a header is signed. Raises ``BadChunk`` if it is not in a format of ours, or if it
     should be signed and is not, or not with this secret."""
-    if not all(isinstance(value, str) for value in metadata.values()):
-        raise BadChunk("the header is not that of a chunk")
     name = metadata["format"]
+    if name not in (FORMAT, SIGNED_FORMAT) and _ANY_FORMAT.fullmatch(name):
+        raise OtherVersion(f"format {name!r}; this version reads {FORMAT!r}")
+    if set(map(type, metadata.values())) != {str}:
+        raise BadChunk("the header is not that of a chunk")
     if name not in (FORMAT, SIGNED_FORMAT):
         raise BadChunk(f"format {name[:100]!r}, not {FORMAT!r} or {SIGNED_FORMAT!r}")
     if secret is None:

@@ -127,8 +127,8 @@ class ChunkData:
     def is_wanted(self, key: ChunkKey) -> bool:
         return key in self._known
 
-    def on_found(self, info: ChunkInfo) -> None:
-        self._known.add(info.key)
+    def on_found(self, infos: Sequence[ChunkInfo]) -> None:
+        self._known.update(info.key for info in infos)
 
     def on_described(self, info: ChunkInfo) -> None: ...
 

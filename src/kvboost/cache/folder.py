@@ -21,8 +21,7 @@ from kvboost.cache.archive import (
     write_archive,
 )
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Origin
-from kvboost.cache.lookup.anchors import WINDOW
-from kvboost.cache.lookup.catalogue import Catalogue, holding, preceding
+from kvboost.cache.lookup.catalogue import holding, preceding
 from kvboost.cache.secret import Secret
 from kvboost.cache.tiers import files
 from kvboost.cache.tiers.disk import LOCK_SECONDS, DiskTier
@@ -63,6 +62,9 @@ class Summary:
     quarantined: int
     """Files that were not what they said."""
     quarantined_bytes: int
+    others: int
+    """Chunks that another version of KVBoost wrote."""
+    other_bytes: int
 
     @property
     def chunks(self) -> int:
@@ -74,8 +76,9 @@ class Summary:
 
     @property
     def nbytes(self) -> int:
-        """Size of all files, quarantine included."""
-        return sum(model.nbytes for model in self.models) + self.quarantined_bytes
+        """Size of all files, quarantine and other versions' chunks included."""
+        ours = sum(model.nbytes for model in self.models)
+        return ours + self.quarantined_bytes + self.other_bytes
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,11 @@ class Verdict:
     """Files that the system does not let us read; they stay where they are."""
     signed: int = 0
     """Signed chunks that cannot be checked, because no secret was given."""
+    other_version: int = 0
+    """Chunks that another version of KVBoost wrote; they stay where they are, unchecked."""
 
     def __bool__(self) -> bool:
-        return not (self.bad or self.unreadable or self.signed)
+        return not (self.bad or self.unreadable or self.signed or self.other_version)
 
 
 class CacheFolder:
@@ -139,6 +144,7 @@ class CacheFolder:
         for entry in self.entries(model):
             grouped.setdefault(entry.info.origin, []).append(entry)
         quarantined = self._tier.quarantined()
+        others = self._tier.others() if model is None else {}
         return Summary(
             tuple(
                 ModelSummary(
@@ -153,6 +159,8 @@ class CacheFolder:
             ),
             len(quarantined),
             sum(quarantined.values()),
+            len(others),
+            sum(others.values()),
         )
 
     def verify(self) -> Verdict:
@@ -174,8 +182,8 @@ class CacheFolder:
                 except OSError:
                     counts["unreadable"] += 1
                 step.advance()
-        bad = self._tier.faults.get("corrupt", 0)
-        return Verdict(counts["ok"], bad, counts["unreadable"], counts["signed"])
+        bad, others = self._tier.faults.get("corrupt", 0), len(self._tier.others())
+        return Verdict(counts["ok"], bad, counts["unreadable"], counts["signed"], others)
 
     def clear(self, model: str | None = None) -> int:
         """Removes every chunk, or those of one model, and everything in quarantine; returns how
@@ -223,23 +231,22 @@ class CacheFolder:
 
     def forget(self, text: str, tokenizer: Tokenizer) -> int:
         """Removes every chunk that contains ``text`` (of a long text: 32 consecutive tokens), every
-        chunk that follows one of those, and everything in quarantine; returns how many chunks there
-        were. Raises ``ForgetError`` if some of it may be left. Running engines keep what they hold
-        in memory."""
+        chunk that follows one of those, and what cannot be searched: files in quarantine and other
+        versions' chunks. Returns how many chunks there were. Raises ``ForgetError`` if some of it
+        may be left. Running engines keep what they hold in memory."""
         texts = PromptReader(tokenizer, vocab_size=0).inside(text)
         with self._alone():
             self._look()
-            catalogue = Catalogue(WINDOW)
-            for info in self._infos.values():
-                catalogue.add(info)
-            keys = holding(catalogue.infos(), texts)
-            unknown = len(set(self._keys()) - set(self._infos))
-            left = self._remove(keys)
+            keys = holding(self._infos, texts)
+            self._tier.remove_others()
+            others = self._tier.others()
+            unknown = len(set(self._keys()) - self._infos.keys() - others.keys())
+            left = self._remove(keys) + len(others)
         if left or unknown:
             raise ForgetError(
-                f"{len(keys)} chunks contain this text; of these and of quarantine, {left} files "
-                f"could not be removed from {str(self.path)!r}, and {unknown} files could not be "
-                "read; see that they can be read and written, and call again"
+                f"{len(keys)} chunks contain this text; of these and of what cannot be searched, "
+                f"{left} files could not be removed from {str(self.path)!r}, and {unknown} files "
+                "could not be read; see that they can be read and written, and call again"
             )
         return len(keys)
 
@@ -346,7 +353,7 @@ class CacheFolder:
         so are those after it: they would be of no use without it."""
         with self._alone():
             self._tier.refresh(now=True)
-            if self._tier.contains(chunk.key):
+            if self._tier.contains(chunk.key) or chunk.key in self._tier.others():
                 return "present"
             faults = self._tier.faults
             if chunk.info.parent not in left_out and self._tier.put(chunk):

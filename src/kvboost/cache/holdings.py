@@ -249,9 +249,9 @@ class Holdings:
     def is_wanted(self, key: ChunkKey) -> bool:
         return key in self.catalogue
 
-    def on_found(self, info: ChunkInfo) -> None:
-        if self._naming.can_use(info) and info.key not in self.catalogue:
-            self.catalogue.add(info)
+    def on_found(self, infos: Sequence[ChunkInfo]) -> None:
+        is_new = {info.key: info for info in infos if info.key not in self.catalogue}
+        self.catalogue.add(*filter(self._naming.can_use, is_new.values()))
 
     def on_found_in_remote(self, info: ChunkInfo) -> None:
         self.catalogue.add(info)

@@ -10,6 +10,7 @@ quantized only once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -112,6 +113,15 @@ class KVFormat:
         expected = self._tensors(bits, num_tokens, position)
         found = {name: (one.dtype, tuple(one.shape)) for name, one in tensors.items()}
         return found == expected
+
+    def most_bytes(self, num_tokens: int, position: int) -> int:
+        """The bytes of a chunk of ``num_tokens`` from ``position`` on, in the larger precision."""
+
+        def size(bits: int) -> int:
+            tensors = self._tensors(bits, num_tokens, position).values()
+            return sum(dtype.itemsize * math.prod(shape) for dtype, shape in tensors)
+
+        return max(size(16), size(self.bits))
 
     def _tensors(
         self, bits: int, num_tokens: int, position: int

@@ -100,6 +100,7 @@ def info(folder: Dir = None, as_json: AsJson = False) -> None:
                 "tokens": found.tokens,
                 "bytes": found.nbytes,
                 "quarantine": {"files": found.quarantined, "bytes": found.quarantined_bytes},
+                "another_version": {"files": found.others, "bytes": found.other_bytes},
                 "models": [
                     {
                         "name": one.name,
@@ -128,6 +129,9 @@ def info(folder: Dir = None, as_json: AsJson = False) -> None:
     if found.quarantined:
         size = format_bytes(found.quarantined_bytes)
         table.add_row("quarantine", "", "", f"{found.quarantined} files", "", size)
+    if found.others:
+        size = format_bytes(found.other_bytes)
+        table.add_row("another version", "", "", f"{found.others} files", "", size)
     out.print(table, highlight=False, markup=False)
     _say(
         f"{opened.path}: {found.chunks:,} chunks, {found.tokens:,} tokens, "
@@ -159,6 +163,9 @@ def verify(folder: Dir = None, as_json: AsJson = False) -> None:
                 f"{_count(verdict.signed, 'signed chunk')} not checked: set KVBOOST_CACHE_SECRET",
                 style="yellow",
             )
+        if verdict.other_version:
+            count = _count(verdict.other_version, "chunk")
+            _say(f"{count} of another version of KVBoost, not checked", style="yellow")
     if not verdict:
         raise typer.Exit(1)
 

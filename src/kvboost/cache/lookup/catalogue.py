@@ -49,7 +49,7 @@ class Catalogue:
         for info in infos:
             self._infos[info.key] = info
             self._tree.insert(info.key, info.parent, info.token_ids)
-        for space, group in groupby(infos, _space):
+        for space, group in groupby(sorted(infos, key=_space), _space):
             self._anchors.insert(space, [(info.key, info.token_ids) for info in group])
 
     def remove(self, key: ChunkKey) -> None:

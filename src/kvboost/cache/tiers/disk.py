@@ -4,7 +4,8 @@ One file per chunk, named after its key, in one of 256 folders; there is no othe
 written under a temporary name, flushed and renamed, by one process at a time (the one that holds
 the lock file). So a temporary file that exists while no process holds the lock belongs to a dead
 process and is removed. Reading takes no lock. A file that is not a whole chunk counts as a miss and
-goes into quarantine::
+goes into quarantine. A chunk of another version of KVBoost is not read and stays until its room is
+needed::
 
     ab/ab12….safetensors     a chunk
     quarantine/              the last few files that were not what they said
@@ -17,14 +18,14 @@ Only regular files with these names are touched. Links, pipes and the like are p
 from __future__ import annotations
 
 import errno
+import logging
 import os
-import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
@@ -35,17 +36,25 @@ from kvboost.cache import codec
 from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.cache.secret import Secret
 from kvboost.cache.tiers import files
+from kvboost.cache.tiers.disk_contents import Contents, Other, Shard
 from kvboost.cache.tiers.disk_folder import add_tag, make_folder
+from kvboost.cache.tiers.disk_scan import (
+    SUFFIX,
+    Headers,
+    is_chunk_name,
+    names_in,
+    read_headers,
+    read_info,
+)
 from kvboost.cache.tiers.quarantine import Quarantine
 from kvboost.tokens.hashing import ChunkKey
 
-SUFFIX = ".safetensors"
 LOCK_SECONDS = 10.0
 """How long a write waits for other processes that write."""
 REFRESH_SECONDS = 0.05
 """How often we look for other processes' chunks. Longer than a tick of a file system's clock."""
 
-_NAME = re.compile(rf"[0-9a-f]{{32}}{re.escape(SUFFIX)}")
+log = logging.getLogger("kvboost")
 
 
 @dataclass(frozen=True)
@@ -57,19 +66,9 @@ class Changes:
     gone: tuple[ChunkKey, ...] = ()
 
 
-@dataclass
-class _Shard:
-    """One of the folders: when it had changed at the last look, and what it held."""
-
-    changed: int = 0
-    settled: bool = False
-    """Whether a second look has found no change: a file may be added within the same tick of the
-    clock that shows changes."""
-    sizes: dict[ChunkKey, int] = field(default_factory=dict)
-
-
 class DiskTier:
-    """Thread-safe. Raises ``CacheFolderError`` when the folder can be neither made nor read, and
+    """Thread-safe. Its quick calls, such as ``contains`` and ``nbytes``, never wait for one that
+    touches files. Raises ``CacheFolderError`` when the folder can be neither made nor read, and
     nothing afterwards. ``allocate`` decides in which memory chunks are read. With a ``secret``,
     chunks are signed, and a file that is not signed with it counts as damaged."""
 
@@ -87,22 +86,24 @@ class DiskTier:
         self.max_bytes = max_bytes
         self._allocate = allocate
         self._secret = secret
-        self._shards = {f"{number:02x}": _Shard() for number in range(256)}
-        self._nbytes = 0
-        self._quarantine = Quarantine(self.folder, lambda name: _NAME.fullmatch(name) is not None)
+        self._contents = Contents()
+        self._quarantine = Quarantine(self.folder, is_chunk_name)
         self._passed_over: set[str] = set()  # names that we leave alone from now on
+        self._said_other = False
         self._deleting: Counter[ChunkKey] = Counter()
-        self._root = _Shard()
+        self._deleted: set[ChunkKey] = set()  # since the look that is under way began
+        self._root = Shard()
         self._refreshed = float("-inf")
         self._faults: Counter[str] = Counter()
-        self._guard = threading.RLock()
+        self._looking = threading.Lock()  # one thread looks at a time
+        self._guard = threading.RLock()  # guards what the tier knows; held for moments
         self._lock = FileLock(self.folder / ".lock", timeout=LOCK_SECONDS, mode=0o600)
         self._prepare()
 
     @property
     def nbytes(self) -> int:
         with self._guard:
-            return self._nbytes + self._quarantine.nbytes
+            return self._contents.nbytes + self._quarantine.nbytes
 
     @property
     def faults(self) -> dict[str, int]:
@@ -111,29 +112,39 @@ class DiskTier:
 
     def refresh(self, *, now: bool = False) -> Changes:
         """Looks at what processes have written or removed since the last call. Costs one ``stat``
-        when nothing has changed; called again at once, nothing at all, unless ``now``."""
-        added: list[tuple[int, ChunkInfo]] = []
-        gone: list[ChunkKey] = []
-        with self._guard:
+        when nothing has changed; nothing at all, unless ``now``, when it is called again at once or
+        while another thread looks."""
+        if not self._looking.acquire(blocking=now):
+            return Changes()
+        try:
             if not now and time.monotonic() < self._refreshed + REFRESH_SECONDS:
                 return Changes()
             self._refreshed = time.monotonic()
-            try:
-                if self._is_as_before(self._root, self.folder.stat().st_mtime_ns):
-                    return Changes()
-                with os.scandir(self.folder) as entries:
-                    for entry in entries:
-                        if entry.name not in self._shards:
-                            continue
-                        if entry.is_dir(follow_symlinks=False):
-                            self._refresh_shard(entry, added, gone)
-                        else:
-                            self._pass_over(entry.name)
-                self._root.settled &= all(
-                    shard.settled for shard in self._shards.values() if shard.changed
-                )
-            except OSError:
-                self._faults["unreadable"] += 1
+            with self._guard:
+                self._deleted.clear()
+            return self._look()
+        finally:
+            self._looking.release()
+
+    def _look(self) -> Changes:
+        added: list[tuple[int, ChunkInfo]] = []
+        gone: list[ChunkKey] = []
+        shards = self._contents.shards
+        try:
+            if self._root.is_as_before(self.folder.stat().st_mtime_ns):
+                return Changes()
+            with os.scandir(self.folder) as entries:
+                for entry in entries:
+                    if entry.name not in shards:
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        self._look_into(entry, added, gone)
+                    else:
+                        self._pass_over(entry.name)
+            self._root.settled &= all(shard.settled for shard in shards.values() if shard.changed)
+        except OSError:
+            self._fault("unreadable")
+        self._say_other()
         added.sort(key=lambda found: found[0])
         return Changes(tuple(info for _, info in added), tuple(gone))
 
@@ -142,10 +153,13 @@ class DiskTier:
         quarantine. A file that this process has removed meanwhile is a miss and no fault."""
         path = self._path(key)
         try:
-            if not files.is_regular(path):
+            if (size := files.regular_size(path)) is None:
                 self._note(key, None)
                 self._pass_over(key)
                 return None
+            most = None if expected is None else expected.most_bytes
+            if most is not None and size > most:
+                raise codec.BadChunk(f"{size} bytes, more than such a chunk can have")
             chunk = codec.read_file(path, self._allocate, self._secret, expected)
             if chunk.key != key:
                 raise codec.BadChunk("it is another chunk")
@@ -154,8 +168,12 @@ class DiskTier:
                 if self.contains(key) and key not in self._deleting:
                     self._miss(key, "vanished")
             return None
+        except codec.OtherVersion:
+            with suppress(OSError):
+                self._add_other(key, os.lstat(path))
+            return None
         except codec.BadChunk:
-            self._set_aside(key)
+            self._set_aside([key])
             return None
         except Exception:  # such as no memory, no file handles: the file may be fine
             self._miss(key, "unreadable")
@@ -171,7 +189,7 @@ class DiskTier:
                 return False
             if self.contains(chunk.key) and self._path(chunk.key).exists():
                 return True
-            self.empty_quarantine(len(data))
+            self.drop_unread(len(data))
             if self.nbytes + len(data) > self.max_bytes:
                 return False
             return self._write(chunk.key, data)
@@ -182,7 +200,9 @@ class DiskTier:
 
     def is_blocked(self, key: ChunkKey) -> bool:
         """Whether ``key`` cannot be written because something that is not ours has its name."""
-        return files.is_blocked(self._path(key))
+        with self._guard:
+            is_other = self._contents.is_other(key)
+        return is_other or files.is_blocked(self._path(key))
 
     @contextmanager
     def exclusive(self) -> Iterator[bool]:
@@ -214,14 +234,15 @@ class DiskTier:
         finally:
             with self._guard:
                 self._deleting -= Counter([key])
+                self._deleted.add(key)
 
     def contains(self, key: ChunkKey) -> bool:
         with self._guard:
-            return key in self._shards[key[:2]].sizes
+            return key in self._contents
 
     def keys(self) -> list[ChunkKey]:
         with self._guard:
-            return [key for shard in self._shards.values() for key in shard.sizes]
+            return list(self._contents)
 
     def infos(self) -> Iterator[ChunkInfo]:
         for key in self.keys():
@@ -231,7 +252,8 @@ class DiskTier:
     def info(self, key: ChunkKey) -> ChunkInfo | None:
         """What the header of ``key`` says now; None if it cannot be read."""
         try:
-            return self._read_info(key)[0]
+            with files.real_folder(self._path(key).parent) as folder:
+                return read_info(key, folder, self._secret)[0]
         except (OSError, codec.BadChunk):
             return None
 
@@ -241,8 +263,14 @@ class DiskTier:
 
     def clear_quarantine(self) -> None:
         """Removes the files in quarantine, other processes' included."""
+        self._quarantine.clear()
+
+    def others(self) -> dict[ChunkKey, int]:
+        """The chunks that another version of KVBoost wrote and their sizes, the one used longest
+        ago first."""
         with self._guard:
-            self._quarantine.clear()
+            found = self._contents.others
+        return {key: found[key].size for key in sorted(found, key=found.__getitem__)}
 
     def close(self) -> None:
         """Files stay."""
@@ -259,71 +287,59 @@ class DiskTier:
 
     def _remove_leftovers(self) -> None:
         """No process writes now: temporary files are those of dead ones."""
-        with suppress(OSError), files.real_folder(self.folder.resolve()) as folder:
-            for name in files.sizes(folder):
-                if name.startswith("tmp-"):
+        with (
+            suppress(OSError),
+            files.real_folder(self.folder.resolve()) as folder,
+            os.scandir(folder) as entries,
+        ):
+            for entry in entries:
+                if entry.name.startswith("tmp-") and entry.is_file(follow_symlinks=False):
                     with suppress(OSError):
-                        files.remove(name, folder)
+                        os.unlink(entry.name, dir_fd=folder)
                         self._faults["leftover"] += 1
 
-    def _is_as_before(self, seen: _Shard, changed: int) -> bool:
-        """Whether a folder that changed at ``changed`` need not be looked at again; notes it."""
-        if seen.changed == changed and seen.settled:
-            return True
-        seen.changed, seen.settled = changed, seen.changed == changed
-        return False
-
-    def _refresh_shard(
+    def _look_into(
         self,
         entry: os.DirEntry[str],
         added: list[tuple[int, ChunkInfo]],
         gone: list[ChunkKey],
     ) -> None:
-        shard = self._shards[entry.name]
-        if self._is_as_before(shard, entry.stat(follow_symlinks=False).st_mtime_ns):
+        """Looks at one of the folders."""
+        shard = self._contents.shards[entry.name]
+        if shard.is_as_before(entry.stat(follow_symlinks=False).st_mtime_ns):
             return
-        there: set[ChunkKey] = set()
-        with os.scandir(entry.path) as found:
-            for file in found:
-                if not _NAME.fullmatch(file.name) or not file.name.startswith(entry.name):
-                    continue
-                key = ChunkKey(file.name.removesuffix(SUFFIX))
-                if file.is_file(follow_symlinks=False):
-                    there.add(key)
-                else:
-                    self._pass_over(key)
-        for key in there - shard.sizes.keys() - self._passed_over:
-            try:
-                info, status = self._read_info(key)
-                if info.key != key:
-                    raise codec.BadChunk("it is another chunk")
-                self._note(key, status.st_size)
-                added.append((status.st_mtime_ns, info))
-            except FileNotFoundError:
-                continue
-            except OSError:
-                self._fault("unreadable")
-            except Exception:  # whatever a file says, it is one fault and no more
-                self._set_aside(key)
-        for key in shard.sizes.keys() - there:
-            self._note(key, None)
-            gone.append(key)
-
-    def _read_info(self, key: ChunkKey) -> tuple[ChunkInfo, os.stat_result]:
-        """The header of a file and its status. A start reads thousands: no ``Path`` is made."""
-        with files.open_regular(f"{self.folder}/{key[:2]}/{key}{SUFFIX}") as (file, status):
-            data = os.read(file, codec.HEADER_BYTES)
-            if (missing := codec.header_length(data) - len(data)) > 0:
-                data += os.read(file, min(missing, codec.LONGEST_HEADER))
-        return codec.info(codec.read_header(data), self._secret, status.st_size), status
+        with self._guard:  # before the look: what other threads write meanwhile is not gone
+            known = {*shard.sizes, *shard.others}
+        try:
+            there, foreign = names_in(entry)
+            new = there - known - self._passed_over
+            headers = read_headers(entry.path, new, self._secret) if new else Headers()
+        except OSError:
+            shard.changed = 0  # it is looked at again
+            self._fault("unreadable")
+            return
+        for key in foreign:
+            self._pass_over(key)
+        with self._guard:
+            for info, status in headers.chunks:
+                if info.key not in self._deleted:
+                    self._note(info.key, status.st_size)
+                    added.append((status.st_mtime_ns, info))
+            for key, status in headers.others:
+                self._add_other(key, status)
+            self._faults += Counter(unreadable=headers.unreadable)
+            for key in known - there:
+                gone += [key] if key in shard.sizes else []
+                self._note(key, None)
+        self._set_aside(headers.damaged)
 
     def _write(self, key: ChunkKey, data: bytes) -> bool:
         temporary = self.folder / f"tmp-{os.getpid()}-{uuid4().hex}"
         path = self._path(key)
         try:
             with files.real_folder(path.parent, create=True) as shard:
-                if files.is_blocked(path):
-                    raise FileExistsError(f"{path} is not a regular file")
+                if self.is_blocked(key):
+                    raise FileExistsError(f"{path} is not ours")
                 with open(temporary, "xb", buffering=0) as file:
                     view = memoryview(data)
                     while view:
@@ -340,23 +356,32 @@ class DiskTier:
             self._note(key, len(data))
         return True
 
-    def _set_aside(self, key: ChunkKey) -> None:
-        """Moves a file that is not a whole chunk aside. Where that is not possible, the file is
-        passed over from now on."""
-        with self._guard:
+    def _set_aside(self, keys: Sequence[ChunkKey]) -> None:
+        """Moves files of one folder that are not whole chunks aside. Where that is not possible,
+        they are passed over from now on."""
+        if not keys:
+            return
+        for key in keys:
             self._miss(key, "corrupt")
-            try:
-                self._quarantine.take(self._path(key))
-            except FileNotFoundError:  # another process was faster
-                return
-            except OSError:
-                self._passed_over.add(key)
-
-    def empty_quarantine(self, nbytes: int) -> None:
-        """Removes quarantined files, the oldest first, while ``nbytes`` do not fit."""
+        names = [f"{key}{SUFFIX}" for key in keys]
+        left = self._quarantine.take(self._path(keys[0]).parent, names)
         with self._guard:
-            while self.nbytes + nbytes > self.max_bytes and self._quarantine.drop_oldest():
-                pass
+            self._passed_over.update(name.removesuffix(SUFFIX) for name in left)
+
+    def drop_unread(self, nbytes: int) -> None:
+        """Removes files that nobody here reads while ``nbytes`` do not fit: those in quarantine,
+        then other versions' chunks. The oldest go first."""
+        while self.nbytes + nbytes > self.max_bytes and self._quarantine.drop_oldest():
+            pass
+        if self.nbytes + nbytes > self.max_bytes:
+            self.remove_others(nbytes)
+
+    def remove_others(self, nbytes: int | None = None) -> None:
+        """Removes other versions' chunks, the oldest first: all, or until ``nbytes`` fit."""
+        for key in self.others():
+            if nbytes is not None and self.nbytes + nbytes <= self.max_bytes:
+                break
+            self.delete(key)
 
     def _pass_over(self, name: str) -> None:
         """``name``, a key or the name of a folder, is not a file or folder of ours."""
@@ -372,11 +397,30 @@ class DiskTier:
     def _note(self, key: ChunkKey, size: int | None) -> None:
         """``key`` takes ``size`` bytes, or does not exist."""
         with self._guard:
-            sizes = self._shards[key[:2]].sizes
-            self._nbytes -= sizes.pop(key, 0)
-            if size is not None:
-                sizes[key] = size
-                self._nbytes += size
+            if size is None:
+                self._contents.remove(key)
+            else:
+                self._contents.add(key, size)
+
+    def _add_other(self, key: ChunkKey, status: os.stat_result) -> None:
+        """Another version wrote ``key``."""
+        with self._guard:
+            self._contents.add_other(key, Other(status.st_mtime_ns, status.st_size))
+            self._fault("version")
+
+    def _say_other(self) -> None:
+        """Says once that there are chunks of another version."""
+        with self._guard:
+            count = len(self._contents.others)
+            if not count or self._said_other:
+                return
+            self._said_other = True
+        log.warning(
+            "%d chunks in %s were written by another version of KVBoost. They are not used, and "
+            "stay until their room is needed; `kvboost cache clear` removes them.",
+            count,
+            self.folder,
+        )
 
     def _fault(self, name: str) -> None:
         with self._guard:

@@ -23,11 +23,12 @@ def make_folder(folder: Path) -> None:
     files that are not ours."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        foreign = [path.name for path in folder.iterdir() if not _OURS.fullmatch(path.name)]
+        foreign = [name for name in os.listdir(folder) if not _OURS.fullmatch(name)]
         if foreign or not _is_our_tag(folder / TAG_NAME, missing=True):
+            whose = " (perhaps of another version of KVBoost)" if is_cache_folder(folder) else ""
             raise CacheFolderError(
                 f"disk_cache_dir={str(folder)!r} holds other files, such as "
-                f"{min(foreign, default=TAG_NAME)!r}; choose a new folder or an empty one"
+                f"{min(foreign, default=TAG_NAME)!r}{whose}; choose a new folder or an empty one"
             )
         with suppress(OSError):
             folder.chmod(0o700)

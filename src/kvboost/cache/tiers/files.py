@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-def is_regular(path: Path) -> bool:
-    """Whether ``path`` is a regular file in a real folder. Raises ``FileNotFoundError`` if it does
-    not exist."""
+def regular_size(path: Path) -> int | None:
+    """The size of a regular file in a real folder; None if ``path`` is something else. Raises
+    ``FileNotFoundError`` if it does not exist."""
     in_folder = stat.S_ISDIR(os.lstat(path.parent).st_mode)
-    return in_folder and stat.S_ISREG(os.lstat(path).st_mode)
+    status = os.lstat(path)
+    return status.st_size if in_folder and stat.S_ISREG(status.st_mode) else None
 
 
 def is_blocked(path: Path) -> bool:
     """Whether something that is not ours is where ``path`` would be written."""
     try:
-        return not is_regular(path)
+        return regular_size(path) is None
     except FileNotFoundError:
         return False
     except OSError:
@@ -31,10 +32,14 @@ def is_blocked(path: Path) -> bool:
 
 
 @contextmanager
-def open_regular(path: str | Path) -> Iterator[tuple[int, os.stat_result]]:
-    """A descriptor for reading a regular file, and its status. Never waits; raises ``OSError`` for
-    anything else than a file, a link included."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+def open_regular(
+    path: str | Path, folder: int | None = None
+) -> Iterator[tuple[int, os.stat_result]]:
+    """A descriptor for reading a regular file, and its status; ``path`` may be relative to the
+    descriptor of a ``folder``. Never waits; raises ``OSError`` for anything else than a file, a
+    link included."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, dir_fd=folder)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -45,7 +50,7 @@ def open_regular(path: str | Path) -> Iterator[tuple[int, os.stat_result]]:
 
 
 @contextmanager
-def real_folder(path: Path, *, create: bool = False) -> Iterator[int]:
+def real_folder(path: str | Path, *, create: bool = False) -> Iterator[int]:
     """A descriptor of a folder, for calls that take ``dir_fd``. Raises ``OSError`` for a link."""
     if create:
         with suppress(FileExistsError):
@@ -63,12 +68,12 @@ def remove(name: str, folder: int) -> None:
         os.unlink(name, dir_fd=folder)
 
 
-def sizes(folder: int) -> dict[str, int]:
-    """The regular files of a folder and their sizes."""
+def sizes(folder: int, is_ours: Callable[[str], bool]) -> dict[str, int]:
+    """The regular files of a folder whose names are ours, and their sizes."""
     found = {}
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_file(follow_symlinks=False):
+            if is_ours(entry.name) and entry.is_file(follow_symlinks=False):
                 with suppress(FileNotFoundError):  # removed meanwhile
                     found[entry.name] = entry.stat(follow_symlinks=False).st_size
     return found

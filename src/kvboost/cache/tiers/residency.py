@@ -28,8 +28,8 @@ class Owner(Protocol):
     def is_wanted(self, key: ChunkKey) -> bool:
         """Whether it is known, and was not forgotten meanwhile."""
 
-    def on_found(self, info: ChunkInfo) -> None:
-        """A chunk was found in the folder: at the start, or written by another process."""
+    def on_found(self, infos: Sequence[ChunkInfo]) -> None:
+        """Chunks were found in the folder: at the start, or written by another process."""
 
     def on_described(self, info: ChunkInfo) -> None:
         """A chunk was read: its size and precision are known now."""
@@ -232,8 +232,7 @@ class Residency:
             return
         found = [info for info in infos if info.key not in self._on_disk]
         self._on_disk.restore([self._entry(info) for info in found])
-        for info in found:
-            self.owner.on_found(info)
+        self.owner.on_found(found)
 
     def add_written(self, info: ChunkInfo) -> bool:
         """A chunk was written to the folder. False if it was forgotten meanwhile: then its file

@@ -25,6 +25,8 @@ from kvboost.tokens.hashing import ChunkKey
 
 FETCHED_AHEAD = 4
 """Chunks that are read from slow tiers while earlier ones are copied into place."""
+ENTERED_AT_ONCE = 64
+"""Chunks found on disk that are entered while the lock is held: some milliseconds."""
 LEAST_WAITING = 64 * 1024**2
 """Bytes that may wait to be written after RAM has evicted them, at least."""
 
@@ -105,9 +107,11 @@ class Transfers:
         if self._disk is None:
             return
         changes = self._disk.refresh(now=now)
-        if changes.added or changes.gone:
+        for start in range(0, len(changes.added), ENTERED_AT_ONCE):
             with self._lock:
-                self._residency.add_found(changes.added)
+                self._residency.add_found(changes.added[start : start + ENTERED_AT_ONCE])
+        if changes.gone:
+            with self._lock:
                 self._residency.remove_gone(changes.gone)
 
     def remote_infos(self) -> Iterator[ChunkInfo]:
@@ -124,13 +128,14 @@ class Transfers:
                 self._disk.delete(key)
 
     def purge(self, keys: Sequence[ChunkKey]) -> dict[str, int]:
-        """Removes ``keys`` from every slow tier, and everything in quarantine; returns how many
-        are left, by tier."""
+        """Removes ``keys`` from every slow tier, and what nobody here can read (files in quarantine
+        and other versions' chunks); returns how many are left, by tier."""
         left: Counter[str] = Counter()
         if self._disk is not None:
             self._disk.clear_quarantine()
+            self._disk.remove_others()
             self.remove_files(keys)
-            left["disk"] = sum(self._disk.contains(key) for key in keys)
+            left["disk"] = sum(self._disk.contains(key) for key in keys) + len(self._disk.others())
         if self._remote is not None:
             before = sum(self._remote.faults.values())
             for key in keys:
@@ -266,7 +271,7 @@ class Transfers:
 
     def _make_room_on_disk(self, nbytes: int, disk: DiskTier) -> bool:
         """No other process may write meanwhile."""
-        disk.empty_quarantine(nbytes)
+        disk.drop_unread(nbytes)
         while nbytes <= disk.max_bytes:
             with self._lock:
                 if self._residency.fits_on_disk(nbytes):
