@@ -100,7 +100,7 @@ def test_an_interrupted_trial_counts_as_failed(clock: Clock, breaker: Breaker) -
     clock.now += 1
 
     class Interrupted(FsspecBackend):
-        def get(self, key: Any) -> bytes | None:
+        def get(self, key: Any, most_bytes: int | None = None) -> bytes | None:
             raise KeyboardInterrupt
 
     tier = RemoteTier(Interrupted("memory://x", 1, timeout=1, options={}), breaker)

@@ -79,9 +79,9 @@ def test_a_value_that_cannot_be_deleted_is_not_asked_for_again(server: RedisServ
     class ReadOnly(RedisBackend):
         asked = 0
 
-        def get(self, key: ChunkKey) -> bytes | None:
+        def get(self, key: ChunkKey, most_bytes: int | None = None) -> bytes | None:
             ReadOnly.asked += 1
-            return super().get(key)
+            return super().get(key, most_bytes)
 
         def delete(self, key: ChunkKey) -> None:
             raise OSError("read only")
@@ -239,7 +239,7 @@ def test_nothing_is_tried_twice() -> None:
 def test_a_chunk_that_is_evicted_while_it_is_read_is_a_miss(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunk = big_chunk(1)
+    chunk = big_chunk(1, 10 * PIECE_BYTES)  # more than one answer
     with redis_tier(server) as tier:
         backend = tier._backend
         assert isinstance(backend, RedisBackend)
@@ -399,6 +399,7 @@ def test_damaged_values_are_counted_and_removed(
 def test_foreign_values_are_ignored(server: RedisServer) -> None:
     chunk, other = big_chunk(1), big_chunk(2)
     server.client.set(name_of(chunk), "not a chunk at all")
+    server.client.hset(f"kvboost:1:chunk:{1:032x}", mapping={"whole": 3, "header": "abc"})
     server.client.hset("kvboost:1:chunk:nonsense", mapping={"whole": 3, "header": "abc"})
     server.client.hset("kvboost:1:chunk:worse", mapping={"whole": "three", "header": "abc"})
     with opened(server.url) as tier:

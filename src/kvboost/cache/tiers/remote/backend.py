@@ -25,9 +25,10 @@ class Backend(Protocol):
 
     def fault(self, error: Exception) -> Fault: ...
 
-    def get(self, key: ChunkKey) -> bytes | None:
-        """The value as it was received, unchecked; None if there is none. If something else than
-        a value of ours has this key, bytes that are not a chunk."""
+    def get(self, key: ChunkKey, most_bytes: int | None = None) -> bytes | None:
+        """The value as it was received, unchecked; None if there is none. If it has more than
+        ``most_bytes``, or something else than a value of ours has this key, bytes that are not a
+        chunk: a larger value is not received."""
 
     def put(
         self, key: ChunkKey, value: bytes, marks: Sequence[str] = (), *, in_front: bool = True
@@ -48,7 +49,8 @@ class Backend(Protocol):
     def keys(self) -> list[ChunkKey]: ...
 
     def headers(self, keys: Sequence[ChunkKey]) -> list[bytes | None]:
-        """The beginnings of these values, long enough for ``codec.read_header``."""
+        """The beginnings of these values, long enough for ``codec.read_header``; None also where
+        that would be more than ``codec.LONGEST_HEADER``."""
 
     def find(
         self, marks: Sequence[str], keys: Sequence[ChunkKey] = ()

@@ -31,7 +31,6 @@ from kvboost.tokens.hashing import ChunkKey
 _SUFFIX = ".safetensors"
 _OURS = re.compile(r"[0-9a-f]{2}/\.?([0-9a-f]+)(\.[0-9a-f]+\.tmp|\.safetensors)")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
-_LONGEST_HEADER = 1 << 24  # a number beyond is no length
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 # Only whole operations can be bounded, so those that take longer are given longer.
@@ -72,12 +71,13 @@ class FsspecBackend:
             return "full" if error.errno in _FULL else "unreachable"
         return "error"
 
-    def get(self, key: ChunkKey) -> bytes | None:
+    def get(self, key: ChunkKey, most_bytes: int | None = None) -> bytes | None:
+        part = {} if most_bytes is None else {"start": 0, "end": most_bytes + 1}
         try:
-            value: bytes = self._do("cat_file", self._path(key), patience=_TRANSFER)
+            value: bytes = self._do("cat_file", self._path(key), patience=_TRANSFER, **part)
         except FileNotFoundError:
             return None
-        return value
+        return value if most_bytes is None or len(value) <= most_bytes else b""
 
     def put(
         self, key: ChunkKey, value: bytes, marks: Sequence[str] = (), *, in_front: bool = True
@@ -146,9 +146,9 @@ class FsspecBackend:
         paths = [self._path(key) for key in keys]
         headers = read(paths, [codec.HEADER_BYTES] * len(paths))
         ends = {
-            number: codec.header_length(header)
+            number: end
             for number, header in enumerate(headers)
-            if header and codec.HEADER_BYTES < codec.header_length(header) < _LONGEST_HEADER
+            if header and (end := _end_of_header(header)) > codec.HEADER_BYTES
         }
         if ends:
             longer = read([paths[number] for number in ends], list(ends.values()))
@@ -254,6 +254,14 @@ class FsspecBackend:
             self._do("rm_file", name)
         if self._sizes is not None:
             self._total -= self._sizes.pop(path, 0)
+
+
+def _end_of_header(data: bytes) -> int:
+    """Where the header ends of a file that begins with ``data``; 0 if it is not a chunk's."""
+    try:
+        return codec.header_length(data)
+    except codec.BadChunk:
+        return 0
 
 
 def _time_of(details: Mapping[str, Any]) -> float:

@@ -53,9 +53,10 @@ _USED = f"{NAMESPACE}used"
 _MARK = f"{NAMESPACE}mark:"
 _PIECES_AT_ONCE = 8  # the server reads or writes these in one go
 _KEYS_AT_ONCE = 2000  # of a scan, which also passes marks
+_KEY_LENGTH = 32
 _UNFINISHED_SECONDS = 60
 _MOST_FOUND = 256
-_MOST_HEADER_BYTES = 8 << 20
+_MOST_HEADER_BYTES = 2 << 20  # of all that are found: each is read while a request waits
 
 MARK_BYTES = 320
 """What a mark counts with: more than the server needs for it."""
@@ -98,25 +99,22 @@ class RedisBackend:
             return "full"
         return "error"
 
-    def get(self, key: ChunkKey) -> bytes | None:
-        found = self._run("open", key)
+    def get(self, key: ChunkKey, most_bytes: int | None = None) -> bytes | None:
+        limits = PIECE_BYTES, codec.LONGEST_HEADER
+        most = codec.MOST_BYTES if most_bytes is None else most_bytes
+        found = self._run("open", key, most, *limits, _PIECES_AT_ONCE)
         if not found:
             return None
-        if found == b"foreign":
+        if found == b"refused":
             return b""  # which is not a chunk
-        writer, num_fields = found
-        pieces: list[bytes | None] = []
-        names = ["header", *map(str, range(num_fields - 3))]
-        for start in range(0, len(names), _PIECES_AT_ONCE):
-            pipeline = self._client.pipeline(transaction=False)
-            for name in names[start : start + _PIECES_AT_ONCE]:
-                pipeline.hget(_CHUNK + key, name)
-            pipeline.hget(_CHUNK + key, "writer")
-            *some, writer_now = pipeline.execute()
-            if writer_now != writer:
+        writer, last, pieces = found
+        while len(pieces) <= last:
+            end = min(last, len(pieces) + _PIECES_AT_ONCE - 1)
+            some = self._run("read", key, writer, len(pieces), end, *limits)
+            if not some:
                 return None  # evicted, or being written anew
             pieces += some
-        return b"".join(piece or b"" for piece in pieces)
+        return b"".join(pieces)
 
     def put(
         self, key: ChunkKey, value: bytes, marks: Sequence[str] = (), *, in_front: bool = True
@@ -180,25 +178,24 @@ class RedisBackend:
         return list(found)
 
     def headers(self, keys: Sequence[ChunkKey]) -> list[bytes | None]:
-        pipeline = self._client.pipeline(transaction=False)
-        for key in keys:
-            pipeline.hmget(_CHUNK + key, "header", "whole")
-        return [
-            None if isinstance(answer, redis.ResponseError) or answer[1] is None else answer[0]
-            for answer in pipeline.execute(raise_on_error=False)
-        ]
+        found = dict(self._find(keys, (), len(keys), len(keys) * codec.LONGEST_HEADER))
+        return [found.get(key) for key in keys]
 
     def find(
         self, marks: Sequence[str], keys: Sequence[ChunkKey] = ()
     ) -> list[tuple[ChunkKey, bytes]]:
-        limits = _MOST_FOUND, _MOST_HEADER_BYTES
+        return self._find(keys, marks, _MOST_FOUND, _MOST_HEADER_BYTES)
+
+    def _find(
+        self, keys: Sequence[ChunkKey], marks: Sequence[str], most: int, most_bytes: int
+    ) -> list[tuple[ChunkKey, bytes]]:
+        limits = most, most_bytes, codec.LONGEST_HEADER
         found = self._run("find", *limits, "".join(keys), "".join(marks))
         names = (ChunkKey(name.decode(errors="replace")) for name in found[::2])
         return list(zip(names, found[1::2], strict=True))
 
     def nbytes(self) -> int:
-        total = self._client.hget(_ACCOUNTS, "total")
-        return int(cast(bytes, total or b"0"))
+        return int(self._run("total"))
 
     def close(self) -> None:
         self._client.close()
@@ -218,12 +215,13 @@ class RedisBackend:
         self._run("ready")
 
     def _scan(self) -> Iterator[list[ChunkKey]]:
-        """The keys of all chunks, whole or not, some at a time. A key may appear twice."""
-        cursor = 0
+        """The keys of all chunks, whole or not, some at a time. A key may appear twice. Names that
+        are longer or shorter than ours stay on the server."""
+        cursor, ours = 0, _CHUNK + _KEY_LENGTH * "?"
         while True:
             cursor, names = cast(
                 tuple[int, list[bytes]],
-                self._client.scan(cursor, match=f"{_CHUNK}*", count=_KEYS_AT_ONCE),
+                self._client.scan(cursor, match=ours, count=_KEYS_AT_ONCE),
             )
             if names:
                 yield [ChunkKey(name.decode(errors="replace")[len(_CHUNK) :]) for name in names]

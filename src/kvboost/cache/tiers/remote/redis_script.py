@@ -10,12 +10,17 @@ from __future__ import annotations
 SCRIPT = """
 local accounts, used, chunks, parts, marks = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local call, pcall = redis.call, redis.pcall
-local KEY, MARK = 32, 16  -- characters
+local KEY, MARK, SHORT = 32, 16, 64  -- characters
 local MOST_MARKS, MOST_HOLDERS, MARK_SECONDS = 512, 4, 30 * 24 * 3600
 
-local function field(key, name)  -- false if there is none, or something that is not ours
-  local value = pcall('HGET', chunks .. key, name)
-  return type(value) == 'string' and value
+local function length(key, name)  -- 0 if there is no such field, or no hash
+  local found = pcall('HSTRLEN', chunks .. key, name)
+  return type(found) == 'number' and found or 0
+end
+
+local function field(key, name, most)  -- false if there is none, or a longer one than is ours
+  local size = length(key, name)
+  return 0 < size and size <= (most or SHORT) and call('HGET', chunks .. key, name)
 end
 
 local function size_of(key)  -- false if it is not whole
@@ -40,9 +45,7 @@ local function split(text, length)
 end
 
 local function marks_of(key)
-  local length = pcall('HSTRLEN', chunks .. key, 'marks')
-  if type(length) ~= 'number' or length > MOST_MARKS * MARK then return {} end
-  return split(field(key, 'marks') or '', MARK)
+  return split(field(key, 'marks', MOST_MARKS * MARK) or '', MARK)
 end
 
 local function holders(mark)  -- none if its value is not ours; reads no more of it than could be
@@ -114,8 +117,26 @@ function act.contains()
   return found
 end
 
-function act.open(key)
-  if is_foreign(key) then return 'foreign' end
+local function num_pieces(key, most, piece)  -- false if they are more than most bytes
+  local has_marks = call('HEXISTS', chunks .. key, 'marks')
+  local count, room = call('HLEN', chunks .. key) - has_marks - 3, most - length(key, 'header')
+  if count < 0 or count > most / piece + 1 then return false end
+  for i = 0, count - 1 do room = room - length(key, i) end
+  return room >= 0 and count
+end
+
+function act.read(key, writer, first, last, piece, most_header)  -- the header is piece 0
+  if field(key, 'writer') ~= writer then return false end
+  local found = {}
+  for i = first, last do
+    local some = i == 0 and field(key, 'header', tonumber(most_header))
+    found[#found + 1] = some or i > 0 and field(key, i - 1, tonumber(piece)) or ''
+  end
+  return found
+end
+
+function act.open(key, most, piece, most_header, at_once)  -- writer, pieces, and the first of them
+  if is_foreign(key) then return 'refused' end
   local size = size_of(key)
   if not size then
     if is_gone(key) then forget(key) end
@@ -127,8 +148,10 @@ function act.open(key)
     enter(key, size)
   end
   for _, mark in ipairs(marks_of(key)) do pcall('EXPIRE', marks .. mark, MARK_SECONDS) end
-  local has_marks = call('HEXISTS', chunks .. key, 'marks')
-  return {field(key, 'writer'), call('HLEN', chunks .. key) - has_marks}
+  local writer, count = field(key, 'writer'), num_pieces(key, tonumber(most), tonumber(piece))
+  if not writer or not count then return 'refused' end
+  local last = math.min(count, at_once - 1)
+  return {writer, count, act.read(key, writer, 0, last, piece, most_header)}
 end
 
 function act.reserve(key, size, max_bytes, writer, seconds)
@@ -203,17 +226,24 @@ function act.ready()
   call('HSET', accounts, 'ready', 1)
 end
 
-function act.find(most, most_bytes, keys, names)  -- these chunks, then those with these marks
+function act.total()
+  local size = pcall('HSTRLEN', accounts, 'total')
+  local total = type(size) == 'number' and size <= SHORT and call('HGET', accounts, 'total')
+  return total and total:match('^%d+$') or '0'
+end
+
+-- These chunks, then those with these marks.
+function act.find(most, most_bytes, most_header, keys, names)
   local found, room, is_there = {}, tonumber(most_bytes), {}
 
   local function add(key)
     if is_there[key] ~= nil or #found == 2 * most then return end
     is_there[key] = size_of(key) and true or false
-    local length = is_there[key] and pcall('HSTRLEN', chunks .. key, 'header')
-    if type(length) == 'number' and 0 < length and length <= room then
-      room = room - length
+    local header = is_there[key] and field(key, 'header', math.min(room, most_header))
+    if header then
+      room = room - #header
       found[#found + 1] = key
-      found[#found + 1] = field(key, 'header')
+      found[#found + 1] = header
     end
   end
 

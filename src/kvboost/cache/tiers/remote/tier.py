@@ -7,10 +7,11 @@ until a trial succeeds, so no request waits for a store that is down.
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from kvboost.cache import codec
@@ -27,6 +28,8 @@ from kvboost.tokens.marks import marks
 CONNECT_TIMEOUT = 0.25
 SOCKET_TIMEOUT = 1.0
 """Seconds. Far more than a healthy server on the same network needs."""
+
+log = logging.getLogger("kvboost")
 
 _HARMLESS: frozenset[Fault] = frozenset(("full", "corrupt"))  # it answered
 _HEADERS_AT_ONCE = 64
@@ -96,8 +99,12 @@ class RemoteTier:
             )
 
     def get(self, key: ChunkKey, expected: codec.Expected | None = None) -> KVChunk | None:
-        """The chunk, if it is whole and what was ``expected``. Otherwise it is deleted there."""
-        value = None if key in self._refused else self._ask(lambda: self._backend.get(key), None)
+        """The chunk, if it is whole and what was ``expected``. Otherwise it is deleted there,
+        unless another version of KVBoost wrote it. A larger value is not even received."""
+        most = None if expected is None else expected.most_bytes
+        value = None
+        if key not in self._refused:
+            value = self._ask(lambda: self._backend.get(key, most), None)
         chunk = None if value is None else self._decode(key, value, expected)
         with self._lock:
             if chunk is None:
@@ -226,18 +233,33 @@ class RemoteTier:
     def _decode(
         self, key: ChunkKey, value: bytes, expected: codec.Expected | None
     ) -> KVChunk | None:
-        """The chunk, or None after its value was deleted. A value that cannot be deleted is not
-        asked for again."""
+        """The chunk, or None after its value was deleted. A value that cannot be deleted, or that
+        another version of KVBoost wrote, is not asked for again."""
         try:
             chunk = codec.decode(value, self._secret, expected)
             if chunk.key == key:
                 return chunk
+        except codec.OtherVersion:
+            self._pass_over(key)
+            return None
         except Exception:  # noqa: S110 - others write there too: no bytes may stop a request
             pass
         self._count("corrupt")
         if not self._ask(lambda: self._delete(key), False):
             self._refused.add(key)
         return None
+
+    def _pass_over(self, key: ChunkKey) -> None:
+        """Another version of KVBoost wrote ``key``: it stays there."""
+        with self._lock:
+            is_first = "version" not in self._faults
+            self._refused.add(key)
+        self._count("version")
+        if is_first:
+            log.warning(
+                "The remote store holds chunks of another version of KVBoost. They are not used, "
+                "and stay until the store evicts them."
+            )
 
     def _delete(self, key: ChunkKey) -> bool:
         self._backend.delete(key)
@@ -249,6 +271,9 @@ class RemoteTier:
     def _read_header(self, key: ChunkKey, header: bytes) -> ChunkInfo | None:
         try:
             info = codec.info(codec.read_header(header), self._secret)
+        except codec.OtherVersion:
+            self._pass_over(key)
+            return None
         except codec.BadChunk:
             info = None
         if info is not None and info.key == key:
@@ -256,7 +281,7 @@ class RemoteTier:
         self._count("corrupt")
         return None
 
-    def _count(self, fault: Fault) -> None:
+    def _count(self, fault: Fault | Literal["version"]) -> None:
         with self._lock:
             self._faults[fault] = self._faults.get(fault, 0) + 1
 
