@@ -68,12 +68,47 @@ def test_help_teaches_with_an_example(command: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_folder_that_is_not_there_is_said_in_one_line(command: str, tmp_path: Path) -> None:
-    needed = {"export": ["kv.tar"], "import": ["kv.tar"], "forget": ["text"]}.get(command, [])
-    done = run(command, *needed, "--dir", str(tmp_path / "nowhere"))
+    done = run(command, *NEEDED.get(command, []), "--dir", str(tmp_path / "nowhere"))
     assert done.exit_code == 2
     assert done.stderr.startswith("error: ") and "Traceback" not in done.output
     if command != "import":
         assert "does not exist" in done.stderr and not (tmp_path / "nowhere").exists()
+
+
+NEEDED = {"export": ["kv.tar"], "import": ["kv.tar"], "forget": ["some text"]}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("given", [[], ["--dir"], ["--cache-dir"]], ids=["argument", "dir", "long"])
+def test_a_folder_is_an_argument_or_an_option(
+    command: str, given: list[str], tmp_path: Path
+) -> None:
+    """What is said about a folder that is none shows that it was taken for the folder."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    done = run(command, *NEEDED.get(command, []), *given, str(tmp_path / "mine"))
+    assert done.exit_code == 2 and "mine' is not a cache folder" in done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_two_folders_are_a_mistake(command: str, folder: str, tmp_path: Path) -> None:
+    other = str(tmp_path / "other")
+    for pair in (
+        [folder, "--dir", other],
+        [folder, "--cache-dir", other],
+        ["--dir", folder, "--cache-dir", other],
+        ["--dir", folder, "--dir", other],
+    ):
+        done = run(command, *NEEDED.get(command, []), *pair)
+        assert done.exit_code == 2
+        line = done.stderr
+        assert line.startswith(f"error: two folders are given, {folder!r} and {other!r}; name one")
+        assert line.count("\n") == 1
+    assert parsed("info", folder)["chunks"] == 2 and not Path(other).exists()
+
+
+def test_the_same_folder_may_be_named_twice(folder: str) -> None:
+    assert parsed("info", folder, "--dir", folder, "--cache-dir", folder)["chunks"] == 2
 
 
 def test_ls_lists_chunks_and_no_text(folder: str) -> None:
@@ -130,6 +165,7 @@ def test_verify_ends_with_1_when_a_file_is_bad(folder: str) -> None:
         "bad": 0,
         "unreadable": 0,
         "signed": 0,
+        "other_version": 0,
     }
     next(Path(folder).rglob("*.safetensors")).write_bytes(b"nonsense")
     done = run("verify", "--dir", folder)

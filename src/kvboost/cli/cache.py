@@ -20,22 +20,30 @@ from kvboost.config import (
     format_bytes,
     parse_bytes,
 )
-from kvboost.errors import KVBoostError, ModelError
+from kvboost.errors import ConfigError, KVBoostError, ModelError
 
 if TYPE_CHECKING:
     from kvboost.cache.folder import CacheFolder, Entry
 
 app = typer.Typer(
-    help="List, check, clean up, export and import the folder where KV is kept.",
+    help="List, check, clean up, export and import the folder where KV is kept.\n\n"
+    "Every command takes the folder as its last argument, as --dir or as --cache-dir.\n\n"
+    "Example: [bold]kvboost cache ls ./kv[/bold]",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
 
-Dir = Annotated[
+Folder = Annotated[
     Path | None,
-    typer.Option(
-        "--dir", help="The folder; by default KVBOOST_CACHE_DIR, or kv beside the models."
+    typer.Argument(
+        metavar="FOLDER",
+        show_default=False,
+        help="The folder; by default KVBOOST_CACHE_DIR, or kv beside the models.",
     ),
+]
+Dir = Annotated[
+    list[Path] | None,
+    typer.Option("--dir", "--cache-dir", metavar="FOLDER", help="The folder, named as an option."),
 ]
 OfModel = Annotated[
     str | None,
@@ -46,7 +54,8 @@ _PREVIEW = 48
 
 @app.command()
 def ls(
-    folder: Dir = None,
+    folder: Folder = None,
+    named: Dir = None,
     model: OfModel = None,
     text: Annotated[bool, typer.Option("--text", help="Show the beginning of their text.")] = False,
     limit: Annotated[int, typer.Option(min=0, help="Chunks to print; 0 prints all.")] = 20,
@@ -56,10 +65,10 @@ def ls(
 
     JSON lists all of them.
 
-    Example: [bold]kvboost cache ls --dir ./kv --text[/bold]
+    Example: [bold]kvboost cache ls ./kv --text[/bold]
     """
     with errors():
-        entries = _open(folder).entries(model)
+        entries = _open(folder, named).entries(model)
         shown = entries[: limit or None] if not as_json else entries
         previews = _previews(shown) if text else None
     if as_json:
@@ -84,13 +93,13 @@ def ls(
 
 
 @app.command()
-def info(folder: Dir = None, as_json: AsJson = False) -> None:
+def info(folder: Folder = None, named: Dir = None, as_json: AsJson = False) -> None:
     """Show how much there is of each model.
 
-    Example: [bold]kvboost cache info --dir ./kv[/bold]
+    Example: [bold]kvboost cache info ./kv[/bold]
     """
     with errors():
-        opened = _open(folder)
+        opened = _open(folder, named)
         found = opened.summary()
     if as_json:
         print_json(
@@ -140,16 +149,16 @@ def info(folder: Dir = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def verify(folder: Dir = None, as_json: AsJson = False) -> None:
+def verify(folder: Folder = None, named: Dir = None, as_json: AsJson = False) -> None:
     """Read every file and check it.
 
     Checks the checksum, or the signature if KVBOOST_CACHE_SECRET is set. Damaged files go into
     quarantine, and the exit code is 1.
 
-    Example: [bold]kvboost cache verify --dir ./kv[/bold]
+    Example: [bold]kvboost cache verify ./kv[/bold]
     """
     with errors():
-        verdict = _open(folder).verify()
+        verdict = _open(folder, named).verify()
     if as_json:
         print_json(vars(verdict))
     else:
@@ -172,7 +181,8 @@ def verify(folder: Dir = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def clear(
-    folder: Dir = None,
+    folder: Folder = None,
+    named: Dir = None,
     model: OfModel = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
@@ -181,10 +191,10 @@ def clear(
 
     Files in quarantine are removed as well.
 
-    Example: [bold]kvboost cache clear --dir ./kv --model smollm2-135m[/bold]
+    Example: [bold]kvboost cache clear ./kv --model smollm2-135m[/bold]
     """
     with errors():
-        opened = _open(folder)
+        opened = _open(folder, named)
         found = opened.summary(model)
         what = _count(found.chunks, "chunk") + (f" of {_clean(model)}" if model else "")
         if not yes:
@@ -200,7 +210,8 @@ def clear(
 @app.command()
 def export(
     target: Annotated[Path, typer.Argument(metavar="FILE", help="The .tar file to write.")],
-    folder: Dir = None,
+    folder: Folder = None,
+    named: Dir = None,
     model: OfModel = None,
     key: Annotated[str | None, typer.Option(help="Only this chunk, and those before it.")] = None,
     as_json: AsJson = False,
@@ -209,10 +220,10 @@ def export(
 
     Anyone who has the file can read the text.
 
-    Example: [bold]kvboost cache export kv.tar --dir ./kv --model smollm2-135m[/bold]
+    Example: [bold]kvboost cache export kv.tar ./kv --model smollm2-135m[/bold]
     """
     with errors():
-        done = _open(folder).export(target, model=model, key=key)
+        done = _open(folder, named).export(target, model=model, key=key)
     if as_json:
         print_json({"chunks": done.chunks, "bytes": done.nbytes, "bad": done.bad})
         return
@@ -226,7 +237,8 @@ def install(
     source: Annotated[
         Path, typer.Argument(metavar="FILE", help="A file that kvboost cache export wrote.")
     ],
-    folder: Dir = None,
+    folder: Folder = None,
+    named: Dir = None,
     max_size: Annotated[str, typer.Option(help="The most that the folder may hold.")] = "20GiB",
     as_json: AsJson = False,
 ) -> None:
@@ -235,11 +247,11 @@ def install(
     The model will believe that it has read them. Import only files from people you trust, or set
     KVBOOST_CACHE_SECRET: then only chunks that are signed with it are accepted.
 
-    Example: [bold]kvboost cache import kv.tar --dir ./kv --max-size 2GiB[/bold]
+    Example: [bold]kvboost cache import kv.tar ./kv --max-size 2GiB[/bold]
     """
     with errors():
         budget = parse_bytes(max_size, "--max-size")
-        done = _open(folder, create=True, max_bytes=budget).install(source)
+        done = _open(folder, named, create=True, max_bytes=budget).install(source)
     if as_json:
         print_json(vars(done))
         return
@@ -256,7 +268,8 @@ def forget(
     text: Annotated[
         str, typer.Argument(metavar="TEXT", help="What to forget; - reads standard input.")
     ],
-    folder: Dir = None,
+    folder: Folder = None,
+    named: Dir = None,
     model: Annotated[
         str | None,
         typer.Option("--model", "-m", help="The model whose tokenizer splits the text."),
@@ -267,10 +280,10 @@ def forget(
 
     Running programs keep what they hold in memory: close them first.
 
-    Example: [bold]kvboost cache forget "the secret" --dir ./kv[/bold]
+    Example: [bold]kvboost cache forget "the secret" ./kv[/bold]
     """
     with errors():
-        opened = _open(folder)
+        opened = _open(folder, named)
         names = opened.models()
         chosen = model or (names[0] if len(names) == 1 else DEFAULT_MODEL)
         from kvboost.model.load import load_tokenizer
@@ -293,10 +306,18 @@ def forget(
         _say(f"not searched in the tokens of other models: try --model {listing}", style="yellow")
 
 
-def _open(folder: Path | None, **options: Any) -> CacheFolder:
+def _open(folder: Path | None, named: list[Path] | None, **options: Any) -> CacheFolder:
+    """Opens the folder that an argument or options name. Raises ConfigError if they differ."""
     from kvboost.cache.folder import CacheFolder
 
-    return CacheFolder(folder or cache_dir(), secret=chosen_cache_secret(), **options)
+    given = {path.expanduser().absolute(): path for path in [folder, *(named or [])] if path}
+    if len(given) > 1:
+        listed = " and ".join(repr(str(path)) for path in given.values())
+        raise ConfigError(
+            f"two folders are given, {listed}; name one, as an argument, --dir or --cache-dir"
+        )
+    chosen = next(iter(given.values()), None) or cache_dir()
+    return CacheFolder(chosen, secret=chosen_cache_secret(), **options)
 
 
 def _entry(entry: Entry, previews: dict[str, str] | None) -> dict[str, Any]:
