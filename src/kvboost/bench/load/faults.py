@@ -38,7 +38,7 @@ class Settings(benchmark.Settings):
         "minutes": 0.5,
     }
 
-    kills: int = option(50, "How often one of two writers is killed.", least=1)
+    kills: int = option(50, "How often one of two writers is killed, or both.", least=1)
     disks: int = option(3, "How often a disk is full, and a folder read-only.", least=1)
     redis_kills: int = option(10, "How often Redis is killed.", least=1)
     forks: int = option(6, "How often a forked child uses the engine.", least=1)
