@@ -58,7 +58,7 @@ def test_the_digest_is_that_of_the_content(tmp_path: Path) -> None:
         ({"made_up": {"x": 1}}, "made_up=.* does not know"),
         ({"r": 5}, "says rank 5"),
         ({"lora_alpha": "many"}, "lora_alpha='many'"),
-        ({"rank_pattern": {"(": 4}}, "pattern that is none"),
+        ({"rank_pattern": {"(": 4}}, "not a simple pattern"),
         ({"alora_invocation_tokens": ["x"]}, "must be token ids"),
     ],
 )

@@ -1,8 +1,9 @@
 """The files of an adapter, as PEFT writes them: ``adapter_config.json`` and
 ``adapter_model.safetensors``.
 
-What KVBoost would not compute as PEFT does is refused. An adapter that is served in part would give
-answers of neither the adapter nor the base model.
+An adapter that is served in part would give answers of neither the adapter nor the base model, so
+every tensor must be used. Names and shapes are read and checked first, the numbers once the adapter
+is known to fit the model.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +24,25 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from kvboost.errors import AdapterError, AdapterNotFoundError
+from kvboost.config import format_bytes
+from kvboost.errors import AdapterNotFoundError
+from kvboost.model.adapters.config import CONFIG, LoraConfig
+from kvboost.model.adapters.patterns import LONGEST_MODULE
+from kvboost.model.adapters.reading import opened, parse, read, refuse, shown
+from kvboost.model.machine import available_bytes
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What PEFT writes before the path of a module."""
-
-READ = frozenset(
-    {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "alora_invocation_tokens"}
-)
-WITHOUT_EFFECT = frozenset(
-    {
-        *("auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type"),
-        *("inference_mode", "lora_dropout", "fan_in_fan_out", "runtime_config", "megatron_core"),
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
-        *("peft_type", "bias", "init_lora_weights", "ensure_weight_tying"),
-    }
-)
-"""Fields about training or about the files, whose tensors say which modules they change; and those
-that are checked by themselves."""
-PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Values of ``init_lora_weights`` that leave the weights of the base model as they are."""
-REASONS = {
-    "use_dora": "DoRA changes the norms of the base model's weights as well",
-    "modules_to_save": "it replaces whole modules of the base model",
-    "trainable_token_indices": "it changes embeddings",
-    "lora_bias": "it has biases",
-    "layer_replication": "it changes the number of layers",
-    "target_parameters": "it changes parameters that are not linear layers",
-}
-
+MOST_HEADER_BYTES = 8 << 20
+"""For some 40,000 tensors."""
+COPIES_IN_MEMORY = 3
+"""Of the weights, while they are loaded: the file, its tensors, and those in the model's dtype."""
 HASHING_THREADS = 2
 """Hashing takes most of the time that loading takes. hashlib lets other threads run meanwhile."""
 
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 
 
 @dataclass(frozen=True)
@@ -72,14 +57,46 @@ class ModuleWeights:
 
 
 @dataclass(frozen=True)
-class AdapterFiles:
-    """What the files of an adapter say."""
+class ModuleShape:
+    """A module that an adapter changes."""
 
-    path: Path
-    modules: Mapping[str, ModuleWeights]
-    """By the path of the module in the model."""
-    invocation: tuple[int, ...]
-    hashed: Future[str]
+    down: str
+    """The names of its tensors."""
+    up: str
+    width: int
+    """How many numbers the module takes, and how many it gives."""
+    height: int
+    scale: float
+
+
+class AdapterFiles:
+    """What the files of an adapter say. ``modules`` and ``digest`` read its weights when they are
+    first asked for; they raise AdapterError if the file is damaged or has changed meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        config = LoraConfig(folder)
+        self.invocation = config.invocation
+        self._header, self._size = _read_header(folder)
+        self.shapes: Mapping[str, ModuleShape] = _shapes(folder, config, self._header, self._size)
+        """By the path of the module in the model."""
+
+    @cached_property
+    def modules(self) -> Mapping[str, ModuleWeights]:
+        """The weights, by the path of the module in the model."""
+        tensors = self._read_tensors()
+        return {
+            module: ModuleWeights(tensors[shape.down], tensors[shape.up], shape.scale)
+            for module, shape in self.shapes.items()
+        }
+
+    @cached_property
+    def hashed(self) -> Future[str]:
+        """The digest, computed in a thread: weights can be placed meanwhile."""
+        hashing = ThreadPoolExecutor(1)
+        hashed = hashing.submit(_digest, self.modules, self.invocation)
+        hashing.shutdown(wait=False)
+        return hashed
 
     @property
     def digest(self) -> str:
@@ -87,23 +104,29 @@ class AdapterFiles:
         else."""
         return self.hashed.result()
 
+    def _read_tensors(self) -> dict[str, torch.Tensor]:
+        needed, free = COPIES_IN_MEMORY * self._size, available_bytes()
+        if needed > free:
+            raise refuse(
+                self.path,
+                f"loading its {format_bytes(self._size)} needs {format_bytes(needed)} of memory, "
+                f"and {format_bytes(free)} are free",
+            )
+        with opened(self.path, WEIGHTS) as (file, _):
+            # In one piece: the digest must be that of the weights that are used.
+            data = read(file, self._size + 1)
+        if len(data) != self._size or not data.startswith(self._header):
+            raise refuse(self.path, f"{WEIGHTS} has changed while it was read")
+        try:
+            return safetensors.torch.load(data)
+        except (SafetensorError, ValueError, LookupError, TypeError, RuntimeError) as error:
+            raise refuse(self.path, f"{WEIGHTS} is damaged: {shown(str(error))}") from None
+
 
 def read_adapter(path: str | os.PathLike[str]) -> AdapterFiles:
     """Reads the adapter in the folder ``path``. Raises AdapterError if there is none, or one that
     is not supported."""
-    folder = _folder(path)
-    config = _read_config(folder)
-    tensors = _read_tensors(folder)
-    modules = _modules(folder, config, tensors)
-    invocation = _invocation(folder, config)
-    hashing = ThreadPoolExecutor(1)  # weights can be placed meanwhile
-    hashed = hashing.submit(_digest, modules, invocation)
-    hashing.shutdown(wait=False)
-    return AdapterFiles(folder, modules, invocation, hashed)
-
-
-def refuse(path: Path, reason: str) -> AdapterError:
-    return AdapterError(f"the adapter in {path} cannot be served: {reason}")
+    return AdapterFiles(_folder(path))
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:
@@ -114,80 +137,75 @@ def _folder(path: str | os.PathLike[str]) -> Path:
     except (OSError, RuntimeError, ValueError):  # of another user; of characters no name may have
         pass
     raise AdapterNotFoundError(
-        f"there is no adapter in {os.fspath(path)!r}; give a folder with {CONFIG} and {WEIGHTS}, "
-        "as PEFT's save_pretrained writes it"
+        f"there is no adapter in {shown(repr(os.fspath(path)))}; give a folder with {CONFIG} and "
+        f"{WEIGHTS}, as PEFT's save_pretrained writes it"
     )
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / CONFIG).read_bytes())
-    except OSError as error:
-        raise refuse(folder, f"{CONFIG} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise refuse(folder, f"{CONFIG} is not JSON: {error}") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise refuse(folder, f"peft_type={kind!r} in {CONFIG}; only 'LORA' is supported")
-    _check_fields(folder, config)
-    return config
-
-
-def _check_fields(folder: Path, config: Mapping[str, Any]) -> None:
-    if config.get("bias", "none") != "none":
-        raise refuse(folder, f"bias={config['bias']!r}: it has biases; train with bias='none'")
-    start = config.get("init_lora_weights")
-    if not any(start is plain for plain in PLAIN_STARTS) and start not in PLAIN_STARTS:
-        raise refuse(
-            folder,
-            f"init_lora_weights={start!r} changes the weights of the base model; save it with "
-            "path_initial_model_for_weight_conversion, which gives an ordinary adapter",
-        )
-    for name, value in config.items():
-        if name not in READ and name not in WITHOUT_EFFECT and value:
-            why = REASONS.get(name, "KVBoost does not know what this option changes")
-            raise refuse(folder, f"{name}={value!r}: {why}")
-
-
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    file = folder / WEIGHTS
-    if not file.is_file() and (folder / "adapter_model.bin").is_file():
+def _read_header(folder: Path) -> tuple[bytes, int]:
+    """The beginning of the weights' file up to its first number, and the size of the file."""
+    if not os.path.lexists(folder / WEIGHTS) and (folder / "adapter_model.bin").is_file():
         raise refuse(
             folder,
             "adapter_model.bin is a pickle, which may run code; save the adapter with PEFT as "
             "safetensors",
         )
-    try:
-        # In one piece: the digest must be that of the weights that are used.
-        return safetensors.torch.load(file.read_bytes())
-    except OSError as error:
-        raise refuse(folder, f"{WEIGHTS} cannot be read: {error.strerror or error}") from None
-    except SafetensorError as error:
-        raise refuse(folder, f"{WEIGHTS} is damaged: {error}") from None
-
-
-def _modules(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> dict[str, ModuleWeights]:
-    """The factors of every module. Each tensor belongs to one of them."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        match = _TENSOR.fullmatch(name)
-        if match is None:
-            raise refuse(folder, f"tensor {name!r} would stay unused: {_what(name)}")
-        if tensor.ndim != 2 or not tensor.is_floating_point():
+    with opened(folder, WEIGHTS) as (file, size):
+        length = read(file, 8)
+        num_bytes = int.from_bytes(length, "little")
+        if num_bytes > MOST_HEADER_BYTES:
             raise refuse(
                 folder,
-                f"tensor {name!r} has shape {list(tensor.shape)} and type {tensor.dtype}; only "
-                "matrices of floating-point numbers are supported",
+                f"{WEIGHTS} is damaged: a header of {num_bytes:,} bytes; {MOST_HEADER_BYTES:,} are "
+                "allowed",
             )
+        header = length + read(file, num_bytes)
+        if len(header) < 8 + num_bytes:
+            raise refuse(folder, f"{WEIGHTS} is damaged: it ends within its header")
+        return header, size
+
+
+def _shapes(folder: Path, config: LoraConfig, header: bytes, size: int) -> dict[str, ModuleShape]:
+    """The modules that an adapter changes, in a file of ``size`` bytes. Each tensor belongs to one
+    of them."""
+    described = parse(folder, f"the header of {WEIGHTS}", header[8:])
+    if not isinstance(described, dict):
+        raise refuse(folder, f"{WEIGHTS} is damaged: its header is not an object")
+    found: dict[str, dict[str, tuple[str, int, int]]] = {}
+    num_bytes = len(header)
+    for name, tensor in described.items():
+        if name == "__metadata__":
+            continue
+        match = _TENSOR.fullmatch(name)
+        if match is None or len(name) > LONGEST_MODULE or not name.isprintable():
+            raise refuse(folder, f"tensor {shown(name)!r} would stay unused: {_what(name)}")
+        rows, columns = _matrix(folder, name, tensor)
+        num_bytes += rows * columns * _SIZES[tensor["dtype"]]
         module = match["module"].removeprefix(PREFIX)
-        found.setdefault(module, {})[match["side"]] = tensor
+        found.setdefault(module, {})[match["side"]] = name, rows, columns
     if not found:
         raise refuse(folder, f"{WEIGHTS} holds no tensors")
-    return {
-        module: _weights(folder, config, module, sides) for module, sides in sorted(found.items())
-    }
+    if num_bytes != size:
+        raise refuse(folder, f"{WEIGHTS} is damaged: {num_bytes:,} bytes in a file of {size:,}")
+    return {module: _shape(folder, config, module, found[module]) for module in sorted(found)}
+
+
+def _matrix(folder: Path, name: str, tensor: Any) -> tuple[int, int]:
+    """The rows and columns of a tensor, as the header describes it."""
+    try:
+        kind, shape, (begin, end) = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
+        is_matrix = len(shape) == 2 and all(type(one) is int and one > 0 for one in shape)
+        if not is_matrix or kind not in _SIZES:
+            raise refuse(
+                folder,
+                f"tensor {name!r} has shape {shown(shape)} and type {shown(kind)}; only matrices "
+                "of floating-point numbers are supported",
+            )
+        if end - begin != math.prod(shape) * _SIZES[kind]:
+            raise refuse(folder, f"{WEIGHTS} is damaged: {name!r} has not the size of its shape")
+        return shape[0], shape[1]
+    except (TypeError, LookupError):
+        raise refuse(folder, f"{WEIGHTS} is damaged: {name!r} is not described") from None
 
 
 def _what(name: str) -> str:
@@ -200,45 +218,22 @@ def _what(name: str) -> str:
     return "only lora_A.weight and lora_B.weight of linear layers are supported"
 
 
-def _weights(
-    folder: Path, config: Mapping[str, Any], module: str, sides: Mapping[str, torch.Tensor]
-) -> ModuleWeights:
+def _shape(
+    folder: Path, config: LoraConfig, module: str, sides: Mapping[str, tuple[str, int, int]]
+) -> ModuleShape:
     if len(sides) < 2:
         raise refuse(folder, f"{module} has lora_{'A' if 'A' in sides else 'B'} only; both needed")
-    down, up = sides["A"], sides["B"]
-    rank = _number(folder, config, "rank_pattern", "r", module)
-    if not down.shape[0] == up.shape[1] == rank:
+    (down, down_rank, width), (up, height, up_rank) = sides["A"], sides["B"]
+    rank, scale = config.rank_and_scale(module)
+    if not down_rank == up_rank == rank:
         raise refuse(
             folder,
-            f"{module} has lora_A {list(down.shape)} and lora_B {list(up.shape)}, but {CONFIG} "
-            f"says rank {rank:g}",
+            f"{module} has lora_A {[down_rank, width]} and lora_B {[height, up_rank]}, but "
+            f"{CONFIG} says rank {rank:g}",
         )
-    alpha = _number(folder, config, "alpha_pattern", "lora_alpha", module)
-    return ModuleWeights(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
-
-
-def _number(
-    folder: Path, config: Mapping[str, Any], pattern: str, field: str, module: str
-) -> float:
-    """A number of the config for one module: that of the first pattern that its path ends with, as
-    PEFT chooses it."""
-    patterns: Mapping[str, Any] = config.get(pattern) or {}
-    try:
-        matching = (key for key in patterns if re.match(rf"(.*\.)?({key})$", module))
-        key = next(matching, None)
-    except re.error as error:
-        raise refuse(folder, f"{pattern} in {CONFIG} has a pattern that is none: {error}") from None
-    value = config.get(field, 8) if key is None else patterns[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise refuse(folder, f"{field if key is None else pattern}={value!r} in {CONFIG}; above 0")
-    return float(value)
-
-
-def _invocation(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    tokens = config.get("alora_invocation_tokens") or ()
-    if not isinstance(tokens, Iterable) or not all(type(token) is int for token in tokens):
-        raise refuse(folder, f"alora_invocation_tokens={tokens!r} must be token ids")
-    return tuple(tokens)
+    if rank > max(width, height):
+        raise refuse(folder, f"{module} has rank {rank:g}, more than a layer of its size can use")
+    return ModuleShape(down, up, width, height, scale)
 
 
 def _digest(modules: Mapping[str, ModuleWeights], invocation: tuple[int, ...]) -> str:

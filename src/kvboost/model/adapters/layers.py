@@ -8,7 +8,7 @@ the rows that an adapter applies to. All other forwards pass the hooks by.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from kvboost.model.adapters.adapter import Adapter, Delta
-from kvboost.model.adapters.files import AdapterFiles, refuse
+from kvboost.model.adapters.files import AdapterFiles
+from kvboost.model.adapters.reading import refuse
 from kvboost.model.segment import Segment
 
 if TYPE_CHECKING:
@@ -83,15 +84,29 @@ class AdapterHooks:
         deltas = {}
         place = self._model.device, self._model.dtype
         head = self._model.get_output_embeddings()
+        for name, shape in files.shapes.items():
+            self._check(files, name, shape.width, shape.height, head)
+        hashed = files.hashed  # it begins now
         for name, weights in files.modules.items():
-            self._check(files, name, weights.down.shape[1], weights.up.shape[0], head)
             up = weights.up.t().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
             if weights.scale != 1.0:
                 up.mul_(weights.scale)
             down = weights.down.to(*place).contiguous()
             deltas[name] = Delta(down, up.to(*place).contiguous())
+        self._check_finite(files, deltas)
         rank = max(len(delta.down) for delta in deltas.values())
-        return Adapter(files.digest, rank, deltas, files.invocation)
+        return Adapter(hashed.result(), rank, deltas, files.invocation)
+
+    def _check_finite(self, files: AdapterFiles, deltas: Mapping[str, Delta]) -> None:
+        """One such number makes whole answers of nothing, and their rows are cached."""
+        finite = [
+            torch.isfinite(d.down).all() & torch.isfinite(d.up).all() for d in deltas.values()
+        ]
+        for name, is_finite in zip(deltas, torch.stack(finite).tolist(), strict=True):
+            if not is_finite:
+                raise refuse(
+                    files.path, f"{name!r} has weights that are not finite in {self._model.dtype}"
+                )
 
     def _check(
         self, files: AdapterFiles, name: str, width: int, height: int, head: nn.Module | None
