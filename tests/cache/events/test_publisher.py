@@ -14,7 +14,7 @@ from chunks import ORIGIN, ROOT, packing
 from kv_events import Subscriber
 from kvboost import ConfigError, KVEvents
 from kvboost.cache.events.publisher import EventPublisher
-from kvboost.cache.events.sender import END_OF_REPLAY
+from kvboost.cache.events.replays import END_OF_REPLAY
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier

@@ -26,8 +26,10 @@ MAX_TOGETHER = 256
 GATHER_SECONDS = 0.02
 """Changes within this time go into one message, so that a chunk which a longer one replaces is not
 taken back and announced again."""
-REPLAY_SECONDS = 0.1
-"""How often the thread looks whether a subscriber has missed messages."""
+MAX_WAITING_TOKENS = 1 << 24
+"""Tokens of texts among the changes that wait."""
+TOKENS_TOGETHER = 1 << 16
+"""Tokens in one message, if they are those of several texts."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class EventPublisher:
         self._overflowed = False
         self._closing = False
         self._refused = self._discarded = self._messages = self._failed = 0
+        self._tokens_put = self._tokens_taken = 0  # by the store, and by the thread
         self._sender = Sender(settings)
         self._thread = threading.Thread(target=self._run, name="kvboost-events", daemon=True)
         self._thread.start()
@@ -118,8 +121,12 @@ class EventPublisher:
 
     def _put(self, change: _Rows | _Gone | _Clear) -> None:
         """Called with the store's lock held, or by ``close``."""
+        tokens = _num_tokens(change)
         try:
+            if self._tokens_put + tokens - self._tokens_taken > MAX_WAITING_TOKENS:
+                raise queue.Full
             self._changes.put_nowait(change)
+            self._tokens_put += tokens
         except queue.Full:
             self._refused += 1
             self._overflowed = True
@@ -127,11 +134,10 @@ class EventPublisher:
     # The thread.
 
     def _run(self) -> None:
-        timeout = REPLAY_SECONDS if self._sender.has_replay else None
         while not self._closing or not self._changes.empty():
             try:
                 self._sender.answer_replays()
-                self._publish(self._gather(timeout))
+                self._publish(self._gather(self._sender.replay_seconds))
             except Exception as error:  # no message is worth the server
                 self._failed += 1
                 self._overflowed = True  # routers have missed something
@@ -141,14 +147,24 @@ class EventPublisher:
     def _gather(self, timeout: float | None) -> list[_Rows | _Gone | _Clear]:
         """What has changed; empty if nothing did within ``timeout``."""
         try:
-            changes = [self._changes.get(timeout=timeout)]
+            changes = [self._take(timeout)]
         except queue.Empty:
             return []
         if not self._closing:
             time.sleep(GATHER_SECONDS)
+        tokens = _num_tokens(changes[0])
         while len(changes) < MAX_TOGETHER and not self._changes.empty():
-            changes.append(self._changes.get_nowait())
+            if tokens > TOKENS_TOGETHER:
+                break
+            changes.append(self._take())
+            tokens += _num_tokens(changes[-1])
         return changes
+
+    def _take(self, timeout: float | None = 0) -> _Rows | _Gone | _Clear:
+        """The next change; raises ``queue.Empty`` if there is none within ``timeout``."""
+        change = self._changes.get(block=timeout != 0, timeout=timeout or None)
+        self._tokens_taken += _num_tokens(change)
+        return change
 
     def _publish(self, changes: Sequence[_Rows | _Gone | _Clear]) -> None:
         said: list[Stored | Removed | Cleared] = []
@@ -173,6 +189,10 @@ class EventPublisher:
         """Empties the queue; returns how much was in it."""
         number = 0
         while not self._changes.empty():
-            self._changes.get_nowait()
+            self._take()
             number += 1
         return number
+
+
+def _num_tokens(change: _Rows | _Gone | _Clear) -> int:
+    return len(change.token_ids) if isinstance(change, _Rows) else 0
