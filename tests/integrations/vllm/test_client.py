@@ -24,6 +24,9 @@ class Script:
     refusal: str = ""
     bodies: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
+    redirect: str = ""
+    raw: bytes | None = None
+    """Sent as it is, instead of an answer."""
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == "/tokenize":
@@ -46,7 +49,16 @@ def script() -> Iterator[Script]:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             script.bodies.append((self.path, body))
             script.keys.append(self.headers["authorization"])
-            if script.refusal:
+            if script.redirect:
+                self.send_response(307)
+                self.send_header("location", script.redirect)
+                self.send_header("content-length", "0")
+                self.end_headers()
+            elif script.raw is not None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(script.raw)
+            elif script.refusal:
                 self._send(400, {"error": {"message": script.refusal}})
             else:
                 self._send(200, script.answer(self.path, body))
@@ -137,3 +149,32 @@ def test_mistakes_are_named(script: Script) -> None:
         VllmServer(script.url).forget("  ")
     with pytest.raises(ServerError, match="does not answer"):
         VllmServer("http://127.0.0.1:1").stats()
+
+
+def test_the_key_goes_to_no_other_server(script: Script) -> None:
+    """The server, or somebody between, sends the client elsewhere."""
+    script.redirect = f"{script.url}/elsewhere"
+    with pytest.raises(ServerError, match="refuses /v1/completions: 307"):
+        VllmServer(script.url, api_key="secret").stats()
+    assert [path for path, _ in script.bodies] == ["/v1/completions"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"hello", b"[" * 100_000, b"[1]", b"5", b'{"usage": 5}', b'{"kv_transfer_params": [1]}'],
+)
+def test_an_answer_of_another_form_is_named(raw: bytes, script: Script) -> None:
+    script.raw = raw
+    for ask in ("stats", "forget_everything"):
+        with pytest.raises(ServerError):
+            getattr(VllmServer(script.url), ask)()
+    for ask in ("warm", "forget"):
+        with pytest.raises(ServerError):
+            getattr(VllmServer(script.url), ask)("a text")
+
+
+def test_an_endless_answer_is_cut_off(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost.integrations.vllm.client.MOST_BYTES", 1000)
+    script.raw = b" " * 100_000
+    with pytest.raises(ServerError, match="more than 1,000 bytes"):
+        VllmServer(script.url).stats()

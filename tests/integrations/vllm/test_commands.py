@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,14 @@ from kvboost.cache.data import ChunkData
 from kvboost.cache.quantize import plain
 from kvboost.cache.tiers.open import open_tiers
 from kvboost.config import EngineConfig
-from kvboost.integrations.vllm.commands import CLOSED, Commands, Order, Reply
+from kvboost.integrations.vllm.commands import (
+    CLOSED,
+    MOST_PENDING,
+    TOO_MANY,
+    Commands,
+    Order,
+    Reply,
+)
 from kvboost.integrations.vllm.options import Command, Options, RequestOptions
 from kvboost.integrations.vllm.planner import Hello, Planner, prompt_ids
 from kvboost.integrations.vllm.tally import Tally
@@ -209,10 +217,11 @@ def test_what_goes_wrong_in_a_worker_is_an_answer(start: Any) -> None:
     cache = start()
 
     def broken(keys: object) -> dict[str, int]:
-        raise OSError("the disk is on fire")
+        raise OSError(5, "the disk is on fire", "/home/ann/kv")
 
     cache.data.purge = broken
-    assert cache.ask(EVERYTHING) == {"error": "OSError: the disk is on fire"}
+    said = "OSError: the disk is on fire; vLLM's log says more"
+    assert cache.ask(EVERYTHING) == {"error": said}  # clients need not know the path
 
 
 def test_what_goes_wrong_in_a_search_is_an_answer(start: Any) -> None:
@@ -220,9 +229,60 @@ def test_what_goes_wrong_in_a_search_is_an_answer(start: Any) -> None:
 
     def search(salt: str, texts: object) -> Any:
         def broken() -> None:
-            raise OSError("the list is torn")
+            raise ValueError("a secret of the planner")
 
         return broken
 
     cache.planner.search = search
-    assert cache.ask(EVERYTHING) == {"error": "OSError: the list is torn"}
+    assert cache.ask(EVERYTHING) == {"error": "ValueError; vLLM's log says more"}
+
+
+def test_so_many_commands_may_wait(start: Any) -> None:
+    """Each costs the scheduler time, and anyone may send them."""
+    cache = start()
+    cache.read(text(1))
+    for number in range(MOST_PENDING):
+        cache.commands.begin(f"waits {number}", EVERYTHING, "mine")
+    cache.commands.begin("one too many", EVERYTHING, "theirs")
+    assert not cache.commands.waits("one too many")
+    assert cache.commands.take_answer("one too many") == {"error": TOO_MANY}
+    for number in range(MOST_PENDING):  # their clients go
+        assert cache.commands.take_answer(f"waits {number}") is None
+    assert cache.ask(STATS)["stats"]["chunks"] == 7
+
+
+def test_one_search_is_under_way_at_a_time(start: Any) -> None:
+    cache, go_on = start(), threading.Event()
+    search, began = cache.planner.search, []
+
+    def slow(salt: str, texts: object) -> Any:
+        found = search(salt, texts)
+        began.append(salt)
+
+        def wait() -> Any:
+            assert go_on.wait(60)
+            return found()
+
+        return wait
+
+    cache.planner.search = slow
+    for salt in ("a", "b", "c"):
+        cache.commands.begin(salt, EVERYTHING, salt)
+    for _ in range(3):
+        assert cache.commands.take_orders() == [] and began == ["a"]
+    cache.commands.take_answer("b")  # its client goes, and nothing is searched for it
+    go_on.set()
+    while any(cache.commands.waits(salt) for salt in "ac"):
+        for order in cache.commands.take_orders():
+            cache.commands.hear({order.request_id: [order.obey(cache.data)]})
+    assert began == ["a", "c"]
+    assert cache.commands.take_answer("c") == {"forgotten": 0}
+
+
+def test_a_command_sent_again_finds_nothing_more(start: Any) -> None:
+    cache = start()
+    cache.read(text(1), salt="mine")
+    cache.read(text(1), salt="theirs")
+    command = forget(text(1))
+    assert [cache.ask(command, salt="mine")["forgotten"] for _ in range(3)] == [7, 0, 0]
+    assert cache.planner.num_chunks("theirs") == 7

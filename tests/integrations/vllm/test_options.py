@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 
 from kvboost.errors import ConfigError
-from kvboost.integrations.vllm.options import Command, Options, RequestOptions
+from kvboost.integrations.vllm.options import (
+    MOST_BOUNDARIES,
+    MOST_TEXTS,
+    MOST_TOKENS,
+    Command,
+    Options,
+    RequestOptions,
+)
 
 
 def test_defaults() -> None:
@@ -97,3 +104,45 @@ def test_a_request_may_carry_a_command(said: dict[str, object], command: Command
 def test_what_a_request_may_not_say(said: object) -> None:
     with pytest.raises(ConfigError):
         RequestOptions.parse(said, Options.parse({}))
+
+
+HOSTILE: dict[str, object] = {
+    "arguments that are a text": "kvboost",
+    "arguments that are a list": [1, 2],
+    "arguments that are a number": 5,
+    "parameters that are a text": {"kv_transfer_params": "kvboost"},
+    "parameters that are a list": {"kv_transfer_params": ["kvboost"]},
+    "parameters that are true": {"kv_transfer_params": True},
+    "a ratio of 400 digits": {"kvboost": {"ratio": 10**400}},
+    "an infinite ratio": {"kvboost": {"ratio": float("inf")}},
+    "a mode that is a list": {"kvboost": {"mode": ["exact"] * 1000}},
+    "a mode of a megabyte": {"kvboost": "x" * (1 << 20)},
+    "names with lines": {"kvboost": {"stats": True, "a\nWARNING forged": 1}},
+    "many names": {"kvboost": {f"name {number}": 1 for number in range(100_000)}},
+    "many boundaries": {"kvboost": {"boundaries": [1] * (MOST_BOUNDARIES + 1)}},
+    "boundaries beyond any text": {"kvboost": {"boundaries": [10**30]}},
+    "many texts": {"kvboost": {"forget": [[1]] * (MOST_TEXTS + 1)}},
+    "a long text": {"kvboost": {"forget": [[1] * (MOST_TOKENS + 1)]}},
+    "long texts together": {"kvboost": {"forget": [[1] * (MOST_TOKENS // 2 + 1)] * 2}},
+    "texts of texts": {"kvboost": {"forget": [["1"] * 1000]}},
+    "tokens of 400 digits": {"kvboost": {"forget": [[10**400]]}},
+    "statistics of a megabyte": {"kvboost": {"stats": "x" * (1 << 20)}},
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_whatever_a_client_sends_is_one_short_line(case: str) -> None:
+    """Any other exception would stop vLLM's scheduler, and with it the answers of all clients."""
+    for defaults in (Options.parse({}), Options.parse({"commands": False})):
+        with pytest.raises(ConfigError) as raised:
+            RequestOptions.of_request(HOSTILE[case], defaults)
+        assert len(str(raised.value)) < 1000 and "\n" not in str(raised.value)
+
+
+def test_where_a_request_says_what_it_wants() -> None:
+    defaults = Options.parse({})
+    exact = RequestOptions.parse("exact", defaults)
+    for extra in ({"kvboost": "exact"}, {"kv_transfer_params": {"kvboost": "exact"}}):
+        assert RequestOptions.of_request(extra, defaults) == exact
+    for nothing in (None, {}, {"kv_transfer_params": None}, {"kv_transfer_params": {}}):
+        assert RequestOptions.of_request(nothing, defaults) == RequestOptions.parse(None, defaults)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 from kvboost.errors import ConfigError, ForgetError, ServerError
@@ -15,6 +17,8 @@ from kvboost.tokens.prompt import inside
 
 SECONDS = 600.0
 """To read a long document may take minutes."""
+MOST_BYTES = 64 << 20
+"""Of an answer: the tokens of a long text take some megabytes."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,10 @@ class VllmServer:
     def warm(self, text: str) -> Read:
         """Has a document read, so that it is stored. Only its exact rows are reused."""
         answer = self._complete(text, {"mode": "exact"})
-        known = (answer.get("kv_transfer_params") or {}).get("kvboost", {})
+        known = self._said(answer)
         self._check(known)
-        return Read(answer["usage"]["prompt_tokens"], known.get("exact_tokens", 0))
+        with self._understood():
+            return Read(int(answer["usage"]["prompt_tokens"]), int(known.get("exact_tokens", 0)))
 
     def forget(self, text: str) -> int:
         """Forgets every chunk under the salt that contains ``text`` (of a long text: 32 consecutive
@@ -69,20 +74,21 @@ class VllmServer:
     def _tokenize(self, text: str) -> list[int]:
         """Without special tokens."""
         body = {"model": self._name(), "prompt": text, "add_special_tokens": False}
-        tokens: list[int] = self._post("/tokenize", body)["tokens"]
-        return tokens
+        answer = self._post("/tokenize", body)
+        with self._understood():
+            return [int(token) for token in answer["tokens"]]
 
     def _forget(self, what: object) -> int:
         answer = self._command({"forget": what}, "forgotten")
+        with self._understood():
+            forgotten = int(answer["forgotten"])
         if "error" in answer:
-            raise ForgetError(
-                f"{answer['forgotten']} chunks were to be forgotten: {answer['error']}"
-            )
-        return int(answer["forgotten"])
+            raise ForgetError(f"{forgotten} chunks were to be forgotten: {answer['error']}")
+        return forgotten
 
     def _command(self, command: Mapping[str, object], expected: str) -> dict[str, Any]:
         answer = self._complete(".", command)
-        said: dict[str, Any] = (answer.get("kv_transfer_params") or {}).get("kvboost", {})
+        said = self._said(answer)
         if expected not in said:
             self._check(said)
             raise ServerError(
@@ -90,6 +96,23 @@ class VllmServer:
                 "connector, or with an older one; see docs/vllm.md"
             )
         return said
+
+    def _said(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+        """What the connector says in an answer; empty if there is none."""
+        with self._understood():
+            said = (answer.get("kv_transfer_params") or {}).get("kvboost", {})
+            return dict(said)
+
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Raises ``ServerError`` if an answer is not as vLLM's are."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError):
+            raise ServerError(
+                f"the server at {self._url} answers in another form than vLLM does; give the "
+                "address of vLLM's API"
+            ) from None
 
     def _check(self, said: Mapping[str, Any]) -> None:
         if "error" in said:
@@ -110,10 +133,12 @@ class VllmServer:
 
     def _name(self) -> str:
         if self._model is None:
-            models = self._send("/v1/models", None)["data"]
-            if not models:
+            answer = self._send("/v1/models", None)
+            with self._understood():
+                models = list(answer["data"])
+                self._model = str(models[0]["id"]) if models else None
+            if self._model is None:
                 raise ServerError(f"the server at {self._url} has no model")
-            self._model = str(models[0]["id"])
         return self._model
 
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,20 +150,37 @@ class VllmServer:
             headers["Authorization"] = f"Bearer {self._key}"
         request = urllib.request.Request(self._url + path, body, headers)
         try:
-            with urllib.request.urlopen(request, timeout=SECONDS) as response:
-                answer: dict[str, Any] = json.load(response)
+            with _OPENER.open(request, timeout=SECONDS) as response:
+                data = response.read(MOST_BYTES + 1)
+                if len(data) > MOST_BYTES:
+                    raise ServerError(
+                        f"{self._url}{path} answers with more than {MOST_BYTES:,} bytes"
+                    )
+                answer: dict[str, Any] = json.loads(data)
                 return answer
         except urllib.error.HTTPError as error:
             with error:
-                reason = _reason(error.read())
+                reason = _reason(error.read(MOST_BYTES))
             raise ServerError(
                 f"the server at {self._url} refuses {path}: {error.code} {reason or error.reason}"
             ) from None
-        except (OSError, ValueError) as error:
+        except ServerError:
+            raise
+        except (OSError, ValueError, RecursionError, HTTPException) as error:
             reason = getattr(error, "reason", str(error))
             raise ServerError(
                 f"{self._url}{path} does not answer: {reason}; give the address of vLLM's API"
             ) from None
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """An API does not redirect. Another server would be given the key."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 def _reason(body: bytes) -> str:

@@ -7,6 +7,7 @@ lists the remote store, while the scheduler goes on.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,10 +20,15 @@ from kvboost.integrations.vllm.planner import Found, Planner, prompt_ids
 from kvboost.integrations.vllm.tally import Tally, sum_tiers
 from kvboost.tokens.hashing import ChunkKey
 
+logger = logging.getLogger("kvboost")
+
 CLOSED = (
     "KVBoost reuses nothing in this vLLM, so it holds nothing; warnings in its log at the start "
     "say why"
 )
+MOST_PENDING = 16
+"""Commands that may wait at a time: each makes the scheduler look at all chunks."""
+TOO_MANY = f"{MOST_PENDING} commands wait already; ask again when they are done"
 REMOTE_IS_SILENT = "the remote store does not answer; ask again when it does"
 _FIGURES = ("chunks", "bytes", "max_bytes", "hits")
 
@@ -54,7 +60,7 @@ class Order:
                 tiers["remote"] = remote.as_dict()
             return Reply(tiers, left)
         except Exception as error:  # nothing that goes wrong here may stop vLLM
-            return Reply(problem=f"{type(error).__name__}: {error}")
+            return Reply(problem=_problem(error))
 
 
 @dataclass
@@ -82,8 +88,8 @@ class Commands:
         self._num_workers = num_workers
 
     def begin(self, request_id: str, command: Command, salt: str) -> None:
-        if not self._planner.is_open:
-            self._answers[request_id] = {"error": CLOSED}
+        if not self._planner.is_open or len(self._pending) >= MOST_PENDING:
+            self._answers[request_id] = {"error": TOO_MANY if self._planner.is_open else CLOSED}
             return
         self._pending[request_id] = _Pending(command, salt)
         if command.name == "stats":
@@ -98,7 +104,7 @@ class Commands:
             return True
         if (error := pending.search.exception()) is not None:
             del self._pending[request_id]
-            self._answers[request_id] = {"error": f"{type(error).__name__}: {error}"}
+            self._answers[request_id] = {"error": _problem(error)}
             return False
         pending.found = pending.search.result()
         self._planner.gone(pending.found.keys)
@@ -113,10 +119,14 @@ class Commands:
         )
 
     def take_orders(self) -> list[Order]:
-        """For the next step. Searches begin: what requests before them have left is entered now."""
-        for pending in self._pending.values():
-            if pending.command.name == "forget" and pending.search is None:
-                self._search(pending)
+        """For the next step. A search begins, if no other is under way: what requests before it
+        have left is entered now."""
+        forgetting = [one for one in self._pending.values() if one.command.name == "forget"]
+        if all(one.search is None or one.search.done() for one in forgetting):
+            for pending in forgetting:
+                if pending.search is None:
+                    self._search(pending)
+                    break
         orders, self._orders = self._orders, []
         return orders
 
@@ -133,7 +143,9 @@ class Commands:
 
     def take_answer(self, request_id: str) -> dict[str, Any] | None:
         """The answer of a request that has ended; None if it had no command, or did not wait."""
-        self._pending.pop(request_id, None)
+        pending = self._pending.pop(request_id, None)
+        if pending is not None and pending.search is not None:
+            pending.search.cancel()  # if it has not begun
         return self._answers.pop(request_id, None)
 
     def close(self) -> None:
@@ -178,3 +190,10 @@ class Commands:
             "tiers": tiers,
             **self._tally.totals(),
         }
+
+
+def _problem(error: BaseException) -> str:
+    """What a client is told of an error. The log says the rest: clients need no paths."""
+    logger.warning("KVBoost could not do what a command asks", exc_info=error)
+    said = error.strerror if isinstance(error, OSError) else None
+    return f"{type(error).__name__}{f': {said}' if said else ''}; vLLM's log says more"

@@ -310,10 +310,9 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         """What a request wants; the default if it says so in a way that cannot be read."""
         request_id = request.request_id
         if request_id not in self._asked:
-            extra = (request.sampling_params and request.sampling_params.extra_args) or {}
-            given = (extra.get("kv_transfer_params") or {}).get("kvboost", extra.get("kvboost"))
+            extra = request.sampling_params and request.sampling_params.extra_args
             try:
-                self._asked[request_id] = RequestOptions.parse(given, self._options)
+                self._asked[request_id] = RequestOptions.of_request(extra, self._options)
             except ConfigError as error:
                 logger.warning("KVBoost ignores what request %s asks: %s", request_id, error)
                 self._errors[request_id] = str(error)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from kvboost.config import EngineConfig, one_of, whole, within
+from kvboost.config import EngineConfig, one_of, whole
 from kvboost.errors import ConfigError
 
 MODES = ("repaired", "exact", "off")
@@ -20,6 +20,10 @@ CHUNK_SIZE = 256
 """Tokens in a chunk, unless an option says otherwise: twice as many as elsewhere, because every
 chunk costs the scheduler's and the worker's Python some time, for which a GPU waits."""
 EVERYTHING = "everything"
+MOST_TEXTS = 256
+MOST_TOKENS = 1 << 20
+"""Tokens of all texts that one command may forget. The scheduler looks at each of them."""
+MOST_BOUNDARIES = 4096
 _ENGINE_OPTIONS = (
     "chunk_size",
     "max_cache_bytes",
@@ -93,19 +97,21 @@ class Command:
     def parse(cls, said: Mapping[str, Any]) -> Command:
         if len(said) > 1:
             raise ConfigError(
-                f"{', '.join(said)} cannot be asked in one request; a command is asked alone"
+                f"{reprlib.repr(list(said))} cannot be asked in one request; a command is asked "
+                "alone"
             )
         ((name, given),) = said.items()
         if name == "stats":
             if given is not True:
-                raise ConfigError(f"stats={given!r} must be true")
+                raise ConfigError(f"stats={reprlib.repr(given)} must be true")
             return cls(name)
         if given == EVERYTHING:
             return cls(name)
-        if not isinstance(given, list) or not given or not all(map(_are_numbers, given)):
+        is_list = isinstance(given, list) and 0 < len(given) <= MOST_TEXTS
+        if not is_list or _num_items(given) > MOST_TOKENS or not all(map(_are_numbers, given)):
             raise ConfigError(
                 f"forget={reprlib.repr(given)} must be {EVERYTHING!r}, or a list of texts, each a "
-                "list of token ids"
+                f"list of token ids; {MOST_TEXTS} texts and {MOST_TOKENS:,} tokens at most"
             )
         texts = tuple(tuple(ids) for ids in given)
         if not all(texts):
@@ -124,26 +130,56 @@ class RequestOptions:
     command: Command | None = None
 
     @classmethod
+    def of_request(cls, extra_args: object, defaults: Options) -> RequestOptions:
+        """What the extra arguments of a request say, whatever its client has sent. Raises
+        ``ConfigError`` and nothing else: any other exception would stop vLLM for everybody."""
+        try:
+            extra: Any = extra_args or {}
+            transfer = extra.get("kv_transfer_params") or {}
+            return cls.parse(transfer.get("kvboost", extra.get("kvboost")), defaults)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{reprlib.repr(extra_args)} cannot be read ({type(error).__name__}); "
+                "kv_transfer_params is an object"
+            ) from None
+
+    @classmethod
     def parse(cls, given: object, defaults: Options) -> RequestOptions:
         """Raises ``ConfigError`` if ``given`` is not as described."""
         said: Mapping[str, Any] = {"mode": given} if isinstance(given, str) else given or {}  # type: ignore[assignment]
         if isinstance(said, Mapping) and set(said) & set(COMMANDS):
             if not defaults.commands:
-                raise ConfigError(f"commands are off here, so {', '.join(said)} cannot be asked")
+                asked = reprlib.repr(list(said))
+                raise ConfigError(f"commands are off here, so {asked} cannot be asked")
             return cls("off", 0.0, command=Command.parse(said))
         if not isinstance(said, Mapping) or set(said) - {"mode", "ratio", "boundaries"}:
             raise ConfigError(
-                f"kvboost={given!r} must be one of {', '.join(MODES)}, or an object with mode, "
-                "ratio and boundaries, or a command"
+                f"kvboost={reprlib.repr(given)} must be one of {', '.join(MODES)}, or an object "
+                "with mode, ratio and boundaries, or a command"
             )
         mode = said.get("mode", defaults.mode)
-        one_of(mode, MODES, "mode")
+        if mode not in MODES:
+            listing = ", ".join(map(repr, MODES))
+            raise ConfigError(
+                f"mode={reprlib.repr(mode)} is not available; choose one of {listing}"
+            )
         ratio = said.get("ratio", defaults.engine.recompute_ratio)
-        within(ratio, 0.0, 1.0, "ratio")
+        if type(ratio) not in (int, float) or not 0 <= ratio <= 1:
+            raise ConfigError(f"ratio={reprlib.repr(ratio)} must be a number between 0 and 1")
         boundaries = said.get("boundaries", ())
-        if not _are_numbers(boundaries):
-            raise ConfigError(f"boundaries={boundaries!r} must be a list of token positions")
+        if _num_items([boundaries]) > MOST_BOUNDARIES or not _are_numbers(boundaries):
+            raise ConfigError(
+                f"boundaries={reprlib.repr(boundaries)} must be a list of token positions, "
+                f"{MOST_BOUNDARIES:,} at most"
+            )
         return cls(mode, float(ratio), tuple(boundaries))
+
+
+def _num_items(lists: Sequence[object]) -> int:
+    """How many items these lists have together."""
+    return sum(len(one) for one in lists if isinstance(one, Sequence))
 
 
 def _are_numbers(given: object) -> bool:
