@@ -1,9 +1,10 @@
 """The chunk store: lookup with pins, fetching, admission, forgetting.
 
-Two locks, acquired in this order. ``_admission`` lets one request at a time bring chunks in: its
-copies delay no lookup, and identical requests store once. ``_lock`` guards the holdings. It is held
-for a few milliseconds at most (the search of a long prompt), and never while a file is read or
-written or the network is waited for.
+Three locks, acquired in this order. ``_forgetting`` lets one call at a time remove chunks for good,
+which may take as long as disks and networks do; no request waits for it. ``_admission`` lets one
+request at a time bring chunks in: its copies delay no lookup, and identical requests store once.
+``_lock`` guards the holdings. The last two are held for a few milliseconds at most (the search of a
+long prompt, the rows of a request), and never while the network or another process is waited for.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from kvboost.cache.tiers.transfers import Transfers
 from kvboost.errors import ForgetError
 from kvboost.results import Pin
 from kvboost.tokens.hashing import ChunkKey, TokenIds
+
+DROPPED_AT_ONCE = 64
+"""Chunks that are forgotten while the lock is held: some milliseconds."""
 
 
 class ChunkLost(Exception):
@@ -69,10 +73,11 @@ class ChunkStore:
             max_pinned_bytes=max_pinned_bytes,
         )
         self.epoch = 0
-        """How often something was forgotten."""
+        """Changes when something is forgotten."""
         self._closed = False
         self._lock = threading.RLock()
         self._admission = threading.Lock()
+        self._forgetting = threading.Lock()
         self._transfers = Transfers(tiers, holdings.residency, self._lock, format)
         self._remote: RemoteLookup | None = None
         if tiers.remote is not None:
@@ -182,7 +187,7 @@ class ChunkStore:
         budget is full of pinned chunks, or a copy fails, the rest is left out: the beginning of a
         text is worth more than its end. Nothing is kept of a request from an earlier ``epoch``,
         before something was forgotten: it may contain that text. Without ``wait``, nothing is kept
-        while another request's chunks are admitted or something is being forgotten. If the text
+        while another request's chunks are admitted. If the text
         still ``grows``, its last chunk is left out: a longer one would soon replace it.
         """
         if not self._admission.acquire(blocking=wait):
@@ -259,16 +264,25 @@ class ChunkStore:
 
     def _forget(self, choose: Callable[[Mapping[ChunkKey, ChunkInfo]], list[ChunkKey]]) -> int:
         """Forgets what ``choose`` picks, here and in the remote store."""
-        with self._admission:
-            self.epoch += 1
+        with self._forgetting:
+            self._begin_epoch()
             self._transfers.refresh(now=True)
             with self._lock:
                 here = self._holdings.catalogue.infos()
             in_remote = {info.key: info for info in self._transfers.remote_infos()}
             # Together: a chunk that came as moved text has its beginning in the remote store only.
             keys = choose({**in_remote, **here})
+            self._drop(keys)
+            # Requests that were planned meanwhile may have used these chunks: nothing of them is
+            # kept either, and what is already there is looked at again.
+            self._begin_epoch()
             with self._lock:
-                self._holdings.drop(keys)
+                now = self._holdings.catalogue.infos()
+            if now.keys() - here.keys():
+                more = choose({**in_remote, **now})
+                self._drop(more)
+                keys = list(dict.fromkeys([*keys, *more]))
+            with self._lock:
                 self._holdings.settle_pins()
             self._transfers.await_writing()
             left = self._transfers.purge(keys)
@@ -279,6 +293,19 @@ class ChunkStore:
                 "may be left; see that it can be written and call again"
             )
         return len(keys)
+
+    def _begin_epoch(self) -> None:
+        """From now on nothing is kept of requests that were planned before. No admission is under
+        way when this returns."""
+        with self._admission:
+            self.epoch += 1
+
+    def _drop(self, keys: Sequence[ChunkKey]) -> None:
+        """Takes chunks out of memory and out of the books, some at a time: requests and pins wait
+        for the lock."""
+        for start in range(0, len(keys), DROPPED_AT_ONCE):
+            with self._lock:
+                self._holdings.drop(keys[start : start + DROPPED_AT_ONCE])
 
     def roots(self) -> set[ChunkKey]:
         """The roots of all chunks."""
@@ -295,13 +322,14 @@ class ChunkStore:
 
     def clear(self) -> None:
         """Forgets everything that is not in use right now, on every tier of this machine."""
-        with self._admission:
-            self.epoch += 1
+        with self._forgetting:
+            self._begin_epoch()
             self._transfers.refresh(now=True)
             with self._lock:
                 in_use = self._holdings.in_use
                 keys = [key for key in self._holdings.catalogue if key not in in_use]
-                self._holdings.drop(keys)
+            self._drop(keys)
+            with self._lock:
                 self._holdings.settle_pins()
                 self._holdings.announce_cleared()
             self._transfers.await_writing()
@@ -313,7 +341,7 @@ class ChunkStore:
 
     def close(self) -> None:
         """Writes what is not written yet and releases everything."""
-        with self._admission:
+        with self._forgetting, self._admission:
             self._closed = True
             self._transfers.close()
             with self._lock:
@@ -326,5 +354,5 @@ class ChunkStore:
 
     def check_integrity(self) -> list[str]:
         """What does not add up between catalogue, tiers and pins; empty when all is well."""
-        with self._admission, self._transfers.quiet(), self._lock:
+        with self._forgetting, self._admission, self._transfers.quiet(), self._lock:
             return [] if self._closed else self._holdings.check_integrity()

@@ -245,9 +245,9 @@ class Residency:
         return True
 
     def remove_gone(self, keys: Iterable[ChunkKey]) -> None:
-        """These chunks are not in the folder any more."""
-        if self._on_disk is not None:
-            for key in keys:
+        """These chunks are not in the folder any more. Others than were known there are ignored."""
+        for key in keys:
+            if self._on_disk is not None and key in self._on_disk:
                 self._on_disk.remove(key)
                 self._left(key)
 

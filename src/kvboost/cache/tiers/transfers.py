@@ -56,6 +56,7 @@ class Transfers:
         self._ram = tiers.ram
         self._writer: Writer | None = None
         self._fetcher: ThreadPoolExecutor | None = None
+        self._unremoved: list[ChunkKey] = []  # files of chunks that were to be purged
         if tiers.disk or tiers.remote:
             self._writer = residency.writer = Writer(
                 self._write,
@@ -122,28 +123,41 @@ class Transfers:
         return self._remote.stats() if self._remote is not None else None
 
     def remove_files(self, keys: Sequence[ChunkKey]) -> None:
-        """Removes the files of chunks that were dropped."""
-        if self._disk is not None:
-            for key in keys:
-                self._disk.delete(key)
+        """Removes the files of chunks that were dropped. One that was stored again meanwhile stays
+        in memory."""
+        if self._disk is None:
+            return
+        for key in keys:
+            self._disk.delete(key)
+        gone = [key for key in keys if not self._disk.contains(key)]
+        with self._lock:
+            self._residency.remove_gone(gone)
 
     def purge(self, keys: Sequence[ChunkKey]) -> dict[str, int]:
-        """Removes ``keys`` from every slow tier, and what nobody here can read (files in quarantine
-        and other versions' chunks); returns how many are left, by tier."""
+        """Removes ``keys`` from every slow tier, files that could not be removed by an earlier
+        call, and what nobody here can read (quarantine and other versions' chunks); returns how
+        many are left, by tier. One call at a time."""
         left: Counter[str] = Counter()
         if self._disk is not None:
             self._disk.clear_quarantine()
             self._disk.remove_others()
-            self.remove_files(keys)
-            left["disk"] = sum(self._disk.contains(key) for key in keys) + len(self._disk.others())
+            wanted_gone = list(dict.fromkeys([*self._unremoved, *keys]))
+            self.remove_files(wanted_gone)
+            self._unremoved = list(filter(self._disk.contains, self._unwanted(wanted_gone)))
+            left["disk"] = len(self._unremoved) + len(self._disk.others())
         if self._remote is not None:
             before = sum(self._remote.faults.values())
             for key in keys:
                 self._remote.delete(key)
-            there = self._remote.contains_many(keys)
+            there = self._remote.contains_many(self._unwanted(keys))
             asked = self._remote.state == "closed" and sum(self._remote.faults.values()) == before
             left["remote"] = sum(there) if asked else len(keys)  # unknown counts as left
         return dict(+left)
+
+    def _unwanted(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those that no request has stored again."""
+        with self._lock:
+            return [key for key in keys if not self._residency.owner.is_wanted(key)]
 
     def await_writing(self) -> None:
         """Returns when the current write has ended; if its chunk was forgotten meanwhile, the file

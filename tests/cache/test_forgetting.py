@@ -1,0 +1,154 @@
+"""Forgetting may take as long as disks and networks do. Requests and pins do not wait for it, and
+nothing that they bring in meanwhile keeps the text."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chunks import ORIGIN, ROOT, packing
+from kvboost.cache.store import ChunkStore
+from kvboost.cache.tiers.disk import DiskTier
+from kvboost.cache.tiers.open import Tiers
+from kvboost.cache.tiers.ram import RamTier
+from kvboost.errors import ForgetError
+from kvboost.tokens.chunking import fixed
+from kvboost.tokens.hashing import as_token_ids
+from planting import chunk_files
+
+CHUNK = 32
+TEXT, OTHER = list(range(200)), list(range(1000, 1200))
+
+Act = Callable[[ChunkStore], Any]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ChunkStore]:
+    tiers = Tiers(RamTier(10**7), disk=DiskTier(tmp_path / "kv", 10**7))
+    made = ChunkStore(tiers, cut=lambda ids, _: fixed(len(ids), CHUNK), origin=ORIGIN)
+    yield made
+    assert made.check_integrity() == []
+    made.close()
+
+
+def admit(store: ChunkStore, ids: list[int], epoch: int | None = None) -> int:
+    rows = packing(torch.zeros(2, 1, 1, len(ids), 1))
+    return store.admit(ROOT, as_token_ids(ids), rows, exact_rows=len(ids), epoch=epoch)
+
+
+def known(store: ChunkStore, ids: list[int]) -> int:
+    """How many of the first tokens are stored."""
+    with store.lookup(ROOT, as_token_ids(ids)) as found:
+        return found.exact[-1].end if found.exact else 0
+
+
+def forget(store: ChunkStore) -> int:
+    return store.forget_text([as_token_ids(TEXT)])
+
+
+def during(store: ChunkStore, step: str, act: Act) -> None:
+    """Calls ``act`` when the next removal comes to ``step``, which is slow."""
+    transfers: Any = store._transfers
+    real = getattr(transfers, step)
+
+    def slow(*args: object) -> object:
+        setattr(transfers, step, real)
+        act(store)
+        return real(*args)
+
+    setattr(transfers, step, slow)
+
+
+SLOW: list[tuple[Act, str]] = [
+    (forget, "remote_infos"),
+    (forget, "await_writing"),
+    (forget, "purge"),
+    (lambda store: store.forget(ROOT), "remote_infos"),
+    (ChunkStore.clear, "await_writing"),
+    (ChunkStore.clear, "remove_files"),
+]
+
+
+@pytest.mark.parametrize(("remove", "step"), SLOW)
+def test_requests_and_pins_do_not_wait_for_a_slow_removal(
+    remove: Act, step: str, store: ChunkStore
+) -> None:
+    admit(store, TEXT)
+    store.flush()
+    slow, go_on, done = threading.Event(), threading.Event(), threading.Event()
+
+    def hold(_: ChunkStore) -> None:
+        slow.set()
+        assert go_on.wait(60)
+
+    during(store, step, hold)
+
+    def request() -> None:
+        assert admit(store, OTHER) == 7 and known(store, OTHER) == 200
+        assert store.pin("mine", ROOT, as_token_ids(OTHER)).tokens == 200
+        assert [pin.name for pin in store.pins()] == ["mine"]
+        store.stats()
+        store.unpin("mine")
+        done.set()
+
+    removing = threading.Thread(target=remove, args=(store,))
+    removing.start()
+    assert slow.wait(60)
+    threading.Thread(target=request, daemon=True).start()
+    in_time = done.wait(30)
+    go_on.set()
+    removing.join()
+    assert in_time
+    assert known(store, TEXT) == 0 and known(store, OTHER) in (0, 200)
+
+
+def test_what_a_request_planned_meanwhile_has_kept_is_forgotten_too(store: ChunkStore) -> None:
+    """It has used the chunks that are about to be dropped, and continues the text."""
+    admit(store, TEXT)
+    longer = [*TEXT, *range(5000, 5100)]
+    during(store, "remote_infos", lambda store: admit(store, longer, store.epoch))
+    forget(store)
+    assert known(store, longer) == 0 and store.stats().chunks == 0
+
+
+def test_nothing_is_kept_of_a_request_planned_meanwhile_that_ends_later(store: ChunkStore) -> None:
+    admit(store, TEXT)
+    epochs = [store.epoch]
+    during(store, "remote_infos", lambda store: epochs.append(store.epoch))
+    forget(store)
+    assert [admit(store, TEXT, epoch) for epoch in epochs] == [0, 0]
+    assert admit(store, TEXT, store.epoch) == 7
+
+
+def test_a_text_that_is_read_again_meanwhile_is_no_failure(store: ChunkStore) -> None:
+    """Its chunks are written again while the old ones are removed."""
+    admit(store, TEXT)
+    store.flush()
+
+    def read_again(store: ChunkStore) -> None:
+        assert admit(store, TEXT, store.epoch) == 7
+        store.flush()
+
+    during(store, "remove_files", read_again)
+    assert forget(store) == 7
+    assert known(store, TEXT) == 200
+
+
+def test_a_file_that_cannot_be_removed_is_named_until_it_is(
+    store: ChunkStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says to call again; that call knows nothing of the text but its files."""
+    admit(store, TEXT)
+    store.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "delete", lambda tier, key: None)
+        for _ in range(2):
+            with pytest.raises(ForgetError, match="7 in disk may be left"):
+                forget(store)
+    assert len(chunk_files(tmp_path / "kv")) == 7
+    assert forget(store) == 0 and chunk_files(tmp_path / "kv") == []
