@@ -306,11 +306,11 @@ class DiskTier:
     ) -> None:
         """Looks at one of the folders."""
         shard = self._contents.shards[entry.name]
-        if shard.is_as_before(entry.stat(follow_symlinks=False).st_mtime_ns):
-            return
-        with self._guard:  # before the look: what other threads write meanwhile is not gone
-            known = {*shard.sizes, *shard.others}
         try:
+            if shard.is_as_before(entry.stat(follow_symlinks=False).st_mtime_ns):
+                return
+            with self._guard:  # before the look: what other threads write meanwhile is not gone
+                known = {*shard.sizes, *shard.others}
             there, foreign = names_in(entry)
             new = there - known - self._passed_over
             headers = read_headers(entry.path, new, self._secret) if new else Headers()
