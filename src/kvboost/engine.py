@@ -54,7 +54,7 @@ from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.streams import AsyncTextStream, TextStream
 from kvboost.runtime.text_cache import TextCache
 from kvboost.structured.grammars import Grammar
-from kvboost.structured.library import is_installed
+from kvboost.structured.library import missing
 from kvboost.tokens.hashing import as_token_ids
 from kvboost.tokens.prompt import Conversation, Prompt
 
@@ -342,7 +342,7 @@ class KVBoost(TextCache):
         """Does now what the first format of an engine would wait for, about a second; nothing
         without the extra ``structured``. No other thread runs meanwhile, so a server does it before
         it takes requests."""
-        if is_installed():
+        if missing() is None:
             self._grammars.prepare()
 
     def answer_options(

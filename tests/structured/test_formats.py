@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 from pydantic import BaseModel
@@ -62,12 +61,6 @@ def test_a_wrong_format_says_what_is_wrong(options, said: str) -> None:
 def test_a_grammar_in_no_known_notation_is_refused() -> None:
     with pytest.raises(StructuredOutputError, match=r"grammar cannot be enforced: .*GBNF"):
         grammar_for({"grammar": "hello world"})
-
-
-def test_without_llguidance_the_error_has_the_remedy(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(StructuredOutputError, match=r"pip install 'kvboost\[structured\]'"):
-        grammar_for({"regex": "a"})
 
 
 def test_reasoning_comes_before_the_answer() -> None:
