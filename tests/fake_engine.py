@@ -10,7 +10,7 @@ from typing import Any
 from kvboost.chat.parser import AnswerParser, TextParser
 from kvboost.chat.styles import TAGGED
 from kvboost.chat.tool_use import ToolUse
-from kvboost.errors import PinError, UnknownAdapterError
+from kvboost.errors import PinError, PromptError, UnknownAdapterError
 from kvboost.results import (
     PHASES,
     GenerationResult,
@@ -104,7 +104,7 @@ class FakeEngine:
         self.asked: list[dict[str, Any]] = []
         self.streams: list[FakeStream] = []
         self.drained = self.flushed = False
-        self.thinks = False
+        self.thinks = self.fills_in = False
         self.conversations: list[Conversation] = []
         self.uses: list[ToolUse] = []
         self.loaded: dict[str, Any] = {}
@@ -121,6 +121,11 @@ class FakeEngine:
 
     def encode(self, prompt: Any, *, add_special_tokens: bool = True) -> list[int]:
         return list(prompt.encode() if isinstance(prompt, str) else prompt)
+
+    def infill(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
+        if not self.fills_in:
+            raise PromptError("this model cannot fill in the middle")
+        return [*before, 0, *after]
 
     def answer_options(
         self, prompt_ids: list[int], use: ToolUse, options: dict[str, Any]

@@ -92,6 +92,15 @@ def test_errors_and_vanished_answers_are_marked(fake, exporter) -> None:
     assert "secret words" not in "".join(span.to_json() for span in exporter.get_finished_spans())
 
 
+def test_ollamas_answers_have_spans_of_their_operations(fake, exporter) -> None:
+    with traced(create_app(fake), exporter) as client:
+        client.post("/api/generate", json={"model": "fake", "prompt": "x", "raw": True})
+        messages = [{"role": "user", "content": "x"}]
+        client.post("/api/chat", json={"model": "fake", "messages": messages})
+    names = [one.name for one in exporter.get_finished_spans() if one.kind is SpanKind.SERVER]
+    assert names == ["text_completion fake", "chat fake"]
+
+
 def test_a_client_that_samples_nothing_gets_no_spans(fake, exporter) -> None:
     with traced(create_app(fake), exporter) as client:
         body = {"model": "fake", "prompt": "words"}

@@ -243,7 +243,7 @@ def serve(
     tls_key: TlsKey = None,
     otlp_endpoint: OtlpEndpoint = None,
 ) -> None:
-    """Serve a model over OpenAI's and Anthropic's APIs, with a page at / that shows what it does.
+    """Serve a model over OpenAI's, Anthropic's and Ollama's APIs, with a page at / to watch it.
 
     Ctrl-C or SIGTERM stops it: running answers end and the cache is written. SIGHUP reads --config,
     --api-keys and the TLS files again; the log says what changed and what needs a restart.

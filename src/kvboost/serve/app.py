@@ -33,6 +33,7 @@ from kvboost.serve.errors import ApiError, on_engine_error, on_http_error, on_in
 from kvboost.serve.limits import HeadLimits, OpenRequests
 from kvboost.serve.metrics import CONTENT_TYPE
 from kvboost.serve.middleware import RequestMiddleware
+from kvboost.serve.ollama import routes as ollama
 from kvboost.serve.openai_responses import routes as openai_responses
 from kvboost.serve.openapi import errors
 from kvboost.serve.response_models import (
@@ -83,7 +84,7 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
     )
     app.state.server = state
     modules = (
-        *(chat, completions, openai_responses, anthropic, embeddings),
+        *(chat, completions, openai_responses, anthropic, ollama, embeddings),
         *(tokenize, adapters, admin, document_routes),
     )
     routers = [*(module.router for module in modules), router]
@@ -183,6 +184,7 @@ async def openapi_document(request: Request) -> Response:
     return JSONResponse(await asyncio.to_thread(request.app.openapi))
 
 
+@router.head("/", include_in_schema=False)  # Ollama's clients look whether there is a server
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
     return FileResponse(STATIC / "index.html", headers={"cache-control": "no-cache"})

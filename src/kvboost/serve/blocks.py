@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvboost.chat.calls import Part
+from kvboost.serve.json_text import JsonTextError, parse_json
 
 
 @dataclass
@@ -17,6 +18,15 @@ class Block:
     """Of a call: the tool."""
     text: str = ""
     """Of a call: the JSON text of its arguments."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of a call; none if they are not a JSON object, as in a call that was cut off."""
+        try:
+            value = parse_json((self.text or "{}").encode())
+        except JsonTextError:
+            return {}
+        return value if isinstance(value, dict) else {}
 
 
 class BlockStep(NamedTuple):

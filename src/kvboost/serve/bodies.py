@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 from fastapi import Request
 from fastapi.routing import APIRoute
@@ -34,6 +34,9 @@ class BodyRoute(APIRoute):
     without a body is FastAPI's, and never waits for one. Notes when the body was complete
     (``request.state.received``, of ``time.perf_counter``)."""
 
+    needs_json_type: ClassVar[bool] = True
+    """Whether the headers must say that the body is JSON. It is read as JSON in any case."""
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         hints = get_type_hints(self.endpoint, include_extras=True)
         if "body" not in hints:
@@ -44,7 +47,7 @@ class BodyRoute(APIRoute):
 
         async def read_and_answer(request: Request) -> Response:
             server: ServerState = request.app.state.server
-            body = await read(request, server.settings)
+            body = await read(request, server.settings, needs_json_type=self.needs_json_type)
             request.state.received = time.perf_counter()
             request.state.body_size = len(body)
             context = BodyContext(server.settings.strict_fields)
@@ -59,13 +62,16 @@ class BodyRoute(APIRoute):
         return read_and_answer
 
 
-async def read(request: Request, settings: ServerSettings) -> bytes:
-    """The whole body. Raises ApiError if it is too large, too slow, or not JSON by its headers."""
+async def read(
+    request: Request, settings: ServerSettings, *, needs_json_type: bool = True
+) -> bytes:
+    """The whole body. Raises ApiError if it is too large, too slow, or not JSON by its headers,
+    unless these need not say it."""
     body = await receive_body(request, settings)
     if not body:
         raise ApiError(400, "the request has no body; send JSON", code="invalid_json")
     kind = request.headers.get("content-type", "")
-    if not _is_json(kind):
+    if needs_json_type and not _is_json(kind):
         raise ApiError(
             415,
             f"the body must be JSON, not {kind[:80]!r}: send 'Content-Type: application/json'",

@@ -68,7 +68,8 @@ class Embedder:
                     400,
                     f"input {number} has {len(ids):,} tokens or more; the model takes "
                     f"{self.max_tokens:,}: "
-                    "split it, or set truncate_prompt_tokens to -1",
+                    "split it, or set truncate_prompt_tokens to -1 (in Ollama's API: truncate to "
+                    "true)",
                     code="context_length_exceeded",
                     param="input",
                 )

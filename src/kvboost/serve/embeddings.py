@@ -30,15 +30,8 @@ async def create_embeddings(
 ) -> Response:
     """Embeds texts: the mean of the last hidden states, of length 1, like OpenAI's API."""
     server.check_embedding_model(body.model)
-    if body.dimensions not in (None, server.embedder.dimensions):
-        raise ApiError(
-            400,
-            f"dimensions={body.dimensions} is not supported: this model's vectors have "
-            f"{server.embedder.dimensions} and cannot be shortened",
-            code="invalid_value",
-            param="dimensions",
-        )
-    ids = await _encode(server, body.inputs(), body.truncate_prompt_tokens)
+    check_dimensions(server, body.dimensions)
+    ids = await encode(server, body.inputs(), body.truncate_prompt_tokens)
     vectors = await unless_gone(request.receive, server.embedder.embed(ids))
     as_text = body.encoding_format == "base64"
 
@@ -62,7 +55,7 @@ async def create_embeddings(
 async def rerank(body: RerankRequest, request: Request, server: Server, caller: Caller) -> Response:
     """Sorts documents by how close their embeddings are to that of the query (cosine)."""
     server.check_embedding_model(body.model)
-    ids = await _encode(server, [body.query, *body.documents], body.truncate_prompt_tokens)
+    ids = await encode(server, [body.query, *body.documents], body.truncate_prompt_tokens)
     vectors = await unless_gone(request.receive, server.embedder.embed(ids))
     scores = vectors[1:] @ vectors[0]
     results = []
@@ -75,9 +68,24 @@ async def rerank(body: RerankRequest, request: Request, server: Server, caller: 
     return JSONResponse({**head, "results": results, "usage": _usage(ids)})
 
 
-async def _encode(
+def check_dimensions(server: ServerState, asked: int | None) -> None:
+    """Raises ApiError 400 unless the vectors have as many dimensions as a request asks for."""
+    if asked not in (None, server.embedder.dimensions):
+        raise ApiError(
+            400,
+            f"dimensions={asked} is not supported: this model's vectors have "
+            f"{server.embedder.dimensions} and cannot be shortened",
+            code="invalid_value",
+            param="dimensions",
+        )
+
+
+async def encode(
     server: ServerState, inputs: Sequence[str] | Sequence[list[int]], truncate: int | None
 ) -> list[list[int]]:
+    """The token ids of ``inputs``, in a thread if there is much of them. Raises ApiError 400 if the
+    model cannot embed one. ``truncate``: so many tokens of each are read; -1: as many as it takes.
+    """
     embedder = server.embedder
 
     def work() -> list[list[int]]:

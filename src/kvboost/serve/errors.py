@@ -1,4 +1,4 @@
-"""Errors in the form that OpenAI's clients expect."""
+"""Errors in the form that the clients of an API expect: OpenAI's, unless the path is of another."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from kvboost.errors import (
     UnknownAdapterError,
 )
 from kvboost.serve.anthropic.error_form import error_body, is_anthropic
+from kvboost.serve.ollama.error_form import is_ollama
 from kvboost.serve.problems import describe, place, short, shown
 
 logger = logging.getLogger("kvboost.serve")
@@ -99,9 +100,12 @@ class _ErrorResponse(JSONResponse):
         if is_anthropic(scope["path"]):
             request_id = state.get("request_id")
             body = error_body(error.status, _printable(error.message), request_id)
-            await JSONResponse(body, error.status, error.headers)(scope, receive, send)
+        elif is_ollama(scope["path"]):
+            body = {"error": _printable(error.message)}
         else:
             await super().__call__(scope, receive, send)
+            return
+        await JSONResponse(body, error.status, error.headers)(scope, receive, send)
 
 
 class ClientGone(Exception):

@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 
 import kvboost
 from kvboost.serve.anthropic.error_form import is_anthropic
+from kvboost.serve.ollama.error_form import is_ollama
 from kvboost.serve.request_fields import BIASED_ID, TOKEN_ID, OwnBody
 from kvboost.serve.response_models import ErrorReply, Reply
 from kvboost.serve.server import ServerState
@@ -34,6 +35,7 @@ _SAID = {
 _WITH_MODEL = (
     *("ChatRequest", "CompletionRequest", "ResponseRequest"),
     *("MessagesRequest", "CountTokensRequest"),
+    *("OllamaChat", "OllamaGenerate", "ShowRequest"),
 )
 """Bodies that name the model."""
 _ALWAYS = (403, 431, 500, 503)
@@ -108,10 +110,11 @@ def _document(app: FastAPI, server: ServerState) -> dict[str, Any]:
         routes=app.routes,
     )
     schemas = document["components"]["schemas"]
-    for name in ("EmbeddingRequest", "RerankRequest"):
+    for name in ("EmbeddingRequest", "RerankRequest", "EmbedRequest", "LegacyEmbedRequest"):
         schemas[name]["properties"]["model"]["enum"] = list(server.embedding_names)
     dimensions = {"enum": [server.embedder.dimensions, None]}
-    schemas["EmbeddingRequest"]["properties"]["dimensions"] = dimensions
+    for name in ("EmbeddingRequest", "EmbedRequest"):
+        schemas[name]["properties"]["dimensions"] = dimensions
     _bound_ids(schemas, server.engine.vocab_size)
     own = _names_below(OwnBody)
     for name, schema in schemas.items():
@@ -189,6 +192,7 @@ def numbers_below(limit: int) -> str:
 
 
 def _error(status: int, path: str) -> dict[str, Any]:
-    name = "AnthropicErrorReply" if is_anthropic(path) else "ErrorReply"
+    kind = "Anthropic" if is_anthropic(path) else "Ollama" if is_ollama(path) else ""
+    name = f"{kind}ErrorReply"
     schema = {"$ref": f"#/components/schemas/{name}"}
     return {"description": _SAID[status], "content": {"application/json": {"schema": schema}}}

@@ -51,6 +51,14 @@ def needs(field: str, kind: str, other: str, has: dict[str, Any] | None = None) 
     }
 
 
+Stop = Annotated[
+    Annotated[SomeText, Tag("as text")]
+    | Annotated[list[SomeText], some(MAX_STOPS, least=0), Tag("as list")],
+    one_of(stop_kind, f"a string that is not empty, or a list of up to {MAX_STOPS}"),
+]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100.0)]
+
+
 class ReuseOptions(OwnBody):
     """How this request reuses cached text. Default: the server's settings."""
 
@@ -107,18 +115,11 @@ class Generation(Formats):
     top_p: Share | None = None
     top_k: TopK | None = None
     min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] | None = None
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=100.0)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    repeat_penalty: RepetitionPenalty | None = None
     """The same in llama.cpp's words."""
     seed: Seed | None = None
-    stop: (
-        Annotated[
-            Annotated[SomeText, Tag("as text")]
-            | Annotated[list[SomeText], some(MAX_STOPS, least=0), Tag("as list")],
-            one_of(stop_kind, f"a string that is not empty, or a list of up to {MAX_STOPS}"),
-        ]
-        | None
-    ) = None
+    stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], some(MAX_WORDS, least=0)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None

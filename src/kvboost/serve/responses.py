@@ -1,4 +1,4 @@
-"""Responses made of answers: as one document, or streamed as server-sent events."""
+"""Responses made of answers: as one document, or streamed, mostly as server-sent events."""
 
 from __future__ import annotations
 
@@ -170,9 +170,10 @@ async def deliver(
     model: str,
     *,
     stream: bool,
+    media_type: str = "text/event-stream; charset=utf-8",
 ) -> Response:
-    """Answers a request as ``writer`` writes it. If the client closes its connection, cancels the
-    answers and raises ClientGone."""
+    """Answers a request as ``writer`` writes it; ``media_type`` is that of a stream. If the client
+    closes its connection, cancels the answers and raises ClientGone."""
     server.check_model(model)
     state = request.state
     call = replace(call, size=call.size + state.body_size, notes=ignored_note(state.ignored))
@@ -185,7 +186,7 @@ async def deliver(
     answers, first = await unless_gone(request.receive, _begun(opening))
     return LiveResponse(
         _events(server, answers, writer, request.state.request_id),
-        "text/event-stream; charset=utf-8",
+        media_type,
         headers(first),
     )
 

@@ -200,7 +200,7 @@ class ServerSettings:
     @property
     def private_paths(self) -> tuple[str, ...]:
         """The beginnings of paths that need a key, if there are keys."""
-        return ("/v1/", "/tokenize", "/detokenize", *self.admin_paths)
+        return ("/v1/", "/api/", "/tokenize", "/detokenize", *self.admin_paths)
 
     @property
     def admin_paths(self) -> tuple[str, ...]:

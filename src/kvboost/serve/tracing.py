@@ -26,7 +26,7 @@ from kvboost.serve.records import RequestRecord
 from kvboost.serve.reuse_report import counts
 
 _PATH = "/v1/traces"
-_OPERATIONS = {"/v1/completions": "text_completion"}
+_OPERATIONS = dict.fromkeys(("/v1/completions", "/api/generate"), "text_completion")
 _REQUEST_OPTIONS = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty")
 _PARENT = (b"traceparent", b"tracestate")
 

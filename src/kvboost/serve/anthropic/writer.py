@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from hashlib import blake2b
 from typing import Any
@@ -101,8 +100,8 @@ class MessageWriter:
                 return {"type": "thinking", "thinking": block.text, "signature": ""}
             case "call":
                 call_id = self._ids.setdefault(block.index, f"toolu_{uuid4().hex[:24]}")
-                given = _arguments(block.text)
-                return {"type": "tool_use", "id": call_id, "name": block.name, "input": given}
+                named = {"id": call_id, "name": block.name}
+                return {"type": "tool_use", **named, "input": block.arguments}
 
     def _end(self, choice: Choice) -> dict[str, Any]:
         """Why the message ended."""
@@ -153,12 +152,3 @@ def _delta(block: Block, text: str) -> dict[str, str]:
             return {"type": "thinking_delta", "thinking": text}
         case "call":
             return {"type": "input_json_delta", "partial_json": text}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call; none if it was cut off."""
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

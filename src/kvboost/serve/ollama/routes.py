@@ -1,0 +1,174 @@
+"""Ollama's API: ``/api/chat``, ``/api/generate``, ``/api/embed``, and what describes the models."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from kvboost.serve.bodies import BodyRoute
+from kvboost.serve.chat import chat_call
+from kvboost.serve.choices import EngineCall
+from kvboost.serve.completions import completion_call
+from kvboost.serve.embeddings import check_dimensions, encode
+from kvboost.serve.ollama.models import all_names, described, listed, running, served_name
+from kvboost.serve.ollama.reply_models import (
+    EmbedReply,
+    LegacyEmbedReply,
+    OllamaChatReply,
+    OllamaErrorReply,
+    OllamaGenerateReply,
+    OllamaModels,
+    OllamaVersion,
+    RunningModels,
+    ShowReply,
+)
+from kvboost.serve.ollama.request_models import (
+    Asked,
+    EmbedRequest,
+    LegacyEmbedRequest,
+    OllamaChat,
+    OllamaGenerate,
+    ShowRequest,
+)
+from kvboost.serve.ollama.writer import OllamaWriter
+from kvboost.serve.openapi import errors, streamed
+from kvboost.serve.responses import deliver
+from kvboost.serve.server import Caller, Server, ServerState
+from kvboost.serve.streaming import unless_gone
+
+API_VERSION = "0.12.11"
+"""The version of Ollama whose API this is. Clients refuse versions that are too old for them."""
+_NDJSON = "application/x-ndjson"
+
+
+class _AnyTypeRoute(BodyRoute):
+    """Ollama's documentation has ``curl -d`` without a content type."""
+
+    needs_json_type = False
+
+
+def _errors(*statuses: int, has_body: bool = True) -> dict[int | str, dict[str, Any]]:
+    told = errors(*statuses, has_body=has_body, model=OllamaErrorReply)
+    return {status: said for status, said in told.items() if status != 415}
+
+
+_ANSWERED = {**streamed(_NDJSON), **_errors(404, 429, 504)}
+
+router = APIRouter(route_class=_AnyTypeRoute, tags=["ollama"])
+
+
+@router.post("/api/chat", response_model=OllamaChatReply, responses=_ANSWERED)
+async def chat(body: OllamaChat, request: Request, server: Server, caller: Caller) -> Response:
+    """Answers a conversation in the model's chat template, like Ollama's API."""
+
+    def call(model: str) -> EngineCall:
+        return chat_call(server, caller, body.for_chat(model, server.engine.context_length))
+
+    writer = OllamaWriter(server, body.model, is_chat=True)
+    return await _answer(request, server, body, writer, call if body.messages else None)
+
+
+@router.post("/api/generate", response_model=OllamaGenerateReply, responses=_ANSWERED)
+async def generate(
+    body: OllamaGenerate, request: Request, server: Server, caller: Caller
+) -> Response:
+    """Answers a prompt: in the model's chat template, or with ``raw`` or ``suffix`` without it."""
+
+    def call(model: str) -> EngineCall:
+        context = server.engine.context_length
+        if not body.is_completion:
+            return chat_call(server, caller, body.for_chat(model, context))
+        limit = body.options.max_tokens(context) or server.settings.default_max_tokens
+        return completion_call(server, caller, body.for_completion(model, limit))
+
+    writer = OllamaWriter(server, body.model, is_chat=False)
+    return await _answer(request, server, body, writer, call if body.prompt else None)
+
+
+@router.post("/api/embed", response_model=EmbedReply, responses=_errors(404))
+async def embed(body: EmbedRequest, request: Request, server: Server, caller: Caller) -> Response:
+    """Embeds texts, each as a vector of length 1."""
+    check_dimensions(server, body.dimensions)
+    vectors, tokens = await _embed(
+        request, server, body.model, body.inputs(), -1 if body.truncate else None
+    )
+    total = time.perf_counter() - request.state.received
+    reply = {
+        "model": body.model,
+        "embeddings": vectors,
+        "total_duration": round(total * 1e9),
+        "load_duration": 0,
+        "prompt_eval_count": tokens,
+    }
+    return await asyncio.to_thread(JSONResponse, reply)
+
+
+@router.post("/api/embeddings", response_model=LegacyEmbedReply, responses=_errors(404))
+async def embed_prompt(
+    body: LegacyEmbedRequest, request: Request, server: Server, caller: Caller
+) -> Response:
+    """Embeds one text, for older clients."""
+    (vector,), _ = await _embed(request, server, body.model, [body.prompt], -1)
+    return JSONResponse({"embedding": vector})
+
+
+@router.post("/api/show", response_model=ShowReply, responses=_errors(404))
+async def show(body: ShowRequest, server: Server, caller: Caller) -> Response:
+    """What the model can do, and how much text it takes."""
+    return JSONResponse(await asyncio.to_thread(described, server, body.model))
+
+
+@router.get("/api/tags", response_model=OllamaModels, responses=_errors(has_body=False))
+async def list_tags(server: Server) -> Response:
+    """The names of this server's model, its adapters, and its model for embeddings."""
+    return JSONResponse({"models": [listed(server, name) for name in all_names(server)]})
+
+
+@router.get("/api/ps", response_model=RunningModels, responses=_errors(has_body=False))
+async def list_running(server: Server) -> Response:
+    """The same models: all of them are loaded."""
+    return JSONResponse({"models": [running(server, name) for name in all_names(server)]})
+
+
+@router.get("/api/version", response_model=OllamaVersion, responses=_errors(has_body=False))
+async def api_version() -> Response:
+    """The version of Ollama whose API this is. ``/version`` has that of KVBoost."""
+    return JSONResponse({"version": API_VERSION})
+
+
+async def _answer(
+    request: Request,
+    server: ServerState,
+    body: Asked,
+    writer: OllamaWriter,
+    call: Callable[[str], EngineCall] | None,
+) -> Response:
+    """Answers what ``call`` makes of the request for a model; None: it asks nothing."""
+    model = served_name(body.model, (*server.names, *server.adapter_names))
+    server.check_model(model)
+    if call is None:
+        return JSONResponse(writer.loaded())
+    asked = await server.workers.parse(request.state.body_size, call, model)
+    if asked.format_field is not None:
+        asked = replace(asked, format_field="format")
+    return await deliver(
+        request, server, asked, writer, model, stream=body.stream, media_type=_NDJSON
+    )
+
+
+async def _embed(
+    request: Request, server: ServerState, model: str, texts: Sequence[str], truncate: int | None
+) -> tuple[list[list[float]], int]:
+    """The vectors of ``texts``, and how many tokens they have."""
+    server.check_embedding_model(served_name(model, server.embedding_names))
+    if not texts:
+        return [], 0
+    ids = await encode(server, texts, truncate)
+    vectors = await unless_gone(request.receive, server.embedder.embed(ids))
+    return await asyncio.to_thread(vectors.tolist), sum(map(len, ids))
