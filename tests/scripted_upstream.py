@@ -55,12 +55,16 @@ class Scripted:
     """Set when ``hang`` sees the client leave."""
 
 
-def stream(*pieces: bytes, then: Callable[[Handler], None] | None = None) -> Callable:
-    """Sends events in chunks; then ends, or does ``then``."""
+def stream(
+    *pieces: bytes,
+    then: Callable[[Handler], None] | None = None,
+    kind: str = "text/event-stream",
+) -> Callable:
+    """Sends pieces in chunks; then ends, or does ``then``."""
 
     def act(handler: Handler) -> None:
         handler.send_response(200)
-        handler.send_header("content-type", "text/event-stream")
+        handler.send_header("content-type", kind)
         handler.send_header("transfer-encoding", "chunked")
         handler.end_headers()
         for piece in pieces:

@@ -141,7 +141,7 @@ def test_languages_without_spaces_have_marks_too() -> None:
 
 
 def test_other_apis_are_sketched_like_chat() -> None:
-    """The text of Anthropic's and of the Responses API is recognised at its beginning."""
+    """The text of Anthropic's, Ollama's and the Responses API is recognised at its beginning."""
     text, question = "The lighthouse keeper wrote in his book. " * 30, "Why?"
     turns = [{"role": "user", "content": question}]
     blocks = [{"type": "text", "text": text}]
@@ -150,5 +150,7 @@ def test_other_apis_are_sketched_like_chat() -> None:
     assert len(anthropic.blocks) >= 4 and anthropic.marks
     as_text = sketch(json.dumps({"instructions": text, "input": question}).encode())
     assert as_text.blocks[:4] == anthropic.blocks[:4]
+    generate = sketch(json.dumps({"prompt": question, "system": text}).encode())
+    assert generate.blocks[:4] == anthropic.blocks[:4]
     result = {"type": "function_call_output", "call_id": "1", "output": text}
     assert sketch(json.dumps({"input": [result]}).encode()).marks

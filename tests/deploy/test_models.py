@@ -34,6 +34,8 @@ def test_a_request_goes_to_an_upstream_that_serves_its_model(two) -> None:
     for _ in range(3):
         assert ask(url, model="a").headers["x-kvboost-upstream"] == one.url
         assert ask(url, model="b").headers["x-kvboost-upstream"] == other.url
+    tagged = ask(url, model="b:latest", path="/api/generate")  # as Ollama's clients name it
+    assert tagged.headers["x-kvboost-upstream"] == other.url
     went = {ask(url, model="both").headers["x-kvboost-upstream"] for _ in range(4)}
     assert went == {one.url, other.url}
 
@@ -156,6 +158,10 @@ def test_real_servers_with_two_models_and_keys_serve_openais_client() -> None:
                 client.completions.create(model="other", prompt="Hello")
             with pytest.raises(openai.AuthenticationError):
                 client.with_options(api_key="wrong").models.list()
+        listed = get(router.url, "/api/tags", authorization="Bearer k-ann").json()["models"]
+        assert [one["name"] for one in listed] == ["small:latest", "org/large:latest"]
+        refused = get(router.url, "/api/tags", authorization="Bearer wrong")
+        assert refused.status_code == 401 and "not valid" in refused.json()["error"]
 
 
 def test_lists_of_any_kind_are_read_or_not() -> None:
@@ -171,6 +177,10 @@ def test_lists_of_any_kind_are_read_or_not() -> None:
         assert listed(wrong) is None
     first, second = {"a": "1", "b": "2"}, {"c": "3", "a": "4"}
     assert joined([first, second]) == b'{"object":"list","data":[1,2,3]}'
+    assert joined([first, second], "/api/tags") == b'{"models":[1,2,3]}'
+    tags = b'{"models": [{"name": "m", "size": 1}]}'
+    assert listed(tags, "/api/tags") == {"m": '{"name": "m", "size": 1}'}
+    assert listed(tags) is None
     assert shown_names([]) == "none"
     assert shown_names(["\x1b[31m", "x" * 100]).startswith(r"'\x1b[31m', 'xxx")
     assert shown_names(map(str, range(20))).endswith("10, 11 and 8 more")

@@ -74,6 +74,32 @@ def test_a_real_server_behind_it_streams_and_keeps_its_tenants(tmp_path) -> None
         assert metric(router.url, "reported_tokens_total", kind="new") > 0
 
 
+def test_ollamas_api_passes_and_goes_where_its_text_was_read() -> None:
+    with ExitStack() as stack:
+        engines = [FakeEngine(), FakeEngine()]
+        for engine in engines:
+            engine.context_length = None
+        servers = [warmed(stack.enter_context(live_server(engine))) for engine in engines]
+        router = stack.enter_context(live_router(*(server.url for server in servers)))
+        for seed in range(4):
+            system = {"role": "system", "content": text(seed)}
+            went = set()
+            for question in ("Why?", "When?"):
+                messages = [system, {"role": "user", "content": question}]
+                asked = {"model": "fake:latest", "messages": messages}
+                answer = CLIENT.post(f"{router.url}/api/chat", json=asked)
+                went.add(answer.headers["x-kvboost-upstream"])
+                lines = [json.loads(line) for line in answer.text.splitlines()]
+                assert "".join(one["message"]["content"] for one in lines) == "Hello"
+            assert len(went) == 1
+        assert metric(router.url, "decisions_total", reason="new") == 4
+        assert [len(engine.asked) for engine in engines] == [4, 4]
+        missed = CLIENT.post(f"{router.url}/api/show", json={"model": "other"})
+        assert missed.status_code == 404 and "there is fake" in missed.json()["error"]
+        listed = get(router.url, "/api/tags").json()["models"]
+        assert [one["name"] for one in listed] == ["fake:latest"]
+
+
 def test_a_document_goes_back_to_where_it_was_read_and_metrics_say_why(pair) -> None:
     one, other, url = pair
     first = {seed: ask(url, text(seed)).headers["x-kvboost-upstream"] for seed in range(6)}
@@ -212,8 +238,21 @@ def test_a_stream_whose_upstream_is_lost_ends_with_an_error_event() -> None:
         assert metric(router.url, "lost_total", upstream=one.url) == 1
 
 
+def test_a_stream_of_lines_whose_upstream_is_lost_ends_with_a_line_that_says_so() -> None:
+    with upstream() as one, live_router(one.url, health_seconds=60) as router:
+        one.act = stream(b'{"a": 1}\n', then=hang_up, kind="application/x-ndjson")
+        answer = ask(router.url, path="/api/generate", stream=True)
+        first, last = map(json.loads, answer.text.splitlines())
+        assert first == {"a": 1} and "send the request again" in last["error"]
+
+
 @pytest.mark.parametrize(
-    "broken", [stream(b'data: {"a', then=hang_up), stream(b'{"whole": ', then=hang_up)]
+    "broken",
+    [
+        stream(b'data: {"a', then=hang_up),
+        stream(b'{"whole": ', then=hang_up),
+        stream(b'{"a": 1}\n{"b', then=hang_up, kind="application/x-ndjson"),
+    ],
 )
 def test_half_an_answer_never_looks_whole(broken) -> None:
     with (

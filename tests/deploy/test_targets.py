@@ -1,4 +1,5 @@
-"""Paths: whatever the router lets through means the same path to everyone, below ``/v1/``."""
+"""Paths: whatever the router lets through means the same path to everyone, below ``/v1/`` or
+``/api/``."""
 
 from __future__ import annotations
 
@@ -21,7 +22,19 @@ PARTS = [
     *("/", "//", ".", "..", "...", "\\", ";", "%", "#", "?", " ", "\0", "~", ":", "@", "{", "é"),
     *("%2e", "%2E", "%2f", "%2F", "%5c", "%5C", "%3b", "%25", "%252e", "%252F", "%00", "%0d%0a"),
     *("%20", "%7f", "%c0%ae", "%C0%AF", "%ff", "%e6%a8%a1", "%u002e", "%ef%bc%8e", "%ef%bc%8f"),
-    *("%ef%bc%85", "%e2%80%a4", "2e", "2f", "v1", "models", "org", "kvboost", "cache", "http:"),
+    *(
+        "%ef%bc%85",
+        "%e2%80%a4",
+        "2e",
+        "2f",
+        "v1",
+        "api",
+        "models",
+        "org",
+        "kvboost",
+        "cache",
+        "http:",
+    ),
 ]
 TARGETS = st.lists(st.sampled_from(PARTS), max_size=8).map("".join)
 REFUSED = [
@@ -32,10 +45,12 @@ REFUSED = [
     *("/v1/%25252e%25252e/x", "/v1/%00", "/v1/..;/kvboost/cache", "/v1/models;x=1", "/v1/.../x"),
     *("/v1/..%20/kvboost", "/v1/%c0%ae%c0%ae/kvboost", "/v1/%ef%bc%8e%ef%bc%8e/kvboost"),
     *("/v1/%u002e%u002e/kvboost", "/v1/%zz", "/v1/%", "/v1/{x}", "/v1/%0d%0aX:1", "/v1/%ff"),
+    *("/api/../kvboost/cache", "/api//tags", "/api/%2e%2e/kvboost", "/%61pi/tags"),
 ]
 FORWARDED = [
     *("/v1/models/org/model", "/v1/models/org%2Fmodel", "/v1/models/org%2fmodel"),
     *("/v1/models/ft:gpt-3.5@x~1", "/v1/models/%E6%A8%A1", "/v1/models/a%20b", "/v1/files/f-1/"),
+    "/api/version",
 ]
 
 
@@ -46,10 +61,10 @@ def normalised(path: str) -> str:
 
 
 @settings(max_examples=500)
-@given(TARGETS.map("/v1/".__add__) | TARGETS)
+@given(TARGETS.map("/v1/".__add__) | TARGETS.map("/api/".__add__) | TARGETS)
 @example("/v1/models/org%2Fmodel")
 @example("/v1/%2e%2e%2fkvboost")
-def test_what_is_let_through_means_one_path_below_v1(target: str) -> None:
+def test_what_is_let_through_means_one_path_below_an_api(target: str) -> None:
     raw = target.encode()
     try:
         check_target("GET", raw)
@@ -59,7 +74,7 @@ def test_what_is_let_through_means_one_path_below_v1(target: str) -> None:
     assert httpx.URL(f"http://upstream{target}").raw_path == raw
     path = target
     for _ in range(4):
-        assert normalised(path).startswith("/v1/")
+        assert normalised(path).startswith(("/v1/", "/api/"))
         path = unicodedata.normalize("NFKC", unquote(path))
     assert normalised(path) == path
     assert unicodedata.normalize("NFKC", unquote_to_bytes(raw).decode()) == path

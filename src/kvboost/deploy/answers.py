@@ -12,7 +12,7 @@ from kvboost.deploy.requests import UPSTREAM_HEADER, RawHeaders, end_to_end
 from kvboost.deploy.state import RouteState
 from kvboost.serve.errors import ApiError
 from kvboost.serve.problems import short
-from kvboost.serve.streaming import event
+from kvboost.serve.streaming import event, line
 
 
 @dataclass
@@ -75,13 +75,15 @@ def answer_headers(response: httpx.Response) -> RawHeaders:
 
 def farewell(content_type: str, last: bytes) -> bytes | None:
     """What to send when an upstream is lost in an answer that ended in ``last`` so far: an error
-    event, if the answer is a stream and the last event is complete. None: close the connection
-    before the announced end, so that no client takes the answer for complete."""
+    event or line, if the answer is a stream and its last event or line is complete. None: close the
+    connection before the announced end, so that no client takes the answer for complete."""
+    error = _bad_gateway(
+        "the upstream was lost while it answered; send the request again", "upstream_lost"
+    )
     if content_type.startswith("text/event-stream") and last in (b"", b"\n\n"):
-        error = _bad_gateway(
-            "the upstream was lost while it answered; send the request again", "upstream_lost"
-        )
         return event(error.body())
+    if content_type.startswith("application/x-ndjson") and last[-1:] in (b"", b"\n"):
+        return line({"error": error.message})
     return None
 
 

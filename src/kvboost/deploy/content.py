@@ -66,8 +66,9 @@ def tenant_of(authorization: bytes | None) -> bytes:
 
 
 def sketch(body: bytes, tenant: bytes = b"", *, secret: bytes = b"") -> Sketch:
-    """The sketch of a request in OpenAI's or Anthropic's format, without tokens if ``body`` has no
-    prompt that we know. With a ``secret`` the hashes cannot be computed without it."""
+    """The sketch of a request in OpenAI's, Anthropic's or Ollama's format, without tokens if
+    ``body`` has no prompt that we know. With a ``secret`` the hashes cannot be computed without
+    it."""
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
@@ -157,7 +158,7 @@ def _texts(request: Mapping[str, Any]) -> Iterator[str]:
     """All text of a prompt, in the order in which a model reads it."""
     if tools := request.get("tools"):
         yield json.dumps(tools)  # chat templates put them first
-    for field in ("prompt", "system", "instructions"):
+    for field in ("system", "instructions", "prompt"):
         yield from _strings(request.get(field))
     for field in ("messages", "input"):  # OpenAI's Responses API has the latter
         turns = request.get(field)

@@ -1,4 +1,4 @@
-"""``GET /v1/models`` of the router: the models of all upstreams."""
+"""``GET /v1/models`` and ``/api/tags`` of the router: the models of all upstreams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvboost.deploy.upstreams import CHECK_SECONDS
 
 
 def asks_for_list(request: Forwarded) -> bool:
-    return (request.method, request.path) == ("GET", models.PATH)
+    return request.method == "GET" and request.path in models.LISTS
 
 
 async def list_models(state: RouteState, request: Forwarded, answer: Answer) -> None:
@@ -27,12 +27,12 @@ async def list_models(state: RouteState, request: Forwarded, answer: Answer) -> 
     lists = {
         upstream: found
         for upstream, one in zip(usable, answers, strict=True)
-        if (found := _listed(state, upstream, one)) is not None
+        if (found := _listed(state, request.path, upstream, one)) is not None
     }
     given = [one for one in answers if one is not None]
     if lists:
         kind = (b"content-type", b"application/json")
-        whole = Whole(", ".join(lists), 200, [kind], models.joined(lists.values()))
+        whole = Whole(", ".join(lists), 200, [kind], models.joined(lists.values(), request.path))
     elif given:
         whole = given[0]
     else:
@@ -54,8 +54,10 @@ async def _ask(state: RouteState, question: Forwarded, upstream: str) -> Whole |
     return Whole(upstream, response.status_code, answer_headers(response), body)
 
 
-def _listed(state: RouteState, upstream: str, answer: Whole | None) -> models.Models | None:
+def _listed(
+    state: RouteState, path: str, upstream: str, answer: Whole | None
+) -> models.Models | None:
     """What an upstream lists. One that does not answer in time has listed it before, perhaps."""
     if answer is None:
-        return state.upstreams.models[upstream]
-    return models.listed(answer.body) if answer.status == 200 else None
+        return state.upstreams.models[upstream] if path == models.PATH else None
+    return models.listed(answer.body, path) if answer.status == 200 else None

@@ -9,6 +9,8 @@ from kvboost.serve.errors import ApiError
 from kvboost.serve.problems import shown
 
 PATH = "/v1/models"
+LISTS = {PATH: ("data", "id"), "/api/tags": ("models", "name")}
+"""Paths of lists: where a list has its entries, and an entry its name."""
 MAX_LIST = 1024**2
 """Bytes of an upstream's list."""
 MAX_SHOWN = 12
@@ -18,23 +20,25 @@ Models = Mapping[str, str]
 """Names, and what an upstream says about each, as JSON."""
 
 
-def listed(body: bytes) -> Models | None:
-    """The models in a list of OpenAI's form; None if it is not one."""
+def listed(body: bytes, path: str = PATH) -> Models | None:
+    """The models in a list of the form that ``path`` has; None if it is not one."""
+    place, name = LISTS[path]
     try:
         models: dict[str, str] = {}
-        for entry in json.loads(body)["data"]:
-            models.setdefault(f"{entry['id']}", json.dumps(entry, allow_nan=False))
+        for entry in json.loads(body)[place]:
+            models.setdefault(f"{entry[name]}", json.dumps(entry, allow_nan=False))
         return models
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
-def joined(lists: Iterable[Models]) -> bytes:
-    """One list of all models, each as the first list describes it."""
+def joined(lists: Iterable[Models], path: str = PATH) -> bytes:
+    """One list of all models for ``path``, each as the first list describes it."""
     entries: dict[str, str] = {}
     for models in lists:
         entries = {**entries, **models, **entries}  # in the order of the lists; the first wins
-    return f'{{"object":"list","data":[{",".join(entries.values())}]}}'.encode()
+    kind = '"object":"list",' if path == PATH else ""
+    return f'{{{kind}"{LISTS[path][0]}":[{",".join(entries.values())}]}}'.encode()
 
 
 def path_model(path: str) -> str:

@@ -20,7 +20,7 @@ from starlette.routing import Mount, Route
 
 from kvboost.deploy.forward import Forward
 from kvboost.deploy.state import ProxySettings, RouteState
-from kvboost.deploy.targets import is_plain, not_plain
+from kvboost.deploy.targets import FORWARDED, is_plain, not_plain
 from kvboost.serve.errors import ApiError
 from kvboost.serve.limits import HeadLimits, OpenRequests
 from kvboost.serve.metrics import CONTENT_TYPE
@@ -48,7 +48,7 @@ def create_router(settings: ProxySettings) -> Starlette:
             Route("/health", _health),
             Route("/ready", _ready),
             *([Route("/metrics", _metrics)] if settings.limits.metrics != "off" else []),
-            Mount("/v1", Forward(state)),
+            *(Mount(path.decode().rstrip("/"), Forward(state)) for path in FORWARDED),
         ],
         middleware=[
             Middleware(HeadLimits, settings=settings.limits),
@@ -88,7 +88,8 @@ async def _not_here(request: Request, error: Exception) -> Response:
         return not_plain(raw).response()
     return ApiError(
         error.status_code,
-        "this is a router: it forwards /v1/... and answers /health, /ready and /metrics. Ask each "
-        "server itself for its page and for /kvboost/..., which concern that server alone",
+        "this is a router: it forwards /v1/... and /api/..., and answers /health, /ready and "
+        "/metrics. Ask each server itself for its page and for /kvboost/..., which concern that "
+        "server alone",
         headers=error.headers,
     ).response()

@@ -27,6 +27,7 @@ and it might close the connection, as one that fails does."""
 REPEATABLE = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
     *("/v1/messages", "/v1/rerank", "/v1/score"),
+    *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"),
 )
 """Requests that may be sent again although the first upstream may have seen them."""
 _HOP_BY_HOP = {

@@ -14,7 +14,8 @@ from urllib.parse import unquote_to_bytes
 from kvboost.serve.errors import ApiError
 from kvboost.serve.problems import shown
 
-FORWARDED = b"/v1/"
+FORWARDED = (b"/v1/", b"/api/")
+"""The beginnings of paths that are sent on: OpenAI's and Anthropic's APIs, and Ollama's."""
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 _SAFE = r"A-Za-z0-9_~!$&'()*+,=:@.-"
@@ -54,7 +55,7 @@ def not_plain(raw: bytes) -> ApiError:
     return ApiError(
         400,
         f"the path {shown(raw.decode('latin-1'))} can be read in more than one way. Send a path "
-        "that begins with /v1/, without . or .. or empty segments, \\, ;, and % or control "
-        "characters that are encoded",
+        "that begins with /v1/ or /api/, without . or .. or empty segments, \\, ;, and % or "
+        "control characters that are encoded",
         code="ambiguous_path",
     )

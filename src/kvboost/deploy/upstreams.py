@@ -113,11 +113,12 @@ class Upstreams:
 
     def serving(self, model: str) -> list[str]:
         """Those that have ``model``, whether they are up or not. One that does not list its models
-        may have any; an empty ``model`` is any, too."""
+        may have any; an empty ``model`` is any, too. Ollama's clients add a tag to the name."""
+        names = {model, model.removesuffix(":latest")}
         return [
             one.url
             for one in self._all.values()
-            if not model or one.models is None or model in one.models
+            if not model or one.models is None or names & one.models.keys()
         ]
 
     async def ask_models(self) -> None:
