@@ -17,7 +17,7 @@ from kvboost.model.device import pick_dtype
 from kvboost.model.quantized import source
 from kvboost.model.weights import BUNDLED, fetch_wheel, verify
 
-PROMPTS = [(pattern, number) for pattern in PATTERNS for number in range(2)]
+PROMPTS = [(pattern, number) for number, pattern in enumerate(PATTERNS)]
 
 
 @pytest.mark.parametrize(("pattern", "number"), PROMPTS)

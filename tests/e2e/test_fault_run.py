@@ -15,10 +15,10 @@ from kvboost.faults import calls, storage
 from kvboost.faults.case import Case, NotHere, expect
 
 FAULTS = [
-    (storage.killed_writers, 5),
+    (storage.killed_writers, 2),
     (storage.read_only_folder, 1),
     (storage.full_disk, 1),
-    (storage.killed_redis, 2),
+    (storage.killed_redis, 1),
     (calls.forked_child, 2),
     (calls.interrupted, 4),
     (calls.joins_and_cancels, 20),
