@@ -47,16 +47,11 @@ def test_a_whole_response(client) -> None:
 
 
 def test_options_reach_the_engine(client, fake) -> None:
-    create(client, temperature=0, top_p=0.5, top_k=3, min_p=0.1, seed=4, max_output_tokens=5)
+    same = {"temperature": 0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 4, "ignore_eos": True}
+    said = create(client, **same, max_output_tokens=5).json()
     (asked,) = fake.asked
-    assert {name: asked[name] for name in ("temperature", "top_p", "top_k", "min_p", "seed")} == {
-        "temperature": 0,
-        "top_p": 0.5,
-        "top_k": 3,
-        "min_p": 0.1,
-        "seed": 4,
-    }
-    assert asked["max"] == 5
+    assert {name: asked[name] for name in same} == same
+    assert asked["max"] == 5 and said["kvboost"]["notes"] == []
 
 
 def test_the_events_of_a_stream(client) -> None:

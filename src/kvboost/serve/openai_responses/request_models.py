@@ -164,6 +164,7 @@ class ResponseRequest(Body):
     top_k: TopK | None = None
     min_p: Share | None = None
     seed: Seed | None = None
+    ignore_eos: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     cache_salt: ShortText = ""
     kvboost: ReuseOptions = ReuseOptions()
@@ -216,6 +217,7 @@ class ResponseRequest(Body):
             top_k=self.top_k,
             min_p=self.min_p,
             seed=self.seed,
+            ignore_eos=self.ignore_eos,
             cache_salt=self.cache_salt,
             kvboost=self.kvboost,
         )
