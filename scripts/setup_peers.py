@@ -3,15 +3,16 @@
     python scripts/setup_peers.py              # all of them
     python scripts/setup_peers.py xllamacpp    # one
     python scripts/setup_peers.py ray          # for make test-ray; only when it is named
-    python scripts/setup_peers.py frameworks   # for make test-frameworks; the same
+    python scripts/setup_peers.py frameworks clients   # for make test-frameworks; the same
 
 They go to $KVBOOST_HOME/peers/NAME and never touch the package's own environment. Versions are
 pinned in scripts/peers/NAME.txt, with markers for packages that only some machines need; the
-program that speaks to the engine is scripts/peers/NAME.py. Two environments are no engines: "ray"
-holds Ray Serve and what KVBoost itself needs, "frameworks" holds LangChain and others, which are
-clients of a server. What is there already is left alone, so this can be run again at any time, also
-after an interruption. An engine that cannot be set up on this machine is reported and skipped:
-benchmarks then leave it out and say why. vLLM takes 3.4 GB of disk and some minutes.
+program that speaks to the engine is scripts/peers/NAME.py. Three environments are no engines: "ray"
+holds Ray Serve and what KVBoost itself needs; "frameworks" and "clients" hold LangChain, guidellm
+and others, which are clients of a server. What is there already is left alone, so this can be run
+again at any time, also after an interruption. An engine that cannot be set up on this machine is
+reported and skipped: benchmarks then leave it out and say why. vLLM takes 3.4 GB of disk and some
+minutes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import typer
 from filelock import FileLock
 
 from kvboost.bench.peers.environments import (
+    CLIENTS,
     ENVIRONMENTS,
     FRAMEWORKS,
     KVBOOST_090,
@@ -50,9 +52,9 @@ from kvboost.progress import Progress, Step
 
 LISTS = Path(__file__).parent / "peers"
 LEAST_PYTHON = {VLLM: (3, 11), LLAMA_CPP: (3, 10), OPENVINO: (3, 11), KVBOOST_090: (3, 11)}
-LEAST_PYTHON |= {RAY: (3, 11), FRAMEWORKS: (3, 11)}
+LEAST_PYTHON |= {RAY: (3, 11), FRAMEWORKS: (3, 11), CLIENTS: (3, 11)}
 READ_GGUF = {LLAMA_CPP, OPENVINO}
-KNOWN = (*ENVIRONMENTS, RAY, FRAMEWORKS)
+KNOWN = (*ENVIRONMENTS, RAY, FRAMEWORKS, CLIENTS)
 
 
 def set_up(name: str, progress: Progress) -> None:
@@ -69,7 +71,7 @@ def set_up(name: str, progress: Progress) -> None:
             _copy_program(name)
             return
     shutil.rmtree(folder, ignore_errors=True)
-    packages = [line for line in listed.splitlines() if line and not line.startswith("#")]
+    packages = [line for line in listed.splitlines() if line and line[0] not in "#-"]
     with progress.step(f"{name}: {len(packages)} packages", 2 * len(packages)) as step:
         venv.create(folder, with_pip=True)
         _install(name, step)
@@ -148,9 +150,7 @@ def fetch_gguf(progress: Progress) -> None:
 def main(
     names: Annotated[
         list[str] | None,
-        typer.Argument(
-            help=f"{', '.join(ENVIRONMENTS)}, {RAY} or {FRAMEWORKS}; all engines if none is given."
-        ),
+        typer.Argument(help=f"{', '.join(KNOWN)}; all engines if none is given."),
     ] = None,
 ) -> None:
     """Set up the engines to measure against. One that cannot be set up here is reported and

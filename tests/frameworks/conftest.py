@@ -1,22 +1,32 @@
 """Frameworks, unchanged, against a real server with a real model.
 
-These tests need an environment with the frameworks, which has no torch and no KVBoost;
-``make test-frameworks`` makes one and runs them there. The server runs in the project's own.
+These tests need the environments "frameworks" and "clients", which have no KVBoost; ``make
+test-frameworks`` makes them and runs the tests in one after the other. The server runs in the
+project's own environment.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
 from server_process import ServerProcess
 
-collect_ignore_glob = [] if os.environ.get("KVBOOST_TEST_FRAMEWORKS") else ["test_*.py"]
+OF_FRAMEWORKS = ["test_howto.py", "test_instructor.py", "test_litellm.py", "test_llama_index.py"]
+OF_CLIENTS = ["test_guidellm.py"]
+ENVIRONMENT = os.environ.get("KVBOOST_TEST_FRAMEWORKS", "")
+"""The name of the environment; what is in both of them runs in both."""
+collect_ignore_glob = {"frameworks": OF_CLIENTS, "clients": OF_FRAMEWORKS}.get(
+    ENVIRONMENT, ["test_*.py"]
+)
 
 MODEL = os.environ.get("KVBOOST_FRAMEWORKS_MODEL", "smollm2-135m")
 ran: dict[tuple[str, str], list[str]] = {}
@@ -42,6 +52,28 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *arguments, folder=folder, python=python, start_seconds=600.0, PYTHONPATH=source
     ) as process:
         yield Server(process.root, process.url)
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    """The folder of the server's model, for clients that read its tokenizer or its weights."""
+    program = "import sys; from kvboost.model.weights import pull_model as p; print(p(sys.argv[1]))"
+    command = [os.environ["KVBOOST_SERVER_PYTHON"], "-c", program, MODEL]
+    return Path(subprocess.check_output(command, text=True).splitlines()[-1])
+
+
+@pytest.fixture
+def knows_every_field(server: Server) -> Iterator[None]:
+    """Asserts that the server has left out no field of a request."""
+    before = left_out(server)
+    yield
+    assert left_out(server) == before
+
+
+def left_out(server: Server) -> float:
+    with urlopen(f"{server.root}/metrics") as answer:
+        (count,) = re.findall(r"^kvboost_ignored_fields_total (\S+)$", answer.read().decode(), re.M)
+    return float(count)
 
 
 @pytest.fixture

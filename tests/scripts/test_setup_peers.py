@@ -10,7 +10,7 @@ import typer
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
-from kvboost.bench.peers.environments import ENVIRONMENTS, FRAMEWORKS, RAY, READY, why_missing
+from kvboost.bench.peers.environments import ENVIRONMENTS, FRAMEWORKS, READY, why_missing
 from kvboost.errors import KVBoostError
 from load_script import SCRIPTS, load_script
 
@@ -74,10 +74,14 @@ def test_every_engine_has_a_program(name: str) -> None:
     assert "class Engine" in (SCRIPTS / "peers" / f"{name}.py").read_text()
 
 
-@pytest.mark.parametrize("name", [*ENVIRONMENTS, RAY, FRAMEWORKS])
-def test_every_environment_has_a_complete_list(name: str) -> None:
+def pinned_packages(name: str) -> list[Requirement]:
     lines = (SCRIPTS / "peers" / f"{name}.txt").read_text().splitlines()
-    pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return [Requirement(line) for line in lines if line and line[0] not in "#-"]
+
+
+@pytest.mark.parametrize("name", setup.KNOWN)
+def test_every_environment_has_a_complete_list(name: str) -> None:
+    pinned = pinned_packages(name)
     assert pinned and all(len(one.specifier) == 1 for one in pinned)
     assert all(str(one.specifier).startswith("==") for one in pinned)
 
@@ -89,10 +93,9 @@ def test_ray_is_set_up_only_when_it_is_named(home, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-@pytest.mark.parametrize("name", [*ENVIRONMENTS, RAY, FRAMEWORKS])
+@pytest.mark.parametrize("name", setup.KNOWN)
 def test_a_machine_gets_every_package_once_and_no_intel_library_on_arm(name, machine) -> None:
-    lines = (SCRIPTS / "peers" / f"{name}.txt").read_text().splitlines()
-    pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    pinned = pinned_packages(name)
     here = {"platform_machine": machine}
     chosen = [one.name.lower() for one in pinned if not one.marker or one.marker.evaluate(here)]
     assert len(chosen) == len(set(chosen))

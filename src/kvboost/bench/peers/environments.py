@@ -18,6 +18,8 @@ RAY = "ray"
 """No engine: Ray Serve and what KVBoost needs, for ``make test-ray``."""
 FRAMEWORKS = "frameworks"
 """No engine: LangChain and others, for ``make test-frameworks``. KVBoost is not among them."""
+CLIENTS = "clients"
+"""No engine: guidellm, lm-eval and the newest client libraries, for the same target."""
 
 
 def peers_dir() -> Path:
