@@ -21,7 +21,7 @@ import pytest
 from server_process import ServerProcess
 
 OF_FRAMEWORKS = ["test_howto.py", "test_instructor.py", "test_litellm.py", "test_llama_index.py"]
-OF_CLIENTS = ["test_guidellm.py"]
+OF_CLIENTS = ["test_guidellm.py", "test_lm_eval.py"]
 ENVIRONMENT = os.environ.get("KVBOOST_TEST_FRAMEWORKS", "")
 """The name of the environment; what is in both of them runs in both."""
 collect_ignore_glob = {"frameworks": OF_CLIENTS, "clients": OF_FRAMEWORKS}.get(
