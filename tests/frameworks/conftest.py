@@ -21,7 +21,7 @@ import pytest
 from server_process import ServerProcess
 
 OF_FRAMEWORKS = ["test_howto.py", "test_instructor.py", "test_litellm.py", "test_llama_index.py"]
-OF_CLIENTS = ["test_guidellm.py", "test_lm_eval.py"]
+OF_CLIENTS = ["test_guidellm.py", "test_lm_eval.py", "test_vllm_bench.py"]
 ENVIRONMENT = os.environ.get("KVBOOST_TEST_FRAMEWORKS", "")
 """The name of the environment; what is in both of them runs in both."""
 collect_ignore_glob = {"frameworks": OF_CLIENTS, "clients": OF_FRAMEWORKS}.get(
@@ -77,11 +77,12 @@ def left_out(server: Server) -> float:
 
 
 @pytest.fixture
-def has_run() -> Callable[[str, str], None]:
-    """Notes for the table what a test has run to its end."""
+def has_run() -> Callable[..., None]:
+    """Notes for the table what a test has run to its end. The version is that of the package here
+    unless another is given."""
 
-    def note(package: str, what: str) -> None:
-        ran.setdefault((package, version(package)), []).append(what)
+    def note(package: str, what: str, number: str | None = None) -> None:
+        ran.setdefault((package, number or version(package)), []).append(what)
 
     return note
 
