@@ -20,6 +20,7 @@ def test_an_adapter_is_loaded_named_listed_and_unloaded(client, fake) -> None:
     assert fake.asked == [{"load": "poet", "path": "/adapters/poet", "in_place": False}]
     listed = {one["id"]: one for one in client.get("/v1/models").json()["data"]}
     assert listed["poet"]["parent"] == "fake" and "parent" not in listed["fake"]
+    assert listed["poet"]["max_model_len"] == listed["fake"]["max_model_len"] == 100
     assert client.get("/v1/models/poet").json() == listed["poet"]
     names = client.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]
     assert names["properties"]["model"]["enum"] == ["fake", "poet"]

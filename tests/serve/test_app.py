@@ -17,6 +17,8 @@ def test_the_model_is_served_under_all_its_names(serve_fake) -> None:
         "org/model",
         "alias",
     ]
+    for one in listed["data"]:
+        assert one["context_length"] == one["max_model_len"] == 100
     assert client.get("/v1/models/org/model").json()["id"] == "org/model"
     assert client.get("/v1/models/fake").json()["error"]["code"] == "model_not_found"
     for name in ("org/model", "alias"):

@@ -89,6 +89,7 @@ def describe(server: ServerState, name: str) -> dict[str, Any]:
         "created": int(server.started),
         "owned_by": "kvboost",
         "context_length": server.engine.context_length,
+        "max_model_len": server.engine.context_length,
         "parent": server.names[0],
         "digest": adapter.digest,
         "rank": adapter.rank,

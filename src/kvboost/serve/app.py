@@ -198,12 +198,13 @@ def _warming(server: ServerState) -> dict[str, int]:
 def _model(server: ServerState, name: str) -> dict[str, Any]:
     if name in server.adapter_names:
         return adapters.describe(server, name)
+    own = name in server.names
+    context = server.engine.context_length if own else server.embedder.max_tokens
     return {
         "id": name,
         "object": "model",
         "created": int(server.started),
         "owned_by": "kvboost",
-        "context_length": (
-            server.engine.context_length if name in server.names else server.embedder.max_tokens
-        ),
+        "context_length": context,
+        "max_model_len": context,
     }

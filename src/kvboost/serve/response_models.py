@@ -221,6 +221,8 @@ class ModelReply(Reply):
     created: int
     owned_by: str
     context_length: int | None
+    max_model_len: int | None
+    """The same in vLLM's words."""
 
 
 class AdapterReply(ModelReply):
