@@ -9,10 +9,10 @@ They go to $KVBOOST_HOME/peers/NAME and never touch the package's own environmen
 pinned in scripts/peers/NAME.txt, with markers for packages that only some machines need; the
 program that speaks to the engine is scripts/peers/NAME.py. Three environments are no engines: "ray"
 holds Ray Serve and what KVBoost itself needs; "frameworks" and "clients" hold LangChain, guidellm
-and others, which are clients of a server. What is there already is left alone, so this can be run
-again at any time, also after an interruption. An engine that cannot be set up on this machine is
-reported and skipped: benchmarks then leave it out and say why. vLLM takes 3.4 GB of disk and some
-minutes.
+and others, which are clients of a server; the second has packages for Node.js too. What is there
+already is left alone, so this can be run again at any time, also after an interruption. An engine
+that cannot be set up on this machine is reported and skipped: benchmarks then leave it out and say
+why. vLLM takes 3.4 GB of disk and some minutes.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ from kvboost.progress import Progress, Step
 LISTS = Path(__file__).parent / "peers"
 LEAST_PYTHON = {VLLM: (3, 11), LLAMA_CPP: (3, 10), OPENVINO: (3, 11), KVBOOST_090: (3, 11)}
 LEAST_PYTHON |= {RAY: (3, 11), FRAMEWORKS: (3, 11), CLIENTS: (3, 11)}
+NODE = "node"
+"""The folder of an environment with its packages for Node.js."""
 READ_GGUF = {LLAMA_CPP, OPENVINO}
 KNOWN = (*ENVIRONMENTS, RAY, FRAMEWORKS, CLIENTS)
 
@@ -60,6 +62,10 @@ KNOWN = (*ENVIRONMENTS, RAY, FRAMEWORKS, CLIENTS)
 def set_up(name: str, progress: Progress) -> None:
     """Builds the environment called ``name`` unless it is there as its list says."""
     folder, listed = peers_dir() / name, (LISTS / f"{name}.txt").read_text()
+    packages = [line for line in listed.splitlines() if line and line[0] not in "#-"]
+    has_node_packages = (LISTS / name).is_dir()
+    if has_node_packages:
+        listed += (LISTS / name / "package-lock.json").read_text()
     if sys.version_info < LEAST_PYTHON[name]:
         least = ".".join(map(str, LEAST_PYTHON[name]))
         raise KVBoostError(f"it needs Python {least} or newer; run this with such a Python")
@@ -71,10 +77,11 @@ def set_up(name: str, progress: Progress) -> None:
             _copy_program(name)
             return
     shutil.rmtree(folder, ignore_errors=True)
-    packages = [line for line in listed.splitlines() if line and line[0] not in "#-"]
     with progress.step(f"{name}: {len(packages)} packages", 2 * len(packages)) as step:
         venv.create(folder, with_pip=True)
         _install(name, step)
+    if has_node_packages:
+        _install_node_packages(name)
     _copy_program(name)
     ready.write_text(listed)
 
@@ -128,6 +135,19 @@ def _install(name: str, step: Step) -> None:
                 "instance in PIP_EXTRA_INDEX_URL, and run this again.\n"
             )
         raise KVBoostError(f"pip could not install it on {platform.machine()}:\n{why}")
+
+
+def _install_node_packages(name: str) -> None:
+    """Installs the packages of scripts/peers/NAME, for Node.js. Without npm it does nothing; the
+    tests that need them then say so."""
+    if shutil.which("npm") is None:
+        return
+    folder = peers_dir() / name / NODE
+    shutil.copytree(LISTS / name, folder)
+    command = ["npm", "ci", "--ignore-scripts", "--omit=optional", "--no-audit", "--no-fund"]
+    npm = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if npm.returncode:
+        raise KVBoostError(f"npm could not install its packages:\n{npm.stderr}")
 
 
 def fetch_gguf(progress: Progress) -> None:

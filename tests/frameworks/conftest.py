@@ -21,7 +21,10 @@ import pytest
 from server_process import ServerProcess
 
 OF_FRAMEWORKS = ["test_howto.py", "test_instructor.py", "test_litellm.py", "test_llama_index.py"]
-OF_CLIENTS = ["test_guidellm.py", "test_lm_eval.py", "test_vllm_bench.py"]
+OF_CLIENTS = [
+    *("test_continue.py", "test_guidellm.py", "test_lm_eval.py"),
+    "test_vllm_bench.py",
+]
 ENVIRONMENT = os.environ.get("KVBOOST_TEST_FRAMEWORKS", "")
 """The name of the environment; what is in both of them runs in both."""
 collect_ignore_glob = {"frameworks": OF_CLIENTS, "clients": OF_FRAMEWORKS}.get(
