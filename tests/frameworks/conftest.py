@@ -20,7 +20,10 @@ import pytest
 
 from server_process import ServerProcess
 
-OF_FRAMEWORKS = ["test_howto.py", "test_instructor.py", "test_litellm.py", "test_llama_index.py"]
+OF_FRAMEWORKS = [
+    *("test_howto.py", "test_instructor.py", "test_litellm.py", "test_llama_index.py"),
+    "test_ollama.py",
+]
 OF_CLIENTS = [
     *("test_continue.py", "test_guidellm.py", "test_lm_eval.py", "test_open_webui.py"),
     "test_vllm_bench.py",
