@@ -17,6 +17,7 @@ TOOL = {
             "type": "object",
             "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
             "required": ["city"],
+            "additionalProperties": False,
         },
     },
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 NOTES = (
     "The lighthouse was lit in 1858. Its lamp burned paraffin until the cable came in 1931. The "
@@ -23,7 +23,8 @@ def passages(count: int) -> list[str]:
 
 
 class Verdict(BaseModel):
-    """Few tokens, whatever the model says."""
+    """Few tokens, whatever the model says: it cannot add properties of its own."""
 
+    model_config = ConfigDict(extra="forbid")
     animal: Literal["cat", "dog"]
     is_large: bool

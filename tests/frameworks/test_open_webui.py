@@ -76,6 +76,7 @@ def test_a_title(server, knows_every_field, has_run) -> None:
         "messages": [{"role": "user", "content": 'Give a title as JSON: {"title": "..."}'}],
         "stream": False,
         "max_tokens": 12,
+        "temperature": 0,
     }
     answer = post(f"{server.url}/chat/completions", task)
     assert answer["choices"][0]["message"]["content"] and "error" not in answer
@@ -112,6 +113,7 @@ def test_an_answer_is_continued(server, knows_every_field, has_run) -> None:
         "continue_final_message": True,
         "add_generation_prompt": False,
         "max_tokens": 8,
+        "temperature": 0,
     }
     said = [chunk["choices"][0] for chunk in streamed(f"{server.url}/chat/completions", body)]
     text = "".join(one["delta"].get("content") or "" for one in said)
@@ -125,6 +127,7 @@ def test_the_same_over_the_responses_api(server, knows_every_field, has_run) -> 
         "model": server.model,
         "temperature": 0.8,
         "top_p": 0.9,
+        "seed": 7,
         "instructions": MESSAGES[0]["content"],
         "max_output_tokens": 8,
         "tools": [{"type": "function", **TOOL["function"], "strict": False}],
