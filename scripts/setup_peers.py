@@ -143,7 +143,7 @@ def _install_node_packages(name: str) -> None:
     if shutil.which("npm") is None:
         return
     folder = peers_dir() / name / NODE
-    shutil.copytree(LISTS / name, folder)
+    shutil.copytree(LISTS / name, folder, dirs_exist_ok=True)
     command = ["npm", "ci", "--ignore-scripts", "--omit=optional", "--no-audit", "--no-fund"]
     npm = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if npm.returncode:

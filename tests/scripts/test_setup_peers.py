@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -101,3 +102,28 @@ def test_a_machine_gets_every_package_once_and_no_intel_library_on_arm(name, mac
     assert len(chosen) == len(set(chosen))
     assert all(re.match("intel", one) is None for one in chosen) or machine == "x86_64"
     assert "torch" in chosen or name in ("xllamacpp", "openvino-genai", FRAMEWORKS)
+
+
+def test_packages_for_node_are_pinned_and_their_lock_fits() -> None:
+    for folder in (one for one in (SCRIPTS / "peers").iterdir() if one.is_dir()):
+        wanted = json.loads((folder / "package.json").read_text())["dependencies"]
+        locked = json.loads((folder / "package-lock.json").read_text())["packages"]
+        assert wanted == locked[""]["dependencies"]
+        assert {name: locked[f"node_modules/{name}"]["version"] for name in wanted} == wanted
+
+
+def test_npm_is_asked_for_them_where_it_is(home, monkeypatch) -> None:
+    tools = home / "tools"
+    tools.mkdir()
+    monkeypatch.setenv("PATH", str(tools))
+    setup._install_node_packages("clients")
+    folder = setup.peers_dir() / "clients" / setup.NODE
+    assert not folder.exists()
+    npm = tools / "npm"
+    npm.write_text('#!/bin/sh\n[ "$1" = ci ] && [ -f package-lock.json ] || exit 9\n')
+    npm.chmod(0o755)
+    setup._install_node_packages("clients")
+    assert (folder / "package.json").is_file()
+    npm.write_text("#!/bin/sh\necho no network >&2\nexit 1\n")
+    with pytest.raises(KVBoostError, match="no network"):
+        setup._install_node_packages("clients")
