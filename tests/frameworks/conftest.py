@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     source = str(Path(__file__).parents[2] / "src")
     python = os.environ["KVBOOST_SERVER_PYTHON"]
-    arguments = ("--model", MODEL, "--served-name", MODEL)
+    arguments = ("--model", MODEL, "--served-name", MODEL, "--dtype", "float32")
     with ServerProcess(
         *arguments, folder=folder, python=python, start_seconds=600.0, PYTHONPATH=source
     ) as process:
@@ -63,6 +63,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
     """The folder of the server's model, for clients that read its tokenizer or its weights."""
+    if Path(MODEL).is_dir():
+        return Path(MODEL)
     program = "import sys; from kvboost.model.weights import pull_model as p; print(p(sys.argv[1]))"
     command = [os.environ["KVBOOST_SERVER_PYTHON"], "-c", program, MODEL]
     return Path(subprocess.check_output(command, text=True).splitlines()[-1])

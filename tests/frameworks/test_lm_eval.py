@@ -38,7 +38,7 @@ import json, sys
 from kvboost import KVBoost
 asked = json.load(sys.stdin)
 options = {"max_new_tokens": asked["length"], "mode": "baseline", "stop": asked["stop"]}
-with KVBoost.from_pretrained(asked["model"]) as engine:
+with KVBoost.from_pretrained(asked["model"], dtype="float32") as engine:
     said = [
         engine.chat([{"role": "user", "content": text}], **options).output_text
         if asked["chat"] else engine.generate(text, **options).output_text

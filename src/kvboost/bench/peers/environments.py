@@ -19,7 +19,7 @@ RAY = "ray"
 FRAMEWORKS = "frameworks"
 """No engine: LangChain and others, for ``make test-frameworks``. KVBoost is not among them."""
 CLIENTS = "clients"
-"""No engine: guidellm, lm-eval and the newest client libraries, for the same target."""
+"""No engine: guidellm, lm-eval, Continue and the newest client libraries, for the same."""
 
 
 def peers_dir() -> Path:
