@@ -653,11 +653,11 @@ def test_answers_go_on_between_the_layers_of_other_forwards(name: str) -> None:
     each = [{"max_new_tokens": tokens} for tokens in (40, 6, 5, 30, 6)]
     with make_engine(tiny_model(name), max_pause=0.0, **options) as engine:
         expected = [one.token_ids for one in engine.generate_batch(prompts, mode=EXACT, each=each)]
-        assert engine.serving_stats()["steps_between_layers"] == 0
+        assert engine.serving_stats()["steps_between_parts"] == 0
     with make_engine(tiny_model(name), max_pause=1e-9, **options) as engine:
         got = engine.generate_batch(prompts, mode=EXACT, each=each)
         assert [one.token_ids for one in got] == expected
-        assert engine.serving_stats()["steps_between_layers"] > 10
+        assert engine.serving_stats()["steps_between_parts"] > 10
         assert engine.serving_stats()["kv_bytes"] == 0
         assert engine.check_integrity() == []
 
@@ -692,7 +692,7 @@ def test_a_repair_is_the_same_when_answers_go_on_between_its_layers(
         engine.generate(TEXT[:180], 1, adapter="own")
         answers.append(asyncio.run(ask(engine)))
     assert answers[0] == answers[1]
-    assert engine.serving_stats()["steps_between_layers"] > 0
+    assert engine.serving_stats()["steps_between_parts"] > 0
 
 
 @on_buffers
@@ -712,4 +712,4 @@ def test_embeddings_are_the_same_when_answers_go_on_between_their_layers(
         return found
 
     assert np.allclose(asyncio.run(read()), expected, atol=1e-5)
-    assert engine.serving_stats()["steps_between_layers"] > 0
+    assert engine.serving_stats()["steps_between_parts"] > 0

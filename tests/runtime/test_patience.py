@@ -75,3 +75,12 @@ def test_nothing_is_slow_for_certain_before_it_was_measured_or_without_a_limit()
         assert patience.slice_rows(2048, keys=0) == 2048
     assert not Patience(0.5, Costs(measured=False)).allows(51, keys=0)
     assert not Patience(0.0, Costs()) and Patience(0.5, Costs())
+
+
+def test_the_longer_of_the_two_parts_of_a_layer_decides() -> None:
+    clock = Clock()
+    patience = Patience(0.25, Costs(), clock)
+    for seconds in (0.12, 0.02):
+        assert not patience.is_over()
+        clock.now += seconds
+    assert patience.is_over()  # the next part is a long one again

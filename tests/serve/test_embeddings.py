@@ -136,7 +136,7 @@ def test_an_answer_goes_on_between_the_layers_of_another_model() -> None:
             return stream.num_tokens
 
         assert asyncio.run(answer()) == 16
-        assert engine.serving_stats()["steps_between_layers"] > 0
+        assert engine.serving_stats()["steps_between_parts"] > 0
 
 
 def test_a_model_of_its_own_embeds_with_padding_left_out(engine) -> None:

@@ -78,7 +78,7 @@ class EngineConfig:
     not signed with it are refused. At least 16 characters; by default ``KVBOOST_CACHE_SECRET``."""
     prefill_slice: int | None = None
     """Long prompts are prefilled this many tokens at a time, so that memory stays bounded; by
-    default 2,048 on a CPU and 16,384 on a GPU. Requests of a batch take smaller slices
+    default 1,024 on a CPU and 16,384 on a GPU. Requests of a batch take smaller slices
     (``step_rows``)."""
     document_markers: tuple[str, ...] = ("\n\n",)
     """The strings that end a document, with ``chunking="document"``."""

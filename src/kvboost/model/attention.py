@@ -7,7 +7,7 @@ here, so it also holds when a segment's positions have gaps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,6 +32,10 @@ class StopForward(Exception):
     """Ends a forward: no segment needs the layers above."""
 
 
+def go_on() -> None:
+    """Does nothing between two parts of a forward."""
+
+
 @dataclass
 class Batch:
     """Segments that go through the model packed into one row."""
@@ -39,6 +43,8 @@ class Batch:
     segments: Sequence[Segment]
     kernels: Kernels | None = None
     """Ours, if they serve this model on this machine; otherwise torch's run."""
+    between_parts: Callable[[], None] = go_on
+    """Called after each layer's attention."""
 
     @cached_property
     def has_hooks(self) -> bool:
@@ -86,6 +92,20 @@ class Batch:
     ) -> torch.Tensor:
         """Attention of ``query``, ``[1, heads, total, dim]``; returns ``[1, total, heads, dim]``.
         ``key`` and ``value`` are the fresh rows, which have been written."""
+        out = self._attend_all(layer, query, key, value, scale, window, softcap)
+        self.between_parts()
+        return out
+
+    def _attend_all(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
         segments = self.segments
         windowed = any(segment.hides(window) for segment in segments)
         if self.kernels is not None and softcap is None and not windowed:

@@ -10,27 +10,23 @@ from transformers import PreTrainedModel
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.model import attention
-from kvboost.model.attention import Batch
+from kvboost.model.attention import Batch, go_on
 from kvboost.model.kv import KVShape
 from kvboost.model.segment import Segment
 
 
-def go_on() -> None:
-    """Does nothing between two layers."""
-
-
 class PackedCache:
-    """Writes the fresh rows of a batch and returns them. ``between_layers`` is called once in every
-    layer."""
+    """Writes the fresh rows of a batch and returns them. ``between_parts`` is called before each
+    layer's attention."""
 
-    def __init__(self, batch: Batch, between_layers: Callable[[], None] = go_on) -> None:
+    def __init__(self, batch: Batch, between_parts: Callable[[], None] = go_on) -> None:
         self.batch = batch
-        self.between_layers = between_layers
+        self.between_parts = between_parts
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.between_layers()
+        self.between_parts()
         self.batch.write(layer_idx, keys, values)
         setattr(keys, attention.BATCH, self.batch)
         return keys, values
@@ -51,17 +47,17 @@ class SequenceCache:
 
     is_compileable = False
 
-    def __init__(self, segment: Segment, between_layers: Callable[[], None] = go_on) -> None:
+    def __init__(self, segment: Segment, between_parts: Callable[[], None] = go_on) -> None:
         assert isinstance(segment.positions, range), "only a sequence without gaps"
         self._segment = segment
-        self._between_layers = between_layers
+        self._between_parts = between_parts
         self._lengths: dict[int, int] = {}
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         segment = self._segment
-        self._between_layers()
+        self._between_parts()
         segment.kv.write(layer_idx, segment.positions, keys, values)
         self._lengths[layer_idx] = segment.end
         return segment.kv.layer(layer_idx, 0, segment.end)

@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTo
 
 from kvboost.errors import ModelError, ModelNotFoundError, PromptError
 from kvboost.model import weights
-from kvboost.model.caches import go_on
+from kvboost.model.attention import go_on
 from kvboost.model.device import pick_device
 
 BATCH_TOKENS = 1024
@@ -48,11 +48,11 @@ class EmbeddingModel:
         positions = model.config.to_dict().get("max_position_embeddings", DEFAULT_MAX_TOKENS)
         self.max_tokens = max_tokens or int(positions)
         """The longest input, special tokens included."""
-        self.between_layers: Callable[[], None] = go_on
+        self.between_parts: Callable[[], None] = go_on
         """Called before every layer of a forward."""
         layers = max((one for one in model.modules() if isinstance(one, nn.ModuleList)), key=len)
         for layer in layers:
-            layer.register_forward_pre_hook(lambda *_: self.between_layers())
+            layer.register_forward_pre_hook(lambda *_: self.between_parts())
 
     @classmethod
     def from_pretrained(

@@ -23,7 +23,7 @@ from kvboost.model.adapters.adapter import Adapter
 from kvboost.model.adapters.files import AdapterFiles
 from kvboost.model.adapters.layers import AdapterHooks
 from kvboost.model.attention import Batch
-from kvboost.model.caches import PackedCache, SequenceCache, go_on, observe_shape
+from kvboost.model.caches import PackedCache, SequenceCache, observe_shape
 from kvboost.model.fast_layers import FastLayers, decoder_layers
 from kvboost.model.kv import RequestKV
 from kvboost.model.native.decoder import (
@@ -76,7 +76,7 @@ class SegmentRunner(Protocol):
 
 class Forward:
     """Runs segments through a model. Safe to call from several threads: one runs at a time. A
-    thread may run another forward between two layers of its own (``between_layers``).
+    thread may run another forward between two parts of its own (``between_parts``).
 
     ``packed`` models use our attention function, for all segments at once. Other models keep their
     own attention and run the segments one by one, each continuing its own sequence.
@@ -102,8 +102,9 @@ class Forward:
         self._lock = threading.RLock()
         self._depth = 0
         """How many forwards have begun and not ended: one within the other."""
-        self.between_layers: Callable[[], None] = go_on
-        """Called between the layers of forwards on a CPU, in the thread that runs them."""
+        self.between_parts: Callable[[], None] = attention.go_on
+        """Called before and after each layer's attention in forwards on a CPU, in the thread that
+        runs them."""
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.release()  # another engine may have bound it
         self.shape, self._num_logits = observe_shape(model)
@@ -191,7 +192,7 @@ class Forward:
         with self._lock, torch.inference_mode():
             self.bind()
             if not self.packed:
-                between = self.between_layers
+                between = self.between_parts
                 runs = [self._run([each], SequenceCache(each, between)) for each in segments]
                 return torch.cat(runs)
             try:
@@ -402,7 +403,8 @@ class Forward:
 
             return self._run(segments, PackedCache(PagedBatch(segments)))
         kernels = None if self._runs_as_stock(segments) else self._kernels
-        cache = PackedCache(Batch(segments, kernels), self.between_layers)
+        between = self.between_parts
+        cache = PackedCache(Batch(segments, kernels, between), between)
         if self._head is None:
             return self._run(segments, cache)
         with self._head.turned(on=kernels is not None):

@@ -75,13 +75,13 @@ class Loop:
         them takes time as well, unless steps on a device run meanwhile."""
         self._patience = Patience(config.max_pause, runtime.cost)
         self._num_meanwhile = 0
-        """How many steps were run between the layers of other forwards."""
+        """How many steps were run between the parts of other forwards."""
         self._is_meanwhile = False
         self._in_forward: frozenset[Job] = frozenset()
         """The requests of the forward that runs, apart from those in between."""
         self._pauses_forwards = on_cpu and runtime.ends_forwards and bool(self._patience)
         if self._pauses_forwards:
-            self._forward.between_layers = self.answer_meanwhile
+            self._forward.between_parts = self.answer_meanwhile
         runtime.idle_work.on_added = self._wake
 
     def submit(
@@ -170,7 +170,7 @@ class Loop:
                 max_kv_bytes=self.max_kv_bytes,
                 shared_kv_bytes=spared,
                 steps=self._counts["steps"],
-                steps_between_layers=self._num_meanwhile,
+                steps_between_parts=self._num_meanwhile,
                 rows=self._counts["rows"],
                 batch_sizes=dict(self._batch_sizes),
                 finished=dict(self._finished),
@@ -284,7 +284,8 @@ class Loop:
 
     def answer_meanwhile(self) -> None:
         """Runs the next step of the requests that are answering, if they would otherwise wait too
-        long. For work in the loop's thread that takes long: forwards call it before each layer."""
+        long. For work in the loop's thread that takes long: forwards call it before each of their
+        parts."""
         if self._is_meanwhile or threading.current_thread() is not self._thread:
             return
         if not self._patience.is_over():

@@ -19,8 +19,8 @@ class LoopStats:
     shared_kv_bytes: int
     """What the running requests would need in addition if they shared no rows."""
     steps: int
-    steps_between_layers: int
-    """Those of running answers between two layers of another forward."""
+    steps_between_parts: int
+    """Those of running answers between two parts of another forward."""
     rows: int
     batch_sizes: dict[int, int]
     finished: dict[str, int]

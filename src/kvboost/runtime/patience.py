@@ -30,7 +30,8 @@ class Patience:
         self._clock = clock
         self._answered = clock()
         self._step_seconds = 0.0
-        self._layer_began = self._answered
+        self._part_began = self._answered
+        self._part_seconds = 0.0
 
     def __bool__(self) -> bool:
         """Whether there is a limit."""
@@ -38,15 +39,18 @@ class Patience:
 
     def answered(self, began: float) -> None:
         """Notes that answers have their next tokens now, of a step that ``began`` then."""
-        self._answered = self._layer_began = self._clock()
+        self._answered = self._part_began = self._clock()
         self._step_seconds = self._answered - began
 
     def is_over(self) -> bool:
-        """Whether answers would wait too long if they had to wait for one more layer. Call it
-        before each layer: the next one is taken to last as long as the one before."""
+        """Whether answers would wait too long if they had to wait for one more part of a forward.
+        Call it before each part: layers have a long and a short part, so the next one is taken to
+        last as long as the longer of the last two."""
         now = self._clock()
-        layer_seconds, self._layer_began = now - self._layer_began, now
-        return now + layer_seconds + self._step_seconds > self._answered + self._max_pause
+        last, self._part_seconds = self._part_seconds, now - self._part_began
+        self._part_began = now
+        longer = max(last, self._part_seconds)
+        return now + longer + self._step_seconds > self._answered + self._max_pause
 
     def allows(self, rows: int, keys: int) -> bool:
         """Whether a forward of ``rows`` rows over ``keys`` keys is known to be done in time."""

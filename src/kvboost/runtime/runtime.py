@@ -59,7 +59,7 @@ MAX_IDLE = 8
 """KV buffers that are kept for the next requests."""
 MEMORY_SHARE = 0.25
 """Of a machine's memory, or twice that of what is free on a GPU, for the KV of running requests."""
-SLICE_ON_CPU = 2048
+SLICE_ON_CPU = 1024
 SLICE_ON_GPU = 16384  # a forward costs launches first: fewer, larger ones
 
 

@@ -38,7 +38,7 @@ class Embedder:
         self.max_tokens = engine.context_length if own is None else own.max_tokens
         self.vocab_size = engine.vocab_size if own is None else own.vocab_size
         if own is not None:
-            own.between_layers = engine.answer_meanwhile
+            own.between_parts = engine.answer_meanwhile
 
     @property
     def dimensions(self) -> int:
