@@ -29,6 +29,7 @@ from kvboost import (
 )
 from kvboost.model.segment import Segment
 from kvboost.runtime import generation, sharing
+from kvboost.runtime.drafts import Drafts
 from tiny import CONTEXT, DEVICE, dynamic_model, longrope_model, make_engine, tiny_model
 
 TEXT = np.random.default_rng(0).integers(0, 250, 4000).tolist()
@@ -713,3 +714,24 @@ def test_embeddings_are_the_same_when_answers_go_on_between_their_layers(
 
     assert np.allclose(asyncio.run(read()), expected, atol=1e-5)
     assert engine.serving_stats()["steps_between_parts"] > 0
+
+
+def test_the_first_token_is_shown_before_the_prompt_is_searched_for_a_draft(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    shown = threading.Event()
+    was_shown: list[bool] = []
+    draft = Drafts.draft
+
+    def drafted(self: Drafts, *args: Any) -> list[int]:
+        was_shown.append(shown.wait(30))
+        return draft(self, *args)
+
+    async def read() -> None:
+        async for _ in engine.astream(TEXT[:64], 4, ignore_eos=True, logit_bias={65: 100.0}):
+            shown.set()
+
+    monkeypatch.setattr(Drafts, "draft", drafted)
+    asyncio.run(read())
+    assert was_shown and all(was_shown)

@@ -208,6 +208,7 @@ class Generation:
         self._start_speculation()
         keeps_early = state.batched and state.is_exact
         keeps_at = time.monotonic() + KEPT_AFTER if keeps_early else math.inf
+        is_first = True
         while True:
             picked = self._choose(sampler, constraint, given)
             self._observe_cost()
@@ -216,9 +217,12 @@ class Generation:
             self._record(given)
             if ended:
                 break
-            if keeps_at < math.inf and (state.is_awaited or time.monotonic() > keeps_at):
+            keeps = keeps_at < math.inf and (state.is_awaited or time.monotonic() > keeps_at)
+            if is_first or keeps:
+                is_first = False
+                yield None  # show the text before rows are kept, or a prompt searched for a draft
+            if keeps:
                 keeps_at = math.inf
-                yield None
                 self._keeping.admit(ended=False)
                 state.clock.lap("admit")
             given = yield from self._next(sampler, constraint, limit)
