@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Locator, Page
 
 _CHROMIUM = shutil.which("chromium")
 
@@ -141,3 +141,11 @@ _FAINT = """(least) => {
   }
   return found;
 }"""
+
+
+def ask_alone(page: Page, question: str = "Why?") -> Locator:
+    """Asks without documents; returns the turn."""
+    page.get_by_label("Your question").fill(question)
+    page.get_by_label("Your question").press("Enter")
+    answered(page)
+    return page.locator(".turn").last

@@ -6,21 +6,8 @@ import json
 
 import openai
 import pytest
+from bodies import TOOL
 from questions import NOTES, Verdict
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather in a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Paris", "Rome"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from browser import (
     MISSING,
-    answered,
+    ask_alone,
     faint_texts,
     open_settings,
     small_targets,
@@ -20,7 +20,7 @@ from browser import (
 from fake_engine import FakeEngine
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import Page
 
 if MISSING:
     pytest.skip(MISSING, allow_module_level=True)
@@ -74,17 +74,10 @@ def address(engine: FakeEngine) -> Iterator[str]:
         yield f"{server.url}/"
 
 
-def ask(page: Page, question: str = "Why?") -> Locator:
-    page.get_by_label("Your question").fill(question)
-    page.get_by_label("Your question").press("Enter")
-    answered(page)
-    return page.locator(".turn").last
-
-
 def test_answers_are_markdown_and_never_html(engine: FakeEngine, open_page: OpenPage) -> None:
     page = open_page(permissions=["clipboard-read", "clipboard-write"])
     engine.pieces = [MARKDOWN[at : at + 7] for at in range(0, len(MARKDOWN), 7)]
-    answer = ask(page).locator(".answer")
+    answer = ask_alone(page).locator(".answer")
     expect(answer.locator("h4")).to_have_text("A title")
     assert answer.locator("strong").all_inner_texts() == ["bold", "point"]
     assert answer.locator("em").all_inner_texts() == ["slanted"]
@@ -117,14 +110,14 @@ def test_tools_are_called_and_their_results_sent(engine: FakeEngine, open_page: 
     engine.conversations.clear()
     tools, problem = page.get_by_label("Tools a list"), page.locator("#tools-error")
     tools.fill('[{"type": "function"')
-    ask(page)
+    ask_alone(page)
     expect(problem).to_contain_text("Not JSON: ")
     expect(tools).to_have_attribute("aria-invalid", "true")
     tools.fill("{}")
-    ask(page)
+    ask_alone(page)
     expect(problem).to_contain_text("tools are a list")
     tools.fill('[{"type": "function", "function": {"name": "two words"}}]')
-    ask(page)
+    ask_alone(page)
     expect(problem).to_contain_text("name")
     expect(page.get_by_role("alert")).to_be_visible()
     page.get_by_label("JSON schema").fill('{"type": 3}')
@@ -136,7 +129,7 @@ def test_tools_are_called_and_their_results_sent(engine: FakeEngine, open_page: 
     page.get_by_label("Calls of tools").select_option("required")
     call = json.dumps({"name": "weather", "arguments": {"city": "Oslo", "days": 2}})
     engine.pieces = ["I look. ", "<tool_call>", call, "</tool_call>"]
-    turn = ask(page, "Rain in Oslo?")
+    turn = ask_alone(page, "Rain in Oslo?")
     expect(turn.locator(".call")).to_contain_text("calls weather")
     expect(turn.locator(".call pre")).to_have_text('{\n  "city": "Oslo",\n  "days": 2\n}')
     expect(turn.locator(".reply .meta")).to_contain_text("calls tools")

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from browser import MISSING, answered, open_settings
+from browser import MISSING, answered, ask_alone, open_settings
 from fake_engine import FakeEngine
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import Page
 
 if MISSING:
     pytest.skip(MISSING, allow_module_level=True)
@@ -51,13 +51,6 @@ def engine() -> FakeEngine:
 def address(engine: FakeEngine) -> Iterator[str]:
     with live_server(engine) as server:
         yield f"{server.url}/"
-
-
-def ask(page: Page, question: str = "Why?") -> Locator:
-    page.get_by_label("Your question").fill(question)
-    page.get_by_label("Your question").press("Enter")
-    answered(page)
-    return page.locator(".turn").last
 
 
 # Commands
@@ -185,7 +178,7 @@ def test_what_is_copied_is_what_was_sent(
     page.get_by_label("Tools a list").fill(json.dumps([{"type": "function", "function": function}]))
     for label in ("Documents", "System prompt"):
         page.get_by_label(label).fill(NASTY)
-    ask(page, NASTY)
+    ask_alone(page, NASTY)
     engine.pieces = ["Done."]
     page.get_by_label("Result of f").fill(NASTY)
     page.get_by_role("button", name="Send results").click()
@@ -228,7 +221,7 @@ def test_links_show_where_they_lead_and_nothing_is_loaded(
         "[me](mailto:me@example.org?bcc=all@example.org)",
     ]
     engine.pieces = ["\n\n".join(lines)]
-    answer = ask(page).locator(".answer")
+    answer = ask_alone(page).locator(".answer")
     found = {link.get_attribute("href") for link in answer.locator("a").all()}
     assert found == {
         "https://evil.example/x",
@@ -256,7 +249,7 @@ def test_a_huge_answer_does_not_stop_the_page(engine: FakeEngine, open_page: Ope
             page.get_by_role("button", name="New", exact=True).click()
         size = 64_000
         engine.pieces = [pattern[at : at + size] for at in range(0, len(pattern), size)]
-        answer = ask(page, "Much?").locator(".answer")
+        answer = ask_alone(page, "Much?").locator(".answer")
         expect(answer).to_contain_text("more character")
         assert answer.evaluate("node => node.textContent.length") < 300_000
         assert answer.evaluate("node => node.querySelectorAll('*').length") < 10_000
@@ -293,7 +286,7 @@ def test_stored_conversations_that_the_page_did_not_write_do_no_harm(
 ) -> None:
     page = open_page()
     engine.pieces = ["Because."]
-    ask(page)
+    ask_alone(page)
     [good] = stored(page)
 
     injected = deepcopy(good)
@@ -355,7 +348,7 @@ def test_the_page_works_where_storage_is_blocked(engine: FakeEngine, open_page: 
     )
     page.reload()
     engine.pieces = ["Because."]
-    expect(ask(page).locator(".answer")).to_have_text("Because.")
+    expect(ask_alone(page).locator(".answer")).to_have_text("Because.")
     page.get_by_role("button", name="Clear history").click()
     page.get_by_role("button", name="Clear them").click()
     expect(page.locator(".turn")).to_have_count(0)

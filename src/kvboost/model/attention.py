@@ -32,10 +32,6 @@ class StopForward(Exception):
     """Ends a forward: no segment needs the layers above."""
 
 
-def go_on() -> None:
-    """Does nothing between two parts of a forward."""
-
-
 @dataclass
 class Batch:
     """Segments that go through the model packed into one row."""
@@ -43,8 +39,8 @@ class Batch:
     segments: Sequence[Segment]
     kernels: Kernels | None = None
     """Ours, if they serve this model on this machine; otherwise torch's run."""
-    between_parts: Callable[[], None] = go_on
-    """Called after each layer's attention."""
+    between_parts: Callable[[], None] | None = None
+    """Called before and after each layer's attention."""
 
     @cached_property
     def has_hooks(self) -> bool:
@@ -54,6 +50,11 @@ class Batch:
     @cached_property
     def plan(self) -> Plan:
         return Plan(self.segments, self.segments[0].kv.shape)
+
+    def pause(self) -> None:
+        """Lets others run between two parts of the forward."""
+        if self.between_parts is not None:
+            self.between_parts()
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes fresh rows, ``[1, kv_heads, total, dim]``, into each request's KV. Hooks see them
@@ -92,20 +93,6 @@ class Batch:
     ) -> torch.Tensor:
         """Attention of ``query``, ``[1, heads, total, dim]``; returns ``[1, total, heads, dim]``.
         ``key`` and ``value`` are the fresh rows, which have been written."""
-        out = self._attend_all(layer, query, key, value, scale, window, softcap)
-        self.between_parts()
-        return out
-
-    def _attend_all(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
         segments = self.segments
         windowed = any(segment.hides(window) for segment in segments)
         if self.kernels is not None and softcap is None and not windowed:
@@ -150,7 +137,9 @@ def attend(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     batch.show(layer, query, scale, sliding_window)
-    return batch.attend(layer, query, key, value, scale, sliding_window, softcap), None
+    out = batch.attend(layer, query, key, value, scale, sliding_window, softcap)
+    batch.pause()
+    return out, None
 
 
 def attend_segment(

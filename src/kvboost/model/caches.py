@@ -10,23 +10,21 @@ from transformers import PreTrainedModel
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.model import attention
-from kvboost.model.attention import Batch, go_on
+from kvboost.model.attention import Batch
 from kvboost.model.kv import KVShape
 from kvboost.model.segment import Segment
 
 
 class PackedCache:
-    """Writes the fresh rows of a batch and returns them. ``between_parts`` is called before each
-    layer's attention."""
+    """Writes the fresh rows of a batch and returns them."""
 
-    def __init__(self, batch: Batch, between_parts: Callable[[], None] = go_on) -> None:
+    def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self.between_parts = between_parts
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.between_parts()
+        self.batch.pause()
         self.batch.write(layer_idx, keys, values)
         setattr(keys, attention.BATCH, self.batch)
         return keys, values
@@ -47,7 +45,7 @@ class SequenceCache:
 
     is_compileable = False
 
-    def __init__(self, segment: Segment, between_parts: Callable[[], None] = go_on) -> None:
+    def __init__(self, segment: Segment, between_parts: Callable[[], None] | None = None) -> None:
         assert isinstance(segment.positions, range), "only a sequence without gaps"
         self._segment = segment
         self._between_parts = between_parts
@@ -57,7 +55,8 @@ class SequenceCache:
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         segment = self._segment
-        self._between_parts()
+        if self._between_parts is not None:
+            self._between_parts()
         segment.kv.write(layer_idx, segment.positions, keys, values)
         self._lengths[layer_idx] = segment.end
         return segment.kv.layer(layer_idx, 0, segment.end)

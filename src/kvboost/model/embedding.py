@@ -16,7 +16,6 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTo
 
 from kvboost.errors import ModelError, ModelNotFoundError, PromptError
 from kvboost.model import weights
-from kvboost.model.attention import go_on
 from kvboost.model.device import pick_device
 
 BATCH_TOKENS = 1024
@@ -48,7 +47,7 @@ class EmbeddingModel:
         positions = model.config.to_dict().get("max_position_embeddings", DEFAULT_MAX_TOKENS)
         self.max_tokens = max_tokens or int(positions)
         """The longest input, special tokens included."""
-        self.between_parts: Callable[[], None] = go_on
+        self.between_parts: Callable[[], None] = lambda: None
         """Called before every layer of a forward."""
         layers = max((one for one in model.modules() if isinstance(one, nn.ModuleList)), key=len)
         for layer in layers:

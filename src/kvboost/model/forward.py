@@ -102,7 +102,7 @@ class Forward:
         self._lock = threading.RLock()
         self._depth = 0
         """How many forwards have begun and not ended: one within the other."""
-        self.between_parts: Callable[[], None] = attention.go_on
+        self.between_parts: Callable[[], None] | None = None
         """Called before and after each layer's attention in forwards on a CPU, in the thread that
         runs them."""
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -403,8 +403,7 @@ class Forward:
 
             return self._run(segments, PackedCache(PagedBatch(segments)))
         kernels = None if self._runs_as_stock(segments) else self._kernels
-        between = self.between_parts
-        cache = PackedCache(Batch(segments, kernels, between), between)
+        cache = PackedCache(Batch(segments, kernels, self.between_parts))
         if self._head is None:
             return self._run(segments, cache)
         with self._head.turned(on=kernels is not None):

@@ -128,7 +128,7 @@ def replace_forward(module: nn.Module, ours: DecoderLayer) -> None:
         batch: Batch | None = getattr(past_key_values, "batch", None)
         if batch is None or batch.kernels is None or not ours.takes(hidden_states.shape[1]):
             return stock(hidden_states, *args, past_key_values=past_key_values, **kwargs)
-        past_key_values.between_parts()
+        batch.pause()
         cos, sin = kwargs["position_embeddings"]
         return ours(hidden_states, cos, sin, batch)
 
