@@ -82,7 +82,9 @@ def test_damaged_files(damage, open_engine, answers, tmp_path, monkeypatch) -> N
                 path.unlink()
         reused += check_answers(engine, answers)
         faults += sum(disk_faults(engine).values())
-        assert set(disk_faults(engine)) <= {"corrupt", "vanished"}
+        known = {"corrupt", "vanished"}
+        # A flipped bit can lie in the format's name, which then is that of another version.
+        assert set(disk_faults(engine)) <= known | ({"version"} if damage == "flip" else set())
         assert engine._runtime.store.check_integrity() == []
         engine.close()
     assert faults >= (5 if damage == "flip" else 2) and reused > 0
