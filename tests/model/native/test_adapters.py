@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -107,3 +108,27 @@ def test_whole_layers_take_adapters(
     assert close(given, expected, 4)
     plain = forward(segments(forward, [None] * len(order), hooked, lengths))
     assert not torch.allclose(given, plain, atol=0.1)
+
+
+def test_what_kernels_write_to_outlives_a_larger_forward_in_between(tmp_path: Path) -> None:
+    """Answers may run between two layers of a prompt's forward."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    forward = Forward(model, packed=True, fast_layers=pack_layers(model))
+    adapter = forward.load_adapter(read_adapter(write_adapter(tmp_path / "a", model)))
+    kept = forward._kernels._kept
+    held: list[bool] = []
+
+    def run_a_larger_one() -> None:
+        if "sums" in kept and not held:
+            memory = [weakref.ref(kept[name]) for name in ("sums", "wide")]
+            forward.between_parts = None
+            forward(segments(forward, [adapter], hooked=False, lengths=[60]))
+            held.extend(
+                one() is not None and one() is not kept[name]
+                for one, name in zip(memory, ("sums", "wide"), strict=True)
+            )
+
+    forward.between_parts = run_a_larger_one
+    forward(segments(forward, [adapter], hooked=False, lengths=[5]))
+    assert held == [True, True]

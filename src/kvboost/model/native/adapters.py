@@ -100,14 +100,17 @@ class Changes:
         self.table["first"] = [part.start for part, _ in rows.runs]
         self.table["num_rows"] = [part.stop - part.start for part, _ in rows.runs]
         most_rank = int(self.table["rank"].max())
-        wide = 2 * int(self.table["width"][:, GATED].max())
+        num_wide = 2 * int(self.table["width"][:, GATED].max())
         sums = kernels.scratch("sums", 3 * rows.num_rows * most_rank, torch.float32)
+        wide = kernels.scratch("wide", rows.num_rows * num_wide)
+        # Another forward may run between two layers of this one and replace them by larger ones.
+        self._held = sums, wide
         self._struct = _Changes(
             self.table.ctypes.data,
             len(rows.runs),
             most_rank,
             sums.data_ptr(),
-            kernels.scratch("wide", rows.num_rows * wide).data_ptr(),
+            wide.data_ptr(),
         )
         self.address = ctypes.addressof(self._struct)
 
