@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvboost import ConfigError, GenerationMode, KVBoost
-from tiny import EOS, make_engine, tiny_model
+from kvboost.model.reference import StockModel
+from tiny import EOS, dynamic_model, longrope_model, make_engine, tiny_model
 
 TEXT = "the quick brown fox jumps over the lazy dog"
 
@@ -107,6 +108,20 @@ def test_a_long_prompt_is_described_slice_by_slice(monkeypatch) -> None:
     for one, other in zip(whole.prompt_logprobs or (), sliced.prompt_logprobs or (), strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
     assert sliced.token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("make_model", [dynamic_model, longrope_model])
+def test_a_prompt_whose_rotation_depends_on_its_length_is_described_whole(
+    make_model, monkeypatch
+) -> None:
+    monkeypatch.setattr("kvboost.runtime.generation.DESCRIBED_ROWS", 7)
+    prompt = list(range(100))
+    with make_engine(make_model()) as engine:
+        described = engine.generate(prompt, 3, prompt_logprobs=0)
+        assert described.token_ids == engine.generate(prompt, 3).token_ids
+    expected = torch.log_softmax(StockModel(make_model()).logits(prompt).float(), -1)
+    for place, one in enumerate(described.prompt_logprobs or ()):
+        assert one.logprob == pytest.approx(float(expected[place, one.token_id]), abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ class Generation:
         logits = []
         while (start := state.rows) < len(ids):
             end = self._slice_end(start)
-            if described is not None:
+            if described is not None and self._reusable_rows:
                 end = min(end, start + DESCRIBED_ROWS)
             num_logits = max(0, end - max(start, self._live_end - 1))
             wanted = num_logits if described is None else end - start
