@@ -47,3 +47,17 @@ def test_one_that_has_ended_is_not_counted() -> None:
     company.take(paused)
     assert company.num_answering == 0
     assert (paused.state.other_tokens, paused.state.other_rows) == (0.0, 0)
+
+
+def test_rows_of_prompts_do_not_count_where_they_have_forwards_of_their_own() -> None:
+    reading, one, other = job(0, 300), job(2, 1), job(3, 4)
+    company = Company([reading, one, other], shares_forwards=False)
+    company.take(one)
+    assert one.state.other_rows == 4
+    company.add(one)
+    company.take(reading)
+    reading.state.token_ids.append(7)  # it answers now
+    reading.need = range(1)  # type: ignore[assignment]
+    company.add(reading)
+    company.take(one)
+    assert one.state.other_rows == 5

@@ -30,6 +30,7 @@ from kvboost import (
 from kvboost.model.segment import Segment
 from kvboost.runtime import generation, sharing
 from kvboost.runtime.drafts import Drafts
+from kvboost.runtime.patience import Patience
 from tiny import CONTEXT, DEVICE, dynamic_model, longrope_model, make_engine, tiny_model
 
 TEXT = np.random.default_rng(0).integers(0, 250, 4000).tolist()
@@ -645,17 +646,25 @@ def test_the_most_valuable_chunks_are_shown(make: Callable[..., KVBoost]) -> Non
     assert engine.estimate_ms(100) is None or engine.estimate_ms(100) > 0
 
 
+def answer_before_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets answers go on before every part of a forward, unless nothing limits their pauses."""
+    monkeypatch.setattr(Patience, "is_over", lambda self: True)
+
+
 @on_buffers
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "mistral-window", "gpt2"])
-def test_answers_go_on_between_the_layers_of_other_forwards(name: str) -> None:
-    """With no patience at all, a step runs before every layer; the answers stay the same."""
+def test_answers_go_on_between_the_layers_of_other_forwards(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a step runs before every layer, the answers stay the same."""
     prompts = [TEXT[:40], TEXT[100:300], TEXT[:240], TEXT[500:530], TEXT[700:900]]
     options: dict[str, Any] = {"strict": False, "sharing_wait": 0.0, "step_rows": 64}
     each = [{"max_new_tokens": tokens} for tokens in (40, 6, 5, 30, 6)]
     with make_engine(tiny_model(name), max_pause=0.0, **options) as engine:
         expected = [one.token_ids for one in engine.generate_batch(prompts, mode=EXACT, each=each)]
         assert engine.serving_stats()["steps_between_parts"] == 0
-    with make_engine(tiny_model(name), max_pause=1e-9, **options) as engine:
+    answer_before_each_part(monkeypatch)
+    with make_engine(tiny_model(name), **options) as engine:
         got = engine.generate_batch(prompts, mode=EXACT, each=each)
         assert [one.token_ids for one in got] == expected
         assert engine.serving_stats()["steps_between_parts"] > 10
@@ -665,7 +674,7 @@ def test_answers_go_on_between_the_layers_of_other_forwards(name: str) -> None:
 
 @on_buffers
 def test_a_repair_is_the_same_when_answers_go_on_between_its_layers(
-    make: Callable[..., KVBoost], tmp_path: Path
+    make: Callable[..., KVBoost], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And so are adapters: those of the repaired request, and those of the answers in between."""
     prompt = TEXT[500:520] + TEXT[:180] + TEXT[600:620]
@@ -685,7 +694,8 @@ def test_a_repair_is_the_same_when_answers_go_on_between_its_layers(
         return [stream.result.token_ids for stream in streams]
 
     answers = []
-    for max_pause in (0.0, 1e-9):
+    answer_before_each_part(monkeypatch)
+    for max_pause in (0.0, 0.2):
         engine = make(reuse_moved="always", sharing_wait=0.0, max_pause=max_pause)
         for seed, adapter in enumerate(("own", "other")):
             folder = write_adapter(tmp_path / adapter, engine._model.forward.model, seed=seed)
@@ -698,9 +708,10 @@ def test_a_repair_is_the_same_when_answers_go_on_between_its_layers(
 
 @on_buffers
 def test_embeddings_are_the_same_when_answers_go_on_between_their_layers(
-    make: Callable[..., KVBoost],
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make(max_pause=1e-9)
+    answer_before_each_part(monkeypatch)
+    engine = make()
     texts = [TEXT[:200], TEXT[300:320]]
     expected = engine.embedder.embed(texts)
 
@@ -714,6 +725,77 @@ def test_embeddings_are_the_same_when_answers_go_on_between_their_layers(
 
     assert np.allclose(asyncio.run(read()), expected, atol=1e-5)
     assert engine.serving_stats()["steps_between_parts"] > 0
+
+
+@on_buffers
+def test_a_request_may_end_while_another_one_probes(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that probes goes on after a pause, and its forward lets the other one run to its
+    end."""
+    monkeypatch.setattr("kvboost.runtime.assembling.YIELD_AFTER_SECONDS", -1.0)
+    monkeypatch.setattr("kvboost.runtime.scheduler.PATIENCE_SECONDS", -1.0)
+    answer_before_each_part(monkeypatch)
+    engine = make(reuse_moved="always", sharing_wait=0.0)
+    engine.generate(TEXT[:180], 1)
+    moved, short = TEXT[500:520] + TEXT[:180] + TEXT[600:620], TEXT[700:710]
+    alone = engine.generate(short, 14, ignore_eos=True).token_ids
+    for number in range(10, 15):
+        probing, other = engine.generate_batch(
+            [moved, short],
+            each=[{"max_new_tokens": 2, "keep": False}, {"max_new_tokens": number}],
+            ignore_eos=True,
+        )
+        assert probing.recomputed_tokens and other.token_ids == alone[:number]
+
+
+@on_buffers
+def test_a_cancelled_answer_does_not_go_on_between_the_layers_of_another_forward(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(sharing_wait=0.0)
+
+    async def read() -> int:
+        answering = engine.astream(TEXT[:40], 100, ignore_eos=True)
+        await anext(answering)
+        cancelled = threading.Event()
+        run = engine._model.forward._run
+
+        def cancel_first(segments: list[Segment], *rest: Any) -> torch.Tensor:
+            if sum(map(len, segments)) > 50 and not cancelled.is_set():
+                answer_before_each_part(monkeypatch)
+                engine._loop.cancel(engine._loop._running()[0])
+                cancelled.set()
+            return run(segments, *rest)
+
+        monkeypatch.setattr(engine._model.forward, "_run", cancel_first)
+        before = engine.serving_stats()["steps_between_parts"]
+        async for _ in engine.astream(TEXT[100:300], 1):
+            pass
+        assert cancelled.is_set()
+        await answering.aclose()
+        return engine.serving_stats()["steps_between_parts"] - before
+
+    monkeypatch.setattr(Patience, "is_over", lambda self: False)
+    monkeypatch.setattr(Patience, "allows", lambda self, rows, keys: False)
+    assert asyncio.run(read()) == 0
+
+
+@on_buffers
+def test_without_a_limit_embeddings_are_not_interrupted(
+    make: Callable[..., KVBoost],
+) -> None:
+    """Also those of a model of their own, which calls it before each layer."""
+    engine = make(max_pause=0.0)
+
+    async def read() -> None:
+        stream = engine.astream(TEXT[1000:1040], 60)
+        await anext(stream)
+        await asyncio.wrap_future(engine.between_steps(engine.answer_meanwhile))
+        await stream.aclose()
+
+    asyncio.run(read())
+    assert engine.serving_stats()["steps_between_parts"] == 0
 
 
 def test_the_first_token_is_shown_before_the_prompt_is_searched_for_a_draft(

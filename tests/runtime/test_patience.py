@@ -63,8 +63,10 @@ def test_layers_that_take_longer_than_a_pause_let_answers_go_on_each_time() -> N
 
 def test_rows_are_those_that_are_done_in_time() -> None:
     patience = Patience(0.5, Costs())
-    assert patience.slice_rows(2048, keys=0) == 50
+    assert patience.slice_rows(2048, keys=0) == 32  # 50 would be done, too
+    assert patience.slice_rows(2048, keys=-9_000) == 256  # of 500
     assert patience.slice_rows(40, keys=0) == 40
+    assert patience.slice_rows(20, keys=1_000_000) == 20
     assert patience.slice_rows(2048, keys=1_000_000) == LEAST_SLICE
     assert patience.allows(50, keys=0) and not patience.allows(51, keys=0)
     assert patience.allows(QUICK_ROWS, keys=1_000_000)
@@ -84,3 +86,13 @@ def test_the_longer_of_the_two_parts_of_a_layer_decides() -> None:
         assert not patience.is_over()
         clock.now += seconds
     assert patience.is_over()  # the next part is a long one again
+
+
+def test_a_forward_goes_on_for_as_long_as_a_step_of_the_answers_however_long_that_is() -> None:
+    clock = Clock()
+    patience = Patience(0.2, Costs(), clock)
+    for _ in range(5):
+        began = clock.now
+        clock.now += 0.3
+        patience.answered(began)
+        assert 0.27 <= 0.03 * (layers_until_over(patience, clock, 0.03) + 1) <= 0.33

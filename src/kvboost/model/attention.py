@@ -40,7 +40,7 @@ class Batch:
     kernels: Kernels | None = None
     """Ours, if they serve this model on this machine; otherwise torch's run."""
     between_parts: Callable[[], None] | None = None
-    """Called before and after each layer's attention."""
+    """Called before each layer's attention, and where torch attends also after it."""
 
     @cached_property
     def has_hooks(self) -> bool:

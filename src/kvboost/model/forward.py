@@ -103,8 +103,8 @@ class Forward:
         self._depth = 0
         """How many forwards have begun and not ended: one within the other."""
         self.between_parts: Callable[[], None] | None = None
-        """Called before and after each layer's attention in forwards on a CPU, in the thread that
-        runs them."""
+        """Called between the parts of forwards on a CPU, in the thread that runs them: before each
+        layer, and where torch attends also after its attention."""
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.release()  # another engine may have bound it
         self.shape, self._num_logits = observe_shape(model)

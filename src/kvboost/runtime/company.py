@@ -12,8 +12,10 @@ class Company:
     needs next, so that it is told of the others; adding all of them up each time would take as long
     as a step where many run."""
 
-    def __init__(self, jobs: Iterable[Job]) -> None:
+    def __init__(self, jobs: Iterable[Job], *, shares_forwards: bool = True) -> None:
+        """``shares_forwards``: whether prompts that are read are in one forward with answers."""
         self.num_answering = 0
+        self._shares_forwards = shares_forwards
         self._tokens = self._promises = 0.0
         self._rows = 0
         for job in jobs:
@@ -34,5 +36,5 @@ class Company:
             self.num_answering += sign
             self._tokens += sign * job.state.expected_tokens
             self._promises += sign * job.state.promised_tokens
-        if job.need is not None:
+        if job.need is not None and (self._shares_forwards or not job.is_reading):
             self._rows += sign * len(job.need)

@@ -254,22 +254,23 @@ class Loop:
             self._run(batch)
             self._outbox.send()
 
-    def _remove_departed(self) -> None:
-        """Ends the requests that were cancelled or whose deadline has passed."""
+    def _remove_departed(self, jobs: Sequence[Job] | None = None) -> None:
+        """Ends the requests, or those of ``jobs``, that were cancelled or whose deadline has
+        passed."""
         now = time.monotonic()
         with self._changed:
             late = set(self._scheduler.expired(now))
-            departed = [job for job in self._jobs() if job.cancelled or job in late]
+            jobs = self._jobs() if jobs is None else jobs
+            departed = [job for job in jobs if job.cancelled or job in late]
         for job in departed:
             self._cancel(job, "cancelled" if job.cancelled else "timeout")
 
     def _resume_paused(self) -> None:
-        """Asks the requests that paused, perhaps to admit rows, what they need next."""
-        running = self._running()
-        company = Company(running)
-        for job in running:
-            if job.need is None:
-                self._advance(job, None, company)
+        """Asks the requests that paused, perhaps to admit rows, what they need next. One of them
+        may run a forward, and others may end meanwhile."""
+        for job in self._running():
+            if job.need is None and job.steps is not None:
+                self._advance(job, None)
 
     def _start_waiting(self) -> None:
         """Starts waiting requests that fit, until the next step is full."""
@@ -288,15 +289,16 @@ class Loop:
         parts."""
         if self._is_meanwhile or threading.current_thread() is not self._thread:
             return
-        if not self._patience.is_over():
+        if not (self._patience and self._patience.is_over()):
             return
         self._is_meanwhile = True
         try:
+            self._remove_departed(self._answering())
             for job in self._answering():
                 if job.need is None:
                     self._advance(job, None)
             self._step_ended = None
-            if batch := [job for job in self._answering() if job not in self._in_forward]:
+            if batch := self._answering():
                 self._num_meanwhile += 1
                 self._run(batch)
             self._outbox.send()
@@ -305,7 +307,9 @@ class Loop:
             self._is_meanwhile = False
 
     def _answering(self) -> list[Job]:
-        return [job for job in self._running() if not job.is_reading and job.steps is not None]
+        """The requests that are answering and are not in the forward that runs."""
+        jobs = (job for job in self._running() if job not in self._in_forward)
+        return [job for job in jobs if not job.is_reading and job.steps is not None]
 
     def _pick_batches(self) -> list[list[Job]]:
         """The requests of this step: one batch, and one more for each that must run alone. Where
@@ -374,7 +378,7 @@ class Loop:
             batch[0].state.step_seconds = seconds
         elif self._num_meanwhile == num_meanwhile:
             self._runtime.cost.observe_step(num_rows, seconds, drafted=drafted)
-        company = Company(self._running())
+        company = self._company()
         for job, result in zip(batch, results, strict=True):
             if result is not None:  # it comes with the next step
                 self._advance(job, result, company)
@@ -400,7 +404,7 @@ class Loop:
         """Sends a request its logits, or its next token, and asks what it needs next. ``company``:
         the requests that run, with this one."""
         assert job.steps is not None
-        company = Company(self._running()) if company is None else company
+        company = self._company() if company is None else company
         job.state.slice_rows = self._slice_rows(job, company.num_answering > 0)
         job.state.has_slack = self._has_slack(job)
         job.state.is_awaited = bool(self._scheduler.waiting)
@@ -417,6 +421,9 @@ class Loop:
         else:
             company.add(job)
             self._show(job)
+
+    def _company(self) -> Company:
+        return Company(self._running(), shares_forwards=not self._pauses_forwards)
 
     def _slice_rows(self, job: Job, someone_answers: bool) -> int:
         """How many rows of a prompt may go into one step: as many as take no longer than answers

@@ -45,12 +45,14 @@ class Patience:
     def is_over(self) -> bool:
         """Whether answers would wait too long if they had to wait for one more part of a forward.
         Call it before each part: layers have a long and a short part, so the next one is taken to
-        last as long as the longer of the last two."""
+        last as long as the longer of the last two. Where the answers' own steps take long, the
+        forward goes on for as long as one of them: it would hardly end otherwise."""
         now = self._clock()
         last, self._part_seconds = self._part_seconds, now - self._part_began
         self._part_began = now
         longer = max(last, self._part_seconds)
-        return now + longer + self._step_seconds > self._answered + self._max_pause
+        limit = max(self._max_pause, 2 * self._step_seconds)
+        return now + longer + self._step_seconds > self._answered + limit
 
     def allows(self, rows: int, keys: int) -> bool:
         """Whether a forward of ``rows`` rows over ``keys`` keys is known to be done in time."""
@@ -58,6 +60,9 @@ class Patience:
         return rows <= max(QUICK_ROWS, within or 0)
 
     def slice_rows(self, most: int, keys: int) -> int:
-        """How many rows of a prompt, at most ``most``, a forward computes in time."""
+        """How many rows of a prompt, at most ``most``, a forward computes in time: a power of two,
+        so that slices of one size end where those of another do."""
         within = self._cost.rows_within(self._max_pause, keys) if self else None
-        return most if within is None else min(most, max(LEAST_SLICE, within))
+        if within is None or within >= most:
+            return most
+        return min(most, max(LEAST_SLICE, 1 << within.bit_length() >> 1))

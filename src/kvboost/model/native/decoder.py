@@ -27,7 +27,7 @@ does. In bfloat16, and with quantised weights, they take any number."""
 NARROW, MOST_NARROW_ROWS = 576, 512
 """Layers of at most this width take more rows. torch multiplies them about a tenth faster, but its
 operations between the products cost more than that. Measured at this width; wider layers were not.
-Longer texts, which are read in slices of 2,048 rows, go through torch's products."""
+Longer texts, which are read in slices of 1,024 rows, go through torch's products."""
 
 
 class _Layer(ctypes.Structure):
