@@ -2,9 +2,9 @@
 
 One thread runs the loop, from the first request on. A step removes the requests that have left,
 resumes those that paused, starts waiting ones, picks rows, runs them and hands out the logits.
-While there are no requests, it heals conversations. On a CPU, a forward that takes long lets the
-requests that are answering run their own steps between two of its layers, so that they keep their
-pace whatever else is read.
+Once no request has come for a while, it heals conversations. On a CPU, a forward that takes long
+lets the requests that are answering run their own steps between two of its layers, so that they
+keep their pace whatever else is read.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvboost.runtime.computing import Results, Steps, next_need
 from kvboost.runtime.errands import Errands
 from kvboost.runtime.generation import Generation
 from kvboost.runtime.healing import Healer
+from kvboost.runtime.idle_time import IdleTime
 from kvboost.runtime.job import Job
 from kvboost.runtime.loop_stats import LoopStats
 from kvboost.runtime.patience import Patience
@@ -41,8 +42,6 @@ STEP_ROWS_ON_CPU = 256
 STEP_ROWS_ON_GPU = 2048
 MOST_BESIDE_HEALING = 8
 """While more requests answer, none is healed: their steps have no time to spare."""
-LOOK_SECONDS = 0.25
-"""How often the loop looks whether requests outside it still hold healing up."""
 
 
 class Loop:
@@ -51,7 +50,7 @@ class Loop:
     def __init__(self, runtime: Runtime, config: EngineConfig, healer: Healer) -> None:
         self._runtime = runtime
         self._forward = runtime.model.forward
-        self._healer = healer
+        self._idle_time = IdleTime(healer, runtime.idle_work)
         self._config = config
         device = self._forward.shape.device
         on_cpu = device.type == "cpu"
@@ -78,7 +77,7 @@ class Loop:
         """How many steps were run between the parts of other forwards."""
         self._is_meanwhile = False
         self._in_forward: frozenset[Job] = frozenset()
-        """The requests of the forward that runs, apart from those in between."""
+        """The requests of the forwards that run."""
         self._pauses_forwards = on_cpu and runtime.ends_forwards and bool(self._patience)
         if self._pauses_forwards:
             self._forward.between_parts = self.answer_meanwhile
@@ -210,8 +209,8 @@ class Loop:
                 self._run_errand()
                 if not self._is_idle():
                     self._step()
-                elif self._healer.has_work and not self._errands:
-                    self._healer.heal_next(self._must_not_heal)
+                elif self._idle_time.has_work and not self._errands:
+                    self._idle_time.use(self._must_not_heal)
             except BaseException as error:  # a defect of ours; no caller may wait for ever
                 for job in self._jobs():
                     self._finish(job, error)
@@ -221,12 +220,11 @@ class Loop:
             self._errands.cancel()
 
     def _await_work(self) -> None:
-        """Waits for a request, for something to heal, or to be closed."""
+        """Waits for a request, for time to heal something, or to be closed."""
         with self._changed:
-            while not (self._is_wanted() or self._healer.has_work):
+            while not (self._is_wanted() or self._idle_time.has_work):
                 self._step_ended = None
-                # A request outside the loop ends without a word: the garbage collector may end it.
-                self._changed.wait(LOOK_SECONDS if len(self._runtime.idle_work) else None)
+                self._changed.wait(self._idle_time.look_again)
 
     def _is_wanted(self) -> bool:
         return self._closed or bool(self._errands) or not self._is_idle()
@@ -253,6 +251,7 @@ class Loop:
         for batch in self._pick_batches():
             self._run(batch)
             self._outbox.send()
+        self._idle_time.broken()
 
     def _remove_departed(self, jobs: Sequence[Job] | None = None) -> None:
         """Ends the requests, or those of ``jobs``, that were cancelled or whose deadline has
@@ -345,14 +344,11 @@ class Loop:
         batch = [job for job in batch if job.need is not None]
         if not batch:
             return
-        if self._is_meanwhile:
-            self._compute(batch)
-            return
-        self._in_forward = frozenset(batch)
+        outside, self._in_forward = self._in_forward, self._in_forward.union(batch)
         try:
             self._compute(batch)
         finally:
-            self._in_forward = frozenset()
+            self._in_forward = outside
 
     def _compute(self, batch: list[Job]) -> None:
         segments = [job.need for job in batch if job.need is not None]
