@@ -6,10 +6,13 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from starlette.testclient import TestClient
 
+from kvboost.deploy.proxy import create_router
+from kvboost.deploy.state import ProxySettings
 from live_server import connect, live_router, read_until, wait_for
 from routed import CLIENT, answers, ask, get, metric, raw_request
-from scripted_upstream import stream, upstream
+from scripted_upstream import lists, stream, upstream
 
 BODY = b'{"prompt": "x"}'
 SMUGGLED = b"GET /v1/smuggled HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -73,6 +76,28 @@ def test_what_names_an_upstream_is_the_routers_alone(routed_one) -> None:
     assert answer.headers["x-kvboost-upstream"] == one.url
     ((_, headers, _),) = one.asked
     assert "x-kvboost-upstream" not in headers and headers["x-request-id"] == "a b"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/api/tags", "/v1/files"])
+@pytest.mark.parametrize("value", ["a ", "a\t", " \ta \t "])
+def test_blanks_around_a_value_are_not_sent_on_and_harm_no_upstream(path: str, value: str) -> None:
+    with upstream(models=lists("m")) as one, live_router(one.url, health_seconds=60) as router:
+        one.asked_models.clear()
+        assert answers(router, raw_request(path, b"", f"x-a:{value}", method="GET"))[0] == 200
+        asked = one.asked_models + [(path, headers) for path, headers, _ in one.asked]
+        assert asked[0][0] == path and asked[0][1]["x-a"] == value.strip()
+        assert get(router.url, "/ready").json()["upstreams"] == {one.url: "up"}
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/files"])
+def test_a_header_that_cannot_be_sent_is_the_clients_mistake(path: str) -> None:
+    """uvicorn's parser lets none through; others may."""
+    with upstream(models=lists("m")) as one:
+        app = create_router(ProxySettings((one.url,), health_seconds=60))
+        with TestClient(app, "http://localhost") as client:
+            answer = client.get(path, headers={"x-a": "a\x0bb"})
+            assert answer.status_code == 400 and "not valid HTTP" in answer.text
+            assert client.get("/ready").json()["upstreams"] == {one.url: "up"}
 
 
 def test_many_headers_are_refused_and_the_upstream_stays(routed_one) -> None:

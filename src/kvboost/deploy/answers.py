@@ -87,6 +87,11 @@ def farewell(content_type: str, last: bytes) -> bytes | None:
     return None
 
 
+def not_sent() -> ApiError:
+    """The error of a request that cannot be sent on to any upstream."""
+    return ApiError(400, "this request cannot be sent on: it is not valid HTTP")
+
+
 def none_left(state: RouteState) -> ApiError:
     states = state.upstreams.states
     told = ", ".join(

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from kvboost.deploy import models
-from kvboost.deploy.answers import Answer, Whole, answer_headers, no_answer, none_left
+from kvboost.deploy.answers import Answer, Whole, answer_headers, no_answer, none_left, not_sent
 from kvboost.deploy.connections import read_all
 from kvboost.deploy.listing import asks_for_list, list_models
 from kvboost.deploy.metrics import reported_tokens
@@ -127,7 +127,7 @@ class Forward:
             finally:
                 await response.aclose()
         except httpx.LocalProtocolError:  # the client's mistake
-            raise ApiError(400, "this request cannot be sent on: it is not valid HTTP") from None
+            raise not_sent() from None
         except httpx.TransportError as error:
             answer.was_read = False
             if not isinstance(error, httpx.ReadTimeout):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import httpx
 
 from kvboost.deploy import models
-from kvboost.deploy.answers import Answer, Whole, answer_headers, none_left
+from kvboost.deploy.answers import Answer, Whole, answer_headers, none_left, not_sent
 from kvboost.deploy.requests import Forwarded, end_to_end
 from kvboost.deploy.state import RouteState
 from kvboost.deploy.upstreams import CHECK_SECONDS
@@ -42,11 +42,14 @@ async def list_models(state: RouteState, request: Forwarded, answer: Answer) -> 
 
 
 async def _ask(state: RouteState, question: Forwarded, upstream: str) -> Whole | None:
-    """The answer of one upstream; None if it gives none."""
+    """The answer of one upstream; None if it gives none. Raises ApiError if the client's request
+    cannot be sent."""
     try:
         response, body = await state.connections.fetch(
             question.to(upstream), CHECK_SECONDS, models.MAX_LIST
         )
+    except httpx.LocalProtocolError:  # the client's mistake
+        raise not_sent() from None
     except httpx.TransportError as error:
         if not isinstance(error, httpx.TimeoutException):
             state.upstreams.failed(upstream, error)

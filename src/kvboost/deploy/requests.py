@@ -103,11 +103,14 @@ def request_sketch(headers: Headers, body: bytes, shared_cache: bool) -> Sketch:
 
 
 def end_to_end(headers: RawHeaders, without: set[str]) -> RawHeaders:
-    """The headers that concern both ends, not only one connection."""
+    """The headers that concern both ends, not only one connection. Blanks around a value are not
+    part of it: clients may send them, and h11 refuses to."""
     dropped = _HOP_BY_HOP | without
     for name, value in headers:
         if name.lower() == b"connection":
             dropped |= {one.strip().lower() for one in value.decode("latin-1").split(",")}
     return [
-        (name, value) for name, value in headers if name.decode("latin-1").lower() not in dropped
+        (name, value.strip(b" \t"))
+        for name, value in headers
+        if name.decode("latin-1").lower() not in dropped
     ]
