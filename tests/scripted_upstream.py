@@ -41,6 +41,8 @@ class Scripted:
     act: Callable[[Handler], None]
     ready: int = 200
     health: int = 200
+    check: bytes = b"{}"
+    """The body of answers to ``/ready`` and ``/health``."""
     models: Callable[[Handler], None] = field(default_factory=lambda: say(404))
     reads: bool = True
     """Whether bodies are read."""
@@ -128,7 +130,7 @@ def upstream(act: Callable[[Handler], None] | None = None, **options: Any) -> It
         def do_GET(self) -> None:
             checks = {"/ready": fake.ready, "/health": fake.health}
             if self.path in checks:
-                say(checks[self.path])(self)
+                say(checks[self.path], fake.check)(self)
             elif self.path.partition("?")[0] == "/v1/models":
                 fake.asked_models.append((self.path, self._given()))
                 fake.models(self)

@@ -12,7 +12,7 @@ import pytest
 
 from live_server import live_router, wait_for
 from routed import CLIENT, ask, get, metric
-from scripted_upstream import hang, hang_up, say, stream, upstream, wire
+from scripted_upstream import hang, hang_up, lists, say, stream, upstream, wire
 
 OK = b"HTTP/1.1 200 OK\r\n"
 LENGTH = OK + b"content-length: 2\r\n"
@@ -58,10 +58,6 @@ BAD = {  # answers of which nothing can be passed on, and what the client is tol
     "a bad refusal": (
         b"HTTP/1.1 503 No\r\ncontent-length: 9\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
         "both a Content-Length and a Transfer-Encoding",
-    ),
-    "a huge refusal": (
-        b"HTTP/1.1 503 No\r\ncontent-length: 70000\r\n\r\n" + b"x" * 70_000,
-        "more than 65,536 bytes",
     ),
 }
 
@@ -205,7 +201,65 @@ def test_an_endless_list_of_models_is_not_read() -> None:
 
     with upstream(models=endless) as one, live_router(one.url, health_seconds=60) as router:
         assert ask(router.url).status_code == 200
-        assert get(router.url, "/v1/models").status_code == 503
+        answer = get(router.url, "/v1/models")
+        assert answer.status_code == 502 and answer.json()["error"]["code"] == "bad_upstream"
+        assert f"{one.url} has more than 1,048,576 bytes" in answer.json()["error"]["message"]
+        assert get(router.url, "/ready").json()["upstreams"] == {one.url: "up"}
+
+
+def test_a_list_that_is_too_long_is_left_out_of_the_joined_list() -> None:
+    with (
+        upstream(models=say(200, b" " * 1024**2 + b"{}")) as long,
+        upstream(models=lists("m")) as other,
+        live_router(long.url, other.url, health_seconds=60) as router,
+    ):
+        listed = get(router.url, "/v1/models")
+        assert [one["id"] for one in listed.json()["data"]] == ["m"]
+        assert listed.headers["x-kvboost-upstream"] == other.url
+        states = get(router.url, "/ready").json()["upstreams"]
+        assert states == {long.url: "up", other.url: "up"}
+
+
+LONG = b"x" * 300_000
+
+
+def test_only_the_status_of_a_health_check_counts() -> None:
+    with upstream(check=LONG) as one, live_router(one.url, health_seconds=60) as router:
+        assert get(router.url, "/ready").json()["upstreams"] == {one.url: "up"}
+        assert ask(router.url).status_code == 200
+
+
+@pytest.mark.usefixtures("no_traceback")
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"content-length: 300000\r\n\r\n" + LONG,
+        b"transfer-encoding: chunked\r\n\r\n493e0\r\n" + LONG + b"\r\n0\r\n\r\n",
+    ],
+    ids=["length", "chunks"],
+)
+@pytest.mark.parametrize("status", [404, 429, 502, 503])
+def test_a_long_refusal_is_the_answer_and_its_upstream_stays(status: int, body: bytes) -> None:
+    with upstream() as one, live_router(one.url, health_seconds=60) as router:
+        one.act = wire(b"HTTP/1.1 %d No\r\nretry-after: 7\r\n" % status + body)
+        answer = ask(router.url)
+        assert (answer.status_code, answer.content) == (status, LONG)
+        assert answer.headers["retry-after"] == "7"
+        assert answer.headers["x-kvboost-upstream"] == one.url
+        assert get(router.url, "/ready").json()["upstreams"] == {one.url: "up"}
+        assert metric(router.url, "known_tokens", upstream=one.url) == 0
+        assert metric(router.url, "retries_total") == 0
+        one.act = say(200, b"fine")
+        assert ask(router.url).text == "fine"
+
+
+def test_a_long_refusal_that_is_not_finished_is_visibly_broken() -> None:
+    with upstream() as one, live_router(one.url, health_seconds=60) as router:
+        head = b"HTTP/1.1 503 No\r\ncontent-length: 300001\r\n\r\n"
+        one.act = wire(head + LONG, then=hang_up)
+        with pytest.raises(httpx.RemoteProtocolError):
+            ask(router.url)
+        assert metric(router.url, "lost_total", upstream=one.url) == 1
 
 
 def test_a_head_waits_for_its_body_so_that_another_upstream_can_answer() -> None:

@@ -8,6 +8,7 @@ from math import ceil
 import httpx
 from starlette.types import Send
 
+from kvboost.deploy.models import MAX_LIST
 from kvboost.deploy.requests import UPSTREAM_HEADER, RawHeaders, end_to_end
 from kvboost.deploy.state import RouteState
 from kvboost.serve.errors import ApiError
@@ -105,6 +106,12 @@ def none_left(state: RouteState) -> ApiError:
         code="no_upstream",
         headers={"retry-after": str(max(1, ceil(state.options.health_seconds)))},
     )
+
+
+def long_list(upstream: str) -> ApiError:
+    """The error of a list of models that is too long to be joined with others."""
+    told = f"the list of models of {upstream} has more than {MAX_LIST:,} bytes"
+    return _bad_gateway(f"{told}; ask that server itself", "bad_upstream")
 
 
 def no_answer(upstream: str, error: httpx.TransportError, *, may_repeat: bool) -> ApiError:

@@ -66,13 +66,15 @@ class Connections(httpx.AsyncBaseTransport):
 
     async def fetch(
         self, request: httpx.Request, seconds: float, most: int
-    ) -> tuple[httpx.Response, bytes]:
-        """A whole answer of up to ``most`` bytes, within ``seconds``."""
+    ) -> tuple[httpx.Response, bytes | None]:
+        """An answer and its body, within ``seconds``; None for a body of more than ``most``
+        bytes."""
         try:
             with anyio.fail_after(seconds):
                 response = await self.handle_async_request(request)
                 try:
-                    return response, await read_all(response, most)
+                    body, is_whole = await read_up_to(most, response.aiter_raw())
+                    return response, body if is_whole else None
                 finally:
                     await response.aclose()
         except TimeoutError:
@@ -102,15 +104,15 @@ class Connections(httpx.AsyncBaseTransport):
         return connection
 
 
-async def read_all(response: httpx.Response, most: int) -> bytes:
-    """The body as it was sent. Raises httpx.RemoteProtocolError if it has more than ``most``
-    bytes."""
+async def read_up_to(most: int, pieces: AsyncIterator[bytes]) -> tuple[bytes, bool]:
+    """A body as it was sent, and whether that is all of it. Reading stops as soon as there are more
+    than ``most`` bytes; ``pieces`` then has the others."""
     body = bytearray()
-    async for piece in response.aiter_raw():
+    async for piece in pieces:
         body += piece
         if len(body) > most:
-            raise httpx.RemoteProtocolError(f"the body has more than {most:,} bytes")
-    return bytes(body)
+            return bytes(body), False
+    return bytes(body), True
 
 
 class _Body(httpx.AsyncByteStream):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
 
 import httpx
 from starlette.requests import Request
@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvboost.deploy import models
 from kvboost.deploy.answers import Answer, Whole, answer_headers, no_answer, none_left, not_sent
-from kvboost.deploy.connections import read_all
+from kvboost.deploy.connections import read_up_to
 from kvboost.deploy.listing import asks_for_list, list_models
 from kvboost.deploy.metrics import reported_tokens
 from kvboost.deploy.requests import Forwarded, read_request
@@ -24,7 +24,7 @@ from kvboost.serve.streaming import unless_gone
 logger = logging.getLogger("kvboost.route")
 
 MAX_HELD = 64 * 1024
-"""Bytes of a refusal, which is kept while another upstream is tried."""
+"""Bytes of a refusal that is kept while another upstream is tried. A longer one is the answer."""
 MAX_LOST = 2
 """Upstreams that a request may be lost with. Perhaps it is the request that ends them."""
 REFUSALS = (429, 502, 503)
@@ -112,18 +112,25 @@ class Forward:
         await answer.send(refusal)
 
     async def _try(self, request: Forwarded, flight: Flight, answer: Answer) -> Whole | None:
-        """Has one upstream answer. Returns its refusal, if that is all it says. Raises _NoAnswer if
-        another one should be tried."""
+        """Has one upstream answer. Returns its refusal, if that is all it says and it is short.
+        Raises _NoAnswer if another one should be tried."""
         state, upstream = self._state, flight.upstream
         try:
             response = await state.connections.handle_async_request(request.to(upstream))
             try:
-                if _is_refusal(request, response.status_code):
-                    return await self._refusal(upstream, response)
+                status, pieces = response.status_code, response.aiter_raw()
+                if _is_refusal(request, status):
+                    held, is_whole = await read_up_to(MAX_HELD, pieces)
+                    if status != 404:
+                        state.upstreams.refused(upstream)
+                    if is_whole:
+                        state.metrics.retry(upstream, str(status))
+                        return Whole(upstream, status, answer_headers(response), held)
+                    pieces = _joined(held, pieces)
                 answer.was_read = response.is_success
                 flight.answering()
                 self._learn(flight, response)
-                await self._pass_on(upstream, response, answer)
+                await self._pass_on(upstream, response, pieces, answer)
             finally:
                 await response.aclose()
         except httpx.LocalProtocolError:  # the client's mistake
@@ -157,18 +164,16 @@ class Forward:
         if exact is not None:
             flight.found(exact)
 
-    async def _refusal(self, upstream: str, response: httpx.Response) -> Whole:
-        status, headers = response.status_code, answer_headers(response)
-        body = await read_all(response, MAX_HELD)
-        self._state.metrics.retry(upstream, str(status))
-        if status != 404:
-            self._state.upstreams.refused(upstream)
-        return Whole(upstream, status, headers, body)
-
-    async def _pass_on(self, upstream: str, response: httpx.Response, answer: Answer) -> None:
-        """Sends the head with the first piece: until then, another upstream can answer. If the
-        answer gives its length, the last piece goes with the end: a client that has all of an
-        answer may send its next request at once."""
+    async def _pass_on(
+        self,
+        upstream: str,
+        response: httpx.Response,
+        pieces: AsyncIterator[bytes],
+        answer: Answer,
+    ) -> None:
+        """Sends the answer, whose body is ``pieces``. The head goes with the first piece: until
+        then, another upstream can answer. If the answer gives its length, the last piece goes with
+        the end: a client that has all of an answer may send its next request at once."""
         status, headers = response.status_code, answer_headers(response)
         has_length, last = "content-length" in response.headers, b""
 
@@ -177,7 +182,7 @@ class Forward:
                 self._state.metrics.answered(upstream, status)
                 await answer.begin(upstream, status, headers)
 
-        async for piece in response.aiter_raw():
+        async for piece in pieces:
             if has_length:
                 piece, last = last, piece
             if piece:
@@ -193,6 +198,12 @@ def _is_refusal(request: Forwarded, status: int) -> bool:
     if status == 404:
         return bool(request.sketch.model) and request.may_repeat
     return status in REFUSALS
+
+
+async def _joined(first: bytes, others: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for piece in others:
+        yield piece
 
 
 class _NoAnswer(Exception):

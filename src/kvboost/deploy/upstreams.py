@@ -22,7 +22,7 @@ UP, DOWN, DRAINING = "up", "down", "draining"
 CHECK_SECONDS = 5.0
 """Time that a health check, or a list of models, may take."""
 MAX_CHECK = 64 * 1024
-"""Bytes of an answer to a health check."""
+"""Bytes that are read of an answer to a health check. Its status is all that counts."""
 MODELS_SECONDS = 10.0
 """Health checks ask for the list of models again after this time; servers log these requests."""
 UNKNOWN_SECONDS = 1.0
@@ -197,7 +197,10 @@ class Upstreams:
         except httpx.TransportError as error:
             one.unlisted = _named(error)
             return
-        if answer.status_code < 500:
+        if body is None:
+            one.models = None
+            one.unlisted = f"{models.PATH} has more than {models.MAX_LIST:,} bytes"
+        elif answer.status_code < 500:
             one.models = models.listed(body) if answer.status_code == 200 else None
             one.unlisted = f"{models.PATH} answers {answer.status_code}"
 
