@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 
 import pytest
 from hypothesis import given
@@ -112,6 +113,18 @@ def test_a_request_may_reuse_less(mode: object, allowed: str) -> None:
 )
 def test_what_has_no_prompt_says_nothing(body: bytes) -> None:
     assert sketch(body) == NOTHING
+
+
+@pytest.mark.parametrize("ids", [[[0, 1]] * 50, [[]] * 50, [[[1]] * 64] * 64])
+def test_lists_of_lists_of_lists_are_no_token_ids(ids: list[object]) -> None:
+    assert of([ids]) == Sketch(model=of("text").model)
+
+
+def test_a_body_of_any_depth_is_read_or_not() -> None:
+    """Python parses some that it cannot write again. How deep these are depends on the caller."""
+    for depth in range(sys.getrecursionlimit() - 200, sys.getrecursionlimit() + 50):
+        tools = b"[" * depth + b"]" * depth
+        assert isinstance(sketch(b'{"tools": %s}' % tools), Sketch)
 
 
 def test_odd_prompts_do_not_raise() -> None:

@@ -100,6 +100,12 @@ def test_a_header_that_cannot_be_sent_is_the_clients_mistake(path: str) -> None:
             assert client.get("/ready").json()["upstreams"] == {one.url: "up"}
 
 
+def test_a_prompt_that_makes_no_sense_is_for_the_upstream_to_refuse(routed_one) -> None:
+    one, router = routed_one
+    one.asked.clear()
+    assert ask(router.url, [[[0, 1]] * 50]).status_code == 200 and len(one.asked) == 1
+
+
 def test_many_headers_are_refused_and_the_upstream_stays(routed_one) -> None:
     """Sent on, they are more than an upstream takes: it may close the connection."""
     one, router = routed_one

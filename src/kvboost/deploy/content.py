@@ -67,14 +67,16 @@ def tenant_of(authorization: bytes | None) -> bytes:
 
 def sketch(body: bytes, tenant: bytes = b"", *, secret: bytes = b"") -> Sketch:
     """The sketch of a request in OpenAI's, Anthropic's or Ollama's format, without tokens if
-    ``body`` has no prompt that we know. With a ``secret`` the hashes cannot be computed without
-    it."""
+    ``body`` has no prompt that we know, and ``NOTHING`` if it cannot be read. With a ``secret`` the
+    hashes cannot be computed without it."""
     try:
         request = json.loads(body)
-    except (ValueError, RecursionError):
+        return _sketch(request, tenant, secret) if isinstance(request, dict) else NOTHING
+    except (ValueError, RecursionError):  # what is nested deeply may be parsed, and not written
         return NOTHING  # the upstream says what is wrong with it
-    if not isinstance(request, dict):
-        return NOTHING
+
+
+def _sketch(request: Mapping[str, Any], tenant: bytes, secret: bytes) -> Sketch:
     named = request.get("model")
     model = named if isinstance(named, str) else ""
     salt = request.get("cache_salt")
@@ -149,9 +151,10 @@ def _token_ids(prompt: object) -> npt.NDArray[np.int32] | None:
     if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], str):
         return None
     try:
-        return np.array(prompt[:MAX_TOKENS], dtype=np.int32)
+        ids = np.array(prompt[:MAX_TOKENS], dtype=np.int32)
     except (ValueError, TypeError, OverflowError):
         return None
+    return ids if ids.ndim == 1 else None
 
 
 def _texts(request: Mapping[str, Any]) -> Iterator[str]:
