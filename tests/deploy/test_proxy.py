@@ -172,6 +172,20 @@ def test_a_request_that_may_have_had_an_effect_is_not_sent_twice() -> None:
         assert answer.json()["error"]["code"] == "upstream_lost" and not good.asked
 
 
+@pytest.mark.parametrize(("status", "times"), [(502, 1), (503, 2), (429, 2)])
+def test_a_502_is_the_answer_to_a_request_that_may_have_had_an_effect(status, times) -> None:
+    """A gateway's server may have done it. 429 and 503 say that nothing was done."""
+    refusing = say(status, b"no")
+    with (
+        upstream(refusing) as one,
+        upstream(refusing) as other,
+        live_router(one.url, other.url, health_seconds=60) as router,
+    ):
+        answer = ask(router.url, path="/v1/files")
+        assert (answer.status_code, answer.text) == (status, "no")
+        assert len(one.asked) + len(other.asked) == times
+
+
 def test_a_request_that_ends_its_upstreams_does_not_reach_all_of_them() -> None:
     with (
         upstream(hang_up) as one,

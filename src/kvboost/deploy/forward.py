@@ -27,8 +27,8 @@ MAX_HELD = 64 * 1024
 """Bytes of a refusal that is kept while another upstream is tried. A longer one is the answer."""
 MAX_LOST = 2
 """Upstreams that a request may be lost with. Perhaps it is the request that ends them."""
-REFUSALS = (429, 502, 503)
-"""Statuses of an upstream that cannot take a request; another one may."""
+REFUSALS = (429, 503)
+"""Statuses of an upstream that has not taken a request; another one may."""
 
 
 class Forward:
@@ -194,10 +194,11 @@ class Forward:
 
 def _is_refusal(request: Forwarded, status: int) -> bool:
     """Whether another upstream may answer. One that says 404 may not have the model, which nobody
-    knows if it does not list its models; or not have the response that is to be continued."""
+    knows if it does not list its models; or not have the response that is to be continued. A
+    gateway that says 502 may have lost a server that has done what the request asks for."""
     if status == 404:
         return bool(request.sketch.model) and request.may_repeat
-    return status in REFUSALS
+    return status in REFUSALS or (status == 502 and request.may_repeat)
 
 
 async def _joined(first: bytes, others: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
