@@ -282,6 +282,28 @@ def test_what_changed_in_the_files_is_read_again(started, tmp_path, caplog) -> N
         reread()
 
 
+def test_options_that_are_removed_from_the_file_get_their_defaults(
+    started, tmp_path, caplog
+) -> None:
+    file = tmp_path / "serve.toml"
+    options = (
+        'timeout = 5.0\nmode = "baseline"\nlog-prompts = true\nserved-name = ["a"]\n'
+        'max-running = 3\ncors-origin = ["https://a"]\nshared-cache = true\n'
+    )
+    file.write_text(options)
+    serve("--config", str(file), "--max-waiting", "7")
+    reread = started["reread"]
+    file.write_text("")
+    after = reread()
+    assert (after.timeout, after.mode, after.log_prompts) == (600.0, "chunk_kv_reuse", False)
+    assert after.served_names == ()
+    waiting = caplog.text.strip().rpartition("a restart is needed for ")[2]
+    assert sorted(waiting.split(", ")) == ["--cors-origin", "--max-running", "--shared-cache"]
+    caplog.clear()
+    file.write_text(options)
+    assert reread() == started["settings"] and not caplog.text
+
+
 @pytest.mark.parametrize(
     ("missing", "arguments"), [("uvicorn", ()), ("tomllib", ("--config", "serve.toml"))]
 )

@@ -166,16 +166,17 @@ def reread_settings(
 
 
 def _reread(context: typer.Context) -> dict[str, Any]:
-    """The parameters of the command, with what its configuration file says now."""
+    """The parameters of the command, with what its configuration file says now. Options that it no
+    longer has get their defaults."""
     path = context.params["config"]
-    given = {} if path is None else read_config(context, path)
+    context.default_map = {} if path is None else read_config(context, path)
     new = dict(context.params)
     for parameter in context.command.params:
         name = str(parameter.name)
         source = context.get_parameter_source(name)
         if name not in new or (source is not None and source.name == "COMMANDLINE"):
             continue
-        value = given.get(name, parameter.get_default(context))
+        value = parameter.get_default(context)
         try:
             new[name] = parameter.process_value(context, value)
         except typer.BadParameter as error:
