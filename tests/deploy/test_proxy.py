@@ -291,11 +291,19 @@ def test_large_bodies_many_values_and_other_paths_are_refused_or_survived(pair) 
         assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
     assert ask(url, [0] * 300_000).status_code == 200  # the upstream decides
     assert metric(url, "expected_tokens_total", kind="new") == 0
-    for path in ("/", "/kvboost/cache", "/docs"):
+    for path in ("/kvboost/cache", "/docs"):
         answer = get(url, path)
         assert answer.status_code == 404 and "this is a router" in answer.text
     with live_router(one.url, limits={"metrics": "off"}) as closed:
         assert get(closed.url, "/metrics").status_code == 404
+
+
+def test_clients_see_that_there_is_a_router_and_people_what_it_does(pair) -> None:
+    one, other, url = pair
+    seen, read = CLIENT.head(f"{url}/"), get(url, "/")
+    assert (seen.status_code, seen.content) == (200, b"")
+    assert read.status_code == 200 and read.text.startswith("this is a router: it forwards /v1/")
+    assert not one.asked and not other.asked
 
 
 def test_round_robin_is_a_policy(pair) -> None:

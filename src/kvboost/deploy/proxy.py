@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 
 from kvboost.deploy.forward import Forward
@@ -24,6 +24,11 @@ from kvboost.deploy.targets import FORWARDED, is_plain, not_plain
 from kvboost.serve.errors import ApiError
 from kvboost.serve.limits import HeadLimits, OpenRequests
 from kvboost.serve.metrics import CONTENT_TYPE
+
+ABOUT = (
+    "this is a router: it forwards /v1/... and /api/..., and answers /health, /ready and /metrics. "
+    "Ask each server itself for its page and for /kvboost/..., which concern that server alone"
+)
 
 
 def create_router(settings: ProxySettings) -> Starlette:
@@ -45,6 +50,7 @@ def create_router(settings: ProxySettings) -> Starlette:
 
     app = Starlette(
         routes=[
+            Route("/", _about),  # Ollama's clients send HEAD to look whether there is a server
             Route("/health", _health),
             Route("/ready", _ready),
             *([Route("/metrics", _metrics)] if settings.limits.metrics != "off" else []),
@@ -60,6 +66,10 @@ def create_router(settings: ProxySettings) -> Starlette:
     app.router.redirect_slashes = False
     app.state.server = state
     return app
+
+
+async def _about(request: Request) -> Response:
+    return PlainTextResponse(f"{ABOUT}.\n")
 
 
 async def _health(request: Request) -> Response:
@@ -86,10 +96,4 @@ async def _not_here(request: Request, error: Exception) -> Response:
     raw: bytes = request.scope["raw_path"]
     if not is_plain(raw):
         return not_plain(raw).response()
-    return ApiError(
-        error.status_code,
-        "this is a router: it forwards /v1/... and /api/..., and answers /health, /ready and "
-        "/metrics. Ask each server itself for its page and for /kvboost/..., which concern that "
-        "server alone",
-        headers=error.headers,
-    ).response()
+    return ApiError(error.status_code, ABOUT, headers=error.headers).response()
