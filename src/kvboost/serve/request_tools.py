@@ -173,9 +173,9 @@ class CalledFunction(Body):
     """The arguments themselves: chat templates want these, not their text."""
 
     @classmethod
-    def of(cls, name: str, value: Any, arguments: str = "") -> CalledFunction:
+    def of(cls, name: str, value: Any, arguments: str = "", **more: Any) -> Self:
         """A call whose arguments are known, and counted and checked."""
-        made = CalledFunction.model_construct(name=name, arguments=arguments)
+        made = cls.model_construct(name=name, arguments=arguments, **more)
         made._is_read, made._value = True, value
         return made
 

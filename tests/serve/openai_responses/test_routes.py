@@ -192,6 +192,40 @@ def test_a_response_that_is_cut_off_is_incomplete(client, fake) -> None:
     assert "tool_calls" not in fake.conversations[-1].messages[1]
 
 
+def written(arguments: str, name: str = "weather") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>\n'
+
+
+@pytest.mark.parametrize(
+    ("said", "num_calls", "num_kept"),
+    [
+        (written('{"a": 1,}'), 1, 0),
+        (written('{"a": 1')[: -len("}\n</tool_call>\n")], 1, 0),
+        (written('{"a": ' + "[" * 40 + "]" * 40 + "}"), 1, 0),
+        (written('{"a": ' + "9" * 500 + "}"), 1, 0),
+        (written("{}", name="get weather"), 1, 1),
+        (written("{}") * 129, 129, 129),
+    ],
+    ids=["no JSON", "cut", "deep", "a long number", "a name", "many"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_whatever_calls_a_model_writes_are_answered_and_kept(
+    client, fake, said: str, num_calls: int, num_kept: int, stream: bool
+) -> None:
+    """The limits of requests are not for what the model writes. A call that cannot be read is no
+    part of the conversation."""
+    fake.pieces, fake.context_length = ["I look.\n", said], None
+    answer = create(client, tools=[WEATHER], stream=stream)
+    assert answer.status_code == 200
+    response = named_events(answer.text)[-1]["response"] if stream else answer.json()
+    assert response["status"] == "completed"
+    calls = [item for item in response["output"] if item["type"] == "function_call"]
+    assert len(calls) == num_calls
+    assert create(client, previous_response_id=response["id"]).status_code == 200
+    kept = fake.conversations[-1].messages[1]
+    assert kept["content"] == "I look." and len(kept.get("tool_calls", ())) == num_kept
+
+
 def test_a_stream_that_fails_says_so(client, fake) -> None:
     fake.pieces = ["Hel", RuntimeError("secret")]
     *_, last = named_events(create(client, stream=True).text)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, Field, Tag
 
+from kvboost.serve.json_text import JsonBudget, parse_json
 from kvboost.serve.request_fields import (
     MAX_PARTS,
     Body,
@@ -23,6 +24,7 @@ from kvboost.serve.request_tools import (
     Message,
     TextPart,
     refuse_other_parts,
+    shallow,
 )
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -109,22 +111,24 @@ Item = Annotated[
     | Annotated[ReasoningItem, Tag("reasoning")],
     one_of(_item_kind, f"an item of one of the types {', '.join(_KINDS)}"),
 ]
-_items: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
-def messages_of(items: Iterable[Item]) -> list[Message]:
+def messages_of(
+    items: Iterable[Item], make_message: Callable[..., Message] = Message
+) -> list[Message]:
     """The chat messages that ``items`` are. Consecutive items of the assistant (reasoning, text,
-    calls) are one message."""
+    calls) are one message. ``make_message`` makes each of them; the default checks the limits of
+    requests."""
     messages: list[Message] = []
     turn: list[Item] = []
     for item in items:
         if turn and not _continues(turn, item):
-            messages.append(_assistant(turn))
+            messages.append(_assistant(turn, make_message))
             turn = []
         match item:
             case ResultItem():
                 messages.append(
-                    Message(
+                    make_message(
                         role="tool",
                         tool_call_id=item.call_id,
                         name=item.name,
@@ -132,21 +136,38 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
                     )
                 )
             case MessageItem() if item.role != "assistant":
-                messages.append(Message(role=item.role, content=_content(item.content)))
+                messages.append(make_message(role=item.role, content=_content(item.content)))
             case _:
                 turn.append(item)
-    return [*messages, _assistant(turn)] if turn else messages
+    return [*messages, _assistant(turn, make_message)] if turn else messages
 
 
-def messages_of_output(output: Sequence[dict[str, Any]]) -> list[Message]:
-    """The same for the output of a response. A call that was cut off has no arguments that could be
-    read, so it is left out."""
-    whole = [
-        item
-        for item in output
-        if not (item["type"] == "function_call" and item["status"] == "incomplete")
-    ]
-    return messages_of(_items.validate_python(whole))
+def messages_of_output(output: Iterable[dict[str, Any]]) -> list[Message]:
+    """The same for the output of a response. The model wrote it, so the limits of requests do not
+    hold. A call whose arguments cannot be read, as if it was cut off, is left out."""
+    items = [item for one in output if (item := _output_item(one)) is not None]
+    return messages_of(items, Message.model_construct)
+
+
+def _output_item(given: dict[str, Any]) -> Item | None:
+    match given["type"]:
+        case "reasoning":
+            thoughts = [ReasoningText.model_construct(**part) for part in given["content"]]
+            return ReasoningItem.model_construct(type="reasoning", content=thoughts)
+        case "message":
+            said = [ItemText.model_construct(**part) for part in given["content"]]
+            return MessageItem.model_construct(role="assistant", content=said)
+    if given["status"] == "incomplete":
+        return None
+    arguments = given["arguments"]
+    try:
+        JsonBudget().take(arguments.encode())
+        value = shallow(parse_json(arguments.encode() or b"{}"))
+    except ValueError:
+        return None
+    return CallItem.of(
+        given["name"], value, arguments, type="function_call", call_id=given["call_id"]
+    )
 
 
 def input_items(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -187,7 +208,7 @@ def _continues(turn: Sequence[Item], item: Item) -> bool:
     return before < after or before == after == _ORDER["function_call"]
 
 
-def _assistant(turn: Sequence[Item]) -> Message:
+def _assistant(turn: Sequence[Item], make_message: Callable[..., Message]) -> Message:
     content: str | list[ContentPart] = ""
     reasoning, calls = "", []
     for item in turn:
@@ -199,7 +220,7 @@ def _assistant(turn: Sequence[Item]) -> Message:
             case CallItem():
                 function = CalledFunction.of(item.name, item.value, item.arguments)
                 calls.append(Call(id=item.call_id, function=function))
-    return Message(
+    return make_message(
         role="assistant",
         content=content,
         reasoning_content=reasoning or None,
