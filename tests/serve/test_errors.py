@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from pydantic import TypeAdapter
 
 from kvboost.errors import (
     ConfigError,
@@ -167,3 +168,13 @@ def test_a_format_that_fails_while_it_runs_is_called_by_its_field(client, fake, 
     failed = client.post("/v1/chat/completions", json=body).text
     assert "guided_regex cannot be enforced: too many expressions" in failed
     assert '"param":"guided_regex"' in failed and '"code":"unsupported_format"' in failed
+
+
+def test_a_value_of_ours_that_is_wrong_is_no_mistake_of_the_client(client, fake, monkeypatch):
+    def fail(_: object) -> None:
+        TypeAdapter(int).validate_python("secret")
+
+    monkeypatch.setattr(fake, "render", fail)
+    asked = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+    answer = client.post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 500 and "secret" not in answer.text

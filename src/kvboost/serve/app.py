@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
@@ -29,7 +30,13 @@ from kvboost.serve import (
 from kvboost.serve.anthropic import routes as anthropic
 from kvboost.serve.auth import AuthMiddleware
 from kvboost.serve.cors import Cors
-from kvboost.serve.errors import ApiError, on_engine_error, on_http_error, on_invalid
+from kvboost.serve.errors import (
+    ApiError,
+    on_engine_error,
+    on_http_error,
+    on_invalid,
+    on_too_much,
+)
 from kvboost.serve.limits import HeadLimits, OpenRequests
 from kvboost.serve.metrics import CONTENT_TYPE
 from kvboost.serve.middleware import RequestMiddleware
@@ -98,6 +105,7 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
         app.add_exception_handler(kind, on_engine_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(ValidationError, on_too_much)
     # A request passes through the last one first.
     app.add_middleware(OpenRequests, settings=settings)
     app.add_middleware(AuthMiddleware, keys=state.keys, settings=settings)

@@ -258,6 +258,18 @@ async def on_invalid(request: Request, error: Exception) -> Response:
     return ApiError(400, message, code="invalid_value", param=param).response()
 
 
+async def on_too_much(request: Request, error: Exception) -> Response:
+    """A request of another API that has more than a chat request may have, once it is translated
+    to one: a result of a tool becomes a message, consecutive calls become one. Any other error of
+    this kind is a defect."""
+    assert isinstance(error, ValidationError)
+    first = error.errors(include_url=False)[0]
+    if first["type"] != "too_long":
+        raise error
+    message = f"as a chat request, {first['loc'][0]} {describe([first])}"
+    return ApiError(400, message, code="invalid_value").response()
+
+
 def invalid_body(error: ValidationError, body: object) -> ApiError:
     """Names the first field of ``body`` that is wrong, what is allowed there and what was sent.
     Every list and object in a body is refused at its first wrong item, so there are few problems to

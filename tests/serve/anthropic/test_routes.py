@@ -50,6 +50,35 @@ def test_a_whole_message(client, fake) -> None:
     assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["max"]) == (0, 0.5, 3, 9)
 
 
+def results(count: int) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}] * count}
+
+
+def uses(count: int) -> dict[str, Any]:
+    block = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
+    return {"role": "assistant", "content": [block] * count}
+
+
+@pytest.mark.parametrize(
+    ("messages", "system", "said"),
+    [
+        (ASK * 8192, "Be brief.", "messages must have at most 8,192 items, not 8,193"),
+        ([results(4096)] * 3, None, "messages must have at most 8,192 items, not 12,288"),
+        ([*ASK, uses(129), results(1)], None, "tool_calls must have at most 128 items, not 129"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_more_than_a_chat_request_may_have_is_refused(
+    client, path: str, messages: list[Any], system: str | None, said: str
+) -> None:
+    """These used to fail with 500: only the translated request exceeds the limit."""
+    asked = {"model": "fake", "messages": messages, "system": system}
+    asked |= {"max_tokens": 9} if path == "/v1/messages" else {}
+    refused = client.post(path, json=asked)
+    assert refused.status_code == 400
+    assert said in AnthropicErrorReply.model_validate(refused.json()).error.message
+
+
 def test_the_events_of_a_stream(client) -> None:
     events = named_events(create(client, stream=True).text)
     assert [event["type"] for event in events] == [

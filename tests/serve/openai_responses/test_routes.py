@@ -272,6 +272,14 @@ def test_what_cannot_be_honoured_is_refused_by_name(client, more, param: str) ->
     assert refused.json()["error"]["param"] == param
 
 
+def test_more_consecutive_calls_than_a_message_may_have_are_refused(client) -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
+    refused = create(client, input=[call] * 129)
+    assert refused.status_code == 400
+    said = refused.json()["error"]["message"]
+    assert "tool_calls must have at most 128 items, not 129" in said
+
+
 def test_an_error_about_the_format_names_its_field(client, fake, monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise StructuredOutputError("schema", "not is not supported")
