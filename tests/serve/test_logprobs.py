@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
+import pytest
+from starlette.responses import JSONResponse
+
 from kvboost.results import TokenLogprob
 from kvboost.serve.logprobs import TokenReader, chat_logprobs, completion_logprobs
 
@@ -66,3 +72,40 @@ def test_chat_shows_alternatives_and_their_bytes() -> None:
     (token,) = shape["content"]
     assert token["bytes"] == list(b"Hel")
     assert [one["bytes"] for one in token["top_logprobs"]] == [list(b"Hel"), None]
+
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+ECHO = {"model": "fake", "prompt": ["hi", "ho"], "echo": True, "logprobs": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "n": 2}),
+        ("/v1/completions", ECHO),
+        ("/v1/completions", {**ECHO, "max_tokens": 0, "stream": True}),
+        ("/api/chat", {**CHAT, "logprobs": True, "stream": False}),
+    ],
+)
+def test_log_probabilities_are_written_in_a_thread(
+    client, fake, monkeypatch, path: str, body: dict[str, Any]
+) -> None:
+    """A long answer takes seconds, in which the event loop would answer nobody else."""
+    threads: dict[str, set[int]] = {"loop": set(), "decode": set(), "encode": set()}
+
+    def noting(kind: str, of: object, name: str) -> None:
+        work = getattr(of, name)
+
+        def noted(*given: Any, **more: Any) -> Any:
+            threads[kind].add(threading.get_ident())
+            return work(*given, **more)
+
+        monkeypatch.setattr(of, name, noted)
+
+    noting("loop", fake, "astream")
+    noting("decode", fake, "decode")
+    noting("encode", JSONResponse, "render")
+    assert client.post(path, json=body).status_code == 200
+    assert threads["loop"] and threads["decode"]
+    assert threads["encode"] or body.get("stream")
+    assert not threads["loop"] & (threads["decode"] | threads["encode"])

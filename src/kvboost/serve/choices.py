@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvboost.chat.calls import Part
 from kvboost.chat.parser import AnswerParser
@@ -20,6 +21,8 @@ from kvboost.serve.prompts import Prompt
 if TYPE_CHECKING:
     from kvboost import AsyncTextStream
     from kvboost.runtime.streams import AnswerReader
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,13 @@ class EngineCall:
     @property
     def adapter(self) -> str | None:
         return self.options.get("adapter")
+
+    async def write(self, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of ``work``, which writes an answer or a large part of one; in a thread if it
+        has log probabilities: each token has up to 20 alternatives to decode."""
+        if any(self.options.get(name) is not None for name in ("logprobs", "prompt_logprobs")):
+            return await asyncio.to_thread(work, *arguments)
+        return work(*arguments)
 
 
 class Choice:

@@ -182,7 +182,7 @@ async def deliver(
     caller: Tenant = state.tenant
     opening = partial(open_answers, server, caller.name, state.request_id, call, state.received)
     if not stream:
-        return await unless_gone(request.receive, _whole(opening, writer))
+        return await unless_gone(request.receive, _whole(opening, writer, call))
     answers, first = await unless_gone(request.receive, _begun(opening))
     return LiveResponse(
         _events(server, answers, writer, request.state.request_id),
@@ -191,11 +191,14 @@ async def deliver(
     )
 
 
-async def _whole(opening: Callable[[], Awaitable[Answers]], writer: AnswerWriter) -> Response:
+async def _whole(
+    opening: Callable[[], Awaitable[Answers]], writer: AnswerWriter, call: EngineCall
+) -> Response:
     async with await opening() as answers:
         first = await answers.begin()
         await answers.finish()
-        return JSONResponse(await writer.whole(answers), headers=headers(first))
+        encode = partial(JSONResponse, await writer.whole(answers), headers=headers(first))
+        return await call.write(encode)
 
 
 async def _begun(opening: Callable[[], Awaitable[Answers]]) -> tuple[Answers, Choice]:
@@ -263,11 +266,9 @@ class ChoicesWriter:
 
     async def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         told, decode = choice.result.prompt_logprobs, self._server.engine.decode
-        if told is None:
-            whole = self._format.whole(choice)
-        else:  # a long prompt has many tokens to decode
-            whole = await asyncio.to_thread(self._format.whole, choice)
-            whole["prompt_logprobs"] = await asyncio.to_thread(prompt_logprobs, decode, told)
+        whole = await choice.call.write(self._format.whole, choice)
+        if told is not None:
+            whole["prompt_logprobs"] = await choice.call.write(prompt_logprobs, decode, told)
         if self._options.returns_ids:
             whole["token_ids"] = choice.result.token_ids
             whole["prompt_token_ids"] = choice.prompt_ids
@@ -300,11 +301,16 @@ class ChoicesWriter:
             if is_plain and choice.is_plain and choice.call.max_tokens != 0
         }
 
+        def opening(choice: Choice) -> bytes:
+            given = written.opening(choice)
+            if given is None:
+                return b""
+            if options.returns_ids:
+                given["prompt_token_ids"] = choice.prompt_ids
+            return chunk(choice, given)
+
         for choice in answers.choices:
-            if (opening := written.opening(choice)) is not None:
-                if options.returns_ids:
-                    opening["prompt_token_ids"] = choice.prompt_ids
-                yield chunk(choice, opening)
+            yield await choice.call.write(opening, choice)
         running = len(answers.choices)
         async for choice, piece in answers:
             if piece is not None:

@@ -31,12 +31,8 @@ class OllamaWriter:
 
     async def whole(self, answers: Answers) -> dict[str, Any]:
         (choice,) = answers.choices
-        calls = []
-        for step in (*self._feed(choice, choice.result.output_text), *self._finish(choice)):
-            if step.step == "stop" and _is_call(step.block, choice):
-                calls.append(self._call(step.block))
-        texts = self._blocks.text_of("content"), self._blocks.text_of("reasoning")
-        return {**self._said(*texts, calls), **await self._end(choice)}
+        said = await choice.call.write(self._whole, choice)
+        return {**said, **await self._end(choice)}
 
     async def events(self, answers: Answers) -> AsyncGenerator[bytes, None]:
         (choice,) = answers.choices
@@ -54,6 +50,14 @@ class OllamaWriter:
     def loaded(self) -> dict[str, Any]:
         """The answer to a request that asks nothing: the model is loaded."""
         return {**self._said(), "done": True, "done_reason": "load"}
+
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        calls = []
+        for step in (*self._feed(choice, choice.result.output_text), *self._finish(choice)):
+            if step.step == "stop" and _is_call(step.block, choice):
+                calls.append(self._call(step.block))
+        texts = self._blocks.text_of("content"), self._blocks.text_of("reasoning")
+        return self._said(*texts, calls)
 
     def _feed(self, choice: Choice, piece: str) -> Iterator[BlockStep]:
         self._tokens += choice.tokens_of(piece) or ()
