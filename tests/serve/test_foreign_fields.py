@@ -218,6 +218,24 @@ def test_no_tokens_may_be_asked_for_with_echo(real) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "The tower"
 
 
+def test_every_prompt_of_a_stream_is_echoed_with_its_log_probabilities() -> None:
+    """The second prompt is read after the first has been answered."""
+    body = {"prompt": ["The tower", "The lamp is lit"], "max_tokens": 16, "echo": True}
+    body |= {"logprobs": 0, "temperature": 0, "model": "fake"}
+    with (
+        make_engine(tiny_model("llama"), max_running=1) as engine,
+        TestClient(create_app(engine, ServerSettings(served_names=("fake",)))) as client,
+    ):
+        whole = ask(client, "/v1/completions", **body)["choices"]
+        chunks = events(client.post("/v1/completions", json={**body, "stream": True}).text)
+    streamed: list[list[float | None]] = [[], []]
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        streamed[choice["index"]] += (choice["logprobs"] or {}).get("token_logprobs", [])
+    for choice, found in zip(whole, streamed, strict=True):
+        assert found == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-3)
+
+
 def test_prompt_logprobs_are_in_vllms_format(real) -> None:
     engine, client = real
     ids = engine.encode("The tower")

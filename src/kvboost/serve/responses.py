@@ -44,7 +44,7 @@ class ResponseFormat(Protocol):
     """Whether all answers are to the same prompt."""
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        """The object before the first piece, if there is one."""
+        """The object before the first piece, if there is one. The prompt has been read."""
 
     def piece(self, choice: Choice, text: str) -> list[dict[str, Any]]:
         """The objects for the next piece; none if what it belongs to is not clear yet."""
@@ -309,10 +309,12 @@ class ChoicesWriter:
                 given["prompt_token_ids"] = choice.prompt_ids
             return chunk(choice, given)
 
-        for choice in answers.choices:
-            yield await choice.call.write(opening, choice)
-        running = len(answers.choices)
+        running, unopened = len(answers.choices), {*answers.choices}
         async for choice, piece in answers:
+            if choice in unopened:  # its prompt has been read now
+                unopened.remove(choice)
+                if begins := await choice.call.write(opening, choice):
+                    yield begins
             if piece is not None:
                 if choice in plain:
                     yield plain[choice].event(piece)
