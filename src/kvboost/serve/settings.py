@@ -121,7 +121,7 @@ class ServerSettings:
     max_stored_responses: int = 1024
     """Responses that are kept for one tenant."""
     max_stored_bytes: int = 64 * 1024**2
-    """Text of the conversations that are kept for one tenant."""
+    """Memory that these responses and their conversations take, about."""
     drain_seconds: float = 30.0
     """Seconds for running answers to finish when the server stops."""
     metrics: str = "open"

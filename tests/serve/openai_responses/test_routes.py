@@ -163,6 +163,30 @@ def test_what_is_not_stored_is_not_kept(client, fake) -> None:
     assert client.get(f"/v1/responses/{said['id']}").status_code == 404
 
 
+TEXT_PART = {"type": "input_text", "text": "a"}
+A_CALL = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"instructions": "x" * 30_000},
+        {"tools": [{**WEATHER, "description": "x" * 30_000}]},
+        {"input": [{"role": "user", "content": "a"}] * 50},
+        {"input": [{"role": "user", "content": [TEXT_PART] * 50}]},
+        {"input": [A_CALL] * 25},
+    ],
+    ids=["instructions", "tools", "messages", "parts", "calls"],
+)
+def test_everything_that_is_kept_counts(serve_fake, fake, more: dict[str, Any]) -> None:
+    """Only the texts of messages used to count: other fields took any amount of memory."""
+    fake.context_length = None
+    client = serve_fake(max_stored_bytes=30_000)
+    for options, status in (({}, 200), (more, 404)):
+        said = create(client, **options).json()
+        assert client.get(f"/v1/responses/{said['id']}").status_code == status
+
+
 def test_responses_belong_to_a_tenant(serve_fake) -> None:
     client = serve_fake(keys=(ApiKey("a", "key-a"), ApiKey("b", "key-b")))
     mine, theirs = ({"authorization": f"Bearer key-{name}"} for name in "ab")
@@ -249,6 +273,7 @@ def test_an_empty_answer_has_an_empty_message(client, fake) -> None:
         ({"include": ["message.output_text.logprobs"]}, "include[0]"),
         ({"reasoning": {"effort": "hard"}}, "reasoning.effort"),
         ({"truncation": "some"}, "truncation"),
+        ({"user": "x" * 513}, "user"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),

@@ -177,7 +177,7 @@ class ResponseRequest(Body):
     prompt_cache_retention: ShortText | None = None
     safety_identifier: ShortText | None = None
     service_tier: ShortText | None = None
-    user: Text | None = None
+    user: ShortText | None = None
     # Fields that are not supported.
     context_management: None = None
     conversation: None = None

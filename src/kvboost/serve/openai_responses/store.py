@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,10 @@ from kvboost.serve.errors import ApiError
 from kvboost.serve.problems import shown
 from kvboost.serve.request_tools import Message
 from kvboost.serve.settings import ServerSettings
+from kvboost.serve.streaming import line
+
+_OBJECT_BYTES = 600
+"""Bytes of memory that a message takes without its text. A part takes as many, a call twice."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +26,24 @@ class StoredResponse:
     num_input: int
     """How many of the messages were there before the response."""
     size: int
-    """Characters of the conversation, about."""
+    """Bytes of memory that both take, about."""
+
+
+def stored_size(response: dict[str, Any], messages: Sequence[Message]) -> int:
+    """Bytes of memory that a response and its conversation take, about."""
+    texts = sum(one.size for one in messages)
+    objects = sum(
+        1
+        + (len(one.content) if isinstance(one.content, list) else 0)
+        + 2 * len(one.tool_calls or ())
+        for one in messages
+    )
+    return len(line(response)) + texts + _OBJECT_BYTES * objects
 
 
 class StoredResponses:
     """The responses of each tenant, in memory, for ``stored_response_seconds``. Of a tenant that
-    has too many, or too much text in them, the oldest are dropped."""
+    has too many, or whose take too much memory, the oldest are dropped."""
 
     def __init__(
         self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic

@@ -16,7 +16,7 @@ from kvboost.serve.errors import ApiError
 from kvboost.serve.openai_responses.items import messages_of_output
 from kvboost.serve.openai_responses.output import Output
 from kvboost.serve.openai_responses.request_models import ResponseRequest
-from kvboost.serve.openai_responses.store import StoredResponse
+from kvboost.serve.openai_responses.store import StoredResponse, stored_size
 from kvboost.serve.request_tools import Message
 from kvboost.serve.server import ServerState
 
@@ -89,7 +89,7 @@ class ResponseWriter:
 
     def _store(self, choice: Choice, response: dict[str, Any]) -> None:
         messages = [*self._messages, *messages_of_output(response["output"])]
-        size = sum(one.size for one in messages)
+        size = stored_size(response, messages)
         stored = StoredResponse(response, tuple(messages), len(self._messages), size)
         self._server.stored_responses.add(self._tenant, stored)
         ids = [*choice.prompt_ids, *choice.result.token_ids]
