@@ -154,6 +154,28 @@ def test_a_running_server_takes_over_new_keys_and_names(serve_fake) -> None:
     assert status("k-bob", "other") == 200
 
 
+def test_what_a_removed_key_has_left_is_dropped(serve_fake, fake) -> None:
+    """Also if the same key is added again later."""
+    keys = parse_keys(["ann:k-ann", "bob:k-bob"], "test")
+    client = serve_fake(keys=keys)
+    state = client.app.state.server
+    left = {}
+    for name in ("ann", "bob"):
+        headers = {"authorization": f"Bearer k-{name}"}
+        asked = {"model": "fake", "input": "hi", "kvboost": {"session": "s"}}
+        response = client.post("/v1/responses", json=asked, headers=headers).json()
+        made = client.post("/kvboost/documents", json={"text": "x"}, headers=headers).json()
+        paths = (f"/v1/responses/{response['id']}", f"/kvboost/documents/{made['id']}")
+        left[name] = headers, (*paths, "/kvboost/sessions/s")
+    assert len(fake.pins()) == 4  # of a response and a session each
+    state.reload(replace(state.settings, keys=keys[:1]))
+    assert len(fake.pins()) == 2
+    state.reload(replace(state.settings, keys=keys))
+    for name, status in (("ann", 200), ("bob", 404)):
+        headers, paths = left[name]
+        assert [client.get(path, headers=headers).status_code for path in paths] == [status] * 3
+
+
 def test_sighup_reads_the_settings_again(fake) -> None:
     before = signal.getsignal(signal.SIGHUP)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -151,6 +151,14 @@ class Documents:
         self._unread.discard(document)
         if document.pin and document not in self._documents.values():
             await asyncio.to_thread(self._engine.unpin, document.text, cache_salt=place.salt)
+
+    def keep_only(self, owners: Collection[str]) -> None:
+        """Forgets the texts of all other tenants. Only documents that the server starts with are
+        pinned, and stay so."""
+        for (place, document_id), document in list(self._documents.items()):
+            if place.owner not in owners:
+                del self._documents[place, document_id]
+                self._unread.discard(document)
 
     def _check_room(self, new: Document) -> None:
         owner = new.place.owner

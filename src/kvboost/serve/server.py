@@ -59,7 +59,8 @@ class ServerState:
 
     def reload(self, settings: ServerSettings) -> list[str]:
         """Takes over the settings that a running server can change; returns the names of those that
-        changed. Requests that have begun keep their tenant. Raises ConfigError, and changes
+        changed. Requests that have begun keep their tenant. What a removed key has left here
+        (responses, documents, sessions) is dropped. Raises ConfigError, and changes
         nothing, if ``settings`` would add the first key or remove the last one, or name the model
         as an adapter is named."""
         if settings.needs_key != self.settings.needs_key:
@@ -73,6 +74,11 @@ class ServerState:
             self.settings = before
             raise
         self.keys.load(self.settings)
+        owners = {tenant.owner for tenant in self.keys.tenants()}
+        for response_id in self.stored_responses.keep_only(owners):
+            self.kept_kv.release(response_id)
+        self.documents.keep_only(owners)
+        self.sessions.keep_only(owners)
         return changed
 
     def _take_names(self) -> None:

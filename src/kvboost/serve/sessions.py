@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -105,6 +105,15 @@ class Sessions:
         with self._lock:
             self._sessions.pop((place, session_id), None)
         self._engine.drop_pin(session.pin_name)
+
+    def keep_only(self, owners: Collection[str]) -> None:
+        """Ends the sessions of all other tenants."""
+        with self._lock:
+            gone = [one for one in self._sessions.values() if one.place.owner not in owners]
+            for session in gone:
+                del self._sessions[session.place, session.id]
+        for session in gone:
+            self._engine.drop_pin(session.pin_name)
 
     def _find(self, place: Place, session_id: str) -> Session:
         found = self._live().get((place, session_id))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from weakref import ref
+
 import pytest
 
 from kvboost.serve.errors import ApiError
@@ -43,6 +46,19 @@ def test_responses_end() -> None:
     assert kept(store, "xy") == "y"
     clock.now = 15
     assert kept(store, "xy") == ""
+
+
+def test_responses_end_also_if_their_tenant_sends_nothing_more() -> None:
+    clock = Clock()
+    store = StoredResponses(ServerSettings(stored_response_seconds=10), clock)
+    response = stored("x")
+    store.add("a", response)
+    found = ref(response)
+    del response
+    clock.now = 10
+    assert kept(store, "y", "b") == ""
+    gc.collect()
+    assert found() is None
 
 
 @pytest.mark.parametrize("limit", [{"max_stored_responses": 2}, {"max_stored_bytes": 8}])

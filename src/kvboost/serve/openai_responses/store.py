@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,9 +83,17 @@ class StoredResponses:
         self.get(tenant, response_id)
         del self._tenants[tenant][response_id]
 
+    def keep_only(self, tenants: Collection[str]) -> list[str]:
+        """Drops the responses of all other tenants; returns their ids."""
+        gone = [self._tenants.pop(tenant) for tenant in self._tenants.keys() - tenants]
+        return [response_id for kept in gone for response_id in kept]
+
     def _current(self, tenant: str) -> dict[str, tuple[float, StoredResponse]]:
-        """The responses of ``tenant`` that have not ended."""
-        kept, now = self._tenants.setdefault(tenant, {}), self._clock()
-        while kept and next(iter(kept.values()))[0] <= now:
-            del kept[next(iter(kept))]
-        return kept
+        """The responses of ``tenant``. Drops those of any tenant that have ended."""
+        now = self._clock()
+        for name, kept in list(self._tenants.items()):
+            while kept and next(iter(kept.values()))[0] <= now:
+                del kept[next(iter(kept))]
+            if not kept:
+                del self._tenants[name]
+        return self._tenants.setdefault(tenant, {})
