@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from openai import OpenAI
 
 from chat_templates import BEGUN, QWEN, tokenizer_with
+from fake_engine import FakeEngine
 from kvboost import KVBoost
-from live_server import events, live_server
+from kvboost.chat.tool_use import ToolUse
+from live_server import connect, events, live_server, read_until, wait_for
 from tiny import tiny_model
 
 WEATHER = {
@@ -225,3 +229,37 @@ def test_what_contradicts_itself_is_refused(client, more, param: str, said: str)
     assert refused.status_code == 400
     error = refused.json()["error"]
     assert error["param"] == param and said in error["message"]
+
+
+class SlowCompiler(FakeEngine):
+    """Compiles no grammar before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+        self.compiling = 0
+
+    def answer_options(
+        self, prompt_ids: list[int], use: ToolUse, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        if "schema" in options:
+            self.compiling += 1
+            assert self.go_on.wait(60)
+        return super().answer_options(prompt_ids, use, options)
+
+
+def test_tools_without_a_grammar_do_not_wait_for_compilers() -> None:
+    fake, chat = SlowCompiler(), "/v1/chat/completions"
+    asked = {"model": "fake", "messages": ASK}
+    formatted = json.dumps({**asked, "response_format": {"type": "json_object"}}).encode()
+    with live_server(fake) as server:
+        formats = [connect(server, formatted, path=chat) for _ in range(3)]
+        wait_for(lambda: fake.compiling == 2)  # all compilers
+        try:
+            answer = httpx.post(server.url + chat, json={**asked, "tools": [NOW]}, timeout=20)
+        finally:
+            fake.go_on.set()
+        assert answer.status_code == 200
+        for connection in formats:
+            with connection:
+                read_until(connection, b"Hello")

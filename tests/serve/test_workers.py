@@ -103,3 +103,17 @@ def test_too_much_waiting_work_of_a_tenant_is_refused() -> None:
         assert all(await asyncio.gather(*waiting, other))
 
     asyncio.run(run())
+
+
+def test_users_without_keys_are_no_tenant_whose_waiting_work_is_limited() -> None:
+    """All of them together are the tenant without a name."""
+    go_on = threading.Event()
+
+    async def run() -> None:
+        turns = Turns(2, "test")
+        work = [asyncio.ensure_future(turns.run("", go_on.wait, 60)) for _ in range(64)]
+        await asyncio.sleep(0)
+        go_on.set()
+        assert all(await asyncio.gather(*work))
+
+    asyncio.run(run())

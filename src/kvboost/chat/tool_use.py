@@ -42,6 +42,11 @@ class ToolUse:
     def _is_strict(self) -> bool:
         return any(tool["function"].get("strict") for tool in self.offered)
 
+    @property
+    def needs_grammar(self) -> bool:
+        """Whether calls are held to a grammar also if the answer has no format."""
+        return self.is_forced or self._is_strict
+
     def grammar(self, style: ChatStyle, answer: str | None, reasoning: Reasoning) -> str | None:
         """The grammar of the whole answer; None if anything may be written. ``answer``: the grammar
         that the request asks for, apart from tools."""

@@ -266,9 +266,9 @@ async def _options(server: ServerState, call: EngineCall, prompt_ids: list[int])
         plain = {name: value for name, value in call.options.items() if name not in FORMATS}
         return {**plain, "grammar": grammar}
 
-    has_format = call.format_field is not None or bool(call.use and call.use.offered)
+    has_grammar = call.format_field is not None or bool(call.use and call.use.needs_grammar)
     try:
-        return await server.workers.compile(call.tenant, compiled) if has_format else compiled()
+        return await server.workers.compile(call.tenant, compiled) if has_grammar else compiled()
     except StructuredOutputError as error:
         raise _unsupported(error, call) from None
 

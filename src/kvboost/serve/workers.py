@@ -16,7 +16,7 @@ LARGE_BYTES = 64 * 1024
 """Smaller inputs take a few milliseconds."""
 COMPILERS = 2
 MOST_WAITING = 32
-"""Formats of one tenant that may wait to be compiled."""
+"""Formats of one tenant that may wait to be compiled, if there are several tenants."""
 
 
 class Workers:
@@ -62,11 +62,12 @@ class Turns:
         """By tenant, the one whose turn was longest ago first."""
 
     async def run(self, tenant: str, work: Callable[..., T], *arguments: Any) -> T:
-        """The result of ``work``. Raises ApiError 429 if too much of the tenant's work waits."""
+        """The result of ``work``. Raises ApiError 429 if too much work of a tenant with a name
+        waits."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         own = self._waiting.setdefault(tenant, deque())
-        if len(own) >= MOST_WAITING:
+        if tenant and len(own) >= MOST_WAITING:
             raise ApiError(
                 429,
                 f"{len(own)} formats of this key wait to be compiled; try again",
