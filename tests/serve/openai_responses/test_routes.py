@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -120,6 +121,25 @@ def test_a_conversation_is_continued(client, fake) -> None:
     assert told["role"] == "tool" and told["tool_call_id"] == call_id
     assert three[:3] == [hi, said, told]
     assert [message["content"] for message in three[3:]] == ["Fine.", "Bye."]
+
+
+def test_a_long_conversation_is_tokenized_as_one_however_short_the_request(
+    client, fake, monkeypatch
+) -> None:
+    """Long texts have threads of their own."""
+    threads: list[str] = []
+    render = fake.render
+
+    def noted(conversation: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return render(conversation)
+
+    monkeypatch.setattr(fake, "render", noted)
+    fake.context_length = None
+    first = create(client, input="x" * 100_000).json()
+    create(client, previous_response_id=first["id"])
+    create(client)
+    assert [name.startswith("kvboost-tokenizer") for name in threads] == [True, True, False]
 
 
 def system(text: str) -> dict[str, Any]:

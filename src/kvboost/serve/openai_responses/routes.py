@@ -40,15 +40,17 @@ async def create_response(
     body: ResponseRequest, request: Request, server: Server, caller: Caller
 ) -> Response:
     """Answers a conversation, or continues one that is kept here, like OpenAI's API."""
-    workers, size, kept = server.workers, request.state.body_size, None
+    workers, size, kept, known = server.workers, request.state.body_size, None, 0
     if (previous := body.previous_response_id) is not None:
         kept = server.stored_responses.get(caller.owner, previous, "previous_response_id")
+        known = sum(one.size for one in kept.messages)
         size += kept.size
     messages = await workers.parse(size, _conversation, body, kept)
     asked = messages
     if body.truncation == "auto":
         asked = await workers.tokenize(size, _fitting, server, caller, body, messages)
     call = await workers.parse(size, _call, server, caller, body, asked)
+    call = replace(call, size=call.size + known)
     writer = ResponseWriter(server, caller.owner, body, messages)
     return await deliver(request, server, call, writer, body.model, stream=bool(body.stream))
 
