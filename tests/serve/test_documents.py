@@ -119,6 +119,19 @@ def test_there_is_a_limit(serve_fake) -> None:
     assert full.status_code == 409 and full.json()["error"]["code"] == "documents_full"
 
 
+def test_a_document_that_failed_may_be_sent_again_when_all_places_are_taken(
+    serve_fake, fake
+) -> None:
+    client = serve_fake(max_documents=1)
+    fake.refuse = ContextLengthError(200, 100)
+    made = upload(client)
+    path = f"/kvboost/documents/{made['id']}"
+    wait_for(lambda: client.get(path).json()["status"] == "failed")
+    fake.refuse = None
+    assert upload(client)["id"] == made["id"]
+    wait_for(lambda: client.get(path).json()["status"] == "ready")
+
+
 def test_a_server_reads_its_own_documents_first_and_says_so(fake) -> None:
     """It answers meanwhile, and is not ready before it is done."""
 

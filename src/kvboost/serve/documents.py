@@ -161,8 +161,11 @@ class Documents:
                 self._unread.discard(document)
 
     def _check_room(self, new: Document) -> None:
-        owner = new.place.owner
-        own = [one for (place, _), one in self._documents.items() if place.owner == owner]
+        """Raises ApiError 409 if there is no room for ``new``. It may replace one that failed."""
+        owner, replaced = new.place.owner, (new.place, new.id)
+        own = [
+            one for key, one in self._documents.items() if key[0].owner == owner and key != replaced
+        ]
         most, most_bytes = self._settings.max_documents, self._settings.max_document_bytes
         held, size = sum(one.size for one in own), new.size
         if len(own) >= most or held + size > most_bytes:
