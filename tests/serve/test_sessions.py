@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -76,6 +77,27 @@ def test_sessions_expire_and_are_limited(fake) -> None:
     assert sessions.all(ANN) == [] and sessions.renew(ANN, "two", [1]) is None
     with pytest.raises(ApiError, match="it may have expired"):
         sessions.get(ANN, "one")
+
+
+def test_two_sessions_that_begin_at_once_are_limited(fake) -> None:
+    """The second turn ends while the first one's KV is being pinned."""
+    sessions = Sessions(fake, ServerSettings(max_sessions=1))
+    pin, pinning, problems = fake.pin_cached, threading.Event(), []
+    second = threading.Thread(target=lambda: problems.append(sessions.renew(ANN, "two", [1])))
+
+    def slow(name: str, ids: list[int], **options: Any) -> Any:
+        if threading.current_thread() is second:
+            pinning.set()
+        else:
+            second.start()
+            pinning.wait(0.5)  # until it has passed the check, as it should not
+        return pin(name, ids, **options)
+
+    fake.pin_cached = slow
+    problems.append(sessions.renew(ANN, "one", [1]))
+    second.join(60)
+    assert problems[0] is None and "as many as a key may have" in (problems[1] or "")
+    assert [one["id"] for one in sessions.all(ANN)] == ["one"]
 
 
 def test_an_operator_pins_lists_and_unpins(client, fake) -> None:

@@ -54,6 +54,8 @@ class Sessions:
         self._sessions: dict[tuple[Place, str], Session] = {}
         """By place and id."""
         self._lock = threading.Lock()
+        self._renewing = threading.Lock()
+        """Held from the check of ``max_sessions`` until the session is noted."""
 
     def renew(
         self,
@@ -67,6 +69,17 @@ class Sessions:
         Pins its KV instead of that of the turn before, for ``ttl`` seconds. Returns why it cannot,
         if so."""
         seconds = self._settings.session_seconds if ttl is None else ttl
+        with self._renewing:
+            return self._renew(place, session_id, token_ids, seconds, adapter)
+
+    def _renew(
+        self,
+        place: Place,
+        session_id: str,
+        token_ids: Sequence[int],
+        seconds: float,
+        adapter: str | None,
+    ) -> str | None:
         now = self._clock()
         live = self._live()
         session = live.get((place, session_id))
