@@ -77,11 +77,13 @@ def connect(
     method: str = "POST",
     path: str = "/v1/completions",
     length: int | None = None,
+    key: str = "none",
 ) -> socket.socket:
     """A connection that has sent one request."""
     connection = socket.create_connection((server.host, server.port), timeout=10)
     size = len(body) if length is None else length
     head = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head += f"authorization: Bearer {key}\r\n"
     connection.sendall(f"{head}content-length: {size}\r\n\r\n".encode() + body)
     return connection
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import ExitStack
+
 import pytest
 
 from fake_engine import FakeEngine
+from kvboost.serve.settings import parse_keys
 from live_server import connect, live_server, read_until, wait_for
 
 SMALL = {"model": "fake", "prompt": "x" * 500}
@@ -93,6 +97,27 @@ def test_more_open_requests_than_allowed_are_refused() -> None:
         with connect(server, b"", method="GET", path="/health") as after:
             assert b" 200 " in after.recv(10_000)
         hanging.pop().close()
+
+
+@pytest.mark.parametrize(("keys", "most"), [(["ann:k-ann", "bob:k-bob"], 2), (["ann:k-ann"], 4)])
+def test_one_key_among_several_has_half_of_the_open_requests(keys: list[str], most: int) -> None:
+    fake = FakeEngine(pieces=(None,))
+    settings = {"keys": parse_keys(keys, "test"), "max_requests": 4, "drain_seconds": 0.0}
+    with live_server(fake, **settings) as server, ExitStack() as connections:
+
+        def ask(key: str) -> socket.socket:
+            return connections.enter_context(connect(server, filled(100), key=key))
+
+        for number in range(1, most + 1):
+            ask("k-ann")
+            wait_for(lambda number=number: len(fake.streams) == number)
+        refused = read_until(ask("k-ann"), b"as many as")
+        if len(keys) == 1:
+            assert b" 503 " in refused
+            return
+        assert b" 429 " in refused and b"requests of this key are open" in refused
+        ask("k-bob")
+        wait_for(lambda: len(fake.streams) == most + 1)
 
 
 def test_a_body_must_arrive_in_time() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvboost.serve.auth import Tenant
 from kvboost.serve.errors import ApiError
 from kvboost.serve.problems import shown
 from kvboost.serve.settings import ServerSettings
@@ -80,7 +81,7 @@ def foreign_origin(headers: Mapping[bytes, bytes]) -> str | None:
 class OpenRequests:
     """Limits how many requests are open at once. Requests without a tenant (the page, metrics,
     unknown paths) are counted separately, so that they cannot take the places of those with a
-    key."""
+    key. A tenant among others may have half of the places."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
@@ -89,27 +90,42 @@ class OpenRequests:
             False: settings.max_anonymous_requests,
         }
         self._open: Counter[bool] = Counter()
+        self._most_of_one = max(1, settings.max_requests // 2)
+        self._of_one: Counter[str] = Counter()
+        """Open requests by tenant, of tenants among others."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in ALWAYS_SERVED:
             await self._app(scope, receive, send)
             return
-        has_tenant = "tenant" in scope.get("state", {})
-        if self._open[has_tenant] >= self._limits[has_tenant]:
-            error = ApiError(
-                503,
-                f"{self._open[has_tenant]} requests are open, as many as this server allows",
-                kind="server_error",
-                code="too_many_requests_open",
-                headers={"retry-after": "1"},
-            )
+        tenant: Tenant | None = scope.get("state", {}).get("tenant")
+        has_tenant, name = tenant is not None, tenant.counts_as if tenant is not None else ""
+        if (error := self._refusal(has_tenant, name)) is not None:
             await error.response()(scope, receive, send)
             return
         self._open[has_tenant] += 1
+        self._of_one[name] += 1
         try:
             await self._app(scope, receive, send)
         finally:
             self._open[has_tenant] -= 1
+            self._of_one[name] -= 1
+            if not self._of_one[name]:
+                del self._of_one[name]
+
+    def _refusal(self, has_tenant: bool, name: str) -> ApiError | None:
+        if name and self._of_one[name] >= self._most_of_one:
+            status, kind = 429, "rate_limit_error"
+            said = (
+                f"{self._of_one[name]} requests of this key are open, as many as one key may have"
+            )
+        elif self._open[has_tenant] >= self._limits[has_tenant]:
+            status, kind = 503, "server_error"
+            said = f"{self._open[has_tenant]} requests are open, as many as this server allows"
+        else:
+            return None
+        headers = {"retry-after": "1"}
+        return ApiError(status, said, kind=kind, code="too_many_requests_open", headers=headers)
 
 
 def _host_name(host: str) -> str:
