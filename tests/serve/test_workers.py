@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.workers import MOST_WAITING, Turns, Workers
+from kvboost.serve.workers import LARGE_BYTES, MOST_WAITING, Turns, Workers
 from live_server import wait_for
 
 
@@ -19,7 +19,7 @@ def test_formats_that_take_long_to_compile_delay_no_other_work() -> None:
         workers = Workers()
         formats = [asyncio.ensure_future(workers.compile("", compiled.wait, 60)) for _ in range(30)]
         await asyncio.sleep(0)  # all of them wait for a thread, or have one
-        text = await workers.tokenize(3, str.upper, "abc")
+        text = await workers.tokenize("", 3, str.upper, "abc")
         assert not any(one.done() for one in formats)
         compiled.set()
         assert all(await asyncio.gather(*formats))
@@ -86,32 +86,59 @@ def test_work_is_dropped_when_its_caller_leaves_before_its_turn() -> None:
     assert log == ["first", "last", "again"]
 
 
-def test_too_much_waiting_work_of_a_tenant_is_refused() -> None:
+@pytest.mark.parametrize("kind", ["parse", "tokenize"])
+def test_large_inputs_of_one_tenant_do_not_hold_up_those_of_another(kind: str) -> None:
+    log: list[str] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work(name: str) -> None:
+        log.append(name)
+        begun.set()
+        go_on.wait(60)
+
+    async def run() -> None:
+        large = getattr(Workers(), kind)
+        many = [
+            asyncio.ensure_future(large("ann", LARGE_BYTES, work, f"ann{one}")) for one in range(6)
+        ]
+        await asyncio.to_thread(begun.wait, 60)
+        few = asyncio.ensure_future(large("bob", LARGE_BYTES, work, "bob"))
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(*many, few)
+
+    asyncio.run(run())
+    assert sorted(names(log)) == ["ann"] * 6 + ["bob"]
+    assert log.index("bob") <= 2
+
+
+def test_too_many_waiting_formats_of_a_tenant_are_refused() -> None:
     go_on = threading.Event()
 
     async def run() -> None:
-        turns = Turns(2, "test")
+        workers = Workers()
         waiting = [
-            asyncio.ensure_future(turns.run("ann", go_on.wait, 60)) for _ in range(MOST_WAITING + 1)
+            asyncio.ensure_future(workers.compile("ann", go_on.wait, 60))
+            for _ in range(MOST_WAITING + 1)
         ]
         await asyncio.sleep(0)
         with pytest.raises(ApiError) as caught:
-            await turns.run("ann", go_on.wait, 60)
+            await workers.compile("ann", go_on.wait, 60)
         assert caught.value.status == 429
-        other = asyncio.ensure_future(turns.run("bob", go_on.wait, 60))
+        other = asyncio.ensure_future(workers.compile("bob", go_on.wait, 60))
         go_on.set()
         assert all(await asyncio.gather(*waiting, other))
 
     asyncio.run(run())
 
 
-def test_users_without_keys_are_no_tenant_whose_waiting_work_is_limited() -> None:
+def test_users_without_keys_are_no_tenant_whose_waiting_formats_are_limited() -> None:
     """All of them together are the tenant without a name."""
     go_on = threading.Event()
 
     async def run() -> None:
-        turns = Turns(2, "test")
-        work = [asyncio.ensure_future(turns.run("", go_on.wait, 60)) for _ in range(64)]
+        workers = Workers()
+        work = [asyncio.ensure_future(workers.compile("", go_on.wait, 60)) for _ in range(64)]
         await asyncio.sleep(0)
         go_on.set()
         assert all(await asyncio.gather(*work))

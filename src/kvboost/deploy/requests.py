@@ -83,7 +83,7 @@ async def read_request(request: Request, state: RouteState) -> Forwarded:
     may_repeat = method in ("GET", "HEAD") or path in REPEATABLE
     if method == "POST":
         seen = await state.workers.parse(
-            len(body), request_sketch, request.headers, body, state.options.shared_cache
+            "", len(body), request_sketch, request.headers, body, state.options.shared_cache
         )
     else:
         seen = Sketch(model=models.path_model(path))

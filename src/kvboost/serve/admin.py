@@ -64,7 +64,9 @@ async def warm(body: WarmRequest, request: Request, server: Server, caller: Call
         document = body.documents[number]
         if (limit := engine.context_length) is not None:
             texts = [body.header or "", document]
-            await server.workers.tokenize(len(document), refuse_long_text, engine, texts, limit)
+            await server.workers.tokenize(
+                caller.counts_as, len(document), refuse_long_text, engine, texts, limit
+            )
         new = await engine.awarm(document, body.header, cache_salt=salt)
         return line({"done": number + 1, "total": total, "new_chunks": new})
 
@@ -75,7 +77,9 @@ async def warm(body: WarmRequest, request: Request, server: Server, caller: Call
         size = body.contexts * sum(map(len, body.documents))
         waiting = 0
         if total > 1:
-            waiting = await server.workers.tokenize(size, later, body.documents, body.header)
+            waiting = await server.workers.tokenize(
+                caller.counts_as, size, later, body.documents, body.header
+            )
         return line({"done": total, "total": total, "readings_waiting": waiting})
 
     async def progress() -> AsyncGenerator[bytes, None]:
@@ -125,7 +129,9 @@ async def plan(body: PlanRequest, request: Request, server: Server, caller: Call
             "spans": spans(found, ids, engine.decode),
         }
 
-    return JSONResponse(await server.workers.tokenize(request.state.body_size, work))
+    return JSONResponse(
+        await server.workers.tokenize(caller.counts_as, request.state.body_size, work)
+    )
 
 
 @router.get(
@@ -157,7 +163,9 @@ async def forget(body: ForgetRequest, server: Server, caller: Caller) -> Respons
     """Forgets a text of any tenant, or everything under one salt; on every tier."""
     engine = server.engine
     if isinstance(body, ForgetText):
-        gone = await server.workers.tokenize(len(body.text), engine.forget, body.text)
+        gone = await server.workers.tokenize(
+            caller.counts_as, len(body.text), engine.forget, body.text
+        )
     else:
         salt = _owner(server, caller, body.tenant).salt(body.cache_salt)
         gone = await asyncio.to_thread(engine.forget_salt, salt)
@@ -180,7 +188,9 @@ async def pin(body: PinRequest, request: Request, server: Server, caller: Caller
             prompt = body.token_ids
     if isinstance(prompt, str) and (limit := engine.context_length) is not None:
         texts = [header or "", prompt]
-        await server.workers.tokenize(len(prompt), refuse_long_text, engine, texts, limit)
+        await server.workers.tokenize(
+            caller.counts_as, len(prompt), refuse_long_text, engine, texts, limit
+        )
     reading = engine.apin(prompt, header, ttl=body.ttl, cache_salt=place.salt)
     return JSONResponse(asdict(await unless_gone(request.receive, reading)))
 

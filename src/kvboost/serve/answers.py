@@ -217,7 +217,10 @@ async def open_answers(
         truncate=_truncated_tokens(call, engine.context_length),
         suffix=call.suffix,
     )
-    prompts = [await server.workers.tokenize(call.size, read, prompt) for prompt in call.prompts]
+    prompts = [
+        await server.workers.tokenize(call.tenant, call.size, read, prompt)
+        for prompt in call.prompts
+    ]
     wants_logprobs = call.options.get("logprobs") is not None
     async with AsyncExitStack() as streams:
         choices: list[Choice] = []
@@ -298,7 +301,7 @@ async def _boundaries(
         return sorted({row for place in places if place is not None for row in place})
 
     size = sum(map(len, call.documents))
-    return {"boundaries": await server.workers.tokenize(size, locate)}
+    return {"boundaries": await server.workers.tokenize(call.tenant, size, locate)}
 
 
 async def describe(server: ServerState, choice: Choice) -> dict[str, Any]:

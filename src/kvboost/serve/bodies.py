@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 from starlette.types import Receive
 
+from kvboost.serve.auth import Tenant
 from kvboost.serve.errors import ApiError, ClientGone, invalid_body
 from kvboost.serve.json_text import JsonTextError, parse_json
 from kvboost.serve.request_fields import BodyContext
@@ -51,10 +52,12 @@ class BodyRoute(APIRoute):
             request.state.received = time.perf_counter()
             request.state.body_size = len(body)
             context = BodyContext(server.settings.strict_fields)
-            checked = await server.workers.parse(len(body), parse, adapter, body, context)
+            caller: Tenant = request.state.tenant
+            checked = await server.workers.parse(
+                caller.counts_as, len(body), parse, adapter, body, context
+            )
             request.state.ignored = context.ignored
             server.metrics.ignored_fields(len(context.ignored))
-            caller = request.state.tenant
             given = {"body": checked, "request": request, "server": server, "caller": caller}
             response: Response = await answer(**{name: given[name] for name in wanted})
             return response

@@ -39,7 +39,7 @@ async def create_chat_completion(
 ) -> Response:
     """Answers a conversation in the model's chat template, like OpenAI's API."""
     size = request.state.body_size
-    call = await server.workers.parse(size, chat_call, server, caller, body)
+    call = await server.workers.parse(caller.counts_as, size, chat_call, server, caller, body)
     return await respond(request, server, call, ChatFormat(), response_options(body))
 
 

@@ -147,6 +147,6 @@ async def _upload(
     server: ServerState, caller: Tenant, cache_salt: str, text: str, title: str | None
 ) -> Response:
     whole = titled(text, title)
-    ids = await server.workers.tokenize(len(whole), encode, server.engine, whole)
+    ids = await server.workers.tokenize(caller.counts_as, len(whole), encode, server.engine, whole)
     document = server.documents.add(caller, cache_salt, text, len(ids), title)
     return JSONResponse(document.describe())

@@ -12,6 +12,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from kvboost.serve.auth import Tenant
 from kvboost.serve.bodies import BodyRoute
 from kvboost.serve.embedder import Vectors
 from kvboost.serve.errors import ApiError
@@ -31,7 +32,7 @@ async def create_embeddings(
     """Embeds texts: the mean of the last hidden states, of length 1, like OpenAI's API."""
     server.check_embedding_model(body.model)
     check_dimensions(server, body.dimensions)
-    ids = await encode(server, body.inputs(), body.truncate_prompt_tokens)
+    ids = await encode(server, caller, body.inputs(), body.truncate_prompt_tokens)
     vectors = await unless_gone(request.receive, server.embedder.embed(ids))
     as_text = body.encoding_format == "base64"
 
@@ -55,7 +56,7 @@ async def create_embeddings(
 async def rerank(body: RerankRequest, request: Request, server: Server, caller: Caller) -> Response:
     """Sorts documents by how close their embeddings are to that of the query (cosine)."""
     server.check_embedding_model(body.model)
-    ids = await encode(server, [body.query, *body.documents], body.truncate_prompt_tokens)
+    ids = await encode(server, caller, [body.query, *body.documents], body.truncate_prompt_tokens)
     vectors = await unless_gone(request.receive, server.embedder.embed(ids))
     scores = vectors[1:] @ vectors[0]
     results = []
@@ -81,7 +82,10 @@ def check_dimensions(server: ServerState, asked: int | None) -> None:
 
 
 async def encode(
-    server: ServerState, inputs: Sequence[str] | Sequence[list[int]], truncate: int | None
+    server: ServerState,
+    caller: Tenant,
+    inputs: Sequence[str] | Sequence[list[int]],
+    truncate: int | None,
 ) -> list[list[int]]:
     """The token ids of ``inputs``, in a thread if there is much of them. Raises ApiError 400 if the
     model cannot embed one. ``truncate``: so many tokens of each are read; -1: as many as it takes.
@@ -99,7 +103,7 @@ async def encode(
         embedder.check(ids)
         return ids
 
-    return await server.workers.tokenize(sum(map(len, inputs)), work)
+    return await server.workers.tokenize(caller.counts_as, sum(map(len, inputs)), work)
 
 
 def _base64(row: Vectors) -> str:

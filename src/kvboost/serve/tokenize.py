@@ -89,7 +89,9 @@ async def tokenize(
             "token_strs": texts,
         }
 
-    return JSONResponse(await server.workers.tokenize(request.state.body_size, work))
+    return JSONResponse(
+        await server.workers.tokenize(caller.counts_as, request.state.body_size, work)
+    )
 
 
 @router.post("/detokenize", response_model=Detokenized, responses=errors(404))

@@ -1,4 +1,4 @@
-"""Threads for work that would hold up the event loop."""
+"""Threads for work that would hold up the event loop. Tenants use them in turn."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from kvboost.serve.errors import ApiError
@@ -25,27 +26,37 @@ class Workers:
 
     def __init__(self) -> None:
         # Parsing holds the interpreter's lock: with one thread, the event loop gets it in between.
-        self._parser = ThreadPoolExecutor(1, thread_name_prefix="kvboost-parser")
+        self._parser = Turns(1, "kvboost-parser")
         # Tokenizers release the lock.
-        self._tokenizers = ThreadPoolExecutor(2, thread_name_prefix="kvboost-tokenizer")
+        self._tokenizers = Turns(2, "kvboost-tokenizer")
         # So does the compiler of formats, which may take seconds.
         self._compilers = Turns(COMPILERS, "kvboost-compiler")
 
-    async def parse(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
-        """The result of ``work``, which parses or translates a body of ``size`` bytes."""
+    async def parse(self, tenant: str, size: int, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of ``work``, which parses or translates a body of ``size`` bytes for
+        ``tenant``."""
         if size < LARGE_BYTES:
             return work(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._parser, work, *arguments)
+        return await self._parser.run(tenant, work, *arguments)
 
-    async def tokenize(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
-        """The result of ``work``, which tokenizes ``size`` characters."""
+    async def tokenize(self, tenant: str, size: int, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of ``work``, which tokenizes ``size`` characters for ``tenant``."""
         if size < LARGE_BYTES:
             return await asyncio.to_thread(work, *arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizers, work, *arguments)
+        return await self._tokenizers.run(tenant, work, *arguments)
 
     async def compile(self, tenant: str, work: Callable[..., T], *arguments: Any) -> T:
         """The result of ``work``, which compiles the format of an answer for ``tenant``. Only
-        requests with a format wait for each other."""
+        requests with a format wait for each other. Raises ApiError 429 if too many formats of a
+        tenant with a name wait."""
+        if tenant and (waiting := self._compilers.num_waiting(tenant)) >= MOST_WAITING:
+            raise ApiError(
+                429,
+                f"{waiting} formats of this key wait to be compiled; try again",
+                kind="rate_limit_error",
+                code="too_many_formats",
+                headers={"retry-after": "1"},
+            )
         return await self._compilers.run(tenant, work, *arguments)
 
 
@@ -61,21 +72,14 @@ class Turns:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """By tenant, the one whose turn was longest ago first."""
 
+    def num_waiting(self, tenant: str) -> int:
+        return len(self._waiting.get(tenant, ()))
+
     async def run(self, tenant: str, work: Callable[..., T], *arguments: Any) -> T:
-        """The result of ``work``. Raises ApiError 429 if too much work of a tenant with a name
-        waits."""
+        """The result of ``work``."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
-        own = self._waiting.setdefault(tenant, deque())
-        if tenant and len(own) >= MOST_WAITING:
-            raise ApiError(
-                429,
-                f"{len(own)} formats of this key wait to be compiled; try again",
-                kind="rate_limit_error",
-                code="too_many_formats",
-                headers={"retry-after": "1"},
-            )
-        own.append(turn)
+        self._waiting.setdefault(tenant, deque()).append(turn)
         self._begin_turns()
         try:
             await turn
@@ -87,7 +91,8 @@ class Turns:
             raise
 
         def ended(_: Future[T]) -> None:
-            loop.call_soon_threadsafe(self._end_turn, tenant)
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(self._end_turn, tenant)
 
         running = self._executor.submit(work, *arguments)
         running.add_done_callback(ended)

@@ -48,7 +48,7 @@ class Front:
         if request.method != "POST":
             return NOTHING
         return await self._workers.parse(
-            len(body), request_sketch, request.headers, body, self._shared_cache
+            "", len(body), request_sketch, request.headers, body, self._shared_cache
         )
 
     async def _answer(self, sketch: Sketch, scope: Mapping[str, Any], body: bytes) -> Response:

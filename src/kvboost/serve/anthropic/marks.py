@@ -51,7 +51,7 @@ async def find_kept(
         if not messages or messages[-1]["role"] != "user":
             messages.append(_QUESTION)  # some chat templates want one
         beginning = replace(conversation, messages=messages)
-        ids = await server.workers.tokenize(size, encode, server.engine, beginning)
+        ids = await server.workers.tokenize(call.tenant, size, encode, server.engine, beginning)
         marked.append((ids, mark.seconds))
     return Kept(marked)
 

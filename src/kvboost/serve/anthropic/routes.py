@@ -37,7 +37,7 @@ async def create_message(
     """Answers a conversation in the model's chat template, like Anthropic's API."""
     server.check_model(body.model)
     size = request.state.body_size
-    call, marks = await server.workers.parse(size, _call, server, caller, body)
+    call, marks = await server.workers.parse(caller.counts_as, size, _call, server, caller, body)
     kept = await find_kept(server, call, marks, size)
     writer = MessageWriter(server, body, kept, request.state.request_id)
     return await deliver(request, server, call, writer, body.model, stream=bool(body.stream))
@@ -58,7 +58,7 @@ async def count_tokens(
         prompt, _ = chat_prompt(server, caller, body.for_chat())
         return len(encode(server.engine, prompt))
 
-    tokens = await server.workers.tokenize(request.state.body_size, count)
+    tokens = await server.workers.tokenize(caller.counts_as, request.state.body_size, count)
     return JSONResponse({"input_tokens": tokens})
 
 

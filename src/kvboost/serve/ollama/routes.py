@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from kvboost.serve.auth import Tenant
 from kvboost.serve.bodies import BodyRoute
 from kvboost.serve.chat import chat_call
 from kvboost.serve.choices import EngineCall
@@ -154,7 +155,8 @@ async def _answer(
     server.check_model(model)
     if call is None:
         return JSONResponse(writer.loaded())
-    asked = await server.workers.parse(request.state.body_size, call, model)
+    caller: Tenant = request.state.tenant
+    asked = await server.workers.parse(caller.counts_as, request.state.body_size, call, model)
     if asked.format_field is not None:
         asked = replace(asked, format_field="format")
     return await deliver(
@@ -169,6 +171,6 @@ async def _embed(
     server.check_embedding_model(served_name(model, server.embedding_names))
     if not texts:
         return [], 0
-    ids = await encode(server, texts, truncate)
+    ids = await encode(server, request.state.tenant, texts, truncate)
     vectors = await unless_gone(request.receive, server.embedder.embed(ids))
     return await asyncio.to_thread(vectors.tolist), sum(map(len, ids))

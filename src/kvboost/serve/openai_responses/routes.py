@@ -45,11 +45,13 @@ async def create_response(
         kept = server.stored_responses.get(caller.owner, previous, "previous_response_id")
         known = sum(one.size for one in kept.messages)
         size += kept.size
-    messages = await workers.parse(size, _conversation, body, kept)
+    messages = await workers.parse(caller.counts_as, size, _conversation, body, kept)
     asked = messages
     if body.truncation == "auto":
-        asked = await workers.tokenize(size, _fitting, server, caller, body, messages)
-    call = await workers.parse(size, _call, server, caller, body, asked)
+        asked = await workers.tokenize(
+            caller.counts_as, size, _fitting, server, caller, body, messages
+        )
+    call = await workers.parse(caller.counts_as, size, _call, server, caller, body, asked)
     call = replace(call, size=call.size + known)
     writer = ResponseWriter(server, caller.owner, body, messages)
     return await deliver(request, server, call, writer, body.model, stream=bool(body.stream))

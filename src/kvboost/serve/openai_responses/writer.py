@@ -103,7 +103,9 @@ class ResponseWriter:
         reasoning = self._blocks.text_of("reasoning")
         thought = 0
         if reasoning:
-            ids = await self._server.workers.tokenize(len(reasoning), engine.encode, reasoning)
+            ids = await self._server.workers.tokenize(
+                choice.call.tenant, len(reasoning), engine.encode, reasoning
+            )
             thought = min(answer, len(ids))
         return {
             "input_tokens": prompt,
