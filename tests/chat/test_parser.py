@@ -204,3 +204,18 @@ def test_reasoning_that_the_prompt_began() -> None:
 def test_what_is_not_asked_for_stays_text() -> None:
     text = "<think>a</think><tool_call>{}</tool_call>"
     assert parse(text, None, thinks=False).content == text
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "\\ud800", "arguments": {}}',
+        '{"arguments": {"a": "\\ud800"}, "name": "now"}',
+    ],
+)
+def test_a_call_with_half_of_a_surrogate_pair_is_text(call: str) -> None:
+    """No response could contain it: UTF-8 cannot encode it."""
+    found = parse(f"<tool_call>\n{call}\n</tool_call>")
+    assert found.tool_calls == () and call in found.content
+    whole = call.replace("\\ud800", "\\ud83d\\ude00")
+    assert len(parse(f"<tool_call>\n{whole}\n</tool_call>").tool_calls) == 1

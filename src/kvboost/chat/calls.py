@@ -108,9 +108,13 @@ class CallReader:
 
 
 def _parsed(text: str) -> Any:
-    """The value of JSON text; None if it is none."""
+    """The value of JSON text; None if it is none, or has half of a surrogate pair in a string:
+    UTF-8 cannot encode it."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (ValueError, RecursionError):
         return None
 
