@@ -3,6 +3,7 @@ nothing that they bring in meanwhile keeps the text."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
+from kvboost.cache.tiers.remote.tier import open_remote
 from kvboost.errors import ForgetError
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import as_token_ids
@@ -62,6 +64,12 @@ def during(store: ChunkStore, step: str, act: Act) -> None:
         return real(*args)
 
     setattr(transfers, step, slow)
+
+
+def read_again(store: ChunkStore) -> None:
+    """By a request that is planned and ends now."""
+    assert admit(store, TEXT, store.epoch) == 7
+    store.flush()
 
 
 SLOW: list[tuple[Act, str]] = [
@@ -125,18 +133,49 @@ def test_nothing_is_kept_of_a_request_planned_meanwhile_that_ends_later(store: C
     assert admit(store, TEXT, store.epoch) == 7
 
 
-def test_a_text_that_is_read_again_meanwhile_is_no_failure(store: ChunkStore) -> None:
-    """Its chunks are written again while the old ones are removed."""
+@pytest.mark.parametrize("step", ["await_writing", "purge", "remove_files"])
+def test_a_text_that_is_read_again_meanwhile_is_forgotten_too(
+    step: str, store: ChunkStore, tmp_path: Path
+) -> None:
+    """Chunks are named by what they hold: the new ones have the keys of those just dropped."""
+    admit(store, TEXT)
+    store.flush()
+    during(store, step, read_again)
+    assert forget(store) == 7
+    assert known(store, TEXT) == 0 and chunk_files(tmp_path / "kv") == []
+
+
+def test_a_text_that_is_read_again_and_again_is_no_failure(
+    store: ChunkStore, tmp_path: Path
+) -> None:
+    """What is read after the second look stays, also on disk where the old files are removed."""
     admit(store, TEXT)
     store.flush()
 
-    def read_again(store: ChunkStore) -> None:
-        assert admit(store, TEXT, store.epoch) == 7
-        store.flush()
+    def read_twice(store: ChunkStore) -> None:
+        read_again(store)
+        during(store, "remove_files", read_again)
 
-    during(store, "remove_files", read_again)
+    during(store, "remove_files", read_twice)
     assert forget(store) == 7
     assert known(store, TEXT) == 200
+
+
+def test_what_a_request_finds_in_the_remote_store_meanwhile_is_forgotten(tmp_path: Path) -> None:
+    tiers = Tiers(RamTier(10**7), remote=open_remote(f"file://{tmp_path}/far", 10**9))
+    made = ChunkStore(tiers, cut=lambda ids, _: fixed(len(ids), CHUNK), origin=ORIGIN)
+
+    def use(store: ChunkStore) -> None:
+        with store.lookup(ROOT, as_token_ids(TEXT)) as found:
+            assert len(list(store.fetch(found.exact))) == 7
+
+    with contextlib.closing(made) as store:
+        admit(store, TEXT)
+        store.flush()
+        during(store, "purge", use)
+        assert forget(store) == 7
+        assert known(store, TEXT) == 0 and store.stats().tiers["ram"].chunks == 0
+        assert store.check_integrity() == []
 
 
 def test_a_file_that_cannot_be_removed_is_named_until_it_is(

@@ -272,20 +272,17 @@ class ChunkStore:
             in_remote = {info.key: info for info in self._transfers.remote_infos()}
             # Together: a chunk that came as moved text has its beginning in the remote store only.
             keys = choose({**in_remote, **here})
-            self._drop(keys)
-            # Requests that were planned meanwhile may have used these chunks: nothing of them is
-            # kept either, and what is already there is looked at again.
+            left = self._remove(keys)
+            # Requests that were planned meanwhile may have used these chunks, or have read the text
+            # again: nothing of them is kept from now on, and what they have brought in is removed.
             self._begin_epoch()
             with self._lock:
                 now = self._holdings.catalogue.infos()
-            if now.keys() - here.keys():
-                more = choose({**in_remote, **now})
-                self._drop(more)
-                keys = list(dict.fromkeys([*keys, *more]))
-            with self._lock:
-                self._holdings.settle_pins()
-            self._transfers.await_writing()
-            left = self._transfers.purge(keys)
+            if now.keys() - (here.keys() - set(keys)):
+                more = [key for key in choose({**in_remote, **now}) if key in now]
+                if more:
+                    keys = list(dict.fromkeys([*keys, *more]))
+                    left = self._remove(keys)
         if left:
             places = " and ".join(f"{count} in {place}" for place, count in left.items())
             raise ForgetError(
@@ -293,6 +290,14 @@ class ChunkStore:
                 "may be left; see that it can be written and call again"
             )
         return len(keys)
+
+    def _remove(self, keys: Sequence[ChunkKey]) -> dict[str, int]:
+        """Removes chunks from every tier, for good; returns how many are left, by tier."""
+        self._drop(keys)
+        with self._lock:
+            self._holdings.settle_pins()
+        self._transfers.await_writing()
+        return self._transfers.purge(keys)
 
     def _begin_epoch(self) -> None:
         """From now on nothing is kept of requests that were planned before. No admission is under
