@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from chunks import ORIGIN, ROOT, packing
+from chunks import ORIGIN, ROOT, make_chunk, packing
+from kvboost.cache.chunk import KVChunk
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.open import Tiers
@@ -41,6 +42,14 @@ def store(tmp_path: Path) -> Iterator[ChunkStore]:
 def admit(store: ChunkStore, ids: list[int], epoch: int | None = None) -> int:
     rows = packing(torch.zeros(2, 1, 1, len(ids), 1))
     return store.admit(ROOT, as_token_ids(ids), rows, exact_rows=len(ids), epoch=epoch)
+
+
+def chunks_of(ids: list[int]) -> Iterator[KVChunk]:
+    parent = ROOT
+    for start in range(0, len(ids), CHUNK):
+        chunk = make_chunk(ids[start : start + CHUNK], parent=parent, position=start)
+        yield chunk
+        parent = chunk.key
 
 
 def known(store: ChunkStore, ids: list[int]) -> int:
@@ -176,6 +185,32 @@ def test_what_a_request_finds_in_the_remote_store_meanwhile_is_forgotten(tmp_pat
         assert forget(store) == 7
         assert known(store, TEXT) == 0 and store.stats().tiers["ram"].chunks == 0
         assert store.check_integrity() == []
+
+
+def test_what_another_thread_has_found_and_not_entered_yet_is_forgotten(
+    store: ChunkStore, tmp_path: Path
+) -> None:
+    with contextlib.closing(DiskTier(tmp_path / "kv", 10**7)) as other_process:
+        for chunk in chunks_of(TEXT):
+            assert other_process.put(chunk)
+    disk: Any = store._transfers._disk
+    found, over, look = threading.Event(), threading.Event(), disk.refresh
+
+    def look_and_wait(**options: bool) -> object:
+        changes = look(**options)
+        if changes.added:
+            found.set()
+            over.wait(0.3)  # never so long if forgetting did not wait for this thread
+        return changes
+
+    disk.refresh = look_and_wait
+    looking = threading.Thread(target=store._transfers.refresh, kwargs={"now": True})
+    looking.start()
+    assert found.wait(60)
+    assert forget(store) == 7
+    over.set()
+    looking.join()
+    assert store.stats().chunks == 0 and chunk_files(tmp_path / "kv") == []
 
 
 def test_a_file_that_cannot_be_removed_is_named_until_it_is(

@@ -57,6 +57,7 @@ class Transfers:
         self._writer: Writer | None = None
         self._fetcher: ThreadPoolExecutor | None = None
         self._unremoved: list[ChunkKey] = []  # files of chunks that were to be purged
+        self._refreshing = threading.Lock()  # taken before the store's lock
         if tiers.disk or tiers.remote:
             self._writer = residency.writer = Writer(
                 self._write,
@@ -104,16 +105,21 @@ class Transfers:
             self._residency.order_new()
 
     def refresh(self, *, now: bool = False) -> None:
-        """Notices what other processes have written or removed."""
-        if self._disk is None:
+        """Notices what other processes have written or removed. With ``now``, all that was in the
+        folder is entered when this returns. Without, a look that another thread has begun is left
+        to it."""
+        if self._disk is None or not self._refreshing.acquire(blocking=now):
             return
-        changes = self._disk.refresh(now=now)
-        for start in range(0, len(changes.added), ENTERED_AT_ONCE):
-            with self._lock:
-                self._residency.add_found(changes.added[start : start + ENTERED_AT_ONCE])
-        if changes.gone:
-            with self._lock:
-                self._residency.remove_gone(changes.gone)
+        try:
+            changes = self._disk.refresh(now=now)
+            for start in range(0, len(changes.added), ENTERED_AT_ONCE):
+                with self._lock:
+                    self._residency.add_found(changes.added[start : start + ENTERED_AT_ONCE])
+            if changes.gone:
+                with self._lock:
+                    self._residency.remove_gone(changes.gone)
+        finally:
+            self._refreshing.release()
 
     def remote_infos(self) -> Iterator[ChunkInfo]:
         """Everything the remote store has. Slow."""
