@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -9,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from kvboost.cache.quantize import KVFormat
 from kvboost.cache.tiers import disk
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.quarantine import MOST_QUARANTINED
+from planting import OTHER_VERSIONS, chunk_files, plant
 
 SHARD = "ab"
 WHOLE = codec.encode(make_chunk(range(8)))
@@ -222,27 +225,61 @@ def test_what_threads_put_and_delete_during_a_look_stays_so(stalled) -> None:
     assert tier.nbytes == len(codec.encode(new))
 
 
-def test_one_unreadable_folder_hides_no_other(tmp_path: Path, monkeypatch) -> None:
-    tier = DiskTier(tmp_path / "kv", 10**9)
-    chunks = [make_chunk(range(number, number + 8)) for number in range(20)]
-    for chunk in chunks:
-        tier.put(chunk)
-    bad = chunks[0].key[:2]
-    scandir = os.scandir
+FAILING: dict[str, tuple[str, str]] = {
+    "the cache folder": ("scandir", "kv"),
+    "a folder in it": ("scandir", SHARD),
+    "a file": ("open", ".safetensors"),
+}
 
-    def denied(path: object) -> object:
-        if str(path).endswith(f"/{bad}"):
-            raise PermissionError(13, "Permission denied")
-        return scandir(path)
 
-    again = DiskTier(tmp_path / "kv", 10**9)
+@pytest.mark.parametrize("what", FAILING)
+def test_what_could_not_be_read_is_looked_at_again(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it failed, and though nothing changes. What can be read is found meanwhile."""
+    folder, bad, good = tmp_path / "kv", in_shard(0, SHARD), in_shard(0, "cd")
+    writing = DiskTier(folder, 10**9)
+    assert writing.put(bad) and writing.put(good)
+    (call, end), real = FAILING[what], getattr(os, FAILING[what][0])
+
+    def failing(path: object, *args: object, **kwargs: object) -> object:
+        if str(path).endswith(end) and not str(path).startswith("cd"):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(path, *args, **kwargs)
+
+    tier = DiskTier(folder, 10**9)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "scandir", denied)
-        found = {info.key for info in again.refresh(now=True).added}
-    assert found == {chunk.key for chunk in chunks if chunk.key[:2] != bad}
-    assert again.faults == {"unreadable": 1}
-    os.utime(tmp_path / "kv")  # something else changes
-    assert {info.key[:2] for info in again.refresh(now=True).added} == {bad}
+        patch.setattr(os, call, failing)
+        found = [info.key for _ in range(4) for info in tier.refresh(now=True).added]
+    assert found == ([] if what == "the cache folder" else [good.key])
+    assert tier.faults == {"unreadable": 4}
+    assert bad.key in {info.key for info in tier.refresh(now=True).added}
+
+
+def test_a_chunk_of_another_version_that_vanishes_during_a_look_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing = DiskTier(tmp_path, 10**9)
+    for number in range(5):
+        writing.put(in_shard(10_000 * number, SHARD))
+    _, *ours = files = chunk_files(tmp_path)
+    assert len(ours) == 4
+    theirs = plant(files[0], **OTHER_VERSIONS["a newer format"])
+    read = codec.info
+
+    def vanishing(*args: Any) -> object:
+        try:
+            return read(*args)
+        except codec.OtherVersion:
+            theirs.unlink()
+            raise
+
+    monkeypatch.setattr(codec, "info", vanishing)
+    tier = DiskTier(tmp_path, 10**9)
+    assert {info.key for info in tier.refresh(now=True).added} == {path.stem for path in ours}
+    assert tier.faults == {"version": 1}
+    tier.refresh(now=True)
+    assert tier.others() == {}
 
 
 def test_a_file_larger_than_its_chunk_can_be_is_not_read(tmp_path: Path, monkeypatch) -> None:

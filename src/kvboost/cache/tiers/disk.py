@@ -143,6 +143,7 @@ class DiskTier:
                         self._pass_over(entry.name)
             self._root.settled &= all(shard.settled for shard in shards.values() if shard.changed)
         except OSError:
+            self._root.settled = False  # it is looked at again
             self._fault("unreadable")
         self._say_other()
         added.sort(key=lambda found: found[0])
@@ -253,7 +254,7 @@ class DiskTier:
         """What the header of ``key`` says now; None if it cannot be read."""
         try:
             with files.real_folder(self._path(key).parent) as folder:
-                return read_info(key, folder, self._secret)[0]
+                return read_info(key, folder, self._secret)
         except (OSError, codec.BadChunk):
             return None
 
@@ -315,7 +316,8 @@ class DiskTier:
             new = there - known - self._passed_over
             headers = read_headers(entry.path, new, self._secret) if new else Headers()
         except OSError:
-            shard.changed = 0  # it is looked at again
+            shard.changed = 0
+            self._root.settled = False  # it is looked at again
             self._fault("unreadable")
             return
         for key in foreign:
@@ -327,7 +329,9 @@ class DiskTier:
                     added.append((status.st_mtime_ns, info))
             for key, status in headers.others:
                 self._add_other(key, status)
-            self._faults += Counter(unreadable=headers.unreadable)
+            if headers.unreadable:
+                shard.settled = False  # they are tried again
+                self._faults["unreadable"] += headers.unreadable
             for key in known - there:
                 gone += [key] if key in shard.sizes else []
                 self._note(key, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvboost.cache import codec
@@ -59,28 +60,37 @@ def read_headers(folder: str, keys: Iterable[ChunkKey], secret: Secret | None) -
     with files.real_folder(folder) as descriptor:
         for key in keys:
             try:
-                info, status = read_info(key, descriptor, secret)
-                if info.key != key:
-                    raise codec.BadChunk("it is another chunk")
-                found.chunks.append((info, status))
+                data, status = _read_start(key, descriptor)
             except FileNotFoundError:
                 continue
             except OSError:
                 found.unreadable += 1
+                continue
+            try:
+                info = codec.info(codec.read_header(data), secret, status.st_size)
+                if info.key != key:
+                    raise codec.BadChunk("it is another chunk")
+                found.chunks.append((info, status))
             except codec.OtherVersion:
-                found.others.append((key, os.stat(f"{key}{SUFFIX}", dir_fd=descriptor)))
+                found.others.append((key, status))
             except Exception:  # whatever a file says, it is one fault and no more
                 found.damaged.append(key)
     return found
 
 
-def read_info(
-    key: ChunkKey, folder: int, secret: Secret | None
-) -> tuple[ChunkInfo, os.stat_result]:
-    """The header of a file, and its status. Raises ``OSError`` and ``BadChunk``."""
+def read_info(key: ChunkKey, folder: int, secret: Secret | None) -> ChunkInfo:
+    """What the header of a file says. Raises ``OSError`` and ``BadChunk``."""
+    data, status = _read_start(key, folder)
+    return codec.info(codec.read_header(data), secret, status.st_size)
+
+
+def _read_start(key: ChunkKey, folder: int) -> tuple[bytes, os.stat_result]:
+    """The first bytes of a file, up to the end of its header if it has one, and its status. Raises
+    ``OSError``."""
     with files.open_regular(f"{key}{SUFFIX}", folder) as (file, status):
         data = os.read(file, codec.HEADER_BYTES)
-        missing = codec.header_length(data) - len(data)
-        if missing > 0 and len(data) == codec.HEADER_BYTES:
-            data += os.read(file, missing)
-    return codec.info(codec.read_header(data), secret, status.st_size), status
+        if len(data) == codec.HEADER_BYTES:
+            with suppress(codec.BadChunk):
+                missing = codec.header_length(data) - len(data)
+                data += os.read(file, missing) if missing > 0 else b""
+    return data, status
