@@ -10,7 +10,8 @@ import pytest
 
 from adapters import merge, write_adapter
 from kvboost import KVBoost
-from kvboost.errors import AdapterError, UnknownAdapterError
+from kvboost.cache.tiers.disk import DiskTier
+from kvboost.errors import AdapterError, ForgetError, UnknownAdapterError
 from kvboost.results import SpanKind
 from tiny import make_engine, tiny_model
 
@@ -160,6 +161,21 @@ def test_what_is_cached_of_an_unloaded_adapter_leaves_memory_and_stays_on_disk(
         assert engine.check_integrity() == []
         assert engine.forget_salt("") > 0
         assert engine.plan(PROMPT, adapter="again").cached_tokens == 0
+
+
+def test_a_salt_is_forgotten_with_every_adapter_though_a_file_cannot_be_removed(
+    open_engine: Callable[..., KVBoost], folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_engine() as engine:
+        engine.load_adapter("a", folders["a"])
+        engine.warm(PROMPT, header="", adapter="a")
+        engine.warm(PROMPT, header="")
+        engine.flush()
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskTier, "delete", lambda tier, key: None)
+            with pytest.raises(ForgetError):
+                engine.forget_salt("")
+        assert engine.cache_stats()["tiers"]["ram"]["chunks"] == 0
 
 
 def test_without_a_disk_it_is_gone(adapted: KVBoost) -> None:

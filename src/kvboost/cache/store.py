@@ -258,9 +258,9 @@ class ChunkStore:
         could not be removed. What requests are computing now is not kept."""
         return self._forget(lambda infos: holding(infos, texts))
 
-    def forget(self, root: ChunkKey) -> int:
-        """The same for every chunk of ``root``."""
-        return self._forget(lambda infos: [key for key in infos if infos[key].root == root])
+    def forget(self, *roots: ChunkKey) -> int:
+        """The same for every chunk of ``roots``."""
+        return self._forget(lambda infos: [key for key in infos if infos[key].root in roots])
 
     def _forget(self, choose: Callable[[Mapping[ChunkKey, ChunkInfo]], list[ChunkKey]]) -> int:
         """Forgets what ``choose`` picks, here and in the remote store."""

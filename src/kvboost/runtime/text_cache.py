@@ -319,10 +319,11 @@ class TextCache:
 
     def forget_salt(self, cache_salt: str) -> int:
         """Forgets everything that was read under ``cache_salt``, on every tier, with no adapter and
-        with each that this engine has had; returns the number of chunks."""
+        with each that this engine has had; returns the number of chunks. Raises ``ForgetError`` if
+        some could not be removed."""
         self._lifetime.check()
         runtime = self._runtime
-        return sum(map(runtime.store.forget, runtime.adapters.roots_of_salt(cache_salt)))
+        return runtime.store.forget(*runtime.adapters.roots_of_salt(cache_salt))
 
     def clear(self) -> None:
         """Forgets everything in memory and on disk. The remote store, which other machines share,
