@@ -82,10 +82,10 @@ def read_again(store: ChunkStore) -> None:
 
 
 SLOW: list[tuple[Act, str]] = [
-    (forget, "remote_infos"),
+    (forget, "list_remote"),
     (forget, "await_writing"),
     (forget, "purge"),
-    (lambda store: store.forget(ROOT), "remote_infos"),
+    (lambda store: store.forget(ROOT), "list_remote"),
     (ChunkStore.clear, "await_writing"),
     (ChunkStore.clear, "remove_files"),
 ]
@@ -128,7 +128,7 @@ def test_what_a_request_planned_meanwhile_has_kept_is_forgotten_too(store: Chunk
     """It has used the chunks that are about to be dropped, and continues the text."""
     admit(store, TEXT)
     longer = [*TEXT, *range(5000, 5100)]
-    during(store, "remote_infos", lambda store: admit(store, longer, store.epoch))
+    during(store, "list_remote", lambda store: admit(store, longer, store.epoch))
     forget(store)
     assert known(store, longer) == 0 and store.stats().chunks == 0
 
@@ -136,7 +136,7 @@ def test_what_a_request_planned_meanwhile_has_kept_is_forgotten_too(store: Chunk
 def test_nothing_is_kept_of_a_request_planned_meanwhile_that_ends_later(store: ChunkStore) -> None:
     admit(store, TEXT)
     epochs = [store.epoch]
-    during(store, "remote_infos", lambda store: epochs.append(store.epoch))
+    during(store, "list_remote", lambda store: epochs.append(store.epoch))
     forget(store)
     assert [admit(store, TEXT, epoch) for epoch in epochs] == [0, 0]
     assert admit(store, TEXT, store.epoch) == 7

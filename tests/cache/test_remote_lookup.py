@@ -301,8 +301,10 @@ def test_forgetting_without_the_server_says_that_something_may_be_left(
     engine.generate(READ, 1)
     engine.flush()
     own_server.stop()
-    with pytest.raises(ForgetError, match="remote"):
+    with pytest.raises(ForgetError, match=r"[1-9] in remote may be left"):
         engine.forget(PASSAGE)
+    with pytest.raises(ForgetError, match=r"0 chunks are forgotten.* does not answer"):
+        engine.forget(PASSAGE)  # nothing is known here any more
 
 
 def test_stores_without_marks_serve_exact_hits(open_engine, server) -> None:

@@ -16,7 +16,8 @@ from kvboost.cache import codec
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.folder import CacheFolder
 from kvboost.cache.tiers.disk import DiskTier
-from kvboost.errors import CacheFolderError
+from kvboost.checks.rehearsal import rehearse
+from kvboost.errors import CacheFolderError, ForgetError
 from kvboost.model.tokenizer import ModelTokenizer
 from planting import OTHER_VERSIONS, chunk_files, plant
 from remote_stores import opened
@@ -174,6 +175,35 @@ def test_forgetting_a_text_removes_what_cannot_be_searched(open_engine, expected
     engine = open_engine()
     engine.forget("lazy dog")
     assert chunk_files(folder) == []
+
+
+@pytest.mark.parametrize("version", OTHER_VERSIONS)
+def test_forgetting_names_what_cannot_be_searched_in_the_remote_store(
+    version, open_engine, expected, tmp_path
+) -> None:
+    """Other machines share it, so their chunks stay; what this version wrote beside them goes."""
+    theirs = rewritten(tmp_path / "far", OTHER_VERSIONS[version])
+    engine = open_engine(disk_cache_dir=None, **remote(tmp_path))
+    engine.generate("Another lazy dog, that nobody has read about before. " * 3, 4, PREFIX)
+    engine.flush()
+    assert len(chunk_files(tmp_path / "far")) > len(theirs)
+    said = rf"others may be left: {len(theirs)} in remote cannot be searched"
+    for _ in range(2):
+        with pytest.raises(ForgetError, match=said):
+            engine.forget("lazy dog")
+    assert {path: path.read_bytes() for path in chunk_files(tmp_path / "far")} == theirs
+    assert engine.cache_stats()["tiers"]["remote"]["faults"] == {"version": len(theirs)}
+    for path in theirs:
+        path.unlink()
+    assert engine.forget("lazy dog") == 0
+
+
+def test_checks_do_not_fail_because_of_them(open_engine, expected, tmp_path) -> None:
+    """They forget their made-up salts when they end."""
+    rewritten(tmp_path / "far", NEWER)
+    engine = open_engine(disk_cache_dir=None, **remote(tmp_path))
+    assert engine.verify_correctness(2)
+    assert rehearse(engine, 1) > 0
 
 
 def test_lock_files_of_another_version_do_no_harm(tmp_path: Path) -> None:

@@ -269,7 +269,8 @@ class ChunkStore:
             self._transfers.refresh(now=True)
             with self._lock:
                 here = self._holdings.catalogue.infos()
-            in_remote = {info.key: info for info in self._transfers.remote_infos()}
+            listed = self._transfers.list_remote()
+            in_remote = {info.key: info for info in listed.infos}
             # Together: a chunk that came as moved text has its beginning in the remote store only.
             keys = choose({**in_remote, **here})
             left = self._remove(keys)
@@ -288,6 +289,10 @@ class ChunkStore:
             raise ForgetError(
                 f"{len(keys)} chunks were to be forgotten, but could not all be removed: {places} "
                 "may be left; see that it can be written and call again"
+            )
+        if listed.problem:
+            raise ForgetError(
+                f"{len(keys)} chunks are forgotten, but others may be left: {listed.problem}"
             )
         return len(keys)
 

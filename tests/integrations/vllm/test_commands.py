@@ -28,7 +28,7 @@ from kvboost.integrations.vllm.options import Command, Options, RequestOptions
 from kvboost.integrations.vllm.planner import Hello, Planner, prompt_ids
 from kvboost.integrations.vllm.tally import Tally
 from kvboost.tokens.hashing import TokenIds
-from planting import chunk_files
+from planting import OTHER_VERSIONS, chunk_files, plant
 from redis_server import MISSING, RedisServer
 
 ASKED = RequestOptions("repaired", 0.15)
@@ -162,6 +162,23 @@ def test_a_remote_store_that_is_down_is_named(start: Any) -> None:
     assert cache.planner.num_chunks() == 0
     answer = cache.ask(EVERYTHING)
     assert answer["forgotten"] == 0 and "does not answer" in answer["error"]
+
+
+def test_chunks_of_another_version_in_the_remote_store_are_named(
+    start: Any, tmp_path: Path
+) -> None:
+    """The store answers, and all that can be searched is forgotten: only they are left."""
+    remote = {"remote_cache_url": f"file://{tmp_path}", "remote_cache_bytes": 1 << 24}
+    start(**remote).read(text(1))
+    plant(chunk_files(tmp_path)[0], **OTHER_VERSIONS["a newer format"])
+    cache = start(**remote)
+    for found in (6, 0):
+        answer = cache.ask(EVERYTHING)
+        assert answer["forgotten"] == found
+        assert "others may be left: 1 in remote cannot be searched" in answer["error"]
+    assert len(chunk_files(tmp_path)) == 1
+    cache.planner._remote.delete(chunk_files(tmp_path)[0].stem)
+    assert cache.ask(EVERYTHING) == {"forgotten": 0}
 
 
 def test_all_workers_must_reply() -> None:

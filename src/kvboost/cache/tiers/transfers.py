@@ -18,6 +18,7 @@ from kvboost.cache.codec import Expected
 from kvboost.cache.quantize import KVFormat
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.open import Tiers
+from kvboost.cache.tiers.remote.tier import Listing
 from kvboost.cache.tiers.residency import Residency
 from kvboost.cache.tiers.stats import RemoteStats
 from kvboost.cache.tiers.writer import Writer
@@ -121,9 +122,9 @@ class Transfers:
         finally:
             self._refreshing.release()
 
-    def remote_infos(self) -> Iterator[ChunkInfo]:
+    def list_remote(self) -> Listing:
         """Everything the remote store has. Slow."""
-        return self._remote.infos() if self._remote is not None else iter(())
+        return self._remote.list_chunks() if self._remote is not None else Listing()
 
     def remote_stats(self) -> RemoteStats | None:
         return self._remote.stats() if self._remote is not None else None
@@ -152,12 +153,10 @@ class Transfers:
             self._unremoved = list(filter(self._disk.contains, self._unwanted(wanted_gone)))
             left["disk"] = len(self._unremoved) + len(self._disk.others())
         if self._remote is not None:
-            before = sum(self._remote.faults.values())
             for key in keys:
                 self._remote.delete(key)
-            there = self._remote.contains_many(self._unwanted(keys))
-            asked = self._remote.state == "closed" and sum(self._remote.faults.values()) == before
-            left["remote"] = sum(there) if asked else len(keys)  # unknown counts as left
+            there = self._remote.count(self._unwanted(keys))
+            left["remote"] = len(keys) if there is None else there  # unknown counts as left
         return dict(+left)
 
     def _unwanted(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:

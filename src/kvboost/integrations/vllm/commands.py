@@ -29,7 +29,6 @@ CLOSED = (
 MOST_PENDING = 16
 """Commands that may wait at a time: each makes the scheduler look at all chunks."""
 TOO_MANY = f"{MOST_PENDING} commands wait already; ask again when they are done"
-REMOTE_IS_SILENT = "the remote store does not answer; ask again when it does"
 _FIGURES = ("chunks", "bytes", "max_bytes", "hits")
 
 
@@ -172,8 +171,8 @@ class Commands:
                 f"not all of them could be removed: {places} may be left; see that it can be "
                 "written and ask again"
             )
-        elif not pending.found.is_complete:
-            answer["error"] = REMOTE_IS_SILENT
+        elif pending.found.problem:
+            answer["error"] = f"others may be left: {pending.found.problem}"
         return answer
 
     def _stats(self, pending: _Pending) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
 from kvboost.cache.remote_lookup import RemoteLookup
 from kvboost.cache.secret import Secret
 from kvboost.cache.tiers.disk import DiskTier
-from kvboost.cache.tiers.remote.tier import RemoteTier, open_remote
+from kvboost.cache.tiers.remote.tier import Listing, RemoteTier, open_remote
 from kvboost.config import RepairParams
 from kvboost.integrations.vllm.options import Options, RequestOptions
 from kvboost.reuse.copies import further_copies
@@ -122,8 +122,8 @@ class Found:
     """Chunks that are to be forgotten."""
 
     keys: list[ChunkKey]
-    is_complete: bool
-    """Whether the remote store has answered, if there is one."""
+    problem: str = ""
+    """Why there may be more of them in the remote store; empty if there are not."""
 
 
 class Planner:
@@ -267,14 +267,10 @@ class Planner:
         here = self._index.infos(root)
 
         def search() -> Found:
-            faults = 0 if remote is None else sum(remote.faults.values())
-            listed = () if remote is None else remote.infos()
-            infos = {info.key: info for info in listed if info.root == root} | here
+            listed = Listing() if remote is None else remote.list_chunks()
+            infos = {info.key: info for info in listed.infos if info.root == root} | here
             keys = list(infos) if texts is None else holding(infos, texts)
-            is_complete = remote is None or (
-                remote.state == "closed" and sum(remote.faults.values()) == faults
-            )
-            return Found(keys, is_complete)
+            return Found(keys, listed.problem)
 
         return search
 

@@ -11,6 +11,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -45,6 +46,31 @@ _REDIS_SCHEMES = {
 }
 
 Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The chunks in a remote store."""
+
+    infos: tuple[ChunkInfo, ...] = ()
+    unread: int = 0
+    """Chunks that nobody here can search: another version of KVBoost wrote them, or they are
+    damaged."""
+    is_complete: bool = True
+    """Whether the store has answered every question."""
+
+    @property
+    def problem(self) -> str:
+        """Why a text may be in the store though none of ``infos`` holds it; empty if it cannot."""
+        if not self.is_complete:
+            return "the remote store does not answer; ask again when it does"
+        if self.unread:
+            return (
+                f"{self.unread} in remote cannot be searched, because another version of KVBoost "
+                "wrote them or they are damaged; let that version forget the text, or empty the "
+                "store"
+            )
+        return ""
 
 
 class RemoteTier:
@@ -133,18 +159,41 @@ class RemoteTier:
         found = self._ask(lambda: self._backend.contains_many(keys), [False] * len(keys))
         return [has and key not in self._refused for key, has in zip(keys, found, strict=True)]
 
+    def count(self, keys: Sequence[ChunkKey]) -> int | None:
+        """How many of ``keys`` are there, refused values included; None if the store does not
+        answer."""
+        found = self._ask(lambda: self._backend.contains_many(keys), None) if keys else []
+        return None if found is None else sum(found)
+
     def keys(self) -> list[ChunkKey]:
         return self._ask(self._backend.keys, [])
 
     def infos(self) -> Iterator[ChunkInfo]:
-        """What is there, a few headers at a time. Headers that cannot be read are left out."""
-        keys = self.keys()
+        """What is there. Headers that cannot be read are left out."""
+        return iter(self.list_chunks().infos)
+
+    def list_chunks(self) -> Listing:
+        """What is there; reads the headers of all chunks, a few at a time."""
+        keys = self._ask(self._backend.keys, None)
+        if keys is None:
+            return Listing(is_complete=False)
+        infos: list[ChunkInfo] = []
+        unread: list[ChunkKey] = []
+        is_complete = True
         for start in range(0, len(keys), _HEADERS_AT_ONCE):
             some = keys[start : start + _HEADERS_AT_ONCE]
-            for key, header in zip(some, self._headers(some), strict=True):
+            headers = self._headers(some)
+            if headers is None:
+                is_complete = False
+                continue
+            for key, header in zip(some, headers, strict=True):
                 info = None if header is None else self._read_header(key, header)
-                if info is not None:
-                    yield info
+                if info is None:
+                    unread.append(key)
+                else:
+                    infos.append(info)
+        still_there = self.count(unread)  # others may have removed some meanwhile
+        return Listing(tuple(infos), still_there or 0, is_complete and still_there is not None)
 
     @property
     def has_index(self) -> bool:
@@ -250,8 +299,10 @@ class RemoteTier:
         return None
 
     def _pass_over(self, key: ChunkKey) -> None:
-        """Another version of KVBoost wrote ``key``: it stays there."""
+        """Another version of KVBoost wrote ``key``: it stays there, and counts once."""
         with self._lock:
+            if key in self._refused:
+                return
             is_first = "version" not in self._faults
             self._refused.add(key)
         self._count("version")
@@ -265,8 +316,9 @@ class RemoteTier:
         self._backend.delete(key)
         return True
 
-    def _headers(self, keys: Sequence[ChunkKey]) -> Sequence[bytes | None]:
-        return self._ask(lambda: self._backend.headers(keys), [None] * len(keys))
+    def _headers(self, keys: Sequence[ChunkKey]) -> Sequence[bytes | None] | None:
+        """None if the store does not answer."""
+        return self._ask(lambda: self._backend.headers(keys), None)
 
     def _read_header(self, key: ChunkKey, header: bytes) -> ChunkInfo | None:
         try:
