@@ -38,7 +38,10 @@ SETTINGS = ServerSettings(
     served_names=("tiny",), keys=(ApiKey("root", KEY),), strict_fields=True, drain_seconds=5.0
 )
 DOCUMENT = create_app(FakeEngine(), SETTINGS).openapi()
-SAMPLED = "/v1/completions|/v1/(responses$|messages|embeddings|rerank)|/kvboost/pins$|/api/"
+SAMPLED = (
+    "/v1/completions|/v1/(responses$|messages|embeddings|rerank)"
+    "|/kvboost/(pins|plan)$|/tokenize|/api/"
+)
 EVERY_FIELD = bool(os.environ.get("KVBOOST_TEST_EVERY_FIELD"))
 REFUSED = (400, 401, 403, 404, 405, 409, 413, 415, 429)
 """How invalid requests may be refused: one with too many messages may also be too large."""
