@@ -50,19 +50,19 @@ def test_prefix_cache_equals_baseline_for_any_split_of_a_conversation(name, tiny
         for turn in range(3):
             length = data.draw(st.integers(1, 45), label=f"length of turn {turn}")
             prompt = prompt + random_ids(length, seed=length)
-            base = engine.generate(prompt, 5, GenerationMode.BASELINE, ignore_eos=True)
+            base = engine.generate(prompt, 3, GenerationMode.BASELINE, ignore_eos=True)
             hit = engine.generate(
-                prompt, 5, GenerationMode.PREFIX_CACHE, ignore_eos=True, cache_salt=salt
+                prompt, 3, GenerationMode.PREFIX_CACHE, ignore_eos=True, cache_salt=salt
             )
             assert hit.token_ids == base.token_ids
-            scores = [
-                engine.score(prompt, base.token_ids, mode, cache_salt=salt).logits
-                for mode in (GenerationMode.BASELINE, GenerationMode.PREFIX_CACHE)
-            ]
-            assert torch.allclose(*scores, atol=1e-3, rtol=0)
             assert hit.exact_tokens >= (known if known >= LEAST_TOKENS else 0)
             prompt = prompt + hit.token_ids
             known = len(prompt) - 1  # the last token was never fed
+        scores = [
+            engine.score(prompt, base.token_ids, mode, cache_salt=salt).logits
+            for mode in (GenerationMode.BASELINE, GenerationMode.PREFIX_CACHE)
+        ]
+        assert torch.allclose(*scores, atol=1e-3, rtol=0)
         engine.forget_salt(salt)
 
     run()
@@ -70,7 +70,7 @@ def test_prefix_cache_equals_baseline_for_any_split_of_a_conversation(name, tiny
 
 @pytest.mark.parametrize("name", NAMES)
 def test_verify_correctness_is_truthy(name, tiny_engine) -> None:
-    report = tiny_engine(name).verify_correctness(max_new_tokens=4)
+    report = tiny_engine(name).verify_correctness(max_new_tokens=2)
     assert report, report.problems
     assert report.reused_share > 0.5
 
