@@ -7,6 +7,7 @@ import torch
 
 from kvboost.cache.quantize import plain
 from kvboost.cache.tiers.ram import RamTier
+from kvboost.checks import verify
 from tiny import make_engine, tiny_model
 
 
@@ -28,6 +29,7 @@ def test_verification_sees_hits_and_agreement_and_leaves_no_trace(engine) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_damaged_tensor_fails_verification(monkeypatch, dtype) -> None:
+    monkeypatch.setattr(verify, "QUESTIONS", verify.QUESTIONS[:1])  # many CPUs are slow in bfloat16
     engine = make_engine(tiny_model("llama").to(dtype))
     assert engine.verify_correctness(max_new_tokens=8)
     put = RamTier.put
