@@ -17,19 +17,15 @@ from kvboost.model.device import pick_dtype
 from kvboost.model.quantized import source
 from kvboost.model.weights import BUNDLED, fetch_wheel, verify
 
-PROMPTS = [(pattern, number) for number, pattern in enumerate(PATTERNS)]
 
-
-@pytest.mark.parametrize(("pattern", "number"), PROMPTS)
-def test_a_prompt_read_in_several_calls_is_answered_as_if_read_in_one(
-    smollm, pattern, number
-) -> None:
+@pytest.mark.parametrize("pattern", ["chat", "rag"])
+def test_a_prompt_read_in_several_calls_is_answered_as_if_read_in_one(smollm, pattern) -> None:
     """In float32 the greedy tokens are equal and the logits within 1e-3, wherever the calls end."""
-    rng = random.Random(f"{pattern} {number}")
+    rng = random.Random(pattern)
     text = PATTERNS[pattern].shared(smollm.encode, 3000)
     start = rng.randrange(2000)
     prompt = text[start : start + rng.randrange(60, 200)]
-    salt = f"{pattern} {number}"
+    salt = pattern
     for cut in sorted(rng.sample(range(20, len(prompt)), 2)):
         smollm.generate(
             prompt[:cut], rng.randrange(1, 4), GenerationMode.PREFIX_CACHE, cache_salt=salt
@@ -46,7 +42,7 @@ def test_a_prompt_read_in_several_calls_is_answered_as_if_read_in_one(
 
 
 def test_verification_on_real_weights(smollm) -> None:
-    report = smollm.verify_correctness(8)
+    report = smollm.verify_correctness(4)
     assert report, report.problems
     assert report.reused_share > 0.5
 
