@@ -84,22 +84,18 @@ class Admission:
         done = 0
         while done < len(places):
             chunks = self._describe(places[done:], pack)
-            copies = list(zip(*chunks, strict=True))
             with self._lock:
-                kept, replaced = self._holdings.insert(copies)
+                kept, replaced = self._holdings.insert(chunks)
             self._transfers.remove_files(replaced)
             self._pinned += [place.key for place in places[done : done + kept] if place.key]
             done += kept
-            if kept < len(copies) or not copies:
+            if kept < len(chunks) or not chunks:
                 break
         return done
 
-    def _describe(
-        self, places: Sequence[Place], pack: Pack
-    ) -> tuple[Sequence[KVChunk], Sequence[KVChunk]]:
-        """The new chunks where their rows were computed, and their copies in host memory; only the
-        first of them if there is too little memory, which may be none. Needs no lock for as long as
-        it copies."""
+    def _describe(self, places: Sequence[Place], pack: Pack) -> Sequence[KVChunk]:
+        """The new chunks; only the first of them if there is too little memory, which may be none.
+        Needs no lock for as long as it copies."""
         with self._lock:
             parts = [self._holdings.rows_of(place) for place in places]
         try:
@@ -107,13 +103,13 @@ class Admission:
                 KVChunk(self._naming.describe(place, data), data)
                 for place, data in zip(places, pack(parts), strict=True)
             ]
-            return chunks, self._transfers.adopt(chunks)
+            return self._transfers.adopt(chunks)
         except (MemoryError, RuntimeError):  # torch is out of memory
             if len(places) > 1:
                 return self._describe(places[: len(places) // 2], pack)
             with self._lock:
                 self._holdings.counts["failed"] += 1
-            return (), ()
+            return ()
 
 
 def _belongs(place: Place, run: Sequence[Place]) -> bool:

@@ -44,11 +44,10 @@ class ChunkData:
     def put(self, chunks: Sequence[KVChunk]) -> None:
         """Keeps new chunks of one sequence, parents first. What finds no room counts as gone, and
         so do the chunks after it."""
-        in_host_memory = self._transfers.adopt(chunks)
-        for number, chunk in enumerate(chunks):
+        for number, chunk in enumerate(self._transfers.adopt(chunks)):
             with self._lock:
                 self._known.add(chunk.key)
-                if self._residency.put(in_host_memory[number], chunk):
+                if self._residency.put(chunk):
                     continue
                 for refused in chunks[number:]:
                     self.on_gone(refused.key)

@@ -92,18 +92,17 @@ class Holdings:
         like = None if ready is None else ready.data
         return NewRows(place.part.start, place.part.end, like, common)
 
-    def insert(self, copies: Sequence[tuple[KVChunk, KVChunk]]) -> tuple[int, list[ChunkKey]]:
-        """Takes new chunks of one sequence in, each where it was computed and in host memory,
-        parents first. Returns how many of the first ones can be kept, and are in use from now on,
-        and the chunks that they replaced."""
-        self.residency.make_room(self._room_for([chunk.info for chunk, _ in copies]))
+    def insert(self, chunks: Sequence[KVChunk]) -> tuple[int, list[ChunkKey]]:
+        """Takes new chunks of one sequence in, parents first. Returns how many of the first ones
+        can be kept, and are in use from now on, and the chunks that they replaced."""
+        self.residency.make_room(self._room_for([chunk.info for chunk in chunks]))
         new: list[ChunkInfo] = []
         replaced: list[ChunkKey] = []
         kept = 0
-        for chunk, in_host_memory in copies:
+        for chunk in chunks:
             info = chunk.info
             if info.key not in self.catalogue:  # otherwise another process has just written it
-                if not self.residency.put(in_host_memory, chunk):
+                if not self.residency.put(chunk):
                     self.counts["rejected"] += 1
                     break
                 if (shorter := self._replaced_by(info)) is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -47,6 +47,12 @@ class KVData:
     tensors: Mapping[str, torch.Tensor]
     key_norm: float = 0.0
     """The mean norm of the keys; 0 if it was not measured."""
+    in_pages: ClassVar[bool] = False
+    """Whether the rows are in pages of running requests; ``tensors`` is then a copy."""
+
+    def gathered(self) -> KVData:
+        """The same outside of such pages."""
+        return self
 
     @property
     def nbytes(self) -> int:

@@ -159,6 +159,20 @@ class ChunkStore:
                 raise ChunkLost(hit.chunk.key)
             yield hit, chunk.data
 
+    def at_hand(self, hits: Sequence[Hit]) -> list[KVData]:
+        """The data of the first of pinned ``hits`` that are in the fastest tier."""
+        with self._lock:
+            residency = self._holdings.residency
+            tier = residency.fastest
+            here = takewhile(lambda hit: hit.tier == tier, hits)
+            chunks = residency.at_hand([hit.chunk.key for hit in here])
+            return [chunk.data for chunk in chunks or ()]
+
+    def count_hits(self, number: int) -> None:
+        """So many chunks of the fastest tier served a request without being fetched."""
+        with self._lock:
+            self._holdings.residency.hits[self.fastest_tier] += number
+
     def touch(self, *paths: Sequence[Hit]) -> None:
         """A request uses these hits, each path from its first chunk to its last: they are evicted
         later."""
@@ -321,6 +335,11 @@ class ChunkStore:
         """The roots of all chunks."""
         with self._lock:
             return {info.root for info in self._holdings.catalogue.infos().values()}
+
+    def free_gpu(self, is_enough: Callable[[], bool]) -> None:
+        """Evicts chunks from the GPU until that ``is_enough``, or no other may go."""
+        with self._lock:
+            self._holdings.residency.free_gpu(is_enough)
 
     def leave_memory(self, roots: Collection[ChunkKey]) -> int:
         """Takes the chunks of these roots out of memory, except those in use; returns how many.

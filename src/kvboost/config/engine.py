@@ -62,7 +62,9 @@ class EngineConfig:
     """Whether eviction also considers the norms of a chunk's keys: keys with small norms receive
     more attention."""
     gpu_cache_bytes: int | None = None
-    """The cache's budget in the GPU's own memory; by default a quarter of what is free."""
+    """The most of a GPU's memory that the cache may take. Where requests have pages, it takes those
+    that none needs, by default all of them; elsewhere memory of its own, by default a quarter of
+    what is free."""
     disk_cache_dir: str | os.PathLike[str] | None = None
     """A folder in which the cache outlives the process; None keeps nothing on disk."""
     disk_cache_bytes: int = 20 * 1024**3

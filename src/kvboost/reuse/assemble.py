@@ -62,7 +62,7 @@ class Packer:
         place(hit, data, kv, self._quantizer, share)
 
     def packing(self, kv: KVRows) -> Pack:
-        """For one who stores rows of ``kv``."""
+        """Gives rows of ``kv`` for chunks."""
 
         def pack(parts: Sequence[NewRows]) -> list[KVData]:
             return self._quantizer.pack_all(kv.rows(parts[0].start, parts[-1].end), parts)

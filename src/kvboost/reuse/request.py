@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from kvboost.cache.admission import Pack
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import KVData
 from kvboost.model.kv import RequestKV
@@ -32,6 +33,9 @@ class RequestRows(Protocol):
         ``share``, they are mixed with the rows that are there, which have the rest."""
 
     def finish(self) -> None: ...
+
+    def packing(self) -> Pack:
+        """Gives rows of the request for chunks."""
 
     def clear(self, rows: range) -> None:
         """Prepares rows that are not known: a probe does not attend to them."""
@@ -60,6 +64,9 @@ class BufferedRows:
         self._packer.place(hit, data, self._kv, share)
 
     def finish(self) -> None: ...
+
+    def packing(self) -> Pack:
+        return self._packer.packing(self._kv)
 
     def clear(self, rows: range) -> None:
         self._kv.clear(rows.start, rows.stop)  # they are masked, but NaN would still spread

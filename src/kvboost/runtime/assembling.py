@@ -13,6 +13,7 @@ from kvboost.reuse.copies import further_copies
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.request import RequestRows
 from kvboost.runtime.keeping import Keeping
+from kvboost.runtime.planner import Lookup
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 
@@ -36,22 +37,24 @@ class Assembling:
         self._live_end = live_end
         self._keeping = keeping
 
-    def run(self, *, ask_remote: bool = True) -> Generator[None, object, Plan]:
-        """Plans the prompt and copies the known rows into place. If a chunk turns out to be lost,
-        plans again without it and without asking the remote store a second time."""
-        self._state.epoch = self._runtime.store.epoch
-        plan = yield from self._try(ask_remote=ask_remote)
+    def run(self, lookup: Lookup, num_shared: int = 0) -> Generator[None, object, Plan]:
+        """Plans the prompt by what ``lookup`` has found, which is closed then, and copies the known
+        rows into place; the first ``num_shared`` rows are those of a running request. If a chunk
+        turns out to be lost, plans again without it, and without asking the remote store."""
+        plan = yield from self._try(lookup, num_shared)
         while plan is None:
-            plan = yield from self._try(ask_remote=False)
+            request, planner = self._state.request, self._runtime.planner
+            again = planner.lookup(request, self._live_end, ask_remote=False)
+            plan = yield from self._try(again, self._kv.own_start)
         self._state.exact_rows = plan.exact_rows
         return plan
 
-    def _try(self, *, ask_remote: bool) -> Generator[None, object, Plan | None]:
+    def _try(self, lookup: Lookup, num_shared: int) -> Generator[None, object, Plan | None]:
         """As :meth:`run`; None if a chunk of the plan was lost on the way."""
         runtime, request, state = self._runtime, self._state.request, self._state
         planner, store, clock = runtime.planner, runtime.store, state.clock
-        with planner.lookup(request, self._live_end, ask_remote=ask_remote) as known:
-            plan, notes = planner.plan(request, known, self._kv.own_start)
+        with lookup as known:
+            plan, notes = planner.plan(request, known, num_shared)
             if plan.moved and not self._kv.changes_rows:
                 plan = plan.without_moved()
                 notes = (*notes, "moved text was computed: far rows of fewer bits do not change")
@@ -67,7 +70,7 @@ class Assembling:
                 self._kv.detach_prefix()  # hooks of a repair need rows in one piece
             try:
                 rows = runtime.rows_of(self._kv)
-                seconds = yield from self._place(rows, plan.hits)
+                seconds = yield from self._place(rows, self._not_in_place(plan))
                 for number, copy in enumerate(copies, start=2):
                     seconds += yield from self._place(rows, copy, 1 / number)
             except ChunkLost:
@@ -77,6 +80,16 @@ class Assembling:
             placed = plan.num_known + sum(hit.num_tokens for hit in more)
             runtime.cost.observe_place(placed, seconds)
         return plan
+
+    def _not_in_place(self, plan: Plan) -> Sequence[Hit]:
+        """The hits that are not in pages which the request shares with the cache."""
+        start = self._kv.own_start
+        hits = plan.hits
+        if not start or not hits or hits[0].start >= start:
+            return hits
+        rest = [hit.clip(start, hit.end) for hit in hits if hit.end > start]
+        self._runtime.store.count_hits(len(hits) - len(rest))
+        return rest
 
     def _place(
         self, rows: RequestRows, hits: Sequence[Hit], share: float | None = None

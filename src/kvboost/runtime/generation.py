@@ -32,6 +32,7 @@ from kvboost.runtime.audit import RECORDED_TOKENS, TopTokens
 from kvboost.runtime.computing import Computing, Given, Steps
 from kvboost.runtime.drafts import Drafts
 from kvboost.runtime.keeping import Keeping
+from kvboost.runtime.planner import Lookup
 from kvboost.runtime.repairing import Repairing
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
@@ -62,6 +63,9 @@ class Generation:
         self._num_graphs = runtime.num_graphs
         self._kv: RequestKV
         self._keeping: Keeping
+        self._lookup: Lookup
+        self._num_shared = 0
+        """Rows that a running request has in place."""
         self._healing: StepHealing | None = None
         self._last_token = np.zeros(1, np.int64)
         self._last_ids = torch.from_numpy(self._last_token)  # the same memory
@@ -81,7 +85,6 @@ class Generation:
         with self._lend_kv():
             run_alone(self._runtime.model.forward, self._prompt_logits())
             new = self._keeping.admit()
-            self._keeping.leave_pages()
             self._keeping.remember()
             return new
 
@@ -102,7 +105,8 @@ class Generation:
         rows = self._runtime.rows_for(self._request, batched=False)
         with self._runtime.pool.lend(rows) as kv:
             self._take(kv)
-            yield from self._assemble(ask_remote=False)
+            self._look_up(ask_remote=False)
+            yield from self._assemble()
             self._state.epoch = epoch
             return (yield from self._prefill(keep_slices=True))
 
@@ -112,22 +116,21 @@ class Generation:
 
     @contextmanager
     def _lend_kv(self) -> Iterator[None]:
-        """Borrows a KV buffer. A request of a batch may share the first rows of a running one."""
+        """Borrows KV. Its first rows may be those of a running request, or pages of the cache."""
         runtime, request, state = self._runtime, self._request, self._state
         root = runtime.root_of(request)
-        prefix = runtime.running.shared_prefix_for(request, root) if state.batched else None
         rows = runtime.rows_for(request, batched=state.batched)
-        with (
-            runtime.idle_work.hold(),
-            runtime.beginnings.borrow(
-                *(runtime.pool, request, root, runtime.store.epoch, prefix),
-                before=self._live_end - 1,
-            ) as prefix,
-            runtime.pool.lend(rows, prefix) as kv,
-            runtime.running.register(state, root, kv),
-        ):
-            self._take(kv)
-            yield
+        state.epoch = runtime.store.epoch
+        with runtime.idle_work.hold(), self._look_up() as known:
+            prefix = runtime.running.shared_prefix_for(request, root) if state.batched else None
+            self._num_shared = prefix.count if prefix is not None else 0
+            kept = runtime.kept_prefix(known, self._live_end - 1)
+            if kept is not None and kept.count > self._num_shared:
+                prefix, self._num_shared = kept, 0
+            with runtime.pool.lend(rows, prefix) as kv, runtime.running.register(state, root, kv):
+                del prefix, kept
+                self._take(kv)
+                yield
 
     def _take(self, kv: RequestKV) -> None:
         kv.adapter = self._request.adapter
@@ -153,17 +156,22 @@ class Generation:
                 self._keeping.touch_used()
                 state.clock.lap("decode")
                 self._keeping.admit()
-                self._keeping.leave_pages()
                 self._keeping.remember()
                 self._keeping.leave_to_healing(self._healing)
                 self._runtime.totals.add(state)
                 self._runtime.trimmer.after_request()
                 state.clock.lap("admit")
 
-    def _assemble(self, *, ask_remote: bool = True) -> Computing[Plan]:
+    def _look_up(self, *, ask_remote: bool = True) -> Lookup:
+        """What is known of the prompt, until it is in place."""
+        planner = self._runtime.planner
+        self._lookup = planner.lookup(self._request, self._live_end, ask_remote=ask_remote)
+        return self._lookup
+
+    def _assemble(self) -> Computing[Plan]:
         """Plans the prompt and copies the known rows into place."""
         assembling = Assembling(self._runtime, self._state, self._kv, self._live_end, self._keeping)
-        return (yield from assembling.run(ask_remote=ask_remote))
+        return (yield from assembling.run(self._lookup, self._num_shared))
 
     def _prefill(self, *, keep_slices: bool = False) -> Computing[torch.Tensor]:
         """Computes the rest of the prompt, slice by slice. Returns the logits of its last rows."""

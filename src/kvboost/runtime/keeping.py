@@ -1,4 +1,4 @@
-"""What a request leaves for later ones: chunks, pages, texts to draft from, rows to heal."""
+"""What a request leaves for later ones: chunks, texts to draft from, rows to heal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Keeping:
         new = runtime.store.admit(
             runtime.root_of(request),
             ids,
-            runtime.packer.packing(kv),
+            runtime.rows_of(kv).packing(),
             exact_rows=state.exact_rows,
             repair=request.repair.name,
             boundaries=request.boundaries,
@@ -52,14 +52,6 @@ class Keeping:
         )
         state.new_chunks += new
         return new
-
-    def leave_pages(self) -> None:
-        """Leaves exact rows in their pages, on a GPU, for a request that begins alike."""
-        runtime, request, state = self._runtime, self._request, self._state
-        if self._keeps_rows and runtime.keeps_pages and state.epoch == runtime.store.epoch:
-            num_rows = min(state.rows, state.exact_rows, request.cacheable_rows)
-            root = runtime.root_of(request)
-            runtime.beginnings.keep(self._kv, self._token_ids, num_rows, root, state.epoch)
 
     def touch_used(self) -> None:
         """Tells the eviction order what served this request. It learns from that, which takes its

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from kvboost.cache.lookup.hits import KnownRows
 from kvboost.cache.store import ChunkStore
@@ -15,6 +15,23 @@ from kvboost.reuse.plan import LIVE_TOKENS, Plan, make_plan
 from kvboost.reuse.repair import PROBE_BAND
 from kvboost.runtime.request import Request
 from kvboost.tokens.hashing import ChunkKey
+
+
+class Lookup:
+    """What is ``known`` of a prompt, until this is closed. As a context, closes itself."""
+
+    def __init__(self, lookup: AbstractContextManager[KnownRows]) -> None:
+        self._open = ExitStack()
+        self.known = self._open.enter_context(lookup)
+
+    def close(self) -> None:
+        self._open.close()
+
+    def __enter__(self) -> KnownRows:
+        return self.known
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Planner:
@@ -36,12 +53,17 @@ class Planner:
         self._root = root
         self._moves = moves
 
-    @contextmanager
     def lookup(
         self, request: Request, live_end: int, *, pin: bool = True, ask_remote: bool = True
-    ) -> Iterator[KnownRows]:
+    ) -> Lookup:
         """The cached rows of the prompt before ``live_end``, except the last one, which is always
-        computed. The chunks are pinned until the context exits."""
+        computed. The chunks are pinned until the lookup is closed."""
+        return Lookup(self._lookup(request, live_end, pin, ask_remote))
+
+    @contextmanager
+    def _lookup(
+        self, request: Request, live_end: int, pin: bool, ask_remote: bool
+    ) -> Iterator[KnownRows]:
         if request.mode is GenerationMode.BASELINE:
             yield KnownRows()
             return

@@ -14,6 +14,7 @@ from kvboost.cache.events.layout import medium
 from kvboost.cache.events.publisher import EventPublisher
 from kvboost.cache.eviction.learned import LearnedPolicy
 from kvboost.cache.lookup.anchors import anchor_window
+from kvboost.cache.lookup.hits import KnownRows
 from kvboost.cache.quantize import KVFormat, Quantizer
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.open import Tiers, open_tiers
@@ -21,7 +22,7 @@ from kvboost.cache.tiers.ram import RamTier
 from kvboost.config import EngineConfig
 from kvboost.errors import KVBoostError
 from kvboost.model.host_memory import host_memory
-from kvboost.model.kv import KVPool, RequestKV
+from kvboost.model.kv import KVPool, Prefix, RequestKV
 from kvboost.model.load import LoadedModel
 from kvboost.model.machine import memory_bytes
 from kvboost.model.native.moved_rows import move_keys
@@ -36,7 +37,6 @@ from kvboost.reuse.request import BufferedRows, RequestRows
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.step_times import size_of
 from kvboost.runtime.adapters import Adapters
-from kvboost.runtime.beginnings import Beginnings
 from kvboost.runtime.far import open_far, slab_bytes
 from kvboost.runtime.idle_work import IdleQueue
 from kvboost.runtime.memory import Trimmer
@@ -52,6 +52,7 @@ from kvboost.tokens.hashing import ChunkKey, TokenIds, root_key
 if TYPE_CHECKING:
     from kvboost.model.paged.slab import Slab
     from kvboost.reuse.paged.forwards import SegmentForwards
+    from kvboost.reuse.paged.stored import PageStore
 
 INITIAL_ANSWER_ROWS = 512
 """Rows reserved for an answer at first. A longer answer makes the request's KV grow."""
@@ -76,12 +77,18 @@ class Runtime:
     def __init__(self, model: LoadedModel, config: EngineConfig, costs: Path | None = None) -> None:
         self.model = model
         self._config = config
-        tiers = self._open_tiers()
-        self.max_kv_bytes = _kv_budget(config, model)
         self.pages = self._choose_pages()
+        if self.keeps_pages:
+            self.max_kv_bytes = _kv_budget(config, model)
+            tiers = self._open_tiers()
+        else:  # the cache's share of a GPU first, then half of what is left
+            tiers = self._open_tiers()
+            self.max_kv_bytes = _kv_budget(config, model)
+        self._gpu_tier = tiers.gpu
         self.pool = self._make_pool()
         self.pool.far = open_far(config, model, self.max_kv_bytes, self.no_far)
         self._forwards: SegmentForwards | None = None
+        self._page_store: PageStore | None = None
         self.store = ChunkStore(
             tiers,
             cut=Cutter(
@@ -119,7 +126,6 @@ class Runtime:
         self._events = self._publish_events(config)
         self.trimmer = Trimmer()
         self.running = RunningRequests(shares=self._shares_rows())
-        self.beginnings = Beginnings()
         self.totals = Totals(config.chunk_size)
         self.idle_work = IdleQueue()
 
@@ -241,13 +247,22 @@ class Runtime:
             return BufferedRows(kv, self.packer, self.rotation)
         from kvboost.reuse.paged.request import PagedRequest
 
-        return PagedRequest(kv, forwards.kernels, self._quantizer, forwards.most_rows)
+        most = forwards.most_rows
+        return PagedRequest(kv, forwards.kernels, self.packer, most, self._page_store)
+
+    def kept_prefix(self, known: KnownRows, most_rows: int) -> Prefix | None:
+        """Pages of the cache that hold the beginning of a prompt, at most ``most_rows`` rows."""
+        if self._page_store is None or not known.exact:
+            return None
+        stored = self.store.at_hand(known.exact)
+        return self._page_store.prefix(known.exact, stored, most_rows)
 
     # What differs if the model is split over several ranks: see runtime/parallel.
 
     def _open_tiers(self) -> Tiers:
         device = self.model.device
-        return open_tiers(self._config, device, lambda size: host_memory(size, device))
+        pages = slab_bytes(self._config, self.max_kv_bytes) if self.keeps_pages else 0
+        return open_tiers(self._config, device, lambda size: host_memory(size, device), pages)
 
     def _choose_pages(self) -> PagesChoice:
         return choose_pages(self.model.forward.packed, self.model.forward.model)
@@ -263,15 +278,16 @@ class Runtime:
             self._config.max_running,
             model.context_length,
             on_slab=self._use_slab,
+            kept_bytes=max(self._config.max_cache_bytes, self._config.gpu_cache_bytes or 0),
         )
 
     @property
     def keeps_pages(self) -> bool:
-        """Whether rows may stay in pages after their request: if there is to be a cache in GPU
-        memory, with rows in full precision, and if any prompt may use them."""
+        """Whether the cache in GPU memory is pages of ended requests: if there is to be one, with
+        rows in full precision as they were computed, and if any prompt may use them."""
         config = self._config
         is_wanted = config.gpu_cache_bytes != 0 and config.kv_cache_bits == 16
-        return is_wanted and self.pages.used and self._shares_rows()
+        return is_wanted and not config.key_norms and self.pages.used and self._shares_rows()
 
     def _make_packer(self, quantizer: Quantizer) -> Packer:
         return Packer(quantizer)
@@ -304,6 +320,7 @@ class Runtime:
         from kvboost.reuse.paged.beside import RowsBeside
         from kvboost.reuse.paged.forwards import MOST_KEYS, SegmentForwards, SlabPages
         from kvboost.reuse.paged.kernels import GpuKernels
+        from kvboost.reuse.paged.stored import PageStore
 
         forward = self.model.forward
         capture: Capture = NoCapture()
@@ -320,12 +337,21 @@ class Runtime:
             self.cost.plain_rows, self.cost.drafted_rows = unpadded, counted_rows
             capacity = min(slab.most_rows, MOST_KEYS)
             forward.steps.beside = RowsBeside(kernels, slab, heads, capacity)
+            if self._gpu_tier is not None and self.keeps_pages:
+                self._gpu_tier.pages = self._page_store = PageStore(slab)
+                slab.free_kept = partial(self._free_pages, slab)
+
+    def _free_pages(self, slab: Slab, number: int) -> None:
+        """Evicts chunks until so many pages are free, as far as possible."""
+        self.store.free_gpu(lambda: slab.num_free >= number)
 
     def _leave_slab(self) -> None:
         """Frees the memory of requests. Graphs and what they run refer to one another, so that only
         a collection finds that nothing else needs them."""
         self.pool.clear()
         self.model.forward.leave_pages()
+        if self._gpu_tier is not None:
+            self._gpu_tier.pages = self._page_store = None
         if self._forwards is not None:
             self._forwards = None
             self.cost.computed_rows = unpadded

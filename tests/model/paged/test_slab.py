@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvboost.model.kv import KVShape
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.pool import PagedPool
-from kvboost.model.paged.slab import PAGE, SCRATCH, Holding, Slab, pages_for
+from kvboost.model.paged.slab import PAGE, SCRATCH, Holding, KeptPages, Slab, pages_for
 from tiny import DEVICE
 
 SHAPE = KVShape(2, 2, 4, torch.float32, torch.device(DEVICE))
@@ -77,36 +77,63 @@ def test_a_leak_is_found() -> None:
 def test_no_page_is_lost_or_given_twice(moves: list[tuple[int, int]]) -> None:
     slab = Slab(SHAPE, num_pages=12, num_requests=4)
     held: list[Holding] = []
+    kept: list[KeptPages] = []
     for kind, rows in moves:
         chosen = held[rows % len(held)] if held else None
         if kind == 0 and held:
             slab.release(held.pop(rows % len(held)))
-        elif kind == 1 and chosen is not None and chosen.row != SCRATCH:
+        elif kind == 1 and chosen is not None:
             slab.extend(chosen, rows)
-        elif kind == 3 and chosen is not None and chosen.row != SCRATCH:
+        elif kind == 3 and chosen is not None:
             slab.replace(chosen, 1)
         elif kind == 4 and chosen is not None:
-            slab.retain(rows % 3, chosen.pages[: 1 + rows % 4])
+            kept += slab.keep([chosen.pages[: 1 + rows % 4]])
         elif kind == 5:
-            holding = slab.hold(rows % 3, 1 + rows % 2)
-            assert (holding is not None) == slab.is_retained(rows % 3)
-            held += [holding] if holding is not None else []
-        elif kind == 6:
-            slab.forget(rows % 3)
+            kept += filter(None, [slab.keep_free(1 + rows % 2)])
+        elif kind == 6 and kept:
+            del kept[rows % len(kept)]
+        elif kind == 7 and kept:
+            shared = list(kept[rows % len(kept)].pages)
+            taken = slab.take(max(rows, len(shared) * PAGE), shared)
+            held += [taken] if taken is not None else []
         elif kind == 2 and held:
             shared = held[rows % len(held)].pages[:2]
             taken = slab.take(max(rows, len(shared) * PAGE), shared)
             held += [taken] if taken is not None else []
         elif (taken := slab.take(rows)) is not None:
-            kept = {page for pages in slab._retained.values() for page in pages}
-            assert not set(taken.pages) & (kept | {page for one in held for page in one.pages})
+            assert not set(taken.pages) & {page for one in (*held, *kept) for page in one.pages}
             held.append(taken)
         used = {page for holding in held for page in holding.pages}
         assert slab.used_bytes == len(used) * slab.page_bytes
-        rows_held = [holding.row for holding in held if holding.row != SCRATCH]
+        assert slab.num_free == 12 - len(used | {page for one in kept for page in one.pages})
+        rows_held = [holding.row for holding in held]
         assert len(set(rows_held)) == len(rows_held)
     for holding in held:
         slab.release(holding)
+    assert slab.check_integrity() == []
+    kept.clear()
+    assert slab.num_free == 12
+
+
+def test_kept_pages_go_when_a_request_needs_them() -> None:
+    slab = Slab(SHAPE, num_pages=4, num_requests=2)
+    first = slab.take(3 * PAGE)
+    assert first is not None
+    kept = slab.keep([first.pages[:2], first.pages[2:]])
+    slab.release(first)
+    assert slab.num_free == 1 and slab.used_bytes == 0
+    asked: list[int] = []
+
+    def free(number: int) -> None:
+        asked.append(number)
+        while kept and slab.num_free < number:
+            kept.pop()
+
+    slab.free_kept = free
+    second = slab.take(2 * PAGE)
+    assert second is not None and asked == [2] and len(kept) == 1
+    assert slab.take(3 * PAGE) is None  # the pages of a running request stay
+    slab.release(second)
     assert slab.check_integrity() == []
 
 

@@ -78,7 +78,7 @@ def place_both(
     paged, plain = PagedKV(slab, holding), RequestKV(shape, ROWS)
     kernels = GpuKernels(SlabPages(slab), rotation)
     for rows in (
-        PagedRequest(paged, kernels, quantizer, 64),
+        PagedRequest(paged, kernels, Packer(quantizer), 64),
         BufferedRows(plain, Packer(quantizer), rotation),
     ):
         for hit, data in hits:

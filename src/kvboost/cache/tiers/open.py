@@ -31,10 +31,14 @@ class Tiers:
 
 
 def open_tiers(
-    config: EngineConfig, device: torch.device, locked_memory: GetBlock | None = None
+    config: EngineConfig,
+    device: torch.device,
+    locked_memory: GetBlock | None = None,
+    page_bytes: int = 0,
 ) -> Tiers:
     """Where an engine on ``device`` keeps its chunks. ``locked_memory`` gives blocks for those in
-    RAM; a GPU must copy from them on its default stream only."""
+    RAM; a GPU must copy from them on its default stream only. ``page_bytes``: the memory of all
+    pages, if chunks on the GPU are in the pages of running requests."""
     on_gpu = device.type == "cuda"
     secret = Secret(config.cache_secret) if config.cache_secret else None
     arena = None
@@ -45,7 +49,9 @@ def open_tiers(
         arena = Arena(locked_memory, most, lambda: _passed(device))
     ram = RamTier(config.max_cache_bytes, pinned=on_gpu, arena=arena)
     gpu = disk = remote = None
-    if on_gpu:
+    if page_bytes:
+        gpu = GpuTier(_least(config.gpu_cache_bytes, page_bytes), device, in_pages=True)
+    elif on_gpu:
         share = config.gpu_cache_bytes
         if share is None:
             free = torch.cuda.mem_get_info(device)[0] if config.device_memory is None else 0
@@ -58,6 +64,10 @@ def open_tiers(
     if config.remote_cache_url is not None:
         remote = open_remote(config.remote_cache_url, config.remote_cache_bytes, secret=secret)
     return Tiers(ram, gpu, disk, remote, secret)
+
+
+def _least(limit: int | None, number: int) -> int:
+    return number if limit is None else min(limit, number)
 
 
 def _passed(device: torch.device) -> Fence:

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
@@ -70,6 +71,9 @@ class RamTier:
         """``chunks`` with their data in this tier's memory; themselves if they are there already.
         Does not change the tier and needs no lock. Data from a GPU may still be on its way:
         ``settle`` waits for it, and ``get`` does."""
+        chunks = [
+            replace(one, data=one.data.gathered()) if one.data.in_pages else one for one in chunks
+        ]
         elsewhere = [
             tensor
             for chunk in chunks

@@ -1,6 +1,7 @@
 """In which tiers each chunk is, and which chunk each tier evicts next.
 
-New chunks go into RAM. A hit brings a chunk up; a full tier evicts one. Room is made before
+New chunks stay where they were computed: on a GPU, or in RAM. A hit brings a chunk up; a full tier
+evicts one, and one that leaves the GPU and is nowhere else goes to RAM. Room is made before
 anything is put in, so every budget holds at every moment.
 """
 
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk
@@ -61,7 +64,7 @@ class Residency:
         self._counts_chunks = max_chunks is not None
         self._ram, self._gpu = tiers.ram, tiers.gpu
         self._in_ram = OrderedTier(tiers.ram, policy(), max_chunks)
-        self._on_gpu = OrderedTier(tiers.gpu, policy()) if tiers.gpu else None
+        self._on_gpu = OrderedTier(tiers.gpu, policy(), max_chunks) if tiers.gpu else None
         self._on_disk = OrderedTier(tiers.disk, policy()) if tiers.disk else None
         self._in_remote: set[ChunkKey] = set()
 
@@ -103,21 +106,22 @@ class Residency:
         """Makes room for new chunks of so many bytes in all, if they fit. Each would make its own
         room, but what leaves between two of them has them ordered one by one. Where RAM counts
         chunks too, bytes do not tell whether they fit."""
-        fits = not self._counts_chunks and self._make_room(self._in_ram, nbytes)
-        if fits and self._on_gpu is not None:
+        if self._on_gpu is not None:
             self._make_room(self._on_gpu, nbytes)
+        elif not self._counts_chunks:
+            self._make_room(self._in_ram, nbytes)
 
-    def put(self, chunk: KVChunk, on_device: KVChunk) -> bool:
-        """Takes a new chunk in: its copy in host memory, and the one where it was computed. False
-        if there is no room. If RAM is full of chunks in use, it goes to the slow tiers at once."""
+    def put(self, chunk: KVChunk) -> bool:
+        """Takes a new chunk in: on the GPU, or in RAM if there is no such tier or no room in it.
+        False if there is no room. If RAM is full of chunks in use, it goes to the slow tiers at
+        once."""
+        if self._gpu is not None and self.put_on_gpu(chunk) is not None:
+            return self.writer is None or self.writer.enqueue(chunk)
+        (chunk,) = self._ram.adopt([chunk])
         in_ram = self.put_in_ram(chunk)
-        if self.writer is None and not in_ram:
-            return False
-        if self.writer is not None and not self.writer.enqueue(chunk, evicted=not in_ram):
-            return False
-        if self._gpu is not None:
-            self.put_on_gpu(on_device)
-        return True
+        if self.writer is None:
+            return in_ram
+        return self.writer.enqueue(chunk, evicted=not in_ram)
 
     def put_in_ram(self, chunk: KVChunk) -> bool:
         """False if there is no room."""
@@ -130,20 +134,39 @@ class Residency:
             self.writer.back_in_ram(chunk.key)
         return True
 
-    def put_on_gpu(self, chunk: KVChunk) -> KVChunk:
-        """``chunk`` on the GPU, kept there if there is room. Without a GPU tier, ``chunk``."""
-        if self._gpu is None or self._on_gpu is None or chunk.key in self._on_gpu:
-            return chunk
+    def put_on_gpu(self, chunk: KVChunk) -> KVChunk | None:
+        """``chunk`` on the GPU, kept there. None if there is no such tier, or no room in it."""
+        if self._gpu is None or self._on_gpu is None:
+            return None
+        if chunk.key in self._on_gpu:
+            return self._gpu.get(chunk.key)
         if not self._make_room(self._on_gpu, chunk.nbytes):
-            return chunk
+            return None
+        self.free_gpu(partial(self._gpu.has_pages_for, chunk))
         try:
             (on_gpu,) = self._gpu.adopt([chunk])
-        except RuntimeError:  # its memory is full of other things
+        except (MemoryError, RuntimeError):  # its memory is full of other things
             self._gpu.faults["full"] = self._gpu.faults.get("full", 0) + 1
-            return chunk
-        if self._gpu.put(on_gpu):
-            self._on_gpu.add(self._entry(chunk.info))
+            return None
+        if not self._gpu.put(on_gpu):
+            return None
+        self._on_gpu.add(self._entry(chunk.info))
         return on_gpu
+
+    def free_gpu(self, is_enough: Callable[[], bool]) -> None:
+        """Evicts chunks from the GPU until that ``is_enough``, or no other may go."""
+        while self._on_gpu is not None and not is_enough():
+            if not self._evict(self._on_gpu):
+                return
+
+    def keep_in_ram(self, chunk: KVChunk) -> None:
+        """A copy of a chunk from the GPU is in host memory: it goes to RAM if there is room, and
+        replaces the one that waits to be written."""
+        if not self.owner.is_wanted(chunk.key):
+            return
+        if self.writer is not None:
+            self.writer.replace(chunk)
+        self.put_in_ram(chunk)
 
     def promote(self, chunk: KVChunk, tier: str) -> bool:
         """A chunk was read from ``tier`` and serves a request; it is put into RAM if there is
@@ -274,9 +297,9 @@ class Residency:
         return {*self._ram.keys(), *(self._gpu.keys() if self._gpu is not None else ())}
 
     def last_to_go(self, limit: int) -> list[tuple[ChunkKey, int]]:
-        """The chunks in RAM that would be evicted last, the very last first, and how often each
-        was used."""
-        return self._in_ram.last_to_go(limit)
+        """The chunks of the fastest tier that would be evicted last, the very last first, and how
+        often each was used."""
+        return (self._on_gpu or self._in_ram).last_to_go(limit)
 
     def tier_stats(self) -> dict[str, TierStats]:
         return {
@@ -318,13 +341,32 @@ class Residency:
         if nbytes > tier.tier.max_bytes:
             return False
         while not tier.fits(nbytes):
-            key = tier.next_to_go(self.owner.is_held)
-            if key is None:
+            if not self._evict(tier):
                 return False
-            tier.tier.delete(key)
-            tier.remove(key)
-            self._left(key)
         return True
+
+    def _evict(self, tier: OrderedTier) -> bool:
+        """Evicts the next chunk of a tier in memory; False if none may go."""
+        key = tier.next_to_go(self.owner.is_held)
+        if key is None:
+            return False
+        if tier is self._on_gpu:
+            self._save(key)
+        tier.tier.delete(key)
+        tier.remove(key)
+        self._left(key)
+        return True
+
+    def _save(self, key: ChunkKey) -> None:
+        """A chunk leaves the GPU: if it is in no other tier, its rows are copied to RAM. A copy
+        that has begun reads the rows before anything that the GPU is told later."""
+        is_stored = self._on_disk is not None and key in self._on_disk
+        if key in self._in_ram or is_stored or key in self._in_remote:
+            return
+        chunk = None if self._gpu is None else self._gpu.get(key)
+        if chunk is not None:
+            with suppress(MemoryError, RuntimeError):  # without memory for a copy it is lost
+                self.keep_in_ram(*self._ram.adopt([chunk]))
 
     def _left(self, key: ChunkKey) -> None:
         """``key`` has left a tier."""

@@ -77,8 +77,8 @@ class Transfers:
                     self._make_room_on_disk(0, self._disk)
 
     def adopt(self, chunks: Sequence[KVChunk]) -> list[KVChunk]:
-        """Copies of new chunks in host memory; of one that is there, itself."""
-        return self._ram.adopt(chunks)
+        """New chunks where they are kept: on a GPU that has a tier, or in host memory."""
+        return list(chunks) if self._tiers.gpu is not None else self._ram.adopt(chunks)
 
     def fetch(self, planned: Sequence[ChunkInfo]) -> Iterator[KVChunk | None]:
         """The planned chunks, in order; None for one that is lost or is not what was planned.
@@ -100,7 +100,7 @@ class Transfers:
                 if chunk is None:
                     self._residency.mark_lost(info.key)
                 else:
-                    chunk = self._residency.put_on_gpu(chunk)
+                    chunk = self._residency.put_on_gpu(chunk) or chunk
             yield chunk
         with self._lock:
             self._residency.order_new()
@@ -256,8 +256,12 @@ class Transfers:
 
     def _write(self, chunk: KVChunk) -> bool:
         """Called by the writer's thread; returns whether ``chunk`` is finished."""
+        (in_ram,) = self._ram.adopt([chunk])
         self._ram.settle()
-        whole = self._tiers.shards.join(chunk)
+        if in_ram is not chunk:
+            with self._lock:
+                self._residency.keep_in_ram(in_ram)
+        whole = self._tiers.shards.join(in_ram)
         if whole is None:
             return True
         done = self._disk is None or self._write_to_disk(whole, self._disk)

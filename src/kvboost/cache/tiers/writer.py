@@ -84,6 +84,12 @@ class Writer:
                 self._changed.notify_all()
             return not evicted or self.evicted(chunk.key)
 
+    def replace(self, chunk: KVChunk) -> None:
+        """``chunk`` is written instead of the same one in other memory, if that is pending."""
+        with self._changed:
+            if (pending := self._pending.get(chunk.key)) is not None:
+                pending.chunk = chunk
+
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         """These were used: they are not cold."""
         with self._changed:

@@ -13,11 +13,13 @@ from kvboost.model.paged.slab import PAGE, Holding, Slab, pages_for
 
 
 class SharedPages(Prefix):
-    """The first rows of a request: whole pages."""
+    """The first rows of a request: whole pages. ``keeps`` is what keeps them until a request holds
+    them."""
 
-    def __init__(self, pages: list[int]) -> None:
+    def __init__(self, pages: list[int], keeps: object = None) -> None:
         super().__init__(len(pages) * PAGE)
         self.pages = pages
+        self._keeps = keeps
 
 
 class PagedKV(RequestKV):

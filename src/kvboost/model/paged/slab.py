@@ -1,10 +1,11 @@
-"""One slab of pages that holds the KV of all running requests."""
+"""One slab of pages that holds the KV of all running requests, and what is kept of ended ones."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 
 import numpy as np
@@ -22,8 +23,7 @@ _serials = count(1)
 
 
 class Holding:
-    """The pages of one request, in order, and its row of the slab's table; ``SCRATCH`` if it only
-    holds them."""
+    """The pages of one request, in order, and its row of the slab's table."""
 
     def __init__(self, row: int, pages: list[int]) -> None:
         self.row = row
@@ -32,14 +32,27 @@ class Holding:
         """Tells this request from others that had the same row."""
 
 
-class Slab:
-    """Pages, and which requests hold them; several may hold the same page. ``data`` is ``[layers,
-    pages, kv_heads, PAGE, 2 * head_dim]``: the key of a row, then its value. ``table`` is int32
-    ``[requests, most pages]`` on the device: the pages of each request. Thread-safe; ``release``
-    never waits.
+class KeptPages:
+    """Pages that are kept for later requests for as long as this object lives."""
 
-    Pages can also be *retained* after their request has ended. They hold back no request: those
-    that no request holds are freed when pages are needed, the ones used longest ago first."""
+    __slots__ = ("pages", "slab")
+
+    def __init__(self, slab: Slab, pages: Sequence[int]) -> None:
+        self.slab = slab
+        self.pages = pages
+
+    def __del__(self) -> None:
+        self.slab.release(self.pages)
+
+
+class Slab:
+    """Pages, and who holds them: requests, and what is kept for later ones. Several may hold the
+    same page. ``data`` is ``[layers, pages, kv_heads, PAGE, 2 * head_dim]``: the key of a row, then
+    its value. ``table`` is int32 ``[requests, most pages]`` on the device: the pages of each
+    request. Thread-safe; ``release`` never waits.
+
+    If requests need more pages than are free, ``free_kept`` is called with the number of pages that
+    must be free, without a lock. It should let go of kept pages."""
 
     def __init__(
         self, shape: KVShape, num_pages: int, num_requests: int, most_pages: int | None = None
@@ -49,21 +62,22 @@ class Slab:
         self.num_pages = num_pages
         self.num_requests = num_requests
         self.page_bytes = PAGE * shape.row_bytes
+        self.free_kept: Callable[[int], None] = lambda _: None
         size = (num_pages + 1, shape.num_kv_heads, PAGE, 2 * shape.head_dim)
         self.data = torch.zeros(shape.num_layers, *size, dtype=shape.dtype, device=shape.device)
         self.layers = self.data.unbind(0)
         columns = min(most_pages or num_pages, num_pages)
         self.table = torch.zeros(num_requests + 1, columns, dtype=torch.int32, device=shape.device)
+        self._views: dict[int, torch.Tensor] = {}
         self._free_pages = list(range(num_pages, 0, -1))
         self._free_rows = list(range(num_requests, 0, -1))
         self._holders = [0] * (num_pages + 1)
         """How many requests hold each page."""
         self._keepers = [0] * (num_pages + 1)
-        """In how many retained lists each page is."""
-        self._retained: dict[object, list[int]] = {}
-        """The one used longest ago first."""
+        """How often each page is kept."""
         self._num_held = 0
-        self._released: deque[Holding] = deque()
+        self._released: deque[Holding | Sequence[int]] = deque()
+        """Requests, and pages that are no longer kept."""
         self._lock = threading.Lock()
 
     @property
@@ -78,44 +92,50 @@ class Slab:
             self._collect()
             return self._num_held * self.page_bytes
 
-    def retain(self, key: object, pages: Sequence[int]) -> None:
-        """Keeps pages that a request holds now, as ``key``."""
+    @property
+    def num_free(self) -> int:
+        """How many pages nobody holds."""
         with self._lock:
             self._collect()
-            self._forget(key)
-            self._retained[key] = list(pages)
+            return len(self._free_pages)
+
+    def rows(self, page: int) -> torch.Tensor:
+        """The rows of a page, ``[2, layers, kv_heads, PAGE, head_dim]``: a view."""
+        found = self._views.get(page)
+        if found is None:
+            found = self.data[:, page].unflatten(-1, (2, -1)).permute(3, 0, 1, 2, 4)
+            self._views[page] = found
+        return found
+
+    def keep(self, pages: Sequence[Sequence[int]]) -> list[KeptPages]:
+        """Keeps pages that somebody holds now."""
+        with self._lock:
+            for some in pages:
+                for page in some:
+                    self._keepers[page] += 1
+        return [KeptPages(self, some) for some in pages]
+
+    def keep_free(self, num_pages: int) -> KeptPages | None:
+        """Keeps pages that nobody holds; None if too few are free."""
+        with self._lock:
+            self._collect()
+            if len(self._free_pages) < num_pages:
+                return None
+            pages = self._pop(num_pages)
             for page in pages:
                 self._keepers[page] += 1
-
-    def hold(self, key: object, num_pages: int) -> Holding | None:
-        """Holds the first pages that are retained as ``key``, which counts as used now; None if
-        they are gone. ``release`` them as those of a request."""
-        with self._lock:
-            self._collect()
-            pages = self._retained.pop(key, None)
-            if pages is None:
-                return None
-            self._retained[key] = pages
-            return Holding(SCRATCH, self._add_holder(pages[:num_pages]))
-
-    def forget(self, key: object) -> None:
-        """Retains the pages of ``key`` no longer."""
-        with self._lock:
-            self._collect()
-            self._forget(key)
-
-    def is_retained(self, key: object) -> bool:
-        return key in self._retained
+        return KeptPages(self, pages)
 
     def take(self, num_rows: int, shared: Sequence[int] = ()) -> Holding | None:
-        """Pages for ``num_rows`` rows. The first of them are ``shared``, which another request
-        holds too. None if there are too few pages, or too many requests."""
+        """Pages for ``num_rows`` rows. The first of them are ``shared``, which others hold too.
+        None if there are too few pages, or too many requests."""
         needed = max(0, pages_for(num_rows) - len(shared))
-        with self._lock:
-            self._collect()
-            fits = num_rows <= self.most_rows and bool(self._free_rows)
-            if not fits or not self._make_room(needed, shared):
+        if num_rows > self.most_rows:
+            return None
+        with self._free(needed):
+            if len(self._free_pages) < needed or not self._free_rows:
                 return None
+            assert all(self._holders[page] or self._keepers[page] for page in shared)
             pages = self._add_holder([*shared, *self._pop(needed)])
             holding = Holding(self._free_rows.pop(), pages)
         self._enter(holding, 0)
@@ -124,10 +144,11 @@ class Slab:
     def extend(self, holding: Holding, num_rows: int) -> bool:
         """Adds pages until ``num_rows`` rows fit; False if there are too few."""
         known = len(holding.pages)
-        with self._lock:
-            self._collect()
-            needed = pages_for(num_rows) - known
-            if num_rows > self.most_rows or not self._make_room(needed):
+        needed = pages_for(num_rows) - known
+        if num_rows > self.most_rows:
+            return False
+        with self._free(needed):
+            if len(self._free_pages) < needed:
                 return False
             holding.pages += self._add_holder(self._pop(needed))
         self._enter(holding, known)
@@ -136,22 +157,23 @@ class Slab:
     def replace(self, holding: Holding, num_pages: int) -> bool:
         """Copies the first ``num_pages`` pages, which others hold too, into pages of its own; False
         if there are too few."""
-        with self._lock:
-            self._collect()
-            if not self._make_room(num_pages):
+        with self._free(num_pages):
+            if len(self._free_pages) < num_pages:
                 return False
             old, own = holding.pages[:num_pages], self._add_holder(self._pop(num_pages))
-            for page in old:
-                self._drop(page)
         holding.pages[:num_pages] = own
         self.data[:, own] = self.data[:, old]
         self._enter(holding, 0)
+        with self._lock:
+            for page in old:
+                self._drop(page)
         return True
 
-    def release(self, holding: Holding) -> None:
-        """Returns a request's pages. The garbage collector may call this in a thread that holds
-        any lock, so it leaves the work to the next call if it cannot have the slab's."""
-        self._released.append(holding)
+    def release(self, released: Holding | Sequence[int]) -> None:
+        """Returns the pages of a request, or pages that were kept. The garbage collector may call
+        this in a thread that holds any lock, so it leaves the work to the next call if it cannot
+        have the slab's."""
+        self._released.append(released)
         if self._lock.acquire(blocking=False):
             try:
                 self._collect()
@@ -163,13 +185,11 @@ class Slab:
         with self._lock:
             self._collect()
             faults = [f"page {page} is held" for page, n in enumerate(self._holders) if n]
-            counted = Counter(page for pages in self._retained.values() for page in pages)
-            if counted != Counter({page: n for page, n in enumerate(self._keepers) if n}):
-                faults.append("pages are retained that nobody asked for")
+            kept = [page for page, n in enumerate(self._keepers) if n]
             if self._num_held != sum(map(bool, self._holders)):
                 faults.append(f"{self._num_held} pages are counted as held")
             for name, free, total in (
-                ("pages", [*self._free_pages, *counted], self.num_pages),
+                ("pages", [*self._free_pages, *kept], self.num_pages),
                 ("rows of the table", self._free_rows, self.num_requests),
             ):
                 if sorted(free) != list(range(1, total + 1)):
@@ -189,23 +209,14 @@ class Slab:
             self._holders[page] += 1
         return pages
 
-    def _make_room(self, number: int, shared: Sequence[int] = ()) -> bool:
-        """Whether so many pages are free, after retained ones have been freed if need be. Those
-        that a request is about to share must be held."""
-        assert all(self._holders[page] for page in shared)
-        if len(self._free_pages) >= number:
-            return True
-        kept = {page for pages in self._retained.values() for page in pages}
-        if len(self._free_pages) + sum(not self._holders[page] for page in kept) < number:
-            return False
-        while len(self._free_pages) < number:
-            self._forget(next(iter(self._retained)))
-        return True
-
-    def _forget(self, key: object) -> None:
-        for page in reversed(self._retained.pop(key, [])):
-            self._keepers[page] -= 1
-            self._free_if_unused(page)
+    @contextmanager
+    def _free(self, number: int) -> Iterator[None]:
+        """Holds the lock, after so many pages were freed if that is possible."""
+        if number > len(self._free_pages) and number > self.num_free:
+            self.free_kept(number)
+        with self._lock:
+            self._collect()
+            yield
 
     def _drop(self, page: int) -> None:
         self._holders[page] -= 1
@@ -218,11 +229,15 @@ class Slab:
 
     def _collect(self) -> None:
         while self._released:
-            holding = self._released.popleft()
-            for page in reversed(holding.pages):
-                self._drop(page)
-            if holding.row != SCRATCH:
-                self._free_rows.append(holding.row)
+            released = self._released.popleft()
+            if isinstance(released, Holding):
+                for page in reversed(released.pages):
+                    self._drop(page)
+                self._free_rows.append(released.row)
+                continue
+            for page in released:
+                self._keepers[page] -= 1
+                self._free_if_unused(page)
 
     def _enter(self, holding: Holding, start: int) -> None:
         """Writes pages from number ``start`` on into the table."""

@@ -3,7 +3,7 @@ in one launch, torch does elsewhere; tests compare the two."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -11,13 +11,14 @@ import torch
 
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.lookup.hits import Hit
-from kvboost.cache.quantize import PLAIN
+from kvboost.cache.quantize import PLAIN, KVData
 from kvboost.model.triton import attention, mass, move, shift
 from kvboost.model.triton.pages import PagedLayers
 from kvboost.model.triton.rows import PagedRows, Tile, dense_tile
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows
 from kvboost.model.triton.warm import warm_up
 from kvboost.reuse.paged.hooks import Attention, EnoughLayers
+from kvboost.reuse.paged.stored import PagedData
 from kvboost.reuse.probe import AttentionMass, row_weights
 from kvboost.reuse.rope import CosSin, Rotation
 from kvboost.reuse.shift import BLOCKS, ERROR_WEIGHT, Spans
@@ -78,29 +79,23 @@ class GpuKernels:
     ) -> None:
         """Writes the rows of hits into pages, their keys rotated, in all layers at once. With a
         ``share``, they are mixed with what is in place."""
-        self.place_rows(hits, [chunk.data.tensors[PLAIN] for chunk in chunks], table, share)
+        self.place_rows(hits, [chunk.data for chunk in chunks], table, share)
 
     def place_rows(
         self,
         hits: Sequence[Hit],
-        stored: Sequence[torch.Tensor],
+        stored: Sequence[KVData],
         table: torch.Tensor,
         share: float | None = None,
     ) -> None:
         """As :meth:`place`; ``stored`` are the rows of the whole chunks, in full precision."""
-        device = table.device
         every = [hit.distance for hit in hits]
         distances = sorted(set(every))
         number = {distance: number for number, distance in enumerate(distances)}
         spans = [
-            move.StoredSpan(
-                rows if rows.device == device else rows.to(device, non_blocking=True),
-                hit.offset,
-                hit.num_tokens,
-                hit.start,
-                number[distance],
-            )
-            for hit, rows, distance in zip(hits, stored, every, strict=True)
+            move.StoredSpan(rows, start, count, position, number[distance])
+            for hit, data, distance in zip(hits, stored, every, strict=True)
+            for rows, start, count, position in pieces(hit, data, table.device)
         ]
         cos_sin = self._rotations_by(torch.tensor(distances))
         rows = move.MovedRows.of(spans, cos_sin, table, self._layers)
@@ -204,6 +199,25 @@ class GpuKernels:
             device = self.pages.device
             self._tables = [(cos.to(device), sin.to(device)) for cos, sin in tables]
         return [self._tables[kind] for kind in _numbered(kinds)]
+
+
+def pieces(
+    hit: Hit, data: KVData, device: torch.device
+) -> Iterator[tuple[torch.Tensor, int, int, int]]:
+    """The stored rows of a hit, in full precision, as tensors on ``device``: each with its first
+    row, how many there are, and the position that they go to."""
+    if not isinstance(data, PagedData):
+        yield (
+            data.tensors[PLAIN].to(device, non_blocking=True),
+            hit.offset,
+            hit.num_tokens,
+            hit.start,
+        )
+        return
+    position = hit.start
+    for rows, start, count in data.pieces(hit.offset, hit.num_tokens):
+        yield rows, start, count, position
+        position += count
 
 
 def _first_of_each(kinds: Sequence[int]) -> list[int]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from kvboost.cache.admission import Pack
 from kvboost.cache.lookup.hits import Hit
-from kvboost.cache.quantize import PLAIN, KVData, Quantizer
+from kvboost.cache.quantize import PLAIN, KVData
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.segment import Hook
-from kvboost.reuse.assemble import place
+from kvboost.reuse.assemble import Packer
 from kvboost.reuse.paged.hooks import SegmentHook
 from kvboost.reuse.paged.kernels import GpuKernels
+from kvboost.reuse.paged.stored import PageStore
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.shift import Spans
 
@@ -24,12 +28,19 @@ class PagedRequest:
     device = torch.device("cpu")
 
     def __init__(
-        self, kv: PagedKV, kernels: GpuKernels, quantizer: Quantizer, slice_rows: int
+        self,
+        kv: PagedKV,
+        kernels: GpuKernels,
+        packer: Packer,
+        slice_rows: int,
+        store: PageStore | None = None,
     ) -> None:
+        """``store`` keeps the request's pages as chunks; without one, ``packer`` copies rows."""
         self.slice_rows = slice_rows
-        self._kv, self._kernels, self._quantizer = kv, kernels, quantizer
+        self._store = store
+        self._kv, self._kernels, self._packer = kv, kernels, packer
         self._hits: list[Hit] = []
-        self._stored: list[torch.Tensor] = []
+        self._stored: list[KVData] = []
         self._rows_from_elsewhere = 0
         self._share: float | None = None
 
@@ -39,16 +50,15 @@ class PagedRequest:
 
     def place(self, hit: Hit, data: KVData, share: float | None = None) -> None:
         if data.bits != 16:
-            place(hit, data, self._kv, self._quantizer, share)
+            self._packer.place(hit, data, self._kv, share)
             return
         if share != self._share:
             self.finish()
             self._share = share
-        stored = data.tensors[PLAIN]
         self._hits.append(hit)
-        self._stored.append(stored)
-        if stored.device != self._kv.shape.device:
-            self._rows_from_elsewhere += stored.shape[3]
+        self._stored.append(data)
+        if not data.in_pages and data.tensors[PLAIN].device != self._kv.shape.device:
+            self._rows_from_elsewhere += data.num_tokens
             if self._rows_from_elsewhere >= PLACED_ROWS:
                 self.finish()
 
@@ -56,6 +66,11 @@ class PagedRequest:
         if self._hits:
             self._kernels.place_rows(self._hits, self._stored, self._table, self._share)
         self._hits, self._stored, self._rows_from_elsewhere = [], [], 0
+
+    def packing(self) -> Pack:
+        if self._store is None:
+            return self._packer.packing(self._kv)
+        return partial(self._store.pack, self._kv)
 
     def clear(self, rows: range) -> None:
         """Kernels do not read what they do not attend to."""

@@ -1,0 +1,162 @@
+"""The cache on a GPU is pages of ended requests: nothing is copied, and no row changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvboost import KVBoost
+from kvboost.model import triton
+from kvboost.model.paged.pool import PagedPool
+from kvboost.model.paged.slab import PAGE, Slab
+from paged_engines import SMALL, leaks, paged_engine
+from test_reuse import BASELINE, EXACT
+from tiny import DEVICE
+
+if not triton.is_available():
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from kvboost.cache.quantize import PLAIN, plain
+from kvboost.reuse.paged.stored import PagedData, PageStore
+from torch_kernels import use_torch_kernels
+
+MEMORY = 200_000
+"""For some pages of the small model."""
+TEXT = [(7 * index + 3) % 250 for index in range(100)]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[KVBoost]:
+    if DEVICE == "cpu":
+        use_torch_kernels(monkeypatch)
+    options = {"max_kv_bytes": MEMORY, "chunk_size": PAGE}
+    with paged_engine(monkeypatch, "phi3", sizes=SMALL, **options) as made:
+        yield made
+        assert leaks(made) == [] and made.check_integrity() == []
+
+
+def slab_of(engine: KVBoost) -> Slab:
+    pool = engine._runtime.pool
+    assert isinstance(pool, PagedPool)
+    return pool.slab
+
+
+def kept(engine: KVBoost) -> list[PagedData]:
+    """The chunks that are pages."""
+    holdings = engine._runtime.store._holdings
+    found = [holdings.residency.ready(key) for key in holdings.catalogue]
+    return [one.data for one in found if one is not None and isinstance(one.data, PagedData)]
+
+
+def shared_rows(engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows of the cache each later request will share."""
+    counts: list[int] = []
+    find = type(engine._runtime).kept_prefix
+
+    def watched(runtime, *args):
+        found = find(runtime, *args)
+        counts.append(0 if found is None else found.count)
+        return found
+
+    monkeypatch.setattr(type(engine._runtime), "kept_prefix", watched)
+    return counts
+
+
+def test_a_request_that_begins_alike_holds_the_same_pages(
+    engine: KVBoost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = shared_rows(engine, monkeypatch)
+    engine.generate(TEXT, 2, EXACT, ignore_eos=True)
+    pages = sorted({page for data in kept(engine) for page in data.kept.pages})
+    assert len(pages) == 2 and slab_of(engine).used_bytes == 0  # they hold back nobody
+    before = slab_of(engine).data[:, pages].clone()
+    prompt = [*TEXT[:80], 9, 8, 7]
+    result = engine.generate(prompt, 3, EXACT, ignore_eos=True)
+    assert counts == [0, PAGE]  # whole pages; the other 16 rows are copied
+    assert result.exact_tokens == 80 and {span.tier for span in result.reuse.spans} == {"gpu", None}
+    expected = engine.generate(prompt, 3, BASELINE, ignore_eos=True)
+    assert result.token_ids == expected.token_ids
+    assert torch.equal(slab_of(engine).data[:, pages], before), "shared rows were written"
+    stats = engine.cache_stats()["tiers"]
+    assert stats["ram"]["chunks"] == 0 and stats["gpu"]["hits"] == 2
+
+
+def test_rows_whose_logits_are_asked_for_are_computed(
+    engine: KVBoost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the cache goes beyond the first of them."""
+    answer = engine.generate(TEXT, 2 * PAGE, EXACT, ignore_eos=True).token_ids
+    counts = shared_rows(engine, monkeypatch)
+    scored = engine.score(TEXT, answer, EXACT)
+    assert counts == [PAGE] and len(scored.logits) == len(answer)
+    full = engine.score(TEXT, answer, BASELINE)
+    torch.testing.assert_close(scored.logits, full.logits, rtol=1e-3, atol=1e-3)
+
+
+def test_a_request_that_needs_pages_sends_chunks_to_ram(
+    engine: KVBoost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = engine.generate(TEXT, 2, EXACT, ignore_eos=True)
+    rows = [data.gathered().tensors[PLAIN] for data in kept(engine)]
+    slab = slab_of(engine)
+    assert 4 < slab.num_pages < 60
+    others = []
+    while (holding := slab.take(PAGE)) is not None:
+        others.append(holding)
+    assert slab.num_free == 0 and not kept(engine)
+    slab.data.zero_()  # as a request would write to them
+    for holding in others:
+        slab.release(holding)
+    stats = engine.cache_stats()["tiers"]
+    assert stats["ram"]["chunks"] == len(rows) and stats["gpu"]["chunks"] == 0
+    counts = shared_rows(engine, monkeypatch)
+    again = engine.generate(TEXT, 2, EXACT, ignore_eos=True)
+    assert again.exact_tokens == len(TEXT) - 1 and again.token_ids == first.token_ids
+    found = sorted(kept(engine), key=lambda data: data.num_rows)
+    rows.sort(key=lambda one: one.shape[3])
+    assert all(
+        torch.equal(data.gathered().tensors[PLAIN], one)
+        for data, one in zip(found, rows, strict=True)
+    )
+    engine.generate(TEXT, 2, EXACT, ignore_eos=True)
+    assert counts == [0, PAGE]  # it came back with the request before
+
+
+def test_forgotten_rows_stay_for_a_request_that_reads_them(engine: KVBoost) -> None:
+    engine.generate(TEXT, 1, EXACT, ignore_eos=True)
+    data = kept(engine)[0]
+    free = slab_of(engine).num_free
+    rows = data.gathered().tensors[PLAIN]
+    engine.clear()
+    assert not kept(engine) and slab_of(engine).num_free >= free
+    assert not set(data.kept.pages) & set(slab_of(engine)._free_pages)
+    assert torch.equal(data.gathered().tensors[PLAIN], rows)
+    del data
+    assert slab_of(engine).num_free == slab_of(engine).num_pages
+
+
+@pytest.mark.parametrize("options", [{"keep": False}, {"cache_salt": "other"}, {"mode": BASELINE}])
+def test_what_is_not_kept_or_not_alike_is_not_shared(
+    options, engine: KVBoost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.generate(TEXT, 1, **{"mode": EXACT, "ignore_eos": True, **options})
+    counts = shared_rows(engine, monkeypatch)
+    engine.generate([*TEXT, 1], 1, EXACT, ignore_eos=True)
+    assert counts == [0]
+
+
+@pytest.mark.parametrize("position", [0, 128, 40])
+def test_rows_from_elsewhere_keep_their_place_in_a_page(position: int, engine: KVBoost) -> None:
+    engine.generate([1], 1)
+    slab = slab_of(engine)
+    store = PageStore(slab)
+    rows = torch.randn(2, slab.shape.num_layers, slab.shape.num_kv_heads, 150, slab.shape.head_dim)
+    rows = rows.to(slab.shape.device, slab.shape.dtype)
+    brought = store.bring(plain(rows), position)
+    assert isinstance(brought, PagedData) and brought.first == position % PAGE
+    assert torch.equal(brought.gathered().tensors[PLAIN], rows)
+    assert brought.nbytes == rows.nbytes and brought.num_tokens == 150
+    found = [view[:, :, :, start : start + n] for view, start, n in brought.pieces(3, 140)]
+    assert torch.equal(torch.cat(found, 3), rows[:, :, :, 3:143])
