@@ -47,14 +47,12 @@ def moved_rows(
     """Two runs of 50 rows; ``see`` writes the attention, ``[2, kinds, rows]``, that a probe finds
     in the early layer and in late ones."""
 
-    def probe(
-        positions: torch.Tensor, hook: object, until: int | None, absent: torch.Tensor | None
-    ) -> None:
-        assert isinstance(hook, AttentionMass) and positions[-1] == PROMPT - 1
-        see(hook.mass)
-
     plan = Planned((run(10, 60, resemblance[0]), run(60, 110, resemblance[1])))
-    return MovedRows(plan, PROMPT, LAYERS, torch.device("cpu"), probe)
+    moved = MovedRows(plan, PROMPT, LAYERS, torch.device("cpu"))
+    probe = moved.probe_attention()
+    assert isinstance(probe.hook, AttentionMass) and probe.positions[-1] == PROMPT - 1
+    see(probe.hook.mass)
+    return moved
 
 
 def chosen(moved: MovedRows, strategy: str, ratio: float) -> list[int]:

@@ -218,6 +218,8 @@ class Forward:
         others: list[int] = []
         for index, alone in zip(rest, apart, strict=True):
             results[index] = self._run_by_itself(segments[index]) if alone else None
+            if results[index] is None and segments[index].observes:
+                results[index] = self([segments[index]])
             if results[index] is None:
                 others.append(index)
         if others:

@@ -51,7 +51,8 @@ class Segment:
     ``num_logits``. ``decodes``: these rows continue an answer. ``ahead``: the row after this one
     will be asked for with that token, unless the request ends, so it may be computed before.
     ``beside``: earlier rows of the same request, without logits, that run in the same forward or
-    before it; ``beside_ahead``: those beside the row after this one.
+    before it; ``beside_ahead``: those beside the row after this one. ``observes``: it runs for what
+    its hook sees, in a forward of its own.
     """
 
     kv: RequestKV
@@ -67,6 +68,7 @@ class Segment:
     ahead: bool = False
     beside: Segment | None = None
     beside_ahead: Segment | None = None
+    observes: bool = False
     _blocks: dict[int | None, list[Block]] = field(default_factory=dict, repr=False)
     _own_mask: torch.Tensor | None = field(default=None, repr=False)
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -53,9 +53,14 @@ def probed_layers(num_layers: int) -> Bands:
     return Bands(range(early, early + 1), range(min(low, high - 1), high))
 
 
-AttentionProbe = Callable[[torch.Tensor, Hook, "int | None", "torch.Tensor | None"], None]
-"""``probe(positions, hook, until, absent)`` runs rows of the prompt through the model up to layer
-``until``, or through all layers. Rows that are ``absent`` are not attended to."""
+class Probe(NamedTuple):
+    """Rows of the prompt at ``positions`` that run through the model up to layer ``until``, or
+    through all layers, for what ``hook`` sees. Rows that are ``absent`` are not attended to."""
+
+    positions: torch.Tensor
+    hook: Hook
+    until: int | None = None
+    absent: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -93,12 +98,12 @@ class MovedRows:
     live_end: int
     num_layers: int
     device: torch.device
-    probe: AttentionProbe
     charged_tokens: float = field(default=0.0, init=False)
     """Rows through all layers."""
     charged_keys: float = field(default=0.0, init=False)
     """Keys that these rows have attended to."""
     _seen: AttentionMass | None = field(default=None, init=False)
+    _deviations: list[Deviation] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         is_moved, is_unknown = np.zeros((2, self.plan.num_tokens), bool)
@@ -135,9 +140,7 @@ class MovedRows:
         return moved / math.sqrt(max(1e-6, 1 - float(of_last[0])))
 
     def _observed(self) -> AttentionMass:
-        if self._seen is None:
-            self.start_attention()
-        assert self._seen is not None
+        assert self._seen is not None, "the prompt's last rows were not probed"
         self._seen.wait()
         return self._seen
 
@@ -155,9 +158,15 @@ class MovedRows:
         """The prompt's last rows, which are probed: they are never moved."""
         return range(max(self.runs[-1].end, self.live_end - PROBE_ROWS), self.live_end)
 
-    def start_attention(self, *, through_all_layers: bool = False) -> None:
-        """Starts the probe for ``attention``: the last rows run over the moved KV as it is and do
-        not attend to rows that are not computed yet."""
+    def probes(self, repair: RepairParams, *, through_all_layers: bool = False) -> list[Probe]:
+        """What must run before the strategy of ``repair`` chooses."""
+        if asks_attention(repair):
+            return [self.probe_attention(through_all_layers=through_all_layers)]
+        return self.probe_deviation() if repair.strategy == "cacheblend" else []
+
+    def probe_attention(self, *, through_all_layers: bool = False) -> Probe:
+        """The probe for ``attention``: the last rows run over the moved KV as it is and do not
+        attend to rows that are not computed yet."""
         start = self.tail.start
         rows = torch.arange(start, self.live_end, device=self.device)
         absent = self.unknown[: self.live_end].clone()
@@ -165,26 +174,33 @@ class MovedRows:
         bands = probed_layers(self.num_layers)
         self._seen = AttentionMass(bands, start, absent[:start], ends=not through_all_layers)
         until = None if through_all_layers else bands.last
-        self._run_probe(rows, self._seen, until, absent if bool(absent.any()) else None)
+        return self._probe(rows, self._seen, until, absent if bool(absent.any()) else None)
+
+    def probe_deviation(self) -> list[Probe]:
+        """The probes for ``deviation``: all moved and unknown rows run through layer 0."""
+        needed = (self.rows | self.unknown)[: self.live_end].nonzero()[:, 0]
+        layer = min(1, self.num_layers - 1)
+        self._deviations = [Deviation(layer, some) for some in torch.split(needed, PROBE_SLICE)]
+        return [self._probe(one.positions, one, layer) for one in self._deviations]
 
     def deviation(self) -> torch.Tensor:
         """How far each moved row's keys and values in layer 1 are from those computed at its new
-        position: ``[prompt]``. All moved and unknown rows run through layer 0."""
-        needed = (self.rows | self.unknown)[: self.live_end].nonzero()[:, 0]
-        layer = min(1, self.num_layers - 1)
+        position: ``[prompt]``."""
         scores = torch.zeros(len(self.rows), device=self.device)
-        for some in torch.split(needed, PROBE_SLICE):
-            deviation = Deviation(layer, some)
-            self._run_probe(some, deviation, layer, None)
-            scores[some] = deviation.squared
+        for one in self._deviations:
+            scores[one.positions] = one.squared
         return scores * self.rows
 
-    def _run_probe(
-        self, positions: torch.Tensor, hook: Hook, until: int | None, absent: torch.Tensor | None
-    ) -> None:
-        self.probe(positions, hook, until, absent)
+    def _probe(
+        self,
+        positions: torch.Tensor,
+        hook: Hook,
+        until: int | None,
+        absent: torch.Tensor | None = None,
+    ) -> Probe:
         depth = 1.0 if until is None else (until + PARTIAL_LAYER) / self.num_layers
         self._charge(positions, depth)
+        return Probe(positions, hook, until, absent)
 
     def charge(self, rows: torch.Tensor) -> None:
         """Counts ``rows``, ``[prompt]``, as computed once for the repair."""

@@ -54,11 +54,17 @@ class Rounds:
         self.spans = spans if choice.shift else None
         moved.charge(choice.rows)
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the answer of the first round can tell that one more is needed."""
+        return self._stale_answer is not None and self.spans is not None
+
     def goes_on(self, answer: torch.Tensor) -> bool:
         """Whether one more round is needed, given the logits of the prompt's last row, ``[vocab]``,
         after the first. Chooses its rows then."""
-        if self._stale_answer is None or self.spans is None:
+        if not self.may_go_on:
             return False
+        assert self._stale_answer is not None
         change = divergence(answer, self._stale_answer)
         self._stale_answer = None
         stale_shares = self._stale_shares()

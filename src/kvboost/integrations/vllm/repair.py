@@ -18,10 +18,10 @@ from kvboost.integrations.vllm import paged
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.planner import Load
 from kvboost.integrations.vllm.ranks import Ranks
-from kvboost.model.segment import Hook
+from kvboost.reuse.driver import Part, repair_rows
 from kvboost.reuse.paged.hooks import LayerHook
 from kvboost.reuse.probe import AttentionMass
-from kvboost.reuse.repair import STRATEGIES, MovedRows, asks_attention
+from kvboost.reuse.repair import MovedRows, Probe
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
 
@@ -65,41 +65,42 @@ class Repairer:
         and ``SCRATCH_PAGE``."""
         pages, total = self._pages, len(load.token_ids)
         ids = torch.from_numpy(load.token_ids.astype(np.int64))
-        probed = [0]
-
-        def probe(
-            positions: torch.Tensor, hook: Hook, until: int | None, absent: torch.Tensor | None
-        ) -> None:
-            """vLLM's attention knows no absent rows: they are computed with the probe instead."""
-            assert isinstance(hook, AttentionMass)
-            tail = rows = positions.cpu()
-            if absent is not None:
-                rows = torch.cat([absent.nonzero()[:, 0].cpu(), tail])
-            self.run(ids, rows, table, self._probe_hook(hook, tail, table))
-            if self._ranks.are_several:
-                hook.wait()
-                hook.mass = self._ranks.mean(hook.mass.to(pages.device)).to(hook.mass.device)
-            probed[0] += len(rows)
-
         # Our kernels leave the choice to the host: a GPU would wait for its many small steps.
         device = pages.device if self._kernels is None else torch.device("cpu")
-        moved = MovedRows(load, total, len(pages.caches), device, probe)
-        if asks_attention(load.repair):
-            moved.start_attention()
-            yield WAITS  # a GPU probes while the host goes on with others
-        spans, since = moved.spans().to("cpu"), 0
-        choice = STRATEGIES[load.repair.strategy](moved, load.repair)
-        yield probed[0]
-        rows = (choice.rows | moved.unknown)[: load.end].nonzero()[:, 0].cpu()
-        self.recomputed[load.request_id] = int(choice.rows[: load.end].sum())
-        for part in torch.split(rows, slice_rows):
-            hook = None
-            if choice.shift:
-                until = int(part[-1]) + 1
-                hook = self._shift_hook(part, spans.between(since, until), table)
-                since = until
-            self.run(ids, part, table, hook)
-            yield len(part)
+        moved = MovedRows(load, total, len(pages.caches), device)
+        shifted = _LoadRows(self, table)
+        steps = repair_rows(
+            moved, load.repair, shifted, slice_rows, end=load.end, takes_rounds=False
+        )
+        while True:
+            try:
+                some = next(steps)
+            except StopIteration as end:
+                rounds, _ = end.value
+                break
+            if isinstance(some, Part):
+                self.run(ids, some.positions.cpu(), table, some.hook)
+                yield len(some.positions)
+            else:
+                num_rows = self._probe(some, ids, table)
+                yield WAITS  # a GPU probes while the host goes on with others
+                yield num_rows
+        self.recomputed[load.request_id] = int(rounds.fresh[: load.end].sum())
+
+    def _probe(self, probe: Probe, ids: torch.Tensor, table: torch.Tensor) -> int:
+        """Runs a probe; returns its rows. vLLM's attention knows no absent rows: they are computed
+        with the probe instead."""
+        hook = probe.hook
+        assert isinstance(hook, AttentionMass)
+        tail = rows = probe.positions.cpu()
+        if probe.absent is not None:
+            rows = torch.cat([probe.absent.nonzero()[:, 0].cpu(), tail])
+        self.run(ids, rows, table, self._probe_hook(hook, tail, table))
+        if self._ranks.are_several:
+            hook.wait()
+            on_device = hook.mass.to(self._pages.device)
+            hook.mass = self._ranks.mean(on_device).to(hook.mass.device)
+        return len(rows)
 
     def run(
         self, ids: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, hook: LayerHook | None
@@ -120,9 +121,7 @@ class Repairer:
         slots = pages.slots(table, torch.arange(int(rows[-1]) + 1, device=pages.device))
         return paged.ProbeHook(mass, paged.PagedRows(pages, slots), len(rows))
 
-    def _shift_hook(
-        self, part: torch.Tensor, spans: Spans, table: torch.Tensor
-    ) -> LayerHook | None:
+    def shift_hook(self, part: torch.Tensor, spans: Spans, table: torch.Tensor) -> LayerHook | None:
         """Shifts the moved rows of ``spans``; None if there is nothing to shift."""
         if self._kernels is not None:
             return self._kernels.shift(part, spans, table)
@@ -132,3 +131,13 @@ class Repairer:
             return None
         slots = pages.slots(table, torch.arange(shift.touched.stop, device=pages.device))
         return paged.ShiftHook(shift, paged.PagedRows(pages, slots))
+
+
+class _LoadRows:
+    """The rows of a load, whose pages are ``table``."""
+
+    def __init__(self, repairer: Repairer, table: torch.Tensor) -> None:
+        self._repairer, self._table = repairer, table
+
+    def shift(self, positions: torch.Tensor, spans: Spans) -> LayerHook | None:
+        return self._repairer.shift_hook(positions.cpu(), spans.to("cpu"), self._table)

@@ -1,0 +1,88 @@
+"""The course of a repair, for rows in our own KV and in vLLM's pages.
+
+A repair is a generator. It yields what must run next, a probe or rows of the prompt, and is sent
+the logits of the last rows that ran, if there are any. Whoever drives it decides when they run, and
+what runs beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from kvboost.config import RepairParams
+from kvboost.reuse.repair import STRATEGIES, MovedRows, Probe
+from kvboost.reuse.rounds import Rounds, asks_stale_answer
+from kvboost.reuse.shift import Spans
+
+H = TypeVar("H", covariant=True)
+"""A hook, as whoever drives the repair runs it."""
+
+
+@dataclass(frozen=True)
+class Part(Generic[H]):
+    """Rows of the prompt at ``positions``, increasing, and a hook that shifts others."""
+
+    positions: torch.Tensor
+    hook: H | None
+
+
+class ShiftedRows(Protocol[H]):
+    """The rows of a request."""
+
+    def shift(self, positions: torch.Tensor, spans: Spans) -> H | None:
+        """A hook for a repair of ``positions`` that shifts the other rows of ``spans``; None if
+        there is nothing to shift."""
+
+
+Given = torch.Tensor | None
+"""The logits of what a repair has yielded last."""
+
+
+def repair_rows(
+    moved: MovedRows,
+    repair: RepairParams,
+    rows: ShiftedRows[H],
+    slice_rows: int,
+    *,
+    end: int | None = None,
+    takes_rounds: bool = True,
+) -> Generator[Probe | Part[H], Given, tuple[Rounds, list[torch.Tensor]]]:
+    """Chooses rows with the strategy of ``repair`` and computes them, together with those that are
+    not known, before row ``end``, ``slice_rows`` at a time. Returns what was chosen, and the logits
+    of the last round's parts."""
+    stale_answer = None
+    all_layers = takes_rounds and asks_stale_answer(moved, repair)
+    for probe in moved.probes(repair, through_all_layers=all_layers):
+        logits = yield probe
+        if logits is not None and len(logits):
+            stale_answer = logits[-1]
+    spans = moved.spans()
+    choice = STRATEGIES[repair.strategy](moved, repair)
+    rounds = Rounds(moved, choice, spans, repair, stale_answer)
+    given = yield from _compute(rounds, rows, slice_rows, end)
+    if rounds.may_go_on and rounds.goes_on(given[-1][0]):
+        given = yield from _compute(rounds, rows, slice_rows, end)
+    return rounds, given
+
+
+def _compute(
+    rounds: Rounds, rows: ShiftedRows[H], slice_rows: int, end: int | None
+) -> Generator[Part[H], Given, list[torch.Tensor]]:
+    """Runs the rows of a round and shifts the others of its spans."""
+    logits, since = [], 0
+    # What a slice shifts depends on where it ends, so slices do not depend on the batch.
+    for part in torch.split(rounds.rows[:end].nonzero()[:, 0], slice_rows):
+        hook = None
+        if rounds.spans is not None:
+            # A slice shifts the rows between the end of the last slice and its own, once.
+            until = int(part[-1]) + 1
+            hook = rows.shift(part, rounds.spans.between(since, until))
+            since = until
+        given = yield Part(part, hook)
+        if given is not None:
+            logits.append(given)
+    return logits
