@@ -270,7 +270,8 @@ class FakeEngine:
 
     def serving_stats(self) -> dict[str, Any]:
         names = ("waiting", "running", "max_waiting", "max_running", "kv_bytes", "max_kv_bytes")
-        return {**dict.fromkeys(names, 9), "batch_sizes": {1: 3, 4: 2}, "rejected": 5, "steps": 5}
+        totals = {"batch_sizes": {1: 3, 4: 2}, "rejected": 5, "steps": 5, "cpu_seconds": 2.5}
+        return {**dict.fromkeys(names, 9), **totals}
 
     async def adrain(self, timeout: float) -> None:
         self.drained = True

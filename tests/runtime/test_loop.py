@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -296,6 +297,14 @@ def test_many_streams_join_and_leave(make: Callable[..., KVBoost]) -> None:
     stats = engine.serving_stats()
     assert stats["running"] == stats["waiting"] == stats["kv_bytes"] == 0
     assert max(stats["batch_sizes"]) <= 5
+
+
+def test_the_processor_time_of_the_loop_is_counted(make: Callable[..., KVBoost]) -> None:
+    engine = make()
+    assert engine.serving_stats()["cpu_seconds"] == 0
+    for _ in range(2):  # the second step begins after the first was counted
+        engine.generate_batch([TEXT[:100], TEXT[:80]], 2)
+    assert 0 < engine.serving_stats()["cpu_seconds"] < time.process_time()
 
 
 def test_cancelling_frees_the_kv_and_keeps_what_was_read(

@@ -41,6 +41,7 @@ def test_answers_are_counted_by_finish_reason_and_source_of_rows(client, fake) -
 def test_the_counts_of_the_engine_are_shown(client) -> None:
     seen = scrape(client)
     assert seen["kvboost_rejected_total",] == 5
+    assert seen["kvboost_loop_cpu_seconds_total",] == 2.5
     assert seen["kvboost_serving_max_running",] == 9
     assert seen["kvboost_batch_size_bucket", "1.0"] == 3
     assert seen["kvboost_batch_size_bucket", "4.0"] == 5

@@ -61,8 +61,8 @@ class Loop:
         self.max_kv_bytes = runtime.max_kv_bytes
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._draining = False
-        self._closed = False
+        self._draining = self._closed = self._is_meanwhile = False
+        self._cpu_seconds = 0.0
         self._counts: Counter[str] = Counter()
         self._batch_sizes: Counter[int] = Counter()
         self._finished: Counter[str] = Counter()
@@ -75,7 +75,6 @@ class Loop:
         self._patience = Patience(config.max_pause, runtime.cost)
         self._num_meanwhile = 0
         """How many steps were run between the parts of other forwards."""
-        self._is_meanwhile = False
         self._in_forward: frozenset[Job] = frozenset()
         """The requests of the forwards that run."""
         self._pauses_forwards = on_cpu and runtime.ends_forwards and bool(self._patience)
@@ -174,6 +173,7 @@ class Loop:
                 batch_sizes=dict(self._batch_sizes),
                 finished=dict(self._finished),
                 rejected=self._counts["rejected"],
+                cpu_seconds=self._cpu_seconds,
             )
 
     def drain(self, timeout: float | None = None) -> bool:
@@ -214,6 +214,7 @@ class Loop:
             except BaseException as error:  # a defect of ours; no caller may wait for ever
                 for job in self._jobs():
                     self._finish(job, error)
+            self._cpu_seconds = time.thread_time()
         for job in self._jobs():
             self._cancel(job, "cancelled")
         with self._changed:
@@ -254,8 +255,7 @@ class Loop:
         self._idle_time.broken()
 
     def _remove_departed(self, jobs: Sequence[Job] | None = None) -> None:
-        """Ends the requests, or those of ``jobs``, that were cancelled or whose deadline has
-        passed."""
+        """Ends those of ``jobs``, or of all requests, that were cancelled or have timed out."""
         now = time.monotonic()
         with self._changed:
             late = set(self._scheduler.expired(now))

@@ -25,6 +25,8 @@ class LoopStats:
     batch_sizes: dict[int, int]
     finished: dict[str, int]
     rejected: int
+    cpu_seconds: float
+    """Processor time of the loop's thread until the end of its last step."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

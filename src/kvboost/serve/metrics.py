@@ -148,6 +148,11 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(
             "kvboost_steps", "Forward passes of the serving loop", value=serving["steps"]
         )
+        yield CounterMetricFamily(
+            "kvboost_loop_cpu_seconds",
+            "Processor time of the thread that runs the serving loop",
+            value=serving["cpu_seconds"],
+        )
         yield _batch_sizes(serving["batch_sizes"])
 
 
