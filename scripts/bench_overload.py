@@ -28,7 +28,8 @@ from typing import Any
 import httpx
 import jsonschema_rs
 
-from kvboost.bench.load.serve.clients import data_of, open_client
+from kvboost.bench.load.cluster import open_client
+from kvboost.bench.load.serve.clients import data_of
 from kvboost.bench.load.soak import MOST_GROWTH, levels, resident_mb
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import KVBoostServer
@@ -284,8 +285,8 @@ class Clients:
             if response.status_code != 200:
                 await response.aread()
                 return self._refused(response)
-            lines = [data async for line in response.aiter_lines() if (data := data_of(line))]
-        events = [json.loads(data) for data in lines if data != "[DONE]"]
+            found = [data_of(line.encode()) async for line in response.aiter_lines()]
+        events = [json.loads(data) for data in found if data and data != b"[DONE]"]
         self._judge(request, *request.joined(events))
         return f"streamed: {request.kind}"
 

@@ -18,7 +18,8 @@ import random
 import statistics
 from collections.abc import Sequence
 
-from kvboost.bench.load.serve.clients import Answer, Target, ask, open_client
+from kvboost.bench.load.serve.clients import Answer, Target, ask
+from kvboost.bench.load.serve.connection import Connection
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import KVBoostServer
 from kvboost.bench.peers.setting import Setting, prepare
@@ -41,21 +42,19 @@ async def times(there: Running, texts: Sequence[str], seed: int) -> tuple[list[f
     """Bob's milliseconds to the first token, of texts that Ann has sent and of others."""
     target, rng = Target(there.url, there.model, 1), random.Random(seed)
     told: tuple[list[float], list[float]] = ([], [])
-    headers = {name: {"authorization": f"Bearer {key}"} for name, key in KEYS.items()}
-    async with (
-        open_client(600, 1, headers=headers["ann"]) as ann,
-        open_client(600, 1, headers=headers["bob"]) as bob,
-    ):
-        for number, (text, other) in enumerate(zip(texts[::2], texts[1::2], strict=True)):
-            is_sent = rng.random() < 0.5
-            for client, said in ((ann, text if is_sent else other), (bob, text)):
-                answer = Answer(0.0)
-                message = {"role": "user", "content": f"{said}\n\nWhat is this about?"}
-                await ask(client, target, [message], answer)
-                if answer.error is not None or answer.ttft_s is None:
-                    raise SystemExit(f"a request failed: {answer.error}")
-            if number >= WARMUPS:
-                told[0 if is_sent else 1].append(1e3 * answer.ttft_s)
+    ann, bob = (Connection(there.url, {"authorization": f"Bearer {KEYS[one]}"}) for one in KEYS)
+    for number, (text, other) in enumerate(zip(texts[::2], texts[1::2], strict=True)):
+        is_sent = rng.random() < 0.5
+        for tenant, said in ((ann, text if is_sent else other), (bob, text)):
+            answer = Answer(0.0)
+            message = {"role": "user", "content": f"{said}\n\nWhat is this about?"}
+            await ask(tenant, target, [message], answer)
+            if answer.error is not None or answer.ttft_s is None:
+                raise SystemExit(f"a request failed: {answer.error}")
+        if number >= WARMUPS:
+            told[0 if is_sent else 1].append(1e3 * answer.ttft_s)
+    ann.close()
+    bob.close()
     return told
 
 

@@ -105,6 +105,7 @@ class FakeEngine:
         self.streams: list[FakeStream] = []
         self.drained = self.flushed = False
         self.thinks = self.fills_in = False
+        self.loop_cpu_seconds = 2.5
         self.conversations: list[Conversation] = []
         self.uses: list[ToolUse] = []
         self.loaded: dict[str, Any] = {}
@@ -270,7 +271,8 @@ class FakeEngine:
 
     def serving_stats(self) -> dict[str, Any]:
         names = ("waiting", "running", "max_waiting", "max_running", "kv_bytes", "max_kv_bytes")
-        totals = {"batch_sizes": {1: 3, 4: 2}, "rejected": 5, "steps": 5, "cpu_seconds": 2.5}
+        totals = {"batch_sizes": {1: 3, 4: 2}, "rejected": 5, "steps": 5}
+        totals["cpu_seconds"] = self.loop_cpu_seconds
         return {**dict.fromkeys(names, 9), **totals}
 
     async def adrain(self, timeout: float) -> None:

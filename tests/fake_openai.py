@@ -25,9 +25,14 @@ class Fake:
     """Before every piece of text."""
     refuse: str = ""
     """Requests with this text in their last message are answered with 429."""
+    together: int = 1
+    """Answers begin once so many requests run."""
     running: int = 0
     most_running: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.together, timeout=60)
 
 
 def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
@@ -45,6 +50,7 @@ def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
                 fake.running += 1
                 fake.most_running = max(fake.most_running, fake.running)
             try:
+                fake.barrier.wait()
                 self._answer(body)
             finally:
                 with fake.lock:

@@ -61,7 +61,7 @@ def test_listing_benchmarks_loads_none_of_them() -> None:
 
 def test_help_explains_an_option_with_its_choices_and_default() -> None:
     told = " ".join(run("serve", "--help").output.replace("│", " ").split())
-    assert "What users send. One of rag, chat. May be repeated." in told
+    assert "What users send. One of rag, rag-8k, chat, agent. May be repeated." in told
     assert "[default: rag, chat]" in told
 
 

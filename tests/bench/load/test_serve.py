@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import asyncio
 import json
-import re
+import os
+import time
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -15,204 +15,16 @@ from fake_engine import FakeEngine
 from fake_openai import FakePeer
 from kvboost.bench.benchmarks import BENCHMARKS
 from kvboost.bench.kit.benchmark import Bench, Option
-from kvboost.bench.load.serve.clients import Answer, Target, closed_loop, data_of, read_event
-from kvboost.bench.load.serve.report import cut_short, inequalities, serve_figure
+from kvboost.bench.load.serve.clients import Answer
+from kvboost.bench.load.serve.costs import Costs, watched
+from kvboost.bench.load.serve.report import cut_short, inequalities, serve_figure, tables
 from kvboost.bench.load.serve.run import Settings, rotated, run
 from kvboost.bench.load.serve.stats import Round, Row, goals
-from kvboost.bench.load.serve.users import (
-    PASSAGE_TOKENS,
-    PASSAGES,
-    PASSAGES_OF_A_PROMPT,
-    SYSTEM_TOKENS,
-    TURNS,
-    WORKLOADS,
-    Request,
-    make_workload,
-)
+from kvboost.bench.peers.process import Running
 from kvboost.bench.peers.servers import OURS, SYSTEMS
 from kvboost.errors import ConfigError, KVBoostError
-from kvboost.serve.connections import Connection
 from live_server import live_server
 from word_model import word_model
-
-
-def count_words(text: str) -> int:
-    return len(text.split())
-
-
-def workload(name: str, users: int = 3, requests: int = 4, seed: int = 0):
-    return make_workload(name, count_words, users=users, requests=requests, seed=seed)
-
-
-def passages_of(request: Request) -> list[str]:
-    """The text before the question, cut at the titles."""
-    return request.messages[-1]["content"].rsplit("\n\n", 1)[0].split("\n\n")
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_a_workload_is_the_same_every_time_and_another_with_another_seed(name: str) -> None:
-    assert workload(name) == workload(name)
-    assert workload(name) != workload(name, seed=1)
-    assert [len(requests) for requests in workload(name).users] == [4, 4, 4]
-
-
-def test_rag_draws_passages_of_a_pool_in_changing_orders_with_a_new_question() -> None:
-    made = workload("rag", users=4, requests=6)
-    prompts = [request.messages[-1]["content"] for user in made.users for request in user]
-    questions = [prompt.rsplit("\n\n", 1)[1] for prompt in prompts]
-    assert len(set(questions)) == len(prompts) == 24
-    assert len({prompt[:200] for prompt in prompts}) > PASSAGES // 2  # beginnings change
-    least, most = PASSAGES_OF_A_PROMPT
-    for prompt in prompts:
-        assert 0.8 * least * PASSAGE_TOKENS < count_words(prompt) < 1.1 * most * PASSAGE_TOKENS
-    assert not any(request.continues for user in made.users for request in user)
-
-
-def test_the_warmup_of_rag_shows_every_passage_and_asks_other_questions() -> None:
-    made = workload("rag", users=8, requests=8)
-    shown = {part for user in made.warmup for request in user for part in passages_of(request)}
-    for user in made.users:
-        for request in user:
-            assert set(passages_of(request)) <= shown
-    warm = {request for user in made.warmup for request in map(str, user)}
-    assert not warm & {request for user in made.users for request in map(str, user)}
-
-
-def test_chat_has_one_long_system_prompt_and_conversations_that_continue() -> None:
-    made = workload("chat", users=3, requests=TURNS + 2)
-    systems = {
-        message["content"]
-        for user in (*made.users, *made.warmup)
-        for request in user
-        for message in request.messages
-        if message["role"] == "system"
-    }
-    assert len(systems) == 1
-    assert 0.9 * SYSTEM_TOKENS < count_words(systems.pop()) <= SYSTEM_TOKENS
-    for user in made.users:
-        assert [at for at, request in enumerate(user) if not request.continues] == [0, TURNS]
-        assert len({request.messages[-1]["content"] for request in user}) == len(user)
-
-
-def test_an_unknown_workload_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"workload='ragg' .* 'rag', 'chat'"):
-        workload("ragg")
-
-
-@pytest.mark.parametrize(
-    ("line", "data"),
-    [
-        ("data: {}", "{}"),
-        ("data:{}", "{}"),
-        ("data:  two blanks", " two blanks"),
-        (": comment", None),
-        ("", None),
-        ("event: message", None),
-        ("data", None),
-    ],
-)
-def test_lines_of_an_event_stream(line: str, data: str | None) -> None:
-    assert data_of(line) == data
-
-
-def test_a_chunk_may_hold_text_usage_both_or_an_error() -> None:
-    answer = Answer(0.0)
-    assert read_event('{"choices": [{"delta": {"role": "assistant"}}]}', answer) == ""
-    assert read_event('{"choices": [{"delta": {"content": null}}]}', answer) == ""
-    assert read_event('{"choices": [{"delta": {"content": "hi"}}], "usage": null}', answer) == "hi"
-    usage = {
-        "prompt_tokens": 9,
-        "completion_tokens": 2,
-        "prompt_tokens_details": {"cached_tokens": 4},
-    }
-    ours = {"approximate_tokens": 1, "moved_tokens": 3, "recomputed_tokens": 2, "ttft_ms": 250.0}
-    assert read_event(json.dumps({"choices": [], "usage": usage, "kvboost": ours}), answer) == ""
-    assert (answer.prompt_tokens, answer.completion_tokens, answer.cached_tokens) == (9, 2, 4)
-    assert (answer.moved_tokens, answer.server_ttft_s) == (2, 0.25)
-    assert answer.error is None
-    read_event('{"error": {"message": "out of memory"}}', answer)
-    assert answer.error == "out of memory"
-
-
-def talk(*contents: str, continues: bool = True) -> tuple[Request, ...]:
-    """Requests of one user, each of one message."""
-    return tuple(
-        Request(({"role": "user", "content": content},), continues and number > 0)
-        for number, content in enumerate(contents)
-    )
-
-
-def test_users_wait_for_answers_and_send_them_back() -> None:
-    with fake_openai.serving(pause_s=0.02) as fake:
-        server = Target(fake.url, "fake", 3, {"2": -100})
-        answers = asyncio.run(closed_loop(server, [talk("a", "b"), talk("c", "d")]))
-    assert [answer.text for answer in answers] == ["w0 w1 w2 "] * 4
-    assert [answer.error for answer in answers] == [None] * 4
-    assert fake.most_running == 2
-    (first,) = (
-        body for body in fake.bodies if [one["content"] for one in body["messages"]] == ["a"]
-    )
-    assert first == {
-        "model": "fake",
-        "messages": [{"role": "user", "content": "a"}],
-        "max_tokens": 3,
-        "temperature": 0,
-        "logit_bias": {"2": -100},
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    said = [[message["content"] for message in body["messages"]] for body in fake.bodies]
-    assert ["a", "w0 w1 w2 ", "b"] in said
-    assert ["c", "w0 w1 w2 ", "d"] in said
-
-
-def test_users_keep_their_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Connection.connection_made
-    accepted: list[Connection] = []
-    monkeypatch.setattr(
-        Connection,
-        "connection_made",
-        lambda self, *given: (accepted.append(self), made(self, *given)),
-    )
-    with live_server(FakeEngine()) as live:
-        target = Target(live.url, "fake", 3)
-        answers = asyncio.run(closed_loop(target, [talk("a", "b", "c"), talk("d", "e")]))
-    assert [answer.error for answer in answers] == [None] * 5
-    assert len(accepted) == 2
-
-
-def test_the_clock_stamps_every_piece() -> None:
-    with fake_openai.serving(pause_s=0.05) as fake:
-        (answer,) = asyncio.run(closed_loop(Target(fake.url, "fake", 4), [talk("one two")]))
-    assert answer.ttft_s is not None
-    assert 0.05 <= answer.ttft_s < answer.total_s
-    assert len(answer.gaps_s) == 3
-    assert all(gap > 0.02 for gap in answer.gaps_s)
-    assert answer.total_s >= 0.2
-    assert (answer.prompt_tokens, answer.completion_tokens, answer.cached_tokens) == (2, 4, 1)
-
-
-def test_a_refused_request_is_an_error_and_the_others_go_on() -> None:
-    with fake_openai.serving(refuse="bad") as fake:
-        server = Target(fake.url, "fake", 1)
-        answers = asyncio.run(closed_loop(server, [talk("bad", "good", continues=False)]))
-    assert answers[0].error is not None
-    assert re.search(r"HTTP 429.*the queue is full", answers[0].error)
-    assert answers[1].error is None
-
-
-def test_a_server_that_is_gone_is_an_error() -> None:
-    server = Target("http://127.0.0.1:1", "fake", 1)
-    (answer,) = asyncio.run(closed_loop(server, [talk("hello")]))
-    assert answer.error is not None
-    assert answer.error.startswith("ConnectError")
-
-
-def test_a_slow_server_is_sent_no_more_when_time_is_up() -> None:
-    with fake_openai.serving(pause_s=0.1) as fake:
-        server = Target(fake.url, "fake", 1, seconds=0.05)
-        answers = asyncio.run(closed_loop(server, [talk(*"abc")]))
-    assert len(answers) == len(fake.bodies) == 1
 
 
 def answered(ttft_s: float, sent_s: float = 0.0, error: str | None = None) -> Answer:
@@ -232,7 +44,7 @@ def answered(ttft_s: float, sent_s: float = 0.0, error: str | None = None) -> An
 
 def test_a_round_counts_what_was_answered() -> None:
     answers = [answered(0.1), answered(0.2, 1.0), answered(0.3, 2.0), answered(9.0, error="no")]
-    one = Round.of(answers[:3])
+    one = Round.of(answers[:3], Costs(loop_s=0.03, process_s=0.3, gpu_share=0.5))
     assert (one.requests, one.errors) == (3, 0)
     assert one.ttft_p50_ms == pytest.approx(200)
     assert one.ttft_p95_ms == pytest.approx(290)
@@ -243,22 +55,56 @@ def test_a_round_counts_what_was_answered() -> None:
     assert one.tokens_per_s == pytest.approx(9 / 2.6)
     assert (one.cached_share, one.moved_share) == pytest.approx((0.2, 0.15))
     assert one.beyond_server_p50_ms == pytest.approx(2)
-    failed = Round.of(answers)
+    assert (one.loop_cpu_ms, one.process_cpu_ms) == pytest.approx((10, 100))
+    failed = Round.of(answers, Costs())
+    assert failed.loop_cpu_ms is None and failed.gpu_share is None
     assert (failed.requests, failed.errors) == (4, 1)
     assert failed.ttft_p50_ms == pytest.approx(200)
 
 
 def row(system: str, name: str, ttft_s: Sequence[float], at_once: int = 1, users: int = 1) -> Row:
     """A round for each time to first token, of ``at_once`` requests at once."""
-    rounds = [Round.of([answered(one)] * at_once) for one in ttft_s]
+    rounds = [Round.of([answered(one)] * at_once, Costs()) for one in ttft_s]
     return Row.of(system, name, users, rounds)
 
 
 def test_a_row_holds_medians_over_rounds() -> None:
     assert row("vllm", "rag", [0.1, 0.9, 0.2]).median.ttft_p50_ms == pytest.approx(200)
-    said = row("vllm", "rag", [0.1, 0.9, 0.2]).as_json()
+    said = row("vllm", "rag", [0.1, 0.9, 0.2]).as_json([])
     assert said["ttft_p50_ms"] == pytest.approx(200)
+    assert said["loop_cpu_ms"] is None and said["rate_of_rival"] is None
     assert len(said["rounds"]) == 3  # type: ignore[arg-type]
+
+
+def test_rates_are_compared_with_the_rival_round_by_round() -> None:
+    rival = row("vllm", "rag", [0.1, 0.2, 0.3])  # a request takes 0.3 s longer
+    ours = row(OURS, "rag", [0.1, 0.1, 0.7], at_once=2)
+    assert ours.against(rival) == pytest.approx((2.0, 1.2, 2.5))
+    other = row("vllm", "rag", [9.0], users=2)
+    said = ours.as_json([other, rival])
+    assert said["rate_of_rival"] == pytest.approx({"value": 2.0, "low": 1.2, "high": 2.5})
+    console = Console(file=StringIO(), width=80)
+    for one in tables([ours, rival]):
+        console.print(one)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "2.00 [1.20-2.50]" in shown and "5.00 [2.00-5.00]" in shown and "…" not in shown
+
+
+def test_what_a_load_costs_is_read_from_the_server() -> None:
+    engine = FakeEngine()
+    with live_server(engine) as live:
+        here = Running(live.url, "fake", os.getsid(0), 0.0)
+        with watched(here, "cpu") as costs:
+            until = time.process_time() + 0.1
+            while time.process_time() < until:
+                pass
+            engine.loop_cpu_seconds += 1.5
+    assert costs.loop_s == pytest.approx(1.5)
+    assert costs.process_s is not None and costs.process_s >= 0.09
+    assert costs.gpu_share is None
+    with fake_openai.serving() as fake, watched(Running(fake.url, "fake", 1, 0), "cpu") as costs:
+        pass
+    assert costs.loop_s is None
 
 
 def test_goals_are_met_or_not_or_not_measured() -> None:
@@ -279,7 +125,7 @@ def test_systems_that_did_not_have_the_same_work_are_named() -> None:
     assert list(inequalities(rows)) == []
     longer = answered(0.1)
     longer.completion_tokens = 5
-    rows.append(Row.of(OURS, "rag", 1, [Round.of([longer])]))
+    rows.append(Row.of(OURS, "rag", 1, [Round.of([longer], Costs())]))
     assert list(inequalities(rows)) == [
         "rag, 1 users: mean completion tokens differ: vllm 3.0, llama.cpp 3.0, kvboost 5.0"
     ]
@@ -312,7 +158,7 @@ def test_a_whole_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     settings = Settings(
         model=str(model),
         systems=("broken", "fake", "vllm"),
-        workloads=("rag", "chat"),
+        workloads=("rag", "agent"),
         users=(2, 1),
         requests=2,
         max_tokens=2,
@@ -324,7 +170,7 @@ def test_a_whole_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert json.loads(saved.read_text()) == json.loads(json.dumps(report))
     rows = report["rows"]
     assert [(one["workload"], one["users"], len(one["rounds"])) for one in rows] == [
-        *(("rag", 2, 2), ("rag", 1, 2), ("chat", 2, 2), ("chat", 1, 2))
+        *(("rag", 2, 2), ("rag", 1, 2), ("agent", 2, 2), ("agent", 1, 2))
     ]
     assert all(one["errors"] == 0 and one["requests"] == 2 * one["users"] for one in rows)
     assert "broken was given up: fake ended with 7" in shown.getvalue()
@@ -344,7 +190,7 @@ def test_a_run_needs_a_system_to_measure(model: Path, monkeypatch: pytest.Monkey
     ("option", "value", "message"),
     [
         ("systems", ("vlm",), "system='vlm' .* 'vllm'"),
-        ("workloads", ("x",), "workload='x'"),
+        ("workloads", ("x",), "load='x'"),
         ("users", (0,), "users=0"),
         ("seconds", 0.0, "seconds=0.0"),
     ],

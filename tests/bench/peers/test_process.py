@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,9 +16,10 @@ from kvboost.bench.load.serve.clients import Answer, Target, closed_loop
 from kvboost.bench.load.serve.users import Request
 from kvboost.bench.peers import environments, process
 from kvboost.bench.peers.process import running
-from kvboost.bench.peers.servers import BASELINE, SYSTEMS, LlamaServer, VLLMServer
+from kvboost.bench.peers.servers import BASELINE, CONNECTOR, SYSTEMS, LlamaServer, VLLMServer
 from kvboost.bench.peers.setting import Setting
 from kvboost.errors import KVBoostError
+from kvboost.integrations.vllm.options import Options
 
 
 def ask(url: str) -> Answer:
@@ -106,6 +110,20 @@ def test_on_a_gpu_vllm_runs_in_the_environment_that_is_named(setting: Setting) -
     assert vllm.missing(named) is None and vllm.command(named, 1)[0] == "/its/python"
     assert "--gpu-memory-utilization" in vllm.command(named, 1)
     assert vllm.environment(named)["PYTHONPATH"] == ""
+
+
+def test_vllm_with_the_connector_is_told_options_that_it_knows(setting: Setting) -> None:
+    named = replace(setting, device="cuda", vllm="/its/python", cache_bytes=1 << 30)
+    server = SYSTEMS[CONNECTOR]
+    command = server.command(named, 1)
+    told = json.loads(command[command.index("--kv-transfer-config") + 1])
+    engine = Options.parse(told["kv_connector_extra_config"]).engine
+    assert engine.max_cache_bytes == engine.gpu_cache_bytes == 1 << 30
+    assert find_spec(told["kv_connector_module_path"]) is not None
+    (path,) = server.environment(named)["PYTHONPATH"].split(os.pathsep)
+    assert [entry.name for entry in Path(path).iterdir()] == ["kvboost"]
+    assert (Path(path) / "kvboost" / "integrations" / "vllm" / "connector.py").is_file()
+    assert "--kv-transfer-config" not in VLLMServer().command(named, 1)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

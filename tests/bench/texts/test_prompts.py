@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvboost.bench.texts.prompts import MAX_QUESTIONS, PATTERNS, fragments, question
+from kvboost.bench.texts.prompts import MAX_QUESTIONS, PATTERNS, fragments, passages, question
 from kvboost.model.tokenizer import ModelTokenizer
 from tiny import byte_tokenizer
 
@@ -15,6 +15,12 @@ def test_a_pattern_gives_any_length_and_always_the_same(name) -> None:
     long = pattern.shared(ENCODE, 50_000)
     assert len(long) == 50_000
     assert pattern.shared(ENCODE, 1000) == long[:1000]
+
+
+def test_passages_are_many_and_differ() -> None:
+    texts = [text for _, text in passages()]
+    assert len({where for where, _ in passages()}) == len(set(texts)) == len(texts) > 500
+    assert sum(map(len, texts)) > 1_000_000
 
 
 def test_patterns_differ_from_their_first_chunk_on() -> None:

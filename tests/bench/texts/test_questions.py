@@ -5,7 +5,13 @@ import re
 
 import pytest
 
-from kvboost.bench.texts.questions import MAX_PASSAGES, Question, make_questions, read_questions
+from kvboost.bench.texts.questions import (
+    MAX_PASSAGES,
+    Question,
+    make_questions,
+    read_passages,
+    read_questions,
+)
 from kvboost.errors import ConfigError
 
 ROW = {
@@ -42,6 +48,15 @@ def test_a_passage_is_its_title_and_its_text(tmp_path) -> None:
 def test_a_passage_needs_no_title(tmp_path, passage) -> None:
     (question,) = read_questions(write(tmp_path, {**ROW, "passages": [passage]}))
     assert question.passages == ("x",)
+
+
+def test_passages_of_a_file_come_once_each_with_a_title(tmp_path) -> None:
+    other = {**ROW, "passages": [ROW["passages"][0], {"text": "Long.\nLonger."}]}
+    assert read_passages(write(tmp_path, ROW, other)) == [
+        ("Engines", "Ada wrote."),
+        ("Rain fell.", "Rain fell."),
+        ("Long.", "Longer."),
+    ]
 
 
 def test_blank_lines_are_skipped_but_counted(tmp_path) -> None:

@@ -9,6 +9,7 @@ servers run, and each is frozen while another takes its turn.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import statistics
 import time
@@ -17,7 +18,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-import httpx
 import torch
 from rich.table import Table
 
@@ -27,7 +27,8 @@ from kvboost.bench.kit.benchmark import Settings as Base
 from kvboost.bench.kit.figures import Figure, Lines, Value, draw_lines
 from kvboost.bench.kit.goals import Goal
 from kvboost.bench.kit.tables import dim, ms, percent, table
-from kvboost.bench.load.serve.clients import SOURCES, Answer, Target, ask, open_client
+from kvboost.bench.load.serve.clients import SOURCES, Answer, Target, ask
+from kvboost.bench.load.serve.connection import Connection
 from kvboost.bench.load.serve.report import problems
 from kvboost.bench.load.serve.run import (
     DEVICE,
@@ -37,14 +38,13 @@ from kvboost.bench.load.serve.run import (
     rotated,
 )
 from kvboost.bench.peers.process import Running, running
-from kvboost.bench.peers.servers import OURS, SYSTEMS, KVBoostServer
+from kvboost.bench.peers.servers import OURS, RIVAL, SYSTEMS, KVBoostServer
 from kvboost.bench.peers.setting import Setting, Vocabulary, prepare
 from kvboost.bench.texts.agent import LAYOUTS, SCRIPT, Session
 from kvboost.config import DEFAULT_MODEL
 from kvboost.errors import KVBoostError
 from kvboost.progress import Progress, Step
 
-RIVAL = "vllm"
 MAX_TOKENS = 160
 """More than any call takes, so that its JSON ends."""
 WARM_TURNS = 3
@@ -277,21 +277,22 @@ class Player:
         call = _call(session.turns[len(done)].schema)
         target = Target(self.server.url, self.server.model, MAX_TOKENS, more=call)
         messages = session.messages([one.answer.text for one in done])
-        async with open_client(target.timeout, 1) as client:
-            await ask(client, target, messages, answer)
-            if answer.error is not None:
-                raise KVBoostError(f"turn {len(done) + 1} failed: {answer.error}")
-            before = await self._healed(client)
-            await asyncio.sleep(tool_seconds)
-            healed = await self._healed(client) - before
+        connection = Connection(self.server.url)
+        await ask(connection, target, messages, answer)
+        if answer.error is not None:
+            raise KVBoostError(f"turn {len(done) + 1} failed: {answer.error}")
+        before = await self._healed(connection)
+        await asyncio.sleep(tool_seconds)
+        healed = await self._healed(connection) - before
+        connection.close()
         return Played(answer, healed if self.is_ours else None)
 
-    async def _healed(self, client: httpx.AsyncClient) -> int:
+    async def _healed(self, connection: Connection) -> int:
         """Rows that our server has healed since it started."""
         if not self.is_ours:
             return 0
-        said = await client.get(f"{self.server.url}/kvboost/live")
-        return int(said.raise_for_status().json()["healing"]["healed_tokens"])
+        said = b"".join([line async for line in connection.lines("GET", "/kvboost/live")])
+        return int(json.loads(said)["healing"]["healed_tokens"])
 
 
 def tables(rows: Sequence[Row]) -> Iterator[Table]:

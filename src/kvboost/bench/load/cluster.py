@@ -28,7 +28,7 @@ from kvboost.bench.kit.benchmark import Bench, Report, option
 from kvboost.bench.kit.benchmark import Settings as Base
 from kvboost.bench.kit.goals import Goal
 from kvboost.bench.kit.tables import percent, table
-from kvboost.bench.load.serve.clients import open_client
+from kvboost.bench.load.serve.connection import KEPT_SECONDS
 from kvboost.bench.peers.process import Running, running
 from kvboost.bench.peers.servers import KVBoostServer, RouteServer
 from kvboost.bench.peers.setting import Setting, Vocabulary, prepare
@@ -162,6 +162,18 @@ async def load(
     async with open_client(TIMEOUT) as http:
         await asyncio.gather(*(talk(http) for _ in range(CLIENTS)))
     return served
+
+
+def open_client(timeout: float, **options: Any) -> httpx.AsyncClient:
+    """A client that keeps its connections, as OpenAI's does, and goes straight to the server. It
+    closes an idle connection before a server would, so that no request meets one that ends."""
+    return httpx.AsyncClient(
+        timeout=timeout,
+        limits=httpx.Limits(keepalive_expiry=KEPT_SECONDS),
+        trust_env=False,
+        verify=False,  # all servers speak HTTP; certificates would only be loaded
+        **options,
+    )
 
 
 async def forget(servers: list[Running], salt: str) -> None:

@@ -53,12 +53,12 @@ class Engine:
     def variables(self, setting: Setting) -> dict[str, str]:
         """The whole environment of its process."""
         found = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(setting.threads)}
-        if self.environment is not None:
-            # Packages named here, ours among them, would go before those of its environment.
-            found.pop("PYTHONPATH", None)
         if self.environment == VLLM:
             found |= VLLMServer().environment(setting)
             found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process, and no way between two
+        if self.environment is not None:
+            # Packages named here, ours among them, would go before those of its environment.
+            found.pop("PYTHONPATH", None)
         return found
 
     def given(self, setting: Setting) -> dict[str, object]:

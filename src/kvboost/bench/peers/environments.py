@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import subprocess
+import tempfile
+from functools import cache
 from pathlib import Path
 
+import kvboost
 from kvboost.config import home
 from kvboost.errors import KVBoostError
 
@@ -56,6 +61,16 @@ def why_missing(name: str, model: str | None = None) -> str | None:
     if model is not None and not gguf_file(model).is_file():
         return f"the weights of {model!r} are not there as {gguf_file(model)}"
     return None
+
+
+@cache
+def package_path() -> str:
+    """A folder with KVBoost and nothing else, for the path of another environment: packages beside
+    ours must not go before those of that environment."""
+    folder = tempfile.mkdtemp(prefix="kvboost-path-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (Path(folder) / "kvboost").symlink_to(Path(kvboost.__file__).parent)
+    return folder
 
 
 def installed_version(python: str | Path, package: str) -> str:

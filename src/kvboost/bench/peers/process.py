@@ -97,6 +97,20 @@ class Running:
     started_s: float
     """From its start until it was ready."""
 
+    def metric(self, name: str) -> float | None:
+        """The value of ``name`` at /metrics; None if the server has no such thing."""
+        try:
+            with _NO_PROXY.open(f"{self.url}/metrics", timeout=30) as answer:
+                lines = answer.read().decode().splitlines()
+        except urllib.error.HTTPError:
+            return None
+        return next((float(line.split()[1]) for line in lines if line.startswith(f"{name} ")), None)
+
+    def cpu_seconds(self) -> float | None:
+        """Processor time that its processes have used so far; None where there is no /proc."""
+        ticks = [sum(map(int, stat[11:13])) for stat in _stats() if int(stat[3]) == self.pid]
+        return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
+
     def kill(self) -> None:
         """Ends it as a crash would."""
         self._signal(signal.SIGKILL)
@@ -144,6 +158,14 @@ def running(
                 raise process.error("ended while it was measured")
         finally:
             process.stop()
+
+
+def _stats() -> Iterator[list[str]]:
+    """What Linux says about each process, after its name: the fourth field is its session, the
+    twelfth and thirteenth its processor time."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            yield file.read_text().rpartition(")")[2].split()
 
 
 def _wait(process: Process, url: str, timeout: float) -> None:

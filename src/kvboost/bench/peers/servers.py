@@ -15,6 +15,7 @@ from kvboost.bench.peers.environments import (
     VLLM,
     gguf_file,
     installed_version,
+    package_path,
     peer_python,
     peers_dir,
     why_missing,
@@ -23,6 +24,8 @@ from kvboost.bench.peers.setting import Setting
 
 OURS = "kvboost"
 BASELINE = "kvboost-baseline"
+RIVAL = "vllm"
+CONNECTOR = "vllm+kvboost"
 ON_CPUS = "its environment is one for CPUs"
 ASK_FOR_VLLM = "the environment of make peers is one for CPUs; name a Python that has it: --vllm"
 GPU_SHARE = 0.45
@@ -121,10 +124,14 @@ class RouteServer:
 
 class VLLMServer:
     """vLLM with automatic prefix caching. On CPUs it compiles the model at its first start, which
-    takes minutes, and keeps the result in its environment."""
+    takes minutes, and keeps the result in its environment. ``CONNECTOR`` has KVBoost inside, with
+    as much room for chunks as our server."""
 
-    name = "vllm"
     ready_path = "/health"
+
+    def __init__(self, name: str = RIVAL) -> None:
+        self.name = name
+        self._connects = name == CONNECTOR
 
     def missing(self, setting: Setting) -> str | None:
         if setting.vllm is not None:
@@ -145,14 +152,29 @@ class VLLMServer:
             *("--dtype", setting.dtype, "--max-model-len", str(setting.context_length)),
             *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
             *(() if setting.device == "cpu" else ("--gpu-memory-utilization", str(GPU_SHARE))),
+            *(("--kv-transfer-config", self._connector(setting)) if self._connects else ()),
         ]
 
+    def _connector(self, setting: Setting) -> str:
+        on_gpu = setting.device != "cpu"
+        room = setting.cache_bytes
+        options = {"max_cache_bytes": room, "gpu_cache_bytes": room if on_gpu else 0}
+        return json.dumps(
+            {
+                "kv_connector": "KVBoostConnector",
+                "kv_connector_module_path": "kvboost.integrations.vllm.connector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": options,
+            }
+        )
+
     def environment(self, setting: Setting) -> dict[str, str]:
-        quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        # Packages on our path are not those of its environment.
+        path = package_path() if self._connects else ""
+        quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
         if setting.device != "cpu":
-            # Packages on our path are not those of its environment; its sampler of FlashInfer
-            # would be compiled at the start.
-            return quiet | {"PYTHONPATH": "", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+            # Its sampler of FlashInfer would be compiled at the start.
+            return quiet | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
         folder = peers_dir() / VLLM
         # vLLM advises to load this OpenMP first, for speed; it comes with its packages on x86.
         openmp = glob.glob(str(folder / "lib" / "libiomp5.so"))
@@ -174,7 +196,8 @@ class VLLMServer:
         room: dict[str, object] = {"kv_gib": max(1, setting.cache_bytes // 1024**3)}
         if setting.device != "cpu":
             room = {"share_of_gpu_memory": GPU_SHARE}
-        return _settings(setting, setting.dtype, "automatic prefix caching", **room)
+        reuse = "automatic prefix caching" + (", KVBoost" if self._connects else "")
+        return _settings(setting, setting.dtype, reuse, **room)
 
 
 LLAMA_PROGRAM = """
@@ -241,6 +264,7 @@ SYSTEMS: dict[str, Server] = {
         KVBoostServer(OURS, "chunk_kv_reuse"),
         KVBoostServer(BASELINE, "baseline"),
         VLLMServer(),
+        VLLMServer(CONNECTOR),
         LlamaServer(),
     )
 }

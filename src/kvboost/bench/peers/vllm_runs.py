@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -14,8 +13,13 @@ from typing import Any
 
 import torch
 
-import kvboost
-from kvboost.bench.peers.environments import VLLM, installed_version, peer_python, why_missing
+from kvboost.bench.peers.environments import (
+    VLLM,
+    installed_version,
+    package_path,
+    peer_python,
+    why_missing,
+)
 from kvboost.bench.peers.process import Process, sigterm_as_exit
 from kvboost.bench.peers.servers import VLLMServer
 from kvboost.bench.peers.setting import prepare
@@ -70,10 +74,8 @@ def run_worker(place: Place, options: Sequence[str]) -> dict[str, Any]:
     """What the worker reports on its last line."""
     name = "vLLM" if "--plain" in options else "vLLM with KVBoost"
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="kvboost-path-") as folder, sigterm_as_exit():
-        # Only our package: others beside it must not go before those of vLLM's environment.
-        (Path(folder) / "kvboost").symlink_to(Path(kvboost.__file__).parent)
-        path = [folder]
+    with sigterm_as_exit():
+        path = [package_path()]
         if place.python == sys.executable:
             path += filter(None, [os.environ.get("PYTHONPATH")])
         variables = {**os.environ, **place.variables, "PYTHONPATH": os.pathsep.join(path)}

@@ -28,6 +28,8 @@ QUESTIONS = (
 
 OPENINGS = string.ascii_letters
 MAX_QUESTIONS = len(OPENINGS)
+PIECE_CHARACTERS = 1500
+"""The least of a piece of a source file."""
 
 _MODULES = (
     "textwrap heapq bisect string shlex statistics fractions queue sched calendar difflib argparse "
@@ -101,6 +103,20 @@ def docstrings() -> tuple[tuple[str, str], ...]:
             text = inspect.getdoc(member) if callable(member) else None
             if text and len(text) > 300 and getattr(member, "__module__", "") == name:
                 found.append((f"{name}.{member_name}", text))
+    return tuple(found)
+
+
+@cache
+def passages() -> tuple[tuple[str, str], ...]:
+    """(where, text) of the sources in pieces that end where a paragraph does."""
+    found: list[tuple[str, str]] = []
+    for name, source in sources():
+        piece = ""
+        for block in source.split("\n\n"):
+            piece += f"{block}\n\n"
+            if len(piece) >= PIECE_CHARACTERS:
+                found.append((f"{name}, part {len(found)}", piece.strip()))
+                piece = ""
     return tuple(found)
 
 

@@ -63,6 +63,14 @@ def read_questions(path: str | os.PathLike[str]) -> list[Question]:
     return questions
 
 
+def read_passages(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
+    """(title, text) of all passages in such a file, each once. One without a title has its first
+    words for it."""
+    every = dict.fromkeys(one for question in read_questions(path) for one in question.passages)
+    parted = ((one, *one.partition("\n")) for one in every)
+    return [(title[:80], text or one) for one, title, _, text in parted]
+
+
 def _parse(line: bytes) -> Question:
     """Raises ``ValueError`` that says what is wrong with the line."""
     try:

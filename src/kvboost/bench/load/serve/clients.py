@@ -14,13 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
-
+from kvboost.bench.load.serve.connection import Connection
 from kvboost.bench.load.serve.users import Message, Request
 
 OnAnswer = Callable[[], None]
-KEPT_SECONDS = 3.0
-"""An idle connection is kept for so long. uvicorn, which most servers use, closes it after 5."""
 SOURCES = ("exact", "approximate", "moved", "recomputed", "computed")
 """Where our server says that the rows of a prompt come from; moved rows include recomputed ones."""
 
@@ -35,7 +32,7 @@ class Target:
     logit_bias: Mapping[str, int] = field(default_factory=dict)
     """Keeps the model from ending early: -100 for each of its special tokens."""
     timeout: float = 600.0
-    """A request fails after so many seconds without text."""
+    """A request fails after so many seconds."""
     seconds: float = math.inf
     """Nothing is sent later than this after the load began."""
     more: Mapping[str, Any] = field(default_factory=dict)
@@ -78,13 +75,12 @@ class Answer:
     error: str | None = None
 
 
-def data_of(line: str) -> str | None:
+def data_of(line: bytes) -> bytes | None:
     """What a line of an event stream carries; None for comments, other fields and blank lines."""
-    name, colon, value = line.partition(":")
-    return value.removeprefix(" ") if colon and name == "data" else None
+    return line[5:].strip() if line.startswith(b"data:") else None
 
 
-def read_event(data: str, answer: Answer) -> str:
+def read_event(data: bytes, answer: Answer) -> str:
     """Notes what a chunk says about the request; returns its text, which is often empty."""
     chunk = json.loads(data)
     if error := chunk.get("error"):
@@ -105,39 +101,37 @@ def read_event(data: str, answer: Answer) -> str:
 
 
 async def ask(
-    client: httpx.AsyncClient, target: Target, messages: Sequence[Message], answer: Answer
+    connection: Connection, target: Target, messages: Sequence[Message], answer: Answer
 ) -> None:
     """Sends one request and fills in ``answer``. A failure becomes its ``error``."""
-    content = json.dumps(target.body(messages)).encode()
-    headers = {"content-type": "application/json"}
+    body = json.dumps(target.body(messages)).encode()
     pieces: list[str] = []
-    start = last = time.perf_counter()
+    start = time.perf_counter()
+
+    async def read() -> None:
+        last, done = start, False
+        async for line in connection.lines("POST", "/v1/chat/completions", body):
+            now = time.perf_counter()
+            data = data_of(line)
+            if data is None or done:
+                continue
+            if data == b"[DONE]":
+                done = True
+            elif text := read_event(data, answer):
+                if pieces:
+                    answer.gaps_s.append(now - last)
+                else:
+                    answer.ttft_s = now - start
+                pieces.append(text)
+                last = now
+        if answer.error is None and not done:
+            answer.error = "the stream ended without [DONE]"
+
     try:
-        async with client.stream(
-            "POST", f"{target.url}/v1/chat/completions", content=content, headers=headers
-        ) as response:
-            if response.status_code != 200:
-                said = (await response.aread()).decode(errors="replace")
-                raise ValueError(f"HTTP {response.status_code}: {said[:300]}")
-            done = False
-            async for line in response.aiter_lines():
-                now = time.perf_counter()
-                data = data_of(line)
-                if data is None or done:
-                    continue
-                if data == "[DONE]":
-                    done = True
-                    continue
-                if text := read_event(data, answer):
-                    if pieces:
-                        answer.gaps_s.append(now - last)
-                    else:
-                        answer.ttft_s = now - start
-                    pieces.append(text)
-                    last = now
-            if answer.error is None and not done:
-                answer.error = "the stream ended without [DONE]"
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        await asyncio.wait_for(read(), target.timeout)
+    except asyncio.TimeoutError:
+        answer.error = f"no whole answer within {target.timeout:g} s"
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     answer.total_s = time.perf_counter() - start
     answer.text = "".join(pieces)
@@ -146,43 +140,32 @@ async def ask(
 
 
 async def closed_loop(
-    target: Target, users: Sequence[Sequence[Request]], on_answer: OnAnswer = lambda: None
+    target: Target,
+    users: Sequence[Sequence[Request]],
+    on_answer: OnAnswer = lambda: None,
+    *,
+    since: float | None = None,
 ) -> list[Answer]:
-    """All users at once; each waits for an answer before its next request."""
-    async with open_client(target.timeout, len(users)) as client:
-        since = time.perf_counter()
+    """All users at once; each waits for an answer before its next request. The load began at
+    ``since``, by ``time.perf_counter``, which all processes of a machine share; now, if not
+    given."""
+    begun = time.perf_counter() if since is None else since
 
-        async def talk(requests: Sequence[Request]) -> list[Answer]:
-            answers: list[Answer] = []
-            said: list[Message] = []
-            for request in requests:
-                sent = time.perf_counter() - since
-                if sent > target.seconds:
-                    break
-                messages = [*(said if request.continues else ()), *request.messages]
-                answers.append(Answer(sent))
-                await ask(client, target, messages, answers[-1])
-                said = [*messages, {"role": "assistant", "content": answers[-1].text}]
-                on_answer()
-            return answers
+    async def talk(requests: Sequence[Request]) -> list[Answer]:
+        answers: list[Answer] = []
+        said: list[Message] = []
+        connection = Connection(target.url)
+        for request in requests:
+            sent = time.perf_counter() - begun
+            if sent > target.seconds:
+                break
+            messages = [*(said if request.continues else ()), *request.messages]
+            answers.append(Answer(sent))
+            await ask(connection, target, messages, answers[-1])
+            said = [*messages, {"role": "assistant", "content": answers[-1].text}]
+            on_answer()
+        connection.close()
+        return answers
 
-        talks = await asyncio.gather(*map(talk, users))
-        return [answer for answers in talks for answer in answers]
-
-
-def open_client(
-    timeout: float, connections: int | None = None, **options: Any
-) -> httpx.AsyncClient:
-    """A client that keeps its connections, as OpenAI's does, and goes straight to the server. It
-    closes an idle connection before a server would, so that no request meets one that ends."""
-    return httpx.AsyncClient(
-        timeout=timeout,
-        limits=httpx.Limits(
-            max_connections=connections,
-            max_keepalive_connections=connections,
-            keepalive_expiry=KEPT_SECONDS,
-        ),
-        trust_env=False,
-        verify=False,  # all servers speak HTTP; certificates would only be loaded
-        **options,
-    )
+    talks = await asyncio.gather(*map(talk, users))
+    return [answer for answers in talks for answer in answers]

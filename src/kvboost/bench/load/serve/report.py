@@ -8,20 +8,23 @@ from rich.table import Table
 from rich.text import Text
 
 from kvboost.bench.kit.figures import Bars, Figure, Value, draw_bars
-from kvboost.bench.kit.tables import dim, table, warning
+from kvboost.bench.kit.tables import dim, ms, percent, table, warning
 from kvboost.bench.load.serve.stats import Row
 
 UNEQUAL = 0.02
 """Prompts or answers whose mean lengths differ by more than this are worth a note."""
 NOTE = dim(
+    "answers/s and its ratio to vllm's: median [least-most] of the rounds.\n"
     "TTFT: from sending to the first text; ITL: from one piece of text to the next; ms by the "
-    "client's clock.\ncached: share of prompt tokens the server says it did not compute; moved: "
+    "client's clock.\nloop, CPU: processor time for one answer, in ms, of our server's loop and of "
+    "all of a server's processes.\nGPU: how busy the card was.\n"
+    "cached: share of prompt tokens the server says it did not compute; moved: "
     "the part of it that was reused from another place."
 )
 
 
 def tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """One per load."""
+    """Two per load: how fast it was, and what it cost."""
     for load, own in _by_load(rows).items():
         first = own[0]
         prompt, answer = first.median.prompt_tokens, first.median.completion_tokens
@@ -29,8 +32,14 @@ def tables(rows: Sequence[Row]) -> Iterator[Table]:
             f"{load}: {first.median.requests:.0f} requests of about "
             f"{prompt:,.0f} tokens, {answer:.0f} tokens out; medians of {len(first.rounds)} rounds",
             ("system",),
-            ("TTFT p50", "p95", "ITL p50", "p95", "req/s", "tok/s", "cached", "errors"),
-            map(_cells, own),
+            ("answers/s", "÷ vllm", "TTFT p50", "p95", "errors"),
+            (_speed(row, row.rival(own)) for row in own),
+        )
+        yield table(
+            f"{load}: each answer",
+            ("system",),
+            ("ITL p50", "p95", "loop", "CPU", "GPU", "cached"),
+            map(_costs, own),
         )
 
 
@@ -94,13 +103,26 @@ def _by_load(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {name: [row for row in rows if _load(row) == name] for name in names}
 
 
-def _cells(row: Row) -> list[str]:
+def _speed(row: Row, rival: Row | None) -> list[str]:
     one = row.median
-    moved = f", {one.moved_share:.0%} moved" if one.moved_share else ""
     return [
         row.system,
-        *(f"{one.ttft_p50_ms:,.0f}", f"{one.ttft_p95_ms:,.0f}"),
-        *(f"{one.itl_p50_ms:.0f}", f"{one.itl_p95_ms:.0f}"),
-        *(f"{one.requests_per_s:.2f}", f"{one.tokens_per_s:.1f}"),
-        *(f"{one.cached_share:.0%}{moved}", f"{one.errors:g}"),
+        _range(row.rate),
+        "–" if rival is None or rival is row else _range(row.against(rival)),
+        *(f"{one.ttft_p50_ms:,.0f}", f"{one.ttft_p95_ms:,.0f}", f"{one.errors:g}"),
     ]
+
+
+def _costs(row: Row) -> list[str]:
+    one = row.median
+    moved = f", {one.moved_share:.0%} moved" if one.moved_share else ""
+    times = one.itl_p50_ms, one.itl_p95_ms, one.loop_cpu_ms, one.process_cpu_ms
+    return [
+        row.system,
+        *("–" if time is None else ms(time) for time in times),
+        *(percent(one.gpu_share), f"{one.cached_share:.0%}{moved}"),
+    ]
+
+
+def _range(value: Value) -> str:
+    return f"{value.middle:.2f} [{value.low:.2f}-{value.high:.2f}]"

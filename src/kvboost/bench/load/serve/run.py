@@ -4,12 +4,11 @@ The comparison is fair by construction. Every server has the same threads, conte
 All requests are chat completions with equal bodies, so each server applies the model's own
 template. Special tokens are ruled out (``logit_bias``), so every answer has ``max_tokens`` tokens
 and all of its text comes back with the next turn. In every round each server starts anew, is warmed
-by the same traffic, is loaded and stopped; the order rotates.
+by the same traffic, is loaded and stopped; the order rotates, and the requests are new ones.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +19,16 @@ import torch
 from kvboost.bench.kit.benchmark import ROUNDS, Bench, Report, duration, option
 from kvboost.bench.kit.benchmark import Settings as Base
 from kvboost.bench.load.serve import report
-from kvboost.bench.load.serve.clients import Answer, Target, closed_loop
+from kvboost.bench.load.serve.clients import Answer, Target
+from kvboost.bench.load.serve.costs import watched
+from kvboost.bench.load.serve.processes import Clients
 from kvboost.bench.load.serve.stats import Round, Row, goals
-from kvboost.bench.load.serve.users import PASSAGE_TOKENS, WORKLOADS, Workload, make_workload
+from kvboost.bench.load.serve.users import WORKLOADS, Workload, make_workload
 from kvboost.bench.peers.process import Running, running
-from kvboost.bench.peers.servers import BASELINE, OURS, SYSTEMS
+from kvboost.bench.peers.servers import BASELINE, CONNECTOR, OURS, SYSTEMS
 from kvboost.bench.peers.setting import Setting, Vocabulary, prepare
+from kvboost.bench.texts.prompts import passages
+from kvboost.bench.texts.questions import read_passages
 from kvboost.config import DEFAULT_MODEL
 from kvboost.errors import KVBoostError
 from kvboost.progress import Progress, Step
@@ -51,18 +54,22 @@ class Settings(Base):
     device: str = option("cpu", DEVICE, choices=("cpu", "cuda"))
     vllm: str | None = option(None, PYTHON_OF_VLLM)
     systems: tuple[str, ...] = option(
-        tuple(SYSTEMS), "Server to measure.", "system", choices=tuple(SYSTEMS)
+        tuple(name for name in SYSTEMS if name != CONNECTOR),
+        "Server to measure.",
+        "system",
+        choices=tuple(SYSTEMS),
     )
     workloads: tuple[str, ...] = option(
-        tuple(WORKLOADS), "What users send.", "workload", choices=tuple(WORKLOADS)
+        ("rag", "chat"), "What users send.", "load", choices=tuple(WORKLOADS)
     )
     users: tuple[int, ...] = option(
         (8,), "Users at once; several numbers, one after the other.", "users", least=1
     )
     requests: int = option(4, "Requests of each user.", least=1)
     max_tokens: int = option(32, "Tokens of every answer.", least=1)
-    passage_tokens: int = option(
-        PASSAGE_TOKENS, "Tokens of a passage; a prompt has 6 to 8.", least=16
+    data: str | None = option(
+        None,
+        "A file with passages to send, as kvboost quality takes; Python's own text without it.",
     )
     rounds: int = option(3, ROUNDS, least=1, most=50)
     seed: int = option(0, "Decides what users send, and when.")
@@ -82,7 +89,7 @@ def run(settings: Settings, bench: Bench) -> Report:
     present, missing = find_systems(settings.systems, setting, bench)
     each = START_SECONDS + settings.seconds * len(settings.workloads) * len(settings.users)
     most = settings.rounds * len(present) * each
-    bench.say(f"at most about {duration(most)}; change it with --seconds, --rounds or --workload")
+    bench.say(f"at most about {duration(most)}; change it with --seconds, --rounds or --load")
     comparison = Comparison(settings, setting, vocabulary, present)
     with Progress("servers under load, one at a time") as progress:
         comparison.run(progress)
@@ -93,7 +100,7 @@ def run(settings: Settings, bench: Bench) -> Report:
             "missing": missing,
             "failures": comparison.failures,
             "errors": comparison.errors,
-            "rows": [row.as_json() for row in rows],
+            "rows": [row.as_json(rows) for row in rows],
         },
         [
             *report.tables(rows),
@@ -150,11 +157,16 @@ class Comparison:
         self._bias = {str(number): -100 for number in vocabulary.special_ids}
         self._present = present
         self._measured: dict[tuple[str, str, int], list[Round]] = {}
-        sizes = {"requests": settings.requests, "passage_tokens": settings.passage_tokens}
+        found = passages() if settings.data is None else read_passages(settings.data)
         self._traffic = [
             [
                 make_workload(
-                    name, vocabulary.count, users=users, **sizes, seed=settings.seed + number
+                    name,
+                    found,
+                    vocabulary.count,
+                    users=users,
+                    requests=settings.requests,
+                    seed=settings.seed + number,
                 )
                 for name in settings.workloads
                 for users in settings.users
@@ -164,17 +176,18 @@ class Comparison:
 
     def run(self, progress: Progress) -> None:
         """Every round. A system that fails is given up; the others go on."""
-        for number, traffic in enumerate(self._traffic, start=1):
-            for name in rotated(self._present, number - 1):
-                if name in self.failures:
-                    continue
-                total = sum(workload.num_requests for workload in traffic)
-                with progress.step(f"round {number}: {name}", total) as step:
-                    try:
-                        with running(SYSTEMS[name], self._setting) as there:
-                            self._load(name, there, traffic, step)
-                    except KVBoostError as error:
-                        self.failures[name] = str(error)
+        with Clients() as clients:
+            for number, traffic in enumerate(self._traffic, start=1):
+                for name in rotated(self._present, number - 1):
+                    if name in self.failures:
+                        continue
+                    total = sum(workload.num_requests for workload in traffic)
+                    with progress.step(f"round {number}: {name}", total) as step:
+                        try:
+                            with running(SYSTEMS[name], self._setting) as there:
+                                self._load(name, there, clients, traffic, step)
+                        except KVBoostError as error:
+                            self.failures[name] = str(error)
 
     def rows(self) -> list[Row]:
         """Workload by workload, in the order of the settings."""
@@ -187,19 +200,27 @@ class Comparison:
             if (system, workload, users) in self._measured
         ]
 
-    def _load(self, name: str, there: Running, traffic: Sequence[Workload], step: Step) -> None:
+    def _load(
+        self,
+        name: str,
+        there: Running,
+        clients: Clients,
+        traffic: Sequence[Workload],
+        step: Step,
+    ) -> None:
         """All workloads of one round on one server."""
         self.started_s[name] = there.started_s
         asked = self._settings
         target = Target(there.url, there.model, asked.max_tokens, self._bias, seconds=asked.seconds)
         for workload in traffic:
-            _check(name, asyncio.run(closed_loop(target, workload.warmup)))
-            answers = asyncio.run(closed_loop(target, workload.users, step.advance))
+            _check(name, clients.load(target, workload.warmup))
+            with watched(there, self._setting.device) as costs:
+                answers = clients.load(target, workload.users, step.advance)
             _check(name, answers)
             if error := next((answer.error for answer in answers if answer.error), None):
                 self.errors.setdefault(f"{name}, {workload.name}", error)
             load = (name, workload.name, len(workload.users))
-            self._measured.setdefault(load, []).append(Round.of(answers))
+            self._measured.setdefault(load, []).append(Round.of(answers, costs))
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import numpy as np
 
 from kvboost.bench.benchmarks import BENCHMARKS
+from kvboost.bench.kit.figures import Value
 from kvboost.bench.kit.goals import Goal
 from kvboost.bench.load.serve.clients import Answer
-from kvboost.bench.peers.servers import OURS
+from kvboost.bench.load.serve.costs import Costs
+from kvboost.bench.peers.servers import OURS, RIVAL
 
-RIVAL = "vllm"
 RAG_TTFT = 0.4
 """The most of the rival's median time to first token, on passages in changing order."""
 RAG_SOON, RAG_MANY, CHAT_SOON, CHAT_MANY = BENCHMARKS["serve"].goals
@@ -42,9 +44,15 @@ class Round:
     """Ours only: the part of it that was reused from another place."""
     beyond_server_p50_ms: float
     """Ours only: how long after the server's own clock the first token arrives at the client."""
+    loop_cpu_ms: float | None
+    """Ours only: processor time of the server's loop for one answer."""
+    process_cpu_ms: float | None
+    """Processor time of all of the server's processes for one answer."""
+    gpu_share: float | None
+    """How busy the card was, on average."""
 
     @classmethod
-    def of(cls, answers: Sequence[Answer]) -> Round:
+    def of(cls, answers: Sequence[Answer], costs: Costs) -> Round:
         """Needs at least one request that was answered."""
         good = [answer for answer in answers if answer.error is None]
         ttft = [1e3 * answer.ttft_s for answer in good if answer.ttft_s is not None]
@@ -68,6 +76,9 @@ class Round:
             cached_share=sum(answer.cached_tokens for answer in good) / max(1, prompts),
             moved_share=sum(answer.moved_tokens for answer in good) / max(1, prompts),
             beyond_server_p50_ms=float(np.percentile(_beyond_server_ms(good) or [0.0], 50)),
+            loop_cpu_ms=None if costs.loop_s is None else 1e3 * costs.loop_s / len(good),
+            process_cpu_ms=None if costs.process_s is None else 1e3 * costs.process_s / len(good),
+            gpu_share=costs.gpu_share,
         )
 
 
@@ -83,22 +94,54 @@ class Row:
 
     @classmethod
     def of(cls, system: str, workload: str, users: int, rounds: Sequence[Round]) -> Row:
-        median = Round(
-            **{
-                one.name: statistics.median(getattr(round_, one.name) for round_ in rounds)
-                for one in fields(Round)
-            }
-        )
+        values = {
+            one.name: [getattr(round_, one.name) for round_ in rounds] for one in fields(Round)
+        }
+        median = Round(**{name: _median(found) for name, found in values.items()})
         return cls(system, workload, users, tuple(rounds), median)
 
-    def as_json(self) -> dict[str, object]:
-        said = {"system": self.system, "workload": self.workload, "users": self.users}
+    @property
+    def rate(self) -> Value:
+        """Answers per second: the median, the least and the most of the rounds."""
+        return _spread([one.requests_per_s for one in self.rounds])
+
+    def against(self, rival: Row) -> Value:
+        """Answers per second ÷ those of ``rival`` in the same round."""
+        pairs = zip(self.rounds, rival.rounds, strict=False)
+        return _spread([one.requests_per_s / other.requests_per_s for one, other in pairs])
+
+    def as_json(self, rows: Sequence[Row]) -> dict[str, object]:
+        """With the ratio to the rival's answers per second, if ``rows`` has its row."""
+        rival = self.rival(rows)
         return {
-            **said,
-            "loop": "closed",
+            "system": self.system,
+            "workload": self.workload,
+            "users": self.users,
             **asdict(self.median),
+            "rate": _named(self.rate),
+            "rate_of_rival": None if rival is None else _named(self.against(rival)),
             "rounds": [asdict(one) for one in self.rounds],
         }
+
+    def rival(self, rows: Sequence[Row]) -> Row | None:
+        """The rival's row for the same load."""
+        wanted = RIVAL, self.workload, self.users
+        return next((one for one in rows if (one.system, one.workload, one.users) == wanted), None)
+
+
+def _median(values: Sequence[float | None]) -> Any:
+    """None if none is known."""
+    known = [one for one in values if one is not None]
+    return statistics.median(known) if known else None
+
+
+def _spread(values: Sequence[float]) -> Value:
+    return Value(statistics.median(values), min(values), max(values))
+
+
+def _named(value: Value) -> dict[str, float]:
+    """As ``scripts/compare_records.py`` reads it."""
+    return {"value": value.middle, "low": value.low, "high": value.high}
 
 
 def _beyond_server_ms(answers: Sequence[Answer]) -> list[float]:
