@@ -103,7 +103,7 @@ _ENTRIES = (
             "chat: p50 TTFT at most vllm's",
             "chat: at least vllm's requests/s",
         ),
-        in_all="--rounds 1",
+        in_all="--rounds 1 --requests 3 --seconds 90",
         seconds=600,
         plots=True,
     ),
