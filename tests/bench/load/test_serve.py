@@ -102,7 +102,15 @@ def test_what_a_load_costs_is_read_from_the_server() -> None:
     assert costs.loop_s == pytest.approx(1.5)
     assert costs.process_s is not None and costs.process_s >= 0.09
     assert costs.gpu_share is None
-    with fake_openai.serving() as fake, watched(Running(fake.url, "fake", 1, 0), "cpu") as costs:
+
+
+def test_a_server_that_tells_nothing_or_is_gone_has_no_loop_time() -> None:
+    with fake_openai.serving() as fake:
+        there = Running(fake.url, "fake", os.getsid(0), 0.0)
+        with watched(there, "cpu") as costs:
+            pass
+    assert costs.loop_s is None and costs.process_s is not None
+    with watched(there, "cpu") as costs:
         pass
     assert costs.loop_s is None
 

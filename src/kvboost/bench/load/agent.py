@@ -14,7 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -277,14 +277,13 @@ class Player:
         call = _call(session.turns[len(done)].schema)
         target = Target(self.server.url, self.server.model, MAX_TOKENS, more=call)
         messages = session.messages([one.answer.text for one in done])
-        connection = Connection(self.server.url)
-        await ask(connection, target, messages, answer)
-        if answer.error is not None:
-            raise KVBoostError(f"turn {len(done) + 1} failed: {answer.error}")
-        before = await self._healed(connection)
-        await asyncio.sleep(tool_seconds)
-        healed = await self._healed(connection) - before
-        connection.close()
+        with closing(Connection(self.server.url)) as connection:
+            await ask(connection, target, messages, answer)
+            if answer.error is not None:
+                raise KVBoostError(f"turn {len(done) + 1} failed: {answer.error}")
+            before = await self._healed(connection)
+            await asyncio.sleep(tool_seconds)
+            healed = await self._healed(connection) - before
         return Played(answer, healed if self.is_ours else None)
 
     async def _healed(self, connection: Connection) -> int:

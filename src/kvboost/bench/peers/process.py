@@ -98,11 +98,11 @@ class Running:
     """From its start until it was ready."""
 
     def metric(self, name: str) -> float | None:
-        """The value of ``name`` at /metrics; None if the server has no such thing."""
+        """The value of ``name`` at /metrics; None if the server does not tell it."""
         try:
             with _NO_PROXY.open(f"{self.url}/metrics", timeout=30) as answer:
                 lines = answer.read().decode().splitlines()
-        except urllib.error.HTTPError:
+        except OSError:
             return None
         return next((float(line.split()[1]) for line in lines if line.startswith(f"{name} ")), None)
 

@@ -36,7 +36,7 @@ from kvboost.progress import Progress, Step
 DEVICE = "Where servers run; on a GPU ours do, and vLLM with --vllm."
 PYTHON_OF_VLLM = "A Python that has vLLM, instead of the one for CPUs of make peers."
 START_SECONDS = 20
-"""About what a server takes to start and warm up."""
+"""About what a server takes to start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,8 @@ def run(settings: Settings, bench: Bench) -> Report:
     )
     bench.describe(setting.device, setting.dtype, threads=setting.threads)
     present, missing = find_systems(settings.systems, setting, bench)
-    each = START_SECONDS + settings.seconds * len(settings.workloads) * len(settings.users)
+    loads = len(settings.workloads) * len(settings.users)
+    each = START_SECONDS + 2 * settings.seconds * loads  # its warm-up takes no longer
     most = settings.rounds * len(present) * each
     bench.say(f"at most about {duration(most)}; change it with --seconds, --rounds or --load")
     comparison = Comparison(settings, setting, vocabulary, present)
