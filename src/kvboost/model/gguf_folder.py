@@ -1,6 +1,6 @@
 """The config and the tokenizer of a GGUF file as a transformers folder, made once for each file.
 
-transformers needs many seconds to read them from the file. The folder is kept in
+transformers needs seconds to read them from the file. The folder is kept in
 
     $KVBOOST_HOME/gguf/DIGEST/{config.json, generation_config.json, tokenizer.json, ...}
 
@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from kvboost.config import home
 from kvboost.errors import CacheFolderError
 from kvboost.model.gguf import GgufIndex
+from kvboost.model.gguf_reader import quick_reader
 from kvboost.model.weights import quiet_transformers
 
 CONFIG = "config.json"
@@ -50,7 +51,7 @@ def described_folder(index: GgufIndex) -> Path:
 
 def _describe(index: GgufIndex, folder: Path) -> None:
     place = {"gguf_file": index.path.name, "trust_remote_code": False}
-    with quiet_transformers():
+    with quiet_transformers(), quick_reader():
         config = AutoConfig.from_pretrained(index.path.parent, **place)
         tokenizer = AutoTokenizer.from_pretrained(index.path.parent, **place)
         tokenizer.save_pretrained(folder)

@@ -277,7 +277,9 @@ def _convert(gguf: Path, folder: Path, *, add_bos: bool) -> None:
     import torch  # here, because listing models should not wait for torch and transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    with quiet_transformers():
+    from kvboost.model.gguf_reader import quick_reader
+
+    with quiet_transformers(), quick_reader():
         tokenizer = AutoTokenizer.from_pretrained(
             gguf.parent, gguf_file=gguf.name, trust_remote_code=False
         )
