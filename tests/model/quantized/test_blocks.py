@@ -5,13 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.model import native
 from kvboost.model.quantized import blocks as quantized_blocks
-from kvboost.model.quantized.blocks import can_read, readable_formats, weight_from_blocks
+from kvboost.model.quantized.blocks import (
+    FLOATS,
+    can_read,
+    expanded,
+    readable_formats,
+    weight_from_blocks,
+)
+from tiny import DEVICE
 
 SCALES_AT = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where the float16 numbers of a block are; in other formats at its beginning only."""
@@ -46,7 +53,7 @@ def test_codes_are_those_of_the_file(name: str, rows: int, blocks: int, seed: in
 @settings(max_examples=5)
 @pytest.mark.parametrize("name", readable_formats())
 @given(rows=st.integers(1, 5), blocks=st.integers(1, 3), seed=st.integers(0, 1000))
-def test_kernels_and_numpy_read_the_same(name: str, rows: int, blocks: int, seed: int) -> None:
+def test_kernels_and_torch_read_the_same(name: str, rows: int, blocks: int, seed: int) -> None:
     if native.any_library() is None:
         pytest.skip("no native kernels")
     given = random_blocks(name, rows, blocks, seed, size=10.0 ** (seed % 9 - 7))
@@ -60,6 +67,31 @@ def test_kernels_and_numpy_read_the_same(name: str, rows: int, blocks: int, seed
         ours, theirs = getattr(made, part), getattr(expected, part)
         assert (ours is None) == (theirs is None)
         assert ours is None or (ours.dtype == theirs.dtype and torch.equal(ours, theirs))
+
+
+@settings(max_examples=8)
+@pytest.mark.parametrize("way", ["kernels", "torch"])
+@pytest.mark.parametrize("name", [*readable_formats(), *(kind.name for kind in FLOATS), "IQ4_XS"])
+@given(rows=st.integers(1, 5), blocks=st.integers(1, 3), seed=st.integers(0, 1000))
+def test_numbers_are_to_the_bit_those_of_the_file(
+    name: str, way: str, rows: int, blocks: int, seed: int
+) -> None:
+    """On a GPU, torch reads the blocks in any case."""
+    kind = GGMLQuantizationType[name]
+    if kind in FLOATS:
+        numbers = np.random.default_rng(seed).standard_normal((rows, 8 * blocks), np.float32)
+        given = quantize(numbers, kind).view(np.uint8)
+    else:
+        given = random_blocks(name, rows, blocks, seed, size=10.0 ** (seed % 9 - 7))
+    with pytest.MonkeyPatch.context() as patch:
+        if way == "torch":
+            patch.setattr(quantized_blocks, "read_blocks", lambda *_: False)
+        made = expanded(given, kind, torch.device(DEVICE))
+    expected = torch.from_numpy(dequantize(given, kind))
+    assert made.dtype == torch.float32 and made.device.type == DEVICE
+    assert torch.equal(made.cpu(), expected)
+    if name != "Q4_0":  # whose zeros have the sign of the scale, and ours have none
+        assert torch.equal(made.cpu().view(torch.int32), expected.view(torch.int32))
 
 
 @settings(max_examples=5)

@@ -1,11 +1,11 @@
-"""A transformers model whose linear layers and embeddings are made from a quantised checkpoint. It
-is made without weights and filled tensor by tensor, so it never exists in ordinary numbers."""
+"""A transformers model that is made without weights and filled from a quantised checkpoint, tensor
+by tensor: with its codes, so that it never exists in ordinary numbers, or with what they mean."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 FINE = frozenset(("q_proj", "k_proj", "v_proj", "qkv_proj"))
 """Names of layers that keep more of their rows, as the output head does: of all layers, rounding
 theirs changes a model the most for what it saves."""
+Part = TypeVar("Part")
 
 
 def build(
@@ -34,16 +35,19 @@ def build(
     device: torch.device,
     dtype: torch.dtype,
     *,
+    packed: bool,
     parked: Parking | None = None,
 ) -> PreTrainedModel:
     """The model that ``make_model`` makes, with the weights of ``checkpoint``, on ``device``; or
-    ``parked`` on the host in the form that it has there."""
+    ``parked`` on the host in the form that it has there. Linear layers and embeddings stay
+    ``packed``, or all parameters become ordinary numbers."""
     from accelerate import init_empty_weights  # not in every environment that has vLLM
 
     with init_empty_weights(include_buffers=False), no_init_weights():
         model = make_model()
     place = device if parked is None else torch.device("cpu")
-    _fill_quantized(model, checkpoint, device, dtype, place, parked)
+    if packed:
+        _fill_quantized(model, checkpoint, device, dtype, place, parked)
     _fill_plain(model, checkpoint, place, dtype)
     release_freed_memory()
     return model.eval().to(place)
@@ -84,12 +88,17 @@ def _fill_quantized(
 
     quantized = {module for module, name in sources.items() if checkpoint.is_quantized(name)}
     parts = sorted(_parts(model, quantized), key=_size, reverse=True)
-    with ThreadPoolExecutor(max(1, min(WEIGHTS_AT_ONCE, torch.get_num_threads()))) as threads:
-        for _ in threads.map(fill, parts):
-            pass
+    _in_threads(fill, parts)
     source = f"{names[embedding]}.weight"
     if checkpoint.is_quantized(source):
         model.set_input_embeddings(_embedding(embedding, checkpoint, source, device, dtype, place))
+
+
+def _in_threads(fill: Callable[[Part], None], parts: Iterable[Part]) -> None:
+    """Fills several parts at a time. What is raised for one of them, is raised here."""
+    with ThreadPoolExecutor(max(1, min(WEIGHTS_AT_ONCE, torch.get_num_threads()))) as threads:
+        for _ in threads.map(fill, parts):
+            pass
 
 
 def _park(layers: Sequence[QuantizedLinear], parking: Parking) -> None:
@@ -151,15 +160,22 @@ def _fill_plain(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    for name, parameter in list(model.named_parameters()):
-        value = checkpoint.plain(name)
+    def fill(part: tuple[str, nn.Parameter]) -> None:
+        name, parameter = part
+        value = checkpoint.plain(name, device, dtype)
         if value.shape != parameter.shape:
             raise ModelError(
                 f"the tensor for {name!r} has the shape {tuple(value.shape)}, and the model's "
                 f"config says {tuple(parameter.shape)}; the file is for another model"
             )
         parent, _, attribute = name.rpartition(".")
-        filled = nn.Parameter(value.to(device, dtype), requires_grad=False)
+        filled = nn.Parameter(value, requires_grad=False)
         setattr(model.get_submodule(parent), attribute, filled)
-    if isinstance(model.get_output_embeddings(), nn.Linear):
+
+    ties = isinstance(model.get_output_embeddings(), nn.Linear)
+    if ties:  # else a shared weight has a name for each of its places
+        model.tie_weights()
+    by_size = sorted(model.named_parameters(), key=lambda part: part[1].numel(), reverse=True)
+    _in_threads(fill, by_size)
+    if ties:
         model.tie_weights()

@@ -10,6 +10,8 @@ from kvboost.errors import ModelError
 from kvboost.model.quantized.layers import Rows
 from kvboost.model.quantized.weight import QuantizedWeight
 
+CPU = torch.device("cpu")
+
 
 class QuantizedCheckpoint(Protocol):
     """The tensors of a model by their names in transformers. Reads them when they are asked for."""
@@ -32,8 +34,11 @@ class QuantizedCheckpoint(Protocol):
     def digest(self, name: str) -> str:
         """Identifies a weight that is kept as codes."""
 
-    def plain(self, name: str) -> torch.Tensor:
-        """A parameter that is not."""
+    def plain(
+        self, name: str, device: torch.device = CPU, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """A parameter in ordinary numbers, in ``dtype`` or else as precise as the files have it. A
+        GGUF file also gives those that it keeps as codes. Several threads may ask."""
 
 
 def refused(place: object, tensor: str, why: str, remedy: str) -> ModelError:

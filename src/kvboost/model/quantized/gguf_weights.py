@@ -9,32 +9,35 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import (
-    MODEL_ARCH,
-    MODEL_ARCH_NAMES,
-    GGMLQuantizationType,
-    dequantize,
-    get_tensor_name_map,
-)
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 
 from kvboost.errors import ModelError
 from kvboost.model.gguf import GgufIndex, GgufTensor
 from kvboost.model.quantized.blocks import (
+    FLOATS,
     Bytes,
     can_read,
+    expanded,
     readable_formats,
     weight_from_blocks,
 )
-from kvboost.model.quantized.checkpoint import PLAIN, refused
+from kvboost.model.quantized.checkpoint import CPU, PLAIN, refused
 from kvboost.model.quantized.layers import Rows
 from kvboost.model.quantized.weight import QuantizedWeight, digest_of_bytes
 
-FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 """What files call the architectures whose tensors we place. The tests compare each with what
 transformers reads."""
 NORMS_PLUS_ONE = ("gemma2", "gemma3")
 """Architectures whose files hold the weights of norms with 1 added."""
+EXPANDED_AT_ONCE = 1 << 20
+"""So many numbers are expanded at a time: on a CPU they stay in its cache, on a GPU what is in
+between takes little memory."""
+
+
+def can_place(index: GgufIndex) -> bool:
+    """Whether :class:`GgufCheckpoint` finds the tensors of a file."""
+    return index.is_little_endian and index.architecture in ARCHITECTURES
 
 
 def why_not_packed(index: GgufIndex) -> str | None:
@@ -61,11 +64,8 @@ class GgufCheckpoint:
     their rows from it."""
 
     def __init__(self, index: GgufIndex, config: Any) -> None:
-        """``config`` is the model's, of transformers. Raises ModelError if the file's weights
-        cannot stay packed."""
-        reason = why_not_packed(index)
-        if reason is not None:
-            raise ModelError(reason)
+        """``config`` is the model's, of transformers. The file must be one that :func:`can_place`
+        knows; if weights are to stay packed, ask :func:`why_not_packed` first."""
         self._index = index
         self._config = config.get_text_config()
         kinds = {tensor.kind.name for tensor in index.tensors.values() if can_read(tensor.kind)}
@@ -119,15 +119,22 @@ class GgufCheckpoint:
         self._leave(tensor)
         return f"{tensor.shape} {tensor.kind.name} {found}"
 
-    def plain(self, name: str) -> torch.Tensor:
+    def plain(
+        self, name: str, device: torch.device = CPU, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         tensor = self._tensor(name)
-        numbers = dequantize(self._blocks(tensor), tensor.kind).reshape(tensor.shape)
-        order = self._order(tensor)
-        if order is not None:
-            numbers = numbers[order]
-        if self._index.architecture in NORMS_PLUS_ONE and name.endswith("norm.weight"):
-            numbers = numbers - 1
-        return torch.from_numpy(np.array(numbers, np.float32))
+        blocks, order = self._blocks(tensor), self._order(tensor)
+        is_more = self._index.architecture in NORMS_PLUS_ONE and name.endswith("norm.weight")
+        made = torch.empty(tensor.shape, dtype=dtype or torch.float32, device=device)
+        rows = made.view(len(blocks), -1)
+        step = max(1, EXPANDED_AT_ONCE // rows.shape[1])
+        for start in range(0, len(blocks), step):
+            some = slice(start, start + step)
+            chosen = blocks[some if order is None else order[some]]
+            numbers = expanded(chosen, tensor.kind, device)
+            rows[some] = numbers - 1 if is_more else numbers
+        self._leave(tensor)
+        return made
 
     def _order(self, tensor: GgufTensor) -> npt.NDArray[np.int64] | None:
         """In files of the Llama architecture, the rows of queries and keys are sorted for rotary
@@ -150,7 +157,7 @@ class GgufCheckpoint:
     def _blocks(self, tensor: GgufTensor) -> Bytes:
         """The bytes of a tensor, row by row."""
         data = self._data[tensor.start : tensor.start + tensor.num_bytes]
-        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+        rows = tensor.shape[0] if len(tensor.shape) > 1 or tensor.kind in FLOATS else 1
         return data.reshape(rows, -1)
 
     def _leave(self, tensor: GgufTensor) -> None:

@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 
 from kvboost.errors import ModelError
-from kvboost.model.quantized.checkpoint import refused
+from kvboost.model.quantized.checkpoint import CPU, refused
 from kvboost.model.quantized.layers import Rows
 from kvboost.model.quantized.weight import QuantizedWeight
 
@@ -156,8 +156,10 @@ class SafetensorsCheckpoint:
     def digest(self, name: str) -> str:
         return self.quantized(name).digest()
 
-    def plain(self, name: str) -> torch.Tensor:
-        return self._read(name)
+    def plain(
+        self, name: str, device: torch.device = CPU, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return self._read(name).to(device, dtype)
 
 
 def _unpacked(

@@ -1,4 +1,4 @@
-"""Whether a model's weights stay packed, and what they are read from."""
+"""Which models KVBoost fills itself, with packed or with plain weights, and from what."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvboost.model.gguf import GgufIndex
 from kvboost.model.gguf_folder import CONFIG, described_folder
 from kvboost.model.quantized.build import build
 from kvboost.model.quantized.checkpoint import QuantizedCheckpoint
-from kvboost.model.quantized.gguf_weights import GgufCheckpoint, why_not_packed
+from kvboost.model.quantized.gguf_weights import GgufCheckpoint, can_place, why_not_packed
 from kvboost.model.quantized.products import is_fast
 from kvboost.model.quantized.safetensors import METHODS, SafetensorsCheckpoint
 from kvboost.model.streaming.parking import Parking
@@ -32,11 +32,24 @@ from kvboost.model.weights import quiet_transformers
 
 UNUSED_OPTIONS = ("device_map", "max_memory", "offload_folder", "quantization_config", "variant")
 """Options of transformers' loader that packed weights, which it does not load, cannot honour."""
+SHARED_OPTIONS = (
+    "revision",
+    "token",
+    "cache_dir",
+    "local_files_only",
+    "trust_remote_code",
+    "subfolder",
+    "force_download",
+    "proxies",
+    "code_revision",
+    "gguf_file",
+)
+"""The options that say where config and tokenizer come from, not only weights."""
 
 
 @dataclass(frozen=True)
-class PackedModel:
-    """A model whose weights stay packed, not read yet."""
+class FilledModel:
+    """A model that KVBoost fills with weights, not read yet."""
 
     config: PretrainedConfig
     folder: Path
@@ -45,6 +58,8 @@ class PackedModel:
     options: Mapping[str, Any]
     device: torch.device
     dtype: torch.dtype
+    packed: bool
+    """Whether its weights stay packed."""
 
     def model(self, auto_class: Any, *, parked: Parking | None = None) -> PreTrainedModel:
         """``parked``: it stays on the host, in the form that it has on its device."""
@@ -55,7 +70,11 @@ class PackedModel:
             **_trust(self.options),
         )
         with quiet_transformers():
-            model = build(make, self.checkpoint, self.device, self.dtype, parked=parked)
+            model = build(
+                *(make, self.checkpoint, self.device, self.dtype),
+                packed=self.packed,
+                parked=parked,
+            )
         if (self.folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(self.folder)
         return model
@@ -64,33 +83,39 @@ class PackedModel:
         return AutoTokenizer.from_pretrained(self.folder, **_trust(self.options))
 
 
-def find_packed(
+def find_filled(
     form: str,
     folder: Path | None,
     index: GgufIndex | None,
     options: Mapping[str, Any],
     device: torch.device,
     dtype: torch.dtype,
-) -> PackedModel | None:
-    """The model in a GGUF file, or else in a folder, if its weights stay packed; None if they
-    become plain. ``folder`` also has the config and the tokenizer of a GGUF file, if it is None
-    they are taken from the file. ``form`` is ``"auto"``, ``"plain"`` or ``"packed"``. Raises
-    ModelError or ConfigError if weights must stay packed and cannot."""
-    if form == "plain" or (form == "auto" and not is_fast(device, dtype)):
-        return None
-    reason = _why_not(folder, index, options)
-    if reason is not None and form == "auto":
-        return None
-    if reason is not None:
+) -> FilledModel | None:
+    """The model in a GGUF file, or else in a folder, if KVBoost fills it; None if transformers
+    does. ``folder`` also has the config and the tokenizer of a GGUF file, if it is None they are
+    taken from the file. ``form`` is ``"auto"``, ``"plain"`` or ``"packed"``. Raises ModelError or
+    ConfigError if weights must stay packed and cannot.
+
+    KVBoost fills models whose weights stay packed. It also expands those of GGUF files to plain
+    ones, which transformers does tensor by tensor in numpy: with the same result. It leaves to
+    transformers the architectures whose tensors it does not place, big-endian files, and loads with
+    options that only transformers honours."""
+    packed = form == "packed" or (form == "auto" and is_fast(device, dtype))
+    reason = _why_not(folder, index, options) if packed else None
+    if reason is not None and form == "packed":
         raise ModelError(reason)
-    if folder is None:
+    packed = packed and reason is None
+    if not packed and (index is None or not can_place(index) or set(options) - set(SHARED_OPTIONS)):
+        return None
+    if folder is not None:
+        folder = folder / (options.get("subfolder") or "")
+    else:
         assert index is not None
         folder = described_folder(index)
-    folder = folder / (options.get("subfolder") or "")
     config = AutoConfig.from_pretrained(folder, **_trust(options))
     checkpoint = open_checkpoint(index, folder, config)
     vars(config).pop("quantization_config", None)  # else transformers would look for its package
-    return PackedModel(config, folder, checkpoint, options, device, dtype)
+    return FilledModel(config, folder, checkpoint, options, device, dtype, packed)
 
 
 def _why_not(
@@ -138,7 +163,7 @@ def method_in(config: Mapping[str, Any]) -> str | None:
 def open_checkpoint(
     index: GgufIndex | None, folder: Path, config: PretrainedConfig
 ) -> QuantizedCheckpoint:
-    """The tensors of a model whose weights stay packed."""
+    """The tensors of a model."""
     if index is not None:
         return GgufCheckpoint(index, config)
     return SafetensorsCheckpoint(folder, config)
