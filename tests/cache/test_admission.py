@@ -179,4 +179,5 @@ def test_a_full_tier_orders_the_chunks_of_a_request_together() -> None:
     for start in (0, 100, 200):
         ids = as_token_ids(range(start, start + 12))
         assert store.admit(ROOT, ids, Rows(ids), exact_rows=12) == 3
+    assert store.check_integrity() == []  # the policies have heard of everything
     assert [policy.added for policy in policies] == [[3, 3], [3, 3, 3]]  # RAM, GPU

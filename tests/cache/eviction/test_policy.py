@@ -222,6 +222,32 @@ def test_no_rank_is_computed_until_the_order_is_read(monkeypatch: pytest.MonkeyP
     assert next(iter(policy)) and ranked
 
 
+def test_a_request_is_probed_alike_however_many_paths_it_used() -> None:
+    policy = LearnedPolicy()
+    names = [f"{path}.{block}" for path in range(30) for block in range(5)]
+    for path in range(30):
+        policy.add(chain(*names[5 * path : 5 * path + 5]))
+    policy.touch([key("unknown")])
+    watched = policy._model._watched
+    for _ in range(10):
+        policy.touch(*([key(name) for name in names[at : at + 5]] for at in range(0, 150, 5)))
+    assert 0 < policy._model._watched - watched <= 10 * policy.PROBES
+
+
+def test_what_is_learned_aside_is_as_good_as_what_is_learned_on_the_way() -> None:
+    aside, alone = LearnedPolicy(), LearnedPolicy()
+    for policy in (aside, alone):
+        cache = Cache(policy, 80)
+        rng = random.Random(2)
+        for number in range(600):
+            ask(cache, rng.randrange(12), f"question {number}")
+            cache.request(*(f"once {number}.{block}" for block in range(6)))
+            if policy is aside and (study := policy.study()) is not None:
+                study()()
+    assert aside.is_trusted and alone.is_trusted
+    assert aside._model.fits > alone._model.fits > 0
+
+
 def test_the_history_of_evicted_chunks_is_bounded() -> None:
     policy = LearnedPolicy()
     cache = Cache(policy, 20)

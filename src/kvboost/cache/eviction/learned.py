@@ -7,8 +7,9 @@ import random
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from kvboost.cache.eviction.policy import Entry, LeafQueuePolicy, Node, Rank
+from kvboost.cache.eviction.policy import Entry, LeafQueuePolicy, Node, Rank, Study
 from kvboost.cache.eviction.return_rates import Cells, ReturnModel, log_bin
 from kvboost.tokens.hashing import ChunkKey
 
@@ -18,6 +19,8 @@ class _Visit:
     """One request's use of a path."""
 
     time: int
+    request: int
+    """The request's number; -1 if it is not known."""
     length: int = 0
     fresh: int = 0
     """Chunks never seen before."""
@@ -70,7 +73,9 @@ class LearnedPolicy(LeafQueuePolicy):
     """
 
     PROBES = 4
-    """How many per path of a request: its last chunk and others at random."""
+    """How many per request, of one of its paths: the last chunk and others at random."""
+    PATIENCE = 4
+    """Chunks that are used, for each one that is queued, before the queue is sorted again."""
     HISTORY = 16
     """How many evicted chunks are remembered for each chunk in the tier."""
     MIN_HISTORY = 256
@@ -82,8 +87,10 @@ class LearnedPolicy(LeafQueuePolicy):
         self._left: OrderedDict[ChunkKey, None] = OrderedDict()
         self._model = ReturnModel(self.PROBES)
         self._random = random.Random(0)
-        self._request: dict[_Visit, list[ChunkKey]] = {}
-        """The paths of the newest request."""
+        self._request = 0
+        """The number of the newest request."""
+        self._probed: tuple[_Visit, list[ChunkKey]] | None = None
+        """One of its paths, of which some chunks become probes."""
         self._inflation = 0.0
         self._queued_at = 0
         self._queued_fit = 0
@@ -114,31 +121,36 @@ class LearnedPolicy(LeafQueuePolicy):
             memory.credit = self._inflation + memory.density
             before = memory
         super().add(entries)
-        self._request.setdefault(visit, []).extend(entry.key for entry in entries)
+        if self._probed is None:
+            self._probed = visit, []
+        if self._probed[0] is visit:
+            self._probed[1].extend(entry.key for entry in entries)
 
     def restore(self, entries: Sequence[Entry]) -> None:
         for number, entry in enumerate(entries, 1):
             self._left.pop(entry.key, None)
-            memory = _Memory(_Visit(self._now + number, length=1), depth=0)
+            memory = _Memory(_Visit(self._now + number, request=-1, length=1), depth=0)
             memory.density = self._density(entry)
             memory.credit = self._inflation + memory.density
             self._memories[entry.key] = memory
         super().add(entries)
 
     def touch(self, *paths: Sequence[ChunkKey]) -> None:
-        known = [[key for key in path if key in self._nodes] for path in paths]
-        if not any(known):
+        known = [here for path in paths if (here := [key for key in path if key in self._nodes])]
+        if not known:
             return
         self._begin()
-        time = self._now + sum(map(len, paths))
-        for path in known:
-            visit = _Visit(time, length=len(path))
-            for depth, key in enumerate(path):
-                memory = self._memories[key]
-                self._use(memory, visit, depth)
-                memory.credit = self._inflation + memory.density
-            self._request[visit] = path
         super().touch(*paths)
+        use, memories, inflation = self._use, self._memories, self._inflation
+        probed = self._random.choice(known)
+        for path in known:
+            visit = _Visit(self._now, self._request, len(path))
+            for depth, key in enumerate(path):
+                memory = memories[key]
+                use(memory, visit, depth)
+                memory.credit = inflation + memory.density
+            if path is probed:
+                self._probed = visit, path
 
     def remove(self, key: ChunkKey) -> None:
         super().remove(key)
@@ -148,30 +160,48 @@ class LearnedPolicy(LeafQueuePolicy):
             forgotten, _ = self._left.popitem(last=False)
             self._model.lost(self._memories.pop(forgotten).probe, self._now)
 
+    def study(self) -> Study | None:
+        return self._study() if self._model.is_due() else None
+
+    def _study(self) -> Study:
+        fitted, now = self._model.to_fit(), self._now
+
+        def fit() -> partial[None]:
+            fitted.fit(now)
+            return partial(self._model.adopt, fitted)
+
+        return fit
+
     def _begin(self) -> None:
         """Begins a new request. The one before is complete: some of its chunks become probes."""
-        request, self._request = self._request, {}
-        for visit, keys in request.items():
-            for number in range(min(self.PROBES, len(keys))):
-                key = keys[-1] if number == 0 else keys[self._random.randrange(len(keys))]
-                memory = self._memories.get(key)
-                if memory is not None and memory.visit is visit and memory.probe < 0:
-                    cells = _visit_cells(visit) + _own_cells(memory)
-                    memory.probe = self._model.watch(cells, visit.time, self._now)
+        probed, self._probed = self._probed, None
+        self._request += 1
+        if probed is None:
+            return
+        visit, keys = probed
+        for number in range(min(self.PROBES, len(keys))):
+            key = keys[-1] if number == 0 else keys[self._random.randrange(len(keys))]
+            memory = self._memories.get(key)
+            if memory is not None and memory.visit is visit and memory.probe < 0:
+                cells = _visit_cells(visit) + _own_cells(memory)
+                memory.probe = self._model.watch(cells, visit.time)
+        if self._model.is_due(late=True):
+            self._study()()()
 
     def _visit_after(self, parent: ChunkKey) -> _Visit:
         """The visit whose new chunks follow ``parent``: the one of the newest request that ended
         there, or a new one."""
         before = self._memories.get(parent) if parent in self._nodes else None
-        if before is not None and before.visit in self._request:
+        if before is not None and before.visit.request == self._request:
             return before.visit
         self._begin()
-        return _Visit(self._now, length=0 if before is None else before.depth + 1)
+        length = 0 if before is None else before.depth + 1
+        return _Visit(self._now, self._request, length)
 
     def _use(self, memory: _Memory, visit: _Visit, depth: int) -> None:
         """``visit`` uses a chunk again; called for all chunks of the visit, the first one first."""
         earlier = memory.visit
-        gap = math.log2(1 + max(0, visit.time - earlier.time))
+        gap = math.log2(1 + visit.time - earlier.time)
         memory.usual_gap = gap if memory.usual_gap is None else (memory.usual_gap + gap) / 2
         memory.uses += 1
         memory.visit, memory.depth = visit, depth
@@ -201,10 +231,10 @@ class LearnedPolicy(LeafQueuePolicy):
         return memory.density * worth, node.used
 
     def _is_outdated(self) -> bool:
-        """Ranks change with time. They are computed again when as many chunks were used as are
-        queued, so each use pays for one, and when the model has learned."""
+        """Ranks change with time. They are computed again when ``PATIENCE`` times as many chunks
+        were used as are queued, and when the model has learned."""
         has_learned = self._queued_fit != self._model.fits
-        if has_learned or self._now - self._queued_at >= len(self._heap):
+        if has_learned or self._now - self._queued_at >= self.PATIENCE * len(self._heap):
             self._queued_at, self._queued_fit = self._now, self._model.fits
             return True
         return False

@@ -9,7 +9,7 @@ this file are there for comparison.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Protocol
@@ -29,6 +29,11 @@ class Entry:
     """The cost of computing it again, in any unit that is the same for all."""
     importance: float = 1.0
     """Its importance relative to an ordinary chunk; used only by policies that are told to."""
+
+
+Study = Callable[[], Callable[[], None]]
+"""Learns from a copy of what a policy has seen, in any thread and without a lock. What it returns
+is called like the methods of the policy: it puts the result into effect."""
 
 
 class EvictionPolicy(Protocol):
@@ -51,6 +56,10 @@ class EvictionPolicy(Protocol):
 
     def remove(self, key: ChunkKey) -> None:
         """A chunk was evicted, lost or forgotten. Raises ``KeyError`` if it is unknown."""
+
+    def study(self) -> Study | None:
+        """What the policy has to learn now, if anything. One that nobody asks learns in the calls
+        above."""
 
     def __iter__(self) -> Iterator[ChunkKey]:
         """The chunks in the order of eviction, children before their parents. The first few are
@@ -169,6 +178,9 @@ class LeafQueuePolicy(ABC):
             del self._children[parent]
             if parent in self._nodes:
                 self._joining[parent] = self._nodes[parent]
+
+    def study(self) -> Study | None:
+        return None
 
     @abstractmethod
     def _rank(self, node: Node) -> Rank:

@@ -8,6 +8,7 @@ has not returned yet counts with the time it was watched, so the fit waits for n
 
 from __future__ import annotations
 
+import copy
 import math
 from bisect import bisect_right
 from functools import lru_cache
@@ -39,8 +40,9 @@ WINDOW = 16_384
 """The model learns from this many of the newest probes."""
 FIRST_FIT = 64
 FIT_SHARE = 1 / 16
-"""The model is fitted again when this share of the probes is new."""
-SWEEPS = 5
+"""A fit is due when this share of the probes is new, and late when a quarter more are."""
+LATE = 1.25
+SWEEPS = 3
 PRIOR = 4.0
 """Returns that must be seen before a kind's own rate counts as much as the usual one."""
 
@@ -59,6 +61,9 @@ def log_bin(count: int, per_doubling: float) -> int:
 
 class ReturnModel:
     """Watches probes, learns from them from time to time, and estimates the value of chunks.
+
+    A fit takes milliseconds, so it is made on a copy (:meth:`to_fit`), in any thread; :meth:`adopt`
+    takes over what it found.
 
     The probes of one request (``probes_together``) mostly return together, so they count as one
     observation in the test of whether an advantage is chance.
@@ -84,19 +89,41 @@ class ReturnModel:
         self._advantage = 0.0
         self._variance = 0.0
 
-    def watch(self, cells: Cells, start: int, now: int) -> int:
-        """Watches a chunk of these kinds, last used at ``start``; returns the probe's number. May
-        fit the model to what is known ``now``."""
+    def watch(self, cells: Cells, start: int) -> int:
+        """Watches a chunk of these kinds, last used at ``start``; returns the probe's number."""
         slot = self._watched % WINDOW
         self._start[slot] = start
         self._is_open[slot], self._returned[slot] = True, False
         self._watched += 1
         self._new_cells.append([UNKNOWN if cell is None else cell for cell in cells])
-        if len(self._new_cells) >= max(FIRST_FIT, FIT_SHARE * min(self._watched, WINDOW)):
-            self._take_new_cells()
-            self._judge()
-            self._fit(now)
         return self._watched - 1
+
+    def is_due(self, *, late: bool = False) -> bool:
+        """Whether the model should be fitted; with ``late``, whether it should have been long
+        since."""
+        enough = max(FIRST_FIT, FIT_SHARE * min(self._watched, WINDOW))
+        return len(self._new_cells) >= (LATE * enough if late else enough)
+
+    def to_fit(self) -> ReturnModel:
+        """A copy for :meth:`fit`. Probes that are watched later wait for the next one."""
+        self._take_new_cells()
+        model = copy.copy(self)
+        for name in ("_cells", "_start", "_end", "_is_open", "_returned", "_factors"):
+            setattr(model, name, getattr(self, name).copy())
+        return model
+
+    def fit(self, now: int) -> None:
+        """Learns from what is known ``now``."""
+        self._judge()
+        self._fit(now)
+
+    def adopt(self, fitted: ReturnModel) -> None:
+        """Takes over what a copy has learned."""
+        self.fits, self.is_trusted = fitted.fits, fitted.is_trusted
+        self._factors, self._log_factors = fitted._factors, fitted._log_factors
+        self._usual, self._worth = fitted._usual, fitted._worth
+        self._foreseen = fitted._foreseen
+        self._advantage, self._variance = fitted._advantage, fitted._variance
 
     def used(self, probe: int, now: int) -> None:
         """The chunk was used again."""

@@ -8,7 +8,7 @@ anything is put in, so every budget holds at every moment.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Protocol
@@ -16,7 +16,7 @@ from typing import Protocol
 from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.cache.eviction.policy import Entry, EvictionPolicy, recompute_cost
 from kvboost.cache.tiers.open import Tiers
-from kvboost.cache.tiers.ordered import OrderedTier
+from kvboost.cache.tiers.ordered import Aside, OrderedTier
 from kvboost.cache.tiers.stats import MoveStats, TierStats
 from kvboost.cache.tiers.writer import Writer
 from kvboost.tokens.hashing import ChunkKey
@@ -67,12 +67,18 @@ class Residency:
         self._on_gpu = OrderedTier(tiers.gpu, policy(), max_chunks) if tiers.gpu else None
         self._on_disk = OrderedTier(tiers.disk, policy()) if tiers.disk else None
         self._in_remote: set[ChunkKey] = set()
+        # A lookup asks for every chunk that it finds: no calls.
+        self._keys_in_ram: Collection[ChunkKey] = self._in_ram.parents
+        self._keys_on_gpu: Collection[ChunkKey] = ()
+        if self._on_gpu is not None:
+            self._keys_on_gpu = self._on_gpu.parents
+        self._ordering = Aside(self.settle)
 
     def where(self, key: ChunkKey) -> str | None:
         """The fastest tier that holds ``key``; None if no tier does."""
-        if self._on_gpu is not None and key in self._on_gpu:
+        if key in self._keys_on_gpu:
             return "gpu"
-        if key in self._in_ram or (self.writer is not None and self.writer.is_pending(key)):
+        if key in self._keys_in_ram or (self.writer is not None and self.writer.is_pending(key)):
             return "ram"
         if self._on_disk is not None and key in self._on_disk:
             return "disk"
@@ -186,11 +192,18 @@ class Residency:
         """All chunks of a request are in: they get their places in the eviction order."""
         for tier in self._tiers():
             tier.order_new()
+        self._settle_aside()
+
+    def settle(self) -> None:
+        """Brings the eviction orders up to date. Any thread may call this, without the lock."""
+        for tier in self._tiers():
+            tier.settle()
 
     def touch(self, *paths: Sequence[ChunkKey]) -> None:
         """A request uses these paths, each from its first chunk on."""
         for tier in self._tiers():
             tier.touch(*paths)
+        self._settle_aside()
         if self.writer is not None:
             self.writer.touch(key for path in paths for key in path)
 
@@ -335,6 +348,10 @@ class Residency:
         for tier in (self._on_gpu, self._in_ram, self._on_disk):
             if tier is not None:
                 yield tier
+
+    def _settle_aside(self) -> None:
+        if any(tier.has_many_news for tier in self._tiers()):
+            self._ordering.ask()
 
     def _make_room(self, tier: OrderedTier, nbytes: int) -> bool:
         """For a tier in memory."""
