@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import (
     HASHED_STEP,
+    ChunkKey,
     as_token_ids,
     chain_key,
     common_prefix,
     common_steps,
     prefix_hashes,
     root_key,
+    window_hashes,
 )
 
 
@@ -62,3 +64,29 @@ def test_prefix_hashes_tell_how_far_two_texts_agree(
     assert common_steps(prefix_hashes(left[:place]), prefix_hashes(left)) == (
         min(place, len(left)) // HASHED_STEP * HASHED_STEP
     )
+
+
+def slow_window_hash(space: ChunkKey, tokens: list[int]) -> int:
+    """One window, by the definition."""
+    base, mix, every_bit = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, (1 << 64) - 1
+    value = sum(token * base**power for power, token in enumerate(tokens)) & every_bit
+    value = (value ^ int(space[:16], 16)) * mix & every_bit
+    return value ^ (value >> 32)
+
+
+@given(
+    st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 2), max_size=80),
+    st.sampled_from([1, 8, 32]),
+)
+def test_windows_are_hashed_as_if_each_were_alone(tokens: list[int], window: int) -> None:
+    space = root_key("model", "")
+    starts = range(len(tokens) - window + 1)
+    found = window_hashes(space, as_token_ids(tokens), window).tolist()
+    assert found == [slow_window_hash(space, tokens[at : at + window]) for at in starts]
+
+
+def test_long_texts_are_hashed_like_short_ones() -> None:
+    space, ids = root_key("model", ""), as_token_ids(range(5000))
+    found = window_hashes(space, ids, 32)
+    assert len(found) == 5000 - 31
+    assert found[4321:4330].tolist() == window_hashes(space, ids[4321:4361], 32).tolist()

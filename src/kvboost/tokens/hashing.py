@@ -94,14 +94,26 @@ def common_steps(left: PrefixHashes, right: PrefixHashes) -> int:
 def window_hashes(space: ChunkKey, token_ids: TokenIds, window: int) -> npt.NDArray[np.uint64]:
     """Hashes of all windows of ``window`` tokens; empty if there are fewer tokens than that.
 
-    A hash is a polynomial of the tokens mod 2**64, built from the hashes of both halves. ``space``
-    is mixed in, and the high bits into the low ones.
+    A hash is a polynomial of the tokens mod 2**64, ``sum(token[i] * BASE**i)``: the difference of
+    two sums from the first token on, divided by the power at which the window begins. ``space`` is
+    mixed in, and the high bits into the low ones.
     """
-    hashes = token_ids.astype(np.uint64)
-    length = 1
-    while length < window:
-        power = np.uint64(pow(_BASE, length, 1 << 64))
-        hashes = hashes[:-length] + hashes[length:] * power
-        length *= 2
-    hashes = (hashes ^ np.uint64(int(space[:16], 16))) * _MIX
-    return hashes ^ (hashes >> np.uint64(32))
+    count = max(0, len(token_ids) - window + 1)
+    powers, inverses = _powers(max(1024, 1 << len(token_ids).bit_length()))
+    sums = np.cumsum(token_ids.astype(np.uint64) * powers[: len(token_ids)])
+    hashes = sums[window - 1 :].copy()
+    hashes[1:] -= sums[: count - 1] if count else sums[:0]
+    hashes *= inverses[:count]
+    hashes ^= np.uint64(int(space[:16], 16))
+    hashes *= _MIX
+    hashes ^= hashes >> np.uint64(32)
+    return hashes
+
+
+@lru_cache(maxsize=24)  # one for each power of two
+def _powers(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """The powers of the base and of its inverse mod 2**64, from the 0th on."""
+    powers = np.ones((2, count), np.uint64)
+    powers[0, 1:], powers[1, 1:] = _BASE, pow(_BASE, -1, 1 << 64)
+    first, second = np.cumprod(powers, axis=1)
+    return first, second

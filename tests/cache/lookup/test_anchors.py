@@ -316,18 +316,6 @@ def test_integrity_names_what_is_wrong() -> None:
     assert len(shelf.anchors.check_integrity()) == 2
 
 
-@given(st.lists(texts, min_size=1, max_size=3), texts, st.sampled_from([32, 45, 64, 128]))
-def test_rows_that_a_run_explains_give_nothing_new(stored, asked, chunk_size) -> None:
-    """If every window seems to have several donors, all of them are looked up."""
-    shelf = OrderedTier(chunk_size)
-    for passages in [*stored, [(0, 0, 0, 40)] * 3]:  # a text that repeats itself
-        shelf.store(text(*passages))
-    prompt = text(*asked, *[(0, 0, 0, 40)] * 3)
-    found = shelf.find(prompt)
-    shelf.anchors._filter[shelf.anchors._filter > 0] += 1
-    assert shelf.find(prompt) == found
-
-
 @given(st.lists(st.integers(1, 3 * WINDOW), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
 @settings(deadline=None, max_examples=30)
 def test_chunks_are_anchored_alike_together_and_alone(lengths: list[int], seed: int) -> None:

@@ -19,19 +19,25 @@ Not thread-safe: the store holds its lock around every call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, islice
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from kvboost.cache.lookup.prefix_tree import TOKEN_BYTES, PrefixTree, sortable
+from kvboost.cache.lookup.prefix_tree import TOKEN_BYTES, Node, PrefixTree, sortable
 from kvboost.tokens.hashing import ChunkKey, TokenIds, window_hashes
 
 WINDOW = 32
 MAX_DONORS = 4
 
 _SLOTS = 1 << 20
+_ROWS = 1 << 32
+"""More than a prompt or a chunk has. A chunk's number plus a row names one of its diagonals, and
+its number minus an offset one of its windows: at some row, that is the window's diagonal."""
 
 
 class Piece(NamedTuple):
@@ -53,6 +59,7 @@ class Run(NamedTuple):
 
 class _Anchors(NamedTuple):
     space: ChunkKey
+    number: int  # a multiple of _ROWS that no other chunk has
     windows: list[tuple[int, int]]  # hash, offset in the chunk
 
 
@@ -62,8 +69,10 @@ class AnchorIndex:
     def __init__(self, window: int = WINDOW) -> None:
         self._window = window
         self._chunks: dict[ChunkKey, _Anchors] = {}
-        # By hash: chunk and offset. A dict for its order, the newest last.
-        self._donors: dict[int, dict[tuple[ChunkKey, int], None]] = {}
+        self._keys: dict[int, ChunkKey] = {}  # by number
+        self._last = 0  # the newest number
+        # By hash: numbers minus offsets. A dict for its order, the newest last.
+        self._donors: dict[int, dict[int, None]] = {}
         # How many donors share a slot: most windows of a prompt fall into an empty one.
         self._filter = np.zeros(_SLOTS, dtype=np.uint32)
         self._counts = self._filter.data  # the same, for one slot at a time
@@ -78,26 +87,30 @@ class AnchorIndex:
         """
         hashes = window_hashes(space, np.concatenate([ids for _, ids in chunks]), self._window)
         starts = accumulate((len(ids) for _, ids in chunks), initial=0)
-        offsets = [self._offsets(len(ids)) for _, ids in chunks]
+        offsets = [_offsets(len(ids), self._window) for _, ids in chunks]
         rows = [start + one for start, some in zip(starts, offsets, strict=False) for one in some]
-        values = iter(hashes[np.array(rows, np.intp)].tolist())
+        chosen = hashes[np.array(rows, np.intp)]
+        np.add.at(self._filter, _slots(chosen), np.uint32(1))
+        values, donors = iter(chosen.tolist()), self._donors
         for (key, _), some in zip(chunks, offsets, strict=True):
-            self._chunks[key] = _Anchors(space, [(next(values), offset) for offset in some])
-            for value, offset in self._chunks[key].windows:
-                self._donors.setdefault(value, {})[key, offset] = None
-                self._counts[value % _SLOTS] += 1
-
-    def _offsets(self, num_tokens: int) -> list[int]:
-        """Where the windows of a chunk begin: every ``window`` tokens, and at its end."""
-        last = num_tokens - self._window
-        offsets = list(range(0, last + 1, self._window))
-        return [*offsets, last] if last > 0 and last % self._window else offsets
+            self._last = number = self._last + _ROWS
+            windows = [(next(values), offset) for offset in some]
+            self._chunks[key] = _Anchors(space, number, windows)
+            self._keys[number] = key
+            for value, offset in windows:
+                if value in donors:
+                    donors[value][number - offset] = None
+                else:
+                    donors[value] = {number - offset: None}
 
     def remove(self, key: ChunkKey) -> None:
-        for value, offset in self._chunks.pop(key).windows:
+        _, number, windows = self._chunks.pop(key)
+        del self._keys[number]
+        for value, offset in windows:
             donors = self._donors[value]
-            del donors[key, offset]
-            if not donors:
+            if len(donors) > 1:
+                del donors[number - offset]
+            else:
                 del self._donors[value]
             self._counts[value % _SLOTS] -= 1
 
@@ -115,41 +128,37 @@ class AnchorIndex:
         hold every chunk that was inserted here. ``order``: the tokens, and perhaps more that
         follow, as sortable bytes, if they are at hand.
         """
-        hashes = window_hashes(space, token_ids[start:], self._window)
-        in_slot = self._filter[(hashes & np.uint64(_SLOTS - 1)).view(np.int64)]
-        maybe = np.flatnonzero(in_slot)[::-1]
+        window, all_donors = self._window, self._donors
+        hashes = window_hashes(space, token_ids[start:], window)
+        maybe = np.flatnonzero(self._filter[_slots(hashes)])[::-1]
         order = sortable(token_ids) if order is None else order
-        search = _Search(tree, token_ids, order, start, self._window)
+        search = _Search(tree, self._chunks, token_ids, order, start, window)
         followed: dict[int, int] = {}  # by hash, at which row
-        all_donors, chunks, window = self._donors, self._chunks, self._window
-        depth, seen, anchored = search.depth, search.seen, search.anchored
+        depth, seen = search.depth, search.seen
         # From the last row to the first: the newest donors of a text that repeats itself are at
         # its end, and what they contain comes before them.
-        for row, value, num_donors in zip(
-            (maybe + start).tolist(), hashes[maybe].tolist(), in_slot[maybe].tolist(), strict=True
-        ):
+        for row, value in zip((maybe + start).tolist(), hashes[maybe].tolist(), strict=True):
             end = row + window
             if depth[end - 1] >= MAX_DONORS or followed.get(value, end) < end:
-                continue
-            if num_donors == 1 and anchored[row]:  # its only donor is in a run already
-                followed[value] = row
                 continue
             donors = all_donors.get(value)
             if donors is None:
                 continue
             followed[value] = row
-            for key, offset in islice(reversed(donors), MAX_DONORS):
-                base = row - offset
-                if seen.get((key, base), row + 1) > row and chunks[key].space == space:
-                    search.follow(key, base, row)
-        return sorted(search.runs, key=lambda run: run.start)
+            for donor in donors if len(donors) == 1 else islice(reversed(donors), MAX_DONORS):
+                if seen.get(donor + row, end) > row:
+                    number = -(-donor // _ROWS) * _ROWS
+                    key = self._keys[number]
+                    if self._chunks[key].space == space:
+                        search.follow(key, row + donor - number, row)
+        return sorted(search.runs, key=_start)
 
     def check_integrity(self) -> list[str]:
         """What does not add up between chunks, donors and filter; empty when all is well."""
         problems = []
         filed = {
-            (value, (key, offset))
-            for key, anchors in self._chunks.items()
+            (value, anchors.number - offset)
+            for anchors in self._chunks.values()
             for value, offset in anchors.windows
         }
         found = {(value, donor) for value, donors in self._donors.items() for donor in donors}
@@ -169,73 +178,83 @@ class _Search:
     """
 
     def __init__(
-        self, tree: PrefixTree, token_ids: TokenIds, order: bytes, start: int, window: int
+        self,
+        tree: PrefixTree,
+        chunks: Mapping[ChunkKey, _Anchors],
+        token_ids: TokenIds,
+        order: bytes,
+        start: int,
+        window: int,
     ) -> None:
         self._tree = tree
+        self._chunks = chunks
         self._window = window
         self._token_ids = token_ids
         self._order = order
         self._start = start
         self._held = np.zeros(len(token_ids), dtype=np.uint32)
-        self.seen: dict[tuple[ChunkKey, int], int] = {}  # chunk, base: its first row in a run
-        self._anchored = np.zeros(len(token_ids), dtype=np.uint8)
+        self.seen: dict[int, int] = {}  # by diagonal: its first row in a run
         self.depth = self._held.data  # how many runs hold a row
-        self.anchored = self._anchored.data  # rows at which a run has an anchor of its own
         self.runs: list[Run] = []
 
     def follow(self, key: ChunkKey, base: int, row: int) -> None:
         """Adds the run that holds the window at ``row`` on this diagonal, which is a new one."""
-        begin, end = self._agreement(key, base, row)
+        chunks, seen, nodes = self._chunks, self.seen, self._tree.nodes
+        node = nodes[key]
+        begin, end = self._agreement(node, base, row)
         if begin > row or end < row + self._window:  # other tokens of the same hash
             return
+        seen[chunks[key].number + base] = begin
         pieces = [Piece(key, begin, begin - base, end - begin)]
-        if begin == base:
-            pieces = [*self._backward(key, base)][::-1] + pieces
-        if end - base == len(self._tree.tokens(key)):
-            pieces += self._forward(key, end)
-        window, anchored = self._window, self._anchored
-        for key, start, offset, num_tokens in pieces:
-            base = start - offset
-            self.seen[key, base] = start
-            last = start + num_tokens - window  # its last window, if it has one
-            if last >= start:
-                anchored[base + -(-offset // window) * window : last + 1 : window] = True
-                anchored[last] |= last - base == len(self._tree.tokens(key)) - window
-        run = Run(pieces[0].start, pieces[-1].start + pieces[-1].num_tokens, tuple(pieces))
-        self._held[run.start : run.end] += 1
-        self.runs.append(run)
+        ended = end - base < len(node.token_ids)
+        # What the chunks before it add, the last one first.
+        while begin == base > self._start and (earlier := nodes.get(node.parent)) is not None:
+            before, node = node.parent, earlier
+            base = begin - len(node.token_ids)
+            first, _ = self._agreement(node, base, begin - 1)
+            if first == begin:  # not even the last token agrees
+                break
+            seen[chunks[before].number + base] = first
+            pieces.append(Piece(before, first, first - base, begin - first))
+            begin = first
+        pieces.reverse()
+        if not ended:  # what the chunks after it add
+            for match in self._tree.match(key, self._token_ids, end, self._order):
+                seen[chunks[match.key].number + end] = end
+                pieces.append(Piece(match.key, end, 0, match.num_tokens))
+                end += match.num_tokens
+        self._held[begin:end] += 1
+        self.runs.append(Run(begin, end, tuple(pieces)))
 
-    def _backward(self, key: ChunkKey, base: int) -> Iterator[Piece]:
-        """What the chunks before ``key`` add to a run that begins with it, the last one first."""
-        begin, key = base, self._tree.parent(key)
-        while self._start < begin == base and (node := self._tree.node(key)) is not None:
-            end = begin
-            base -= len(node.token_ids)
-            if base >= self._start and self._order.startswith(node.order, base * TOKEN_BYTES):
-                begin = base
-            else:
-                begin, _ = self._agreement(key, base, end - 1)
-                if begin == end:  # not even the last token agrees
-                    break
-            yield Piece(key, begin, begin - base, end - begin)
-            key = node.parent
-
-    def _forward(self, key: ChunkKey, end: int) -> Iterator[Piece]:
-        """What the chunks after ``key`` add to a run that ends with it, at ``end``."""
-        for match in self._tree.match(key, self._token_ids, end, self._order):
-            yield Piece(match.key, end, 0, match.num_tokens)
-            end += match.num_tokens
-
-    def _agreement(self, key: ChunkKey, base: int, row: int) -> tuple[int, int]:
+    def _agreement(self, node: Node, base: int, row: int) -> tuple[int, int]:
         """The longest ``[begin, end)`` around ``row`` where chunk and prompt agree.
 
         If they differ at ``row`` itself, ``begin`` is after it.
         """
-        tokens = self._tree.tokens(key)
-        first, last = max(base, self._start), min(base + len(tokens), len(self._token_ids))
+        tokens, first, last = node.token_ids, base, base + len(node.token_ids)
+        is_inside = first >= self._start and last <= len(self._token_ids)
+        if is_inside and self._order.startswith(node.order, base * TOKEN_BYTES):
+            return first, last
+        first, last = max(first, self._start), min(last, len(self._token_ids))
         differ = (tokens[first - base : last - base] != self._token_ids[first:last]).tobytes()
         before, after = differ.rfind(1, 0, row - first + 1), differ.find(1, row - first + 1)
         return first + before + 1, last if after < 0 else first + after
+
+
+_start = attrgetter("start")
+
+
+@lru_cache(maxsize=1024)
+def _offsets(num_tokens: int, window: int) -> tuple[int, ...]:
+    """Where the windows of a chunk begin: every ``window`` tokens, and at its end."""
+    last = num_tokens - window
+    offsets = range(0, last + 1, window)
+    return (*offsets, last) if last > 0 and last % window else tuple(offsets)
+
+
+def _slots(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """The slots of the filter that hashes fall into."""
+    return (hashes & np.uint64(_SLOTS - 1)).view(np.int64)
 
 
 def anchor_window(chunk_size: int) -> int:

@@ -200,27 +200,27 @@ class Catalogue:
             ends += [(one.start + one.num_tokens, one.key, one.num_tokens) for one in run.pieces]
         ends.sort(reverse=True)
         before: dict[ChunkKey, int] = {}  # chunks that end where a run begins or earlier
-        moved = []
+        infos, moved = self._infos, []
         for run in runs:
             while ends and ends[-1][0] <= run.start:
                 _, key, num_tokens = ends.pop()
                 before[key] = num_tokens
             hits: list[Hit] = []
-            for piece in run.pieces:
-                if (tier := where(piece.key)) is None:
+            for key, start, offset, num_tokens in run.pieces:
+                if (tier := where(key)) is None:
                     break
-                info = self._at_its_position(self._infos[piece.key])
-                hits.append(Hit(info, piece.start, piece.num_tokens, piece.offset, tier))
+                info = infos[key]
+                earlier = infos.get(info.before)
+                if earlier is not None and earlier.end != info.base_position:
+                    info = self._at_its_position(info, earlier)
+                hits.append(Hit(info, start, num_tokens, offset, tier))
             if hits:
                 moved.append(MovedRun(tuple(hits), self._resemblance(hits[0], before)))
         return tuple(moved)
 
-    def _at_its_position(self, info: ChunkInfo) -> ChunkInfo:
-        """``info`` with the position that follows from the chunk before it, if that is known and
-        does not contradict the one before it in turn."""
-        before = self._infos.get(info.before)
-        if before is None or before.end == info.base_position:
-            return info
+    def _at_its_position(self, info: ChunkInfo, before: ChunkInfo) -> ChunkInfo:
+        """``info`` with the position that follows from the chunk ``before`` it, if that does not
+        contradict the one before it in turn."""
         earlier = self._infos.get(before.before)
         if earlier is not None and earlier.end != before.base_position:
             return info
@@ -228,10 +228,13 @@ class Catalogue:
 
     def _resemblance(self, hit: Hit, before: dict[ChunkKey, int]) -> float:
         """How much of the text ``before`` a hit in this prompt also preceded its donor."""
-        shared = 0
-        if before:
-            for info in preceding(self._infos, hit.chunk, parents=True):
-                shared += before.get(info.key, 0)
+        shared, info, infos = 0, hit.chunk, self._infos
+        # As ``preceding`` with parents; this is the innermost loop of a lookup.
+        while before and (earlier := infos.get(info.parent)) is not None:
+            if earlier.base_position >= info.base_position:
+                break
+            shared += before.get(earlier.key, 0)
+            info = earlier
         return min(1.0, shared / max(1, hit.start, hit.start - hit.distance))
 
 

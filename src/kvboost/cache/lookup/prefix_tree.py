@@ -46,28 +46,25 @@ class Node(NamedTuple):
 
 class PrefixTree:
     def __init__(self) -> None:
-        self._nodes: dict[ChunkKey, Node] = {}
+        self.nodes: dict[ChunkKey, Node] = {}
+        """For reading only."""
         self._children: dict[ChunkKey, _Siblings] = {}
         self._longest = 0
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self.nodes)
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._nodes
+        return key in self.nodes
 
     def keys(self) -> list[ChunkKey]:
-        return list(self._nodes)
+        return list(self.nodes)
 
     def parent(self, key: ChunkKey) -> ChunkKey:
-        return self._nodes[key].parent
+        return self.nodes[key].parent
 
     def tokens(self, key: ChunkKey) -> TokenIds:
-        return self._nodes[key].token_ids
-
-    def node(self, key: ChunkKey) -> Node | None:
-        """A chunk; None if it is not known."""
-        return self._nodes.get(key)
+        return self.nodes[key].token_ids
 
     def has_children(self, key: ChunkKey) -> bool:
         return key in self._children
@@ -90,7 +87,7 @@ class PrefixTree:
             if best is None:
                 break
             path.append(best)
-            if best.num_tokens < len(self._nodes[best.key].token_ids):
+            if best.num_tokens < len(self.nodes[best.key].token_ids):
                 break
             parent, start = best.key, start + best.num_tokens
         return path
@@ -115,7 +112,7 @@ class PrefixTree:
             if wanted.startswith(order):
                 common = len(order) // TOKEN_BYTES
             else:
-                common = common_prefix(self._nodes[key].token_ids, token_ids)
+                common = common_prefix(self.nodes[key].token_ids, token_ids)
             if common > (best.num_tokens if best else 0):
                 best = PrefixMatch(key, common)
         return best
@@ -132,8 +129,8 @@ class PrefixTree:
         if siblings is None or at == 0:
             return None
         key = siblings.keys[at - 1]
-        shorter = len(self._nodes[key].token_ids)
-        extended = common_prefix(self._nodes[key].token_ids, token_ids) == shorter
+        shorter = len(self.nodes[key].token_ids)
+        extended = common_prefix(self.nodes[key].token_ids, token_ids) == shorter
         return key if extended and not self.has_children(key) else None
 
     def insert(self, key: ChunkKey, parent: ChunkKey, token_ids: TokenIds) -> None:
@@ -142,12 +139,12 @@ class PrefixTree:
         at = bisect_left(siblings.order, order)
         siblings.order.insert(at, order)
         siblings.keys.insert(at, key)
-        self._nodes[key] = Node(parent, token_ids, order)
+        self.nodes[key] = Node(parent, token_ids, order)
         self._longest = max(self._longest, len(token_ids))
 
     def remove(self, key: ChunkKey) -> None:
         """Forgets one chunk. Its children, if any, can no longer be reached from it."""
-        node = self._nodes.pop(key)
+        node = self.nodes.pop(key)
         siblings = self._children[node.parent]
         at = siblings.keys.index(key, bisect_left(siblings.order, node.order))
         del siblings.order[at], siblings.keys[at]
