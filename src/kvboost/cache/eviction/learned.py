@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import log2
 
 from kvboost.cache.eviction.policy import Entry, LeafQueuePolicy, Node, Rank, Study
 from kvboost.cache.eviction.return_rates import Cells, ReturnModel, log_bin
@@ -201,7 +201,7 @@ class LearnedPolicy(LeafQueuePolicy):
     def _use(self, memory: _Memory, visit: _Visit, depth: int) -> None:
         """``visit`` uses a chunk again; called for all chunks of the visit, the first one first."""
         earlier = memory.visit
-        gap = math.log2(1 + visit.time - earlier.time)
+        gap = log2(1 + visit.time - earlier.time)
         memory.usual_gap = gap if memory.usual_gap is None else (memory.usual_gap + gap) / 2
         memory.uses += 1
         memory.visit, memory.depth = visit, depth
@@ -210,9 +210,11 @@ class LearnedPolicy(LeafQueuePolicy):
             memory.probe = -1
         if earlier is not visit:
             visit.fork_uses = memory.uses
-            visit.unshared = max(0, earlier.length - depth - 1)
-            visit.turn = earlier.turn + 1 if 2 * (depth + 1) >= earlier.length else 0
-            visit.pause = int(gap) if visit.turn else None
+            unshared = earlier.length - depth - 1
+            visit.unshared = unshared if unshared > 0 else 0
+            continues = unshared <= depth + 1
+            visit.turn = earlier.turn + 1 if continues else 0
+            visit.pause = int(gap) if continues else None
 
     def _density(self, entry: Entry) -> float:
         density = entry.cost / max(1, entry.nbytes)
