@@ -261,12 +261,13 @@ def _worth_table(rates: Floats) -> Floats:
     expected back later is not judged by the present alone.
     """
     levels = np.arange(-MAX_LEVEL, MAX_LEVEL + 1) / LEVELS_PER_DOUBLING
+    rises = np.flatnonzero(np.diff(rates) > 0)  # after the last, no later end is better
     rates = rates * 2.0 ** levels[:, None]
     hazard = rates * WIDTHS
     returned = np.exp(hazard - np.cumsum(hazard, axis=1)) * -np.expm1(-hazard)  # within each bin
     stayed = returned / rates
     worth = rates.copy()  # until the end of the bin it is in; further ends follow
-    for start in range(NUM_BINS):
+    for start in range(rises[-1] + 1 if len(rises) else 0):
         returns = np.cumsum(returned[:, start:], axis=1)
         time = np.cumsum(stayed[:, start:], axis=1) + 1e-300  # none where all returned long before
         np.maximum(worth[:, start], (returns / time).max(axis=1), out=worth[:, start])
