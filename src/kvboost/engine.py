@@ -34,6 +34,7 @@ from kvboost.config import (
 )
 from kvboost.errors import ConfigError, KVBoostError, PromptError
 from kvboost.model.load import LoadedModel, machine_key, wrap
+from kvboost.model.tokenizer import ModelTokenizer
 from kvboost.results import (
     AdapterInfo,
     Calibration,
@@ -51,11 +52,11 @@ from kvboost.runtime.options import BatchOptions, RequestOptions, ReuseOptions
 from kvboost.runtime.recording import record_graphs
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
-from kvboost.runtime.streams import AsyncTextStream, TextStream
+from kvboost.runtime.streams import AnswerListener, AsyncTextStream, TextStream
 from kvboost.runtime.text_cache import TextCache
 from kvboost.structured.grammars import Grammar
 from kvboost.structured.library import missing
-from kvboost.tokens.hashing import as_token_ids
+from kvboost.tokens.hashing import TokenIds, as_token_ids
 from kvboost.tokens.prompt import Conversation, Prompt
 
 if TYPE_CHECKING:
@@ -183,6 +184,17 @@ class KVBoost(TextCache):
         return self._model.tokenizer.hf
 
     @property
+    def prompt_tokenizer(self) -> ModelTokenizer:
+        """What requests use of the tokenizer, with the model's chat template. It can be pickled, so
+        that another process reads prompts and writes answers just as this one."""
+        return self._model.tokenizer
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        return self._model.eos_ids
+
+    @property
     def device(self) -> torch.device:
         """Where the model computes."""
         return self._model.device
@@ -306,6 +318,24 @@ class KVBoost(TextCache):
         if timeout is not None:
             at_least(timeout, 0.0, "timeout")
         return self._submit(self._requests.begin(prompt, max_new_tokens, mode, options), timeout)
+
+    def answer_to(
+        self,
+        listen: Callable[[RequestState], AnswerListener],
+        prompt: Sequence[int] | TokenIds,
+        max_new_tokens: int,
+        mode: GenerationMode | str,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Callable[[], None]:
+        """Like :meth:`astream`, for a server whose HTTP is in another process: the loop's thread
+        gives the token ids of the answer to the listener that ``listen`` makes, and no text is made
+        of them here. Returns what cancels the request."""
+        state = self._requests.begin(prompt, max_new_tokens, mode, options)
+        state.shows_ids = True
+        job = self._loop.submit(state, listen(state), timeout=timeout)
+        return lambda: self._loop.cancel(job)
 
     def generate_batch(
         self,

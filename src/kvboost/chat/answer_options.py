@@ -9,7 +9,6 @@ from kvboost.chat.styles import ChatStyle
 from kvboost.chat.tool_use import Reasoning, ToolUse
 from kvboost.config import stop_strings
 from kvboost.structured.formats import FORMATS, grammar_for
-from kvboost.structured.grammars import Grammars
 
 
 class ChatTokenizer(Protocol):
@@ -24,9 +23,15 @@ class ChatTokenizer(Protocol):
     def reasoning_after(self, prompt_ids: Sequence[int]) -> Reasoning: ...
 
 
+class Compiler(Protocol):
+    """Compiles grammars, here or in another process."""
+
+    def compile(self, grammar: str, option: str = "grammar") -> Any: ...
+
+
 def answer_options(
     tokenizer: ChatTokenizer,
-    grammars: Grammars,
+    grammars: Compiler,
     prompt_ids: Sequence[int],
     use: ToolUse,
     options: Mapping[str, Any],

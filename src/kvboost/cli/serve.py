@@ -30,6 +30,7 @@ from kvboost.cli.common import (
 from kvboost.cli.option_files import read_option_file
 from kvboost.cli.serve_announcement import announce
 from kvboost.cli.serve_options import (
+    ApiWorkers,
     ConfigFile,
     CorsOrigin,
     FarKVBits,
@@ -39,6 +40,7 @@ from kvboost.cli.serve_options import (
     TlsCert,
     TlsKey,
     check_config,
+    num_api_workers,
     reread_settings,
 )
 from kvboost.cli.serve_signals import signals_while_loading
@@ -242,6 +244,7 @@ def serve(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     otlp_endpoint: OtlpEndpoint = None,
+    api_workers: ApiWorkers = "auto",
 ) -> None:
     """Serve a model over OpenAI's, Anthropic's and Ollama's APIs, with a page at / to watch it.
 
@@ -255,8 +258,8 @@ def serve(
     with errors(), signals_while_loading(reloads=reloads) as loading:
         check_config(context)
         try:
-            from kvboost.serve.process import bind
-            from kvboost.serve.process import serve as run
+            from kvboost.serve import process
+            from kvboost.serve.remote import processes
             from kvboost.serve.settings import ServerSettings, is_loopback
             from kvboost.serve.warm_files import read_texts
         except ModuleNotFoundError as error:
@@ -264,6 +267,7 @@ def serve(
                 f"kvboost serve needs {error.name}; {install_extra('serve')}"
             ) from None
 
+        workers = num_api_workers(api_workers)
         keys = _keys(keys_file, starting=True)
         texts, left_out = read_texts(warm or (), ServerSettings.max_document_bytes)
         if left_out:
@@ -293,7 +297,7 @@ def serve(
         events = _events(settings, kv_events, kv_events_topic, kv_events_replay, kv_events_block)
         adapters = _adapters(lora or [])
         folder = cache_dir or chosen_cache_dir()
-        listening = bind(host, port)
+        listening = process.bind(host, port)
         with (
             listening,
             _load(
@@ -337,6 +341,9 @@ def serve(
                 announce(engine, settings, host, port)
                 loading.ended()
 
+            on_gpu = engine.device.type == "cuda"
+            is_apart = on_gpu if workers is None else workers == 1
+            run = processes.serve if is_apart else process.serve
             run(engine, settings, listening, ready, reread)
     kept = f"; the cache is in {folder}" if folder else ""
     say.print(f"stopped{kept}", markup=False)

@@ -106,6 +106,14 @@ ConfigFile = Annotated[
         callback=_take_defaults,
     ),
 ]
+ApiWorkers = Annotated[
+    str,
+    typer.Option(
+        help="Processes for HTTP, tokenizing and the text of answers: 1 keeps this work from "
+        "delaying the computation of answers, 0 does all in one process. auto: 1 on GPUs, 0 on "
+        "CPUs, whose cores compute the answers."
+    ),
+]
 CorsOrigin = Annotated[
     list[str] | None,
     typer.Option(
@@ -138,6 +146,15 @@ OtlpEndpoint = Annotated[
         help="Send OpenTelemetry traces to this collector, such as http://127.0.0.1:4318."
     ),
 ]
+
+
+def num_api_workers(given: str) -> int | None:
+    """The option ``--api-workers``; None: what suits the device."""
+    if given == "auto":
+        return None
+    if given not in ("0", "1"):
+        raise ConfigError(f"--api-workers {given} must be auto, 0 or 1")
+    return int(given)
 
 
 def reread_settings(

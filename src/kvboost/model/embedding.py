@@ -82,6 +82,11 @@ class EmbeddingModel:
         )
 
     @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, as transformers loads it."""
+        return self._tokenizer
+
+    @property
     def dimensions(self) -> int:
         return int(self._model.config.hidden_size)
 

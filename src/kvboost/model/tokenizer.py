@@ -60,6 +60,9 @@ class ModelTokenizer:
         )
         self._fast = tokenizer.backend_tokenizer if is_stock else None
 
+    def __reduce__(self) -> tuple[type[ModelTokenizer], tuple[PreTrainedTokenizerBase]]:
+        return ModelTokenizer, (self.hf,)
+
     def encode(self, text: str) -> list[int]:
         return list(self.hf(text, verbose=False)["input_ids"])
 

@@ -40,7 +40,8 @@ class Job:
     steps: Steps | None = None
     need: Segment | None = None
     """The rows it needs next; None if it paused or has not started."""
-    pieces_shown: int = 0
+    num_shown: int = 0
+    """How many pieces of text, or token ids, its listener has got."""
     cancelled: bool = False
     runs_alone: bool = False
     """Its batch failed, and its rows could not simply be run again with others."""

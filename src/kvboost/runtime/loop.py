@@ -473,10 +473,10 @@ class Loop:
         self._outbox.send()
 
     def _show(self, job: Job) -> None:
-        """Puts new text into the outbox."""
-        pieces = job.state.text[job.pieces_shown :]
+        """Puts what is new of an answer into the outbox."""
+        pieces = job.state.shown[job.num_shown :]
         if pieces:
-            job.pieces_shown += len(pieces)
+            job.num_shown += len(pieces)
             self._outbox.push(job.listener, pieces)
 
     def _steps(self, job: Job) -> Steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -80,6 +81,8 @@ class RequestState:
     """Of the prompt's tokens from the second on."""
     text: list[str] = field(default_factory=list)
     finish_reason: str = "cancelled"
+    shows_ids: bool = False
+    """Whether its listener takes token ids and makes the text itself, in another process."""
     closing: bool = False
     """Whether the caller closes the stream, rather than the garbage collector."""
     kept: bool = True
@@ -130,6 +133,11 @@ class RequestState:
         self.token_ids.append(token_id)
         if logprob is not None:
             self.logprobs.append(logprob)
+
+    @property
+    def shown(self) -> Sequence[str] | Sequence[int]:
+        """What its listener gets, as it grows: pieces of text, or token ids."""
+        return self.token_ids if self.shows_ids else self.text
 
     def show(self, piece: str) -> None:
         if piece:

@@ -44,7 +44,7 @@ class Requests:
 
     def begin(
         self,
-        prompt: Prompt,
+        prompt: Prompt | TokenIds,
         max_new_tokens: int,
         mode: GenerationMode | str,
         options: RequestOptions,

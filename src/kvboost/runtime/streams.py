@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvboost.results import GenerationResult
 from kvboost.runtime.request import RequestState
@@ -28,23 +28,51 @@ class AnswerReader(Protocol):
         """The answer is complete, or failed with ``error``."""
 
 
-class AnswerListener(AnswerReader, Protocol):
-    """Receives an answer from the loop."""
+class Mailbox(Protocol):
+    """Takes calls of the loop's thread to where they are made: an event loop, or a connection to
+    another process."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., Any], /, *arguments: Any) -> Any: ...
+
+
+class AnswerListener(Protocol):
+    """Receives an answer from the loop. It must neither block nor raise."""
 
     @property
-    def event_loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop that calls it; None: the loop's thread does."""
+    def event_loop(self) -> Mailbox | None:
+        """What calls it; None: the loop's thread does."""
+
+    def push(self, pieces: Any, /) -> None:
+        """More has arrived: pieces of text, or token ids if its request shows ids."""
+
+    def end(self, error: BaseException | None, /) -> None:
+        """The answer is complete, or failed with ``error``."""
+
+
+class AnswerState(Protocol):
+    """How far an answer is, here or in another process."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def new_chunks(self) -> int: ...
+
+    def result(self) -> GenerationResult: ...
 
 
 class Outbox:
-    """Text and ends of answers, on their way to listeners. What is for event loops stays here until
-    ``send``, which wakes each of them once, for all answers that it reads: waking one takes longer
-    than anything it does with a piece. Only the loop's thread uses it."""
+    """Text and ends of answers, on their way to listeners. What is for event loops and connections
+    stays here until ``send``, which calls each of them once, for all answers that it reads: waking
+    one takes longer than anything it does with a piece. Only the loop's thread uses it."""
 
     def __init__(self) -> None:
-        self._waiting: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        self._waiting: dict[Mailbox, list[Callable[[], None]]] = {}
 
-    def push(self, listener: AnswerListener, pieces: list[str]) -> None:
+    def push(self, listener: AnswerListener, pieces: Sequence[str] | Sequence[int]) -> None:
         self._add(listener, partial(listener.push, pieces))
 
     def end(self, listener: AnswerListener, error: BaseException | None) -> None:
@@ -112,7 +140,7 @@ class AsyncTextStream:
     closed; closing it early, or leaving its ``async with``, cancels the request within one step
     and keeps what was read."""
 
-    def __init__(self, state: RequestState) -> None:
+    def __init__(self, state: AnswerState) -> None:
         """Create it in the event loop that reads it."""
         self._state = state
         self.event_loop = asyncio.get_running_loop()

@@ -88,7 +88,7 @@ class Embedder:
         steps = self._encoder.steps(distinct)
         try:
             while True:
-                work = partial(_advance, steps)
+                work = partial(advance, steps)
                 done = await asyncio.wrap_future(self._engine.between_steps(work))
                 if done is not None:
                     return done[rows]
@@ -107,7 +107,7 @@ def _distinct(batch: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], li
     return list(places), rows
 
 
-def _advance(steps: Generator[None, None, Vectors]) -> Vectors | None:
+def advance(steps: Generator[None, None, Vectors]) -> Vectors | None:
     """One step; its result is that of the last."""
     try:
         next(steps)

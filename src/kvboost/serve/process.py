@@ -82,7 +82,7 @@ def run(
     on_reload: Callable[[], list[str]] | None = None,
 ) -> None:
     """Runs ``app``, whose ``state.server`` is a NetworkState, until SIGTERM or SIGINT."""
-    _log_to_stderr()
+    log_to_stderr()
     Server(app, on_ready, on_reload).run(sockets=[listening])
 
 
@@ -127,20 +127,26 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def reload(self) -> None:
-        """Reads the settings and the TLS certificate again. If there is a mistake in them, nothing
-        changes. Connections that are open keep their certificate."""
+        """Reads the settings and the TLS certificate again."""
         assert self._on_reload is not None
+        self.take_over(self._on_reload)
+
+    def take_over(self, change: Callable[[], list[str]]) -> bool:
+        """Changes settings, reads the TLS certificate again, and logs what ``change`` says has
+        changed. If there is a mistake, nothing changes, and it returns False. Connections that are
+        open keep their certificate."""
         cert, key = self.state.settings.tls_cert, self.state.settings.tls_key
         try:
             check_certificate(cert, key)
-            changed = self._on_reload()
+            changed = change()
         except ConfigError as error:
             logger.error("reload: nothing was changed: %s", error)
-            return
+            return False
         if cert is not None and self.config.ssl is not None:
             self.config.ssl.load_cert_chain(cert, key)
             changed = [*changed, "TLS certificate (read again)"]
         logger.info("reload: changed %s", ", ".join(changed) or "nothing")
+        return True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -164,7 +170,7 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def _log_to_stderr() -> None:
+def log_to_stderr() -> None:
     """Logs our own messages, and uvicorn's warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

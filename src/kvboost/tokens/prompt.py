@@ -36,7 +36,7 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
 
-    def read(self, prompt: Prompt) -> TokenIds:
+    def read(self, prompt: Prompt | TokenIds) -> TokenIds:
         """The token ids of ``prompt``; PromptError if there are none or it is no prompt."""
         if isinstance(prompt, str):  # an empty text is empty, even if a BOS token would precede it
             ids = as_token_ids(self._tokenizer.encode(prompt) if prompt else [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -116,3 +116,48 @@ class StopMatcher:
     def _release(self, length: int) -> str:
         out, self._held = self._held[:length], self._held[length:]
         return out
+
+
+class AnswerText:
+    """The text of an answer that arrives token by token: up to a stop string, and without the
+    tokens that end it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        eos_ids: Collection[int],
+        *,
+        stop: Sequence[str] = (),
+        stop_token_ids: Collection[int] = (),
+        include_stop: bool = False,
+        ignore_eos: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._ends = frozenset[int]() if ignore_eos else frozenset(eos_ids)
+        self._stop_ids = frozenset(stop_token_ids)
+        self._includes_stop = include_stop
+        self._skips = skip_special_tokens
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._stops = StopMatcher(stop, includes=include_stop)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended it."""
+        return self._stops.stopped
+
+    def push(self, token_id: int) -> str:
+        """The text that may be shown now that ``token_id`` is there."""
+        if not self._shows(token_id):
+            return ""
+        return self._stops.push(self._detokenizer.push(token_id))
+
+    def finish(self) -> str:
+        """The text that was held back."""
+        return self._stops.push(self._detokenizer.finish()) + self._stops.finish()
+
+    def _shows(self, token_id: int) -> bool:
+        """Whether the text of a token belongs to the answer. If special tokens are skipped, those
+        that end it have none."""
+        if token_id in self._stop_ids:
+            return self._includes_stop
+        return token_id not in self._ends or self._skips

@@ -1,0 +1,326 @@
+"""The engine as an API process sees it: what concerns text is done here, all else is a call."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvboost.chat.answer_options import answer_options
+from kvboost.chat.parser import AnswerParser
+from kvboost.chat.tool_use import ToolUse
+from kvboost.errors import StructuredOutputError
+from kvboost.results import AdapterInfo, Healing, Pin, ReuseReport
+from kvboost.serve.embedder import Vectors
+from kvboost.serve.remote.answers import RemoteState, RemoteStream, text_of
+from kvboost.serve.remote.descriptions import EmbeddingDescription, EngineDescription
+from kvboost.serve.remote.link import Link
+from kvboost.serve.remote.wire import Adapters, Ask, Cancel, News
+from kvboost.structured.formats import FORMATS, grammar_for
+from kvboost.tokens.prompt import Conversation, Prompt, PromptReader
+
+T = TypeVar("T")
+
+_KEPT_ESTIMATES = 1024
+_KEPT_HEALING = 16
+
+
+class RemoteGrammars:
+    """Formats of answers. Their grammars are compiled where answers are computed, and once."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def compile(self, grammar: str, option: str = "grammar") -> str:
+        """The grammar itself, which the engine has compiled then. For a thread."""
+        try:
+            self._link.call("compile_format", {"grammar": grammar})
+        except StructuredOutputError as error:
+            raise StructuredOutputError(option, error.reason) from None
+        return grammar
+
+
+class RemoteEngine:
+    """Has the methods of KVBoost that the server uses."""
+
+    def __init__(self, link: Link, about: EngineDescription) -> None:
+        self._link = link
+        self._about = about
+        self.model_name = about.model_name
+        self.context_length = about.context_length
+        self.vocab_size = about.vocab_size
+        self.config = about.config
+        self.failure: Exception | None = None
+        self.embedder = RemoteEncoder(link, about.dimensions)
+        self._tokenizer: Any = pickle.loads(about.tokenizer)
+        self._prompts = PromptReader(self._tokenizer, about.vocab_size)
+        self._grammars = RemoteGrammars(link)
+        self._adapters = about.adapters
+        self._estimates: OrderedDict[int, float | None] = OrderedDict()
+        """By the length of a prompt: those of the last answers."""
+        self._reading: dict[int, RemoteState] = {}
+        self._healing: deque[tuple[int, Healing]] = deque(maxlen=_KEPT_HEALING)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="kvboost-embeddings")
+        link.on_adapters = self._take_adapters
+        link.on_failed = self._fail
+
+    def _take_adapters(self, message: Adapters) -> None:
+        self._adapters = message.adapters
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+
+    def facts(self) -> dict[str, Any]:
+        return self._about.facts
+
+    # Text: in this process.
+
+    def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        if isinstance(prompt, str) and not add_special_tokens:
+            found = self._prompts.join(prompt)
+        else:
+            found = self._prompts.read(prompt)
+        ids: list[int] = found.tolist()
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(token_ids))
+
+    def infill(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
+        ids: list[int] = self._tokenizer.infill(before, after)
+        return ids
+
+    def render(self, conversation: Conversation) -> str:
+        return self._prompts.render(conversation)
+
+    def locate(self, text: str, token_ids: Sequence[int]) -> tuple[int, int] | None:
+        return self._prompts.locate(text, token_ids)
+
+    def answer_parser(self, prompt_ids: Sequence[int], use: ToolUse) -> AnswerParser | None:
+        parser: AnswerParser | None = self._tokenizer.answer_parser(prompt_ids, use)
+        return parser
+
+    def answer_options(
+        self, prompt_ids: Sequence[int], use: ToolUse, options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        return answer_options(self._tokenizer, self._grammars, prompt_ids, use, options)
+
+    def compile_format(self, options: Mapping[str, Any]) -> str | None:
+        grammar = grammar_for(options)
+        if grammar is None:
+            return None
+        option = next(name for name in FORMATS if options.get(name) is not None)
+        return self._grammars.compile(grammar, option)
+
+    # Answers.
+
+    def astream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int,
+        mode: str,
+        *,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> RemoteStream:
+        ids = self._prompts.read(prompt)
+        text = text_of(self._tokenizer, self._about.eos_ids, options)
+        state = RemoteState(text, options)
+
+        def on_news(news: News) -> None:
+            self._note(len(ids), news)
+            if state.token_ids or news.ended is not None:
+                self._reading.pop(news.number, None)
+
+        stream = RemoteStream(state, on_news)
+        number = self._link.ask(
+            stream,
+            lambda number: Ask(number, ids.tobytes(), max_new_tokens, mode, timeout, options),
+        )
+        self._reading[number] = state
+        stream.on_close(lambda: self._link.send(Cancel(number)))
+        return stream
+
+    def _note(self, num_tokens: int, news: News) -> None:
+        if news.begun is not None:
+            self._keep_estimate(num_tokens, news.begun.estimated_ms)
+        if news.ended is not None:
+            self._keep_estimate(num_tokens, news.ended.estimated_ms)
+            if news.ended.healing is not None:
+                self._healing.append((news.number, news.ended.healing))
+
+    def _keep_estimate(self, num_tokens: int, estimate: float | None) -> None:
+        self._estimates[num_tokens] = estimate
+        self._estimates.move_to_end(num_tokens)
+        if len(self._estimates) > _KEPT_ESTIMATES:
+            self._estimates.popitem(last=False)
+
+    def estimate_ms(self, num_tokens: int) -> float | None:
+        """As of the last answer to a prompt of that length: asked for with every answer, so the
+        engine sends it along."""
+        if num_tokens not in self._estimates:
+            self._keep_estimate(num_tokens, self._link.call("estimate_ms", num_tokens))
+        return self._estimates[num_tokens]
+
+    # The cache.
+
+    async def awarm(self, text: Prompt, header: str | None = None, *, cache_salt: str = "") -> int:
+        new: int = await self._link.acall("awarm", text, header, cache_salt=cache_salt)
+        return new
+
+    async def apin(
+        self,
+        text: Prompt,
+        header: str | None = None,
+        *,
+        ttl: float | None = None,
+        cache_salt: str = "",
+    ) -> Pin:
+        options = {"ttl": ttl, "cache_salt": cache_salt}
+        pin: Pin = await self._link.acall("apin", text, header, returns=Pin, **options)
+        return pin
+
+    def warm_later(
+        self, documents: Sequence[str], header: str | None = None, **options: Any
+    ) -> int:
+        waiting: int = self._link.call("warm_later", list(documents), header, **options)
+        return waiting
+
+    def plan(self, prompt: Prompt, mode: str, **options: Any) -> ReuseReport:
+        plan: ReuseReport = self._link.call("plan", prompt, mode, returns=ReuseReport, **options)
+        return plan
+
+    def pin_cached(self, name: str, prompt: Prompt, **options: Any) -> Pin:
+        pin: Pin = self._link.call("pin_cached", name, prompt, returns=Pin, **options)
+        return pin
+
+    def drop_pin(self, name: str) -> Pin | None:
+        pin: Pin | None = self._link.call("drop_pin", name, returns=Pin | None)
+        return pin
+
+    def unpin(self, text: Prompt, *, cache_salt: str = "") -> Pin | None:
+        options = {"returns": Pin | None, "cache_salt": cache_salt}
+        pin: Pin | None = self._link.call("unpin", text, **options)
+        return pin
+
+    def pins(self) -> list[Pin]:
+        pins: list[Pin] = self._link.call("pins", returns=list[Pin])
+        return pins
+
+    def forget(self, text: str) -> int:
+        gone: int = self._link.call("forget", text)
+        return gone
+
+    def forget_salt(self, cache_salt: str) -> int:
+        gone: int = self._link.call("forget_salt", cache_salt)
+        return gone
+
+    def chunks(self, limit: int) -> list[dict[str, Any]]:
+        chunks: list[dict[str, Any]] = self._link.call("chunks", limit)
+        return chunks
+
+    def cache_stats(self) -> dict[str, Any]:
+        """Also brings up to date how far prompts are read and approximate rows are healed: the page
+        shows all of this together."""
+        self._take_progress(self._link.call("progress", returns=Progress))
+        stats: dict[str, Any] = self._link.call("cache_stats")
+        return stats
+
+    def _take_progress(self, progress: Progress) -> None:
+        for number, rows, reuse, estimate in progress.reading:
+            if (state := self._reading.get(number)) is not None:
+                state.rows, state.reuse = rows, reuse
+                self._keep_estimate(reuse.prompt_tokens, estimate)
+        known = dict(self._healing)
+        for number, healing in progress.healing:
+            if number in known:
+                vars(known[number]).update(vars(healing))
+
+    def serving_stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = self._link.call("serving_stats")
+        return stats
+
+    # Adapters.
+
+    def adapters(self) -> dict[str, AdapterInfo]:
+        return self._adapters
+
+    def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> AdapterInfo:
+        options = {"returns": AdapterInfo, "in_place": in_place}
+        info: AdapterInfo = self._link.call("load_adapter", name, path, **options)
+        return info
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        info: AdapterInfo = self._link.call("unload_adapter", name, returns=AdapterInfo)
+        return info
+
+    # Embeddings: each slice is a call.
+
+    def between_steps(self, work: Callable[[], T]) -> Future[T]:
+        return self._threads.submit(work)
+
+    def answer_meanwhile(self) -> None:
+        """The engine's own process sees to it."""
+
+    # The end: the engine's process waits for this one, and flushes the cache.
+
+    async def adrain(self, timeout: float | None = None) -> bool:
+        return True
+
+    def flush(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far answers are: of those without a first token, their rows and where these come from;
+    of those that have ended, what became of their approximate rows."""
+
+    reading: list[tuple[int, int, ReuseReport, float | None]]
+    healing: list[tuple[int, Healing]]
+
+
+class RemoteEncoder:
+    """What computes embeddings in the engine's process."""
+
+    def __init__(self, link: Link, dimensions: int) -> None:
+        self._link = link
+        self.dimensions = dimensions
+        self._begun = 0
+
+    def steps(self, batch: Sequence[Sequence[int]]) -> Generator[None, None, Vectors]:
+        """Each ``next`` computes a slice. For a thread."""
+        self._begun += 1
+        number, given = self._begun, [list(ids) for ids in batch]
+        found = None
+        try:
+            found = self._link.call("embed", number, given)
+            while found is None:
+                yield
+                found = self._link.call("embed", number, None)
+        finally:
+            if found is None:
+                self._link.post("end_embedding", number)
+        rows, columns, data = found
+        return np.frombuffer(data, "<f4").astype(np.float32).reshape(rows, columns)
+
+
+class RemoteEmbeddingModel(RemoteEncoder):
+    """A model for embeddings in the engine's process."""
+
+    def __init__(self, link: Link, about: EmbeddingDescription) -> None:
+        super().__init__(link, about.dimensions)
+        self.name = about.name
+        self.max_tokens = about.max_tokens
+        self.vocab_size = about.vocab_size
+        self._tokenizer = about.tokenizer
+        self.between_parts: Callable[[], None] = lambda: None
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, truncation=False, verbose=False)["input_ids"]
+        return ids

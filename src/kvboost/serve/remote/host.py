@@ -1,0 +1,226 @@
+"""The engine's side of an API process: calls its methods, and hands it its answers.
+
+All of this is in the interpreter that computes answers, so it does little: no text, no JSON, no
+checks of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvboost.serve.embedder import Encoder, Vectors, advance
+from kvboost.serve.remote.failures import to_wire
+from kvboost.serve.remote.listeners import AnswerSender, Outgoing
+from kvboost.serve.remote.wire import (
+    Accepted,
+    Adapters,
+    Ask,
+    Call,
+    Cancel,
+    Failed,
+    Lost,
+    Pipe,
+    Ready,
+    Refused,
+    Reload,
+    Reloaded,
+    Reply,
+    Stop,
+    ToEngine,
+    packed,
+)
+
+if TYPE_CHECKING:
+    from kvboost import EmbeddingModel, KVBoost
+
+logger = logging.getLogger("kvboost.serve")
+
+_AT_ONCE = frozenset({"pin_cached", "drop_pin", "serving_stats", "estimate_ms"})
+"""Methods that take a few milliseconds at most."""
+_IN_A_THREAD = frozenset(
+    {
+        *("cache_stats", "chunks", "compile_format", "forget", "forget_salt", "pins", "plan"),
+        *("unpin", "warm_later", "load_adapter", "unload_adapter"),
+    }
+)
+_COROUTINES = frozenset({"awarm", "apin"})
+_WITHOUT_RESULT = frozenset({"compile_format"})
+
+
+class Host:
+    """One API process as the engine's process sees it. For the event loop of that process."""
+
+    def __init__(
+        self,
+        engine: KVBoost,
+        pipe: Pipe[ToEngine],
+        embedding_model: EmbeddingModel | None,
+        on_ready: Callable[[], None],
+        on_lost: Callable[[], None],
+        on_reloaded: Callable[[int, bool], None],
+        on_adapters: Callable[[], None],
+    ) -> None:
+        """``on_adapters``: adapters have changed, which all API processes must know."""
+        self._engine = engine
+        self._pipe = pipe
+        self._own_embedder = embedding_model
+        self._on_ready = on_ready
+        self._on_lost = on_lost
+        self._on_reloaded = on_reloaded
+        self._on_adapters = on_adapters
+        self._answers = Outgoing(engine, pipe)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._embeddings: dict[int, Generator[None, None, Vectors]] = {}
+        self._loop = asyncio.get_running_loop()
+        pipe.on_full = self._when_full
+        self._loop.add_reader(pipe.socket, self._receive)
+
+    def send_first(self, data: bytes) -> None:
+        """Sends what the process needs to begin."""
+        self._pipe.send_bytes(data)
+
+    def stop(self) -> None:
+        """Lets it finish what runs, and end."""
+        self._pipe.send(Stop())
+
+    def reload(self, number: int, settings: bytes) -> None:
+        self._pipe.send(Reload(number, settings))
+
+    def tell_adapters(self) -> None:
+        self._pipe.send(Adapters(self._engine.adapters()))
+
+    def tell_failure(self, error: Exception) -> None:
+        self._pipe.send(Failed(to_wire(error)))
+
+    def close(self) -> None:
+        """Ends what it has asked for."""
+        self._loop.remove_reader(self._pipe.socket)
+        self._loop.remove_writer(self._pipe.socket)
+        self._pipe.on_full = lambda: None
+        self._answers.cancel_all()
+        for task in self._tasks.values():
+            task.cancel()
+        self._embeddings.clear()
+        self._pipe.close()
+
+    def _when_full(self) -> None:
+        self._loop.call_soon_threadsafe(self._write_later)
+
+    def _write_later(self) -> None:
+        if self._pipe.socket.fileno() >= 0:
+            self._loop.add_writer(self._pipe.socket, self._write)
+
+    def _write(self) -> None:
+        if self._pipe.flush():
+            self._loop.remove_writer(self._pipe.socket)
+
+    def _receive(self) -> None:
+        try:
+            messages = self._pipe.receive()
+        except Lost:
+            self.close()
+            self._on_lost()
+            return
+        accepted = []
+        for message in messages:
+            match message:
+                case Ask():
+                    if self._ask(message):
+                        accepted.append(message.number)
+                case Cancel():
+                    self._cancel(message.number)
+                case Call():
+                    self._call(message)
+                case Ready():
+                    self._on_ready()
+                case Reloaded():
+                    self._on_reloaded(message.number, message.taken)
+        if accepted:
+            self._pipe.send(Accepted(accepted))
+
+    def _ask(self, ask: Ask) -> bool:
+        """Queues an answer; False if it is refused."""
+        answer = AnswerSender(self._answers, ask.number)
+        self._answers.running[ask.number] = answer
+        try:
+            answer.cancel = self._engine.answer_to(
+                answer.listen,
+                np.frombuffer(ask.token_ids, np.int32),
+                ask.max_new_tokens,
+                ask.mode,
+                timeout=ask.timeout,
+                **ask.options,
+            )
+        except Exception as error:
+            del self._answers.running[ask.number]
+            self._pipe.send(Refused(ask.number, to_wire(error)))
+            return False
+        return True
+
+    def _cancel(self, number: int) -> None:
+        if (answer := self._answers.running.get(number)) is not None:
+            answer.cancel()
+        elif (task := self._tasks.get(number)) is not None:
+            task.cancel()
+
+    def _call(self, call: Call) -> None:
+        if call.method in _AT_ONCE:
+            try:
+                self._reply(
+                    call, getattr(self._engine, call.method)(*call.arguments, **call.options)
+                )
+            except Exception as error:
+                self._refuse(call, error)
+        else:
+            task = self._loop.create_task(self._run(call))
+            self._tasks[call.number] = task
+            task.add_done_callback(lambda _: self._tasks.pop(call.number, None))
+
+    async def _run(self, call: Call) -> None:
+        try:
+            self._reply(call, await self._result(call))
+        except Exception as error:
+            self._refuse(call, error)
+
+    async def _result(self, call: Call) -> Any:
+        method, arguments, options = call.method, call.arguments, call.options
+        if method in _COROUTINES:
+            return await getattr(self._engine, method)(*arguments, **options)
+        if method in _IN_A_THREAD:
+            found = await asyncio.to_thread(getattr(self._engine, method), *arguments, **options)
+            if method.endswith("load_adapter"):
+                self._on_adapters()
+            return None if method in _WITHOUT_RESULT else found
+        if method == "embed":
+            return await self._embed(*arguments)
+        if method == "end_embedding":
+            self._embeddings.pop(arguments[0], None)
+            return None
+        if method == "progress":
+            return self._answers.progress()
+        raise ValueError(f"there is no method {method!r}")
+
+    async def _embed(self, number: int, batch: list[list[int]] | None) -> Any:
+        """Embeds the next slice of ``number``, which begins with a ``batch``. Returns the vectors
+        after the last one: their shape and bytes."""
+        if batch is not None:
+            encoder: Encoder = self._own_embedder or self._engine.embedder
+            self._embeddings[number] = encoder.steps(batch)
+        steps = self._embeddings[number]
+        done = await asyncio.wrap_future(self._engine.between_steps(partial(advance, steps)))
+        if done is None:
+            return None
+        self._embeddings.pop(number, None)
+        return [*done.shape, done.astype("<f4").tobytes()]
+
+    def _reply(self, call: Call, value: object) -> None:
+        self._pipe.send(Reply(call.number, packed(value)))
+
+    def _refuse(self, call: Call, error: Exception) -> None:
+        self._pipe.send(Reply(call.number, packed(None), to_wire(error)))

@@ -1,0 +1,219 @@
+"""An API process's connection to the engine: calls of its methods, and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from kvboost.serve.remote.failures import engine_lost, from_wire
+from kvboost.serve.remote.wire import (
+    Accepted,
+    Adapters,
+    Call,
+    Cancel,
+    Failed,
+    Lost,
+    News,
+    Pipe,
+    Refused,
+    Reload,
+    Reply,
+    Step,
+    Stop,
+    ToApi,
+    ToEngine,
+)
+
+T = TypeVar("T")
+
+
+class Answered:
+    """What receives an answer of the engine. For the event loop."""
+
+    def accepted(self) -> None:
+        """The request is queued."""
+
+    def take(self, news: News) -> None:
+        """More of the answer has arrived."""
+
+    def refused(self, error: Exception) -> None:
+        """There is no answer, or no more of it."""
+
+
+class Link:
+    """Sends to the engine from any thread; receives in the event loop of :meth:`attach`."""
+
+    def __init__(self, pipe: Pipe[ToApi]) -> None:
+        self._pipe = pipe
+        self._home = threading.get_ident()
+        """The thread of the event loop."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, Future[msgspec.Raw]] = {}
+        self._answers: dict[int, Answered] = {}
+        self._arrived: deque[ToApi] = deque()
+        """What arrived while a call was waited for."""
+        self.is_lost = False
+        self.on_adapters: Callable[[Adapters], None] = lambda _: None
+        self.on_failed: Callable[[Exception], None] = lambda _: None
+        self.on_reload: Callable[[Reload], None] = lambda _: None
+        self.on_stop: Callable[[], None] = lambda: None
+        """The engine stops, or has ended."""
+
+    def attach(self) -> None:
+        """Receives in the event loop that runs, from now on."""
+        self._loop = asyncio.get_running_loop()
+        self._home = threading.get_ident()
+        self._pipe.on_full = lambda: self._in_loop(self._write_later)
+        self._loop.add_reader(self._pipe.socket, self._receive)
+
+    def send(self, message: ToEngine) -> None:
+        self._pipe.send(message)
+
+    def ask(self, answer: Answered, make: Callable[[int], ToEngine]) -> int:
+        """Sends what ``make`` gives for the number of a new answer, which it returns. ``answer``
+        receives it."""
+        if self.is_lost:
+            raise engine_lost()
+        number = next(self._numbers)
+        self._answers[number] = answer
+        self.send(make(number))
+        return number
+
+    def call(self, method: str, *arguments: Any, returns: Any = Any, **options: Any) -> Any:
+        """The result of a method of the engine. In the event loop's thread only methods that take a
+        few milliseconds may be called so: it waits."""
+        _, future = self._start(method, arguments, options)
+        if threading.get_ident() == self._home:
+            self._await_reply(future)
+        return _read(future.result(), returns)
+
+    async def acall(self, method: str, *arguments: Any, returns: Any = Any, **options: Any) -> Any:
+        """The same for coroutines. If the task is cancelled, so is what the engine does."""
+        number, future = self._start(method, arguments, options)
+        try:
+            return _read(await asyncio.wrap_future(future), returns)
+        except asyncio.CancelledError:
+            self.send(Cancel(number))
+            raise
+
+    def post(self, method: str, *arguments: Any) -> None:
+        """Calls a method whose result does not matter."""
+        self.send(Call(next(self._numbers), method, list(arguments), {}))
+
+    def _start(
+        self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[int, Future[msgspec.Raw]]:
+        if self.is_lost:
+            raise engine_lost()
+        number, future = next(self._numbers), Future[msgspec.Raw]()
+        self._calls[number] = future
+        self.send(Call(number, method, list(arguments), options))
+        return number, future
+
+    def _await_reply(self, future: Future[msgspec.Raw]) -> None:
+        """Receives until ``future`` is done. Answers that arrive meanwhile are taken later: their
+        readers must not be called in the middle of something else."""
+        while not future.done():
+            self._pipe.wait()
+            try:
+                messages = self._pipe.receive()
+            except Lost:
+                self._lose()
+                return
+            for message in messages:
+                if isinstance(message, Reply):
+                    self._reply(message)
+                else:
+                    self._arrived.append(message)
+        if self._arrived and self._loop is not None:
+            self._loop.call_soon(self._take_arrived)
+
+    def _receive(self) -> None:
+        try:
+            self._arrived.extend(self._pipe.receive())
+        except Lost:
+            self._lose()
+        self._take_arrived()
+
+    def _take_arrived(self) -> None:
+        while self._arrived:
+            self._take(self._arrived.popleft())
+
+    def _take(self, message: ToApi) -> None:
+        match message:
+            case Step():
+                for news in message.news:
+                    self._take_news(news)
+            case Accepted():
+                for number in message.numbers:
+                    if (answer := self._answers.get(number)) is not None:
+                        answer.accepted()
+            case Refused():
+                if (answer := self._answers.pop(message.number, None)) is not None:
+                    answer.refused(from_wire(message.error))
+            case Reply():
+                self._reply(message)
+            case Adapters():
+                self.on_adapters(message)
+            case Failed():
+                self.on_failed(from_wire(message.error))
+            case Reload():
+                self.on_reload(message)
+            case Stop():
+                self.on_stop()
+
+    def _take_news(self, news: News) -> None:
+        if (answer := self._answers.get(news.number)) is not None:
+            if news.ended is not None:
+                del self._answers[news.number]
+            answer.take(news)
+
+    def _reply(self, reply: Reply) -> None:
+        future = self._calls.pop(reply.number, None)
+        if future is None or not future.set_running_or_notify_cancel():
+            return
+        if reply.error is not None:
+            future.set_exception(from_wire(reply.error))
+        else:
+            future.set_result(reply.value)
+
+    def _lose(self) -> None:
+        """The engine's process has ended: so do all answers and calls, with an error that says
+        so."""
+        if self.is_lost:
+            return
+        self.is_lost = True
+        if self._loop is not None:
+            self._loop.remove_reader(self._pipe.socket)
+            self._loop.remove_writer(self._pipe.socket)
+        for future in list(self._calls.values()):
+            if future.set_running_or_notify_cancel():
+                future.set_exception(engine_lost())
+        answers, self._answers = self._answers, {}
+        for answer in answers.values():
+            answer.refused(engine_lost())
+        self.on_stop()
+
+    def _in_loop(self, work: Callable[[], None]) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(work)
+
+    def _write_later(self) -> None:
+        if self._loop is not None and not self.is_lost:
+            self._loop.add_writer(self._pipe.socket, self._write)
+
+    def _write(self) -> None:
+        if self._loop is not None and self._pipe.flush():
+            self._loop.remove_writer(self._pipe.socket)
+
+
+def _read(value: msgspec.Raw, kind: Any) -> Any:
+    return msgspec.msgpack.decode(value, type=cast(Any, kind))

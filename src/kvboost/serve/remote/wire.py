@@ -1,0 +1,290 @@
+"""Messages between the engine's process and an API process, and the socket that carries them."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from kvboost.results import AdapterInfo, Healing, ReuseReport, Timings, TokenLogprob
+
+T = TypeVar("T")
+
+_HEAD_BYTES = 4
+_READ_BYTES = 1 << 18
+
+
+class WireError(msgspec.Struct, array_like=True):
+    """An error on its way to the other process."""
+
+    kind: str
+    """The name of its class."""
+    message: str
+    attributes: dict[str, Any]
+
+
+class Ask(msgspec.Struct, array_like=True, tag="ask"):
+    """API → engine: answer a prompt. ``number`` names the answer from now on."""
+
+    number: int
+    token_ids: bytes
+    """32-bit numbers."""
+    max_new_tokens: int
+    mode: str
+    timeout: float | None
+    options: dict[str, Any]
+
+
+class Call(msgspec.Struct, array_like=True, tag="call"):
+    """API → engine: call a method. A Reply with the same number follows."""
+
+    number: int
+    method: str
+    arguments: list[Any]
+    options: dict[str, Any]
+
+
+class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
+    """API → engine: end an answer or a call."""
+
+    number: int
+
+
+class Ready(msgspec.Struct, array_like=True, tag="ready"):
+    """API → engine: it takes connections."""
+
+
+class Reloaded(msgspec.Struct, array_like=True, tag="reloaded"):
+    """API → engine: whether it has taken over the settings of a Reload."""
+
+    number: int
+    taken: bool
+
+
+class Begun(msgspec.Struct, array_like=True):
+    """What is known of an answer once its first token is there."""
+
+    reuse: ReuseReport
+    timings: Timings
+    estimated_ms: float | None
+    """How long its prompt would take without reuse."""
+
+
+class Ended(msgspec.Struct, array_like=True):
+    """What is known of an answer in the end."""
+
+    finish_reason: str
+    timings: Timings
+    reuse: ReuseReport | None
+    """None: it has not changed since the beginning."""
+    exact_from: int
+    healing: Healing | None
+    drafted_tokens: int
+    accepted_tokens: int
+    prompt_logprobs: list[TokenLogprob]
+    estimated_ms: float | None
+    error: WireError | None
+
+
+class News(msgspec.Struct, array_like=True):
+    """What is new of one answer."""
+
+    number: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    begun: Begun | None = None
+    ended: Ended | None = None
+
+
+class Step(msgspec.Struct, array_like=True, tag="step"):
+    """Engine → API: what a step of the loop has brought."""
+
+    news: list[News]
+
+
+class Accepted(msgspec.Struct, array_like=True, tag="accepted"):
+    """Engine → API: these answers are queued."""
+
+    numbers: list[int]
+
+
+class Refused(msgspec.Struct, array_like=True, tag="refused"):
+    """Engine → API: this one is not."""
+
+    number: int
+    error: WireError
+
+
+class Reply(msgspec.Struct, array_like=True, tag="reply"):
+    """Engine → API: the result of a call."""
+
+    number: int
+    value: msgspec.Raw
+    error: WireError | None = None
+
+
+class Adapters(msgspec.Struct, array_like=True, tag="adapters"):
+    """Engine → API: the adapters that are loaded now."""
+
+    adapters: dict[str, AdapterInfo]
+
+
+class Failed(msgspec.Struct, array_like=True, tag="failed"):
+    """Engine → API: the engine can serve no more requests."""
+
+    error: WireError
+
+
+class Reload(msgspec.Struct, array_like=True, tag="reload"):
+    """Engine → API: take over new settings, which are pickled."""
+
+    number: int
+    settings: bytes
+
+
+class Stop(msgspec.Struct, array_like=True, tag="stop"):
+    """Engine → API: finish what runs, and end."""
+
+
+ToEngine = Ask | Call | Cancel | Ready | Reloaded
+ToApi = Step | Accepted | Refused | Reply | Adapters | Failed | Reload | Stop
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's, or a set, as Python's own."""
+    return list(value) if isinstance(value, (set, frozenset)) else value.item()
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+
+
+def packed(value: object) -> msgspec.Raw:
+    """``value`` as a part of a message."""
+    return msgspec.Raw(_encode(value))
+
+
+class Lost(Exception):
+    """The other process has ended."""
+
+
+class Pipe(Generic[T]):
+    """One end of a connection to another process. Any thread may send; one thread receives. It
+    never waits: what the socket does not take at once is kept until ``flush``."""
+
+    def __init__(self, end: socket.socket, receives: Any) -> None:
+        """``receives``: the union of the messages that arrive here."""
+        end.setblocking(False)
+        self.socket = end
+        self._decode = msgspec.msgpack.Decoder(receives).decode
+        self._arrived = bytearray()
+        self._complete: deque[bytes] = deque()
+        self._leaving: deque[memoryview] = deque()
+        self._lock = threading.Lock()
+        self.on_full: Callable[[], None] = lambda: None
+        """Called if something must be kept: ``flush`` is needed once the socket takes more. Any
+        thread may call it."""
+
+    def send(self, message: object) -> None:
+        """Sends a message, or begins to. A message to a process that has ended is dropped: who
+        receives is told."""
+        self.send_bytes(_encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        framed = memoryview(len(data).to_bytes(_HEAD_BYTES, "little") + data)
+        with self._lock:
+            was_empty = not self._leaving
+            self._leaving.append(framed)
+            is_full = was_empty and not self._send_waiting()
+        if is_full:
+            self.on_full()
+
+    def flush(self) -> bool:
+        """Sends what was kept, as far as the socket takes it; whether that is all."""
+        with self._lock:
+            return self._send_waiting()
+
+    def _send_waiting(self) -> bool:
+        while self._leaving:
+            try:
+                sent = self.socket.send(self._leaving[0])
+            except (BlockingIOError, InterruptedError):
+                return False
+            except OSError:
+                self._leaving.clear()
+                return True
+            if sent < len(self._leaving[0]):
+                self._leaving[0] = self._leaving[0][sent:]
+            else:
+                self._leaving.popleft()
+        return True
+
+    def receive(self) -> list[T]:
+        """The messages that have arrived. Raises Lost if there are none and never will be."""
+        is_lost = self._read()
+        found = [self._decode(self._complete.popleft()) for _ in range(len(self._complete))]
+        if is_lost and not found:
+            raise Lost
+        return found
+
+    def receive_bytes(self) -> bytes:
+        """Waits for one message, and returns it as it is."""
+        while not self._complete:
+            self.wait()
+            if self._read() and not self._complete:
+                raise Lost
+        return self._complete.popleft()
+
+    def _read(self) -> bool:
+        """Takes in what has arrived; whether the other process has ended."""
+        is_lost = False
+        while True:
+            try:
+                data = self.socket.recv(_READ_BYTES)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:
+                data = b""
+            self._arrived += data
+            is_lost = not data
+            if len(data) < _READ_BYTES:
+                break
+        start = 0
+        while (size := self._size_at(start)) is not None:
+            end = start + _HEAD_BYTES + size
+            self._complete.append(bytes(self._arrived[start + _HEAD_BYTES : end]))
+            start = end
+        del self._arrived[:start]
+        return is_lost
+
+    def _size_at(self, start: int) -> int | None:
+        """The size of the message that begins at ``start``; None if it is not complete."""
+        head = self._arrived[start : start + _HEAD_BYTES]
+        size = int.from_bytes(head, "little")
+        is_there = len(self._arrived) >= start + _HEAD_BYTES + size
+        return size if len(head) == _HEAD_BYTES and is_there else None
+
+    def wait(self) -> None:
+        """Waits until something arrives; sends meanwhile what was kept."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.socket, selectors.EVENT_READ)
+            while True:
+                interest = selectors.EVENT_READ
+                if not self.flush():
+                    interest |= selectors.EVENT_WRITE
+                selector.modify(self.socket, interest)
+                if any(events & selectors.EVENT_READ for _, events in selector.select()):
+                    return
+
+    def shut(self) -> None:
+        """Ends the connection. Whoever receives is told, also at this end."""
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.socket.close()
