@@ -11,7 +11,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from kvboost import KVBoost
+from kvboost import EmbeddingModel, KVBoost
 from kvboost.config import EngineConfig
 
 DEVICE = os.environ.get("KVBOOST_TEST_DEVICE", "cpu")  # "cuda" runs the same tests on a GPU
@@ -117,6 +117,20 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         "{% if add_generation_prompt %}a:{% endif %}"
     )
     return fast
+
+
+def tiny_encoder() -> EmbeddingModel:
+    """A random model for embeddings."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=64,
+    )
+    return EmbeddingModel("tiny-bert", transformers.BertModel(config), byte_tokenizer())
 
 
 def make_engine(model: PreTrainedModel, *, strict: bool = True, **config: Any) -> KVBoost:

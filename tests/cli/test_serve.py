@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fake_engine import FakeEngine
 from kvboost.cli import app
 from kvboost.config import EngineOptions
 from kvboost.serve import process as running
+from kvboost.serve.remote import processes as running_apart
 
 
 class Loaded(FakeEngine):
@@ -42,12 +44,13 @@ def started(monkeypatch):
         seen.update(options=options, model=model, engine=Loaded(kvboost.EngineConfig(**config)))
         return seen["engine"]
 
-    def serve(engine, settings, listening, on_ready, reread=None):
-        seen.update(settings=settings, reread=reread)
+    def serve(engine, settings, listening, on_ready, reread=None, processes=1):
+        seen.update(settings=settings, reread=reread, processes=processes)
         on_ready()
 
     monkeypatch.setattr(kvboost.KVBoost, "from_pretrained", load)
     monkeypatch.setattr(running, "serve", serve)
+    monkeypatch.setattr(running_apart, "serve", partial(serve, processes=2))
     monkeypatch.delenv("KVBOOST_API_KEYS", raising=False)
     monkeypatch.delenv("KVBOOST_CACHE_DIR", raising=False)
     return seen
@@ -156,6 +159,25 @@ def test_mistakes_are_one_line_before_anything_is_loaded(started, tmp_path) -> N
         done = serve("--port", str(taken.getsockname()[1]))
     assert done.exit_code == 2 and "cannot listen on 127.0.0.1" in done.stderr
     assert "model" not in started
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "processes"),
+    [("cpu", "auto", 1), ("cuda", "auto", 2), ("cpu", "1", 2), ("cuda", "0", 1)],
+)
+def test_http_has_its_own_process_on_gpus(started, monkeypatch, device, given, processes) -> None:
+    monkeypatch.setattr(Loaded, "device", torch.device(device))
+    monkeypatch.setattr(sys.modules["kvboost.cli.serve"], "announce", lambda *given: None)
+    done = serve("--api-workers", given, "--no-rehearse")
+    assert done.exit_code == 0, done.output
+    assert started["processes"] == processes
+
+
+@pytest.mark.parametrize("given", ["-1", "2", "many"])
+def test_the_error_about_api_workers_names_the_range(started, given) -> None:
+    done = serve("--api-workers", given)
+    assert done.exit_code == 2 and f"--api-workers {given} must be auto, 0 or 1" in done.output
+    assert "options" not in started
 
 
 def test_kv_events_are_set_up_as_asked(started) -> None:

@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from starlette.testclient import TestClient
 
-from kvboost import EmbeddingModel, KVBoost
+from kvboost import KVBoost
 from kvboost.runtime.patience import Patience
 from kvboost.serve.app import create_app
 from kvboost.serve.embedder import Embedder
 from kvboost.serve.settings import ServerSettings
-from tiny import EOS, VOCAB, byte_tokenizer, make_engine, tiny_model
+from tiny import EOS, VOCAB, byte_tokenizer, make_engine, tiny_encoder, tiny_model
 
 TEXTS = ["the tower has a lamp", "a", "ships pass the sound at night " * 12]
 
@@ -35,19 +34,6 @@ def engine() -> Iterator[KVBoost]:
 def client(engine: KVBoost) -> Iterator[TestClient]:
     with TestClient(create_app(engine, ServerSettings(served_names=("tiny",)))) as client:
         yield client
-
-
-def tiny_encoder() -> EmbeddingModel:
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=64,
-    )
-    return EmbeddingModel("tiny-bert", transformers.BertModel(config), byte_tokenizer())
 
 
 def embed(client: TestClient, given: Any, model: str = "tiny", **more: Any) -> Any:

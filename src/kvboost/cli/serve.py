@@ -258,8 +258,9 @@ def serve(
     with errors(), signals_while_loading(reloads=reloads) as loading:
         check_config(context)
         try:
-            from kvboost.serve import process
-            from kvboost.serve.remote import processes
+            from kvboost.serve.process import bind
+            from kvboost.serve.process import serve as run
+            from kvboost.serve.remote.processes import serve as run_apart
             from kvboost.serve.settings import ServerSettings, is_loopback
             from kvboost.serve.warm_files import read_texts
         except ModuleNotFoundError as error:
@@ -297,7 +298,7 @@ def serve(
         events = _events(settings, kv_events, kv_events_topic, kv_events_replay, kv_events_block)
         adapters = _adapters(lora or [])
         folder = cache_dir or chosen_cache_dir()
-        listening = process.bind(host, port)
+        listening = bind(host, port)
         with (
             listening,
             _load(
@@ -342,9 +343,8 @@ def serve(
                 loading.ended()
 
             on_gpu = engine.device.type == "cuda"
-            is_apart = on_gpu if workers is None else workers == 1
-            run = processes.serve if is_apart else process.serve
-            run(engine, settings, listening, ready, reread)
+            chosen = run_apart if (on_gpu if workers is None else workers) else run
+            chosen(engine, settings, listening, ready, reread)
     kept = f"; the cache is in {folder}" if folder else ""
     say.print(f"stopped{kept}", markup=False)
 

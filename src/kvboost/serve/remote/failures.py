@@ -35,7 +35,8 @@ def from_wire(error: WireError) -> Exception:
     kind: Any = getattr(kvboost.errors, error.kind, None)
     if not (isinstance(kind, type) and issubclass(kind, KVBoostError)):
         return EngineFailure(f"{error.kind}: {error.message}")
-    made: KVBoostError = kind.__new__(kind, error.message)
+    takes_others = "__init__" in vars(kind)  # it makes its message of what it takes
+    made: KVBoostError = kind.__new__(kind, error.message) if takes_others else kind(error.message)
     vars(made).update(error.attributes)
     return made
 
