@@ -150,11 +150,13 @@ OtlpEndpoint = Annotated[
 
 def num_api_workers(given: str) -> int | None:
     """The option ``--api-workers``; None: what suits the device."""
-    if given == "auto":
-        return None
-    if given not in ("0", "1"):
+    if given not in ("auto", "0", "1"):
         raise ConfigError(f"--api-workers {given} must be auto, 0 or 1")
-    return int(given)
+    if sys.platform == "win32":  # a socket cannot be handed to another process there
+        if given == "1":
+            raise ConfigError("--api-workers 1 needs Linux or macOS; on Windows it must be 0")
+        return 0
+    return None if given == "auto" else int(given)
 
 
 def reread_settings(

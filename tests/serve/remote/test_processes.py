@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
-from kvboost import KVBoost
+from kvboost import KVBoost, KVBoostError
+from kvboost.serve import process
+from kvboost.serve.remote import processes
+from kvboost.serve.settings import ServerSettings
 from live_server import LiveServer, live_server, wait_for
 from server_process import ServerProcess
-from tiny import EOS, byte_tokenizer, tiny_model
+from tiny import EOS, byte_tokenizer, make_engine, tiny_model
 
 NO_END = {str(EOS): -100}
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
@@ -49,6 +53,18 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "echo": (
         "/v1/completions",
         {"model": "tiny", "prompt": "abc", "temperature": 0, "echo": True, "logprobs": 2},
+    ),
+    "echo in a stream": (
+        "/v1/completions",
+        {
+            "model": "tiny",
+            "prompt": "abc",
+            "temperature": 0,
+            "stream": True,
+            "echo": True,
+            "logprobs": 2,
+            "logit_bias": NO_END,
+        },
     ),
     "several": (
         "/v1/completions",
@@ -262,3 +278,15 @@ def test_the_end_of_the_engine_is_a_clear_error(model, tmp_path) -> None:
     last = json.loads(seen.removesuffix("\n\n").rpartition("data: ")[2])
     assert last["error"]["code"] == "engine_lost" and "started again" in last["error"]["message"]
     assert waited[0].status_code == 503 and waited[0].json() == last
+
+
+def test_a_process_that_does_not_start_is_an_error(monkeypatch) -> None:
+    monkeypatch.setattr(processes, "PROGRAM", "import sys; sys.exit(3)")
+    interval = sys.getswitchinterval()
+    with (
+        make_engine(tiny_model("llama")) as engine,
+        process.bind("127.0.0.1", 0) as listening,
+        pytest.raises(KVBoostError, match=r"before it was ready \(exit code 3\)"),
+    ):
+        processes.serve(engine, ServerSettings(), listening)
+    sys.setswitchinterval(interval)

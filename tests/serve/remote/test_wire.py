@@ -41,7 +41,7 @@ def test_a_step_arrives_as_it_was(pipes) -> None:
     spans = (Span(SpanKind.MOVED, 0, 5, "key", 3, 0.5, "ram"), Span(SpanKind.COMPUTE, 5, 9))
     reuse = ReuseReport(spans, ("a note",), "auto", (1, 2), 2.5, 0.1, None)
     logprobs = [TokenLogprob(7, -0.5, ((7, -0.5), (8, -1.5)))]
-    step = Step([News(3, [7], logprobs, Begun(reuse, TIMES, None)), News(4, [1, 2])])
+    step = Step([News(3, [7], logprobs, Begun(reuse, TIMES, None, logprobs)), News(4, [1, 2])])
     engine.send(step)
     api.wait()
     assert api.receive() == [step]

@@ -53,6 +53,7 @@ class RemoteState:
         self.reuse = _NOTHING
         self._timings = _NO_TIMES
         self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: list[TokenLogprob] = []
         self._ended: Ended | None = None
 
     def take(self, news: News) -> list[str]:
@@ -62,6 +63,7 @@ class RemoteState:
             self._logprobs += news.logprobs
         if news.begun is not None:
             self.reuse, self._timings = news.begun.reuse, news.begun.timings
+            self._prompt_logprobs = news.begun.prompt_logprobs
         push = self._text.push
         pieces = [piece for token in news.token_ids if (piece := push(token))]
         if news.ended is not None:
@@ -84,7 +86,6 @@ class RemoteState:
     def result(self) -> GenerationResult:
         """The result so far."""
         ended = self._ended
-        prompt_logprobs = [] if ended is None else ended.prompt_logprobs
         return GenerationResult(
             output_text="".join(self._pieces),
             token_ids=list(self.token_ids),
@@ -92,7 +93,7 @@ class RemoteState:
             timings=self._timings,
             reuse=self.reuse,
             logprobs=list(self._logprobs) if self._has_logprobs else None,
-            prompt_logprobs=list(prompt_logprobs) if self._has_prompt_logprobs else None,
+            prompt_logprobs=list(self._prompt_logprobs) if self._has_prompt_logprobs else None,
             answer_exact_from=0 if ended is None else ended.exact_from,
             healing=self.healing,
             drafted_tokens=0 if ended is None else ended.drafted_tokens,

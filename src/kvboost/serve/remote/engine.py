@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -63,7 +64,8 @@ class RemoteEngine:
         self._adapters = about.adapters
         self._estimates: OrderedDict[int, float | None] = OrderedDict()
         """By the length of a prompt: those of the last answers."""
-        self._reading: dict[int, RemoteState] = {}
+        self._states: WeakValueDictionary[int, RemoteState] = WeakValueDictionary()
+        """How far answers are, by number."""
         self._healing: deque[tuple[int, Healing]] = deque(maxlen=_KEPT_HEALING)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="kvboost-embeddings")
         link.on_adapters = self._take_adapters
@@ -134,15 +136,13 @@ class RemoteEngine:
 
         def on_news(news: News) -> None:
             self._note(len(ids), news)
-            if state.token_ids or news.ended is not None:
-                self._reading.pop(news.number, None)
 
         stream = RemoteStream(state, on_news)
         number = self._link.ask(
             stream,
             lambda number: Ask(number, ids.tobytes(), max_new_tokens, mode, timeout, options),
         )
-        self._reading[number] = state
+        self._states[number] = state
         stream.on_close(lambda: self._link.send(Cancel(number)))
         return stream
 
@@ -233,7 +233,7 @@ class RemoteEngine:
 
     def _take_progress(self, progress: Progress) -> None:
         for number, rows, reuse, estimate in progress.reading:
-            if (state := self._reading.get(number)) is not None:
+            if (state := self._states.get(number)) is not None and not state.token_ids:
                 state.rows, state.reuse = rows, reuse
                 self._keep_estimate(reuse.prompt_tokens, estimate)
         known = dict(self._healing)

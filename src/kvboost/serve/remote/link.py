@@ -188,8 +188,13 @@ class Link:
     def _lose(self) -> None:
         """The engine's process has ended: so do all answers and calls, with an error that says
         so."""
-        if self.is_lost:
-            return
+        if not self.is_lost:
+            self.close()
+            self.on_stop()
+
+    def close(self) -> None:
+        """Ends all answers and calls. Threads that wait for one would keep the process from
+        ending."""
         self.is_lost = True
         if self._loop is not None:
             self._loop.remove_reader(self._pipe.socket)
@@ -200,7 +205,6 @@ class Link:
         answers, self._answers = self._answers, {}
         for answer in answers.values():
             answer.refused(engine_lost())
-        self.on_stop()
 
     def _in_loop(self, work: Callable[[], None]) -> None:
         if self._loop is not None:

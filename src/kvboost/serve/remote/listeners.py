@@ -95,9 +95,13 @@ class AnswerSender:
         if state.logprobs:
             news.logprobs = state.logprobs[start : self._num_sent]
         if not start:
-            estimate = self.event_loop.estimate_ms(state)
             self._reuse = state.reuse
-            news.begun = Begun(state.reuse, state.clock.timings(), estimate)
+            news.begun = Begun(
+                state.reuse,
+                state.clock.timings(),
+                self.event_loop.estimate_ms(state),
+                state.prompt_logprobs,
+            )
         self.event_loop.add(news)
 
     def end(self, error: BaseException | None) -> None:
@@ -111,7 +115,6 @@ class AnswerSender:
             state.healing,
             state.drafted_tokens,
             state.accepted_tokens,
-            state.prompt_logprobs,
             self.event_loop.estimate_ms(state),
             None if error is None else to_wire(error),
         )

@@ -106,7 +106,7 @@ class Supervisor:
         self._stopping = False
         self._failures = 0
         """Processes that ended before they were ready, since the last that was."""
-        self._problem: KVBoostError | None = None
+        self._problem: Exception | None = None
         self._reloads: list[ServerSettings] = []
         self._replacing: asyncio.Future[None] | None = None
         self._over = asyncio.Event()
@@ -184,7 +184,11 @@ class Supervisor:
         self._api.is_ready, self._failures = True, 0
         if not self._has_been_ready:
             self._has_been_ready = True
-            self._on_ready()
+            try:
+                self._on_ready()
+            except Exception as error:
+                self._problem = error
+                self._stop()
 
     def _lost(self) -> None:
         self._replacing = asyncio.ensure_future(self._replace())

@@ -74,6 +74,7 @@ class Begun(msgspec.Struct, array_like=True):
     timings: Timings
     estimated_ms: float | None
     """How long its prompt would take without reuse."""
+    prompt_logprobs: list[TokenLogprob]
 
 
 class Ended(msgspec.Struct, array_like=True):
@@ -87,7 +88,6 @@ class Ended(msgspec.Struct, array_like=True):
     healing: Healing | None
     drafted_tokens: int
     accepted_tokens: int
-    prompt_logprobs: list[TokenLogprob]
     estimated_ms: float | None
     error: WireError | None
 

@@ -64,4 +64,6 @@ def main(listening: int, end: int) -> None:
     app = create_app(engine, settings)
     gc.freeze()
     ApiServer(app, link).run(sockets=[socket.socket(fileno=listening)])
-    sys.exit(1 if link.is_lost else 0)
+    was_lost = link.is_lost
+    link.close()
+    sys.exit(1 if was_lost else 0)
