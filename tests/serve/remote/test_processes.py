@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -100,21 +102,27 @@ def keys(model) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(model, keys) -> Iterator[ServerProcess]:
-    """With HTTP in a process of its own."""
-    options = (
-        "-m",
-        str(model),
-        "--api-workers",
-        "1",
-        "--speculate",
-        "off",
-        "--api-keys",
-        str(keys),
-    )
-    folder = model.parent
-    with ServerProcess(*options, folder=folder, OMP_NUM_THREADS="1") as started:
-        yield started
+def servers(model, keys) -> Iterator[Callable[[], ServerProcess]]:
+    """Gives the server that runs, or starts one: with HTTP in a process of its own."""
+    options = ("-m", str(model), "--api-workers", "1", "--speculate", "off")
+    running: list[ServerProcess] = []
+    with ExitStack() as stack:
+
+        def get() -> ServerProcess:
+            if not running or not is_alive(running[-1].pid):
+                made = ServerProcess(
+                    *(*options, "--api-keys", str(keys)), folder=model.parent, OMP_NUM_THREADS="1"
+                )
+                running.append(stack.enter_context(made))
+            return running[-1]
+
+        yield get
+
+
+@pytest.fixture
+def server(servers) -> ServerProcess:
+    started: ServerProcess = servers()
+    return started
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +180,10 @@ def test_answers_are_those_of_one_process(server, client, whole, name) -> None:
     assert said(apart) == said(together)
 
 
+def metrics(client: httpx.Client) -> str:
+    return client.get("/metrics").text
+
+
 def test_the_page_metrics_and_lists_are_there(client) -> None:
     client.post("/v1/chat/completions", json=CHAT)
     live = client.get("/kvboost/live").json()
@@ -179,7 +191,7 @@ def test_the_page_metrics_and_lists_are_there(client) -> None:
     assert live["requests"][-1]["estimated_ms"] is None or live["requests"][-1]["estimated_ms"] > 0
     assert live["facts"]["architecture"] == "LlamaForCausalLM"
     assert client.get("/kvboost/cache").json()["stats"]["tiers"]["ram"]["chunks"] > 0
-    shown = client.get("/metrics").text
+    shown = metrics(client)
     for name in ("answers_total", "ttft_seconds_count", "tier_bytes", "serving_running", "steps"):
         assert f"kvboost_{name}" in shown
     assert client.get("/").status_code == 200 and client.get("/openapi.json").status_code == 200
@@ -192,14 +204,16 @@ def test_a_closed_connection_cancels_its_answer(client) -> None:
         next(pieces)
         assert client.get("/kvboost/live").json()["queue"]["running"] == 1
     wait_for(lambda: client.get("/kvboost/live").json()["queue"]["running"] == 0)
-    assert 'kvboost_answers_total{finish_reason="cancelled"} 1.0' in client.get("/metrics").text
+    cancelled = re.search(r'answers_total{finish_reason="cancelled"} (\d)', metrics(client))
+    assert cancelled is not None and int(cancelled[1]) >= 1
 
 
 def test_sighup_changes_the_settings_of_the_other_process(server, client, keys) -> None:
     keys.write_text("admin:ann:k-ann\nbob:k-bob\n")
     os.kill(server.pid, signal.SIGHUP)
-    wait_for(lambda: "reload: changed keys" in server.log)
     bob = {"authorization": "Bearer k-bob"}
+    wait_for(lambda: client.get("/v1/models", headers=bob).status_code == 200)
+    assert "reload: changed keys" in server.log
     assert client.post("/v1/chat/completions", json=CHAT, headers=bob).status_code == 200
     keys.write_text("")
     os.kill(server.pid, signal.SIGHUP)
@@ -207,8 +221,12 @@ def test_sighup_changes_the_settings_of_the_other_process(server, client, keys) 
     assert client.post("/v1/chat/completions", json=CHAT, headers=bob).status_code == 200
 
 
-def test_a_new_api_process_finds_the_cache_and_the_settings(server, client) -> None:
+def test_a_new_api_process_finds_the_cache_and_the_settings(server, client, keys) -> None:
     """Clients wait for it: their connections are accepted all the time."""
+    keys.write_text("admin:ann:k-ann\ncat:k-cat\n")
+    os.kill(server.pid, signal.SIGHUP)
+    cat = {"authorization": "Bearer k-cat"}
+    wait_for(lambda: client.get("/v1/models", headers=cat).status_code == 200)
     prompt = "Of what the first process has read, the second one need not read anything. " * 4
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 2}
     client.post("/v1/completions", json=body)
@@ -222,8 +240,7 @@ def test_a_new_api_process_finds_the_cache_and_the_settings(server, client) -> N
         with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
             list(pieces)
     with httpx.Client(base_url=server.root, timeout=120) as later:
-        bob = {"authorization": "Bearer k-bob"}  # of the settings that were read again
-        assert later.post("/v1/chat/completions", json=CHAT, headers=bob).status_code == 200
+        assert later.post("/v1/chat/completions", json=CHAT, headers=cat).status_code == 200
         ann = {"authorization": "Bearer k-ann"}
         again = later.post("/v1/completions", json=body, headers=ann).json()
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == len(prompt) - 1
@@ -235,7 +252,6 @@ def test_a_new_api_process_finds_the_cache_and_the_settings(server, client) -> N
 
 
 def test_answers_finish_before_the_server_stops(server, client) -> None:
-    """The last test of this server."""
     body = {"model": "tiny", "prompt": "abc", "max_tokens": 100, "logit_bias": NO_END}
     other = api_process(server)
     with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
