@@ -73,6 +73,7 @@ class Link:
         self._home = threading.get_ident()
         self._pipe.on_full = lambda: self._in_loop(self._write_later)
         self._loop.add_reader(self._pipe.socket, self._receive)
+        self._loop.call_soon(self._take_arrived)
 
     def send(self, message: ToEngine) -> None:
         self._pipe.send(message)

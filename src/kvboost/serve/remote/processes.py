@@ -212,7 +212,11 @@ class Supervisor:
                 "the cache is kept",
                 ended,
             )
-            self._start()
+            try:
+                self._start()
+            except OSError as error:
+                self._problem = KVBoostError(f"no other API process can be started: {error}")
+                self._over.set()
 
     def _stop(self) -> None:
         """Lets running answers finish; called again, it does not."""
