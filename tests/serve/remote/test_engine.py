@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+import kvboost.serve
 from adapters import write_adapter
 from kvboost import KVBoost, QueueFullError
 from kvboost.serve.errors import ApiError
@@ -194,3 +197,18 @@ def test_without_an_engine_every_call_ends_with_an_error(engine) -> None:
 
     asyncio.run(lost())
     wait_for(lambda: engine.serving_stats()["running"] == 0)
+
+
+def test_it_has_all_that_the_server_uses_of_an_engine(engine) -> None:
+    folder = Path(kvboost.serve.__file__).parent
+    used = {
+        name
+        for path in folder.rglob("*.py")
+        if path.parent.name != "remote" and path.name != "process.py"
+        for name in re.findall(r"engine\.([a-z_]+)", path.read_text())
+    }
+    assert {"astream", "encode", "pin_cached", "config"} <= used
+    with hosted(engine) as link:
+        about = EngineDescription.of(engine, pickle.dumps(engine.prompt_tokenizer))
+        remote = RemoteEngine(link, about)
+        assert [name for name in sorted(used) if not hasattr(remote, name)] == []
