@@ -237,10 +237,14 @@ def test_a_new_api_process_finds_the_cache_and_the_settings(server, client, keys
         pieces = answer.iter_bytes()
         next(pieces)
         os.kill(first, signal.SIGKILL)
+        keys.write_text("admin:ann:k-ann\ncat:k-cat\ndog:k-dog\n")
+        os.kill(server.pid, signal.SIGHUP)  # while there is nobody to take it over
         with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
             list(pieces)
     with httpx.Client(base_url=server.root, timeout=120) as later:
         assert later.post("/v1/chat/completions", json=CHAT, headers=cat).status_code == 200
+        dog = {"authorization": "Bearer k-dog"}
+        wait_for(lambda: later.get("/v1/models", headers=dog).status_code == 200)
         ann = {"authorization": "Bearer k-ann"}
         again = later.post("/v1/completions", json=body, headers=ann).json()
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == len(prompt) - 1

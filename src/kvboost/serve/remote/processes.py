@@ -108,6 +108,9 @@ class Supervisor:
         """Processes that ended before they were ready, since the last that was."""
         self._problem: Exception | None = None
         self._reloads: list[ServerSettings] = []
+        """All that were read again, by number."""
+        self._unanswered: int | None = None
+        """The last of them, until an API process has said what it does with it."""
         self._replacing: asyncio.Future[None] | None = None
         self._over = asyncio.Event()
 
@@ -182,6 +185,7 @@ class Supervisor:
     def _ready(self) -> None:
         assert self._api is not None
         self._api.is_ready, self._failures = True, 0
+        self._send_reload()
         if not self._has_been_ready:
             self._has_been_ready = True
             try:
@@ -243,12 +247,21 @@ class Supervisor:
         except ConfigError as error:
             logger.error("reload: nothing was changed: %s", error)
             return
+        self._unanswered = len(self._reloads)
         self._reloads.append(settings)
-        if self._api is not None:
-            self._api.host.reload(len(self._reloads) - 1, pickle.dumps(settings))
+        self._send_reload()
+
+    def _send_reload(self) -> None:
+        """Sends new settings. If the API process ends before it has answered, the next one gets
+        them."""
+        if self._unanswered is not None and self._api is not None:
+            settings = pickle.dumps(self._reloads[self._unanswered])
+            self._api.host.reload(self._unanswered, settings)
 
     def _reloaded(self, number: int, taken: bool) -> None:
         """A new API process gets the settings that this one has taken over."""
+        if number == self._unanswered:
+            self._unanswered = None
         if taken:
             new = {name: getattr(self._reloads[number], name) for name in RELOADABLE}
             self._settings = replace(self._settings, **new)
