@@ -7,6 +7,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,36 +28,30 @@ from live_server import LiveServer
 def hosted(engine: Any, own: Any = None) -> Iterator[Link]:
     """A connection to ``engine``, which another thread serves."""
     ours, theirs = socket.socketpair()
-    loop = asyncio.new_event_loop()
-    is_up = threading.Event()
-    hosts: list[Host] = []
+    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
-    async def begin() -> None:
-        hosts.append(
-            Host(
-                *(engine, Pipe[ToEngine](ours, ToEngine), own),
-                on_ready=lambda: None,
-                on_lost=lambda: None,
-                on_reloaded=lambda number, taken: None,
-                on_adapters=lambda: hosts[0].tell_adapters(),
-            )
+    async def serve() -> None:
+        host = Host(
+            *(engine, Pipe[ToEngine](ours, ToEngine), own),
+            on_ready=lambda: None,
+            on_lost=lambda: None,
+            on_reloaded=lambda number, taken: None,
+            on_adapters=lambda: host.tell_adapters(),
         )
-        is_up.set()
+        over = asyncio.Event()
+        begun.set_result((asyncio.get_running_loop(), over))
+        await over.wait()
+        host.close()
 
-    def work() -> None:
-        loop.run_until_complete(begin())
-        loop.run_forever()
-
-    thread = threading.Thread(target=work, daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    assert is_up.wait(20)
+    loop, over = begun.result(20)
     try:
         yield Link(Pipe[ToApi](theirs, ToApi))
     finally:
-        theirs.close()
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(over.set)
         thread.join(20)
-        loop.close()
+        theirs.close()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvboost import KVBoost, QueueFullError
 from kvboost.serve.errors import ApiError
 from kvboost.serve.remote.descriptions import EngineDescription
 from kvboost.serve.remote.engine import RemoteEngine
+from kvboost.serve.settings import ApiKey
 from live_server import LiveServer, wait_for
 from remote_server import hosted, remote_server
 from tiny import EOS, make_engine, tiny_encoder, tiny_model
@@ -212,3 +214,34 @@ def test_it_has_all_that_the_server_uses_of_an_engine(engine) -> None:
         about = EngineDescription.of(engine, pickle.dumps(engine.prompt_tokenizer))
         remote = RemoteEngine(link, about)
         assert [name for name in sorted(used) if not hasattr(remote, name)] == []
+
+
+def test_deadlines_and_turns_of_tenants_are_the_engines() -> None:
+    keys = tuple(ApiKey(name, f"k-{name}") for name in ("ann", "bob"))
+    model = tiny_model("llama", max_position_embeddings=8192)
+    body = {"model": "tiny", "prompt": "abc", "max_tokens": 8000, "logit_bias": NO_END}
+    with (
+        make_engine(model, max_running=1, max_waiting=3) as engine,
+        remote_server(engine, keys=keys, timeout=1.0, served_names=("tiny",)) as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+        ThreadPoolExecutor(4) as threads,
+    ):
+
+        def post(name: str) -> httpx.Response:
+            headers = {"authorization": f"Bearer k-{name}"}
+            return client.post("/v1/completions", json=body, headers=headers)
+
+        late = []
+        for number in range(1, 4):
+            late.append(threads.submit(post, "ann"))
+            wait_for(lambda number=number: queued(engine) == number)
+        refused = post("ann")  # the rest of the queue is for others
+        late.append(threads.submit(post, "bob"))
+        wait_for(lambda: queued(engine) == 4)
+        assert refused.status_code == 429 and "reserved for other" in refused.text
+        assert {one.result().status_code for one in late} == {504}
+
+
+def queued(engine: KVBoost) -> int:
+    stats = engine.serving_stats()
+    return int(stats["running"] + stats["waiting"])

@@ -99,7 +99,9 @@ class Host:
         self._pipe.send(Failed(to_wire(error)))
 
     def close(self) -> None:
-        """Ends what it has asked for."""
+        """Ends what it has asked for, and the connection."""
+        if self._pipe.socket.fileno() < 0:
+            return
         self._loop.remove_reader(self._pipe.socket)
         self._loop.remove_writer(self._pipe.socket)
         self._pipe.on_full = lambda: None
