@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import pickle
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvboost.serve.errors import ApiError
 from kvboost.serve.remote.descriptions import EngineDescription
 from kvboost.serve.remote.engine import RemoteEngine
 from kvboost.serve.settings import ApiKey
-from live_server import LiveServer, wait_for
+from live_server import LiveServer, connect, wait_for
 from remote_server import hosted, remote_server
 from tiny import EOS, make_engine, tiny_encoder, tiny_model
 
@@ -216,30 +217,32 @@ def test_it_has_all_that_the_server_uses_of_an_engine(engine) -> None:
         assert [name for name in sorted(used) if not hasattr(remote, name)] == []
 
 
-def test_deadlines_and_turns_of_tenants_are_the_engines() -> None:
+def test_tenants_take_turns_in_the_engine() -> None:
     keys = tuple(ApiKey(name, f"k-{name}") for name in ("ann", "bob"))
     model = tiny_model("llama", max_position_embeddings=8192)
     body = {"model": "tiny", "prompt": "abc", "max_tokens": 8000, "logit_bias": NO_END}
     with (
         make_engine(model, max_running=1, max_waiting=3) as engine,
-        remote_server(engine, keys=keys, timeout=1.0, served_names=("tiny",)) as server,
-        httpx.Client(base_url=server.url, timeout=120) as client,
-        ThreadPoolExecutor(4) as threads,
+        remote_server(engine, keys=keys, served_names=("tiny",)) as server,
+        ExitStack() as open_ones,
     ):
-
-        def post(name: str) -> httpx.Response:
-            headers = {"authorization": f"Bearer k-{name}"}
-            return client.post("/v1/completions", json=body, headers=headers)
-
-        late = []
-        for number in range(1, 4):
-            late.append(threads.submit(post, "ann"))
+        for number, key in enumerate(("k-ann", "k-ann", "k-ann", "k-bob"), start=1):
+            if key == "k-bob":
+                headers = {"authorization": "Bearer k-ann"}
+                url = f"{server.url}/v1/completions"
+                refused = httpx.post(url, json=body, headers=headers, timeout=120)
+            open_ones.enter_context(connect(server, json.dumps(body).encode(), key=key))
             wait_for(lambda number=number: queued(engine) == number)
-        refused = post("ann")  # the rest of the queue is for others
-        late.append(threads.submit(post, "bob"))
-        wait_for(lambda: queued(engine) == 4)
         assert refused.status_code == 429 and "reserved for other" in refused.text
-        assert {one.result().status_code for one in late} == {504}
+        open_ones.close()
+        wait_for(lambda: queued(engine) == 0)
+
+
+def test_a_request_that_takes_too_long_is_cancelled(engine) -> None:
+    with remote_server(engine, timeout=0.3, served_names=("tiny",)) as server:
+        body = {"model": "tiny", "prompt": "abc", "max_tokens": 1000, "n": 8, "logit_bias": NO_END}
+        late = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    assert late.status_code == 504 and "0.3 s" in late.json()["error"]["message"]
 
 
 def queued(engine: KVBoost) -> int:
