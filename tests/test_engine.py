@@ -208,7 +208,9 @@ def test_a_prompt_longer_than_the_context_names_both_numbers(engine) -> None:
         engine.warm([1] * (CONTEXT + 1))
 
 
-@pytest.mark.parametrize("prompt", ["", [], None, 7, 1.5, ["a"], [1.5], {"a": 1}])
+@pytest.mark.parametrize(
+    "prompt", ["", [], None, 7, 1.5, ["a"], [1.5], [1, 1.5], [1, 2**70], {"a": 1}]
+)
 def test_a_bad_prompt_is_refused(engine, prompt) -> None:
     with pytest.raises(PromptError, match=r"empty|a prompt is a string"):
         engine.generate(prompt)

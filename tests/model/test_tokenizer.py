@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from chat_templates import BEGUN, LLAMA, QWEN, SMOLLM, tokenizer_with
 from kvboost.chat.parser import TextParser, collect
@@ -14,7 +16,7 @@ from kvboost.errors import ConfigError, PromptError, StructuredOutputError
 from kvboost.model.answer_parser import TemplateParser
 from kvboost.model.tokenizer import ModelTokenizer
 from kvboost.results import ParsedAnswer, ToolCall
-from tiny import byte_tokenizer
+from tiny import EOS, byte_tokenizer
 
 WEATHER = {
     "type": "function",
@@ -192,3 +194,44 @@ def test_a_slow_tokenizer_cannot_be_serialized() -> None:
 
     with pytest.raises(StructuredOutputError, match=r"takes a fast tokenizer.*Slow"):
         ModelTokenizer(Slow()).serialized()
+
+
+TEXTS = ["", "Rain?", "two\nlines é 😀 <eos> and more", " blank ", "x" * 5000]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_is_encoded_as_transformers_encodes_it(text: str) -> None:
+    hf = tokenizer_with(None)
+    tokenizer = ModelTokenizer(hf)
+    assert tokenizer.encode(text) == hf(text)["input_ids"]
+    assert tokenizer.encode_fragment(text) == hf(text, add_special_tokens=False)["input_ids"]
+
+
+def test_special_tokens_are_added_only_where_they_are_asked_for() -> None:
+    hf = deepcopy(tokenizer_with(None))
+    hf.backend_tokenizer.post_processor = TemplateProcessing("<eos> $A", None, [("<eos>", EOS)])
+    tokenizer = ModelTokenizer(hf)
+    assert tokenizer.encode("ab") == [EOS, *tokenizer.encode_fragment("ab")] == hf("ab").input_ids
+
+
+def test_a_tokenizer_that_truncates_does_not_cut_prompts() -> None:
+    hf = deepcopy(tokenizer_with(None))
+    hf.backend_tokenizer.enable_truncation(4)
+    hf.backend_tokenizer.enable_padding(length=9)
+    assert len(ModelTokenizer(hf).encode("12345678")) == 8
+
+
+def test_a_tokenizer_that_splits_special_tokens_goes_on_doing_so() -> None:
+    hf = deepcopy(tokenizer_with(None))
+    hf.split_special_tokens = True
+    assert ModelTokenizer(hf).encode("<eos>") == hf("<eos>").input_ids != [EOS]
+
+
+def test_a_tokenizer_with_a_way_of_its_own_is_asked() -> None:
+    class Own(type(tokenizer_with(None))):  # type: ignore[misc]
+        def _encode_plus(self, text: Any, *args: Any, **options: Any) -> Any:
+            return super()._encode_plus(text.upper(), *args, **options)
+
+    hf = deepcopy(tokenizer_with(None))
+    hf.__class__ = Own
+    assert ModelTokenizer(hf).encode("ab") == hf("AB").input_ids == ModelTokenizer(hf).encode("AB")

@@ -51,23 +51,36 @@ class ModelTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.hf = tokenizer
-        # What transformers does around the fast decoder takes longer than decoding a token.
+        # What transformers does around the fast tokenizer takes longer than decoding a token, and
+        # for a long text milliseconds: it asks for the place of each token in the text as well.
+        self._fast = self._stock("decode", "_decode")
+        self._fast_encoder = self._stock("__call__", "_encode_plus")
+
+    def _stock(self, *methods: str) -> Any:
+        """The fast tokenizer below, if ``methods`` are those of transformers."""
         stock = PreTrainedTokenizerFast
-        kind = type(tokenizer)
-        is_stock = isinstance(tokenizer, stock) and (kind.decode, kind._decode) == (
-            stock.decode,
-            stock._decode,
-        )
-        self._fast = tokenizer.backend_tokenizer if is_stock else None
+        if not isinstance(self.hf, stock):
+            return None
+        is_stock = all(getattr(type(self.hf), one) is getattr(stock, one) for one in methods)
+        return self.hf.backend_tokenizer if is_stock else None
 
     def __reduce__(self) -> tuple[type[ModelTokenizer], tuple[PreTrainedTokenizerBase]]:
         return ModelTokenizer, (self.hf,)
 
     def encode(self, text: str) -> list[int]:
-        return list(self.hf(text, verbose=False)["input_ids"])
+        return self._encode(text, add_special_tokens=True)
 
     def encode_fragment(self, text: str) -> list[int]:
-        return list(self.hf(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        fast = self._fast_encoder
+        if fast is None or fast.truncation or fast.padding or self.hf.split_special_tokens:
+            given = self.hf(text, add_special_tokens=add_special_tokens, verbose=False)
+            return list(given["input_ids"])
+        # The call for several texts lets other threads run meanwhile.
+        (found,) = fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(found.ids)
 
     def chat_frame(self) -> tuple[str, str] | None:
         if self.hf.chat_template is None:

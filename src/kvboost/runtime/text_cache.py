@@ -66,10 +66,8 @@ class TextCache:
         """The token ids of a prompt. ``add_special_tokens=False`` takes text as it is, without the
         tokens that the model expects in front: for text of :meth:`render`, which has them."""
         if isinstance(prompt, str) and not add_special_tokens:
-            found = self._prompts.join(prompt)
-        else:
-            found = self._prompts.read(prompt)
-        ids: list[int] = found.tolist()
+            return self._model.tokenizer.encode_fragment(prompt)
+        ids: list[int] = self._prompts.read(prompt).tolist()
         return ids
 
     def infill(self, before: Sequence[int], after: Sequence[int]) -> list[int]:

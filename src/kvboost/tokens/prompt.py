@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -108,7 +110,7 @@ class PromptReader:
 
     def _check(self, prompt: object) -> TokenIds:
         try:
-            ids = np.asarray(prompt)
+            ids = _as_array(prompt)
         except ValueError:  # lists of different lengths
             ids = np.empty((0, 0))
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
@@ -123,6 +125,15 @@ class PromptReader:
                 f"(0 to {self._vocab_size - 1:,})"
             )
         return as_token_ids(ids)
+
+
+def _as_array(prompt: Any) -> np.ndarray[Any, Any]:
+    """``prompt`` as an array of whatever it holds."""
+    if type(prompt) is list and prompt and type(prompt[0]) is int:
+        with suppress(struct.error):  # if not all of them are whole numbers of 64 bits
+            packed = struct.pack(f"{len(prompt)}q", *prompt)  # a fifth of the time of asarray
+            return np.frombuffer(packed, dtype=np.int64)
+    return np.asarray(prompt)
 
 
 def inside(text: str, encode: Callable[[str], Sequence[int]]) -> list[TokenIds]:
