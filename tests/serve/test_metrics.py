@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvboost.serve.metrics import Times
 from kvboost.serve.settings import ApiKey
 
 KEYS = (ApiKey("ann", "k-ann"), ApiKey("root", "k-root", is_admin=True))
@@ -78,3 +82,29 @@ def test_metrics_can_be_off(serve_fake) -> None:
     client = serve_fake(metrics="off")
     assert client.get("/metrics").status_code == 404
     assert "/metrics" not in client.get("/openapi.json").json()["paths"]
+
+
+@given(st.lists(st.sampled_from([0.0, 0.001, 0.5, 1.0, 1.5, 70.0])))
+def test_times_are_shown_as_prometheus_shows_them(observed: list[float]) -> None:
+    bounds = (0.001, 0.5, 1.0)
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    times = Times("waits_seconds", "How long it takes", bounds)
+    ours.register(times)
+    histogram = Histogram("waits_seconds", "How long it takes", registry=theirs, buckets=bounds)
+    for seconds in observed:
+        times.observe(seconds)
+        histogram.observe(seconds)
+    shown = [
+        [line for line in generate_latest(one).decode().splitlines() if "_created " not in line]
+        for one in (ours, theirs)
+    ]
+    assert shown[0] == shown[1]
+
+
+def test_tokens_that_arrive_together_share_their_time() -> None:
+    registry = CollectorRegistry()
+    times = Times("waits_seconds", "How long it takes", (0.5, 1.0))
+    registry.register(times)
+    times.observe(0.25, 4)
+    text = generate_latest(registry).decode()
+    assert 'waits_seconds_bucket{le="0.5"} 4.0' in text and "waits_seconds_sum 1.0" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 
 class SpanKind(str, Enum):
@@ -65,7 +66,15 @@ class ReuseReport:
         return self.spans[-1].end if self.spans else 0
 
     def count(self, kind: SpanKind) -> int:
-        return sum(span.num_tokens for span in self.spans if span.kind is kind)
+        return self._counts[kind]
+
+    @cached_property
+    def _counts(self) -> dict[SpanKind, int]:
+        """Rows by source: a server asks for them several times per answer."""
+        counts = dict.fromkeys(SpanKind, 0)
+        for span in self.spans:
+            counts[span.kind] += span.end - span.start
+        return counts
 
     @property
     def cached_tokens(self) -> int:

@@ -27,14 +27,17 @@ def spans(
 ) -> list[dict[str, Any]]:
     """The spans of a prompt, with their text if ``decode`` is given."""
     shown = []
+    recomputed = reuse.recomputed
     for span in reuse.spans:
-        again = bisect_left(reuse.recomputed, span.end) - bisect_left(reuse.recomputed, span.start)
+        again = 0
+        if span.kind is SpanKind.MOVED:
+            again = bisect_left(recomputed, span.end) - bisect_left(recomputed, span.start)
         one = {
             "kind": span.kind.value,
             "start": span.start,
             "end": span.end,
             "tokens": span.num_tokens,
-            "recomputed": again if span.kind is SpanKind.MOVED else 0,
+            "recomputed": again,
             "donor": span.donor,
             "tier": span.tier,
             "resemblance": span.resemblance,
