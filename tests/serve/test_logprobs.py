@@ -6,10 +6,10 @@ import threading
 from typing import Any
 
 import pytest
-from starlette.responses import JSONResponse
 
 from kvboost.results import TokenLogprob
 from kvboost.serve.logprobs import TokenReader, chat_logprobs, completion_logprobs
+from kvboost.serve.streaming import JsonBytes
 
 WORDS = {1: b"Hel", 2: b"lo", 3: b"\xc3", 4: b"\xa9", 5: b"", 6: b"STOP"}
 
@@ -104,7 +104,7 @@ def test_log_probabilities_are_written_in_a_thread(
 
     noting("loop", fake, "astream")
     noting("decode", fake, "decode")
-    noting("encode", JSONResponse, "render")
+    noting("encode", JsonBytes, "render")
     assert client.post(path, json=body).status_code == 200
     assert threads["loop"] and threads["decode"]
     assert threads["encode"] or body.get("stream")

@@ -11,12 +11,14 @@ from contextlib import ExitStack
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_engine import FakeEngine
-from kvboost.serve.streaming import TextEvents, event
+from kvboost.serve.errors import ClientGone
+from kvboost.serve.streaming import TextEvents, event, unless_gone, within
 from live_server import connect, live_server, read_until, wait_for
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -184,3 +186,82 @@ def test_events_of_texts_are_those_of_their_values(text: str) -> None:
         return {"id": "né-1", "choices": [{"delta": {"content": text}, "logprobs": None}], "n": 1}
 
     assert TextEvents(value).event(text) == event(value(text))
+
+
+def test_events_may_have_numbers_of_numpy() -> None:
+    assert event({"a": np.float64(0.5), "b": [np.float64(2.0)]}) == b'data: {"a":0.5,"b":[2.0]}\n\n'
+    with pytest.raises(TypeError, match="object cannot be written as JSON"):
+        event({"a": object()})
+
+
+class Client:
+    """The client of a request whose body has been read."""
+
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+
+async def _forever(cleaned: list[str]) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(0)  # what is closed may take a moment
+        cleaned.append("closed")
+
+
+def test_the_result_of_work_is_returned_while_the_client_waits() -> None:
+    async def main() -> None:
+        client = Client()
+        assert await unless_gone(client.receive, asyncio.sleep(0, "done")) == "done"
+        await asyncio.sleep(0)  # nothing is cancelled afterwards
+
+    asyncio.run(main())
+
+
+def test_an_error_of_the_work_is_raised() -> None:
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    async def main() -> None:
+        with pytest.raises(ZeroDivisionError):
+            await unless_gone(Client().receive, fail())
+
+    asyncio.run(main())
+
+
+def test_work_for_a_client_that_is_gone_is_cancelled_and_awaited() -> None:
+    async def main() -> list[str]:
+        client, cleaned = Client(), list[str]()
+        asyncio.get_running_loop().call_soon(client.gone.set)
+        with pytest.raises(ClientGone):
+            await unless_gone(client.receive, _forever(cleaned))
+        return cleaned
+
+    assert asyncio.run(main()) == ["closed"]
+
+
+def test_a_request_that_is_cancelled_is_not_a_client_that_is_gone() -> None:
+    async def main() -> list[str]:
+        client, cleaned = Client(), list[str]()
+        request = asyncio.ensure_future(unless_gone(client.receive, _forever(cleaned)))
+        asyncio.get_running_loop().call_soon(request.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        return cleaned
+
+    assert asyncio.run(main()) == ["closed"]
+
+
+def test_work_that_takes_too_long_is_cancelled() -> None:
+    async def main() -> list[str]:
+        cleaned = list[str]()
+        with pytest.raises(asyncio.TimeoutError):
+            await within(0.001, _forever(cleaned))
+        assert await within(0, asyncio.sleep(0, "no limit")) == "no limit"
+        return cleaned
+
+    assert asyncio.run(main()) == ["closed"]

@@ -6,7 +6,6 @@ import asyncio
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -78,33 +77,42 @@ class Answers:
 
     async def begin(self) -> Choice:
         """Waits for the first piece or end; returns its choice."""
-        choice, _ = await self._next()
-        return choice
+        if not self._arrived:
+            await self._wait()
+        return self._first()[0]
 
     async def finish(self) -> None:
         """Waits until all choices have ended."""
         async for _ in self:
             pass
 
-    async def __aiter__(self) -> AsyncIterator[tuple[Choice, str | None]]:
-        while self._running:
-            choice, piece = await self._next()
-            self._arrived.popleft()
-            self._running -= piece is None
-            yield choice, piece
+    def __aiter__(self) -> Self:
+        return self
 
-    async def _next(self) -> tuple[Choice, str | None]:
-        """Waits for the next piece or end, and leaves it where it is."""
+    async def __anext__(self) -> tuple[Choice, str | None]:
+        if not self._running:
+            raise StopAsyncIteration
+        if not self._arrived:
+            await self._wait()
+        first = self._first()
+        self._arrived.popleft()
+        self._running -= first[1] is None
+        return first
+
+    async def _wait(self) -> None:
+        """Waits for the next piece or end."""
         while not self._arrived:
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
-        arrived = self._arrived[0]
-        if isinstance(arrived, Exception):
-            raise arrived
-        choice, piece = arrived
-        if piece is None:
-            choice.check(self._server.settings.timeout)
-        return choice, piece
+
+    def _first(self) -> tuple[Choice, str | None]:
+        """The first of what has arrived. Raises the error if it is one."""
+        first = self._arrived[0]
+        if isinstance(first, Exception):
+            raise first
+        if first[1] is None:
+            first[0].check(self._server.settings.timeout)
+        return first
 
     def add(self, *arrived: tuple[Choice, str | None] | Exception) -> None:
         """Takes in what has arrived, until it is closed."""

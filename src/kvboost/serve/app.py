@@ -28,6 +28,7 @@ from kvboost.serve import (
     tokenize,
 )
 from kvboost.serve.anthropic import routes as anthropic
+from kvboost.serve.application import Application
 from kvboost.serve.auth import AuthMiddleware
 from kvboost.serve.cors import Cors
 from kvboost.serve.errors import (
@@ -80,7 +81,7 @@ def create_app(engine: KVBoost, settings: ServerSettings | None = None) -> FastA
         if state.tracing is not None:
             await asyncio.to_thread(state.tracing.close)
 
-    app = FastAPI(
+    app = Application(
         title="KVBoost",
         version=kvboost.__version__,
         openapi_url=None,  # a route of ours, in a thread

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, ClassVar, get_type_hints
 
 from fastapi import Request
@@ -24,6 +25,7 @@ from kvboost.serve.json_text import JsonTextError, parse_json
 from kvboost.serve.request_fields import BodyContext
 from kvboost.serve.server import ServerState
 from kvboost.serve.settings import ServerSettings
+from kvboost.serve.streaming import within
 
 _DISCARD_SECONDS = 2.0
 _DISCARD_BYTES = 64 * 1024**2
@@ -38,10 +40,17 @@ class BodyRoute(APIRoute):
     needs_json_type: ClassVar[bool] = True
     """Whether the headers must say that the body is JSON. It is read as JSON in any case."""
 
+    @property
+    def has_body(self) -> bool:
+        return "body" in self.endpoint.__annotations__
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return self.handler if self.has_body else super().get_route_handler()
+
+    @cached_property
+    def handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Reads the body and calls the endpoint."""
         hints = get_type_hints(self.endpoint, include_extras=True)
-        if "body" not in hints:
-            return super().get_route_handler()
         answer, wanted = self.endpoint, hints.keys() - {"return"}
         assert wanted <= {"body", "request", "server", "caller"}, wanted
         adapter: TypeAdapter[Any] = TypeAdapter(hints["body"])
@@ -87,7 +96,7 @@ async def receive_body(request: Request, settings: ServerSettings) -> bytes:
     """The whole body, of any kind; empty if there is none. Raises ApiError if it is too large or
     too slow."""
     try:
-        return await asyncio.wait_for(_receive(request, settings), settings.body_seconds or None)
+        return await within(settings.body_seconds, _receive(request, settings))
     except asyncio.TimeoutError:
         raise ApiError(
             408,

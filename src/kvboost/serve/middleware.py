@@ -6,9 +6,8 @@ import asyncio
 import logging
 import re
 import time
-from uuid import uuid4
+from collections.abc import Iterable
 
-from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost.serve import records
@@ -23,10 +22,16 @@ files of the page."""
 
 _GIVEN_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _PAGE = "/static/"
-_POLICY = (
-    "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'"
-)
+_CACHING = b"cache-control"
+_RESTRICTING = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (
+        b"content-security-policy",
+        b"default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+        b"frame-ancestors 'none'",
+    ),
+]
 
 
 class RequestMiddleware:
@@ -51,7 +56,8 @@ class RequestMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                _add_headers(MutableHeaders(scope=message), scope["path"], request_id)
+                given = message.get("headers", ())
+                message["headers"] = [*given, *_added(given, scope["path"], request_id)]
             await send(message)
 
         try:
@@ -86,14 +92,17 @@ class RequestMiddleware:
                 self._server.tracing.request(scope, record, status, began, ended)
 
 
-def _add_headers(headers: MutableHeaders, path: str, request_id: str) -> None:
-    headers["x-request-id"] = request_id
-    headers["x-content-type-options"] = "nosniff"
-    headers["referrer-policy"] = "no-referrer"
-    headers["content-security-policy"] = _POLICY
-    headers.setdefault("cache-control", "no-cache" if path.startswith(_PAGE) else "no-store")
+def _added(
+    given: Iterable[tuple[bytes, bytes]], path: str, request_id: str
+) -> list[tuple[bytes, bytes]]:
+    """The headers that every response gets. No response has any of them but the last, which it
+    keeps."""
+    added = [(b"x-request-id", request_id.encode()), *_RESTRICTING]
+    if all(name != _CACHING for name, _ in given):
+        added.append((_CACHING, b"no-cache" if path.startswith(_PAGE) else b"no-store"))
+    return added
 
 
 def _request_id(scope: Scope) -> str:
     given: bytes = dict(scope["headers"]).get(b"x-request-id", b"")
-    return given.decode() if _GIVEN_ID.fullmatch(given) else f"req-{uuid4().hex}"
+    return given.decode() if _GIVEN_ID.fullmatch(given) else f"req-{records.new_id()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from random import Random
 
 from kvboost.serve.choices import Choice
 from kvboost.serve.reuse_report import counts
@@ -46,6 +47,13 @@ class RequestRecord:
         return " ".join([*fields, f"finish={','.join(reasons)}"])
 
 
+def new_id() -> str:
+    """A name that no other request has, for logs and clients; not a secret. The system's random
+    numbers would cost a call during which other threads take the interpreter."""
+    return f"{_random.getrandbits(128):032x}"
+
+
+_random = Random()
 _current: ContextVar[RequestRecord | None] = ContextVar("kvboost_request", default=None)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, Tag, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, Tag, model_validator
 from typing_extensions import Self
 
 from kvboost.chat.tool_use import ToolUse
@@ -86,6 +86,7 @@ class ChatRequest(Generation):
     function_call: None = None
     functions: None = None
     web_search_options: None = None
+    _tool_use: ToolUse | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -105,7 +106,9 @@ class ChatRequest(Generation):
         return self
 
     def tool_use(self) -> ToolUse:
-        return make_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if self._tool_use is None:  # describing tools takes a while, and several ask for it
+            self._tool_use = make_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        return self._tool_use
 
     def formats(self) -> dict[str, dict[str, Any]]:
         return response_options(self.response_format) | super().formats()

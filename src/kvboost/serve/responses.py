@@ -10,10 +10,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
-from uuid import uuid4
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 import kvboost
 from kvboost.chat.tool_use import ToolUse
@@ -23,9 +22,10 @@ from kvboost.serve.choices import Choice, EngineCall
 from kvboost.serve.errors import ApiError, answer_to, logger, shutting_down
 from kvboost.serve.logprobs import prompt_logprobs
 from kvboost.serve.problems import short
+from kvboost.serve.records import new_id
 from kvboost.serve.request_generation import Generation
 from kvboost.serve.server import ServerState
-from kvboost.serve.streaming import DONE, LiveResponse, TextEvents, event, unless_gone
+from kvboost.serve.streaming import DONE, JsonBytes, LiveResponse, TextEvents, event, unless_gone
 
 _OF_PROMPT = ("prompt_logprobs", "prompt_token_ids")
 _NAMED = 8
@@ -197,7 +197,7 @@ async def _whole(
     async with await opening() as answers:
         first = await answers.begin()
         await answers.finish()
-        encode = partial(JSONResponse, await writer.whole(answers), headers=headers(first))
+        encode = partial(JsonBytes, await writer.whole(answers), headers=headers(first))
         return await call.write(encode)
 
 
@@ -343,7 +343,7 @@ class ChoicesWriter:
 
 def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
     return {
-        "id": f"{prefix}-{uuid4().hex}",
+        "id": f"{prefix}-{new_id()}",
         "object": kind,
         "created": int(time.time()),
         "model": model,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import aclosing
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -19,19 +20,38 @@ DONE = b"data: [DONE]\n\n"
 
 _ANY_TEXT = "\0any text\0"
 
-_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-"""Its text, with no blanks in between."""
+
+def _as_plain(value: Any) -> Any:
+    """A number or text of a type that msgspec does not know, such as one of numpy's floats."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+
+
+_json = msgspec.json.Encoder(enc_hook=_as_plain).encode
+"""The JSON of a value, with no blanks in between."""
+
+
+class JsonBytes(Response):
+    """A document as JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return _json(content)
 
 
 def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
     """One server-sent event."""
-    named = "" if name is None else f"event: {name}\n"
-    return f"{named}data: {_json(value)}\n\n".encode()
+    if name is None:
+        return b"data: %b\n\n" % _json(value)
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _json(value))
 
 
 def line(value: Mapping[str, Any]) -> bytes:
     """One line of NDJSON."""
-    return f"{_json(value)}\n".encode()
+    return _json(value) + b"\n"
 
 
 class TextEvents:
@@ -40,25 +60,72 @@ class TextEvents:
     def __init__(self, make: Callable[[str], Mapping[str, Any]]) -> None:
         """``make`` gives the value of the event with a text."""
         value = event(make(_ANY_TEXT))
-        self._before, _, self._after = value.rpartition(_json(_ANY_TEXT).encode())
+        self._before, _, self._after = value.rpartition(_json(_ANY_TEXT))
 
     def event(self, text: str) -> bytes:
-        return b"".join((self._before, _json(text).encode(), self._after))
+        return b"%b%b%b" % (self._before, _json(text), self._after)
+
+
+@contextmanager
+def stoppable(error: type[Exception]) -> Iterator[Callable[[], None]]:
+    """Gives a function that cancels what the present task does in the block. The block then raises
+    ``error``; if somebody else cancels the task, it raises CancelledError as always. A task of its
+    own for what may be stopped would take longer than most of it."""
+    task = asyncio.current_task()
+    assert task is not None
+    is_stopped = is_over = False
+
+    def stop() -> None:
+        nonlocal is_stopped
+        if not is_over:
+            is_stopped = True
+            task.cancel()
+
+    try:
+        yield stop
+    except asyncio.CancelledError:
+        if not is_stopped:
+            raise
+        if sys.version_info >= (3, 11):
+            task.uncancel()
+        raise error from None
+    finally:
+        is_over = True
+
+
+async def within(seconds: float, work: Awaitable[T]) -> T:
+    """The result of ``work``. If it takes longer than ``seconds``, unless these are 0, cancels it
+    and raises TimeoutError."""
+    if not seconds:
+        return await work
+    with stoppable(asyncio.TimeoutError) as stop:
+        timer = asyncio.get_running_loop().call_later(seconds, stop)
+        try:
+            return await work
+        finally:
+            timer.cancel()
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``. If the client closes its connection first, cancels ``work``, waits
     until it has ended and raises ClientGone. The request's body must have been read."""
-    task, closed = asyncio.ensure_future(work), asyncio.ensure_future(_closed(receive))
+    task = asyncio.ensure_future(work)
     try:
-        await asyncio.wait([task, closed], return_when=asyncio.FIRST_COMPLETED)
+        with suppress(_Ended), stoppable(_Ended) as stop:
+            task.add_done_callback(lambda _: stop())
+            while (await receive())["type"] != "http.disconnect":
+                pass
         if task.done():
             return task.result()
         raise ClientGone
     finally:
-        task.cancel()
-        closed.cancel()
-        await asyncio.gather(task, closed, return_exceptions=True)
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+class _Ended(Exception):
+    """What the client waits for has ended."""
 
 
 class LiveResponse(Response):
@@ -87,9 +154,3 @@ class LiveResponse(Response):
         async for piece in self._content:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _closed(receive: Receive) -> None:
-    """Ends when the client closes its connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
