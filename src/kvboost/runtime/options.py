@@ -89,20 +89,20 @@ class BatchOptions(RequestOptions, total=False):
 
 FILLED_IN = {"max_new_tokens", "end_ids", "bad_word_ids"}
 """Fields of SamplingParams that are no options."""
+_SAMPLING = {option.name for option in fields(SamplingParams)} - FILLED_IN
+_REUSE = set(ReuseOptions.__annotations__)
+_ALL = _SAMPLING | set(RequestOptions.__annotations__)
 
 
 def split(max_new_tokens: int, options: RequestOptions) -> tuple[SamplingParams, ReuseOptions]:
     """Splits a request's options into sampling and reuse; an unknown option is an error."""
-    sampling = {option.name for option in fields(SamplingParams)} - FILLED_IN
-    reuse = set(ReuseOptions.__annotations__)
-    others = set(RequestOptions.__annotations__)
-    refuse_unknown(options, sampling | others)
-    given: dict[str, Any] = {name: options[name] for name in options if name in sampling}  # type: ignore[literal-required]
+    refuse_unknown(options, _ALL)
+    given: dict[str, Any] = {name: options[name] for name in options if name in _SAMPLING}  # type: ignore[literal-required]
     given["stop"] = stop_strings(options.get("stop"))
     for name in ("stop_token_ids", "bad_words", "allowed_token_ids"):
         if given.get(name) is not None:
             given[name] = tuple(given[name])
-    shared: Any = {name: value for name, value in options.items() if name in reuse}
+    shared: Any = {name: value for name, value in options.items() if name in _REUSE}
     return SamplingParams(max_new_tokens=max_new_tokens, **given), shared
 
 

@@ -163,7 +163,7 @@ def parse(adapter: TypeAdapter[Any], body: bytes, context: BodyContext | None = 
     """The checked model of a JSON body. Raises ApiError that names the first wrong field."""
     context = context or BodyContext()
     try:
-        context.budget.take(body)
+        context.budget.take_body(body)
     except JsonTextError as error:
         raise ApiError(400, f"the body: {error}", code="too_many_values") from None
     try:

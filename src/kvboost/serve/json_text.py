@@ -23,6 +23,7 @@ indent each of their lines by its depth."""
 MAX_DIGITS = 400
 """Digits of one number. The time to read and write one grows with their square."""
 
+_SMALL_BYTES = MAX_KEYS
 _SLICE_BYTES = 256 * 1024
 _AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
@@ -38,6 +39,12 @@ class JsonBudget:
 
     def __init__(self) -> None:
         self._values, self._keys = MAX_VALUES, MAX_KEYS
+
+    def take_body(self, body: bytes) -> None:
+        """Like ``take``, for a whole body. A small one cannot have too many values, with those of
+        the texts inside it, so they are not counted."""
+        if len(body) > _SMALL_BYTES or _LONG_NUMBER in body.translate(_AS_ZEROS):
+            self.take(body)
 
     def take(self, text: bytes) -> None:
         """Counts the values in ``text``. Raises JsonTextError if there are more than are left, or a

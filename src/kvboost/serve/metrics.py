@@ -96,7 +96,7 @@ class Metrics:
 
 class Times(Collector):
     """A histogram of seconds. Every token of every answer is one: prometheus_client's own takes
-    ten times as long. One thread observes."""
+    five times as long. One thread observes."""
 
     def __init__(self, name: str, help_: str, bounds: Sequence[float]) -> None:
         self._name = name
