@@ -19,6 +19,8 @@ SMALL = {"num_hidden_layers": 1}
 TWO_LAYERS = {"num_hidden_layers": 2}
 """For what differs between layers: windows, and what a hook sees."""
 
+MEMORY = 1 << 26
+"""For pages: more than these tests need."""
 SMALL_FORWARDS = (32, 64)
 """Forwards with buffers of fixed size: the interpreter also takes its time for padding."""
 
@@ -35,6 +37,7 @@ def paged_engine(
     """An engine with pages, or one without. ``interpreted`` runs all kernels themselves, also on a
     CPU."""
     use_pages(monkeypatch, pages=pages, interpreted=interpreted)
+    config = {"max_kv_bytes": MEMORY, **config}
     return make_engine(tiny_model(name, **sizes), strict=name not in OTHER_MODELS, **config)
 
 

@@ -50,9 +50,10 @@ class KVData:
     in_pages: ClassVar[bool] = False
     """Whether the rows are in pages of running requests; ``tensors`` is then a copy."""
 
-    def gathered(self) -> KVData:
+    @staticmethod
+    def gather(several: Sequence[KVData]) -> list[KVData]:
         """The same outside of such pages."""
-        return self
+        return list(several)
 
     @property
     def nbytes(self) -> int:

@@ -133,8 +133,9 @@ def serve(
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     max_running: Annotated[
-        int, typer.Option(min=1, help="Requests that run at once.")
-    ] = EngineConfig.max_running,
+        int | None,
+        typer.Option(min=1, help="Requests that run at once. Default: 16, on a GPU 64."),
+    ] = None,
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Requests that may wait; more are answered 429.")
     ] = EngineConfig.max_waiting,
@@ -320,7 +321,7 @@ def serve(
                 draft_model=draft_model,
                 device_memory=device_memory,
                 host_memory=host_memory,
-                max_running=max_running,
+                **({} if max_running is None else {"max_running": max_running}),
                 max_waiting=max_waiting,
                 max_kv_bytes=max_kv_bytes,
                 far_kv_bytes=far_kv_bytes,

@@ -95,7 +95,8 @@ class EngineConfig:
     """If the answers over moved text were further than this from exact ones (mean KL of the last
     eight that were healed), ``recompute_ratio`` is doubled. None: it stays as it is."""
     max_running: int = 16
-    """How many requests of a batch or server run at once; the others wait."""
+    """How many requests of a batch or server run at once; the others wait. ``from_pretrained`` sets
+    64 for a model on a GPU, unless it is told otherwise."""
     max_waiting: int = 256
     """How many requests may wait; more are refused with QueueFullError."""
     max_kv_bytes: int | None = None

@@ -58,6 +58,8 @@ class AttentionMass:
         self.mass = torch.zeros(2, KINDS, start, device=absent.device)
         self.wait: Callable[[], None] = lambda: None
         """Returns when ``mass`` is complete: a GPU may still be at it."""
+        self.is_complete: Callable[[], bool] | None = None
+        """Whether it is, if a GPU may be at it."""
         self._masks: dict[int | None, torch.Tensor] = {}
 
     @property

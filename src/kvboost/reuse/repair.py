@@ -62,6 +62,11 @@ class Probe(NamedTuple):
     until: int | None = None
     absent: torch.Tensor | None = None
 
+    @property
+    def is_complete(self) -> Callable[[], bool] | None:
+        """Whether the hook has seen all, if a GPU may still be at it."""
+        return self.hook.is_complete if isinstance(self.hook, AttentionMass) else None
+
 
 @dataclass(frozen=True)
 class RepairChoice:

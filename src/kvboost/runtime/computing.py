@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from kvboost.model.forward import Forward
 from kvboost.model.sampling import Picked
 from kvboost.model.segment import Segment
 from kvboost.model.triton.host import one_thread
+from kvboost.runtime.request import RequestState
 
 Result = TypeVar("Result")
 Given = torch.Tensor | Picked
@@ -24,6 +25,14 @@ Computing = Generator[Segment | None, Results | None, Result]
 run."""
 Steps = Computing[None]
 """A whole request."""
+
+
+def await_device(state: RequestState, is_done: Callable[[], bool] | None) -> Computing[None]:
+    """Pauses until a device has done something, so that others run meanwhile; None: it has."""
+    if is_done is not None and not is_done():
+        state.awaits = is_done
+        yield None
+        state.awaits = None
 
 
 def next_need(forward: Forward, steps: Computing[Any], given: Results | None) -> Segment | None:

@@ -29,7 +29,7 @@ from kvboost.runtime.alone import run_alone
 from kvboost.runtime.answer import Answer
 from kvboost.runtime.assembling import Assembling
 from kvboost.runtime.audit import RECORDED_TOKENS, TopTokens
-from kvboost.runtime.computing import Computing, Given, Steps
+from kvboost.runtime.computing import Computing, Given, Steps, await_device
 from kvboost.runtime.drafts import Drafts
 from kvboost.runtime.keeping import Keeping
 from kvboost.runtime.planner import Lookup
@@ -218,7 +218,13 @@ class Generation:
         keeps_at = time.monotonic() + KEPT_AFTER if keeps_early else math.inf
         is_first = True
         while True:
-            picked = self._choose(sampler, constraint, given)
+            if isinstance(sampler, RowSampler) and isinstance(given, torch.Tensor):
+                ids = state.token_ids or request.token_ids
+                soon = sampler.begin(given, state.rows, int(ids[-1]))
+                yield from await_device(state, soon.is_done)
+                picked = [soon.get()]
+            else:
+                picked = self._choose(sampler, constraint, given)
             self._observe_cost()
             is_complete = constraint is not None and constraint.is_complete
             ended = answer.take(picked, completes=is_complete)
@@ -255,12 +261,9 @@ class Generation:
 
     def _pick(self, sampler: Sampler | RowSampler, given: Given) -> Picked:
         """The next token: the one given, or one picked from the logits given, ``[vocab]``."""
-        state = self._state
         if not isinstance(given, torch.Tensor):
             return given
-        if isinstance(sampler, RowSampler):
-            ids = state.token_ids or self._request.token_ids
-            return sampler.pick(given, state.rows, int(ids[-1]))
+        assert not isinstance(sampler, RowSampler)
         return sampler(given)
 
     def _record(self, given: Given) -> None:

@@ -64,6 +64,11 @@ class Job:
         return not self.state.token_ids
 
     @property
+    def awaits_device(self) -> bool:
+        """Whether it pauses, and the device has not done yet what it needs to go on."""
+        return self.state.awaits is not None and not self.state.awaits()
+
+    @property
     def to_read(self) -> list[range]:
         """The rows of its prompt that must be computed; all of them until it has been planned."""
         if not self.state.reuse.spans:

@@ -265,10 +265,12 @@ class Loop:
             self._cancel(job, "cancelled" if job.cancelled else "timeout")
 
     def _resume_paused(self) -> None:
-        """Asks the requests that paused, perhaps to admit rows, what they need next. One of them
-        may run a forward, and others may end meanwhile."""
-        for job in self._running():
-            if job.need is None and job.steps is not None:
+        """Asks the requests that paused, perhaps to admit rows, what they need next. Those that
+        wait for the device are left until it is done, as long as there are others."""
+        running = self._running()
+        others = self._scheduler.waiting or any(job.need is not None for job in running)
+        for job in running:
+            if job.need is None and job.steps is not None and not (others and job.awaits_device):
                 self._advance(job, None)
 
     def _start_waiting(self) -> None:

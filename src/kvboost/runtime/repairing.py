@@ -12,7 +12,7 @@ from kvboost.model.segment import Hook, Segment
 from kvboost.reuse.driver import Part, repair_rows
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.repair import MovedRows, Probe
-from kvboost.runtime.computing import Computing
+from kvboost.runtime.computing import Computing, await_device
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 
@@ -52,6 +52,8 @@ class Repairing:
             result = yield self._segment(some)
             assert isinstance(result, torch.Tensor)
             given = result
+            if isinstance(some, Probe):
+                yield from await_device(state, some.is_complete)
         state.rows = total
         state.reuse = replace(
             state.reuse,

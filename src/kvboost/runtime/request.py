@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -93,6 +93,8 @@ class RequestState:
     """Whether the loop runs it, beside other requests that may share its rows."""
     is_awaited: bool = False
     """Whether requests wait to be started, perhaps for the text that this one reads."""
+    awaits: Callable[[], bool] | None = None
+    """If it pauses for the device: whether that has done what the request needs to go on."""
     accompanied: bool = False
     """Whether other requests shared its forwards. Its times then say nothing about costs."""
     slice_rows: int | None = None

@@ -278,7 +278,7 @@ class Runtime:
             self._config.max_running,
             model.context_length,
             on_slab=self._use_slab,
-            kept_bytes=max(self._config.max_cache_bytes, self._config.gpu_cache_bytes or 0),
+            keeps=self.keeps_pages,
         )
 
     @property

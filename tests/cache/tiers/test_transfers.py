@@ -466,7 +466,8 @@ def test_the_names_of_the_statistics_have_not_changed(open_store, tmp_path) -> N
         "writing": ["owed", "waiting_bytes", "max_waiting_bytes"],
     }
     assert stats["tiers"]["disk"]["chunks"] == 3 and stats["tiers"]["remote"]["puts"] == 3
-    assert stats["tiers"]["ram"]["bytes"] == 3 * CHUNK_BYTES and stats["admitted"] == 3
+    assert stats["tiers"]["gpu"]["chunks"] == 2 and stats["admitted"] == 3
+    assert stats["tiers"]["ram"]["bytes"] == CHUNK_BYTES  # the one that has left the GPU
 
 
 class Liar:
@@ -562,24 +563,30 @@ def test_pins_end_when_their_chunks_are_forgotten(open_store) -> None:
     assert store.stats().pinned == 0 and store.pins() == []
 
 
-def test_the_gpu_keeps_nothing_that_ram_has_no_room_for(open_store) -> None:
-    store = open_store(disk=None, ram=2, gpu=10)
-    with store.lookup(ROOT, as_token_ids([1])):
-        admit(store, text(1, 20))
-    assert store.stats().chunks == 2 and store.stats().tiers["gpu"].chunks == 2
+def test_what_leaves_the_gpu_goes_to_ram_unless_another_tier_has_it(open_store) -> None:
+    store = open_store(disk=None, ram=2, gpu=5)
+    admit(store, text(1, 20))
+    assert store.stats().tiers["gpu"].chunks == 5 and store.stats().tiers["ram"].chunks == 0
+    admit(store, text(2))
+    tiers = store.stats().tiers
+    assert tiers["gpu"].chunks == 5 and tiers["ram"].chunks == 2
+    assert store.stats().moves.evicted == 1  # the others have room in RAM
     assert store.check_integrity() == []
 
 
-def test_a_host_copy_that_waits_to_be_written_counts_even_if_the_gpu_has_one(open_store) -> None:
-    store = open_store(ram=2, gpu=100)
+def test_chunks_on_the_gpu_wait_to_be_written_and_leave_it_as_copies(open_store) -> None:
+    store = open_store(ram=2, gpu=4)
     writing = threading.Event()
     write = store._transfers._writer._write
     store._transfers._writer._write = lambda chunk: writing.wait() and write(chunk)
-    for seed in range(4):
-        admit(store, text(seed))
-    tiers = store.stats().tiers
-    assert tiers["gpu"].chunks == 12 and tiers["ram"].chunks == 2
-    assert store.stats().writing.waiting_bytes == 10 * CHUNK_BYTES
-    writing.set()
+    try:
+        for seed in range(4):
+            admit(store, text(seed))
+        tiers, waiting = store.stats().tiers, store.stats().writing
+        assert tiers["gpu"].chunks == 4 and tiers["ram"].chunks == 2
+        assert waiting.pending == 12 and waiting.waiting_bytes == 6 * CHUNK_BYTES
+    finally:
+        writing.set()
     store.flush()
-    assert store.check_integrity() == []
+    assert store.stats().tiers["disk"].chunks == 12 and store.check_integrity() == []
+    assert all(len(hits(store, text(seed))) == 3 for seed in range(4))

@@ -89,7 +89,9 @@ def test_a_seed_gives_the_same_tokens_in_any_batch() -> None:
     logits = peaked(len(each))
     together = [pick(sampling, each, logits, position) for position in range(20)]
     for index, sampler in enumerate(each):
-        alone = [sampler.pick(logits[index], position, PROMPT[-1])[0] for position in range(20)]
+        alone = [
+            sampler.begin(logits[index], position, PROMPT[-1]).get()[0] for position in range(20)
+        ]
         assert alone == [tokens[index] for tokens in together]
     assert len({tuple(tokens) for tokens in together}) > 10
 
@@ -100,7 +102,7 @@ def test_rows_and_seeds_matter_but_the_row_of_a_request_does_not() -> None:
 
     def draw(row: int, seed: int | None) -> list[int]:
         sampler = sampler_of(sampling, row, temperature=2.0, seed=seed)
-        return [sampler.pick(logits, position, 0)[0] for position in range(30)]
+        return [sampler.begin(logits, position, 0).get()[0] for position in range(30)]
 
     assert draw(1, 5) == draw(7, 5) != draw(1, 6)
     assert draw(1, None) != draw(1, None)
@@ -111,12 +113,12 @@ def test_a_penalty_covers_prompt_and_answer() -> None:
     logits = torch.zeros(VOCAB, device=DEVICE)
     logits[[7, 20, 30]] = torch.tensor([3.0, 2.5, 2.0], device=DEVICE)
     sampler = sampler_of(sampling, 1, repetition_penalty=2.0)
-    first, _ = sampler.pick(logits, 4, PROMPT[-1])
-    second, _ = sampler.pick(logits, 5, first)
-    again, _ = sampler.pick(logits, 5, first)
+    first, _ = sampler.begin(logits, 4, PROMPT[-1]).get()
+    second, _ = sampler.begin(logits, 5, first).get()
+    again, _ = sampler.begin(logits, 5, first).get()
     assert (first, second, again) == (20, 30, 30)
     fresh = sampler_of(sampling, 1, repetition_penalty=2.0)  # another request in the same row
-    assert fresh.pick(logits, 4, PROMPT[-1])[0] == 20
+    assert fresh.begin(logits, 4, PROMPT[-1]).get()[0] == 20
 
 
 @pytest.mark.parametrize("option", ["logprobs", "presence_penalty", "frequency_penalty"])
@@ -131,10 +133,10 @@ def test_a_bias_ends_with_its_request() -> None:
     logits = peaked(1)[0]
     likeliest = int(logits.argmax())
     biased = sampler_of(sampling, 1, logit_bias={likeliest: -100.0})
-    assert biased.pick(logits, 4, 0)[0] != likeliest
+    assert biased.begin(logits, 4, 0).get()[0] != likeliest
     fresh = sampler_of(sampling, 1)
     together = pick(sampling, [fresh, sampler_of(sampling, 2, logit_bias={9: 1.0})], peaked(2), 4)
-    assert together[0] == fresh.pick(logits, 4, 0)[0] == likeliest
+    assert together[0] == fresh.begin(logits, 4, 0).get()[0] == likeliest
     assert (
         sampling.register(1, SamplingParams(logit_bias={VOCAB: 1.0}), GenerationConfig(), [])
         is None
@@ -155,4 +157,4 @@ def test_the_likeliest_token_needs_nothing_from_the_host(monkeypatch: pytest.Mon
     logits, sent = peaked(1)[0], []
     sampler = sampler_of(DeviceSampling(3, VOCAB, torch.device(DEVICE)), 1)
     monkeypatch.setattr("kvboost.model.paged.sampling.to_device", lambda *args: sent.append(args))
-    assert sampler.pick(logits, 9, 4) == (int(logits.argmax()), None) and not sent
+    assert sampler.begin(logits, 9, 4).get() == (int(logits.argmax()), None) and not sent

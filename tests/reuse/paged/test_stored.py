@@ -99,7 +99,7 @@ def test_a_request_that_needs_pages_sends_chunks_to_ram(
     engine: KVBoost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = engine.generate(TEXT, 2, EXACT, ignore_eos=True)
-    rows = [data.gathered().tensors[PLAIN] for data in kept(engine)]
+    rows = [data.tensors[PLAIN] for data in kept(engine)]
     slab = slab_of(engine)
     assert 4 < slab.num_pages < 60
     others = []
@@ -116,10 +116,7 @@ def test_a_request_that_needs_pages_sends_chunks_to_ram(
     assert again.exact_tokens == len(TEXT) - 1 and again.token_ids == first.token_ids
     found = sorted(kept(engine), key=lambda data: data.num_rows)
     rows.sort(key=lambda one: one.shape[3])
-    assert all(
-        torch.equal(data.gathered().tensors[PLAIN], one)
-        for data, one in zip(found, rows, strict=True)
-    )
+    assert all(torch.equal(data.tensors[PLAIN], one) for data, one in zip(found, rows, strict=True))
     engine.generate(TEXT, 2, EXACT, ignore_eos=True)
     assert counts == [0, PAGE]  # it came back with the request before
 
@@ -128,11 +125,11 @@ def test_forgotten_rows_stay_for_a_request_that_reads_them(engine: KVBoost) -> N
     engine.generate(TEXT, 1, EXACT, ignore_eos=True)
     data = kept(engine)[0]
     free = slab_of(engine).num_free
-    rows = data.gathered().tensors[PLAIN]
+    rows = data.tensors[PLAIN]
     engine.clear()
     assert not kept(engine) and slab_of(engine).num_free >= free
     assert not set(data.kept.pages) & set(slab_of(engine)._free_pages)
-    assert torch.equal(data.gathered().tensors[PLAIN], rows)
+    assert torch.equal(data.tensors[PLAIN], rows)
     del data
     assert slab_of(engine).num_free == slab_of(engine).num_pages
 
@@ -156,7 +153,7 @@ def test_rows_from_elsewhere_keep_their_place_in_a_page(position: int, engine: K
     rows = rows.to(slab.shape.device, slab.shape.dtype)
     brought = store.bring(plain(rows), position)
     assert isinstance(brought, PagedData) and brought.first == position % PAGE
-    assert torch.equal(brought.gathered().tensors[PLAIN], rows)
+    assert torch.equal(brought.tensors[PLAIN], rows)
     assert brought.nbytes == rows.nbytes and brought.num_tokens == 150
     found = [view[:, :, :, start : start + n] for view, start, n in brought.pieces(3, 140)]
     assert torch.equal(torch.cat(found, 3), rows[:, :, :, 3:143])

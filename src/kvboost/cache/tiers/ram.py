@@ -71,9 +71,9 @@ class RamTier:
         """``chunks`` with their data in this tier's memory; themselves if they are there already.
         Does not change the tier and needs no lock. Data from a GPU may still be on its way:
         ``settle`` waits for it, and ``get`` does."""
-        chunks = [
-            replace(one, data=one.data.gathered()) if one.data.in_pages else one for one in chunks
-        ]
+        if paged := [one for one in chunks if one.data.in_pages]:
+            rows = iter(paged[0].data.gather([one.data for one in paged]))
+            chunks = [replace(one, data=next(rows)) if one.data.in_pages else one for one in chunks]
         elsewhere = [
             tensor
             for chunk in chunks

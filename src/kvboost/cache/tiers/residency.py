@@ -21,6 +21,9 @@ from kvboost.cache.tiers.stats import MoveStats, TierStats
 from kvboost.cache.tiers.writer import Writer
 from kvboost.tokens.hashing import ChunkKey
 
+EVICTED_SHARE = 128
+"""One of so many chunks leaves the GPU at a time, if requests need pages: one copy for all."""
+
 
 class Owner(Protocol):
     """The store, which knows the chunks. Called with the lock held."""
@@ -162,7 +165,7 @@ class Residency:
     def free_gpu(self, is_enough: Callable[[], bool]) -> None:
         """Evicts chunks from the GPU until that ``is_enough``, or no other may go."""
         while self._on_gpu is not None and not is_enough():
-            if not self._evict(self._on_gpu):
+            if not self._evict(self._on_gpu, max(1, len(self._on_gpu) // EVICTED_SHARE)):
                 return
 
     def keep_in_ram(self, chunk: KVChunk) -> None:
@@ -312,7 +315,8 @@ class Residency:
     def last_to_go(self, limit: int) -> list[tuple[ChunkKey, int]]:
         """The chunks of the fastest tier that would be evicted last, the very last first, and how
         often each was used."""
-        return (self._on_gpu or self._in_ram).last_to_go(limit)
+        tier = self._in_ram if self._on_gpu is None else self._on_gpu
+        return tier.last_to_go(limit)
 
     def tier_stats(self) -> dict[str, TierStats]:
         return {
@@ -362,28 +366,37 @@ class Residency:
                 return False
         return True
 
-    def _evict(self, tier: OrderedTier) -> bool:
-        """Evicts the next chunk of a tier in memory; False if none may go."""
-        key = tier.next_to_go(self.owner.is_held)
-        if key is None:
-            return False
+    def _evict(self, tier: OrderedTier, number: int = 1) -> bool:
+        """Evicts the next chunks of a tier in memory, at most ``number``; False if none may go."""
+        leaving: list[tuple[ChunkKey, KVChunk | None]] = []
+        while len(leaving) < number:
+            key = tier.next_to_go(self.owner.is_held)
+            if key is None:
+                break
+            leaving.append((key, tier.tier.get(key) if tier is self._on_gpu else None))
+            tier.tier.delete(key)
+            tier.remove(key)
         if tier is self._on_gpu:
-            self._save(key)
-        tier.tier.delete(key)
-        tier.remove(key)
-        self._left(key)
-        return True
+            self._save([chunk for _, chunk in leaving if chunk is not None])
+        for key, _ in leaving:
+            self._left(key)
+        return bool(leaving)
 
-    def _save(self, key: ChunkKey) -> None:
-        """A chunk leaves the GPU: if it is in no other tier, its rows are copied to RAM. A copy
-        that has begun reads the rows before anything that the GPU is told later."""
-        is_stored = self._on_disk is not None and key in self._on_disk
-        if key in self._in_ram or is_stored or key in self._in_remote:
-            return
-        chunk = None if self._gpu is None else self._gpu.get(key)
-        if chunk is not None:
-            with suppress(MemoryError, RuntimeError):  # without memory for a copy it is lost
-                self.keep_in_ram(*self._ram.adopt([chunk]))
+    def _save(self, chunks: Sequence[KVChunk]) -> None:
+        """Copies chunks that leave the GPU to RAM, except those that another tier has. A copy that
+        has begun reads the rows before anything that the GPU is told later."""
+        on_disk = () if self._on_disk is None else self._on_disk.parents
+        only_here = [
+            chunk
+            for chunk in chunks
+            if not (
+                chunk.key in self._in_ram or chunk.key in on_disk or chunk.key in self._in_remote
+            )
+        ]
+        if only_here:
+            with suppress(MemoryError, RuntimeError):  # without memory for copies they are lost
+                for chunk in self._ram.adopt(only_here):
+                    self.keep_in_ram(chunk)
 
     def _left(self, key: ChunkKey) -> None:
         """``key`` has left a tier."""

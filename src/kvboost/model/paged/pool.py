@@ -25,18 +25,18 @@ class PagedPool(KVPool):
         max_running: int,
         context: int | None,
         on_slab: Callable[[Slab], None],
-        kept_bytes: int = 0,
+        *,
+        keeps: bool = False,
     ) -> None:
-        """The slab has at most ``num_bytes``, and no more than so many requests of the model's
-        ``context`` need and ``kept_bytes`` of ended ones. ``on_slab`` is called with the slab
-        before a request has pages of it."""
+        """The slab has ``num_bytes``; if it ``keeps`` nothing of ended requests, no more than so
+        many requests of the model's ``context`` need. ``on_slab`` is called with the slab before a
+        request has pages of it."""
         super().__init__(shape, max_idle=2)
         self._requests = max_running + SPARE_REQUESTS
         self._most_pages = pages_for(context) if context else None
-        page_bytes = PAGE * shape.row_bytes
-        pages = num_bytes // page_bytes
-        if self._most_pages is not None:
-            pages = min(pages, self._requests * self._most_pages + kept_bytes // page_bytes)
+        pages = num_bytes // (PAGE * shape.row_bytes)
+        if self._most_pages is not None and not keeps:
+            pages = min(pages, self._requests * self._most_pages)
         self._num_pages = max(1, pages)
         self._on_slab = on_slab
         self._slab: Slab | None = None

@@ -8,7 +8,7 @@ A random number is a hash of the request's seed and of the token's position: the
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,15 +170,35 @@ class RowSampler:
     kind: Kind
 
     @torch.inference_mode()
-    def pick(self, logits: torch.Tensor, position: int, last: int) -> Picked:
-        """The token at ``position``, after the token ``last``, given the model's logits
-        ``[vocab]``; waits for it."""
+    def begin(self, logits: torch.Tensor, position: int, last: int) -> PickedSoon:
+        """Picks the token at ``position``, after the token ``last``, given the model's logits
+        ``[vocab]``."""
         if self.kind == GREEDY:  # it needs nothing but the logits
-            return int(logits.argmax(-1)), None
+            return PickedSoon(logits.argmax(-1))
         given = to_device([self.row, position, last], torch.int64, logits.device)
         row, at, before = given.view(3, 1).unbind(0)
-        token = self.sampling.pick(logits[None], row, at, before, self.kind)
-        return int(token), None
+        return PickedSoon(self.sampling.pick(logits[None], row, at, before, self.kind))
+
+
+class PickedSoon:
+    """A token that a device picks."""
+
+    def __init__(self, token: torch.Tensor) -> None:
+        self._token = token
+        self.is_done: Callable[[], bool] | None = None
+        """Whether it is picked, if the host goes on meanwhile."""
+        self._wait: Callable[[], None] = lambda: None
+        if token.device.type == "cuda":
+            self._token = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
+            self._token.copy_(token, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            self.is_done, self._wait = copied.query, copied.synchronize
+
+    def get(self) -> Picked:
+        """Waits for it."""
+        self._wait()
+        return int(self._token), None
 
 
 def _likeliest(scores: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:

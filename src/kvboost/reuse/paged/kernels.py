@@ -278,7 +278,7 @@ class MassHook:
         self.seen.mass.copy_(mass, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
-        self.seen.wait = copied.synchronize
+        self.seen.wait, self.seen.is_complete = copied.synchronize, copied.query
 
 
 class ShiftHook:

@@ -11,6 +11,7 @@ from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import PLAIN, KVData, NewRows, plain
 from kvboost.model.paged.kv import PagedKV, SharedPages
 from kvboost.model.paged.slab import PAGE, KeptPages, Slab, pages_for
+from kvboost.model.triton.host import to_device
 
 
 class PagedData(KVData):
@@ -19,9 +20,7 @@ class PagedData(KVData):
 
     in_pages = True
 
-    def __init__(
-        self, kept: KeptPages, first: int, num_rows: int, *, is_whole: bool, key_norm: float = 0.0
-    ) -> None:
+    def __init__(self, kept: KeptPages, first: int, num_rows: int, *, is_whole: bool) -> None:
         """``is_whole``: whether the rows of the first page before ``first`` are those before the
         chunk."""
         for name, value in {
@@ -30,7 +29,7 @@ class PagedData(KVData):
             "first": first,
             "num_rows": num_rows,
             "is_whole": is_whole,
-            "key_norm": key_norm,
+            "key_norm": 0.0,
         }.items():
             object.__setattr__(self, name, value)
 
@@ -50,20 +49,27 @@ class PagedData(KVData):
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """A copy of the rows."""
-        return self.gathered().tensors
+        (copy,) = self.gather([self])
+        return copy.tensors
 
-    def gathered(self) -> KVData:
-        """A copy outside of the pages."""
-        slab = self.kept.slab
-        pages = torch.tensor(self.kept.pages, device=slab.shape.device)
+    @staticmethod
+    def gather(several: Sequence[KVData]) -> list[KVData]:
+        """Copies outside of the pages, which all are of one slab. Each has memory of its own."""
+        paged = [one for one in several if isinstance(one, PagedData)]
+        slab = paged[0].kept.slab
+        numbers = [page for one in paged for page in one.kept.pages]
+        pages = to_device(numbers, torch.int64, slab.shape.device)
         found = slab.data.index_select(1, pages).unflatten(-1, (2, -1))
         rows = found.permute(4, 0, 2, 1, 3, 5).flatten(3, 4)
-        some = rows.narrow(3, self.first, self.num_rows)
-        data = plain(some.contiguous())
-        return KVData(data.bits, data.tensors, self.key_norm)
+        sizes = [len(one.kept.pages) * PAGE for one in paged]
+        return [
+            plain(some.narrow(3, one.first, one.num_rows).contiguous())
+            for one, some in zip(paged, rows.split(sizes, 3), strict=True)
+        ]
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> KVData:
-        return self.gathered().map(change)
+        (copy,) = self.gather([self])
+        return copy.map(change)
 
     def pieces(self, offset: int, num_rows: int) -> list[tuple[torch.Tensor, int, int]]:
         """Rows ``[offset, offset + num_rows)``, page by page: the rows of the page, the first of
@@ -105,7 +111,7 @@ class PageStore:
         kept = self._slab.keep_free(pages_for(first + num_rows))
         if kept is None:
             return None
-        made = PagedData(kept, first, num_rows, is_whole=first == 0, key_norm=data.key_norm)
+        made = PagedData(kept, first, num_rows, is_whole=first == 0)
         rows = data.tensors[PLAIN].to(self._slab.shape.device, non_blocking=True)
         done = 0
         for view, start, count in made.pieces(0, num_rows):
