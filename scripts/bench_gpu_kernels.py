@@ -33,7 +33,7 @@ from kvboost.model.paged.long_rows import CUDNN, FLASH, LongKernel
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.dense import gather
 from kvboost.model.triton.mass import attention_mass
-from kvboost.model.triton.move import MovedRows, StoredSpan, move
+from kvboost.model.triton.move import MovedRows, Source, StoredSpan, move
 from kvboost.model.triton.pages import PagedLayers, slots_of
 from kvboost.model.triton.rows import PagedRows, Tile, dense_tile
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows, shift
@@ -330,12 +330,13 @@ def time_move(model: str, tokens: int, count: int = 8) -> dict[str, float]:
     layers, table = PagedLayers([data for data, _ in pages]), pages[0][1]
     stored = torch.randn(2, LAYERS, kv_heads, tokens, DIM, device=DEVICE, dtype=DTYPE)
     spans = [
-        StoredSpan(stored, at * each, each, tokens - (at + 1) * each, at) for at in range(count)
+        StoredSpan(Source(stored), at * each, each, tokens - (at + 1) * each, at)
+        for at in range(count)
     ]
     distances = torch.tensor([span.position - span.start for span in spans])
     cos, sin = (part[None] for part in rotations(distances))
     on_host = cos.cpu(), sin.cpu()
-    rows = MovedRows.of(spans, on_host, table, layers)
+    (rows,) = MovedRows.of([spans], on_host, table, layers)
     row = torch.arange(each * count, device=DEVICE)
     cos_of, sin_of = (part[0, row // each] for part in (cos, sin))
     slots = slots_of(row + distances.to(DEVICE)[row // each], table, PAGE)
@@ -358,7 +359,7 @@ def time_move(model: str, tokens: int, count: int = 8) -> dict[str, float]:
         "us": us,
         "tb_per_s": 2 * stored.nbytes / us / 1e6,
         "host_us": time_host(ours),
-        "plan_us": time_host(partial(MovedRows.of, spans, on_host, table, layers)),
+        "plan_us": time_host(partial(MovedRows.of, [spans], on_host, table, layers)),
         "torch_us": time_gpu(in_torch, 1),
     }
     print(f"move {model}, {tokens} rows in {LAYERS} layers:", show(report))

@@ -171,13 +171,13 @@ def move(
         return
     pairs = rows.cos_sin.shape[3]
     for source, start, count, position, rotation in rows.spans:
-        stored = source[:, :, :, start : start + count]
+        stored = source.tensor[:, :, :, start : start + count]
         keys, values = stored[0].clone(), stored[1]
         cos, sin = rows.cos_sin[:, :, rotation, None, None]
         first, second = stored[0][..., :pairs], stored[0][..., pairs : 2 * pairs]
         keys[..., :pairs] = first * cos - second * sin
         keys[..., pairs : 2 * pairs] = second * cos + first * sin
-        positions = torch.arange(position, position + count, device=source.device)
+        positions = torch.arange(position, position + count, device=stored.device)
         slots = slots_of(positions, rows.table, layers.page)
         for layer, pages in enumerate(layers.pages):
             write(keys[layer].transpose(0, 1), values[layer].transpose(0, 1), pages, slots)

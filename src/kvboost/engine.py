@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 RUNNING_ON_GPU = 64
-"""Requests that run at once on a GPU by default: a step of 64 takes little longer than one of 16."""
+"""Requests that run at once on a GPU by default: 64 take little longer for a step than 16."""
 
 
 class KVBoost(TextCache):

@@ -73,6 +73,8 @@ class Assembling:
                 seconds = yield from self._place(rows, self._not_in_place(plan))
                 for number, copy in enumerate(copies, start=2):
                     seconds += yield from self._place(rows, copy, 1 / number)
+                rows.finish()
+                seconds += clock.lap("assemble")
             except ChunkLost:
                 return None
         state.reuse = ReuseReport(plan.spans, notes)
@@ -107,5 +109,4 @@ class Assembling:
                 since_pause = 0.0
                 yield None
                 clock.lap("queue")
-        rows.finish()
-        return seconds + clock.lap("assemble")
+        return seconds

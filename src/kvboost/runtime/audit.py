@@ -7,6 +7,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -62,15 +63,21 @@ class AnswerComparison:
     def __init__(self, recorded: Sequence[TopTokens], greedy_ids: Sequence[int]) -> None:
         """``recorded``: the distributions of the first tokens. ``greedy_ids``: the answer, if each
         of its tokens was the likeliest one; else nothing."""
-        self._recorded = [top.on_host() for top in recorded]
-        self._likeliest = [int(top.ids[0]) for top in self._recorded]
-        self._likeliest += greedy_ids[len(recorded) :]
+        self._recorded = recorded
+        self._greedy_ids = greedy_ids
         self._agreed: list[bool] = []
         self._kl: list[float] = []
 
     def __len__(self) -> int:
         """How many tokens there are to compare."""
-        return len(self._likeliest)
+        return max(len(self._recorded), len(self._greedy_ids))
+
+    @cached_property
+    def _likeliest(self) -> list[int]:
+        """The likeliest token at each position. The request that was recorded does not wait for a
+        device to tell it."""
+        first = [int(top.ids[0]) for top in self._recorded]
+        return [*first, *self._greedy_ids[len(first) :]]
 
     @property
     def num_done(self) -> int:

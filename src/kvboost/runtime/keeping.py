@@ -26,6 +26,7 @@ class Keeping:
         self._runtime, self._state, self._kv = runtime, state, kv
         self._request = state.request
         self._reusable_rows = reusable_rows
+        self._ids = state.request.token_ids
         self.used: list[Sequence[Hit]] = []
         """Paths of chunks that served it, of which the eviction order has not heard yet."""
 
@@ -91,4 +92,7 @@ class Keeping:
 
     @property
     def _token_ids(self) -> TokenIds:
-        return as_token_ids(np.concatenate([self._request.token_ids, self._state.token_ids]))
+        answer, known = self._state.token_ids, self._ids
+        if len(known) < len(self._request.token_ids) + len(answer):
+            self._ids = as_token_ids(np.concatenate([self._request.token_ids, answer]))
+        return self._ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvboost.model.triton.move import MovedRows, StoredSpan, move
+from kvboost.model.triton.move import MovedRows, Source, StoredSpan, move
 from kvboost.model.triton.pages import PagedLayers, slots_of
 from kvboost.reuse.rope import Rotation
 from paged_kv import dense, each_dtype, make_pages, make_tables, random
@@ -44,19 +44,19 @@ def test_rows_are_rotated_into_the_pages_of_all_layers(
     table = make_tables(1, 9, 12)[0]
     before = [pages.clone() for pages in layers.pages]
     spans = [
-        StoredSpan(source(40, dim, dtype), 3, 37, 16, 0),
-        StoredSpan(source(25, dim, dtype), 0, 25, 100, 1),  # over borders of pages
-        StoredSpan(source(80, dim, dtype)[:, :, :, 10:70], 59, 1, 0, 2),  # strided
-        StoredSpan(source(70, dim, dtype), 1, 33, 56, 1),  # rotated as another one
+        StoredSpan(Source(source(40, dim, dtype)), 3, 37, 16, 0),
+        StoredSpan(Source(source(25, dim, dtype)), 0, 25, 100, 1),  # over borders of pages
+        StoredSpan(Source(source(80, dim, dtype)[:, :, :, 10:70]), 59, 1, 0, 2),  # strided
+        StoredSpan(Source(source(70, dim, dtype)), 1, 33, 56, 1),  # rotated as another one
     ]
     rotation = Rotation(torch.rand(LAYERS, pairs), interleaved=interleaved)
     distances = [13, 100, -59]
-    rows = MovedRows.of(spans, cos_sin(rotation, distances), table, layers)
+    (rows,) = MovedRows.of([spans], cos_sin(rotation, distances), table, layers)
     move(rows, layers, interleaved=interleaved)
     touched = []
     for span in spans:
         distance = distances[span.rotation]
-        stored = span.source[:, :, :, span.start : span.start + span.num_rows]
+        stored = span.source.tensor[:, :, :, span.start : span.start + span.num_rows]
         keys = torch.empty_like(stored[0])
         rotation.move(stored[0], distance, keys)
         positions = torch.arange(span.position, span.position + span.num_rows, device=DEVICE)
@@ -79,14 +79,14 @@ def test_layers_that_rotate_alike_share_one_table() -> None:
     layers = make_layers(32, torch.float32, "tokens first")
     table = make_tables(1, 4, 12)[0]
     rotation = Rotation(torch.rand(1, 16).expand(LAYERS, 16))
-    spans = [StoredSpan(source(33, 32, torch.float32), 0, 33, 5)]
+    spans = [StoredSpan(Source(source(33, 32, torch.float32)), 0, 33, 5)]
     cos, sin = cos_sin(rotation, [5])
-    move(MovedRows.of(spans, (cos[:1], sin[:1]), table, layers), layers)
+    move(*MovedRows.of([spans], (cos[:1], sin[:1]), table, layers), layers)
     given = [pages.clone() for pages in layers.pages]
-    move(MovedRows.of(spans, (cos, sin), table, layers), layers)
+    move(*MovedRows.of([spans], (cos, sin), table, layers), layers)
     assert all(torch.equal(*both) for both in zip(given, layers.pages, strict=True))
-    expected = torch.empty_like(spans[0].source[0])
-    rotation.move(spans[0].source[0], 5, expected)
+    expected = torch.empty_like(spans[0].source.tensor[0])
+    rotation.move(spans[0].source.tensor[0], 5, expected)
     found = dense(layers.pages[1], table)[0][:, 5:38]
     assert torch.allclose(found, expected[1], rtol=1e-5, atol=1e-5)
 
@@ -96,22 +96,22 @@ def test_what_does_not_fit_is_refused() -> None:
     table = make_tables(1, 4, 12)[0]
     data, turn = source(20, 32, torch.float32), torch.ones(1, 1, 16)
     for span, message in [
-        (StoredSpan(data, 5, 16, 0), "moves rows 5 to 21 to 0; its source has 20 rows"),
-        (StoredSpan(data, 0, 16, 49), "the request's pages 64"),
-        (StoredSpan(data, -1, 4, 0), "span 0 moves 4 rows from -1 to 0"),
-        (StoredSpan(data, 0, 0, 0), "span 0 moves 0 rows"),
-        (StoredSpan(data[:, :2], 0, 4, 0), "the pages need torch.float32"),
-        (StoredSpan(data.bfloat16(), 0, 4, 0), "span 0 is torch.bfloat16"),
+        (StoredSpan(Source(data), 5, 16, 0), "moves rows 5 to 21 to 0; its source has 20 rows"),
+        (StoredSpan(Source(data), 0, 16, 49), "the request's pages 64"),
+        (StoredSpan(Source(data), -1, 4, 0), "span 0 moves 4 rows from -1 to 0"),
+        (StoredSpan(Source(data), 0, 0, 0), "span 0 moves 0 rows"),
+        (StoredSpan(Source(data[:, :2]), 0, 4, 0), "the pages need torch.float32"),
+        (StoredSpan(Source(data.bfloat16()), 0, 4, 0), "span 0 is torch.bfloat16"),
     ]:
         with pytest.raises(ValueError, match=message):
-            MovedRows.of([span], (turn, turn), table, layers)
+            MovedRows.of([[span]], (turn, turn), table, layers)
     with pytest.raises(ValueError, match="no spans to move"):
         MovedRows.of([], (turn, turn), table, layers)
     with pytest.raises(ValueError, match="span 1 moves 0 rows"):
-        each = [StoredSpan(data, 0, 4, 0), StoredSpan(data, 0, 0, 0)]
-        MovedRows.of(each, (turn, turn), table, layers)
+        each = [StoredSpan(Source(data), 0, 4, 0), StoredSpan(Source(data), 0, 0, 0)]
+        MovedRows.of([each], (turn, turn), table, layers)
     with pytest.raises(ValueError, match=r"cosines have shape \(1, 1, 16\).* and 2 rotations"):
-        MovedRows.of([StoredSpan(data, 0, 4, 0, 1)], (turn, turn), table, layers)
+        MovedRows.of([[StoredSpan(Source(data), 0, 4, 0, 1)]], (turn, turn), table, layers)
     with pytest.raises(ValueError, match="all layers must be alike"):
         PagedLayers([layers.first, layers.first[:, :, :8]])
 
@@ -124,7 +124,7 @@ def test_rows_that_stay_in_place_keep_their_bits(dtype: torch.dtype) -> None:
     stored = source(40, 32, dtype)
     stored[:, :, :, ::3] *= 0.0
     turns = cos_sin(Rotation(torch.rand(LAYERS, 16)), [0])
-    move(MovedRows.of([StoredSpan(stored, 0, 40, 7)], turns, table, layers), layers)
+    move(*MovedRows.of([[StoredSpan(Source(stored), 0, 40, 7)]], turns, table, layers), layers)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     for number, pages in enumerate(layers.pages):
         found = dense(pages, table)[:, :, 7:47]

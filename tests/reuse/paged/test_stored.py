@@ -155,5 +155,6 @@ def test_rows_from_elsewhere_keep_their_place_in_a_page(position: int, engine: K
     assert isinstance(brought, PagedData) and brought.first == position % PAGE
     assert torch.equal(brought.tensors[PLAIN], rows)
     assert brought.nbytes == rows.nbytes and brought.num_tokens == 150
-    found = [view[:, :, :, start : start + n] for view, start, n in brought.pieces(3, 140)]
+    pieces = brought.pieces(3, 140)
+    found = [slab.rows(page)[:, :, :, start : start + n] for page, start, n in pieces]
     assert torch.equal(torch.cat(found, 3), rows[:, :, :, 3:143])

@@ -68,7 +68,6 @@ class Slab:
         self.layers = self.data.unbind(0)
         columns = min(most_pages or num_pages, num_pages)
         self.table = torch.zeros(num_requests + 1, columns, dtype=torch.int32, device=shape.device)
-        self._views: dict[int, torch.Tensor] = {}
         self._free_pages = list(range(num_pages, 0, -1))
         self._free_rows = list(range(num_requests, 0, -1))
         self._holders = [0] * (num_pages + 1)
@@ -101,11 +100,7 @@ class Slab:
 
     def rows(self, page: int) -> torch.Tensor:
         """The rows of a page, ``[2, layers, kv_heads, PAGE, head_dim]``: a view."""
-        found = self._views.get(page)
-        if found is None:
-            found = self.data[:, page].unflatten(-1, (2, -1)).permute(3, 0, 1, 2, 4)
-            self._views[page] = found
-        return found
+        return self.data[:, page].unflatten(-1, (2, -1)).permute(3, 0, 1, 2, 4)
 
     def keep(self, pages: Sequence[Sequence[int]]) -> list[KeptPages]:
         """Keeps pages that somebody holds now."""

@@ -24,12 +24,29 @@ WARPS = 4
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
-class StoredSpan(NamedTuple):
-    """``num_rows`` rows of ``source``, ``[2, layers, kv_heads, tokens, dim]`` on the device of the
-    pages, from ``start`` on. They are moved to ``position`` and the positions after it; their keys
-    rotate by one of several rotations, named by its number."""
+class Source:
+    """Rows ``[2, layers, kv_heads, tokens, dim]`` on a device, described for a kernel once:
+    asking a tensor for its address and strides takes the host microseconds."""
 
-    source: torch.Tensor
+    __slots__ = ("form", "numbers", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, like: Source | None = None) -> None:
+        """``like``: a source of the same form."""
+        self.tensor = tensor
+        strides, rows = tensor.stride(), tensor.shape[3]
+        self.form = (tensor.dtype, tensor.device, tensor.shape, strides)
+        if like is not None and like.form == self.form:
+            self.form = like.form
+        self.numbers = (tensor.data_ptr(), *strides[:4], rows)
+        """The address, the strides of all but the last dimension, and the number of tokens."""
+
+
+class StoredSpan(NamedTuple):
+    """``num_rows`` rows of ``source``, which is on the device of the pages, from ``start`` on. They
+    are moved to ``position`` and the positions after it; their keys rotate by one of several
+    rotations, named by its number."""
+
+    source: Source
     start: int
     num_rows: int
     position: int
@@ -55,13 +72,18 @@ class MovedRows:
 
     @classmethod
     def of(
-        cls, spans: Sequence[StoredSpan], cos_sin: CosSin, table: torch.Tensor, layers: PagedLayers
-    ) -> MovedRows:
-        """The rows of ``spans``, which go to the request whose pages are ``table``, ``[pages]``.
-        ``cos_sin`` are float32 ``[layers, rotations, pairs]`` on the host, or ``[1, rotations,
-        pairs]`` if layers rotate alike. Pairs are channels ``(i, i + pairs)``, or neighbours; those
-        beyond ``2 * pairs`` are not rotated."""
-        if not spans:
+        cls,
+        groups: Sequence[Sequence[StoredSpan]],
+        cos_sin: CosSin,
+        table: torch.Tensor,
+        layers: PagedLayers,
+    ) -> list[MovedRows]:
+        """The rows of spans, group by group, which go to the request whose pages are ``table``,
+        ``[pages]``. ``cos_sin`` are float32 ``[layers, rotations, pairs]`` on the host, or ``[1,
+        rotations, pairs]`` if layers rotate alike. Pairs are channels ``(i, i + pairs)``, or
+        neighbours; those beyond ``2 * pairs`` are not rotated."""
+        spans = [span for group in groups for span in group]
+        if not all(groups) or not spans:
             raise ValueError("there are no spans to move")
         _check_rotations(cos_sin[0], spans, layers)
         described = _describe(spans, table, layers)
@@ -81,14 +103,21 @@ class MovedRows:
         ]
         sent = send(torch.from_numpy(np.concatenate(parts)), table.device)
         on_device = sent.split([len(part) for part in parts])
-        return cls(
-            spans,
-            on_device[0].view(torch.int64).view(-1, 6),
-            on_device[1].view(-1, 4),
-            on_device[2].view(torch.float32).view(angles.shape),
-            table,
-            not (sources[:, :5] % VECTOR_BYTES).any(),
-        )
+        firsts = np.cumsum([0, *(len(group) for group in groups)])
+        ends = np.searchsorted(span, firsts)
+        items = on_device[1].view(-1, 4)
+        are_aligned = not (sources[:, :5] % VECTOR_BYTES).any()
+        return [
+            cls(
+                group,
+                on_device[0].view(torch.int64).view(-1, 6),
+                items[start:end],
+                on_device[2].view(torch.float32).view(angles.shape),
+                table,
+                are_aligned,
+            )
+            for group, start, end in zip(groups, ends[:-1], ends[1:], strict=True)
+        ]
 
 
 def _describe(
@@ -99,13 +128,11 @@ def _describe(
     known = set()  # sources differ in few ways
     numbers = []
     for number, (source, start, count, position, rotation) in enumerate(spans):
-        shape, strides = source.shape, source.stride()
-        form = (source.dtype, source.device, shape, strides)
-        if form not in known:
-            _check_source(source, number, layers)
-            known.add(form)
-        where = (source.data_ptr(), *strides[:4])
-        numbers.append((*where, rotation, start, count, position, shape[3]))
+        if id(source.form) not in known:
+            _check_source(source.tensor, number, layers)
+            known.add(id(source.form))
+        address, *strides, rows_there = source.numbers
+        numbers.append((address, *strides, rotation, start, count, position, rows_there))
     described = np.array(numbers, np.int64)
     starts, counts, positions, rows = described[:, 6:].T
     most = len(table) * layers.page

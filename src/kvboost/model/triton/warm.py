@@ -9,7 +9,7 @@ import torch
 
 from kvboost.model.triton.attention import FEW_COMBINED, attend
 from kvboost.model.triton.mass import attention_mass
-from kvboost.model.triton.move import MovedRows, StoredSpan, move
+from kvboost.model.triton.move import MovedRows, Source, StoredSpan, move
 from kvboost.model.triton.pages import PagedLayers
 from kvboost.model.triton.rows import LEAST_DENSE, MOST_PARTS, PagedRows, Tile, dense_tile, tiles_of
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows, shift
@@ -78,7 +78,7 @@ def warm_up(
     angles = torch.ones(page + 1, pairs, device=like.device)
     stored = torch.zeros(2, len(layers), kv_heads, 1, dim, dtype=like.dtype, device=like.device)
     turn = torch.ones(1, 1, pairs)
-    moved = MovedRows.of([StoredSpan(stored, 0, 1, 0)], (turn, turn), table, own)
+    (moved,) = MovedRows.of([[StoredSpan(Source(stored), 0, 1, 0)]], (turn, turn), table, own)
     for share in (None, 0.5):
         move(moved, own, interleaved=interleaved, share=share)
     block_of = torch.zeros(page + 1, dtype=torch.int64)

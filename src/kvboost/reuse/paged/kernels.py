@@ -27,6 +27,11 @@ MOST_DENSE_BYTES = 1 << 29
 """The most memory for the keys and values of a request in one piece, one layer at a time."""
 
 
+Placed = tuple[Sequence[tuple[Hit, KVData]], "float | None"]
+"""Hits, each with the rows of its chunk, and their share if they are mixed with what is in
+place."""
+
+
 class KVPages(Protocol):
     """The KV of all layers in pages."""
 
@@ -59,6 +64,8 @@ class GpuKernels:
         self._layers = PagedLayers(pages.caches)
         self._rotation = rotation
         self._tables: list[CosSin] = []
+        self._sources: dict[int, move.Source] = {}
+        """The rows of our own pages."""
 
     @property
     def rotation(self) -> Rotation:
@@ -79,28 +86,43 @@ class GpuKernels:
     ) -> None:
         """Writes the rows of hits into pages, their keys rotated, in all layers at once. With a
         ``share``, they are mixed with what is in place."""
-        self.place_rows(hits, [chunk.data for chunk in chunks], table, share)
+        stored = [(hit, chunk.data) for hit, chunk in zip(hits, chunks, strict=True)]
+        self.place_rows([(stored, share)], table)
 
-    def place_rows(
-        self,
-        hits: Sequence[Hit],
-        stored: Sequence[KVData],
-        table: torch.Tensor,
-        share: float | None = None,
-    ) -> None:
-        """As :meth:`place`; ``stored`` are the rows of the whole chunks, in full precision."""
-        every = [hit.distance for hit in hits]
-        distances = sorted(set(every))
+    def place_rows(self, groups: Sequence[Placed], table: torch.Tensor) -> None:
+        """As :meth:`place`, group by group; with the rows of the whole chunks, in full
+        precision."""
+        distances = sorted({hit.distance for stored, _ in groups for hit, _ in stored})
         number = {distance: number for number, distance in enumerate(distances)}
         spans = [
-            move.StoredSpan(rows, start, count, position, number[distance])
-            for hit, data, distance in zip(hits, stored, every, strict=True)
-            for rows, start, count, position in pieces(hit, data, table.device)
+            [
+                move.StoredSpan(source, start, count, position, number[hit.distance])
+                for hit, data in stored
+                for source, start, count, position in self._pieces(hit, data)
+            ]
+            for stored, _ in groups
         ]
         cos_sin = self._rotations_by(torch.tensor(distances))
-        rows = move.MovedRows.of(spans, cos_sin, table, self._layers)
         interleaved = self._rotation is not None and self._rotation.interleaved
-        move.move(rows, self._layers, interleaved=interleaved, share=share)
+        several = move.MovedRows.of(spans, cos_sin, table, self._layers)
+        for rows, (_, share) in zip(several, groups, strict=True):
+            move.move(rows, self._layers, interleaved=interleaved, share=share)
+
+    def _pieces(self, hit: Hit, data: KVData) -> Iterator[tuple[move.Source, int, int, int]]:
+        """The stored rows of a hit, in full precision, on the device: each piece with its first
+        row, how many there are, and the position that they go to."""
+        if not isinstance(data, PagedData):
+            rows = data.tensors[PLAIN].to(self.pages.device, non_blocking=True)
+            yield move.Source(rows), hit.offset, hit.num_tokens, hit.start
+            return
+        position = hit.start
+        for page, start, count in data.pieces(hit.offset, hit.num_tokens):
+            source = self._sources.get(page)
+            if source is None:
+                like = next(iter(self._sources.values()), None)
+                source = self._sources[page] = move.Source(data.kept.slab.rows(page), like)
+            yield source, start, count, position
+            position += count
 
     def _rotations_by(self, distances: torch.Tensor) -> CosSin:
         """Cosine and sine ``[1 or layers, distances, pairs]``, on the host."""
@@ -199,25 +221,6 @@ class GpuKernels:
             device = self.pages.device
             self._tables = [(cos.to(device), sin.to(device)) for cos, sin in tables]
         return [self._tables[kind] for kind in _numbered(kinds)]
-
-
-def pieces(
-    hit: Hit, data: KVData, device: torch.device
-) -> Iterator[tuple[torch.Tensor, int, int, int]]:
-    """The stored rows of a hit, in full precision, as tensors on ``device``: each with its first
-    row, how many there are, and the position that they go to."""
-    if not isinstance(data, PagedData):
-        yield (
-            data.tensors[PLAIN].to(device, non_blocking=True),
-            hit.offset,
-            hit.num_tokens,
-            hit.start,
-        )
-        return
-    position = hit.start
-    for rows, start, count in data.pieces(hit.offset, hit.num_tokens):
-        yield rows, start, count, position
-        position += count
 
 
 def _first_of_each(kinds: Sequence[int]) -> list[int]:

@@ -39,10 +39,9 @@ class PagedRequest:
         self.slice_rows = slice_rows
         self._store = store
         self._kv, self._kernels, self._packer = kv, kernels, packer
-        self._hits: list[Hit] = []
-        self._stored: list[KVData] = []
+        self._groups: list[tuple[list[tuple[Hit, KVData]], float | None]] = []
+        """What is to be placed, one after the other."""
         self._rows_from_elsewhere = 0
-        self._share: float | None = None
 
     @property
     def _table(self) -> torch.Tensor:
@@ -50,22 +49,21 @@ class PagedRequest:
 
     def place(self, hit: Hit, data: KVData, share: float | None = None) -> None:
         if data.bits != 16:
+            self.finish()  # it may be mixed with what comes before it
             self._packer.place(hit, data, self._kv, share)
             return
-        if share != self._share:
-            self.finish()
-            self._share = share
-        self._hits.append(hit)
-        self._stored.append(data)
+        if not self._groups or share != self._groups[-1][1]:
+            self._groups.append(([], share))
+        self._groups[-1][0].append((hit, data))
         if not data.in_pages and data.tensors[PLAIN].device != self._kv.shape.device:
             self._rows_from_elsewhere += data.num_tokens
             if self._rows_from_elsewhere >= PLACED_ROWS:
                 self.finish()
 
     def finish(self) -> None:
-        if self._hits:
-            self._kernels.place_rows(self._hits, self._stored, self._table, self._share)
-        self._hits, self._stored, self._rows_from_elsewhere = [], [], 0
+        if self._groups:
+            self._kernels.place_rows(self._groups, self._table)
+        self._groups, self._rows_from_elsewhere = [], 0
 
     def packing(self) -> Pack:
         if self._store is None:

@@ -71,16 +71,16 @@ class PagedData(KVData):
         (copy,) = self.gather([self])
         return copy.map(change)
 
-    def pieces(self, offset: int, num_rows: int) -> list[tuple[torch.Tensor, int, int]]:
-        """Rows ``[offset, offset + num_rows)``, page by page: the rows of the page, the first of
-        them, and how many."""
-        slab, pages = self.kept.slab, self.kept.pages
+    def pieces(self, offset: int, num_rows: int) -> list[tuple[int, int, int]]:
+        """Rows ``[offset, offset + num_rows)``, page by page: the page, the first of its rows, and
+        how many."""
+        pages = self.kept.pages
         row, end = self.first + offset, self.first + offset + num_rows
         found = []
         while row < end:
             number, start = divmod(row, PAGE)
             count = min(PAGE - start, end - row)
-            found.append((slab.rows(pages[number]), start, count))
+            found.append((pages[number], start, count))
             row += count
         return found
 
@@ -114,8 +114,9 @@ class PageStore:
         made = PagedData(kept, first, num_rows, is_whole=first == 0)
         rows = data.tensors[PLAIN].to(self._slab.shape.device, non_blocking=True)
         done = 0
-        for view, start, count in made.pieces(0, num_rows):
-            view[:, :, :, start : start + count].copy_(rows[:, :, :, done : done + count])
+        for page, start, count in made.pieces(0, num_rows):
+            there = self._slab.rows(page)[:, :, :, start : start + count]
+            there.copy_(rows[:, :, :, done : done + count])
             done += count
         return made
 
