@@ -7,11 +7,8 @@ any of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
+from itertools import groupby
 
 from kvboost.cache.lookup.hits import Hit, MovedRun
 from kvboost.config import MOST_CONTEXTS
@@ -29,17 +26,18 @@ def further_copies(
     if not chosen:
         return ()
     copies: list[list[Hit]] = [[] for _ in range(MOST_CONTEXTS - 1)]
-    count = np.zeros(max(run.end for run in found), np.int8)
+    count = bytearray(max(run.end for run in found))
     for run in chosen:
-        count[run.start : run.end] = run.is_exact and run.resemblance <= MOST_RESEMBLANCE
+        if run.is_exact and run.resemblance <= MOST_RESEMBLANCE:
+            count[run.start : run.end] = b"\1" * (run.end - run.start)
     used = {_name(hit) for run in chosen for hit in run.hits}
     for run in found:
         if run.is_exact:
             for hit in (hit for hit in run.hits if hit.tier == tier and _name(hit) not in used):
-                for start, end, copy in list(_alike(count, hit.start, hit.end)):
+                for start, end, copy in _alike(count, hit.start, hit.end):
                     if 1 <= copy < MOST_CONTEXTS:
                         copies[copy - 1].append(hit.clip(start, end))
-                        count[start:end] += 1
+                        count[start:end] = bytes([copy + 1]) * (end - start)
     return tuple(tuple(copy) for copy in copies if copy)
 
 
@@ -48,9 +46,14 @@ def _name(hit: Hit) -> tuple[str, int]:
     return hit.chunk.key, hit.distance
 
 
-def _alike(count: npt.NDArray[np.int8], start: int, end: int) -> Iterator[tuple[int, int, int]]:
+def _alike(count: bytearray, start: int, end: int) -> list[tuple[int, int, int]]:
     """Runs of equal numbers in ``count[start:end]``: where each begins and ends, and the number."""
-    changes = np.flatnonzero(np.diff(count[start:end])) + start + 1
-    edges = [start, *changes.tolist(), end]
-    for begin, stop in pairwise(edges):
-        yield begin, stop, int(count[begin])
+    numbers = count[start:end]
+    if numbers.count(numbers[0]) == len(numbers):  # nearly always
+        return [(start, end, numbers[0])]
+    found = []
+    for number, run in groupby(numbers):
+        length = sum(1 for _ in run)
+        found.append((start, start + length, number))
+        start += length
+    return found
