@@ -465,7 +465,7 @@ def test_a_failing_request_does_not_affect_others(
 def test_a_request_under_repair_restarts_when_its_batch_fails(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make(reuse_moved="always", sharing_wait=0.0)
+    engine = make(reuse_moved="always", sharing_wait=0.0, max_pause=0.0)  # in one batch
     engine.warm(TEXT[:96])
     prompt = TEXT[500:520] + TEXT[:96] + TEXT[600:620]
     expected = engine.generate(prompt, 6, keep=False)

@@ -350,6 +350,14 @@ def test_no_request_starts_while_others_fill_the_next_step() -> None:
     assert scheduled.start(1.0, fits, {first: 10, shorter: 50}) is longer, "there is room"
 
 
+def test_a_request_that_waits_for_a_device_holds_no_other_back() -> None:
+    scheduled = scheduler(sharing_wait=0.0)
+    reading(scheduled, TEXT[:600]).state.awaits = lambda: False
+    late = job(TEXT[1000:1700])
+    scheduled.add(late)
+    assert scheduled.start(1.0, fits, {}) is late
+
+
 def test_a_full_step_delays_a_start_only_briefly() -> None:
     scheduled = scheduler(sharing_wait=0.0)
     first, late = reading(scheduled, TEXT[:100]), job(TEXT[1000:1700])

@@ -268,9 +268,9 @@ class Loop:
         """Asks the requests that paused, perhaps to admit rows, what they need next. Those that
         wait for the device are left until it is done, as long as there are others."""
         running = self._running()
-        others = self._scheduler.waiting or any(job.need is not None for job in running)
-        for job in running:
-            if job.need is None and job.steps is not None and not (others and job.awaits_device):
+        ready = [job for job in running if not job.awaits_device]
+        for job in ready or ([] if self._scheduler.waiting else running):
+            if job.need is None and job.steps is not None:
                 self._advance(job, None)
 
     def _start_waiting(self) -> None:

@@ -132,12 +132,12 @@ class Scheduler:
         would only delay them. A job is not kept waiting for long, nor by a longer prompt."""
         if rows is None or now - job.arrived > PATIENCE_SECONDS:
             return False
-        reading = [other for other in self.running if other.is_reading]
+        reading = [one for one in self.running if one.is_reading and one.state.awaits is None]
         if any(other not in rows for other in reading):
             return True  # it is being assembled, which takes a moment
         limit = (True, len(job.token_ids))
         first = (other for other in reading if self._priority(other, now) <= limit)
-        someone_answers = len(reading) < len(self.running)
+        someone_answers = any(not other.is_reading for other in self.running)
         return sum(rows[other] for other in first) >= self.slice_rows(someone_answers)
 
     def _waits_for_sharing(self, job: Job, now: float) -> bool:

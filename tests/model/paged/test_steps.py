@@ -47,7 +47,7 @@ class Requests:
         assert isinstance(sampler, RowSampler)
         (logits,) = self.forward.run([Segment(kv, torch.tensor(ids), range(length))])
         assert isinstance(logits, torch.Tensor)
-        ids.append(sampler.pick(logits[-1], length, ids[-1])[0])
+        ids.append(sampler.begin(logits[-1], length, ids[-1]).get()[0])
         self.kvs.append(kv)
         self.samplers.append(sampler)
         self.ids.append(ids)

@@ -7,7 +7,6 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.model import triton
-from kvboost.model.forward import MOST_APART
 from kvboost.model.kv import RequestKV
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
@@ -26,6 +25,7 @@ if not triton.is_available():
 from kvboost.reuse.paged.forwards import ANSWERED, PROBES, REPAIRS, ROWS, SegmentForwards
 from kvboost.reuse.paged.request import PagedRequest
 
+MOST_APART = 4
 PROMPT = 60
 CLOSE = {"rtol": 1e-3, "atol": 1e-4 if DEVICE == "cpu" else 1e-3}
 IDS = torch.randint(0, 256, (PROMPT,), generator=torch.Generator().manual_seed(1))
@@ -206,6 +206,7 @@ def test_forwards_that_cannot_be_captured_run_all_the_same(monkeypatch: pytest.M
 def test_many_segments_are_packed_and_those_with_hooks_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("kvboost.model.forward.MOST_APART", MOST_APART)
     two = Two(paged_engine(monkeypatch, "phi3", sizes=TWO_LAYERS), monkeypatch)
     repaired = torch.tensor([5, 9, 13, 30, 31, 44])
     hook = two.runtime.rows_of(two.paged).shift(repaired, SPANS)

@@ -124,9 +124,10 @@ class Residency:
         """Takes a new chunk in: on the GPU, or in RAM if there is no such tier or no room in it.
         False if there is no room. If RAM is full of chunks in use, it goes to the slow tiers at
         once."""
-        if self._gpu is not None and self.put_on_gpu(chunk) is not None:
-            return self.writer is None or self.writer.enqueue(chunk)
-        (chunk,) = self._ram.adopt([chunk])
+        if self._gpu is not None:
+            if self.put_on_gpu(chunk) is not None:
+                return self.writer is None or self.writer.enqueue(chunk)
+            (chunk,) = self._ram.adopt([chunk])
         in_ram = self.put_in_ram(chunk)
         if self.writer is None:
             return in_ram
