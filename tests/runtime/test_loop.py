@@ -465,7 +465,7 @@ def test_a_failing_request_does_not_affect_others(
 def test_a_request_under_repair_restarts_when_its_batch_fails(
     make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make(reuse_moved="always", sharing_wait=0.0, max_pause=0.0)  # in one batch
+    engine = make(reuse_moved="always", sharing_wait=0.0)
     engine.warm(TEXT[:96])
     prompt = TEXT[500:520] + TEXT[:96] + TEXT[600:620]
     expected = engine.generate(prompt, 6, keep=False)
@@ -480,8 +480,8 @@ def test_a_request_under_repair_restarts_when_its_batch_fails(
         return run(segments, cache)
 
     monkeypatch.setattr(engine._model.forward, "_run", failing)
-    prompts = [TEXT[2000:2040], prompt]
-    got = engine.generate_batch(prompts, 6, each=[{}, {"keep": False}])
+    prompts = [TEXT[2000:2020] + TEXT[:96] + TEXT[2020:2040], prompt]
+    got = engine.generate_batch(prompts, 6, each=[{"keep": False}] * 2)
     assert failed
     assert got[1].token_ids == expected.token_ids
     assert got[1].recomputed_tokens == expected.recomputed_tokens

@@ -249,7 +249,14 @@ class Loop:
         self._resume_paused()
         self._start_waiting()
         self._outbox.send()
-        for batch in self._pick_batches():
+        batches = self._pick_batches(self._needs())
+        jobs = [job for batch in batches for job in batch]
+        probed = {job for job in jobs if job.need is not None and job.need.observes}
+        for batch in batches:
+            self._run(batch)
+            self._outbox.send()
+        needs = {job: rows for job, rows in self._needs().items() if job in probed}
+        for batch in self._pick_batches(needs):  # the repairs that these probes were for
             self._run(batch)
             self._outbox.send()
         self._idle_time.broken()
@@ -312,12 +319,11 @@ class Loop:
         jobs = (job for job in self._running() if job not in self._in_forward)
         return [job for job in jobs if not job.is_reading and job.steps is not None]
 
-    def _pick_batches(self) -> list[list[Job]]:
-        """The requests of this step: one batch, and one more for each that must run alone. Where
-        forwards let others run between their layers, those that are answering have a batch of their
-        own if all together would take long."""
+    def _pick_batches(self, needs: dict[Job, int]) -> list[list[Job]]:
+        """The requests of this step, among those that need so many rows: one batch, and one more
+        for each that must run alone. Where forwards let others run between their layers, those that
+        are answering have a batch of their own if all together would take long."""
         with self._changed:
-            needs = self._needs()
             picked = self._scheduler.pick(needs, time.monotonic())
         if len(needs) > 1:
             for job in needs:
