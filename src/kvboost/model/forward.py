@@ -35,14 +35,13 @@ from kvboost.model.native.decoder import (
 from kvboost.model.native.head import Head, install_head
 from kvboost.model.native.kernels import Kernels
 from kvboost.model.paged.kv import PagedKV
-from kvboost.model.sampling import Picked, Sampler, TokenMask
+from kvboost.model.sampling import Picked, Sampler, TokenMask, TokenSampler
 from kvboost.model.segment import Segment
 from kvboost.model.triton.host import to_device
 
 if TYPE_CHECKING:
     from kvboost.model.paged.graphs import Capture
     from kvboost.model.paged.layers import FusedLayers
-    from kvboost.model.paged.sampling import RowSampler
     from kvboost.model.paged.slab import Slab
     from kvboost.model.paged.steps import Steps
 
@@ -363,7 +362,7 @@ class Forward:
         defaults: GenerationConfig,
         prompt_ids: Sequence[int] | npt.NDArray[np.integer[Any]],
         mask: TokenMask | None = None,
-    ) -> Sampler | RowSampler:
+    ) -> TokenSampler:
         """What picks the tokens of a request: on the device if its KV is in pages, unless a mask
         on the host says which tokens are allowed."""
         steps = self._steps if mask is None else None

@@ -96,6 +96,10 @@ class RequestKV:
     """Whether rows anywhere may be written again, as a repair does."""
     is_exact = True
     """Whether rows stay as they were written."""
+    runs_ahead = False
+    """Whether a device may run its next rows before it is asked for them, and others beside."""
+    is_far = False
+    """Whether some of its rows may be in slower memory."""
 
     def __init__(self, shape: KVShape, num_tokens: int) -> None:
         self.shape = shape
@@ -141,6 +145,11 @@ class RequestKV:
             self.base = SharedRows(self.data, count, self.base)
         assert self.base is not None
         return self.base.first(count)
+
+    def prepare_repair(self) -> None:
+        """Hooks of a repair need all rows in one piece."""
+        if self.base is not None:
+            self.detach_prefix()
 
     def detach_prefix(self) -> None:
         """Copies the rows of ``base`` into a buffer of its own."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from transformers import (
 
 from kvboost.config import SamplingParams
 from kvboost.results import TokenLogprob
+
+if TYPE_CHECKING:
+    from kvboost.model.paged.sampling import RowSampler
 
 # Settings of a model's generation config that change its output and that we do not apply.
 NOT_APPLIED = (
@@ -54,6 +57,43 @@ class TokenMask(Protocol):
 
     def allowed(self) -> bytes:
         """One bit per token, the lowest first."""
+
+
+class PickedSoon(Protocol):
+    """A token that is being picked."""
+
+    @property
+    def is_done(self) -> Callable[[], bool] | None:
+        """Whether it is picked, if a device may still be at it."""
+
+    def get(self) -> Picked:
+        """Waits for it."""
+
+
+class TokenSampler(Protocol):
+    """Picks the tokens of one request, on the host or on a device."""
+
+    def begin(self, logits: torch.Tensor, position: int, last: int) -> PickedSoon:
+        """Picks the token at ``position``, after the token ``last``, given the model's logits
+        ``[vocab]``."""
+
+    def for_steps(self, *, drafted: bool) -> RowSampler | None:
+        """What picks tokens in the forward that gives their logits, perhaps with ``drafted`` ones
+        before them; None if the host does."""
+
+    def note(self, token_ids: Sequence[int]) -> None:
+        """Tokens that follow without having been picked here."""
+
+
+@dataclass(frozen=True)
+class PickedNow:
+    """A token that has been picked."""
+
+    picked: Picked
+    is_done: None = None
+
+    def get(self) -> Picked:
+        return self.picked
 
 
 class Sampler:
@@ -100,8 +140,13 @@ class Sampler:
         token_id = int(token)
         return token_id, self._describe(logits, token_id)
 
+    def begin(self, logits: torch.Tensor, position: int, last: int) -> PickedNow:
+        return PickedNow(self(logits))
+
+    def for_steps(self, *, drafted: bool) -> None:
+        return None
+
     def note(self, token_ids: Sequence[int]) -> None:
-        """Tokens that follow without having been picked here."""
         if self._seen is not None:
             more = torch.tensor(token_ids, dtype=torch.long, device=self._seen.device)
             self._seen = torch.cat([self._seen, more])

@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from kvboost.cache.chunk import Lineage
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.store import ChunkLost
-from kvboost.model.kv import RequestKV, SharedRows
+from kvboost.model.kv import RequestKV
 from kvboost.results import ReuseReport
 from kvboost.reuse.copies import further_copies
 from kvboost.reuse.plan import Plan
@@ -66,8 +66,8 @@ class Assembling:
             if any(hit.tier != store.fastest_tier for hit in plan.hits):
                 self._keeping.touch_used()  # before these chunks are added to a faster tier
             clock.lap("plan")
-            if plan.moved and isinstance(self._kv.base, SharedRows):
-                self._kv.detach_prefix()  # hooks of a repair need rows in one piece
+            if plan.moved:
+                self._kv.prepare_repair()
             try:
                 rows = runtime.rows_of(self._kv)
                 seconds = yield from self._place(rows, self._not_in_place(plan))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -17,11 +17,8 @@ import numpy as np
 import torch
 
 from kvboost.config import GenerationMode
-from kvboost.model.far.kv import FarKV
 from kvboost.model.kv import RequestKV
-from kvboost.model.paged.kv import PagedKV
-from kvboost.model.paged.sampling import RowSampler
-from kvboost.model.sampling import Picked, Sampler, describe_rows
+from kvboost.model.sampling import Picked, TokenSampler, describe_rows
 from kvboost.model.segment import Segment
 from kvboost.results import SpanKind
 from kvboost.reuse.plan import Plan
@@ -218,13 +215,7 @@ class Generation:
         keeps_at = time.monotonic() + KEPT_AFTER if keeps_early else math.inf
         is_first = True
         while True:
-            if isinstance(sampler, RowSampler) and isinstance(given, torch.Tensor):
-                ids = state.token_ids or request.token_ids
-                soon = sampler.begin(given, state.rows, int(ids[-1]))
-                yield from await_device(state, soon.is_done)
-                picked = [soon.get()]
-            else:
-                picked = self._choose(sampler, constraint, given)
+            picked = yield from self._choose(sampler, constraint, given)
             self._observe_cost()
             is_complete = constraint is not None and constraint.is_complete
             ended = answer.take(picked, completes=is_complete)
@@ -245,26 +236,29 @@ class Generation:
         yield None  # show the text before admission takes its time
 
     def _choose(
-        self, sampler: Sampler | RowSampler, constraint: Constraint | None, given: Given
-    ) -> list[Picked]:
+        self, sampler: TokenSampler, constraint: Constraint | None, given: Given
+    ) -> Computing[list[Picked]]:
         """The next token, and with a constraint the tokens that it forces before or after it."""
-        if constraint is None or isinstance(sampler, RowSampler):
-            return [self._pick(sampler, given)]
+        if constraint is None:
+            return [(yield from self._pick(sampler, given))]
         picked: list[Picked] = []
         forced = constraint.take_forced()
         if not forced:
-            picked.append(self._pick(sampler, given))
+            picked.append((yield from self._pick(sampler, given)))
             constraint.accept(picked[0][0])
             forced = constraint.take_forced()
         sampler.note(forced)
         return [*picked, *((token, None) for token in forced)]
 
-    def _pick(self, sampler: Sampler | RowSampler, given: Given) -> Picked:
+    def _pick(self, sampler: TokenSampler, given: Given) -> Computing[Picked]:
         """The next token: the one given, or one picked from the logits given, ``[vocab]``."""
         if not isinstance(given, torch.Tensor):
             return given
-        assert not isinstance(sampler, RowSampler)
-        return sampler(given)
+        state = self._state
+        ids = state.token_ids or self._request.token_ids
+        soon = sampler.begin(given, state.rows, int(ids[-1]))
+        yield from await_device(state, soon.is_done)
+        return soon.get()
 
     def _record(self, given: Given) -> None:
         """Keeps what the last token was drawn from, to be compared when the request is healed. On a
@@ -278,7 +272,7 @@ class Generation:
             state.recorded.append(TopTokens.of(given))
 
     def _next(
-        self, sampler: Sampler | RowSampler, constraint: Constraint | None, limit: int
+        self, sampler: TokenSampler, constraint: Constraint | None, limit: int
     ) -> Computing[Given]:
         """Runs the tokens that have no rows yet, the last one and those that a grammar forced, and
         a draft of those that follow. Returns the next token or its logits. An answer has at most
@@ -315,7 +309,7 @@ class Generation:
                 range(start, end + len(draft)),
                 1 + len(draft),
                 as_stock=self._as_stock,
-                sampler=self._on_device(sampler, draft),
+                sampler=sampler.for_steps(drafted=bool(draft)),
                 decodes=True,
                 ahead=len(state.token_ids) + 1 < limit
                 and (beside is None or following is not None),
@@ -331,13 +325,6 @@ class Generation:
         self._drafts.hold(draft, given[1:])
         return given[0]
 
-    def _on_device(self, sampler: Sampler | RowSampler, draft: Sequence[int]) -> RowSampler | None:
-        """What picks the tokens after the next rows where their logits are; None if the host does.
-        A penalty for tokens that were seen must not see those of a draft."""
-        if not isinstance(sampler, RowSampler):
-            return None
-        return None if draft and sampler.kind.penalizes else sampler
-
     def _start_speculation(self) -> None:
         runtime, request = self._runtime, self._request
         if not self._as_stock and self._healing is None:
@@ -345,8 +332,7 @@ class Generation:
                 self._state,
                 runtime.root_of(request),
                 runtime.store.epoch,
-                runs_ahead=isinstance(self._kv, PagedKV)
-                and not self._runtime.model.forward.streams,
+                runs_ahead=self._kv.runs_ahead and not self._runtime.model.forward.streams,
             )
 
     def _observe_cost(self) -> None:
@@ -375,7 +361,7 @@ class Generation:
         """Whether its forwards were those of no other request, were not recorded meanwhile, and
         took as long as those of others would: not those of an adapter, or over far rows."""
         is_alone = not self._state.accompanied and self._request.adapter is None
-        is_alone = is_alone and not isinstance(self._kv, FarKV)
+        is_alone = is_alone and not self._kv.is_far
         return is_alone and self._runtime.num_graphs == self._num_graphs
 
     def _compute(

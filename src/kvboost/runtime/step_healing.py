@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from kvboost.model.kv import RequestKV
-from kvboost.model.paged.kv import PagedKV
 from kvboost.model.sampling import takes_likeliest
 from kvboost.model.segment import Segment
 from kvboost.results import Healing
@@ -43,7 +42,7 @@ class StepHealing:
         """None if there is nothing to heal, or not in this way."""
         request = state.request
         wanted = request.heal == "auto" and request.grammar is None and not state.is_exact
-        can = runtime.model.forward.beside_rows > 0 and isinstance(kv, PagedKV)
+        can = runtime.model.forward.beside_rows > 0 and kv.runs_ahead
         can = can and request.adapter is None  # which runs no captured forwards
         return cls(runtime, state, kv) if wanted and can else None
 

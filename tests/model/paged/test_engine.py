@@ -11,7 +11,7 @@ import torch
 
 from kvboost.model.paged.choose import choose_pages, make_capture
 from kvboost.model.paged.pool import PagedPool
-from kvboost.model.paged.sampling import PickedSoon
+from kvboost.model.paged.sampling import PickedOnDevice
 from kvboost.model.paged.slab import PAGE, Holding, Slab
 from kvboost.reuse.paged.forwards import PROBES, REPAIRS, ROWS
 from paged_engines import TWO_LAYERS, leaks, paged_engine, steps_of
@@ -37,16 +37,16 @@ def test_other_requests_run_while_a_device_picks_a_first_token(
     prompts, asked, picked = [TEXT, TEXT[:30] + "What else?"], [], []
     with paged_engine(monkeypatch) as engine:
         expected = [engine.generate(prompt, 6, ignore_eos=True).token_ids for prompt in prompts]
-        made = PickedSoon.__init__
+        made = PickedOnDevice.__init__
 
-        def slow(soon: PickedSoon, token: torch.Tensor) -> None:
+        def slow(soon: PickedOnDevice, token: torch.Tensor) -> None:
             made(soon, token)
             picked.append(soon)
             left = [False] * 3
             if len(picked) == 2:
                 soon.is_done = lambda: asked.append(True) or not left or left.pop()
 
-        monkeypatch.setattr(PickedSoon, "__init__", slow)
+        monkeypatch.setattr(PickedOnDevice, "__init__", slow)
         found = engine.generate_batch(prompts, 6, ignore_eos=True)
         assert [result.token_ids for result in found] == expected
         assert len(asked) == 4  # the first one's steps ran in between and leaks(engine) == []

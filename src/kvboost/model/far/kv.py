@@ -31,6 +31,7 @@ class FarKV(RequestKV):
     """
 
     shares = False
+    is_far = True
 
     def __init__(
         self,

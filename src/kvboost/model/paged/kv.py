@@ -26,6 +26,8 @@ class PagedKV(RequestKV):
     """Row ``p`` is in page ``p // PAGE`` of the request. ``base`` are pages that other requests
     hold too; they are never written. Reading gathers rows into a copy."""
 
+    runs_ahead = True
+
     def __init__(self, slab: Slab, holding: Holding, base: SharedPages | None = None) -> None:
         self.shape = slab.shape
         self.slab = slab
@@ -59,6 +61,9 @@ class PagedKV(RequestKV):
         if shared.count > self.own_start:
             self._shared = shared
         return shared
+
+    def prepare_repair(self) -> None:
+        """Kernels find rows in any pages."""
 
     def detach_prefix(self) -> None:
         if self._shared is not None:

@@ -170,23 +170,27 @@ class RowSampler:
     kind: Kind
 
     @torch.inference_mode()
-    def begin(self, logits: torch.Tensor, position: int, last: int) -> PickedSoon:
-        """Picks the token at ``position``, after the token ``last``, given the model's logits
-        ``[vocab]``."""
+    def begin(self, logits: torch.Tensor, position: int, last: int) -> PickedOnDevice:
         if self.kind == GREEDY:  # it needs nothing but the logits
-            return PickedSoon(logits.argmax(-1))
+            return PickedOnDevice(logits.argmax(-1))
         given = to_device([self.row, position, last], torch.int64, logits.device)
         row, at, before = given.view(3, 1).unbind(0)
-        return PickedSoon(self.sampling.pick(logits[None], row, at, before, self.kind))
+        return PickedOnDevice(self.sampling.pick(logits[None], row, at, before, self.kind))
+
+    def for_steps(self, *, drafted: bool) -> RowSampler | None:
+        """A penalty for tokens that were seen must not see those of a draft."""
+        return None if drafted and self.kind.penalizes else self
+
+    def note(self, token_ids: Sequence[int]) -> None:
+        assert not token_ids, "requests with a grammar have their tokens picked on the host"
 
 
-class PickedSoon:
-    """A token that a device picks."""
+class PickedOnDevice:
+    """A token that a device picks. A copy of it is on its way to the host."""
 
     def __init__(self, token: torch.Tensor) -> None:
         self._token = token
         self.is_done: Callable[[], bool] | None = None
-        """Whether it is picked, if the host goes on meanwhile."""
         self._wait: Callable[[], None] = lambda: None
         if token.device.type == "cuda":
             self._token = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
@@ -196,7 +200,6 @@ class PickedSoon:
             self.is_done, self._wait = copied.query, copied.synchronize
 
     def get(self) -> Picked:
-        """Waits for it."""
         self._wait()
         return int(self._token), None
 
