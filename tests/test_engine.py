@@ -23,6 +23,7 @@ from kvboost import (
     StockModel,
     UnsupportedModelError,
 )
+from kvboost.model.sampling import Sampler
 from kvboost.results import PHASES
 from tiny import (
     CONTEXT,
@@ -180,7 +181,7 @@ def test_a_long_answer_makes_its_kv_grow(engine, monkeypatch) -> None:
 def test_a_stop_that_only_the_last_flush_completes_is_a_stop(engine, monkeypatch) -> None:
     tokenizer = engine._model.tokenizer
     half = tokenizer.encode("é")[0]
-    monkeypatch.setattr(engine._model.forward, "sampler", lambda *_: lambda logits: (half, None))
+    monkeypatch.setattr(Sampler, "__call__", lambda *_: (half, None))
     result = engine.generate(TEXT, 1, stop="\ufffd")
     assert (result.finish_reason, result.output_text) == ("stop", "")
 
