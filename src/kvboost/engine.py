@@ -34,7 +34,6 @@ from kvboost.config import (
 )
 from kvboost.errors import ConfigError, KVBoostError, PromptError
 from kvboost.model.load import LoadedModel, machine_key, wrap
-from kvboost.model.tokenizer import ModelTokenizer
 from kvboost.results import (
     AdapterInfo,
     Calibration,
@@ -47,7 +46,7 @@ from kvboost.runtime.alone import text_pieces
 from kvboost.runtime.embedding import LoadedModelEmbedder
 from kvboost.runtime.facts import describe, facts_of
 from kvboost.runtime.generation import Generation
-from kvboost.runtime.loading import MakeRuntime, load_model
+from kvboost.runtime.loading import MakeRuntime, fill_in, load_model
 from kvboost.runtime.options import BatchOptions, RequestOptions, ReuseOptions
 from kvboost.runtime.recording import record_graphs
 from kvboost.runtime.request import RequestState
@@ -63,10 +62,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 T = TypeVar("T")
-
-
-RUNNING_ON_GPU = 64
-"""Requests that run at once on a GPU by default: 64 take little longer for a step than 16."""
 
 
 class KVBoost(TextCache):
@@ -141,8 +136,7 @@ class KVBoost(TextCache):
             tp_size=tp_size,
             hub_options={**hub, **(model_kwargs or {})},
         )
-        if "max_running" not in engine and model.device.type == "cuda":
-            config = replace(config, max_running=RUNNING_ON_GPU)
+        config = fill_in(config, engine, model)
         costs = home() / "costs" / f"{machine_key(model, tp_size)}.json"
         made = cls(model, config, costs, make_runtime)
         if config.graphs == "auto":
@@ -188,17 +182,6 @@ class KVBoost(TextCache):
         """The model's tokenizer, as transformers loads it. :meth:`encode` and :meth:`decode` are
         what requests use."""
         return self._model.tokenizer.hf
-
-    @property
-    def prompt_tokenizer(self) -> ModelTokenizer:
-        """What requests use of the tokenizer, with the model's chat template. It can be pickled, so
-        that another process reads prompts and writes answers just as this one."""
-        return self._model.tokenizer
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """The tokens that end an answer."""
-        return self._model.eos_ids
 
     @property
     def device(self) -> torch.device:

@@ -35,13 +35,14 @@ from kvboost.model.native.decoder import (
 from kvboost.model.native.head import Head, install_head
 from kvboost.model.native.kernels import Kernels
 from kvboost.model.paged.kv import PagedKV
-from kvboost.model.sampling import Picked, Sampler, TokenMask, TokenSampler
+from kvboost.model.sampling import Picked, Sampler, TokenMask
 from kvboost.model.segment import Segment
 from kvboost.model.triton.host import to_device
 
 if TYPE_CHECKING:
     from kvboost.model.paged.graphs import Capture
     from kvboost.model.paged.layers import FusedLayers
+    from kvboost.model.paged.sampling import TokenSampler
     from kvboost.model.paged.slab import Slab
     from kvboost.model.paged.steps import Steps
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,6 @@ from transformers import (
 
 from kvboost.config import SamplingParams
 from kvboost.results import TokenLogprob
-
-if TYPE_CHECKING:
-    from kvboost.model.paged.sampling import RowSampler
 
 # Settings of a model's generation config that change its output and that we do not apply.
 NOT_APPLIED = (
@@ -70,21 +67,6 @@ class PickedSoon(Protocol):
         """Waits for it."""
 
 
-class TokenSampler(Protocol):
-    """Picks the tokens of one request, on the host or on a device."""
-
-    def begin(self, logits: torch.Tensor, position: int, last: int) -> PickedSoon:
-        """Picks the token at ``position``, after the token ``last``, given the model's logits
-        ``[vocab]``."""
-
-    def for_steps(self, *, drafted: bool) -> RowSampler | None:
-        """What picks tokens in the forward that gives their logits, perhaps with ``drafted`` ones
-        before them; None if the host does."""
-
-    def note(self, token_ids: Sequence[int]) -> None:
-        """Tokens that follow without having been picked here."""
-
-
 @dataclass(frozen=True)
 class PickedNow:
     """A token that has been picked."""
@@ -97,7 +79,8 @@ class PickedNow:
 
 
 class Sampler:
-    """Picks the tokens of one request. It has its own random generator: a seed gives the same
+    """Picks the tokens of one request on the host: a ``TokenSampler`` of
+    ``model/paged/sampling.py``. It has its own random generator: a seed gives the same
     tokens, whatever else is running."""
 
     def __init__(

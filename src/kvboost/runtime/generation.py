@@ -18,7 +18,8 @@ import torch
 
 from kvboost.config import GenerationMode
 from kvboost.model.kv import RequestKV
-from kvboost.model.sampling import Picked, TokenSampler, describe_rows
+from kvboost.model.paged.sampling import TokenSampler
+from kvboost.model.sampling import Picked, describe_rows
 from kvboost.model.segment import Segment
 from kvboost.results import SpanKind
 from kvboost.reuse.plan import Plan

@@ -64,6 +64,11 @@ class Job:
         return not self.state.token_ids
 
     @property
+    def is_probing(self) -> bool:
+        """Whether its next rows are a probe."""
+        return self.need is not None and self.need.observes
+
+    @property
     def awaits_device(self) -> bool:
         """Whether it pauses, and the device has not done yet what it needs to go on."""
         return self.state.awaits is not None and not self.state.awaits()

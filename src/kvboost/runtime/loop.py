@@ -40,8 +40,6 @@ T = TypeVar("T")
 
 STEP_ROWS_ON_CPU = 256
 STEP_ROWS_ON_GPU = 2048
-MOST_BESIDE_HEALING = 8
-"""While more requests answer, none is healed: their steps have no time to spare."""
 
 
 class Loop:
@@ -249,17 +247,16 @@ class Loop:
         self._resume_paused()
         self._start_waiting()
         self._outbox.send()
-        batches = self._pick_batches(self._needs())
-        jobs = [job for batch in batches for job in batch]
-        probed = {job for job in jobs if job.need is not None and job.need.observes}
-        for batch in batches:
-            self._run(batch)
-            self._outbox.send()
-        needs = {job: rows for job, rows in self._needs().items() if job in probed}
-        for batch in self._pick_batches(needs):  # the repairs that these probes were for
-            self._run(batch)
-            self._outbox.send()
+        probes = [job for job in self._running() if job.is_probing]
+        self._run_all(self._needs())
+        repairs = {job for job in probes if not job.is_probing}  # a repair follows its probe
+        self._run_all({job: rows for job, rows in self._needs().items() if job in repairs})
         self._idle_time.broken()
+
+    def _run_all(self, needs: dict[Job, int]) -> None:
+        for batch in self._pick_batches(needs):
+            self._run(batch)
+            self._outbox.send()
 
     def _remove_departed(self, jobs: Sequence[Job] | None = None) -> None:
         """Ends those of ``jobs``, or of all requests, that were cancelled or have timed out."""
@@ -410,7 +407,7 @@ class Loop:
         assert job.steps is not None
         company = self._company() if company is None else company
         job.state.slice_rows = self._slice_rows(job, company.num_answering > 0)
-        job.state.has_slack = self._has_slack(job)
+        job.state.has_slack = self._scheduler.has_slack(job)
         job.state.is_awaited = bool(self._scheduler.waiting)
         company.take(job)
         try:
@@ -436,15 +433,6 @@ class Loop:
         if not someone_answers or self._pauses_forwards:
             return rows
         return self._patience.slice_rows(rows, len(job.token_ids))
-
-    def _has_slack(self, job: Job) -> bool:
-        """Whether the next step of a request may heal some of its rows: those of one request at a
-        time, while few answer and no other one reads or waits."""
-        running = self._scheduler.running
-        if len(running) > MOST_BESIDE_HEALING or self._scheduler.waiting:
-            return False
-        healing = next((other for other in running if other.state.heals), job)
-        return healing is job and not any(o.is_reading for o in running if o is not job)
 
     def _throw(self, job: Job, error: BaseException) -> None:
         """Tells a request that its rows could not be computed."""

@@ -21,6 +21,8 @@ from kvboost.runtime.job import SAMPLED, Job
 
 LEAST_SHARED = 128
 """A request does not wait to share fewer tokens."""
+MOST_BESIDE_HEALING = 8
+"""While more jobs answer, none is healed: their steps have no time to spare."""
 PATIENCE_SECONDS = 5.0
 """A prompt that has been read for longer than this goes before shorter ones."""
 
@@ -110,6 +112,14 @@ class Scheduler:
             chosen.append(job)
             taken += rows[job]
         return answering + chosen
+
+    def has_slack(self, job: Job) -> bool:
+        """Whether the next step of a job may heal some of its rows: those of one job at a time,
+        while few answer and no other one reads or waits."""
+        if len(self.running) > MOST_BESIDE_HEALING or self.waiting:
+            return False
+        healing = next((other for other in self.running if other.state.heals), job)
+        return healing is job and not any(o.is_reading for o in self.running if o is not job)
 
     def slice_rows(self, someone_answers: bool) -> int:
         """How many prompt rows go into one step."""

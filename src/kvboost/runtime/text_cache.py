@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 from kvboost.config import MOST_CONTEXTS, EngineConfig, GenerationMode, at_least, whole
 from kvboost.errors import ConfigError, PinError, PromptError
 from kvboost.model.load import LoadedModel
+from kvboost.model.tokenizer import ModelTokenizer
 from kvboost.progress import Progress
 from kvboost.results import Arrangement, HealReport, Pin, ReuseReport
 from kvboost.reuse.arrange import arrange
@@ -61,6 +62,17 @@ class TextCache:
             self._settings.repair_more,
         )
         self._loop = Loop(runtime, config, self._healer)
+
+    @property
+    def prompt_tokenizer(self) -> ModelTokenizer:
+        """What requests use of the tokenizer, with the model's chat template. It can be pickled, so
+        that another process reads prompts and writes answers just as this one."""
+        return self._model.tokenizer
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        return self._model.eos_ids
 
     def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt. ``add_special_tokens=False`` takes text as it is, without the

@@ -10,14 +10,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from transformers import GenerationConfig
 
 from kvboost.config import SamplingParams
-from kvboost.model.sampling import LEAST_TEMPERATURE, Picked, chosen
+from kvboost.model.sampling import LEAST_TEMPERATURE, Picked, PickedSoon, chosen
 from kvboost.model.triton.host import send, to_device
 
 MOST_LIKELY = 256
@@ -45,6 +45,22 @@ class Kind:
 
 
 GREEDY = Kind()
+
+
+class TokenSampler(Protocol):
+    """Picks the tokens of one request: a :class:`RowSampler` on a device, or ``Sampler`` of
+    ``model/sampling.py`` on the host."""
+
+    def begin(self, logits: torch.Tensor, position: int, last: int) -> PickedSoon:
+        """Picks the token at ``position``, after the token ``last``, given the model's logits
+        ``[vocab]``."""
+
+    def for_steps(self, *, drafted: bool) -> RowSampler | None:
+        """What picks tokens in the forward that gives their logits, perhaps with ``drafted`` ones
+        before them; None if the host does."""
+
+    def note(self, token_ids: Sequence[int]) -> None:
+        """Tokens that follow without having been picked here."""
 
 
 class DeviceSampling:
