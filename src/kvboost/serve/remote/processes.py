@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import pickle
@@ -18,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvboost.errors import ConfigError, KVBoostError
-from kvboost.serve.process import SWITCH_SECONDS, log_to_stderr
+from kvboost.serve.process import SWITCH_SECONDS, collecting_rarely, log_to_stderr
 from kvboost.serve.remote.descriptions import EmbeddingDescription, EngineDescription, Start
 from kvboost.serve.remote.host import Host
 from kvboost.serve.remote.wire import Pipe, ToEngine
@@ -57,11 +56,8 @@ def serve(
     sys.setswitchinterval(SWITCH_SECONDS)
     log_to_stderr()
     engine.prepare_formats()
-    gc.freeze()  # as process.serve does
-    try:
+    with collecting_rarely():
         asyncio.run(Supervisor(engine, settings, listening, on_ready, reread).run())
-    finally:
-        gc.unfreeze()
 
 
 class ApiProcess:

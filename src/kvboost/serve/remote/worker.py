@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 import signal
 import socket
@@ -13,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from kvboost.serve.app import create_app
-from kvboost.serve.process import SWITCH_SECONDS, Server, log_to_stderr
+from kvboost.serve.process import SWITCH_SECONDS, Server, collecting_rarely, log_to_stderr
 from kvboost.serve.remote.descriptions import Start
 from kvboost.serve.remote.engine import RemoteEmbeddingModel, RemoteEngine
 from kvboost.serve.remote.link import Link
@@ -62,8 +61,8 @@ def main(listening: int, end: int) -> None:
         own: Any = RemoteEmbeddingModel(link, start.embedding_model)
         settings = replace(settings, embedding_model=own)
     app = create_app(engine, settings)
-    gc.freeze()
-    ApiServer(app, link).run(sockets=[socket.socket(fileno=listening)])
+    with collecting_rarely():
+        ApiServer(app, link).run(sockets=[socket.socket(fileno=listening)])
     was_lost = link.is_lost
     link.close()
     sys.exit(1 if was_lost else 0)
