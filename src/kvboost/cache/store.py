@@ -10,6 +10,7 @@ long prompt, the rows of a request), and never while the network or another proc
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -337,9 +338,13 @@ class ChunkStore:
             return {info.root for info in self._holdings.catalogue.infos().values()}
 
     def free_gpu(self, is_enough: Callable[[], bool]) -> None:
-        """Evicts chunks from the GPU until that ``is_enough``, or no other may go."""
-        with self._lock:
-            self._holdings.residency.free_gpu(is_enough)
+        """Evicts chunks from the GPU until that ``is_enough``, or no other may go; a few at a
+        time, between which other threads have their turn."""
+        while not is_enough():
+            with self._lock:
+                if not self._holdings.residency.free_gpu():
+                    return
+            time.sleep(0)
 
     def leave_memory(self, roots: Collection[ChunkKey]) -> int:
         """Takes the chunks of these roots out of memory, except those in use; returns how many.

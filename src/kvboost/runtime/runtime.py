@@ -18,6 +18,7 @@ from kvboost.cache.lookup.hits import KnownRows
 from kvboost.cache.quantize import KVFormat, Quantizer
 from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.open import Tiers, open_tiers
+from kvboost.cache.tiers.ordered import Aside
 from kvboost.cache.tiers.ram import RamTier
 from kvboost.config import EngineConfig
 from kvboost.errors import KVBoostError
@@ -58,6 +59,8 @@ INITIAL_ANSWER_ROWS = 512
 """Rows reserved for an answer at first. A longer answer makes the request's KV grow."""
 MAX_IDLE = 8
 """KV buffers that are kept for the next requests."""
+SPARE_SHARE = 64
+"""One of so many pages is kept free, by a thread that evicts chunks before requests must."""
 MEMORY_SHARE = 0.25
 """Of a machine's memory, or twice that of what is free on a GPU, for the KV of running requests."""
 SLICE_ON_CPU = 1024
@@ -339,11 +342,16 @@ class Runtime:
             forward.steps.beside = RowsBeside(kernels, slab, heads, capacity)
             if self._gpu_tier is not None and self.keeps_pages:
                 self._gpu_tier.pages = self._page_store = PageStore(slab)
-                slab.free_kept = partial(self._free_pages, slab)
+                slab.free_kept = self._free_pages
+                slab.num_spare = slab.num_pages // SPARE_SHARE
+                spare = partial(self._free_pages, 2 * slab.num_spare)
+                slab.on_low = Aside(spare, "kvboost-pages").ask
 
-    def _free_pages(self, slab: Slab, number: int) -> None:
+    def _free_pages(self, number: int) -> None:
         """Evicts chunks until so many pages are free, as far as possible."""
-        self.store.free_gpu(lambda: slab.num_free >= number)
+        if (pages := self._page_store) is not None:
+            with torch.inference_mode():
+                self.store.free_gpu(lambda: pages.num_free >= number)
 
     def _leave_slab(self) -> None:
         """Frees the memory of requests. Graphs and what they run refer to one another, so that only

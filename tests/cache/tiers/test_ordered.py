@@ -190,7 +190,7 @@ class Student(LRU):
 def test_nobody_waits_while_a_policy_learns() -> None:
     policy = Student()
     tier = filled(4, policy)
-    aside = Aside(tier.settle)
+    aside = Aside(tier.settle, "order")
     aside.ask()
     assert policy.began.wait(SECONDS)
     tier.touch([ChunkKey("0")])
@@ -207,7 +207,7 @@ def test_work_aside_is_done_again_if_it_is_asked_for_meanwhile() -> None:
         begun.release()
         assert go_on.acquire(timeout=SECONDS)
 
-    aside = Aside(work)
+    aside = Aside(work, "order")
     aside.ask()
     assert begun.acquire(timeout=SECONDS)
     aside.ask()
@@ -220,7 +220,7 @@ def test_the_thread_ends_without_work_and_comes_back_with_it(
 ) -> None:
     monkeypatch.setattr(ordered, "IDLE_SECONDS", 0.01)
     done = threading.Semaphore(0)
-    aside = Aside(lambda: done.release() and None)
+    aside = Aside(lambda: done.release() and None, "order")
     for _ in range(2):
         aside.ask()
         assert done.acquire(timeout=SECONDS)

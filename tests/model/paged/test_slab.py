@@ -137,6 +137,21 @@ def test_kept_pages_go_when_a_request_needs_them() -> None:
     assert slab.check_integrity() == []
 
 
+def test_few_free_pages_are_reported_before_none_is_left() -> None:
+    slab = Slab(SHAPE, num_pages=8, num_requests=4)
+    slab.num_spare = 3
+    left: list[int] = []
+    slab.on_low = lambda: left.append(slab.num_free)  # it may ask the slab
+    first = slab.take(5 * PAGE)
+    assert first is not None and not left
+    second = slab.take(PAGE)
+    assert second is not None and left == [2]
+    assert slab.extend(second, 2 * PAGE) and left == [2, 1]
+    slab.release(first)
+    third = slab.take(PAGE)
+    assert third is not None and left == [2, 1]
+
+
 def test_a_pool_without_space_lends_a_buffer() -> None:
     slabs: list[Slab] = []
     size = 3 * PAGE * SHAPE.row_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,7 @@ from kvboost.model import triton
 from kvboost.model.paged.pool import PagedPool
 from kvboost.model.paged.slab import PAGE, Slab
 from paged_engines import SMALL, leaks, paged_engine
-from test_reuse import BASELINE, EXACT
+from test_reuse import BASELINE, EXACT, SLOPPY
 from tiny import DEVICE
 
 if not triton.is_available():
@@ -119,6 +120,37 @@ def test_a_request_that_needs_pages_sends_chunks_to_ram(
     assert all(torch.equal(data.tensors[PLAIN], one) for data, one in zip(found, rows, strict=True))
     engine.generate(TEXT, 2, EXACT, ignore_eos=True)
     assert counts == [0, PAGE]  # it came back with the request before
+
+
+def test_rows_that_can_be_moved_again_are_not_copied_to_ram(engine: KVBoost) -> None:
+    def lineages() -> set[str]:
+        return {info.lineage.value for info in store._holdings.catalogue.infos().values()}
+
+    store = engine._runtime.store
+    prompt = [5, 6, 7, *TEXT, *TEXT[:20]]
+    engine.generate(TEXT, 1, EXACT, ignore_eos=True)
+    moved = engine.generate(prompt, 1, ignore_eos=True, **SLOPPY)
+    assert moved.moved_tokens and lineages() == {"exact", "approximate"}
+    store.free_gpu(lambda: not kept(engine))
+    assert lineages() == {"exact"}
+    again = engine.generate(prompt, 1, ignore_eos=True, **SLOPPY)
+    assert (again.moved_tokens, again.token_ids) == (moved.moved_tokens, moved.token_ids)
+
+
+def test_a_thread_frees_pages_before_requests_need_them(
+    engine: KVBoost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvboost.runtime.runtime.SPARE_SHARE", 4)
+    engine.generate([1], 1)
+    slab = slab_of(engine)
+    monkeypatch.setattr(slab, "free_kept", lambda _: pytest.fail("a request had to free pages"))
+    for start in range(slab.num_pages):
+        engine.generate([start, *TEXT[1:PAGE]], 1, EXACT, ignore_eos=True)
+        end = time.monotonic() + 20
+        while slab.num_free < slab.num_spare:
+            assert time.monotonic() < end, "the thread freed too few pages"
+            time.sleep(0.001)
+    assert engine.cache_stats()["tiers"]["ram"]["chunks"] > 0
 
 
 def test_forgotten_rows_stay_for_a_request_that_reads_them(engine: KVBoost) -> None:

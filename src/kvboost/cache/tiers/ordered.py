@@ -195,8 +195,10 @@ class Aside:
     """Does some work in a thread of its own when it is asked to. Asked again meanwhile, it does it
     once more. Thread-safe."""
 
-    def __init__(self, work: Callable[[], None]) -> None:
+    def __init__(self, work: Callable[[], None], name: str) -> None:
+        """``name``: of the thread."""
         self._work = work
+        self._name = name
         self._asked = threading.Event()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -207,7 +209,7 @@ class Aside:
             with self._starting:
                 if self._thread is None or not self._thread.is_alive():
                     self._thread = threading.Thread(
-                        target=self._run, name="kvboost-order", daemon=True
+                        target=self._run, name=self._name, daemon=True
                     )
                     self._thread.start()
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Protocol
 
-from kvboost.cache.chunk import ChunkInfo, KVChunk
+from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage
 from kvboost.cache.eviction.policy import Entry, EvictionPolicy, recompute_cost
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ordered import Aside, OrderedTier
@@ -21,8 +20,8 @@ from kvboost.cache.tiers.stats import MoveStats, TierStats
 from kvboost.cache.tiers.writer import Writer
 from kvboost.tokens.hashing import ChunkKey
 
-EVICTED_SHARE = 128
-"""One of so many chunks leaves the GPU at a time, if requests need pages: one copy for all."""
+EVICTED_TOGETHER = 32
+"""Chunks that leave the GPU at a time, if requests need pages: one copy for all."""
 
 
 class Owner(Protocol):
@@ -75,7 +74,7 @@ class Residency:
         self._keys_on_gpu: Collection[ChunkKey] = ()
         if self._on_gpu is not None:
             self._keys_on_gpu = self._on_gpu.parents
-        self._ordering = Aside(self.settle)
+        self._ordering = Aside(self.settle, "kvboost-order")
 
     def where(self, key: ChunkKey) -> str | None:
         """The fastest tier that holds ``key``; None if no tier does."""
@@ -152,7 +151,8 @@ class Residency:
             return self._gpu.get(chunk.key)
         if not self._make_room(self._on_gpu, chunk.nbytes):
             return None
-        self.free_gpu(partial(self._gpu.has_pages_for, chunk))
+        while not self._gpu.has_pages_for(chunk) and self.free_gpu():
+            pass
         try:
             (on_gpu,) = self._gpu.adopt([chunk])
         except (MemoryError, RuntimeError):  # its memory is full of other things
@@ -163,11 +163,9 @@ class Residency:
         self._on_gpu.add(self._entry(chunk.info))
         return on_gpu
 
-    def free_gpu(self, is_enough: Callable[[], bool]) -> None:
-        """Evicts chunks from the GPU until that ``is_enough``, or no other may go."""
-        while self._on_gpu is not None and not is_enough():
-            if not self._evict(self._on_gpu, max(1, len(self._on_gpu) // EVICTED_SHARE)):
-                return
+    def free_gpu(self) -> bool:
+        """Evicts some chunks from the GPU; False if none may go."""
+        return self._on_gpu is not None and self._evict(self._on_gpu, EVICTED_TOGETHER)
 
     def keep_in_ram(self, chunk: KVChunk) -> None:
         """A copy of a chunk from the GPU is in host memory: it goes to RAM if there is room, and
@@ -384,20 +382,22 @@ class Residency:
         return bool(leaving)
 
     def _save(self, chunks: Sequence[KVChunk]) -> None:
-        """Copies chunks that leave the GPU to RAM, except those that another tier has. A copy that
-        has begun reads the rows before anything that the GPU is told later."""
-        on_disk = () if self._on_disk is None else self._on_disk.parents
-        only_here = [
-            chunk
-            for chunk in chunks
-            if not (
-                chunk.key in self._in_ram or chunk.key in on_disk or chunk.key in self._in_remote
-            )
-        ]
-        if only_here:
+        """Copies chunks that leave the GPU to RAM, except those that another tier has, and those
+        that are easily made again. A copy that has begun reads the rows before anything that the
+        GPU is told later."""
+        if only_here := [chunk for chunk in chunks if self._must_save(chunk)]:
             with suppress(MemoryError, RuntimeError):  # without memory for copies they are lost
                 for chunk in self._ram.adopt(only_here):
                     self.keep_in_ram(chunk)
+
+    def _must_save(self, chunk: KVChunk) -> bool:
+        if self.writer is not None and self.writer.is_pending(chunk.key):
+            return True  # until it is written, its pages cannot be given to others
+        if chunk.info.lineage is Lineage.APPROXIMATE:
+            return False  # moving its text again takes no longer than bringing it back
+        on_disk = () if self._on_disk is None else self._on_disk.parents
+        places = (self._in_ram.parents, on_disk, self._in_remote)
+        return not any(chunk.key in place for place in places)
 
     def _left(self, key: ChunkKey) -> None:
         """``key`` has left a tier."""

@@ -52,7 +52,8 @@ class Slab:
     request. Thread-safe; ``release`` never waits.
 
     If requests need more pages than are free, ``free_kept`` is called with the number of pages that
-    must be free, without a lock. It should let go of kept pages."""
+    must be free, without a lock. It should let go of kept pages. ``on_low`` is called when requests
+    have taken pages and fewer than ``num_spare`` are left; it should return at once."""
 
     def __init__(
         self, shape: KVShape, num_pages: int, num_requests: int, most_pages: int | None = None
@@ -63,6 +64,8 @@ class Slab:
         self.num_requests = num_requests
         self.page_bytes = PAGE * shape.row_bytes
         self.free_kept: Callable[[int], None] = lambda _: None
+        self.on_low: Callable[[], None] = lambda: None
+        self.num_spare = 0
         size = (num_pages + 1, shape.num_kv_heads, PAGE, 2 * shape.head_dim)
         self.data = torch.zeros(shape.num_layers, *size, dtype=shape.dtype, device=shape.device)
         self.layers = self.data.unbind(0)
@@ -212,6 +215,8 @@ class Slab:
         with self._lock:
             self._collect()
             yield
+        if len(self._free_pages) < self.num_spare:
+            self.on_low()
 
     def _drop(self, page: int) -> None:
         self._holders[page] -= 1

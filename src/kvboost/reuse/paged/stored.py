@@ -100,9 +100,14 @@ class PageStore:
             for kept, part in zip(self._slab.keep(lists), parts, strict=True)
         ]
 
+    @property
+    def num_free(self) -> int:
+        """How many pages nobody holds."""
+        return self._slab.num_free
+
     def has_room(self, num_rows: int, position: int) -> bool:
         """Whether pages are free for so many rows from ``position`` on."""
-        return self._slab.num_free >= pages_for(position % PAGE + num_rows)
+        return self.num_free >= pages_for(position % PAGE + num_rows)
 
     def bring(self, data: KVData, position: int) -> KVData | None:
         """A copy of ``data``, in full precision, in pages; None if too few are free. Rows have the
