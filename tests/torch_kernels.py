@@ -14,7 +14,7 @@ import torch
 
 from kvboost.model.triton.adapters import Addition
 from kvboost.model.triton.attention import _check_query
-from kvboost.model.triton.move import MovedRows
+from kvboost.model.triton.move import MovedRows, Source
 from kvboost.model.triton.move import move as move_kernel
 from kvboost.model.triton.pages import PagedLayers, check_pages, slots_of
 from kvboost.model.triton.rows import PagedRows
@@ -170,8 +170,9 @@ def move(
         move_kernel(rows, layers, share=share)
         return
     pairs = rows.cos_sin.shape[3]
-    for source, start, count, position, rotation in rows.spans:
-        stored = source.tensor[:, :, :, start : start + count]
+    for source, start, count, position, rotation, pages in rows.spans:
+        stored = torch.cat([_page(source, page) for page in pages], 3)
+        stored = stored[:, :, :, start : start + count]
         keys, values = stored[0].clone(), stored[1]
         cos, sin = rows.cos_sin[:, :, rotation, None, None]
         first, second = stored[0][..., :pairs], stored[0][..., pairs : 2 * pairs]
@@ -179,8 +180,15 @@ def move(
         keys[..., pairs : 2 * pairs] = second * cos + first * sin
         positions = torch.arange(position, position + count, device=stored.device)
         slots = slots_of(positions, rows.table, layers.page)
-        for layer, pages in enumerate(layers.pages):
-            write(keys[layer].transpose(0, 1), values[layer].transpose(0, 1), pages, slots)
+        for layer, target in enumerate(layers.pages):
+            write(keys[layer].transpose(0, 1), values[layer].transpose(0, 1), target, slots)
+
+
+def _page(source: Source, number: int) -> torch.Tensor:
+    """One of the pages of a source, whose first one is its tensor."""
+    first = source.tensor
+    step = source.numbers[-1] * first.stride(3)
+    return first.as_strided(first.shape, first.stride(), first.storage_offset() + number * step)
 
 
 def _norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

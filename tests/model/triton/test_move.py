@@ -75,6 +75,26 @@ def test_rows_are_rotated_into_the_pages_of_all_layers(
         assert torch.equal(*rows_of)  # no other row is written
 
 
+def test_a_span_goes_over_pages_of_its_source() -> None:
+    layers = make_layers(32, torch.float32, "heads first")
+    table = make_tables(1, 9, 12)[0]
+    slab = random(LAYERS, 5, KV_HEADS, 64, 2 * 32, dtype=torch.float32)  # five pages of 64 rows
+    pages = slab.unflatten(-1, (2, -1)).permute(4, 1, 0, 2, 3, 5)  # [2, 5, layers, heads, 64, 32]
+    turn = torch.ones(1, 1, 4), torch.zeros(1, 1, 4)
+    numbers, start, count, position = [4, 1, 2], 50, 100, 7
+    span = StoredSpan(
+        Source(pages[:, 0], page_step=KV_HEADS * 64), start, count, position, 0, numbers
+    )
+    move(*MovedRows.of([[span]], turn, table, layers), layers)
+    stored = torch.cat([pages[:, number] for number in numbers], 3)[:, :, :, start : start + count]
+    positions = torch.arange(position, position + count, device=DEVICE)
+    for layer, target in enumerate(layers.pages):
+        assert torch.equal(dense(target, table)[:, :, positions], stored[:, layer])
+    beyond = span._replace(start=3 * 64 - count + 1)
+    with pytest.raises(ValueError, match="its source has 192 rows"):
+        MovedRows.of([[beyond]], turn, table, layers)
+
+
 def test_layers_that_rotate_alike_share_one_table() -> None:
     layers = make_layers(32, torch.float32, "tokens first")
     table = make_tables(1, 4, 12)[0]

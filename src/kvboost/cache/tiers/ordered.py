@@ -208,9 +208,7 @@ class Aside:
         if self._thread is None or not self._thread.is_alive():
             with self._starting:
                 if self._thread is None or not self._thread.is_alive():
-                    self._thread = threading.Thread(
-                        target=self._run, name=self._name, daemon=True
-                    )
+                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                     self._thread.start()
 
     def _run(self) -> None:

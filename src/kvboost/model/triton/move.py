@@ -22,35 +22,35 @@ WARPS = 4
 
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
+Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
 class Source:
     """Rows ``[2, layers, kv_heads, tokens, dim]`` on a device, described for a kernel once:
     asking a tensor for its address and strides takes the host microseconds."""
 
-    __slots__ = ("form", "numbers", "tensor")
+    __slots__ = ("numbers", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, like: Source | None = None) -> None:
-        """``like``: a source of the same form."""
+    def __init__(self, tensor: torch.Tensor, page_step: int = 0) -> None:
+        """With a ``page_step``, the tensor is the first of many pages: each begins so many strides
+        of a token after the one before it, and has a multiple of ``ROWS`` rows."""
         self.tensor = tensor
-        strides, rows = tensor.stride(), tensor.shape[3]
-        self.form = (tensor.dtype, tensor.device, tensor.shape, strides)
-        if like is not None and like.form == self.form:
-            self.form = like.form
-        self.numbers = (tensor.data_ptr(), *strides[:4], rows)
-        """The address, the strides of all but the last dimension, and the number of tokens."""
+        self.numbers = (tensor.data_ptr(), *tensor.stride()[:4], tensor.shape[3], page_step)
+        """The address, the strides of all but the last dimension, the number of tokens, and the
+        step to the next page."""
 
 
 class StoredSpan(NamedTuple):
     """``num_rows`` rows of ``source``, which is on the device of the pages, from ``start`` on. They
     are moved to ``position`` and the positions after it; their keys rotate by one of several
-    rotations, named by its number."""
+    rotations, named by its number. ``pages``: those of the source that have the rows, in order."""
 
     source: Source
     start: int
     num_rows: int
     position: int
     rotation: int = 0
+    pages: Sequence[int] = (0,)
 
 
 @dataclass(frozen=True)
@@ -86,32 +86,20 @@ class MovedRows:
         if not all(groups) or not spans:
             raise ValueError("there are no spans to move")
         _check_rotations(cos_sin[0], spans, layers)
-        described = _describe(spans, table, layers)
-        sources = np.ascontiguousarray(described[:, :6])
-        sources[:, 1:5] *= layers.first.itemsize
-        starts, counts, positions = described[:, 6:9].T
-        tiles = -(-counts // ROWS)
-        span = np.arange(len(spans)).repeat(tiles)
-        done = (np.arange(len(span)) - (tiles.cumsum() - tiles)[span]) * ROWS
-        left = np.minimum(counts[span] - done, ROWS)
-        fields = [span, starts[span] + done, positions[span] + done, left]
+        sources, span, items = _describe(spans, table, layers)
         angles = torch.stack(cos_sin).numpy()
-        parts = [
-            sources.view(np.int32).ravel(),
-            np.column_stack(fields).astype(np.int32).ravel(),
-            angles.view(np.int32).ravel(),
-        ]
+        parts = [part.view(np.int32).ravel() for part in (sources, items, angles)]
         sent = send(torch.from_numpy(np.concatenate(parts)), table.device)
         on_device = sent.split([len(part) for part in parts])
         firsts = np.cumsum([0, *(len(group) for group in groups)])
         ends = np.searchsorted(span, firsts)
-        items = on_device[1].view(-1, 4)
+        moved = on_device[1].view(-1, 4)
         are_aligned = not (sources[:, :5] % VECTOR_BYTES).any()
         return [
             cls(
                 group,
                 on_device[0].view(torch.int64).view(-1, 6),
-                items[start:end],
+                moved[start:end],
                 on_device[2].view(torch.float32).view(angles.shape),
                 table,
                 are_aligned,
@@ -122,19 +110,25 @@ class MovedRows:
 
 def _describe(
     spans: Sequence[StoredSpan], table: torch.Tensor, layers: PagedLayers
-) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """``[spans, 10]``: the address and the strides of each span's source, then the rotation, start,
-    count and position, then how many rows the source has. Checks that they fit."""
-    known = set()  # sources differ in few ways
+) -> tuple[Numbers, Numbers, Numbers]:
+    """The sources and the items of :class:`MovedRows`, and the span of each item. Checks that they
+    fit."""
+    known = set()  # there are few sources, or they differ in few ways
     numbers = []
-    for number, (source, start, count, position, rotation) in enumerate(spans):
-        if id(source.form) not in known:
+    pages: list[int] = []
+    for number, (source, start, count, position, rotation, some) in enumerate(spans):
+        *_, tokens, step = described = source.numbers
+        form = described[1:]
+        if form not in known:
             _check_source(source.tensor, number, layers)
-            known.add(id(source.form))
-        address, *strides, rows_there = source.numbers
-        numbers.append((address, *strides, rotation, start, count, position, rows_there))
-    described = np.array(numbers, np.int64)
-    starts, counts, positions, rows = described[:, 6:].T
+            known.add(form)
+        numbers.append((*described[:5], rotation, start, count, position, tokens, step, len(pages)))
+        pages += some
+    table_of = np.array(numbers, np.int64)
+    sources = np.ascontiguousarray(table_of[:, :6])
+    sources[:, 1:5] *= layers.first.itemsize
+    starts, counts, positions, tokens_there, steps, first_pages = table_of[:, 6:].T
+    rows = np.diff(np.append(first_pages, len(pages))) * tokens_there
     most = len(table) * layers.page
     fits = (starts + counts <= rows) & (positions + counts <= most)
     fits &= (starts >= 0) & (positions >= 0) & (counts >= 1)
@@ -149,7 +143,17 @@ def _describe(
             f"span {number} moves rows {span.start} to {span.start + span.num_rows} to "
             f"{span.position}; its source has {rows[number]} rows and the request's pages {most}"
         )
-    return described
+    # A program moves rows of one page: tiles begin at multiples of their size.
+    first_tiles = starts // ROWS
+    tiles = (starts + counts - 1) // ROWS - first_tiles + 1
+    of = np.arange(len(spans)).repeat(tiles)
+    tile = (np.arange(len(of)) - (tiles.cumsum() - tiles)[of] + first_tiles[of]) * ROWS
+    begins = np.maximum(tile, starts[of])
+    ends = np.minimum(tile + ROWS, (starts + counts)[of])
+    page, row = np.divmod(begins, tokens_there[of])
+    row += np.array(pages, np.int64)[first_pages[of] + page] * steps[of]
+    items = np.column_stack([of, row, (positions - starts)[of] + begins, ends - begins])
+    return sources, of, items.astype(np.int32)
 
 
 def _check_source(source: torch.Tensor, number: int, layers: PagedLayers) -> None:

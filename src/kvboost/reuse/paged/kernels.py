@@ -3,7 +3,7 @@ in one launch, torch does elsewhere; tests compare the two."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -12,6 +12,7 @@ import torch
 from kvboost.cache.chunk import KVChunk
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import PLAIN, KVData
+from kvboost.model.paged.slab import PAGE
 from kvboost.model.triton import attention, mass, move, shift
 from kvboost.model.triton.pages import PagedLayers
 from kvboost.model.triton.rows import PagedRows, Tile, dense_tile
@@ -64,8 +65,7 @@ class GpuKernels:
         self._layers = PagedLayers(pages.caches)
         self._rotation = rotation
         self._tables: list[CosSin] = []
-        self._sources: dict[int, move.Source] = {}
-        """The rows of our own pages."""
+        self._own_pages: move.Source | None = None
 
     @property
     def rotation(self) -> Rotation:
@@ -95,11 +95,7 @@ class GpuKernels:
         distances = sorted({hit.distance for stored, _ in groups for hit, _ in stored})
         number = {distance: number for number, distance in enumerate(distances)}
         spans = [
-            [
-                move.StoredSpan(source, start, count, position, number[hit.distance])
-                for hit, data in stored
-                for source, start, count, position in self._pieces(hit, data)
-            ]
+            [self._span(hit, data, number[hit.distance]) for hit, data in stored]
             for stored, _ in groups
         ]
         cos_sin = self._rotations_by(torch.tensor(distances))
@@ -108,21 +104,18 @@ class GpuKernels:
         for rows, (_, share) in zip(several, groups, strict=True):
             move.move(rows, self._layers, interleaved=interleaved, share=share)
 
-    def _pieces(self, hit: Hit, data: KVData) -> Iterator[tuple[move.Source, int, int, int]]:
-        """The stored rows of a hit, in full precision, on the device: each piece with its first
-        row, how many there are, and the position that they go to."""
-        if not isinstance(data, PagedData):
-            rows = data.tensors[PLAIN].to(self.pages.device, non_blocking=True)
-            yield move.Source(rows), hit.offset, hit.num_tokens, hit.start
-            return
-        position = hit.start
-        for page, start, count in data.pieces(hit.offset, hit.num_tokens):
-            source = self._sources.get(page)
-            if source is None:
-                like = next(iter(self._sources.values()), None)
-                source = self._sources[page] = move.Source(data.kept.slab.rows(page), like)
-            yield source, start, count, position
-            position += count
+    def _span(self, hit: Hit, data: KVData, rotation: int) -> move.StoredSpan:
+        """The stored rows of a hit, in full precision, on the device."""
+        if isinstance(data, PagedData):
+            pages, start = data.kept.pages, data.first + hit.offset
+            if self._own_pages is None:
+                slab = data.kept.slab
+                self._own_pages = move.Source(slab.rows(0), slab.shape.num_kv_heads * PAGE)
+            source = self._own_pages
+            return move.StoredSpan(source, start, hit.num_tokens, hit.start, rotation, pages)
+        rows = data.tensors[PLAIN].to(self.pages.device, non_blocking=True)
+        source = move.Source(rows)
+        return move.StoredSpan(source, hit.offset, hit.num_tokens, hit.start, rotation)
 
     def _rotations_by(self, distances: torch.Tensor) -> CosSin:
         """Cosine and sine ``[1 or layers, distances, pairs]``, on the host."""
