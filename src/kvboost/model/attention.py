@@ -41,6 +41,9 @@ class Batch:
     """Ours, if they serve this model on this machine; otherwise torch's run."""
     between_parts: Callable[[], None] | None = None
     """Called before each layer's attention, and where torch attends also after it."""
+    is_fused = False
+    """Whether layers of ours may run it over pages: nothing has to happen between the parts of a
+    layer, and no result has to equal that of the model's own layers to the last bit."""
 
     @cached_property
     def has_hooks(self) -> bool:

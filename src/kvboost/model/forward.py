@@ -34,7 +34,6 @@ from kvboost.model.native.decoder import (
 )
 from kvboost.model.native.head import Head, install_head
 from kvboost.model.native.kernels import Kernels
-from kvboost.model.paged.kv import PagedKV
 from kvboost.model.sampling import Picked, Sampler, TokenMask
 from kvboost.model.segment import Segment
 from kvboost.model.triton.host import to_device
@@ -367,7 +366,7 @@ class Forward:
         """What picks the tokens of a request: on the device if its KV is in pages, unless a mask
         on the host says which tokens are allowed."""
         steps = self._steps if mask is None else None
-        if steps is not None and isinstance(kv, PagedKV) and kv.slab is steps.slab:
+        if steps is not None and kv.slab is steps.slab:
             found = steps.sampling.register(kv.holding.row, params, defaults, prompt_ids)
             if found is not None:
                 return found
@@ -395,13 +394,13 @@ class Forward:
     def _must_run_apart(self, segments: Sequence[Segment]) -> bool:
         if len(segments) == 1:
             return False
-        if len({isinstance(segment.kv, PagedKV) for segment in segments}) > 1:
+        if len({segment.kv.slab for segment in segments}) > 1:
             return True
         limit = self._alone_beyond
         return limit is not None and any(s.end > limit for s in segments)
 
     def _run_packed(self, segments: Sequence[Segment]) -> torch.Tensor:
-        if isinstance(segments[0].kv, PagedKV):
+        if segments[0].kv.slab is not None:
             from kvboost.model.paged.batch import PagedBatch
 
             return self._run(segments, PackedCache(PagedBatch(segments)))

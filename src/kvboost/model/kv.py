@@ -15,6 +15,7 @@ from kvboost.model.partial_attention import Part, attend_part
 
 if TYPE_CHECKING:
     from kvboost.model.adapters.adapter import AppliedAdapter
+    from kvboost.model.paged.slab import Holding, Slab
 
 _ROUND = 256  # capacities are multiples of this, so that a buffer fits many requests
 
@@ -100,6 +101,10 @@ class RequestKV:
     """Whether a device may run its next rows before it is asked for them, and others beside."""
     is_far = False
     """Whether some of its rows may be in slower memory."""
+    slab: Slab | None = None
+    """Where its pages are; None if it has a buffer."""
+    holding: Holding
+    """Its pages, if it has some."""
 
     def __init__(self, shape: KVShape, num_tokens: int) -> None:
         self.shape = shape

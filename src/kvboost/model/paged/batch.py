@@ -11,7 +11,6 @@ from itertools import accumulate
 import torch
 
 from kvboost.model.attention import attend_segment
-from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.long_rows import LongKernel, long_kernels
 from kvboost.model.paged.row_batch import Fresh, RowBatch
 from kvboost.model.paged.slab import PAGE
@@ -59,9 +58,10 @@ class PagedBatch(RowBatch):
     """Segments that go through the model packed into one row; all in pages of one slab."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        self._kvs = [segment.kv for segment in segments if isinstance(segment.kv, PagedKV)]
-        assert len(self._kvs) == len(segments)
-        super().__init__(self._kvs[0].slab, segments)
+        slab = segments[0].kv.slab
+        assert slab is not None
+        super().__init__(slab, segments)
+        self._kvs = [segment.kv for segment in segments]
         self._starts = list(accumulate(map(len, segments), initial=0))
         self._positions = [
             segment.position_ids(torch.device("cpu")).cpu() for segment in self.segments

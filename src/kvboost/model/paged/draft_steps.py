@@ -15,9 +15,8 @@ import torch
 from kvboost.model.paged.adapter_slots import NO_ADAPTER
 from kvboost.model.paged.graphs import Function
 from kvboost.model.paged.host_tokens import HostTokens
-from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.sampling import GREEDY, Kind
-from kvboost.model.paged.slab import PAGE, SCRATCH
+from kvboost.model.paged.slab import SCRATCH
 from kvboost.model.paged.step_batch import StepBatch, StepTables
 from kvboost.model.sampling import Picked
 from kvboost.model.segment import Segment
@@ -69,13 +68,8 @@ class _Bucket:
 
     def _forward(self) -> torch.Tensor:
         rows, ids, positions, slots = self._given
-        batch, tables = self._batch, self._tables
-        if batch.adapters is not None:
-            batch.adapters.copy_(slots)
-        batch.load(rows, positions)
-        page = tables.slab.table[rows, positions // PAGE].long()
-        torch.add(positions % PAGE, page, alpha=PAGE, out=batch.slots)
-        return tables.run_model(ids, positions, batch)
+        self._batch.load(rows, positions, slots)
+        return self._tables.run_model(ids, positions, self._batch)
 
     def _sample(self, kind: Kind) -> torch.Tensor:
         rows, ids, positions, _ = self._given
@@ -144,7 +138,6 @@ class DraftSteps:
         slots: list[int] = []
         kind = GREEDY
         for segment in segments:
-            assert isinstance(segment.kv, PagedKV)
             rows += [segment.kv.holding.row] * len(segment)
             ids += segment.token_ids.tolist()
             positions += segment.positions

@@ -30,7 +30,7 @@ class PagedKV(RequestKV):
 
     def __init__(self, slab: Slab, holding: Holding, base: SharedPages | None = None) -> None:
         self.shape = slab.shape
-        self.slab = slab
+        self.slab: Slab = slab
         self.holding = holding
         self.start = 0
         self._shared = base

@@ -267,7 +267,7 @@ def replace_forward(module: nn.Module, ours: FusedLayer) -> None:
         hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
     ) -> Any:
         batch = getattr(past_key_values, "batch", None)
-        is_fused = isinstance(batch, RowBatch) and batch.is_fused and ours.serves()
+        is_fused = batch is not None and batch.is_fused and ours.serves()
         if batch is None or not is_fused or adapted_rows() is not None:
             return stock(hidden_states, *args, past_key_values=past_key_values, **kwargs)
         cos, sin = kwargs["position_embeddings"]

@@ -21,9 +21,6 @@ class RowBatch(Batch):
     slots: torch.Tensor
     """int64 ``[rows]``: where the rows are written in every layer."""
     is_fused = True
-    """Whether layers of ours may run it: nothing has to happen between the parts of a layer, and
-    no result has to equal that of the model's own layers to the last bit."""
-
     adapters: torch.Tensor | None = None
     """int64 ``[rows]``: the slots of the rows' adapters in a decode step, negative for rows without
     one; None if no row has one."""

@@ -10,11 +10,14 @@ from kvboost.model.attention import Batch
 from kvboost.model.paged.graphs import Capture
 from kvboost.model.paged.row_batch import Fresh, RowBatch
 from kvboost.model.paged.sampling import DeviceSampling
-from kvboost.model.paged.slab import Slab
+from kvboost.model.paged.slab import PAGE, Slab
 from kvboost.model.segment import Segment
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.host import aside
 from kvboost.model.triton.rows import MOST_PARTS, PagedRows, Tile, programs_at_once
+
+StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Token ids and positions of rows, and which of them logits are wanted of; None: of all."""
 
 
 class RunModel(Protocol):
@@ -80,7 +83,10 @@ class StepTables(Protocol):
 
 class StepBatch(RowBatch):
     """Rows of different requests, each after all rows of its request, and those ``beside`` them.
-    ``load`` and ``slots`` are filled in before every step."""
+    ``load`` and ``inputs`` are called before every step."""
+
+    joins = False
+    """Whether its only row is the last of those beside it."""
 
     def __init__(self, slab: Slab, size: int, beside: Beside | None = None) -> None:
         super().__init__(slab)
@@ -95,12 +101,28 @@ class StepBatch(RowBatch):
         self.requests = torch.zeros(size, dtype=torch.int32, device=device)
         self._rows: dict[int, PagedRows] = {}
 
-    def load(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
-        """Sets the rows of the requests in the slab's table, and their ``positions``."""
+    def load(
+        self, rows: torch.Tensor, positions: torch.Tensor, adapters: torch.Tensor | None
+    ) -> None:
+        """Sets the rows of the requests in the slab's table, their ``positions``, and the slots of
+        their adapters."""
         self.positions.copy_(positions)
         self.requests.copy_(rows)
         for known in self._rows.values():
             _requests_of(known).copy_(self.requests[:, None])
+        page = self._slab.table[rows, positions // PAGE].long()
+        torch.add(positions % PAGE, page, alpha=PAGE, out=self.slots[: len(rows)])
+        if self.adapters is not None and adapters is not None:
+            self.adapters[: len(rows)].copy_(adapters)
+
+    def inputs(self, ids: torch.Tensor, positions: torch.Tensor) -> StepInputs:
+        """What the model runs, given the token ids and positions of the requests' own rows."""
+        if self._beside is None:
+            return ids, positions, None
+        more, more_positions, slots = self._beside.inputs()
+        self.slots[len(ids) :].copy_(slots)
+        own = torch.arange(len(ids), device=ids.device)
+        return torch.cat([ids, more]), torch.cat([positions, more_positions]), own
 
     def attend_rows(
         self,
@@ -157,14 +179,27 @@ class StepBatch(RowBatch):
         return self._rows[heads]
 
 
-class JoinedBatch(RowBatch):
+class JoinedBatch(StepBatch):
     """The only row of a step, after those ``beside`` it: all are rows of one request, so they
-    attend together. ``slots`` is filled in before every step."""
+    attend together."""
+
+    joins = True
 
     def __init__(self, slab: Slab, beside: Beside) -> None:
-        super().__init__(slab)
-        self._beside = beside
+        super().__init__(slab, 1)
+        self._joined = beside
         self.slots = torch.zeros(beside.num_rows, dtype=torch.int64, device=slab.shape.device)
+
+    def load(
+        self, rows: torch.Tensor, positions: torch.Tensor, adapters: torch.Tensor | None
+    ) -> None:
+        """The rows beside it know where it is."""
+
+    def inputs(self, ids: torch.Tensor, positions: torch.Tensor) -> StepInputs:
+        all_ids, all_positions, slots = self._joined.inputs()
+        self.slots.copy_(slots)
+        last = self._joined.last
+        return all_ids.index_copy(0, last, ids), all_positions, last
 
     def attend_rows(
         self,
@@ -177,11 +212,11 @@ class JoinedBatch(RowBatch):
         fresh: Fresh | None = None,
     ) -> torch.Tensor:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        self._beside.attend(layer, query, scale, window, softcap, out)
+        self._joined.attend(layer, query, scale, window, softcap, out)
         return out
 
 
-def batch_of(slab: Slab, size: int, beside: Beside | None) -> StepBatch | JoinedBatch:
+def batch_of(slab: Slab, size: int, beside: Beside | None) -> StepBatch:
     """The batch for steps of ``size`` rows, with or without rows ``beside`` them."""
     if size == 1 and beside is not None:
         return JoinedBatch(slab, beside)

@@ -19,10 +19,9 @@ from kvboost.model.paged.adapter_slots import NO_ADAPTER, AdapterSlots
 from kvboost.model.paged.draft_steps import DraftSteps, Launched
 from kvboost.model.paged.graphs import Capture, Function
 from kvboost.model.paged.host_tokens import HostTokens
-from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.sampling import GREEDY, DeviceSampling, Kind
-from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
-from kvboost.model.paged.step_batch import Beside, JoinedBatch, RunModel, batch_of
+from kvboost.model.paged.slab import SCRATCH, Slab
+from kvboost.model.paged.step_batch import Beside, RunModel, batch_of
 from kvboost.model.sampling import Picked
 from kvboost.model.segment import Segment
 from kvboost.model.triton.host import to_device
@@ -88,35 +87,15 @@ class _Bucket:
         steps, batch = self._steps, self._batch
         self.positions.copy_(steps.lengths[self.rows])
         self.ids.copy_(steps.tokens[self.rows])
-        if isinstance(batch, JoinedBatch):
-            return self._forward_joined(batch)
-        batch.load(self.rows, self.positions)
-        page = steps.slab.table[self.rows, self.positions // PAGE].long()
-        torch.add(self.positions % PAGE, page, alpha=PAGE, out=batch.slots[: self.size])
-        if batch.adapters is not None:
-            batch.adapters[: self.size].copy_(steps.adapters[self.rows])
-        if self._beside is None:
-            return steps.run_model(self.ids, self.positions, batch)
-        ids, positions, slots = self._beside.inputs()
-        batch.slots[self.size :].copy_(slots)
-        return steps.run_model(
-            torch.cat([self.ids, ids]),
-            torch.cat([self.positions, positions]),
-            batch,
-            torch.arange(self.size, device=ids.device),
-        )
-
-    def _forward_joined(self, batch: JoinedBatch) -> torch.Tensor:
-        assert self._beside is not None
-        ids, positions, slots = self._beside.inputs()
-        batch.slots.copy_(slots)
-        last = self._beside.last
-        return self._steps.run_model(ids.index_copy(0, last, self.ids), positions, batch, last)
+        adapters = None if batch.adapters is None else steps.adapters[self.rows]
+        batch.load(self.rows, self.positions, adapters)
+        ids, positions, wanted = batch.inputs(self.ids, self.positions)
+        return steps.run_model(ids, positions, batch, wanted)
 
     @property
     def joins(self) -> bool:
         """Whether its only row is the last of those beside it."""
-        return isinstance(self._batch, JoinedBatch)
+        return self._batch.joins
 
     def _sample(self, kind: Kind) -> torch.Tensor:
         """Gives the same result if it is called again: a capture runs it more than once."""
@@ -209,7 +188,7 @@ class Steps:
     def takes(self, segment: Segment) -> bool:
         """Whether a segment is the next row of a request with pages of this slab, or several."""
         kv = segment.kv
-        if not isinstance(kv, PagedKV) or kv.slab is not self.slab or not segment.is_plain:
+        if kv.slab is not self.slab or not segment.is_plain:
             return False
         if segment.hook is not None or segment.until is not None:
             return False
@@ -363,12 +342,10 @@ def _may_join(segment: Segment) -> bool:
 
 
 def _row(segment: Segment) -> int:
-    assert isinstance(segment.kv, PagedKV)
     return segment.kv.holding.row
 
 
 def _serial(segment: Segment) -> int:
-    assert isinstance(segment.kv, PagedKV)
     return segment.kv.holding.serial
 
 

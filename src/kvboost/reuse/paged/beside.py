@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kvboost.model.paged.kv import PagedKV
+from kvboost.model.kv import RequestKV
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
 from kvboost.model.segment import Segment
 from kvboost.reuse.paged.graphs import FixedRows
@@ -34,8 +34,7 @@ class RowsBeside:
     def takes(self, segment: Segment) -> bool:
         kv = segment.kv
         return (
-            isinstance(kv, PagedKV)
-            and kv.slab is self._slab
+            kv.slab is self._slab
             and segment.is_plain
             and len(segment) <= self.most_rows
             and segment.num_logits == 0
@@ -51,7 +50,6 @@ class RowsBeside:
         return self._rows.last.long()
 
     def load(self, segment: Segment, own: int | None = None) -> None:
-        assert isinstance(segment.kv, PagedKV)
         host = torch.device("cpu")
         ids, positions = segment.token_ids.to(host), segment.position_ids(host)
         if own is not None:
@@ -74,5 +72,5 @@ class RowsBeside:
     ) -> None:
         self._attention(layer, query, scale, out, window=window, soft_cap=softcap)
 
-    def _table(self, kv: PagedKV) -> torch.Tensor:
+    def _table(self, kv: RequestKV) -> torch.Tensor:
         return self._slab.table[kv.holding.row, : len(kv.holding.pages)]

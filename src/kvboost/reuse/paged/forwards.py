@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from kvboost.model.paged.graphs import Capture
-from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.row_batch import Fresh, RowBatch
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab, pages_for
 from kvboost.model.segment import Segment
@@ -200,7 +199,6 @@ class SegmentForwards:
         return (
             kind is not None
             and kind not in self._refused
-            and isinstance(kv, PagedKV)
             and kv.slab is self.slab
             and len(segment) <= (PROBE_ROWS if kind in (PROBES, ANSWERED) else self.most_rows)
             and segment.num_logits <= 1
@@ -213,7 +211,7 @@ class SegmentForwards:
     def run(self, segment: Segment) -> torch.Tensor | None:
         """The logits of a segment, ``[num_logits, vocab]``; None if it does not fit."""
         kind = _kind(segment)
-        assert kind is not None and isinstance(segment.kv, PagedKV)
+        assert kind is not None
         forward = self._find(kind, self.size_for(kind, len(segment)))
         if forward is None:
             return None
