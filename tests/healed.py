@@ -29,7 +29,7 @@ def num_exact(engine: KVBoost, ids: Sequence[int], salt: str = "") -> int:
     found = RequestKV(engine._model.forward.shape, len(ids))
     with runtime.store.lookup(runtime.root(salt), as_token_ids(ids)) as known:
         for hit, data in runtime.store.fetch(known.exact):
-            runtime.packer.place(hit, data, found)
+            runtime.backend.packer.place(hit, data, found)
         end = known.exact[-1].end if known.exact else 0
     if end:
         full = RequestKV(engine._model.forward.shape, len(ids))

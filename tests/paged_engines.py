@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvboost import KVBoost
-from kvboost.model.paged.choose import PagesChoice
-from kvboost.model.paged.pool import PagedPool
+from kvboost.model.paged.forward import PagedForward
 from kvboost.model.paged.steps import Steps
+from kvboost.runtime.paged_backend import PagedBackend
 from tiny import DEVICE, OTHER_MODELS, make_engine, tiny_model
 from torch_kernels import use_torch_kernels
 
@@ -45,8 +45,8 @@ def use_pages(
     monkeypatch: pytest.MonkeyPatch, *, pages: bool = True, interpreted: bool = False
 ) -> None:
     """The same for engines that a test makes."""
-    choice = PagesChoice() if pages else PagesChoice("this test compares with buffers")
-    monkeypatch.setattr("kvboost.runtime.runtime.choose_pages", lambda *_: choice)
+    reason = "" if pages else "this test compares with buffers"
+    monkeypatch.setattr("kvboost.runtime.runtime.why_buffers", lambda *_: reason)
     monkeypatch.setattr("kvboost.reuse.paged.forwards.SIZES", SMALL_FORWARDS)
     monkeypatch.setattr("kvboost.reuse.paged.beside.ROWS", SMALL_FORWARDS[0])
     monkeypatch.setattr("kvboost.reuse.paged.graphs.MOST_SPANS", 4)
@@ -56,13 +56,18 @@ def use_pages(
         monkeypatch.setattr(f"{module}.PROBE_ROWS", SMALL_FORWARDS[0])
 
 
+def forward_of(engine: KVBoost) -> PagedForward:
+    """What runs rows in pages; it is made with the first request, or now."""
+    backend = engine._runtime.backend
+    assert isinstance(backend, PagedBackend)
+    backend.pool.prepare()
+    assert isinstance(backend.forward, PagedForward)
+    return backend.forward
+
+
 def steps_of(engine: KVBoost) -> Steps:
-    steps = engine._model.forward.steps
-    assert steps is not None, "no request has run in pages"
-    return steps
+    return forward_of(engine).steps
 
 
 def leaks(engine: KVBoost) -> list[str]:
-    pool = engine._runtime.pool
-    assert isinstance(pool, PagedPool)
-    return pool.slab.check_integrity()
+    return forward_of(engine).slab.check_integrity()

@@ -111,7 +111,7 @@ def test_cacheblend_recomputes_the_rows_that_deviate_most(engine) -> None:
     stale = full_kv(engine, [*HEADER, *PASSAGES[0]])
     rows, donor = slice(30, 70), slice(len(HEADER), len(HEADER) + 40)
     moved = torch.empty_like(stale[0, :, :, donor])
-    engine._runtime.rotation.move(stale[0, :, :, donor], 30 - len(HEADER), moved)
+    engine._runtime.backend.rotation.move(stale[0, :, :, donor], 30 - len(HEADER), moved)
     distance = (kv[0, 1, :, rows] - moved[1]).square() + (
         kv[1, 1, :, rows] - stale[1, 1, :, donor]
     ).square()

@@ -48,7 +48,6 @@ from kvboost.runtime.facts import describe, facts_of
 from kvboost.runtime.generation import Generation
 from kvboost.runtime.loading import MakeRuntime, fill_in, load_model
 from kvboost.runtime.options import BatchOptions, RequestOptions, ReuseOptions
-from kvboost.runtime.recording import record_graphs
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.streams import AnswerListener, AsyncTextStream, TextStream
@@ -140,7 +139,7 @@ class KVBoost(TextCache):
         costs = home() / "costs" / f"{machine_key(model, tp_size)}.json"
         made = cls(model, config, costs, make_runtime)
         if config.graphs == "auto":
-            record_graphs(made._runtime, config.max_running)
+            made._runtime.backend.record_graphs(config.max_running)
         return made
 
     @classmethod
@@ -485,7 +484,7 @@ class KVBoost(TextCache):
 
     def _stream(self, state: RequestState) -> TextStream:
         steps = Generation(self._runtime, state).steps()
-        return TextStream(text_pieces(self._model.forward, steps, state), state)
+        return TextStream(text_pieces(self._runtime.backend, steps, state), state)
 
 
 def _whole(stream: TextStream) -> GenerationResult:

@@ -34,7 +34,7 @@ def moved_and_direct(engine, distance: int) -> tuple[torch.Tensor, torch.Tensor]
         forward([Segment(kv, torch.cat([filler, ids]), range(start + len(ids)))])
         keys.append(kv.rows(start, start + len(ids))[0])
     moved = torch.empty_like(keys[0])
-    pipeline.rotation.move(keys[0], distance, moved)
+    pipeline.backend.rotation.move(keys[0], distance, moved)
     return moved[0], keys[1][0]
 
 
@@ -86,7 +86,7 @@ def test_rotating_back_undoes_a_rotation_and_leaves_other_channels(interleaved) 
 
 
 def test_two_moves_are_one(tiny_engine) -> None:
-    rotation = tiny_engine("llama")._runtime.rotation
+    rotation = tiny_engine("llama")._runtime.backend.rotation
     keys = torch.randn(3, 2, 5, 16)
     once, twice, both = (torch.empty_like(keys) for _ in range(3))
     rotation.move(keys, 30000, once)

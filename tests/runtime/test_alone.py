@@ -13,7 +13,7 @@ from kvboost.runtime.request import Request, RequestState
 from kvboost.tokens.hashing import as_token_ids
 
 
-def test_a_step_takes_no_time_while_the_caller_has_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_takes_no_time_while_the_caller_has_a_piece() -> None:
     seconds = 0.0
 
     def take(more: float) -> None:
@@ -29,9 +29,9 @@ def test_a_step_takes_no_time_while_the_caller_has_a_piece(monkeypatch: pytest.M
             state.show(piece)
             yield "rows"
 
-    monkeypatch.setattr(alone, "step_clock", lambda device: lambda: seconds)
-    shape = SimpleNamespace(device=SimpleNamespace(type="cpu"))
-    forward: Any = SimpleNamespace(shape=shape, steps=None, run_one=run_one)
+    forward = SimpleNamespace(uses_one_thread=False, run_one=run_one)
+    machine = SimpleNamespace(clock=lambda: seconds)
+    backend: Any = SimpleNamespace(machine=machine, forward=forward)
     request = Request(
         as_token_ids([1, 2]),
         GenerationMode.PREFIX_CACHE,
@@ -40,6 +40,6 @@ def test_a_step_takes_no_time_while_the_caller_has_a_piece(monkeypatch: pytest.M
         RepairParams(),
     )
     state = RequestState(request)
-    for _ in alone.text_pieces(forward, steps(), state):
+    for _ in alone.text_pieces(backend, steps(), state):
         take(100.0)
     assert seconds == pytest.approx(310.5) and state.step_seconds == pytest.approx(3.5)

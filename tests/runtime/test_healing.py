@@ -142,7 +142,7 @@ def test_healing_ends_while_it_copies_rows_too(engine, monkeypatch) -> None:
 def test_healing_ends_between_slices_where_forwards_cannot_end(
     engine, monkeypatch, small_slices
 ) -> None:
-    monkeypatch.setattr(engine._runtime, "ends_forwards", False)
+    monkeypatch.setattr(engine._runtime.backend, "ends_forwards", False)
     result = engine.generate(prompt_of([3, 1]), 2, **SLOPPY)
     reached = []
     while result.healing.status == "waiting":

@@ -12,7 +12,7 @@ from healed import SLOPPY, num_exact
 from kvboost import KVBoost
 from kvboost.model import triton
 from kvboost.model.segment import Segment
-from paged_engines import TWO_LAYERS, leaks, paged_engine, steps_of
+from paged_engines import TWO_LAYERS, forward_of, leaks, paged_engine, steps_of
 from test_reuse import BASELINE, HEADER, PASSAGES, QUESTION, words
 from tiny import DEVICE
 
@@ -100,7 +100,7 @@ def test_cancelled_anywhere_only_rows_before_the_frontier_are_exact(engine: KVBo
 def test_in_a_batch_one_request_heals_at_a_time_and_none_while_another_reads(
     engine: KVBoost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, seen = engine._model.forward, []
+    forward, seen = forward_of(engine), []
     run = forward.run
 
     def running(segments: list[Segment]) -> list[torch.Tensor]:

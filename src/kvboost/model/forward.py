@@ -9,7 +9,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,24 +34,14 @@ from kvboost.model.native.decoder import (
 )
 from kvboost.model.native.head import Head, install_head
 from kvboost.model.native.kernels import Kernels
-from kvboost.model.sampling import Picked, Sampler, TokenMask
+from kvboost.model.sampling import Sampler, TokenMask
 from kvboost.model.segment import Segment
 from kvboost.model.triton.host import to_device
-
-if TYPE_CHECKING:
-    from kvboost.model.paged.graphs import Capture
-    from kvboost.model.paged.layers import FusedLayers
-    from kvboost.model.paged.sampling import TokenSampler
-    from kvboost.model.paged.slab import Slab
-    from kvboost.model.paged.steps import Steps
 
 log = logging.getLogger("kvboost")
 
 PROBED = 8
 """Rows that show whether our layers do what the model's do."""
-MOST_APART = 16
-"""Segments that run by themselves in one step: from more on, packing them is faster. One is a graph
-that the host launches at once; packed, the host launches every kernel of every layer."""
 LAYER_ROUNDING = {torch.bfloat16: 2**-4, torch.float32: 1e-3}
 """How far the logits may be apart after all layers, relative to the largest."""
 QUANTIZED_ROUNDING = 2**-4
@@ -61,19 +51,6 @@ bits makes others do so in later layers."""
 AttentionInterface.register(attention.NAME, attention.attend)
 
 
-class SegmentRunner(Protocol):
-    """Runs some segments by themselves, faster than packed with others. Called by one thread at a
-    time."""
-
-    def takes(self, segment: Segment) -> bool: ...
-
-    def run(self, segment: Segment) -> torch.Tensor | None:
-        """The logits of a segment that it takes; None if it does not after all."""
-
-    def forget_graphs(self) -> None:
-        """The model has changed."""
-
-
 class Forward:
     """Runs segments through a model. Safe to call from several threads: one runs at a time. A
     thread may run another forward between two parts of its own (``between_parts``).
@@ -81,6 +58,11 @@ class Forward:
     ``packed`` models use our attention function, for all segments at once. Other models keep their
     own attention and run the segments one by one, each continuing its own sequence.
     """
+
+    beside_rows = num_graphs = 0
+    uses_one_thread = False
+    """Whether what is planned and chosen between two forwards is little, and one thread does it:
+    beside a GPU."""
 
     def __init__(
         self,
@@ -99,7 +81,7 @@ class Forward:
         self.streams = streams
         self._alone_beyond = alone_beyond
         self._own_attention = "sdpa" if model._supports_sdpa else "eager"
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._depth = 0
         """How many forwards have begun and not ended: one within the other."""
         self.between_parts: Callable[[], None] | None = None
@@ -107,11 +89,7 @@ class Forward:
         layer, and where torch attends also after its attention."""
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.release()  # another engine may have bound it
-        self.shape, self._num_logits = observe_shape(model)
-        self._steps: Steps | None = None
-        self._runner: SegmentRunner | None = None
-        self.fused_layers: FusedLayers | None = None
-        self._adapters: tuple[str, ...] = ()
+        self.shape, self.num_logits = observe_shape(model)
         self._hooks = AdapterHooks(model)
         self.packed_bytes = fast_layers.num_bytes if fast_layers else 0
         """The memory of packed copies of weights."""
@@ -157,6 +135,11 @@ class Forward:
         return max(distances)
 
     @property
+    def takes_steps(self) -> bool:
+        """Whether rows of several requests may share a forward, whatever their positions."""
+        return self.packed and self._alone_beyond is None
+
+    @property
     def has_kernels(self) -> bool:
         """Whether our kernels run this model."""
         return self._kernels is not None
@@ -169,27 +152,27 @@ class Forward:
 
     def release(self) -> None:
         """Restores the model's own attention."""
-        with self._lock:
+        with self.lock:
             if self.model.config._attn_implementation == attention.NAME:
                 self.model.set_attn_implementation(self._own_attention)
 
     def load_adapter(self, files: AdapterFiles) -> Adapter:
         """Makes an adapter ready for requests. Waits for the forward that runs now."""
         adapter = self._hooks.make(files)
-        with self._lock:
+        with self.lock:
             self._hooks.install(adapter.deltas)
         return adapter
 
     def remove_adapters(self) -> None:
         """Removes all traces of adapters from the model."""
-        with self._lock:
+        with self.lock:
             self._hooks.remove()
 
     def __call__(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Logits ``[wanted rows, vocab]`` of all segments, in order. Writes the fresh rows of
         every segment into its KV, which must be large enough. A segment that ends in a layer
         (``until``) must be alone; it has no logits."""
-        with self._lock, torch.inference_mode():
+        with self.lock, torch.inference_mode():
             self.bind()
             if not self.packed:
                 between = self.between_parts
@@ -202,59 +185,21 @@ class Forward:
             except attention.StopForward:
                 return torch.empty(0)
 
-    def run(self, segments: Sequence[Segment]) -> list[torch.Tensor | Picked | list[Picked] | None]:
-        """What each segment asks for: the next token if it has a sampler and one can be picked on
-        the device, or those after each row if it has several; else logits ``[num_logits, vocab]``.
-        The next rows of requests with pages are a decode step of their own, and a few segments that
-        the runner takes are forwards of their own; the others are packed into one forward. A
-        segment that joins steps under way may have no result yet: the next call with it has."""
-        self._leave_one_beside(segments)
-        results: list[torch.Tensor | Picked | list[Picked] | None] = [None] * len(segments)
-        next_rows: list[int] = []
-        rest: list[int] = []
-        for index, segment in enumerate(segments):
-            (next_rows if self._is_step(segment) else rest).append(index)
-        apart = self._runs_apart([segments[index] for index in rest])
-        others: list[int] = []
-        for index, alone in zip(rest, apart, strict=True):
-            results[index] = self._run_by_itself(segments[index]) if alone else None
-            if results[index] is None and segments[index].observes:
-                results[index] = self([segments[index]])
-            if results[index] is None:
-                others.append(index)
+    def run(self, segments: Sequence[Segment]) -> list[torch.Tensor]:
+        """The logits of each segment, ``[num_logits, vocab]``. Those that observe have forwards of
+        their own, and the others are packed into one."""
+        results = {index: self([each]) for index, each in enumerate(segments) if each.observes}
+        others = [index for index in range(len(segments)) if index not in results]
         if others:
             others.sort(key=lambda index: _digest(segments[index]))
             packed = [segments[index] for index in others]
             parts = torch.split(self(packed), [segment.num_logits for segment in packed])
-            for index, part in zip(others, parts, strict=True):
-                results[index] = part
-        if next_rows and self._steps is not None:
-            with self._lock, torch.inference_mode():
-                self.bind()
-                self._follow_adapters()
-                picked = self._steps.run([segments[index] for index in next_rows])
-            for index, result in zip(next_rows, picked, strict=True):
-                results[index] = result
-        return results
+            results.update(zip(others, parts, strict=True))
+        return [results[index] for index in range(len(segments))]
 
-    def run_one(self, segment: Segment) -> torch.Tensor | Picked | list[Picked]:
-        """The same for a segment alone, which joins no others."""
-        (result,) = self.run([segment])
-        assert result is not None
-        return result
-
-    def _leave_one_beside(self, segments: Sequence[Segment]) -> None:
-        """Rows beside a step run in it, if it takes them; those of other segments run before."""
-        is_taken = False
-        for segment in segments:
-            if segment.beside is None:
-                continue
-            if not is_taken and self._is_step(segment):
-                is_taken = True
-            else:
-                self.run_one(segment.beside)
-                segment.beside = segment.beside_ahead = None
-                segment.ahead = False
+    def run_one(self, segment: Segment) -> torch.Tensor:
+        """The same for a segment alone."""
+        return self.run([segment])[0]
 
     def hidden(self, segments: Sequence[Segment]) -> Sequence[torch.Tensor]:
         """The last hidden states ``[rows, width]`` of each segment, as the output head gets them.
@@ -267,93 +212,15 @@ class Forward:
             if threading.get_ident() == thread and self._depth == depth:
                 found.append(output.last_hidden_state[0])
 
-        with self._lock:
+        with self.lock:
             depth = self._depth + 1
             handle = self.model.base_model.register_forward_hook(note)
         try:
             self(segments)
         finally:
-            with self._lock:
+            with self.lock:
                 handle.remove()
         return torch.split(torch.cat(found), [len(segment) for segment in segments])
-
-    def _runs_apart(self, segments: Sequence[Segment]) -> list[bool]:
-        """Which segments the runner runs: those that it takes, unless there are many. Segments with
-        hooks would slow down all that they are packed with."""
-        if self._runner is None:
-            return [False] * len(segments)
-        taken = [segment.kv.adapter is None and self._runner.takes(segment) for segment in segments]
-        if sum(taken) > MOST_APART:
-            hooks = [segment.hook is not None for segment in segments]
-            taken = [both and hooked for both, hooked in zip(taken, hooks, strict=True)]
-        return taken
-
-    def _run_by_itself(self, segment: Segment) -> torch.Tensor | None:
-        assert self._runner is not None
-        with self._lock, torch.inference_mode():
-            self.bind()
-            self._follow_adapters()
-            return self._runner.run(segment)
-
-    def _follow_adapters(self) -> None:
-        """A graph is of the adapters that were active when it was recorded."""
-        loaded = self.model._hf_peft_config_loaded
-        active = tuple(self.model.active_adapters()) if loaded else ()
-        if active != self._adapters:
-            self._adapters = active
-            for graphs in (self._steps, self._runner):
-                if graphs is not None:
-                    graphs.forget_graphs()
-
-    def _is_step(self, segment: Segment) -> bool:
-        return self._steps is not None and self._steps.takes(segment)
-
-    def use_pages(self, slab: Slab, capture: Capture) -> None:
-        """Runs the next rows of requests with pages of ``slab`` as decode steps, and all their
-        rows through layers of ours, if the model has such."""
-        from kvboost.model.paged.steps import Steps
-
-        if self.packed and self._alone_beyond is None:
-            from kvboost.model.paged.layers import FusedLayers
-
-            with self._lock:
-                self.bind()
-                if not self.streams:
-                    self.fused_layers = FusedLayers(self.model, slab, self.run_rows)
-                layers = self.fused_layers
-                slots = layers.adapter_slots() if layers is not None else None
-                self._steps = Steps(slab, self.run_rows, self._num_logits, capture, slots)
-                self._steps.runs_ahead = not self.streams
-
-    def use_runner(self, runner: SegmentRunner) -> None:
-        """Runs the segments that ``runner`` takes with it."""
-        with self._lock:
-            self._runner = runner
-
-    def leave_pages(self) -> None:
-        """Forgets the slab, and the graphs over it."""
-        with self._lock:
-            self._steps = self._runner = None
-            if self.fused_layers is not None:
-                self.fused_layers.restore()
-                self.fused_layers = None
-
-    @property
-    def steps(self) -> Steps | None:
-        """What runs decode steps over pages."""
-        return self._steps
-
-    @property
-    def beside_rows(self) -> int:
-        """How many rows of a request can run beside its next one, in little more time."""
-        return self._steps.beside_rows if self._steps is not None else 0
-
-    def exclusively(self, record: Callable[[], object]) -> None:
-        """Calls what records steps or forwards, while nothing else runs."""
-        with self._lock, torch.inference_mode():
-            self.bind()
-            self._follow_adapters()
-            record()
 
     def sampler(
         self,
@@ -362,14 +229,8 @@ class Forward:
         defaults: GenerationConfig,
         prompt_ids: Sequence[int] | npt.NDArray[np.integer[Any]],
         mask: TokenMask | None = None,
-    ) -> TokenSampler:
-        """What picks the tokens of a request: on the device if its KV is in pages, unless a mask
-        on the host says which tokens are allowed."""
-        steps = self._steps if mask is None else None
-        if steps is not None and kv.slab is steps.slab:
-            found = steps.sampling.register(kv.holding.row, params, defaults, prompt_ids)
-            if found is not None:
-                return found
+    ) -> Sampler:
+        """What picks the tokens of a request, among those that a mask allows."""
         return Sampler(params, defaults, prompt_ids, self.shape.device, mask)
 
     def run_rows(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,13 +17,6 @@ FIXED_ROWS = 24
 RECENT = 256
 """Times of so many steps count. What is not seen any more is forgotten, so that it is tried again
 after the machine was busy."""
-
-
-def step_clock(device_type: str) -> Callable[[], float]:
-    """The clock that steps on such a device are measured with. On a CPU it counts the time in which
-    this thread ran: other programs make some steps much longer than others, and if steps of all
-    sizes seem to take as long, drafts seem to cost nothing. Use it within one thread."""
-    return time.thread_time if device_type == "cpu" else time.perf_counter
 
 
 def size_of(rows: int) -> int:

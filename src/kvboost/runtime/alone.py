@@ -6,50 +6,49 @@ from collections.abc import Generator
 from contextlib import closing
 from typing import Any, cast
 
-from kvboost.model.forward import Forward
 from kvboost.model.segment import Segment
-from kvboost.reuse.step_times import step_clock
+from kvboost.runtime.backend import Backend
 from kvboost.runtime.computing import Computing, Result, Results, Steps, next_need
 from kvboost.runtime.request import RequestState
 
 
-def run_alone(forward: Forward, steps: Computing[Result]) -> Result:
+def run_alone(backend: Backend, steps: Computing[Result]) -> Result:
     """Runs ``steps`` to the end, each segment in a forward of its own."""
     given = None
     while True:
         try:
-            segment = next_need(forward, steps, given)
+            segment = next_need(backend, steps, given)
         except StopIteration as end:
             return cast(Result, end.value)
-        given = None if segment is None else _run(forward, steps, segment)
+        given = None if segment is None else _run(backend, steps, segment)
 
 
-def text_pieces(forward: Forward, steps: Steps, state: RequestState) -> Generator[str, None, None]:
+def text_pieces(backend: Backend, steps: Steps, state: RequestState) -> Generator[str, None, None]:
     """Runs one request alone; yields the text that is safe to show. What the caller does between
     two pieces, perhaps in another thread, is no part of a step."""
     shown = 0
-    now = step_clock(forward.shape.device.type)
+    now = backend.machine.clock
     with closing(steps):
         given = None
         while True:
             began = now()
             try:
-                segment = next_need(forward, steps, given)
+                segment = next_need(backend, steps, given)
             except StopIteration:
                 break
             prepared = now() - began
             new, shown = state.text[shown:], len(state.text)
             yield from new
             began = now()
-            given = None if segment is None else _run(forward, steps, segment)
+            given = None if segment is None else _run(backend, steps, segment)
             state.step_seconds = prepared + now() - began
     yield from state.text[shown:]
 
 
-def _run(forward: Forward, steps: Computing[Any], segment: Segment) -> Results:
+def _run(backend: Backend, steps: Computing[Any], segment: Segment) -> Results:
     """What a segment asks for. The steps see a failure first, so that they can clean up."""
     try:
-        return forward.run_one(segment)
+        return backend.forward.run_one(segment)
     except BaseException as error:
         steps.throw(error)
         raise

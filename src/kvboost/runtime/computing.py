@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvboost.model.forward import Forward
 from kvboost.model.sampling import Picked
 from kvboost.model.segment import Segment
 from kvboost.model.triton.host import one_thread
+from kvboost.runtime.backend import Backend
 from kvboost.runtime.request import RequestState
 
 Result = TypeVar("Result")
@@ -35,8 +35,8 @@ def await_device(state: RequestState, is_done: Callable[[], bool] | None) -> Com
         state.awaits = None
 
 
-def next_need(forward: Forward, steps: Computing[Any], given: Results | None) -> Segment | None:
+def next_need(backend: Backend, steps: Computing[Any], given: Results | None) -> Segment | None:
     """What ``steps`` need after what they are given. Beside a GPU, what is planned and chosen
     between two forwards is little, and one thread does it."""
-    with one_thread() if forward.steps is not None else nullcontext():
+    with one_thread() if backend.forward.uses_one_thread else nullcontext():
         return steps.send(given)

@@ -14,9 +14,6 @@ from kvboost.model.embedding import by_length, normalised, run_steps
 from kvboost.model.segment import Segment
 from kvboost.runtime.runtime import Runtime
 
-SLICE_ON_CPU = 256
-SLICE_ON_GPU = 2048
-
 Embedding = Generator[None, None, npt.NDArray[np.float32]]
 """Each ``next`` computes one slice; the result is ``[inputs, dimensions]``."""
 
@@ -27,8 +24,7 @@ class LoadedModelEmbedder:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        on_cpu = runtime.model.device.type == "cpu"
-        self._slice = runtime.most_rows or (SLICE_ON_CPU if on_cpu else SLICE_ON_GPU)
+        self._slice = runtime.backend.embedded_rows
 
     @property
     def dimensions(self) -> int:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
-import platform
 from typing import Any
 
-import torch
-
 from kvboost.config import EngineConfig, format_bytes
-from kvboost.model import native
 from kvboost.model.load import LoadedModel
 from kvboost.model.machine import memory_bytes
 from kvboost.model.quantized.layers import num_weights, weights_of
+from kvboost.runtime.machine import machine_of
 
 
 def facts_of(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
     """The model, the device and the options that decide what an answer costs. No paths and no
     addresses: whoever may see the counts of a server may see this."""
     shape = model.forward.shape
-    on_cpu = model.device.type == "cpu"
     placement = model.placement
     return {
         "architecture": type(model.forward.model).__name__,
@@ -29,9 +25,7 @@ def facts_of(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
         "layers": shape.num_layers,
         "dtype": str(shape.dtype).removeprefix("torch."),
         "device": str(model.device),
-        "device_name": _name_of(model.device),
-        "threads": torch.get_num_threads() if on_cpu else None,
-        "kernels": native.describe(shape.dtype) if on_cpu else None,
+        **machine_of(model.device).facts(shape.dtype),
         "memory_bytes": memory_bytes(),
         "device_memory": config.device_memory,
         "streamed_layers": 0 if placement is None else len(placement.plan.streamed),
@@ -60,9 +54,3 @@ def _tiers(config: EngineConfig, is_closed: bool) -> str:
     if config.remote_cache_url is not None:
         tiers.append("a remote store")  # its address may hold a password
     return f"cache: {', '.join(tiers)}"
-
-
-def _name_of(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return platform.processor() or platform.machine()

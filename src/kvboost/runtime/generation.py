@@ -58,7 +58,8 @@ class Generation:
         self._state = state
         self._num_logits = num_logits
         self._live_end = len(state.request.token_ids) - num_logits + 1
-        self._num_graphs = runtime.num_graphs
+        self._backend = runtime.backend
+        self._num_graphs = self._backend.forward.num_graphs
         self._kv: RequestKV
         self._keeping: Keeping
         self._lookup: Lookup
@@ -81,7 +82,7 @@ class Generation:
     def read(self) -> int:
         """Computes the unknown part of the prompt and keeps it; returns the new chunks."""
         with self._lend_kv():
-            run_alone(self._runtime.model.forward, self._prompt_logits())
+            run_alone(self._backend, self._prompt_logits())
             new = self._keeping.admit()
             self._keeping.remember()
             return new
@@ -89,9 +90,8 @@ class Generation:
     def score(self) -> torch.Tensor:
         """The logits of the prompt's last ``num_logits`` rows; keeps nothing."""
         with self._lend_kv():
-            logits = run_alone(self._runtime.model.forward, self._prompt_logits())
-            if logits.device.type == "cuda":
-                torch.cuda.synchronize(logits.device)
+            logits = run_alone(self._backend, self._prompt_logits())
+            self._backend.machine.wait()
             self._state.clock.lap("prefill")
             self._keeping.touch_used()
             return logits
@@ -122,7 +122,7 @@ class Generation:
         with runtime.idle_work.hold(), self._look_up() as known:
             prefix = runtime.running.shared_prefix_for(request, root) if state.batched else None
             self._num_shared = prefix.count if prefix is not None else 0
-            kept = runtime.kept_prefix(known, self._live_end - 1)
+            kept = self._backend.kept_prefix(known, self._live_end - 1)
             if kept is not None and kept.count > self._num_shared:
                 prefix, self._num_shared = kept, 0
             with runtime.pool.lend(rows, prefix) as kv, runtime.running.register(state, root, kv):
@@ -205,7 +205,7 @@ class Generation:
         constraint = None
         if request.grammar is not None:  # a forced token has no logits to describe
             constraint = request.grammar.start(forces=params.logprobs is None)
-        sampler = model.forward.sampler(
+        sampler = self._backend.forward.sampler(
             self._kv, params, model.generation_config, request.token_ids, constraint
         )
         limit = self._runtime.answer_limit(request)
@@ -363,7 +363,7 @@ class Generation:
         took as long as those of others would: not those of an adapter, or over far rows."""
         is_alone = not self._state.accompanied and self._request.adapter is None
         is_alone = is_alone and not self._kv.is_far
-        return is_alone and self._runtime.num_graphs == self._num_graphs
+        return is_alone and self._backend.forward.num_graphs == self._num_graphs
 
     def _compute(
         self, token_ids: TokenIds, positions: range, num_logits: int
@@ -392,7 +392,7 @@ class Generation:
         total = len(self._request.token_ids)
         step = total
         if self._reusable_rows:
-            step = self._state.slice_rows or self._runtime.prefill_slice
+            step = self._state.slice_rows or self._backend.prefill_slice
         if self._kv.most_rows is not None:
             step = min(step, self._kv.most_rows)
         return min((start // step + 1) * step, total)

@@ -219,7 +219,7 @@ class Healer:
                         interrupt.check()
                         segment = next(steps)
                         continue
-                    if self._runtime.ends_forwards:
+                    if self._runtime.backend.ends_forwards:
                         segment.hook = interrupt
                     else:
                         interrupt.check()

@@ -15,10 +15,8 @@ from kvboost.config import EngineConfig, whole
 from kvboost.errors import ConfigError
 from kvboost.model.load import LoadedModel, load
 from kvboost.model.streaming.plan import DeviceBudget
+from kvboost.runtime.machine import machine_of
 from kvboost.runtime.runtime import Runtime
-
-RUNNING_ON_GPU = 64
-"""Requests that run at once on a GPU by default: 64 take little longer for a step than 16."""
 
 MakeRuntime = Callable[[LoadedModel, EngineConfig, Path | None], Runtime]
 
@@ -56,9 +54,10 @@ def load_model(
 
 def fill_in(config: EngineConfig, given: Collection[str], model: LoadedModel) -> EngineConfig:
     """``config`` with defaults that depend on the model's device, except for options ``given``."""
-    if "max_running" in given or model.device.type != "cuda":
+    usual = machine_of(model.device).max_running
+    if "max_running" in given or usual is None:
         return config
-    return replace(config, max_running=RUNNING_ON_GPU)
+    return replace(config, max_running=usual)
 
 
 def _check(config: EngineConfig, tp_size: int) -> None:

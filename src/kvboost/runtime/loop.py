@@ -20,7 +20,6 @@ from typing import TypeVar
 from kvboost.config import EngineConfig
 from kvboost.errors import KVBoostError, ShuttingDownError
 from kvboost.results import GenerationResult
-from kvboost.reuse.step_times import step_clock
 from kvboost.runtime.capacity import check_size, has_room
 from kvboost.runtime.company import Company
 from kvboost.runtime.computing import Results, Steps, next_need
@@ -38,24 +37,16 @@ from kvboost.runtime.streams import AnswerListener, FutureAnswer, Outbox
 
 T = TypeVar("T")
 
-STEP_ROWS_ON_CPU = 256
-STEP_ROWS_ON_GPU = 2048
-
 
 class Loop:
     """Thread-safe."""
 
     def __init__(self, runtime: Runtime, config: EngineConfig, healer: Healer) -> None:
         self._runtime = runtime
-        self._forward = runtime.model.forward
+        self._backend = backend = runtime.backend
         self._idle_time = IdleTime(healer, runtime.idle_work)
         self._config = config
-        device = self._forward.shape.device
-        on_cpu = device.type == "cpu"
-        rows = config.step_rows or (STEP_ROWS_ON_CPU if on_cpu else STEP_ROWS_ON_GPU)
-        if runtime.most_rows is not None:
-            rows = min(rows, runtime.most_rows // 4)  # the scheduler takes four times as many
-        self._scheduler = Scheduler(config, rows)
+        self._scheduler = Scheduler(config, backend.step_rows)
         self.max_kv_bytes = runtime.max_kv_bytes
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -66,7 +57,7 @@ class Loop:
         self._finished: Counter[str] = Counter()
         self._errands = Errands()
         self._outbox = Outbox()
-        self._step_clock = step_clock(device.type)
+        self._step_clock = backend.machine.clock
         self._step_ended: float | None = None
         """When the last step did, if the next one follows at once: what requests do between two of
         them takes time as well, unless steps on a device run meanwhile."""
@@ -75,9 +66,10 @@ class Loop:
         """How many steps were run between the parts of other forwards."""
         self._in_forward: frozenset[Job] = frozenset()
         """The requests of the forwards that run."""
-        self._pauses_forwards = on_cpu and runtime.ends_forwards and bool(self._patience)
+        pauses = backend.machine.pauses and backend.ends_forwards
+        self._pauses_forwards = pauses and bool(self._patience)
         if self._pauses_forwards:
-            self._forward.between_parts = self.answer_meanwhile
+            runtime.model.forward.between_parts = self.answer_meanwhile
         runtime.idle_work.on_added = self._wake
 
     def submit(
@@ -365,7 +357,7 @@ class Loop:
         self._batch_sizes[len(batch)] += 1
         began = self._step_clock() if self._step_ended is None else self._step_ended
         try:
-            results = self._forward.run(segments)
+            results = self._backend.forward.run(segments)
         except Exception as error:
             if len(batch) == 1:
                 self._throw(batch[0], error)
@@ -395,7 +387,7 @@ class Loop:
             job.steps, job.need, job.runs_alone = self._steps(job), None, True
             return
         try:
-            result = self._forward.run_one(job.need)
+            result = self._backend.forward.run_one(job.need)
         except Exception as error:
             self._throw(job, error)
             return
@@ -412,7 +404,7 @@ class Loop:
         company.take(job)
         try:
             if job.is_reading:
-                job.need = next_need(self._runtime.model.forward, job.steps, given)
+                job.need = next_need(self._backend, job.steps, given)
             else:  # a step has no work for several threads, and no time to set their number
                 job.need = job.steps.send(given)
         except StopIteration:

@@ -39,7 +39,7 @@ class Repairing:
         live_end = total - self._num_logits + 1
         layers = self._kv.shape.num_layers
         moved = MovedRows(plan, live_end, layers, self._rows.device)
-        slice_rows = min(filter(None, (self._runtime.prefill_slice, self._rows.slice_rows)))
+        slice_rows = min(filter(None, (self._runtime.backend.prefill_slice, self._rows.slice_rows)))
         steps = repair_rows(moved, self._repair, self._rows, slice_rows)
         given: torch.Tensor | None = None
         while True:

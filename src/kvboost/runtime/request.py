@@ -110,8 +110,8 @@ class RequestState:
     other_rows: int = 0
     """How many rows the other requests of the loop need in a step."""
     step_seconds: float = 0.0
-    """How long its last step took by ``step_clock``, with what was done before it since the one
-    before."""
+    """How long its last step took, by the machine's clock, with what was done before it since the
+    one before."""
     drafted_tokens: int = 0
     """How many tokens were drafted and run."""
     accepted_tokens: int = 0

@@ -32,7 +32,7 @@ class StepHealing:
 
     def __init__(self, runtime: Runtime, state: RequestState, kv: RequestKV) -> None:
         self._runtime, self._state, self._kv = runtime, state, kv
-        self._most = runtime.model.forward.beside_rows
+        self._most = runtime.backend.forward.beside_rows
         self._prompt = state.request.token_ids
         self._began = state.exact_rows
         state.heals = True
@@ -42,7 +42,7 @@ class StepHealing:
         """None if there is nothing to heal, or not in this way."""
         request = state.request
         wanted = request.heal == "auto" and request.grammar is None and not state.is_exact
-        can = runtime.model.forward.beside_rows > 0 and kv.runs_ahead
+        can = runtime.backend.forward.beside_rows > 0 and kv.runs_ahead
         can = can and request.adapter is None  # which runs no captured forwards
         return cls(runtime, state, kv) if wanted and can else None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from adapters import QV, merge, write_adapter
-from paged_engines import SMALL, leaks, paged_engine, steps_of
+from paged_engines import SMALL, forward_of, leaks, paged_engine, steps_of
 from tiny import make_engine, tiny_model
 
 PROMPT = "Ships"
@@ -27,7 +27,7 @@ def test_a_batch_of_base_and_adapted_requests(
         engine.load_adapter("a", folder)
         found = engine.generate_batch([PROMPT] * 2, TOKENS, each=[{}, {"adapter": "a"}])
         assert [result.token_ids for result in found] == expected
-        fused = engine._model.forward.fused_layers
+        fused = forward_of(engine).layers
         assert fused is not None and len(fused) == 1
         assert set(steps_of(engine)._buckets) == {(2, False, True)}
         assert leaks(engine) == []

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost.model.paged.choose import choose_pages, make_capture
+from kvboost.model.paged.choose import make_capture, why_buffers
 from kvboost.model.paged.pool import PagedPool
 from kvboost.model.paged.sampling import PickedOnDevice
 from kvboost.model.paged.slab import PAGE, Holding, Slab
-from kvboost.reuse.paged.forwards import PROBES, REPAIRS, ROWS
-from paged_engines import TWO_LAYERS, leaks, paged_engine, steps_of
+from kvboost.reuse.paged.forwards import PROBES, REPAIRS, ROWS, SegmentForwards
+from paged_engines import TWO_LAYERS, forward_of, leaks, paged_engine, steps_of
 from replay_again import ReplayAgain
-from tiny import DEVICE, tiny_model
+from tiny import DEVICE, make_engine, tiny_model
 
 TEXT = "A request has pages of one slab, and a table says which. "
 PASSAGES = [
@@ -56,7 +56,7 @@ def test_other_requests_run_while_a_device_picks_a_first_token(
 def test_answers_equal_those_over_buffers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with paged_engine(monkeypatch, name, pages=False, sizes=TWO_LAYERS) as plain:
         expected = answers(plain)
-        assert plain._model.forward.steps is None
+        assert plain._runtime.backend.forward is plain._model.forward
     with paged_engine(monkeypatch, name, sizes=TWO_LAYERS) as engine:
         assert answers(engine) == expected
         again = engine.generate(TEXT, 3, ignore_eos=True)
@@ -105,8 +105,8 @@ def test_moved_text_is_placed_probed_and_repaired_in_pages(monkeypatch, name, st
             result = engine.generate(PASSAGES[1] + "So?", 2, ignore_eos=True)
             if pages:
                 assert steps_of(engine).num_steps and leaks(engine) == []
-                forwards = engine._runtime._forwards
-                assert forwards is not None and forwards.note is None
+                forwards = forward_of(engine).runner
+                assert isinstance(forwards, SegmentForwards) and forwards.note is None
                 kinds = {kind for kind, _ in forwards._forwards}
                 assert kinds >= ({REPAIRS, PROBES} if strategy == "query" else {ROWS})
             return result.token_ids, result.moved_tokens, result.reuse.recomputed
@@ -120,7 +120,7 @@ def test_costs_are_learned_from_requests_that_record_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     capture, learned = ReplayAgain(), []
-    monkeypatch.setattr("kvboost.runtime.runtime.make_capture", lambda *_: capture)
+    monkeypatch.setattr("kvboost.runtime.paged_backend.make_capture", lambda *_: capture)
     with paged_engine(monkeypatch, "phi3") as engine:
         cost = engine._runtime.cost
         monkeypatch.setattr(cost, "observe", lambda rows, *_: learned.append(rows))
@@ -170,10 +170,9 @@ def test_a_slab_that_is_full_leaves_requests_with_buffers(monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="what a CPU is told")
 def test_cpus_have_buffers_and_say_why() -> None:
-    choice = choose_pages(True, tiny_model("llama"))
-    assert not choice.used and "NVIDIA" in choice.reason
-    device = next(tiny_model("llama").parameters()).device
-    assert make_capture(device, "auto").note == "CUDA graphs need a GPU"
+    forward = make_engine(tiny_model("llama"))._model.forward
+    assert "NVIDIA" in why_buffers(forward)
+    assert make_capture(forward.shape.device, "auto").note == "CUDA graphs need a GPU"
 
 
 def test_a_format_takes_the_path_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,9 +187,10 @@ def test_a_format_takes_the_path_of_logits(monkeypatch: pytest.MonkeyPatch) -> N
         ]
     with paged_engine(monkeypatch) as engine:
         rows = []
-        run = engine._model.forward.run
+        forward = forward_of(engine)
+        run = forward.run
         monkeypatch.setattr(
-            engine._model.forward,
+            forward,
             "run",
             lambda segments: (
                 rows.extend((len(s), s.sampler is None) for s in segments) or run(segments)

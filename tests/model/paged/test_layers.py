@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from kvboost.model.paged import layers
+from kvboost.model.paged.forward import PagedForward
 from kvboost.model.paged.graphs import NoCapture
 from kvboost.model.paged.slab import Slab
 from paged_engines import SMALL, TWO_LAYERS
@@ -27,13 +28,13 @@ def test_layers_replace_the_models_own_and_leave_no_trace(name: str) -> None:
     engine = make_engine(model)
     forward = engine._model.forward
     slab = Slab(forward.shape, num_pages=4, num_requests=1)
-    forward.use_pages(slab, NoCapture())
-    assert forward.fused_layers is not None
-    assert forward.fused_layers.note is None and len(forward.fused_layers) == 2
+    paged = PagedForward(forward, slab, NoCapture())
+    assert paged.layers is not None
+    assert paged.layers.note is None and len(paged.layers) == 2
     attention = model.model.layers[0].self_attn
     whole = attention.q_proj.weight.untyped_storage().data_ptr()
     assert attention.k_proj.weight.untyped_storage().data_ptr() == whole
-    forward.leave_pages()
+    paged.close()
     assert "forward" not in vars(model.model.layers[0])
     assert attention.k_proj.weight.untyped_storage().data_ptr() != whole
     for key, weight in model.state_dict().items():
@@ -44,17 +45,18 @@ def test_layers_replace_the_models_own_and_leave_no_trace(name: str) -> None:
 def test_other_layers_are_left_alone(name: str) -> None:
     engine = make_engine(tiny_model(name, **SMALL))
     forward = engine._model.forward
-    forward.use_pages(Slab(forward.shape, num_pages=4, num_requests=1), NoCapture())
-    assert forward.fused_layers is not None and len(forward.fused_layers) == 0
-    assert "no decoder layers" in str(forward.fused_layers.note)
+    slab = Slab(forward.shape, num_pages=4, num_requests=1)
+    ours = PagedForward(forward, slab, NoCapture()).layers
+    assert ours is not None and len(ours) == 0 and "no decoder layers" in str(ours.note)
 
 
 def test_layers_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "gate", lambda rows, _: rows[:, : rows.shape[1] // 2])
     model = tiny_model("llama", **SMALL)
     forward = make_engine(model)._model.forward
-    forward.use_pages(Slab(forward.shape, num_pages=4, num_requests=1), NoCapture())
-    assert forward.fused_layers is not None and "were off by" in str(forward.fused_layers.note)
+    slab = Slab(forward.shape, num_pages=4, num_requests=1)
+    ours = PagedForward(forward, slab, NoCapture()).layers
+    assert ours is not None and "were off by" in str(ours.note)
     assert "forward" not in vars(model.model.layers[0])
 
 

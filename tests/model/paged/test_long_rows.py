@@ -13,12 +13,13 @@ from kvboost.model.kv import RequestKV
 from kvboost.model.paged import batch as paged_batch
 from kvboost.model.paged import long_rows
 from kvboost.model.paged.batch import PagedBatch
+from kvboost.model.paged.forward import PagedForward
 from kvboost.model.paged.graphs import NoCapture
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.long_rows import FLASH, LongKernel, Part, long_kernels
 from kvboost.model.paged.slab import PAGE, Slab
 from kvboost.model.segment import Segment
-from paged_engines import TWO_LAYERS, paged_engine
+from paged_engines import TWO_LAYERS, forward_of, paged_engine
 from tiny import DEVICE
 
 CLOSE = 1e-4 if DEVICE == "cpu" else 1e-3
@@ -79,8 +80,8 @@ def test_slices_of_a_prompt_are_cut_into_long_runs_and_the_rest(
 
     expected = read(RequestKV(forward.shape, 150))
     if fused:
-        forward.use_pages(slab, NoCapture())
-        assert forward.fused_layers is not None and len(forward.fused_layers) == 2
+        layers = PagedForward(forward, slab, NoCapture()).layers
+        assert layers is not None and len(layers) == 2
         kernel.seen.clear()
     holding = slab.take(150)
     assert holding is not None
@@ -108,7 +109,7 @@ def test_our_layers_run_prompts_but_not_those_that_must_equal_stock(
     calls: list[Batch] = []
     with engine:
         engine.generate(ids, 1, "prefix_cache", ignore_eos=True)  # makes the slab
-        layers = engine._model.forward.fused_layers
+        layers = forward_of(engine).layers
         assert layers is not None
         run = type(next(iter(layers._layers.values()))).__call__
         monkeypatch.setattr(

@@ -8,6 +8,7 @@ from transformers import GenerationConfig
 
 from kvboost import KVBoost
 from kvboost.config import SamplingParams
+from kvboost.model.paged.forward import PagedForward
 from kvboost.model.paged.graphs import NoCapture
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.sampling import RowSampler
@@ -24,17 +25,16 @@ class Requests:
     """Requests in a slab of their own, which have read their prompts."""
 
     def __init__(self, engine: KVBoost, num_requests: int, capture: ReplayAgain) -> None:
-        self.forward = engine._model.forward
+        forward = engine._model.forward
         self.capture = capture
-        self.slab = Slab(self.forward.shape, num_pages=4 * num_requests, num_requests=num_requests)
-        self.forward.use_pages(self.slab, capture)
+        self.slab = Slab(forward.shape, num_pages=4 * num_requests, num_requests=num_requests)
+        self.whole, self.forward = forward, PagedForward(forward, self.slab, capture)
         self.kvs: list[PagedKV] = []
         self.samplers: list[RowSampler] = []
         self.ids: list[list[int]] = []
 
     @property
     def steps(self) -> Steps:
-        assert self.forward.steps is not None
         return self.forward.steps
 
     def start(self, length: int, params: SamplingParams = GREEDY) -> int:
@@ -77,9 +77,7 @@ class Requests:
             holding = self.slab.take(len(ids))
             assert holding is not None
             kv = PagedKV(self.slab, holding)
-            ids.append(
-                int(self.forward([Segment(kv, torch.tensor(ids), range(len(ids)))]).argmax())
-            )
+            ids.append(int(self.whole([Segment(kv, torch.tensor(ids), range(len(ids)))]).argmax()))
             self.slab.release(holding)
         return ids
 

@@ -9,7 +9,7 @@ import pytest
 from adapters import write_adapter
 from kvboost import KVBoost
 from kvboost.results import GenerationResult
-from paged_engines import leaks, paged_engine, steps_of
+from paged_engines import forward_of, leaks, paged_engine, steps_of
 from streamed import LAYERS, streamed_engine
 from tiny import DEVICE, make_engine, tiny_model
 
@@ -58,7 +58,7 @@ def test_requests_with_pages_run_eagerly_over_streamed_layers(
         found = engine.generate_batch(PROMPTS, 5, "baseline", ignore_eos=True)
         steps = steps_of(engine)
         assert steps.num_steps > 0 and steps.num_ahead == 0, "a step in vain is a whole pass"
-        assert engine._model.forward.fused_layers is None and engine._runtime.num_graphs == 0
+        assert forward_of(engine).layers is None and forward_of(engine).num_graphs == 0
         assert leaks(engine) == []
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert slots.num_waits > 10

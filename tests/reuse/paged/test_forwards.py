@@ -15,6 +15,7 @@ from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.repair import probed_layers
 from kvboost.reuse.request import BufferedRows
 from kvboost.reuse.shift import Spans
+from kvboost.runtime.paged_backend import PagedBackend
 from paged_engines import SMALL, TWO_LAYERS, paged_engine
 from replay_again import ReplayAgain
 from tiny import DEVICE
@@ -36,16 +37,18 @@ class Two:
     """The same request in pages and in a buffer. Both have KV of other text in some rows."""
 
     def __init__(self, engine: KVBoost, monkeypatch: pytest.MonkeyPatch, refused: str = "") -> None:
-        self.runtime, self.forward = engine._runtime, engine._model.forward
+        backend, shape = engine._runtime.backend, engine._model.forward.shape
+        assert isinstance(backend, PagedBackend)
         self.capture = ReplayAgain(refused)
-        monkeypatch.setattr("kvboost.runtime.runtime.make_capture", lambda *_: self.capture)
-        slab = Slab(self.forward.shape, num_pages=12, num_requests=2)
+        monkeypatch.setattr("kvboost.runtime.paged_backend.make_capture", lambda *_: self.capture)
+        slab = Slab(shape, num_pages=12, num_requests=2)
         slab.data[:, SCRATCH + 1 :] = float("nan")
         slab.take(20)
-        self.runtime._use_slab(slab)
+        backend._use_slab(slab)
+        self.backend, self.forward = backend, backend.forward
         holding = slab.take(PROMPT)
         assert holding is not None
-        self.paged, self.plain = PagedKV(slab, holding), RequestKV(self.forward.shape, PROMPT)
+        self.paged, self.plain = PagedKV(slab, holding), RequestKV(shape, PROMPT)
         rows = torch.randn(self.plain.data[:, :, :, :45].shape).to(DEVICE)
         for kv in (self.paged, self.plain):
             with kv.filling(0, 45) as known:
@@ -53,8 +56,8 @@ class Two:
 
     @property
     def forwards(self) -> SegmentForwards:
-        assert self.runtime._forwards is not None
-        return self.runtime._forwards
+        assert self.backend.forwards is not None
+        return self.backend.forwards
 
     def logits(self, kv: RequestKV, rows: range | torch.Tensor, **options: object) -> torch.Tensor:
         at = torch.arange(rows.start, rows.stop) if isinstance(rows, range) else rows
@@ -97,10 +100,10 @@ def test_rows_after_known_ones_are_those_of_a_packed_forward(
 def test_a_repair_shifts_as_over_buffers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With layers of ours, which write rows themselves, and with the model's own."""
     two = Two(paged_engine(monkeypatch, name, sizes=TWO_LAYERS), monkeypatch)
-    runtime, rows = two.runtime, torch.tensor([5, 9, 13, 30, 31, 44, *range(45, PROMPT)])
+    backend, rows = two.backend, torch.tensor([5, 9, 13, 30, 31, 44, *range(45, PROMPT)])
     before = two.plain.data.clone()
-    buffered = BufferedRows(two.plain, runtime.packer, runtime.rotation)
-    paged = runtime.rows_of(two.paged)
+    buffered = BufferedRows(two.plain, backend.packer, backend.rotation)
+    paged = backend.rows_of(two.paged)
     assert isinstance(paged, PagedRequest)
     found = two.logits(two.paged, rows, hook=paged.shift(rows, SPANS))
     on_device = rows.to(DEVICE)
@@ -118,7 +121,7 @@ def test_a_repair_shifts_as_over_buffers(name: str, monkeypatch: pytest.MonkeyPa
 def test_a_probe_sees_what_it_sees_over_buffers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows 46 to 49 are not known: they hold NaN in pages."""
     two = Two(paged_engine(monkeypatch, name, sizes=TWO_LAYERS), monkeypatch)
-    paged, until = two.runtime.rows_of(two.paged), probed_layers(2).last
+    paged, until = two.backend.rows_of(two.paged), probed_layers(2).last
     absent = torch.zeros(PROMPT, dtype=torch.bool)
     absent[45:50] = True
     tail = torch.arange(50, PROMPT)
@@ -138,7 +141,7 @@ def test_a_probe_sees_what_it_sees_over_buffers(name: str, monkeypatch: pytest.M
 
 def test_a_probe_through_all_layers_also_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     two = Two(paged_engine(monkeypatch, "qwen2", sizes=TWO_LAYERS), monkeypatch)
-    paged, tail = two.runtime.rows_of(two.paged), torch.arange(50, PROMPT)
+    paged, tail = two.backend.rows_of(two.paged), torch.arange(50, PROMPT)
     absent = torch.zeros(PROMPT, dtype=torch.bool)
     absent[45:50] = True
     seen, answers = [], []
@@ -206,10 +209,10 @@ def test_forwards_that_cannot_be_captured_run_all_the_same(monkeypatch: pytest.M
 def test_many_segments_are_packed_and_those_with_hooks_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvboost.model.forward.MOST_APART", MOST_APART)
+    monkeypatch.setattr("kvboost.model.paged.forward.MOST_APART", MOST_APART)
     two = Two(paged_engine(monkeypatch, "phi3", sizes=TWO_LAYERS), monkeypatch)
     repaired = torch.tensor([5, 9, 13, 30, 31, 44])
-    hook = two.runtime.rows_of(two.paged).shift(repaired, SPANS)
+    hook = two.backend.rows_of(two.paged).shift(repaired, SPANS)
     shifting = Segment(two.paged, IDS[repaired], repaired, hook=hook)
     tails = [
         Segment(two.paged, IDS[start:PROMPT], range(start, PROMPT))
@@ -226,6 +229,6 @@ def test_many_segments_are_packed_and_those_with_hooks_are_not(
 def test_graphs_are_of_the_adapters_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     two = Two(paged_engine(monkeypatch, "phi3"), monkeypatch)
     two.check(range(45, PROMPT))
-    two.forward._adapters = ("another",)
+    two.forward._adapters = ("another",)  # type: ignore[union-attr]
     two.check(range(45, PROMPT))
     assert two.capture.names == [ROWS, ROWS]

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from kvboost import KVBoost
+from kvboost.cache.lookup.hits import KnownRows
 from kvboost.model import triton
+from kvboost.model.kv import Prefix
 from kvboost.model.paged.pool import PagedPool
 from kvboost.model.paged.slab import PAGE, Slab
 from paged_engines import SMALL, leaks, paged_engine
@@ -54,14 +56,15 @@ def kept(engine: KVBoost) -> list[PagedData]:
 def shared_rows(engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows of the cache each later request will share."""
     counts: list[int] = []
-    find = type(engine._runtime).kept_prefix
+    backend = engine._runtime.backend
+    find = backend.kept_prefix
 
-    def watched(runtime, *args):
-        found = find(runtime, *args)
+    def watched(known: KnownRows, most_rows: int) -> Prefix | None:
+        found = find(known, most_rows)
         counts.append(0 if found is None else found.count)
         return found
 
-    monkeypatch.setattr(type(engine._runtime), "kept_prefix", watched)
+    monkeypatch.setattr(backend, "kept_prefix", watched)
     return counts
 
 
@@ -140,7 +143,7 @@ def test_rows_that_can_be_moved_again_are_not_copied_to_ram(engine: KVBoost) -> 
 def test_a_thread_frees_pages_before_requests_need_them(
     engine: KVBoost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvboost.runtime.runtime.SPARE_SHARE", 4)
+    monkeypatch.setattr("kvboost.runtime.paged_backend.SPARE_SHARE", 4)
     engine.generate([1], 1)
     slab = slab_of(engine)
     monkeypatch.setattr(slab, "free_kept", lambda _: pytest.fail("a request had to free pages"))

@@ -159,7 +159,7 @@ def test_copies_are_mixed_on_every_rank(
 def mixed_rows(engine: KVBoost, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The rows of all heads after each mixing, from now on."""
     mixed: list[torch.Tensor] = []
-    packer = engine._runtime.packer
+    packer = engine._runtime.backend.packer
     place = packer.place
 
     def recorded(hit: Hit, data: KVData, kv: RequestKV, share: float | None = None) -> None:

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvboost.model import triton
 from kvboost.model.paged.graphs import MEMORY_SHARE, Capture, GraphCapture, NoCapture
 
-
-@dataclass(frozen=True)
-class PagesChoice:
-    """``reason``: why requests have buffers of their own; empty if they have pages."""
-
-    reason: str = ""
-
-    @property
-    def used(self) -> bool:
-        return not self.reason
+if TYPE_CHECKING:
+    from kvboost.model.forward import Forward
 
 
-def choose_pages(packed: bool, model: torch.nn.Module) -> PagesChoice:
-    """Pages need our attention, a GPU that Triton's kernels run on, and a model in one piece."""
-    devices = {weight.device for weight in model.parameters()}
-    if len(devices) != 1:
-        return PagesChoice("the model is on several devices")
-    device = next(iter(devices))
-    reason = why_no_pages(device)
-    if not reason and not packed:
-        reason = "the model keeps its own attention"
-    return PagesChoice(reason)
+def why_buffers(forward: Forward) -> str:
+    """Why requests of a model have buffers of their own; empty if they have pages. Pages need our
+    attention, a GPU that Triton's kernels run on, and a model in one piece."""
+    if len({weight.device for weight in forward.model.parameters()}) != 1:
+        return "the model is on several devices"
+    own = "" if forward.packed else "the model keeps its own attention"
+    return why_no_pages(forward.shape.device) or own
 
 
 def why_no_pages(device: torch.device) -> str:

@@ -19,12 +19,12 @@ from kvboost.model.parallel import load_part
 from kvboost.model.segment import Hook, Segment
 from kvboost.reuse.assemble import place_rows
 from kvboost.reuse.rope import Rotation
+from kvboost.runtime.backend import make_quantizer, rotation_of
 from kvboost.runtime.parallel import messages
 from kvboost.runtime.parallel.hooks import make_hook, observed
 from kvboost.runtime.parallel.messages import Failure, Message, Packed
 from kvboost.runtime.parallel.processes import join_group
 from kvboost.runtime.parallel.ranks import Link
-from kvboost.runtime.runtime import make_quantizer, rotation_of
 
 
 class Follower:

@@ -17,17 +17,17 @@ from kvboost.config import EngineConfig
 from kvboost.errors import KVBoostError
 from kvboost.model.kv import KVPool
 from kvboost.model.load import LoadedModel
-from kvboost.model.paged.choose import PagesChoice
 from kvboost.model.parallel import PartForward, check_split, load_part, num_kv_heads
 from kvboost.model.segment import Segment
 from kvboost.reuse.assemble import Packer
+from kvboost.runtime.backend import MAX_IDLE, Backend
 from kvboost.runtime.parallel.chunks import RankShards, ShardedPacker
 from kvboost.runtime.parallel.hooks import add_up, describe, observed
 from kvboost.runtime.parallel.messages import Load, Observed, Run, SegmentMessage, Serve
 from kvboost.runtime.parallel.processes import open_ranks
 from kvboost.runtime.parallel.ranks import Ranks
 from kvboost.runtime.parallel.rows import ShardedKV, ShardedPool
-from kvboost.runtime.runtime import MAX_IDLE, Runtime
+from kvboost.runtime.runtime import Runtime
 
 
 class LeadingForward(PartForward):
@@ -67,10 +67,6 @@ class ParallelRuntime(Runtime):
     """Rank 0's. Budgets in memory are those of each rank; those of the folder and of the remote
     store, which hold whole chunks, are of all ranks together."""
 
-    ends_forwards = False  # the other ranks would wait for the rest of it
-    no_adapters = "adapters cannot be loaded with tp_size > 1 yet; use tp_size=1"
-    no_far = "the model is split over several devices (tp_size > 1)"
-
     def __init__(
         self,
         ranks: Ranks,
@@ -104,29 +100,37 @@ class ParallelRuntime(Runtime):
         if self._owns_ranks:
             self._ranks.close()
 
+    def _make_backend(self) -> Backend:
+        return ParallelBackend(self._ranks, self.model, self._config)
+
+
+class ParallelBackend(Backend):
+    """Every rank has buffers for its heads."""
+
+    ends_forwards = False  # the other ranks would wait for the rest of it
+    no_adapters = "adapters cannot be loaded with tp_size > 1 yet; use tp_size=1"
+    no_far = "the model is split over several devices (tp_size > 1)"
+    shares_rows = False  # they copy them instead
+
+    def __init__(self, ranks: Ranks, model: LoadedModel, config: EngineConfig) -> None:
+        self._ranks = ranks
+        self._num_kv_heads = num_kv_heads(model.forward.model.config)
+        super().__init__(model, config, "the model is split over several devices")
+
+    @property
+    def kv_format(self) -> KVFormat:
+        return replace(super().kv_format, num_kv_heads=self._num_kv_heads)
+
     def _open_tiers(self) -> Tiers:
         tiers = super()._open_tiers()
-        here, all_heads = self.model.forward.shape.num_kv_heads, self._num_kv_heads()
+        here, all_heads = self.model.forward.shape.num_kv_heads, self._num_kv_heads
         return replace(tiers, shards=RankShards(self._ranks, tiers.ram, here, all_heads))
-
-    def _choose_pages(self) -> PagesChoice:
-        return PagesChoice("the model is split over several devices")
 
     def _make_pool(self) -> KVPool:
         return ShardedPool(self._ranks, self.model.forward.shape, MAX_IDLE)
 
     def _make_packer(self, quantizer: Quantizer) -> Packer:
         return ShardedPacker(self._ranks, quantizer)
-
-    def _kv_format(self) -> KVFormat:
-        return replace(super()._kv_format(), num_kv_heads=self._num_kv_heads())
-
-    def _shares_rows(self) -> bool:
-        """They copy them instead."""
-        return False
-
-    def _num_kv_heads(self) -> int:
-        return num_kv_heads(self.model.forward.model.config)
 
 
 def start_ranks(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvboost.model import triton
-from kvboost.runtime.recording import record_graphs
 from paged_engines import leaks, paged_engine, steps_of
 from replay_again import ReplayAgain
 from tiny import DEVICE, make_engine, tiny_model
@@ -20,14 +19,14 @@ TEXT = "A request that comes first finds its graphs."
 
 def test_the_first_requests_record_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     capture = ReplayAgain()
-    monkeypatch.setattr("kvboost.runtime.runtime.make_capture", lambda *_: capture)
+    monkeypatch.setattr("kvboost.runtime.paged_backend.make_capture", lambda *_: capture)
     if DEVICE == "cpu":
         use_torch_kernels(monkeypatch)
     with paged_engine(monkeypatch, "gpt2", pages=False) as plain:
         expected = plain.generate(TEXT, 3, ignore_eos=True).token_ids
     with paged_engine(monkeypatch, "gpt2") as engine:
         # Steps of 1, 2 and 4 rows are two graphs each; forwards have one size on CPUs.
-        assert record_graphs(engine._runtime, max_running=3) == 7
+        assert engine._runtime.backend.record_graphs(3) == 7
         assert capture.names[0] == "rows of prompts", "the largest is not the first"
         assert leaks(engine) == []
         assert engine.generate(TEXT, 3, ignore_eos=True).token_ids == expected
@@ -38,17 +37,17 @@ def test_the_first_requests_record_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_recording_ends_where_the_memory_for_graphs_does(monkeypatch: pytest.MonkeyPatch) -> None:
     capture = ReplayAgain()
-    monkeypatch.setattr("kvboost.runtime.runtime.make_capture", lambda *_: capture)
+    monkeypatch.setattr("kvboost.runtime.paged_backend.make_capture", lambda *_: capture)
     monkeypatch.setattr(
         ReplayAgain, "has_room", property(lambda self: self.num_graphs < 2), raising=True
     )
     if DEVICE == "cpu":
         use_torch_kernels(monkeypatch)
     with paged_engine(monkeypatch, "gpt2") as engine:
-        assert record_graphs(engine._runtime, max_running=3) == 3
+        assert engine._runtime.backend.record_graphs(3) == 3
 
 
 def test_without_pages_there_is_nothing_to_record() -> None:
     if DEVICE == "cpu":
         with make_engine(tiny_model("llama")) as engine:
-            assert record_graphs(engine._runtime, max_running=3) == 0
+            assert engine._runtime.backend.record_graphs(3) == 0

@@ -1,0 +1,182 @@
+"""Where the KV of requests and chunks is, and what runs their rows: chosen once, when an engine is
+made. Here requests have buffers; ``runtime/paged_backend.py`` gives them pages."""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+from kvboost.cache.lookup.hits import KnownRows
+from kvboost.cache.quantize import KVFormat, Quantizer
+from kvboost.cache.store import ChunkStore
+from kvboost.cache.tiers.open import Tiers, open_tiers
+from kvboost.cache.tiers.ram import RamTier
+from kvboost.config import EngineConfig
+from kvboost.errors import ConfigError
+from kvboost.model.far.store import FarStore
+from kvboost.model.forward import Forward
+from kvboost.model.host_memory import host_memory
+from kvboost.model.kv import KVPool, Prefix, RequestKV
+from kvboost.model.load import LoadedModel
+from kvboost.model.native.moved_rows import move_keys
+from kvboost.reuse.assemble import Packer
+from kvboost.reuse.cost import CostModel
+from kvboost.reuse.request import BufferedRows, RequestRows
+from kvboost.reuse.rope import Rotation
+from kvboost.runtime.machine import machine_of
+
+if TYPE_CHECKING:
+    from kvboost.model.paged.forward import PagedForward
+
+MAX_IDLE = 8
+"""KV buffers that are kept for the next requests."""
+NEAR_SHARE = 2
+"""A request with far rows gets this part of max_kv_bytes: other requests run beside it."""
+
+
+class Backend:
+    """Thread-safe: each part has a lock of its own."""
+
+    ends_forwards = True
+    """Whether a forward may be ended between two layers, by a hook that raises."""
+    no_adapters: str | None = None
+    """Why no adapters can be loaded."""
+    no_far: str | None = None
+    """Why no request can have far rows."""
+
+    def __init__(self, model: LoadedModel, config: EngineConfig, why_buffers: str = "") -> None:
+        """``why_buffers``: why requests have no pages."""
+        self.model = model
+        self.machine = machine = machine_of(model.device)
+        self.forward: Forward | PagedForward = model.forward
+        """Runs segments."""
+        self.rotation = rotation_of(model)
+        self._config = config
+        self._why_buffers = why_buffers
+        self.tiers = self._open_tiers()
+        self.pool = self._make_pool()
+        self.pool.far = self._open_far()
+        bits, measures = config.kv_cache_bits, config.key_norms
+        quantizer = make_quantizer(model, self.rotation, self.tiers.ram, bits, measures)
+        self.packer = self._make_packer(quantizer)
+        # How many rows of a forward there is memory for; None: for any slice.
+        most = None if model.placement is None else model.placement.plan.most_rows
+        self.prefill_slice = config.prefill_slice or most or machine.slice_rows
+        self.embedded_rows = most or machine.embedded_rows
+        step_rows = config.step_rows or machine.step_rows
+        # The scheduler takes four times as many.
+        self.step_rows = step_rows if most is None else min(step_rows, most // 4)
+
+    @cached_property
+    def max_kv_bytes(self) -> int:
+        """How many bytes the KV of running requests may take. On a GPU, half of what is free when
+        this is first asked for: after the cache has its share, unless they have one together."""
+        if self._config.max_kv_bytes is not None:
+            return self._config.max_kv_bytes
+        usual, placement = self.machine.kv_bytes(), self.model.placement
+        return usual if placement is None else min(usual, placement.plan.kv_bytes)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The memory of pages that chunks on the GPU are in; 0 if they are tensors of their own."""
+        return 0
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether running requests may read each other's rows."""
+        return self.model.support.reuse_limit is None
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """What chunks look like in slow tiers."""
+        shape, bits = self.model.forward.shape, self._config.kv_cache_bits
+        return KVFormat(shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype, bits)
+
+    def serve(self, store: ChunkStore, cost: CostModel) -> None:
+        """Is called once, before the first request: with where chunks are, and what forwards
+        cost."""
+
+    def rows_of(self, kv: RequestKV) -> RequestRows:
+        """The rows of a request, for reuse."""
+        return BufferedRows(kv, self.packer, self.rotation)
+
+    def kept_prefix(self, known: KnownRows, most_rows: int) -> Prefix | None:
+        """Pages of the cache that hold the beginning of a prompt, at most ``most_rows`` rows."""
+        return None
+
+    def record_graphs(self, max_running: int) -> int:
+        """Records CUDA graphs that requests need, up to ``max_running`` at once; returns how many
+        there are."""
+        return 0
+
+    def notes(self, *, has_adapters: bool) -> list[str]:
+        """Why decoding runs slower on a GPU than it could."""
+        return [f"requests have no pages: {self._why_buffers}"] if self.machine.may_page else []
+
+    def close(self) -> None:
+        """Frees the memory of requests and restores the model's own attention."""
+        self.pool.clear()
+        self.model.forward.remove_adapters()
+        self.model.forward.release()
+
+    def _open_tiers(self) -> Tiers:
+        device = self.model.device
+        locked = partial(host_memory, device=device)
+        return open_tiers(self._config, device, locked, self.kept_bytes)
+
+    def _make_pool(self) -> KVPool:
+        return KVPool(self.model.forward.shape, MAX_IDLE)
+
+    def _make_packer(self, quantizer: Quantizer) -> Packer:
+        return Packer(quantizer)
+
+    @property
+    def _near_bytes(self) -> int:
+        """Of a request with far rows."""
+        return self.max_kv_bytes // NEAR_SHARE if self._config.far_kv_bytes else 0
+
+    def _open_far(self) -> FarStore | None:
+        """The far memory; None if there is none. Raises ConfigError if it is asked for and the
+        model cannot use it."""
+        config, shape, near = self._config, self.model.forward.shape, self._near_bytes
+        if not config.far_kv_bytes:
+            return None
+        refusal = self.no_far or _why_not_far(self.model)
+        place = refusal or self.machine.far_place(config, shape, near)
+        if isinstance(place, str):
+            raise ConfigError(
+                f"far_kv_bytes={config.far_kv_bytes:,} cannot be used: {place}; leave it at 0"
+            )
+        fits = self.max_kv_bytes - (near if self.machine.may_page else 0)
+        return FarStore(
+            shape, place, fits_bytes=fits, near_bytes=near, far_bytes=config.far_kv_bytes
+        )
+
+
+def _why_not_far(model: LoadedModel) -> str | None:
+    if not model.forward.packed:
+        return "this model keeps its own attention, which reads all rows from one place"
+    if model.support.reuse_limit is not None:
+        return (
+            "this model's rotation depends on the prompt's length, so it must read a prompt in one "
+            "piece"
+        )
+    if len({weight.device for weight in model.forward.model.parameters()}) > 1:
+        return "the model is on several devices"
+    return None
+
+
+def rotation_of(model: LoadedModel) -> Rotation | None:
+    """How keys rotate to another position; None if the model has no rotary positions."""
+    if model.frequencies is None:
+        return None
+    interleaved = model.support.architecture.interleaved
+    return Rotation(model.frequencies, interleaved=interleaved, kernel=move_keys)
+
+
+def make_quantizer(
+    model: LoadedModel, rotation: Rotation | None, ram: RamTier, bits: int, measures_keys: bool
+) -> Quantizer:
+    """Where the model runs on the CPU, packed rows are in the memory of ``ram`` at once."""
+    own = ram.own if machine_of(model.device).packs_into_ram else None
+    return Quantizer(bits, rotation, own=own, measures_keys=measures_keys)
