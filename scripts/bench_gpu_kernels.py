@@ -410,7 +410,8 @@ def time_shift(model: str, rows: int, keys: int, count: int = 8) -> dict[str, fl
     kv = RequestKV(KVShape(2, kv_heads, DIM, DTYPE, torch.device(DEVICE)), keys)
     kv.data[:, 1, :, :keys] = torch.stack(dense(pages, table))
     hook = Shift(rotation, positions.to(DEVICE), spans.to(DEVICE))
-    in_torch = partial(hook.on_fresh, 1, kv, *(part.transpose(0, 1)[None] for part in fresh))
+    hook.kv = kv
+    in_torch = partial(hook.on_fresh, 1, *fresh)
     ours = partial(shift, fresh[0], fresh[1], pages, plan, at, error_weight=ERROR_WEIGHT)
     in_torch()
     ours()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvboost.model.kv import KVShape, RequestKV
+from kvboost.model.segment import rows_first
 from kvboost.reuse import probe
 from kvboost.reuse.probe import END_ROWS, KINDS, AttentionMass, Bands, Deviation
 
@@ -25,8 +26,9 @@ def test_attention_mass_is_the_weight_each_row_receives(window, at_once, monkeyp
     absent = torch.zeros(START, dtype=torch.bool)
     absent[3:6] = True
     mass = AttentionMass(Bands(range(1, 3), range(2, 4)), START, absent)
+    mass.kv = kv
     for layer in range(5):  # layer 1 is early, layers 2 and 3 are late
-        mass.on_query(layer, kv, query, 0.3, window)
+        mass.on_query(layer, rows_first(query), 0.3, window)
     expected = torch.zeros(KINDS, START)
     for head in range(HEADS):
         for row in range(ROWS):
@@ -47,8 +49,9 @@ def test_deviation_is_the_distance_of_fresh_and_known_rows_in_one_layer() -> Non
     positions = torch.tensor([2, 9])
     fresh = torch.randn(2, 1, KV_HEADS, 2, DIM)
     deviation = Deviation(1, positions)
-    deviation.on_fresh(0, kv, torch.zeros(1), torch.zeros(1))  # another layer
-    deviation.on_fresh(1, kv, *fresh)
+    deviation.kv = kv
+    deviation.on_fresh(0, torch.zeros(1), torch.zeros(1))  # another layer
+    deviation.on_fresh(1, *map(rows_first, fresh))
     keys, values = kv.data[:, :1, :, positions]
     expected = (fresh[0] - keys).square().sum((0, 1, 3))
     expected += (fresh[1] - values).square().sum((0, 1, 3))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvboost.model.kv import KVShape, RequestKV
+from kvboost.model.segment import rows_first
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import BLOCKS, ERROR_WEIGHT, FAR_ROWS, PRIOR_ROWS, REACH, Shift, Spans
 
@@ -25,16 +26,22 @@ def fresh_rows(
     position plays no part."""
     turned = ROTATION.rotate(offset.expand(3, len(positions), 4), ROTATION.cos_sin(1, positions))
     keys, values = kv.data[:, 1:, :, positions]
-    return keys + turned, values + offset
+    return rows_first(keys + turned), rows_first(values + offset)
+
+
+def shift_of(kv: RequestKV, positions: torch.Tensor, spans: Spans = SPANS) -> Shift:
+    shift = Shift(ROTATION, positions, spans)
+    shift.kv = kv
+    return shift
 
 
 def test_a_shared_offset_is_carried_to_the_other_rows_of_its_span() -> None:
     kv, offset = filled_kv(), torch.tensor([1.0, -2.0, 0.5, 3.0])
     before = kv.data.clone()
     positions = torch.tensor([1, 2, 4, 5, 9])  # three rows of span 0, none of span 1
-    shift = Shift(ROTATION, positions, SPANS)
+    shift = shift_of(kv, positions)
     assert shift.useful
-    shift.on_fresh(1, kv, *fresh_rows(kv, positions, offset))
+    shift.on_fresh(1, *fresh_rows(kv, positions, offset))
     moved = kv.data - before
     weight = 3 / (3 + PRIOR_ROWS)
     at_3 = ROTATION.rotate(weight * offset.expand(3, 1, 4), ROTATION.cos_sin(1, torch.tensor([3])))
@@ -51,7 +58,7 @@ def test_rows_are_shifted_by_what_is_near_them() -> None:
     kv, spans = filled_kv(90), Spans.of([range(5, 85)], 90)  # blocks of ten rows
     before, positions = kv.data.clone(), torch.tensor([7, 76, 83])
     offsets = torch.randn(3, 4)
-    Shift(ROTATION, positions, spans).on_fresh(1, kv, *fresh_rows(kv, positions, offsets))
+    shift_of(kv, positions, spans).on_fresh(1, *fresh_rows(kv, positions, offsets))
     moved = (kv.data - before)[1, 1]
     squares = offsets.square().sum(1)
     counted = 1 / (1 + ERROR_WEIGHT * squares / squares.mean())
@@ -68,7 +75,7 @@ def test_layer_0_and_single_rows_shift_nothing() -> None:
     before = kv.data.clone()
     positions = torch.tensor([2, 3, 9])
     offset = torch.ones(4)
-    Shift(ROTATION, positions, SPANS).on_fresh(0, kv, *fresh_rows(kv, positions, offset))
+    shift_of(kv, positions).on_fresh(0, *fresh_rows(kv, positions, offset))
     assert torch.equal(kv.data, before)
     assert not Shift(ROTATION, torch.tensor([2, 9]), SPANS).useful
     everything = torch.arange(2, 10)

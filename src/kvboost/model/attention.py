@@ -19,7 +19,7 @@ from kvboost.errors import UnsupportedModelError
 from kvboost.model import shared_attention
 from kvboost.model.native.kernels import Kernels, Plan
 from kvboost.model.partial_attention import attend_part
-from kvboost.model.segment import Segment, grid_of, round_up, split
+from kvboost.model.segment import Segment, grid_of, round_up, rows_first, split
 
 NAME = "kvboost"
 BATCH = "kvboost_batch"
@@ -66,7 +66,7 @@ class Batch:
             split_keys, split_values = (split(rows, self.segments) for rows in (keys, values))
             for segment, k, v in zip(self.segments, split_keys, split_values, strict=True):
                 if segment.hook is not None:
-                    segment.hook.on_fresh(layer, segment.kv, k, v)
+                    segment.hook.on_fresh(layer, rows_first(k), rows_first(v))
                 if self.kernels is None:
                     segment.kv.write(layer, segment.positions, k, v)
         if self.kernels is not None:
@@ -80,7 +80,7 @@ class Batch:
             return
         for segment, q in zip(self.segments, split(query, self.segments), strict=True):
             if segment.hook is not None:
-                segment.hook.on_query(layer, segment.kv, q, scale, segment.hides(window))
+                segment.hook.on_query(layer, rows_first(q), scale, segment.hides(window))
             if segment.until == layer:
                 raise StopForward
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.attention.bias import CausalBias, causal_lower_right
@@ -21,18 +21,25 @@ GRID = 64
 them all. Hits end anywhere, so there would be ever more of them: sizes are rounded up to this."""
 
 
-class Hook(Protocol):
+class Hook:
     """Sees one segment in every layer, and may change the rows of ``kv`` that the segment does not
     compute."""
 
-    def on_fresh(self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Called before the segment's fresh rows, ``[1, kv_heads, rows, dim]``, are written over
-        what ``kv`` holds at their positions."""
+    kv: RequestKV
+    """That of the segment, which sets it."""
+    kind: str | None = None
+    """Which captured forwards over pages do the same (``reuse/paged/hooks.py``), if any do."""
+    args: tuple[Any, ...] | None = None
+    """What another rank makes the same hook of, if it can."""
+
+    def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Called before the segment's fresh rows, ``[rows, kv_heads, dim]``, are written over what
+        ``kv`` holds at their positions."""
 
     def on_query(
-        self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
+        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
     ) -> None:
-        """Called before attention of ``query``, ``[1, heads, rows, dim]``; the fresh rows are in
+        """Called before attention of ``query``, ``[rows, heads, dim]``; the fresh rows are in
         place."""
 
 
@@ -74,6 +81,8 @@ class Segment:
 
     def __post_init__(self) -> None:
         self._num_rows = self.token_ids.shape[0]  # read in every layer
+        if self.hook is not None:
+            self.hook.kv = self.kv
         if isinstance(self.positions, torch.Tensor):
             self.positions = self.positions.to(self.kv.positions_on)
 
@@ -180,6 +189,16 @@ def grid_of(like: torch.Tensor) -> int:
 
 def round_up(length: int, grid: int) -> int:
     return -(-length // grid) * grid
+
+
+def rows_first(rows: torch.Tensor) -> torch.Tensor:
+    """``[1, heads, rows, dim]`` as ``[rows, heads, dim]``."""
+    return rows[0].transpose(0, 1)
+
+
+def heads_first(rows: torch.Tensor) -> torch.Tensor:
+    """``[rows, heads, dim]`` as ``[1, heads, rows, dim]``."""
+    return rows.transpose(0, 1)[None]
 
 
 def split(rows: torch.Tensor, segments: Sequence[Segment]) -> Sequence[torch.Tensor]:

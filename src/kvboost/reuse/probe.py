@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvboost.model.kv import RequestKV
 from kvboost.model.native.moved_rows import attention_mass
+from kvboost.model.segment import Hook, heads_first
 
 _SCORES = 1 << 24  # attention weights held at a time
 
@@ -43,7 +43,7 @@ def row_weights(num_rows: int) -> torch.Tensor:
     return weights
 
 
-class AttentionMass:
+class AttentionMass(Hook):
     """Sums, over the layers of each band, how much a prompt's last rows attend to each row before
     them: ``mass`` is ``[2, KINDS, start]``, the weights after softmax, averaged over heads and
     summed over the rows from ``start`` on by their ``row_weights``. Rows that are ``absent``,
@@ -52,6 +52,7 @@ class AttentionMass:
     def __init__(
         self, bands: Bands, start: int, absent: torch.Tensor, *, ends: bool = True
     ) -> None:
+        self.args = (bands, start, absent)
         self.bands = bands
         self.absent = absent
         self.ends = ends
@@ -66,16 +67,12 @@ class AttentionMass:
     def start(self) -> int:
         return len(self.absent)
 
-    def on_fresh(
-        self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor
-    ) -> None: ...
-
     def on_query(
-        self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
+        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
     ) -> None:
         if (band := self.bands.number(layer)) is None:
             return
-        start = self.start
+        kv, query, start = self.kv, heads_first(query), self.start
         _, heads, rows, dim = query.shape
         counted = row_weights(rows)
         if window is None:
@@ -111,24 +108,21 @@ class AttentionMass:
         return self._masks[window]
 
 
-class Deviation:
+class Deviation(Hook):
     """How far the recomputed keys and values of rows are from the cached ones in ``layer``.
     ``squared``, ``[rows]``, is the squared distance of keys and values together."""
 
     def __init__(self, layer: int, positions: torch.Tensor) -> None:
+        self.args = (layer, positions)
         self.layer = layer
         self.positions = positions
         self.squared = torch.zeros(len(positions), device=positions.device)
 
-    def on_fresh(self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer != self.layer:
             return
-        known = kv.layer(layer, 0, int(self.positions[-1]) + 1)
+        known = self.kv.layer(layer, 0, int(self.positions[-1]) + 1)
         positions = self.positions.to(keys.device)
         for fresh, stale in zip((keys, values), known, strict=True):
-            distance = fresh.float() - stale[:, :, positions].float()
+            distance = heads_first(fresh).float() - stale[:, :, positions].float()
             self.squared += distance.square().sum((0, 1, 3)).to(self.squared.device)
-
-    def on_query(
-        self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
-    ) -> None: ...

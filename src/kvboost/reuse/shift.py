@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvboost.model.kv import RequestKV
 from kvboost.model.native import moved_rows
 from kvboost.model.native.moved_rows import RecomputedRows
+from kvboost.model.segment import Hook, heads_first
 from kvboost.reuse.rope import CosSin, Rotation
 
 PRIOR_ROWS = 4
@@ -102,7 +102,7 @@ def _blocks(length: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.arange(length) * BLOCKS // length
 
 
-class Shift:
+class Shift(Hook):
     """A hook of the forward that recomputes some rows of moved spans. In every layer it adds the
     mean difference between fresh and stale rows near them to the other rows of the span, both keys
     and values; rows that differ much count less. Keys are compared at position 0, and the
@@ -112,8 +112,7 @@ class Shift:
     """
 
     def __init__(self, rotation: Rotation, positions: torch.Tensor, spans: Spans) -> None:
-        self.positions = positions
-        self.spans = spans
+        self.args = (positions, spans)
         self._rotation = rotation
         weights = spans.weights(positions)
         self.useful = weights is not None
@@ -139,9 +138,10 @@ class Shift:
         """The rows that may change. Only if it is useful."""
         return range(self._start, self._end)
 
-    def on_fresh(self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer == 0:  # its keys and values depend on the token alone, so none is stale
             return
+        kv, keys, values = self.kv, heads_first(keys), heads_first(values)
         here, there = self._rotations(layer, keys)
         rows = RecomputedRows(*self._rows, *here)
         by_cos, by_sin, of_values = self._offsets(*moved_rows.errors(kv, layer, keys, values, rows))
@@ -149,10 +149,6 @@ class Shift:
         along = by_cos - self._rotation.quarter_turn(by_sin)
         across = self._rotation.quarter_turn(along)
         moved_rows.shift(kv, layer, self._start, self._offset_of, (along, across), there, of_values)
-
-    def on_query(
-        self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
-    ) -> None: ...
 
     def _offsets(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The offsets of all blocks and a last one of zero, ``[3, kv_heads, blocks + 1, dim]``,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvboost.config import RepairParams
-from kvboost.model.kv import RequestKV
+from kvboost.model.segment import Hook
 from kvboost.results import Healing, HealReport
 from kvboost.runtime.audit import AuditTotals
 from kvboost.runtime.generation import Generation
@@ -43,7 +43,7 @@ class _Interrupted(Exception):
     """A request needs the model."""
 
 
-class _Interrupt:
+class _Interrupt(Hook):
     """A hook that ends a forward between two layers."""
 
     def __init__(self, stop: Stop) -> None:
@@ -53,13 +53,8 @@ class _Interrupt:
         if self._stop():
             raise _Interrupted
 
-    def on_fresh(self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.check()
-
-    def on_query(
-        self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
-    ) -> None:
-        """Once a layer is enough."""
 
 
 class Healer:

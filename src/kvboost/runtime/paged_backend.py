@@ -25,14 +25,8 @@ from kvboost.model.paged.steps import bucket_of
 from kvboost.progress import Progress
 from kvboost.reuse.cost import CostModel, unpadded
 from kvboost.reuse.paged.beside import RowsBeside
-from kvboost.reuse.paged.forwards import (
-    MOST_KEYS,
-    PROBES,
-    REPAIRS,
-    ROWS,
-    SegmentForwards,
-    SlabPages,
-)
+from kvboost.reuse.paged.forwards import MOST_KEYS, SegmentForwards, SlabPages
+from kvboost.reuse.paged.hooks import PROBES, REPAIRS, ROWS
 from kvboost.reuse.paged.kernels import GpuKernels
 from kvboost.reuse.paged.request import PagedRequest
 from kvboost.reuse.paged.stored import PageStore

@@ -49,8 +49,9 @@ def test_the_probe_sees_the_same_attention(form: str) -> None:
     absent[4:9] = True
     mine, its = (AttentionMass(Bands(range(1), range(1, 2)), start, absent) for _ in range(2))
     hook = ProbeHook(mine, rows, 5)
+    its.kv = kv
     for layer in range(LAYERS):
-        its.on_query(layer, kv, query[-5:].transpose(0, 1)[None], 0.3, None)
+        its.on_query(layer, query[-5:], 0.3)
     hook.on_fresh(0, query, query)
     hook.on_query(0, query, 0.3)
     with pytest.raises(EnoughLayers):
@@ -68,12 +69,12 @@ def test_the_shift_changes_the_same_rows(form: str) -> None:
     rotation = Rotation(torch.rand(LAYERS, DIM // 2))
     hook = ShiftHook(Shift(rotation, positions, spans), rows)
     its = Shift(rotation, positions, spans)
+    its.kv = kv
     fresh = torch.randn(2, LAYERS, len(positions), KV_HEADS, DIM)
     for layer in range(LAYERS):
         hook.on_fresh(layer, *fresh[:, layer])
         hook.on_query(layer, fresh[0, layer], 0.3)
-        keys, values = (part.transpose(0, 1)[None] for part in fresh[:, layer])
-        its.on_fresh(layer, kv, keys, values)
+        its.on_fresh(layer, *fresh[:, layer])
     slots = pages.slots(TABLE, torch.arange(ROWS))
     after = pages.read_all(slots)
     assert torch.allclose(after, kv.data[:, :, :, :ROWS], atol=1e-6)

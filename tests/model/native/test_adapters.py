@@ -20,7 +20,7 @@ from kvboost.model.forward import Forward
 from kvboost.model.kv import RequestKV
 from kvboost.model.native.adapters import halved
 from kvboost.model.native.decoder import restore_forward
-from kvboost.model.segment import Segment
+from kvboost.model.segment import Hook, Segment
 
 SIZES = {
     "vocab_size": 128,
@@ -31,14 +31,6 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
-
-
-class Nothing:
-    """A hook, with which a layer is two calls."""
-
-    def on_fresh(self, *_: object) -> None: ...
-
-    def on_query(self, *_: object) -> None: ...
 
 
 LENGTHS = (1, 5, 7, 60)
@@ -55,7 +47,7 @@ def segments(
         start = min(number, rows - 1)
         kv.adapter = None if adapter is None else AppliedAdapter(adapter, start)
         ids = torch.randint(0, 128, (rows,), generator=torch.Generator().manual_seed(number))
-        hook = Nothing() if hooked else None
+        hook = Hook() if hooked else None  # with which a layer is two calls
         made.append(Segment(kv, ids, range(rows), num_logits=rows, hook=hook))
     return made
 

@@ -20,7 +20,7 @@ from kvboost.model.forward import Forward
 from kvboost.model.kv import RequestKV
 from kvboost.model.native import decoder
 from kvboost.model.native.decoder import MOST_NARROW_ROWS, MOST_ROWS, restore_forward
-from kvboost.model.segment import Segment
+from kvboost.model.segment import Hook, Segment
 
 SIZES = {
     "vocab_size": 128,
@@ -59,17 +59,17 @@ def is_native(model: PreTrainedModel) -> list[bool]:
     return ["forward" in vars(layer) for layer in model.model.layers]
 
 
-class Notes:
+class Notes(Hook):
     """A hook that records what it sees."""
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
 
-    def on_fresh(self, layer: int, kv: RequestKV, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.seen += [keys.clone(), values.clone()]
 
     def on_query(
-        self, layer: int, kv: RequestKV, query: torch.Tensor, scale: float, window: int | None
+        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
     ) -> None:
         self.seen += [query.clone(), torch.tensor(scale)]
 

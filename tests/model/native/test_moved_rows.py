@@ -9,6 +9,7 @@ from kernel_forms import CPU, close, each_dtype
 from kvboost.model.kv import KVShape, RequestKV
 from kvboost.model.native import moved_rows
 from kvboost.model.native.moved_rows import RecomputedRows, move_keys
+from kvboost.model.segment import rows_first
 from kvboost.reuse.probe import AttentionMass, Bands
 from kvboost.reuse.rope import Rotation
 
@@ -20,8 +21,9 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def mass_of(kv: RequestKV, query: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
     """Over all three layers."""
     mass = AttentionMass(Bands(range(1), range(1, 3)), len(absent), absent)
+    mass.kv = kv
     for layer in range(3):
-        mass.on_query(layer, kv, query, 0.2, None)
+        mass.on_query(layer, rows_first(query), 0.2)
     return mass.mass
 
 

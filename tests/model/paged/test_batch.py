@@ -10,7 +10,7 @@ from kvboost.model.kv import RequestKV
 from kvboost.model.paged.batch import PagedBatch
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, Slab
-from kvboost.model.segment import Segment
+from kvboost.model.segment import Hook, Segment
 from paged_engines import TWO_LAYERS, paged_engine
 from tiny import DEVICE
 
@@ -23,20 +23,20 @@ def random_ids(length: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-class Recorder:
+class Recorder(Hook):
     """A hook that keeps what it sees of one layer."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
         self.seen: list[torch.Tensor] = []
 
-    def on_fresh(self, layer, kv, keys, values) -> None:
+    def on_fresh(self, layer, keys, values) -> None:
         if layer == self.layer:
-            self.seen += [keys.clone(), *(part.clone() for part in kv.layer(layer, 0, 20))]
+            self.seen += [keys.clone(), *(part.clone() for part in self.kv.layer(layer, 0, 20))]
 
-    def on_query(self, layer, kv, query, scale, window) -> None:
+    def on_query(self, layer, query, scale, window=None) -> None:
         if layer == self.layer:
-            self.seen += [query.clone(), *(part.clone() for part in kv.layer(layer, 0, 60))]
+            self.seen += [query.clone(), *(part.clone() for part in self.kv.layer(layer, 0, 60))]
 
 
 def kvs_of(engine: KVBoost, paged: bool) -> list[RequestKV]:

@@ -13,7 +13,8 @@ from kvboost.model.paged.choose import make_capture, why_buffers
 from kvboost.model.paged.pool import PagedPool
 from kvboost.model.paged.sampling import PickedOnDevice
 from kvboost.model.paged.slab import PAGE, Holding, Slab
-from kvboost.reuse.paged.forwards import PROBES, REPAIRS, ROWS, SegmentForwards
+from kvboost.reuse.paged.forwards import SegmentForwards
+from kvboost.reuse.paged.hooks import PROBES, REPAIRS, ROWS
 from paged_engines import TWO_LAYERS, forward_of, leaks, paged_engine, steps_of
 from replay_again import ReplayAgain
 from tiny import DEVICE, make_engine, tiny_model

@@ -50,7 +50,8 @@ def test_the_shift_is_that_of_dense_rows(
     kv.data[:, 1, :, :PROMPT] = dense(pages, table)[:, :, :PROMPT]
     hook = Shift(rotation, positions.to(DEVICE), SPANS.to(DEVICE))
     assert hook.useful
-    hook.on_fresh(1, kv, *(part.transpose(0, 1)[None] for part in (keys, values)))
+    hook.kv = kv
+    hook.on_fresh(1, keys, values)
 
     plan = ShiftPlan.of(shift_rows(positions), table)
     at = rotation.cos_sin(1, torch.arange(PROMPT, device=DEVICE))

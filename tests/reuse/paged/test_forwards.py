@@ -10,7 +10,7 @@ from kvboost.model import triton
 from kvboost.model.kv import RequestKV
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
-from kvboost.model.segment import Segment
+from kvboost.model.segment import Hook, Segment
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.repair import probed_layers
 from kvboost.reuse.request import BufferedRows
@@ -23,7 +23,8 @@ from tiny import DEVICE
 if not triton.is_available():
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from kvboost.reuse.paged.forwards import ANSWERED, PROBES, REPAIRS, ROWS, SegmentForwards
+from kvboost.reuse.paged.forwards import SegmentForwards
+from kvboost.reuse.paged.hooks import ANSWERED, PROBES, REPAIRS, ROWS
 from kvboost.reuse.paged.request import PagedRequest
 
 MOST_APART = 4
@@ -161,10 +162,6 @@ def test_what_does_not_fit_runs_as_it_did(monkeypatch: pytest.MonkeyPatch) -> No
     two = Two(paged_engine(monkeypatch, "phi3"), monkeypatch)
     takes, kv = two.forwards.takes, two.paged
 
-    class OtherHook:
-        def on_fresh(self, layer, kv, keys, values) -> None: ...
-        def on_query(self, layer, kv, query, scale, window) -> None: ...
-
     def segment(kv: RequestKV, rows: range, **options: object) -> Segment:
         return Segment(kv, torch.zeros(len(rows), dtype=torch.int64), rows, **options)
 
@@ -173,7 +170,7 @@ def test_what_does_not_fit_runs_as_it_did(monkeypatch: pytest.MonkeyPatch) -> No
     assert not takes(segment(two.plain, tail))
     assert not takes(segment(kv, tail, as_stock=True))
     assert not takes(segment(kv, tail, num_logits=2))
-    assert not takes(segment(kv, tail, hook=OtherHook()))
+    assert not takes(segment(kv, tail, hook=Hook()))
     assert not takes(segment(kv, tail, until=0))
     assert not takes(segment(kv, range(65)))  # too many rows, and not all of them have pages
     torch.testing.assert_close(

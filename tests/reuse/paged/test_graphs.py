@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvboost.model import triton
+from kvboost.model.segment import Hook
 from kvboost.model.triton.pages import slots_of
 from kvboost.reuse.probe import AttentionMass, row_weights
 from kvboost.reuse.repair import probed_layers
@@ -32,7 +33,7 @@ from kvboost.reuse.paged.graphs import (
     _tiles,
     capture_cuda,
 )
-from kvboost.reuse.paged.hooks import Attention, EnoughLayers, LayerHook
+from kvboost.reuse.paged.hooks import Attention, EnoughLayers
 from kvboost.reuse.paged.kernels import GpuKernels
 
 LAYERS, HEADS, KV_HEADS, PAGE, DIM, PROMPT, VOCAB = 4, 4, 2, 16, 16, 90, 50
@@ -69,7 +70,7 @@ class Model:
         ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        hook: LayerHook | None,
+        hook: Hook | None,
         attention: Attention,
     ) -> None:
         assert (ids.dtype, positions.dtype, slots.dtype) == (torch.int32, *2 * [torch.int64])
@@ -141,7 +142,7 @@ def run_plainly(
     ids: torch.Tensor,
     rows: torch.Tensor,
     table: torch.Tensor,
-    hook: LayerHook | None,
+    hook: Hook | None,
 ) -> None:
     slots = slots_of(rows.to(DEVICE), table, PAGE)
     attention = kernels.attention(rows, table, HEADS)
@@ -211,14 +212,10 @@ def test_what_has_no_graph_is_left_to_others(
     graphs = make_graphs(model, kernels, 32)
     before = content(model, table)
 
-    class OtherHook:
-        def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None: ...
-        def on_query(self, layer: int, query: torch.Tensor, scale: float) -> None: ...
-
     few, many = scattered(20, PROMPT), scattered(33, PROMPT)
     ids = torch.zeros(33, dtype=torch.int64)
     assert not graphs(ids, many, table, None)  # too many rows
-    assert not graphs(ids[:20], few, table, OtherHook())
+    assert not graphs(ids[:20], few, table, Hook())
     assert not graphs(ids[:20], few, table.repeat(2), None)  # too many pages
     quarters = [range(at, at + PROMPT // 4) for at in range(0, PROMPT // 4 * 4, PROMPT // 4)]
     crowded = Spans.of(quarters, PROMPT)

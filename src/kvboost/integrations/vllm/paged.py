@@ -9,6 +9,7 @@ import torch
 
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.model.kv import KVShape
+from kvboost.model.segment import Hook
 from kvboost.reuse.paged.hooks import EnoughLayers
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.shift import Shift
@@ -49,40 +50,34 @@ class PagedRows:
         self._pages.write(layer, keys, values, self._slots[rows.start : rows.stop])
 
 
-class ProbeHook:
+class ProbeHook(Hook):
     """Gives ``mass`` the attention of the last ``num_rows`` rows of a forward."""
 
     def __init__(self, mass: AttentionMass, kv: PagedRows, num_rows: int) -> None:
         self._mass, self._kv, self._num_rows = mass, kv, num_rows
+        mass.kv = kv  # type: ignore[assignment]
 
-    def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None: ...
-
-    def on_query(self, layer: int, query: torch.Tensor, scale: float) -> None:
+    def on_query(
+        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
+    ) -> None:
         if self._mass.bands.number(layer) is None:
             return
         self._kv.gather(layer)
-        last = _heads_first(query[-self._num_rows :])
-        self._mass.on_query(layer, self._kv, last, scale, None)  # type: ignore[arg-type]
+        self._mass.on_query(layer, query[-self._num_rows :], scale)
         if layer == self._mass.bands.last:
             raise EnoughLayers
 
 
-class ShiftHook:
+class ShiftHook(Hook):
     """Applies ``shift`` to the rows that the forward does not compute."""
 
     def __init__(self, shift: Shift, kv: PagedRows) -> None:
         self._shift, self._kv = shift, kv
+        shift.kv = kv  # type: ignore[assignment]
 
     def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer == 0:
             return
         self._kv.gather(layer)
-        self._shift.on_fresh(layer, self._kv, _heads_first(keys), _heads_first(values))  # type: ignore[arg-type]
+        self._shift.on_fresh(layer, keys, values)
         self._kv.write_back(layer, self._shift.touched)
-
-    def on_query(self, layer: int, query: torch.Tensor, scale: float) -> None: ...
-
-
-def _heads_first(rows: torch.Tensor) -> torch.Tensor:
-    """``[rows, heads, dim]`` as ``[1, heads, rows, dim]``."""
-    return rows.transpose(0, 1)[None]

@@ -18,8 +18,8 @@ from kvboost.integrations.vllm import paged
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.integrations.vllm.planner import Load
 from kvboost.integrations.vllm.ranks import Ranks
+from kvboost.model.segment import Hook as LayerHook
 from kvboost.reuse.driver import Part, repair_rows
-from kvboost.reuse.paged.hooks import LayerHook
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.repair import MovedRows, Probe
 from kvboost.reuse.rope import Rotation

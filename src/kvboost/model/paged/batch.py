@@ -14,7 +14,7 @@ from kvboost.model.attention import attend_segment
 from kvboost.model.paged.long_rows import LongKernel, long_kernels
 from kvboost.model.paged.row_batch import Fresh, RowBatch
 from kvboost.model.paged.slab import PAGE
-from kvboost.model.segment import Segment, split
+from kvboost.model.segment import Segment, rows_first, split
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.dense import gather, merge
 from kvboost.model.triton.host import to_device
@@ -97,7 +97,7 @@ class PagedBatch(RowBatch):
             split_keys, split_values = (split(rows, self.segments) for rows in (keys, values))
             for segment, k, v in zip(self.segments, split_keys, split_values, strict=True):
                 if segment.hook is not None:
-                    segment.hook.on_fresh(layer, segment.kv, k, v)
+                    segment.hook.on_fresh(layer, rows_first(k), rows_first(v))
         super().write(layer, keys, values)
 
     def attend_rows(

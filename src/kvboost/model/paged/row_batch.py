@@ -8,7 +8,7 @@ import torch
 
 from kvboost.model.attention import Batch
 from kvboost.model.paged.slab import Slab
-from kvboost.model.segment import Segment
+from kvboost.model.segment import Segment, rows_first
 from kvboost.model.triton.write import write
 
 Fresh = tuple[torch.Tensor, torch.Tensor]
@@ -34,8 +34,7 @@ class RowBatch(Batch):
         return self._slab.layers[layer]
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        rows = keys[0].transpose(0, 1), values[0].transpose(0, 1)
-        write(*rows, self.pages(layer), self.slots)
+        write(rows_first(keys), rows_first(values), self.pages(layer), self.slots)
 
     def attend(
         self,
@@ -47,10 +46,9 @@ class RowBatch(Batch):
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        queries, *fresh = (rows[0].transpose(0, 1) for rows in (query, key, value))
-        return self.attend_rows(layer, queries, scale, window, softcap, fresh=(fresh[0], fresh[1]))[
-            None
-        ]
+        fresh = rows_first(key), rows_first(value)
+        rows = rows_first(query)
+        return self.attend_rows(layer, rows, scale, window, softcap, fresh=fresh)[None]
 
     def attend_rows(
         self,

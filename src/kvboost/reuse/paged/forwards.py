@@ -15,26 +15,24 @@ import torch
 from kvboost.model.paged.graphs import Capture
 from kvboost.model.paged.row_batch import Fresh, RowBatch
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab, pages_for
-from kvboost.model.segment import Segment
+from kvboost.model.segment import Hook, Segment, rows_first
 from kvboost.model.triton.write import write
 from kvboost.reuse.paged.graphs import (
     SIZES,
     CapturedForward,
+    FixedHook,
     FixedMass,
     FixedRows,
     FixedShift,
 )
-from kvboost.reuse.paged.hooks import Attention, EnoughLayers, SegmentHook, WindowedHook
-from kvboost.reuse.paged.kernels import GpuKernels, MassHook, ShiftHook
+from kvboost.reuse.paged.hooks import ANSWERED, PROBES, REPAIRS, ROWS, Attention, EnoughLayers
+from kvboost.reuse.paged.kernels import GpuKernels
 from kvboost.reuse.repair import PROBE_ROWS
 
 log = logging.getLogger("kvboost")
 
 MOST_KEYS = 1 << 18
 """Requests with more rows of KV than this have no such forwards: buffers would take too much."""
-ROWS, REPAIRS, PROBES = "rows of prompts", "repairs", "probes"
-ANSWERED = "probes with an answer"
-"""Probes that go through all layers."""
 
 RunRows = Callable[[torch.Tensor, torch.Tensor, RowBatch, torch.Tensor], torch.Tensor]
 """Runs token ids at positions, both int64 ``[rows]``, of a batch; returns logits of some rows."""
@@ -50,16 +48,14 @@ class SlabPages:
         self.dtype, self.device = slab.shape.dtype, slab.shape.device
 
 
-class RowsBatch(RowBatch):
+class CapturedBatch(RowBatch):
     """Rows of one request at any positions. ``targets`` are their slots, filled before every
     forward; those of padding are -1.
 
     A hook compares fresh rows with what is in their pages. So if there is one, layers that rotate
     and write in one kernel write to a buffer, and the rows go to their pages after the hook."""
 
-    def __init__(
-        self, slab: Slab, size: int, hook: WindowedHook | None, attention: Attention
-    ) -> None:
+    def __init__(self, slab: Slab, size: int, hook: Hook | None, attention: Attention) -> None:
         super().__init__(slab)
         self.slots = torch.zeros(size, dtype=torch.int64, device=slab.shape.device)
         self.targets = torch.full_like(self.slots, -1)
@@ -84,7 +80,7 @@ class RowsBatch(RowBatch):
         return self._fresh.transpose(1, 2)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._store(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1))
+        self._store(layer, rows_first(keys), rows_first(values))
 
     def _store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes ``[rows, kv_heads, dim]`` after the hook has seen them."""
@@ -96,7 +92,7 @@ class RowsBatch(RowBatch):
         self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
     ) -> None:
         if self._hook is not None:
-            self._hook.on_query(layer, query[0].transpose(0, 1), scale, window)
+            self._hook.on_query(layer, rows_first(query), scale, window)
 
     def attend(
         self,
@@ -108,7 +104,7 @@ class RowsBatch(RowBatch):
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        return self._attend(layer, query[0].transpose(0, 1), scale, window, softcap)[None]
+        return self._attend(layer, rows_first(query), scale, window, softcap)[None]
 
     def attend_rows(
         self,
@@ -157,7 +153,7 @@ class SegmentForwards:
         self._run_rows = run_rows
         self._capture = capture
         self._sizes = SIZES
-        self._forwards: dict[tuple[str, int], CapturedForward] = {}
+        self._forwards: dict[tuple[str, int], CapturedForward[Any]] = {}
         self._refused: dict[str, str] = {}
 
     @property
@@ -217,16 +213,15 @@ class SegmentForwards:
             return None
         host = torch.device("cpu")
         rows = segment.position_ids(host)
-        hook = segment.hook.hook if isinstance(segment.hook, SegmentHook) else None
         holding = segment.kv.holding
         table = self.slab.table[holding.row, : len(holding.pages)]
-        if not forward.run(segment.token_ids.to(host), rows, table, hook):
+        if not forward.run(segment.token_ids.to(host), rows, table, segment.hook):
             return None
         self.num_runs += 1
         logits: torch.Tensor = forward.result
         return logits[: segment.num_logits].clone()
 
-    def _find(self, kind: str, size: int) -> CapturedForward | None:
+    def _find(self, kind: str, size: int) -> CapturedForward[Any] | None:
         if (kind, size) not in self._forwards:
             try:
                 self._forwards[kind, size] = self._make(kind, size)
@@ -236,27 +231,27 @@ class SegmentForwards:
                 return None
         return self._forwards[kind, size]
 
-    def _make(self, kind: str, size: int) -> CapturedForward:
+    def _make(self, kind: str, size: int) -> CapturedForward[Any]:
         kernels, capacity = self.kernels, min(self.slab.most_rows, MOST_KEYS)
         probes = kind in (PROBES, ANSWERED)
         rows = FixedRows(kernels, self._heads, size, capacity, size if probes else 0)
-        hook: FixedShift | FixedMass | None = None
+        hook: FixedHook[Any] | None = None
         if probes:
             hook = FixedMass(kernels, rows, hides=True, ends=kind == PROBES)
         elif kind == REPAIRS:
             hook = FixedShift(kernels, size, capacity, rows.table)
-        batch: RowsBatch | None = None
+        batch: CapturedBatch | None = None
 
         def model(
             ids: torch.Tensor,
             positions: torch.Tensor,
             slots: torch.Tensor,
-            hook: FixedShift | FixedMass | None,
+            hook: Hook | None,
             attention: Attention,
         ) -> torch.Tensor:
             nonlocal batch
             if batch is None:
-                batch = RowsBatch(self.slab, size, hook, attention)
+                batch = CapturedBatch(self.slab, size, hook, attention)
             batch.load(slots)
             try:
                 return self._run_rows(ids.long(), positions, batch, rows.last.long())
@@ -273,13 +268,7 @@ class SegmentForwards:
 
 def _kind(segment: Segment) -> str | None:
     """What kind of forward a segment is; None if it is another."""
-    hook = segment.hook.hook if isinstance(segment.hook, SegmentHook) else segment.hook
-    if isinstance(hook, MassHook):
-        if segment.until is None:
-            return None if hook.seen.ends else ANSWERED
-        return PROBES if segment.until == hook.seen.bands.last else None
-    if segment.until is not None or segment.absent is not None:
+    kind = ROWS if segment.hook is None else segment.hook.kind
+    if segment.absent is not None and kind not in (PROBES, ANSWERED):
         return None
-    if hook is None:
-        return ROWS
-    return REPAIRS if isinstance(hook, ShiftHook) else None
+    return kind if (segment.until is not None) == (kind == PROBES) else None

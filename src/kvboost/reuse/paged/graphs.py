@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from kvboost.model.paged.graphs import Recorded
+from kvboost.model.segment import Hook
 from kvboost.model.triton import mass
 from kvboost.model.triton.host import send_into
 from kvboost.model.triton.pages import slots_of
@@ -32,8 +33,8 @@ from kvboost.model.triton.rows import (
     programs_at_once,
 )
 from kvboost.model.triton.shift import ShiftPlan
-from kvboost.reuse.paged.hooks import Attention, EnoughLayers, LayerHook
-from kvboost.reuse.paged.kernels import GpuKernels, KVPages, MassHook, ShiftHook
+from kvboost.reuse.paged.hooks import PROBES, REPAIRS, Attention, EnoughLayers
+from kvboost.reuse.paged.kernels import GpuKernels, KVPages, PagedMass, PagedShift
 from kvboost.reuse.probe import KINDS, row_weights
 from kvboost.reuse.repair import PROBE_ROWS, probed_layers
 from kvboost.reuse.shift import BLOCKS
@@ -58,7 +59,7 @@ class Model(Protocol):
         ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        hook: FixedShift | FixedMass | None,
+        hook: Hook | None,
         attention: Attention,
     ) -> Any: ...
 
@@ -78,9 +79,9 @@ class Graphs:
     ) -> None:
         capture = capture or capture_cuda()
 
-        def forward(size: int, lead: int) -> CapturedForward:
+        def forward(size: int, lead: int) -> CapturedForward[Any]:
             rows = FixedRows(kernels, heads, size, capacity, lead)
-            hook: FixedMass | FixedShift = (
+            hook: FixedHook[Any] = (
                 FixedMass(kernels, rows)
                 if lead
                 else FixedShift(kernels, size, capacity, rows.table)
@@ -88,32 +89,53 @@ class Graphs:
             return CapturedForward(model, kernels, rows, hook, capture)
 
         # The largest first: the others then fit into its memory.
-        self._repairs = {size: forward(size, 0) for size in sorted(sizes, reverse=True)}
-        self._probes = {
-            size: forward(size, PROBE_ROWS)
-            for size in sorted(sizes, reverse=True)
-            if size <= MOST_PROBED
+        ordered = sorted(sizes, reverse=True)
+        repairs = [forward(size, 0) for size in ordered]
+        probes = [forward(size, PROBE_ROWS) for size in ordered if size <= MOST_PROBED]
+        self._forwards: dict[str | None, list[CapturedForward[Any]]] = {
+            REPAIRS: repairs,
+            PROBES: probes,
         }
         self.num_replays = 0
 
     def __call__(
-        self, ids: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, hook: LayerHook | None
+        self, ids: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, hook: Hook | None
     ) -> bool:
         """Runs a forward as ``SparseForward`` does; False if there is no graph for it."""
-        if isinstance(hook, MassHook):
-            forwards, needed = self._probes, PROBE_ROWS + len(rows) - hook.num_rows
-        elif hook is None or isinstance(hook, ShiftHook):
-            forwards, needed = self._repairs, len(rows)
-        else:
-            return False
-        size = min((size for size in forwards if size >= needed), default=None)
-        if size is None or not forwards[size].run(ids, rows, table, hook):
+        forwards = reversed(self._forwards.get(REPAIRS if hook is None else hook.kind, []))
+        found = next((each for each in forwards if each.has_room(len(rows), hook)), None)
+        if found is None or not found.run(ids, rows, table, hook):
             return False
         self.num_replays += 1
         return True
 
 
-class CapturedForward:
+H = TypeVar("H")
+"""The hook of a request, or None."""
+
+
+class FixedHook(Hook, Generic[H]):
+    """Does in a captured forward what the hook of any request would do."""
+
+    hidden: torch.Tensor | None = None
+    """Keys that the forward does not attend to."""
+
+    def begin(self) -> None:
+        """The forward begins, on the device."""
+
+    def num_last(self, hook: H) -> int:
+        """How many of the last rows it must find."""
+        return 0
+
+    def load(self, hook: H) -> bool:
+        """Prepares for a request; False if it does not fit."""
+        raise NotImplementedError
+
+    def finish(self, hook: H) -> None:
+        """Gives what it has seen to the hook."""
+
+
+class CapturedForward(Generic[H]):
     """A captured forward: of a repair, of a probe, or of rows that nothing sees."""
 
     def __init__(
@@ -121,7 +143,7 @@ class CapturedForward:
         model: Model,
         kernels: GpuKernels,
         rows: FixedRows,
-        hook: FixedShift | FixedMass | None,
+        hook: FixedHook[H] | None,
         capture: Capture,
     ) -> None:
         """Captured while the buffers are empty, so that it changes nothing."""
@@ -137,9 +159,11 @@ class CapturedForward:
         self.result: Any = None
         """What the model gave; it changes with the next run."""
 
-    def run(
-        self, ids: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, hook: LayerHook | None
-    ) -> bool:
+    def has_room(self, num_rows: int, hook: H) -> bool:
+        last = 0 if self._hook is None else self._hook.num_last(hook)
+        return self._rows.has_room(num_rows - last)
+
+    def run(self, ids: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, hook: H) -> bool:
         """Runs a forward as ``SparseForward`` does; False if it does not fit."""
         own = self._hook
         if not self._rows.fits(table) or (own is not None and not own.load(hook)):
@@ -191,6 +215,10 @@ class FixedRows:
 
     def fits(self, table: torch.Tensor) -> bool:
         return len(table) <= len(self.table)
+
+    def has_room(self, num_rows: int) -> bool:
+        """For so many rows that are not the last ones."""
+        return num_rows <= self._size - self._lead
 
     def load(
         self, ids: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, num_last: int
@@ -278,38 +306,25 @@ def _tiles(begin: int, end: int, tile: Tile, group: int) -> list[tuple[int, int]
     return [(at, min(step, last - at)) for at in range(first, last, step)]
 
 
-class FixedShift:
+class FixedShift(FixedHook[PagedShift | None]):
     """The shift of any repair of up to ``size`` rows; of none if nothing is to be shifted."""
 
     def __init__(self, kernels: GpuKernels, size: int, capacity: int, table: torch.Tensor) -> None:
         """``table``, ``[pages]``, will have the pages of the request."""
         self._kernels = kernels
         self._plan = ShiftPlan.empty(MOST_SPANS, BLOCKS, size, capacity, capacity, table)
-        self.hidden: torch.Tensor | None = None
-
-    def begin(self) -> None: ...
 
     def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._kernels.apply_shift(self._plan, layer, keys, values)
 
-    def on_query(
-        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
-    ) -> None: ...
-
-    def num_last(self, hook: LayerHook | None) -> int:
-        return 0
-
-    def load(self, hook: LayerHook | None) -> bool:
+    def load(self, hook: PagedShift | None) -> bool:
         if hook is None:
             self._plan.clear()
             return True
-        assert isinstance(hook, ShiftHook)
         return self._plan.load(hook.rows)
 
-    def finish(self, hook: LayerHook | None) -> None: ...
 
-
-class FixedMass:
+class FixedMass(FixedHook[PagedMass]):
     """What the last rows of any prompt attend to. They are the lead of ``rows``. With ``hides``,
     attention of the forward does not see absent rows either: they are not computed with it.
     ``ends``: whether the forward ends in the last layer that is observed."""
@@ -338,8 +353,6 @@ class FixedMass:
     def begin(self) -> None:
         self._mass.zero_()
 
-    def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None: ...
-
     def on_query(
         self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
     ) -> None:
@@ -358,12 +371,10 @@ class FixedMass:
         if layer == self._bands.last and self._ends:
             raise EnoughLayers
 
-    def num_last(self, hook: LayerHook | None) -> int:
-        assert isinstance(hook, MassHook)
+    def num_last(self, hook: PagedMass) -> int:
         return hook.num_rows
 
-    def load(self, hook: LayerHook | None) -> bool:
-        assert isinstance(hook, MassHook)
+    def load(self, hook: PagedMass) -> bool:
         known, num_rows = hook.seen.absent, hook.num_rows
         if num_rows > self._num_rows or hook.seen.bands != self._bands:
             return False
@@ -378,8 +389,7 @@ class FixedMass:
         self._end = end
         return True
 
-    def finish(self, hook: LayerHook | None) -> None:
-        assert isinstance(hook, MassHook)
+    def finish(self, hook: PagedMass) -> None:
         hook.give(self._mass[..., : hook.seen.start].contiguous())
 
 

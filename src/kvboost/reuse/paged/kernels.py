@@ -13,12 +13,13 @@ from kvboost.cache.chunk import KVChunk
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import PLAIN, KVData
 from kvboost.model.paged.slab import PAGE
+from kvboost.model.segment import Hook
 from kvboost.model.triton import attention, mass, move, shift
 from kvboost.model.triton.pages import PagedLayers
 from kvboost.model.triton.rows import PagedRows, Tile, dense_tile
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows
 from kvboost.model.triton.warm import warm_up
-from kvboost.reuse.paged.hooks import Attention, EnoughLayers
+from kvboost.reuse.paged.hooks import ANSWERED, PROBES, REPAIRS, Attention, EnoughLayers
 from kvboost.reuse.paged.stored import PagedData
 from kvboost.reuse.probe import AttentionMass, row_weights
 from kvboost.reuse.rope import CosSin, Rotation
@@ -151,15 +152,15 @@ class GpuKernels:
 
         return attend
 
-    def probe(self, seen: AttentionMass, rows: torch.Tensor, table: torch.Tensor) -> MassHook:
-        return MassHook(self, seen, rows, table)
+    def probe(self, seen: AttentionMass, rows: torch.Tensor, table: torch.Tensor) -> PagedMass:
+        return PagedMass(self, seen, rows, table)
 
-    def shift(self, part: torch.Tensor, spans: Spans, table: torch.Tensor) -> ShiftHook | None:
+    def shift(self, part: torch.Tensor, spans: Spans, table: torch.Tensor) -> PagedShift | None:
         """A hook that shifts the moved rows of ``spans``; None if there is nothing to shift.
         Both are on the host."""
         if (weights := spans.weights(part)) is None:
             return None
-        return ShiftHook(self, ShiftRows.of(part, spans.block_of, weights), table)
+        return PagedShift(self, ShiftRows.of(part, spans.block_of, weights), table)
 
     def apply_shift(
         self, plan: ShiftPlan, layer: int, keys: torch.Tensor, values: torch.Tensor
@@ -227,17 +228,16 @@ def _numbered(kinds: Sequence[int]) -> list[int]:
     return [order.index(kind) for kind in kinds]
 
 
-class MassHook:
+class PagedMass(Hook):
     """Gives ``seen`` the attention of the last rows of a forward, which are at ``rows``."""
 
     def __init__(
         self, kernels: GpuKernels, seen: AttentionMass, rows: torch.Tensor, table: torch.Tensor
     ) -> None:
         self.seen, self.num_rows = seen, len(rows)
+        self.kind = PROBES if seen.ends else ANSWERED
         self._kernels, self._rows, self._table = kernels, rows, table
         self._tiled: PagedRows | None = None
-
-    def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None: ...
 
     def on_query(
         self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
@@ -277,8 +277,10 @@ class MassHook:
         self.seen.wait, self.seen.is_complete = copied.synchronize, copied.query
 
 
-class ShiftHook:
+class PagedShift(Hook):
     """Shifts the moved rows that ``rows`` name, of the request whose pages are ``table``."""
+
+    kind = REPAIRS
 
     def __init__(self, kernels: GpuKernels, rows: ShiftRows, table: torch.Tensor) -> None:
         self.rows = rows
@@ -290,7 +292,3 @@ class ShiftHook:
 
     def on_fresh(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._kernels.apply_shift(self._plan, layer, keys, values)
-
-    def on_query(
-        self, layer: int, query: torch.Tensor, scale: float, window: int | None = None
-    ) -> None: ...

@@ -12,7 +12,6 @@ from kvboost.cache.quantize import PLAIN, KVData
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.segment import Hook
 from kvboost.reuse.assemble import Packer
-from kvboost.reuse.paged.hooks import SegmentHook
 from kvboost.reuse.paged.kernels import GpuKernels
 from kvboost.reuse.paged.stored import PageStore
 from kvboost.reuse.probe import AttentionMass
@@ -76,8 +75,7 @@ class PagedRequest:
     def probe(self, hook: Hook, positions: torch.Tensor) -> Hook:
         if not isinstance(hook, AttentionMass):
             return hook
-        return SegmentHook(self._kernels.probe(hook, positions, self._table))
+        return self._kernels.probe(hook, positions, self._table)
 
     def shift(self, positions: torch.Tensor, spans: Spans) -> Hook | None:
-        hook = self._kernels.shift(positions, spans, self._table)
-        return None if hook is None else SegmentHook(hook)
+        return self._kernels.shift(positions, spans, self._table)

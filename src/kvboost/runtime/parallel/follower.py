@@ -21,7 +21,7 @@ from kvboost.reuse.assemble import place_rows
 from kvboost.reuse.rope import Rotation
 from kvboost.runtime.backend import make_quantizer, rotation_of
 from kvboost.runtime.parallel import messages
-from kvboost.runtime.parallel.hooks import make_hook, observed
+from kvboost.runtime.parallel.hooks import observed
 from kvboost.runtime.parallel.messages import Failure, Message, Packed
 from kvboost.runtime.parallel.processes import join_group
 from kvboost.runtime.parallel.ranks import Link
@@ -152,13 +152,13 @@ class Follower:
         return self._model.device
 
     def _segment(self, message: messages.SegmentMessage) -> Segment:
-        positions, absent = message.positions, message.absent
+        positions, absent, hook = message.positions, message.absent, message.hook
         return Segment(
             self._kvs[message.kv],
             message.token_ids.to(self._device),
             positions if isinstance(positions, range) else positions.to(self._device),
             message.num_logits,
-            hook=make_hook(message.hook, self._rotation, self._device),
+            hook=None if hook is None else hook.make_hook(self._rotation, self._device),
             absent=None if absent is None else absent.to(self._device),
             until=message.until,
             as_stock=message.as_stock,

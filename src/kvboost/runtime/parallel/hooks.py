@@ -4,60 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from kvboost.model.segment import Hook
-from kvboost.reuse.probe import AttentionMass, Bands, Deviation
+from kvboost.reuse.probe import AttentionMass, Deviation
 from kvboost.reuse.rope import Rotation
-from kvboost.reuse.shift import Shift, Spans
+from kvboost.reuse.shift import Shift
 
 
 @dataclass(frozen=True)
-class MassHook:
-    bands: Bands
-    start: int
-    absent: torch.Tensor
+class HookMessage:
+    """What another rank makes the same hook of."""
+
+    make: type[Hook]
+    args: tuple[Any, ...]
+    """Tensors, and what has some, on the host."""
+
+    @classmethod
+    def of(cls, hook: Hook | None) -> HookMessage | None:
+        if hook is None:
+            return None
+        assert hook.args is not None, f"other ranks do not know {type(hook).__name__}"
+        return cls(type(hook), tuple(_to("cpu", arg) for arg in hook.args))
+
+    def make_hook(self, rotation: Rotation | None, device: torch.device) -> Hook:
+        args = [_to(device, arg) for arg in self.args]
+        if self.make is Shift:
+            args.insert(0, rotation)
+        return self.make(*args)
 
 
-@dataclass(frozen=True)
-class DeviationHook:
-    layer: int
-    positions: torch.Tensor
-
-
-@dataclass(frozen=True)
-class ShiftHook:
-    positions: torch.Tensor
-    spans: Spans
-
-
-HookMessage = MassHook | DeviationHook | ShiftHook
-"""What another rank makes the same hook of."""
-
-
-def describe(hook: Hook | None) -> HookMessage | None:
-    if isinstance(hook, AttentionMass):
-        return MassHook(hook.bands, hook.start, hook.absent.cpu())
-    if isinstance(hook, Deviation):
-        return DeviationHook(hook.layer, hook.positions.cpu())
-    if isinstance(hook, Shift):
-        return ShiftHook(hook.positions.cpu(), hook.spans.to("cpu"))
-    assert hook is None, f"other ranks do not know {type(hook).__name__}"
-    return None
-
-
-def make_hook(
-    message: HookMessage | None, rotation: Rotation | None, device: torch.device
-) -> Hook | None:
-    if isinstance(message, MassHook):
-        return AttentionMass(message.bands, message.start, message.absent.to(device))
-    if isinstance(message, DeviationHook):
-        return Deviation(message.layer, message.positions.to(device))
-    if isinstance(message, ShiftHook):
-        assert rotation is not None
-        return Shift(rotation, message.positions.to(device), message.spans.to(device))
-    return None
+def _to(device: torch.device | str, arg: Any) -> Any:
+    return arg.to(device) if hasattr(arg, "to") else arg
 
 
 def observed(hook: Hook | None) -> torch.Tensor | None:

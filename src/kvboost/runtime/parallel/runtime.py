@@ -22,7 +22,7 @@ from kvboost.model.segment import Segment
 from kvboost.reuse.assemble import Packer
 from kvboost.runtime.backend import MAX_IDLE, Backend
 from kvboost.runtime.parallel.chunks import RankShards, ShardedPacker
-from kvboost.runtime.parallel.hooks import add_up, describe, observed
+from kvboost.runtime.parallel.hooks import HookMessage, add_up, observed
 from kvboost.runtime.parallel.messages import Load, Observed, Run, SegmentMessage, Serve
 from kvboost.runtime.parallel.processes import open_ranks
 from kvboost.runtime.parallel.ranks import Ranks
@@ -56,7 +56,7 @@ def _describe(segment: Segment) -> SegmentMessage:
         token_ids=segment.token_ids.cpu(),
         positions=positions if isinstance(positions, range) else positions.cpu(),
         num_logits=segment.num_logits,
-        hook=describe(segment.hook),
+        hook=HookMessage.of(segment.hook),
         absent=None if absent is None else absent.cpu(),
         until=segment.until,
         as_stock=segment.as_stock,
