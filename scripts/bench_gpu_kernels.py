@@ -35,7 +35,7 @@ from kvboost.model.triton.dense import gather
 from kvboost.model.triton.mass import attention_mass
 from kvboost.model.triton.move import MovedRows, Source, StoredSpan, move
 from kvboost.model.triton.pages import PagedLayers, slots_of
-from kvboost.model.triton.rows import PagedRows, Tile, dense_tile
+from kvboost.model.triton.rows import Tile, TiledRows, dense_tile
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows, shift
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import ERROR_WEIGHT, Shift, Spans
@@ -113,15 +113,15 @@ class Case:
         pages, table = make_pages(kv_heads, keys)
         return cls(heads, kv_heads, positions, query, pages, table[None])
 
-    def rows(self, tile: Tile | None = None, parts: int | None = None) -> PagedRows:
+    def rows(self, tile: Tile | None = None, parts: int | None = None) -> TiledRows:
         sizes = {"page": PAGE, "heads": self.heads, "kv_heads": self.kv_heads, "dtype": DTYPE}
         if tile is None:
             num_rows = self.heads // self.kv_heads * len(self.positions)
             tile = dense_tile(self.query.device, DTYPE, DIM, num_rows)
             tile = tile or Tile.over(self.pages, num_rows)
-        return PagedRows.of([self.positions], self.tables, tile=tile, parts=parts, **sizes)
+        return TiledRows.of([self.positions], self.tables, tile=tile, parts=parts, **sizes)
 
-    def attend(self, rows: PagedRows) -> torch.Tensor:
+    def attend(self, rows: TiledRows) -> torch.Tensor:
         return attend(self.query, self.pages, rows, DIM**-0.5)
 
     @property
@@ -265,7 +265,7 @@ def time_long(name: str, case: Case) -> dict[str, Any]:
     return report
 
 
-def describe(plan: PagedRows) -> str:
+def describe(plan: TiledRows) -> str:
     tile = plan.tile
     sizes = f"{tile.rows}x{tile.keys}, {tile.warps} warps, {tile.stages} stages"
     return f"{sizes}, up to {plan.most_parts} parts"

@@ -17,7 +17,7 @@ from kvboost.model.triton.attention import _check_query
 from kvboost.model.triton.move import MovedRows, Source
 from kvboost.model.triton.move import move as move_kernel
 from kvboost.model.triton.pages import PagedLayers, check_pages, slots_of
-from kvboost.model.triton.rows import PagedRows
+from kvboost.model.triton.rows import TiledRows
 from paged_kv import attention_weights, dense
 
 USES = {
@@ -47,7 +47,7 @@ def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def attend(
     query: torch.Tensor,
     pages: torch.Tensor,
-    rows: PagedRows,
+    rows: TiledRows,
     scale: float,
     *,
     window: int | None = None,

@@ -18,7 +18,7 @@ from kvboost.reuse.repair import (
     MOST_BUDGET,
     STRATEGIES,
     TYPICAL_SHARE,
-    MovedRows,
+    MovedText,
     probed_layers,
 )
 
@@ -43,19 +43,19 @@ def run(start: int, end: int, resemblance: float) -> MovedRun:
 
 def moved_rows(
     see: Callable[[torch.Tensor], None], resemblance: tuple[float, float] = (0.0, 0.0)
-) -> MovedRows:
+) -> MovedText:
     """Two runs of 50 rows; ``see`` writes the attention, ``[2, kinds, rows]``, that a probe finds
     in the early layer and in late ones."""
 
     plan = Planned((run(10, 60, resemblance[0]), run(60, 110, resemblance[1])))
-    moved = MovedRows(plan, PROMPT, LAYERS, torch.device("cpu"))
+    moved = MovedText(plan, PROMPT, LAYERS, torch.device("cpu"))
     probe = moved.probe_attention()
     assert isinstance(probe.hook, AttentionMass) and probe.positions[-1] == PROMPT - 1
     see(probe.hook.mass)
     return moved
 
 
-def chosen(moved: MovedRows, strategy: str, ratio: float) -> list[int]:
+def chosen(moved: MovedText, strategy: str, ratio: float) -> list[int]:
     rows: torch.Tensor = STRATEGIES[strategy](moved, RepairParams(strategy, ratio)).rows
     return rows.nonzero()[:, 0].tolist()
 

@@ -30,8 +30,8 @@ def test_a_step_takes_no_time_while_the_caller_has_a_piece() -> None:
             yield "rows"
 
     forward = SimpleNamespace(uses_one_thread=False, run_one=run_one)
-    machine = SimpleNamespace(clock=lambda: seconds)
-    backend: Any = SimpleNamespace(machine=machine, forward=forward)
+    device = SimpleNamespace(clock=lambda: seconds)
+    backend: Any = SimpleNamespace(device=device, forward=forward)
     request = Request(
         as_token_ids([1, 2]),
         GenerationMode.PREFIX_CACHE,

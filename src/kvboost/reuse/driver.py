@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from kvboost.config import RepairParams
-from kvboost.reuse.repair import STRATEGIES, MovedRows, Probe
+from kvboost.reuse.repair import STRATEGIES, MovedText, Probe
 from kvboost.reuse.rounds import Rounds, asks_stale_answer
 from kvboost.reuse.shift import Spans
 
@@ -43,7 +43,7 @@ Given = torch.Tensor | None
 
 
 def repair_rows(
-    moved: MovedRows,
+    moved: MovedText,
     repair: RepairParams,
     rows: ShiftedRows[H],
     slice_rows: int,

@@ -95,7 +95,7 @@ class MovedPlan(Protocol):
 
 
 @dataclass
-class MovedRows:
+class MovedText:
     """The moved rows of a prompt whose answer begins at row ``live_end``, and what probing and
     repairing them has cost."""
 
@@ -243,12 +243,12 @@ class MovedRows:
         return Spans.of(ranges, len(self.rows)).to(self.device)
 
 
-def none(moved: MovedRows, repair: RepairParams) -> RepairChoice:
+def none(moved: MovedText, repair: RepairParams) -> RepairChoice:
     """Moved rows are used as they are."""
     return RepairChoice(torch.zeros_like(moved.rows))
 
 
-def selective(moved: MovedRows, repair: RepairParams) -> RepairChoice:
+def selective(moved: MovedText, repair: RepairParams) -> RepairChoice:
     """The first and the last ``overlap`` rows of every run."""
     rows = torch.zeros_like(moved.rows)
     for run in moved.runs:
@@ -258,14 +258,14 @@ def selective(moved: MovedRows, repair: RepairParams) -> RepairChoice:
     return RepairChoice(rows)
 
 
-def cacheblend(moved: MovedRows, repair: RepairParams) -> RepairChoice:
+def cacheblend(moved: MovedText, repair: RepairParams) -> RepairChoice:
     """The rows whose keys and values deviate most in layer 1, after layer 0 has run in full. The
     fresh rows of layer 1 stay; only the chosen rows continue from there."""
     num_rows = round(repair.ratio * moved.plan.num_moved)
     return RepairChoice(moved.top(moved.deviation(), num_rows))
 
 
-def random(moved: MovedRows, repair: RepairParams) -> RepairChoice:
+def random(moved: MovedText, repair: RepairParams) -> RepairChoice:
     """Any rows, the same for the same prompt; the rest of each span is shifted. A control: what a
     choice is worth is what it gains over this."""
     num_rows = round(repair.ratio * moved.plan.num_moved)
@@ -274,11 +274,11 @@ def random(moved: MovedRows, repair: RepairParams) -> RepairChoice:
 
 
 def asks_attention(repair: RepairParams) -> bool:
-    """Whether a repair chooses rows by ``MovedRows.attention``."""
+    """Whether a repair chooses rows by ``MovedText.attention``."""
     return repair.strategy in ("auto", "query") and 0 < repair.ratio < 1
 
 
-def query(moved: MovedRows, repair: RepairParams) -> RepairChoice:
+def query(moved: MovedText, repair: RepairParams) -> RepairChoice:
     """The rows that the prompt's last rows attend to, and seams; the rest of each span is
     shifted."""
     num_rows = round(repair.ratio * moved.plan.num_moved)
@@ -288,7 +288,7 @@ def query(moved: MovedRows, repair: RepairParams) -> RepairChoice:
     return RepairChoice(moved.top(scores, num_rows), shift=True)
 
 
-def auto(moved: MovedRows, repair: RepairParams) -> RepairChoice:
+def auto(moved: MovedText, repair: RepairParams) -> RepairChoice:
     """As ``query``, with more rows if the answer depends more on moved text than is typical, and
     half the budget for runs that follow (nearly) the same text as when they were cached."""
     if not asks_attention(repair):
@@ -299,7 +299,7 @@ def auto(moved: MovedRows, repair: RepairParams) -> RepairChoice:
     return query(moved, replace(repair, ratio=min(1.0, ratio)))
 
 
-STRATEGIES: dict[str, Callable[[MovedRows, RepairParams], RepairChoice]] = {
+STRATEGIES: dict[str, Callable[[MovedText, RepairParams], RepairChoice]] = {
     "auto": auto,
     "query": query,
     "cacheblend": cacheblend,

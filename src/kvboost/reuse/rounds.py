@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from kvboost.config import MOST_RECOMPUTED, RepairParams
-from kvboost.reuse.repair import MovedRows, RepairChoice
+from kvboost.reuse.repair import MovedText, RepairChoice
 from kvboost.reuse.shift import Spans
 
 GROWTH = 2.0
@@ -23,7 +23,7 @@ MOST_ABSENT = 0.05
 measure, and there is one round."""
 
 
-def asks_stale_answer(moved: MovedRows, repair: RepairParams) -> bool:
+def asks_stale_answer(moved: MovedText, repair: RepairParams) -> bool:
     """Whether the probe of a repair shall go through all layers, to compare its answer with that of
     the first round. A round that would run the question's rows and hardly any others is none."""
     absent = int(moved.unknown[: moved.tail.start].sum())
@@ -37,7 +37,7 @@ class Rounds:
 
     def __init__(
         self,
-        moved: MovedRows,
+        moved: MovedText,
         choice: RepairChoice,
         spans: Spans,
         repair: RepairParams,

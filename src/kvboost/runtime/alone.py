@@ -27,7 +27,7 @@ def text_pieces(backend: Backend, steps: Steps, state: RequestState) -> Generato
     """Runs one request alone; yields the text that is safe to show. What the caller does between
     two pieces, perhaps in another thread, is no part of a step."""
     shown = 0
-    now = backend.machine.clock
+    now = backend.device.clock
     with closing(steps):
         given = None
         while True:

@@ -23,7 +23,7 @@ from kvboost.reuse.assemble import Packer
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.request import BufferedRows, RequestRows
 from kvboost.reuse.rope import Rotation
-from kvboost.runtime.machine import machine_of
+from kvboost.runtime.devices import device_of
 
 if TYPE_CHECKING:
     from kvboost.model.paged.forward import PagedForward
@@ -47,7 +47,7 @@ class Backend:
     def __init__(self, model: LoadedModel, config: EngineConfig, why_buffers: str = "") -> None:
         """``why_buffers``: why requests have no pages."""
         self.model = model
-        self.machine = machine = machine_of(model.device)
+        self.device = kind = device_of(model.device)
         self.forward: Forward | PagedForward = model.forward
         """Runs segments."""
         self.rotation = rotation_of(model)
@@ -61,9 +61,9 @@ class Backend:
         self.packer = self._make_packer(quantizer)
         # How many rows of a forward there is memory for; None: for any slice.
         most = None if model.placement is None else model.placement.plan.most_rows
-        self.prefill_slice = config.prefill_slice or most or machine.slice_rows
-        self.embedded_rows = most or machine.embedded_rows
-        step_rows = config.step_rows or machine.step_rows
+        self.prefill_slice = config.prefill_slice or most or kind.slice_rows
+        self.embedded_rows = most or kind.embedded_rows
+        step_rows = config.step_rows or kind.step_rows
         # The scheduler takes four times as many.
         self.step_rows = step_rows if most is None else min(step_rows, most // 4)
 
@@ -73,7 +73,7 @@ class Backend:
         this is first asked for: after the cache has its share, unless they have one together."""
         if self._config.max_kv_bytes is not None:
             return self._config.max_kv_bytes
-        usual, placement = self.machine.kv_bytes(), self.model.placement
+        usual, placement = self.device.kv_bytes(), self.model.placement
         return usual if placement is None else min(usual, placement.plan.kv_bytes)
 
     @property
@@ -111,7 +111,7 @@ class Backend:
 
     def notes(self, *, has_adapters: bool) -> list[str]:
         """Why decoding runs slower on a GPU than it could."""
-        return [f"requests have no pages: {self._why_buffers}"] if self.machine.may_page else []
+        return [f"requests have no pages: {self._why_buffers}"] if self.device.may_page else []
 
     def close(self) -> None:
         """Frees the memory of requests and restores the model's own attention."""
@@ -142,12 +142,12 @@ class Backend:
         if not config.far_kv_bytes:
             return None
         refusal = self.no_far or _why_not_far(self.model)
-        place = refusal or self.machine.far_place(config, shape, near)
+        place = refusal or self.device.far_place(config, shape, near)
         if isinstance(place, str):
             raise ConfigError(
                 f"far_kv_bytes={config.far_kv_bytes:,} cannot be used: {place}; leave it at 0"
             )
-        fits = self.max_kv_bytes - (near if self.machine.may_page else 0)
+        fits = self.max_kv_bytes - (near if self.device.may_page else 0)
         return FarStore(
             shape, place, fits_bytes=fits, near_bytes=near, far_bytes=config.far_kv_bytes
         )
@@ -178,5 +178,5 @@ def make_quantizer(
     model: LoadedModel, rotation: Rotation | None, ram: RamTier, bits: int, measures_keys: bool
 ) -> Quantizer:
     """Where the model runs on the CPU, packed rows are in the memory of ``ram`` at once."""
-    own = ram.own if machine_of(model.device).packs_into_ram else None
+    own = ram.own if device_of(model.device).packs_into_ram else None
     return Quantizer(bits, rotation, own=own, measures_keys=measures_keys)

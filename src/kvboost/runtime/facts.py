@@ -9,7 +9,7 @@ from kvboost.config import EngineConfig, format_bytes
 from kvboost.model.load import LoadedModel
 from kvboost.model.machine import memory_bytes
 from kvboost.model.quantized.layers import num_weights, weights_of
-from kvboost.runtime.machine import machine_of
+from kvboost.runtime.devices import device_of
 
 
 def facts_of(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def facts_of(model: LoadedModel, config: EngineConfig) -> dict[str, Any]:
         "layers": shape.num_layers,
         "dtype": str(shape.dtype).removeprefix("torch."),
         "device": str(model.device),
-        **machine_of(model.device).facts(shape.dtype),
+        **device_of(model.device).facts(shape.dtype),
         "memory_bytes": memory_bytes(),
         "device_memory": config.device_memory,
         "streamed_layers": 0 if placement is None else len(placement.plan.streamed),

@@ -91,7 +91,7 @@ class Generation:
         """The logits of the prompt's last ``num_logits`` rows; keeps nothing."""
         with self._lend_kv():
             logits = run_alone(self._backend, self._prompt_logits())
-            self._backend.machine.wait()
+            self._backend.device.wait()
             self._state.clock.lap("prefill")
             self._keeping.touch_used()
             return logits

@@ -15,7 +15,7 @@ from kvboost.config import EngineConfig, whole
 from kvboost.errors import ConfigError
 from kvboost.model.load import LoadedModel, load
 from kvboost.model.streaming.plan import DeviceBudget
-from kvboost.runtime.machine import machine_of
+from kvboost.runtime.devices import device_of
 from kvboost.runtime.runtime import Runtime
 
 MakeRuntime = Callable[[LoadedModel, EngineConfig, Path | None], Runtime]
@@ -54,7 +54,7 @@ def load_model(
 
 def fill_in(config: EngineConfig, given: Collection[str], model: LoadedModel) -> EngineConfig:
     """``config`` with defaults that depend on the model's device, except for options ``given``."""
-    usual = machine_of(model.device).max_running
+    usual = device_of(model.device).max_running
     if "max_running" in given or usual is None:
         return config
     return replace(config, max_running=usual)

@@ -57,7 +57,7 @@ class Loop:
         self._finished: Counter[str] = Counter()
         self._errands = Errands()
         self._outbox = Outbox()
-        self._step_clock = backend.machine.clock
+        self._step_clock = backend.device.clock
         self._step_ended: float | None = None
         """When the last step did, if the next one follows at once: what requests do between two of
         them takes time as well, unless steps on a device run meanwhile."""
@@ -66,7 +66,7 @@ class Loop:
         """How many steps were run between the parts of other forwards."""
         self._in_forward: frozenset[Job] = frozenset()
         """The requests of the forwards that run."""
-        pauses = backend.machine.pauses and backend.ends_forwards
+        pauses = backend.device.pauses and backend.ends_forwards
         self._pauses_forwards = pauses and bool(self._patience)
         if self._pauses_forwards:
             runtime.model.forward.between_parts = self.answer_meanwhile

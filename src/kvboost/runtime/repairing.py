@@ -11,7 +11,7 @@ from kvboost.model.kv import RequestKV
 from kvboost.model.segment import Hook, Segment
 from kvboost.reuse.driver import Part, repair_rows
 from kvboost.reuse.plan import Plan
-from kvboost.reuse.repair import MovedRows, Probe
+from kvboost.reuse.repair import MovedText, Probe
 from kvboost.runtime.computing import Computing, await_device
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
@@ -38,7 +38,7 @@ class Repairing:
             self._rows.clear(unknown)
         live_end = total - self._num_logits + 1
         layers = self._kv.shape.num_layers
-        moved = MovedRows(plan, live_end, layers, self._rows.device)
+        moved = MovedText(plan, live_end, layers, self._rows.device)
         slice_rows = min(filter(None, (self._runtime.backend.prefill_slice, self._rows.slice_rows)))
         steps = repair_rows(moved, self._repair, self._rows, slice_rows)
         given: torch.Tensor | None = None

@@ -110,7 +110,7 @@ class RequestState:
     other_rows: int = 0
     """How many rows the other requests of the loop need in a step."""
     step_seconds: float = 0.0
-    """How long its last step took, by the machine's clock, with what was done before it since the
+    """How long its last step took, by the device's clock, with what was done before it since the
     one before."""
     drafted_tokens: int = 0
     """How many tokens were drafted and run."""

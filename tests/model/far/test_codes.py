@@ -101,7 +101,7 @@ def test_a_request_with_far_rows_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> N
         memory: Any = partial(CodedMemory, shape, codec=codec)
         return FarPlace(CodedKV, memory, partial(coded_bytes, shape, codec), attention)
 
-    monkeypatch.setattr("kvboost.runtime.machine.in_file", another_device)
+    monkeypatch.setattr("kvboost.runtime.devices.in_file", another_device)
     model = tiny_model("llama", max_position_embeddings=1024, num_hidden_layers=2)
     prompt = [(7 * number + 3) % 250 for number in range(700)]
     options = {"max_kv_bytes": 560 * 512, "far_kv_bytes": "1MiB", "chunk_size": 64}

@@ -103,7 +103,7 @@ def test_answers_over_far_rows_of_another_device(monkeypatch: pytest.MonkeyPatch
         memory = partial(HostMemory, shape)
         return FarPlace(HostFarKV, memory, shape.row_bytes.__mul__, attention)
 
-    monkeypatch.setattr("kvboost.runtime.machine.in_file", another_device)
+    monkeypatch.setattr("kvboost.runtime.devices.in_file", another_device)
     with far_engine(model) as engine:
         engine._model.forward._kernels = None
         assert answers(engine) == expected_answers(model)

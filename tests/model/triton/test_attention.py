@@ -16,7 +16,7 @@ import torch_kernels
 from kvboost.model.triton import attention as attention_kernels
 from kvboost.model.triton import rows
 from kvboost.model.triton.attention import attend
-from kvboost.model.triton.rows import Ints, PagedRows, Tile, pick_parts
+from kvboost.model.triton.rows import Ints, Tile, TiledRows, pick_parts
 from paged_kv import (
     attention,
     each_dtype,
@@ -46,7 +46,7 @@ def test_scattered_rows_of_two_requests(dtype: torch.dtype, layout: str, parts: 
     tables = make_tables(2, 12, 24)
     positions = [scattered(23, 190), scattered(4, 65)]
     query = random(27, 6, 32, dtype=dtype)
-    rows = PagedRows.of(
+    rows = TiledRows.of(
         positions,
         tables,
         page=16,
@@ -86,7 +86,7 @@ def test_keys_that_are_copied_into_one_piece(dtype: torch.dtype, monkeypatch: Mo
     tile = replace(tile_for(dtype), reads="piece")
     sizes = {"page": 16, "heads": 6, "kv_heads": 2, "dtype": dtype, "tile": tile}
     for parts in (1, 2):
-        rows = PagedRows.of(positions, tables, parts=parts, **sizes)  # type: ignore[arg-type]
+        rows = TiledRows.of(positions, tables, parts=parts, **sizes)  # type: ignore[arg-type]
         given = attend(query, pages, rows, SCALE, soft_cap=3.0)
         expected = attention(query, pages.nan_to_num(), positions, tables, SCALE, soft_cap=3.0)[0]
         assert close(given, expected)
@@ -121,7 +121,7 @@ def test_whole_pages(dtype: torch.dtype, end: int, requests: int, monkeypatch: M
     monkeypatch.setattr(attention_kernels, "_whole", using)
     sizes = {"page": tile.keys, "heads": 6, "kv_heads": 2, "dtype": dtype, "tile": tile}
     for parts in (1, 2):
-        rows = PagedRows.of(positions, tables, parts=parts, **sizes)  # type: ignore[arg-type]
+        rows = TiledRows.of(positions, tables, parts=parts, **sizes)  # type: ignore[arg-type]
         assert (rows.num_keys is None) == (requests > 1)
         given = attend(query, pages, rows, SCALE, soft_cap=3.0)
         expected = attention(query, pages.nan_to_num(), positions, tables, SCALE, soft_cap=3.0)[0]
@@ -142,7 +142,7 @@ def test_parts_are_combined_in_programs_of_either_size(few: int, monkeypatch: Mo
     query = random(9, 6, 32)
     sizes = {"page": 16, "heads": 6, "kv_heads": 2, "dtype": torch.float32}
     tile = replace(tile_for(torch.float32), keys=16)  # of small ones, there are many
-    rows = PagedRows.of(positions, tables, tile=tile, parts=11, **sizes)  # type: ignore[arg-type]
+    rows = TiledRows.of(positions, tables, tile=tile, parts=11, **sizes)  # type: ignore[arg-type]
     given = attend(query, pages, rows, SCALE)
     assert close(given, attention(query, pages, positions, tables, SCALE)[0])
 
@@ -156,7 +156,7 @@ def test_odd_sizes(dtype: torch.dtype, dim: int, heads: int) -> None:
     tables = make_tables(1, 4, 11)
     positions = [torch.tensor([0, 1, 47, 48, 63, 64, 95, 96, 127, 128, 129])]
     query = random(11, dim, heads, dtype=dtype).transpose(1, 2)  # strided
-    rows = PagedRows.of(
+    rows = TiledRows.of(
         positions, tables, page=48, heads=heads, kv_heads=2, dtype=dtype, tile=tile_for(dtype)
     )
     given = attend(query, pages, rows, SCALE)
@@ -170,7 +170,7 @@ def test_windows_caps_and_absent_rows(parts: int) -> None:
     tables = make_tables(2, 10, 20)
     positions = [scattered(5, 150), scattered(3, 31)]
     query = random(8, 4, 32)
-    rows = PagedRows.of(
+    rows = TiledRows.of(
         positions,
         tables,
         page=16,
@@ -205,7 +205,7 @@ def test_a_row_that_sees_no_key_of_a_part_takes_nothing_of_it(
 
     monkeypatch.setattr("kvboost.model.triton.attention._combine_kernel", Kept())
     pages = make_pages(8, 1, 16, 32, torch.float32, "heads first")
-    rows = PagedRows.of(
+    rows = TiledRows.of(
         [torch.tensor([0, 127])],
         make_tables(1, 8, 8),
         page=16,
@@ -230,7 +230,7 @@ def test_the_memory_after_the_last_row_is_not_used() -> None:
     pages[1, :, 5:] = float("nan")
     positions = [torch.tensor([3, 20])]
     query = random(2, 2, 16)
-    rows = PagedRows.of(
+    rows = TiledRows.of(
         positions,
         tables,
         page=16,
@@ -250,7 +250,7 @@ def test_rows_that_are_not_there_get_zeros() -> None:
     tables = make_tables(1, 4, 4)
     positions = [torch.tensor([3, 20])]
     sizes = {"page": 16, "heads": 2, "kv_heads": 1, "dtype": torch.float32}
-    rows = PagedRows.of(positions, tables, tile=tile_for(torch.float32), **sizes)  # type: ignore[arg-type]
+    rows = TiledRows.of(positions, tables, tile=tile_for(torch.float32), **sizes)  # type: ignore[arg-type]
     described = [[0, 0, 4, 6, 0, 1, 0], [0, 6, 0, 2, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0]]
     items = torch.tensor(described, dtype=torch.int32, device=DEVICE)
     query = random(4, 2, 16)
@@ -263,9 +263,9 @@ def test_rows_that_are_not_there_get_zeros() -> None:
 def test_tiles_are_picked_by_the_number_of_rows() -> None:
     tables = torch.zeros(1, 64, dtype=torch.int32)
     sizes = {"page": 16, "heads": 4, "kv_heads": 1, "dtype": torch.bfloat16}
-    few = PagedRows.of([torch.tensor([1000])], tables, **sizes)  # type: ignore[arg-type]
+    few = TiledRows.of([torch.tensor([1000])], tables, **sizes)  # type: ignore[arg-type]
     assert few.tile.rows == 16 and few.most_parts == 1 and not few.slots
-    many = PagedRows.of([torch.arange(1000)], tables, **sizes)  # type: ignore[arg-type]
+    many = TiledRows.of([torch.arange(1000)], tables, **sizes)  # type: ignore[arg-type]
     assert many.tile.rows == 128 and len(many.tiles) == 32  # 32 rows by 4 heads
     assert many.items[0, :4].tolist() == [0, 992 * 4, 8 * 4, 8 * 4]  # the most keys first
     assert many.items[-1, :4].tolist() == [0, 0, 128, 128]
@@ -362,10 +362,10 @@ def test_positions_that_do_not_fit_are_refused() -> None:
         ([torch.tensor([1])] * 2, "2 requests have 1 tables"),
     ]:
         with pytest.raises(ValueError, match=message):
-            PagedRows.of(positions, tables, **sizes)  # type: ignore[arg-type]
+            TiledRows.of(positions, tables, **sizes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="4 heads over 3 KV heads"):
-        PagedRows.of([torch.tensor([1])], tables, **{**sizes, "kv_heads": 3})  # type: ignore[arg-type]
-    rows = PagedRows.of([torch.tensor([1])], tables, **sizes)  # type: ignore[arg-type]
+        TiledRows.of([torch.tensor([1])], tables, **{**sizes, "kv_heads": 3})  # type: ignore[arg-type]
+    rows = TiledRows.of([torch.tensor([1])], tables, **sizes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"pages have shape \(2, 3, 4\)"):
         attend(torch.zeros(1, 4, 8), torch.zeros(2, 3, 4), rows, SCALE)
     for query in (torch.zeros(1, 6, 8), torch.zeros(0, 4, 8), torch.zeros(1, 4, 8).half()):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvboost.model.triton.mass import attention_mass
-from kvboost.model.triton.rows import PagedRows
+from kvboost.model.triton.rows import TiledRows
 from paged_kv import (
     attention_weights,
     dense,
@@ -39,7 +39,7 @@ def test_the_mass_is_the_sum_of_weights(
     absent[start:] = False
     lost = absent.nonzero()[:, 0]
     pages[tables[0, lost // 16].long(), :, lost % 16] = float("nan")  # never written
-    plan = PagedRows.of(
+    plan = TiledRows.of(
         [positions],
         tables,
         page=16,
@@ -63,7 +63,7 @@ def test_the_mass_of_all_keys_is_the_number_of_rows() -> None:
     pages = make_pages(6, 1, 16, 16, torch.float32, "heads first")
     tables = make_tables(1, 6, 6)
     positions = scattered(7, 90)
-    plan = PagedRows.of(
+    plan = TiledRows.of(
         [positions],
         tables,
         page=16,

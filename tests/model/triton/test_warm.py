@@ -9,7 +9,7 @@ import torch
 
 from kvboost.model.triton import attention, mass, move, shift
 from kvboost.model.triton.pages import PagedLayers
-from kvboost.model.triton.rows import PagedRows
+from kvboost.model.triton.rows import TiledRows
 from kvboost.model.triton.warm import warm_up
 from paged_kv import make_pages, make_tables, random, scattered
 from tiny import DEVICE
@@ -50,7 +50,7 @@ def test_requests_find_their_kernels_compiled(rows: int) -> None:
     tables = make_tables(2, 10, 20)
     for parts in (1, 3):
         positions = [scattered(rows, 150), scattered(1, 33)]
-        plan = PagedRows.of(
+        plan = TiledRows.of(
             positions,
             tables,
             page=16,

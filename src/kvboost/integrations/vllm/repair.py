@@ -21,7 +21,7 @@ from kvboost.integrations.vllm.ranks import Ranks
 from kvboost.model.segment import Hook as LayerHook
 from kvboost.reuse.driver import Part, repair_rows
 from kvboost.reuse.probe import AttentionMass
-from kvboost.reuse.repair import MovedRows, Probe
+from kvboost.reuse.repair import MovedText, Probe
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
 
@@ -67,7 +67,7 @@ class Repairer:
         ids = torch.from_numpy(load.token_ids.astype(np.int64))
         # Our kernels leave the choice to the host: a GPU would wait for its many small steps.
         device = pages.device if self._kernels is None else torch.device("cpu")
-        moved = MovedRows(load, total, len(pages.caches), device)
+        moved = MovedText(load, total, len(pages.caches), device)
         shifted = _LoadRows(self, table)
         steps = repair_rows(
             moved, load.repair, shifted, slice_rows, end=load.end, takes_rounds=False

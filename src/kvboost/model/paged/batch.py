@@ -18,7 +18,7 @@ from kvboost.model.segment import Segment, rows_first, split
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.dense import gather, merge
 from kvboost.model.triton.host import to_device
-from kvboost.model.triton.rows import PagedRows, Tile
+from kvboost.model.triton.rows import Tile, TiledRows
 
 LEAST_DENSE_ROWS = 256
 """Where none of torch's long kernels serves: from so many consecutive rows on, gathering the keys
@@ -69,7 +69,7 @@ class PagedBatch(RowBatch):
         self.slots = self._find_slots()
         self.is_fused = not self.has_hooks and not self._as_stock
         self._work: dict[tuple[int | None, float | None, int], Work] = {}
-        self._rows: dict[tuple[int | None, float | None, int], PagedRows] = {}
+        self._rows: dict[tuple[int | None, float | None, int], TiledRows] = {}
 
     @cached_property
     def _as_stock(self) -> bool:
@@ -177,7 +177,7 @@ class PagedBatch(RowBatch):
             work.others.extend(run for run in ends if run.count)
         return work
 
-    def _rows_of(self, runs: Sequence[Run], heads: int) -> PagedRows:
+    def _rows_of(self, runs: Sequence[Run], heads: int) -> TiledRows:
         """The rows of these runs, for our kernel."""
         shape = self._slab.shape
         requests = to_device(
@@ -185,7 +185,7 @@ class PagedBatch(RowBatch):
         )
         group = heads // shape.num_kv_heads
         most = max(run.count for run in runs)
-        return PagedRows.of(
+        return TiledRows.of(
             [self._positions[run.segment][run.first : run.first + run.count] for run in runs],
             self._slab.table[requests],
             page=PAGE,

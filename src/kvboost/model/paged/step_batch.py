@@ -14,7 +14,7 @@ from kvboost.model.paged.slab import PAGE, Slab
 from kvboost.model.segment import Segment
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.host import aside
-from kvboost.model.triton.rows import MOST_PARTS, PagedRows, Tile, programs_at_once
+from kvboost.model.triton.rows import MOST_PARTS, Tile, TiledRows, programs_at_once
 
 StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Token ids and positions of rows, and which of them logits are wanted of; None: of all."""
@@ -99,7 +99,7 @@ class StepBatch(RowBatch):
         self.slots = torch.zeros(size + more, dtype=torch.int64, device=device)
         self.positions = torch.zeros(size, dtype=torch.int32, device=device)
         self.requests = torch.zeros(size, dtype=torch.int32, device=device)
-        self._rows: dict[int, PagedRows] = {}
+        self._rows: dict[int, TiledRows] = {}
 
     def load(
         self, rows: torch.Tensor, positions: torch.Tensor, adapters: torch.Tensor | None
@@ -145,7 +145,7 @@ class StepBatch(RowBatch):
             torch.cuda.current_stream().wait_stream(self._stream)
         return out
 
-    def _rows_for(self, heads: int) -> PagedRows:
+    def _rows_for(self, heads: int) -> TiledRows:
         """The rows for the kernel. A row is split over its keys as far as the device has programs
         to spare: lengths are not known when a graph is recorded."""
         if heads not in self._rows:
@@ -163,7 +163,7 @@ class StepBatch(RowBatch):
             slot = torch.arange(len(items), dtype=torch.int32, device=shape.device)
             items[:, 4], items[:, 6] = slot % parts, slot
             slots = len(items) if parts > 1 else 0
-            found = PagedRows(
+            found = TiledRows(
                 self.positions,
                 items,
                 tiles,
@@ -223,6 +223,6 @@ def batch_of(slab: Slab, size: int, beside: Beside | None) -> StepBatch:
     return StepBatch(slab, size, beside)
 
 
-def _requests_of(rows: PagedRows) -> torch.Tensor:
+def _requests_of(rows: TiledRows) -> torch.Tensor:
     """Of the items of rows that each have the same number of parts, ``[rows, parts]``."""
     return rows.items[:, 0].view(-1, rows.most_parts)

@@ -24,7 +24,7 @@ from kvboost.model.triton.attending import (
 )
 from kvboost.model.triton.dense import gather_counted
 from kvboost.model.triton.pages import check_pages
-from kvboost.model.triton.rows import FEW_ROWS, ITEM_FIELDS, TILE_FIELDS, PagedRows
+from kvboost.model.triton.rows import FEW_ROWS, ITEM_FIELDS, TILE_FIELDS, TiledRows
 from kvboost.model.triton.scores import LN_2, LOWEST
 
 COMBINED = 16
@@ -235,7 +235,7 @@ def _combine_kernel(
         tl.store(lse_at, (best + tl.log2(total)) * LN_2, mask=owned)
 
 
-def _check_query(query: torch.Tensor, pages: torch.Tensor, rows: PagedRows) -> None:
+def _check_query(query: torch.Tensor, pages: torch.Tensor, rows: TiledRows) -> None:
     kv_heads, _, dim = check_pages(pages)
     found, needed = query.shape[1:], (kv_heads * rows.group, dim)
     if len(query) < len(rows.positions) or found != needed or query.dtype != pages.dtype:
@@ -245,7 +245,7 @@ def _check_query(query: torch.Tensor, pages: torch.Tensor, rows: PagedRows) -> N
         )
 
 
-def _whole(pages: torch.Tensor, rows: PagedRows) -> TensorDescriptor | None:
+def _whole(pages: torch.Tensor, rows: TiledRows) -> TensorDescriptor | None:
     """What loads the keys or the values of a page; None if ``rows`` do not read whole pages."""
     if rows.tile.reads != "pages":
         return None
@@ -256,7 +256,7 @@ def _whole(pages: torch.Tensor, rows: PagedRows) -> TensorDescriptor | None:
 
 
 def _dense(
-    pages: torch.Tensor, rows: PagedRows
+    pages: torch.Tensor, rows: TiledRows
 ) -> tuple[TensorDescriptor | None, TensorDescriptor | None, int]:
     """The keys and the values in one piece each, and how many rows they have; None if ``rows``
     attend to them in their pages."""
@@ -271,7 +271,7 @@ def _dense(
 def attend(
     query: torch.Tensor,
     pages: torch.Tensor,
-    rows: PagedRows,
+    rows: TiledRows,
     scale: float,
     *,
     window: int | None = None,

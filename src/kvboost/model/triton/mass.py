@@ -9,7 +9,7 @@ import triton.language as tl
 
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.pages import check_pages
-from kvboost.model.triton.rows import PagedRows
+from kvboost.model.triton.rows import TiledRows
 from kvboost.model.triton.scores import (
     LOG2_E,
     factor_of,
@@ -95,7 +95,7 @@ def _mass_kernel(
 def attention_mass(
     query: torch.Tensor,
     pages: torch.Tensor,
-    rows: PagedRows,
+    rows: TiledRows,
     scale: float,
     num_keys: int,
     weights: torch.Tensor,

@@ -103,7 +103,7 @@ def dense_tile(device: torch.device, dtype: torch.dtype, dim: int, num_rows: int
 
 
 @dataclass(frozen=True)
-class PagedRows:
+class TiledRows:
     """Rows of one or more requests, in the order of their queries; the same in all layers."""
 
     positions: torch.Tensor
@@ -140,7 +140,7 @@ class PagedRows:
         tile: Tile | None = None,
         parts: int | None = None,
         starts: Sequence[int] | None = None,
-    ) -> PagedRows:
+    ) -> TiledRows:
         """``positions`` are the rows of each request, on the CPU; request ``i`` has the pages
         ``tables[i]``. Its queries begin at ``starts[i]``, or follow those of the request before.
         ``parts``: of every tile, instead of as many as serve best. A ``tile`` that reads keys in

@@ -11,7 +11,7 @@ from kvboost.model.triton.attention import FEW_COMBINED, attend
 from kvboost.model.triton.mass import attention_mass
 from kvboost.model.triton.move import MovedRows, Source, StoredSpan, move
 from kvboost.model.triton.pages import PagedLayers
-from kvboost.model.triton.rows import LEAST_DENSE, MOST_PARTS, PagedRows, Tile, dense_tile, tiles_of
+from kvboost.model.triton.rows import LEAST_DENSE, MOST_PARTS, Tile, TiledRows, dense_tile, tiles_of
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows, shift
 
 PAGES = 2
@@ -42,8 +42,8 @@ def warm_up(
     weights = torch.ones(1, 1, device=like.device)
     position = torch.tensor([page])
 
-    def rows_of(tile: Tile, parts: int, requests: int = 1) -> PagedRows:
-        return PagedRows.of(
+    def rows_of(tile: Tile, parts: int, requests: int = 1) -> TiledRows:
+        return TiledRows.of(
             [position] * requests,
             table.expand(requests, -1),
             page=page,

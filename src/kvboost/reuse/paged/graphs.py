@@ -25,8 +25,8 @@ from kvboost.model.triton.rows import (
     MOST_PARTS,
     TILE_FIELDS,
     Ints,
-    PagedRows,
     Tile,
+    TiledRows,
     cut,
     keys_of,
     pick_parts,
@@ -265,11 +265,11 @@ class FixedTiles:
         buffer: torch.Tensor,
         table: torch.Tensor,
         capacity: int,
-    ) -> PagedRows:
+    ) -> TiledRows:
         """The rows at ``positions``; their tiles will be in ``buffer``."""
         items, tiles = self._parts_of(buffer)
         most = MOST_PARTS, self._most_items
-        return PagedRows(positions, items, tiles, table, self._tile, *most, capacity, self._group)
+        return TiledRows(positions, items, tiles, table, self._tile, *most, capacity, self._group)
 
     def fill(self, buffer: Ints, positions: Ints) -> None:
         """Writes the items and tiles of rows at ``positions``; those of padding are -1."""

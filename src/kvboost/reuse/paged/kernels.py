@@ -16,7 +16,7 @@ from kvboost.model.paged.slab import PAGE
 from kvboost.model.segment import Hook
 from kvboost.model.triton import attention, mass, move, shift
 from kvboost.model.triton.pages import PagedLayers
-from kvboost.model.triton.rows import PagedRows, Tile, dense_tile
+from kvboost.model.triton.rows import Tile, TiledRows, dense_tile
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows
 from kvboost.model.triton.warm import warm_up
 from kvboost.reuse.paged.hooks import ANSWERED, PROBES, REPAIRS, Attention, EnoughLayers
@@ -132,7 +132,7 @@ class GpuKernels:
     def attention(self, rows: torch.Tensor, table: torch.Tensor, heads: int) -> Attention:
         return self.attend_rows(self.rows(rows, table, heads))
 
-    def attend_rows(self, rows: PagedRows, absent: torch.Tensor | None = None) -> Attention:
+    def attend_rows(self, rows: TiledRows, absent: torch.Tensor | None = None) -> Attention:
         """Attention of ``rows`` over the pages; not to keys that are ``absent``, ``[keys]``."""
         hidden = None if absent is None else absent[None]
 
@@ -178,9 +178,9 @@ class GpuKernels:
             interleaved=self.rotation.interleaved,
         )
 
-    def rows(self, rows: torch.Tensor, table: torch.Tensor, heads: int) -> PagedRows:
+    def rows(self, rows: torch.Tensor, table: torch.Tensor, heads: int) -> TiledRows:
         dense = self.dense_tile(heads, len(rows), int(rows[-1]) + 1)
-        return PagedRows.of(
+        return TiledRows.of(
             [rows],
             table[None],
             page=self.pages.size,
@@ -237,7 +237,7 @@ class PagedMass(Hook):
         self.seen, self.num_rows = seen, len(rows)
         self.kind = PROBES if seen.ends else ANSWERED
         self._kernels, self._rows, self._table = kernels, rows, table
-        self._tiled: PagedRows | None = None
+        self._tiled: TiledRows | None = None
 
     def on_query(
         self, layer: int, query: torch.Tensor, scale: float, window: int | None = None

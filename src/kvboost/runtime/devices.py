@@ -21,7 +21,7 @@ MEMORY_SHARE = 0.25
 """Of a machine's memory, or twice that of what is free on a GPU, for the KV of running requests."""
 
 
-class Machine:
+class Device:
     """Any GPU. A forward costs launches first, so that fewer, larger ones are better."""
 
     slice_rows = 16384
@@ -30,13 +30,13 @@ class Machine:
     """The same while other requests answer."""
     embedded_rows = 2048
     max_running: int | None = None
-    """Requests that run at once by default, if this is no device like others."""
+    """Requests that run at once by default; None: what the config says for all devices."""
     pauses = False
     """Whether forwards take so long that others should run between their layers."""
     packs_into_ram = False
     """Whether rows are where chunks in RAM are."""
     may_page = False
-    """Whether a reason why there are no pages is of interest."""
+    """Whether requests could have pages."""
     clock = staticmethod(time.perf_counter)
     """What steps are measured with. Use it within one thread."""
 
@@ -60,7 +60,7 @@ class Machine:
         return f"rows are copied to CPUs and NVIDIA GPUs only, not to {self.device.type!r}"
 
 
-class Cpu(Machine):
+class Cpu(Device):
     slice_rows = 1024
     step_rows = embedded_rows = 256
     pauses = packs_into_ram = True
@@ -81,7 +81,7 @@ class Cpu(Machine):
         return in_file(shape, None if config.far_kv_dir is None else Path(config.far_kv_dir))
 
 
-class NvidiaGpu(Machine):
+class NvidiaGpu(Device):
     max_running = 64  # they take little longer for a step than 16
     may_page = True
 
@@ -99,5 +99,5 @@ class NvidiaGpu(Machine):
         return on_host(shape, near, codec)
 
 
-def machine_of(device: torch.device) -> Machine:
-    return {"cpu": Cpu, "cuda": NvidiaGpu}.get(device.type, Machine)(device)
+def device_of(device: torch.device) -> Device:
+    return {"cpu": Cpu, "cuda": NvidiaGpu}.get(device.type, Device)(device)
