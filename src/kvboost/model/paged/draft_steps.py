@@ -13,14 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from kvboost.model.paged.adapter_slots import NO_ADAPTER
-from kvboost.model.paged.graphs import Function
-from kvboost.model.paged.host_tokens import HostTokens
 from kvboost.model.paged.sampling import GREEDY, Kind
 from kvboost.model.paged.slab import SCRATCH
-from kvboost.model.paged.step_batch import StepBatch, StepTables
+from kvboost.model.paged.step_batch import StepBatch, StepGraphs, StepTables
 from kvboost.model.sampling import Picked
 from kvboost.model.segment import Segment
-from kvboost.model.triton.host import send_into
+from kvboost.model.triton.host import HostCopy, send_into
 
 SIZES = (8, 16, 32, 64, 96, 128)
 """Numbers of rows that steps are padded to."""
@@ -32,18 +30,15 @@ def counted_rows(rows: int) -> int:
     return next((size for size in SIZES if size >= rows), SIZES[-1]) + 1
 
 
-class _Bucket:
+class _Bucket(StepGraphs):
     """Steps of one number of rows."""
 
+    suffix = " with drafts"
+
     def __init__(self, size: int, tables: StepTables, *, adapted: bool) -> None:
-        self._tables = tables
-        self._batch = StepBatch(tables.slab, size)
-        if adapted:
-            self._batch.adapters = torch.full_like(self._batch.slots, NO_ADAPTER)
+        name = f"steps with drafts{' and adapters' if adapted else ''}"
+        super().__init__(tables, name, StepBatch(tables.slab, size), adapted=adapted)
         self._given = torch.zeros(4, size, dtype=torch.int64, device=tables.slab.shape.device)
-        self.logits = torch.empty(0)
-        self._run: Function | None = None
-        self._samplers: dict[Kind, Function] = {}
 
     def run(self, given: torch.Tensor, kind: Kind) -> torch.Tensor:
         """The tokens after the rows ``given``, int64 ``[4, rows]``: those of the requests in the
@@ -53,18 +48,7 @@ class _Bucket:
         padded[0], padded[3] = SCRATCH, NO_ADAPTER
         padded[:, : given.shape[1]] = given
         send_into(padded, self._given)
-        if self._run is None:
-            more = "" if self._batch.adapters is None else " and adapters"
-            self._run = self._tables.capture(self._forward, f"steps with drafts{more}")
-        logits = self._run()
-        if not len(self.logits):  # sampling reads them where those of the first step were
-            self.logits = logits
-        elif logits is not self.logits:
-            self.logits.copy_(logits)
-        if kind not in self._samplers:
-            name = f"sampling ({kind}) with drafts"
-            self._samplers[kind] = self._tables.capture(lambda: self._sample(kind), name)
-        return self._samplers[kind]()
+        return self.replay(kind)
 
     def _forward(self) -> torch.Tensor:
         rows, ids, positions, slots = self._given
@@ -81,7 +65,7 @@ class Launched:
     """The result of a segment that has been launched."""
 
     segment: Segment
-    tokens: HostTokens
+    tokens: HostCopy
     first: int
     """The first of the rows that it asks for, among those of the step."""
     logits: torch.Tensor | None
@@ -89,9 +73,8 @@ class Launched:
     def get(self) -> torch.Tensor | Picked | list[Picked]:
         if self.logits is not None:
             return self.logits
-        picked: list[Picked] = [
-            (self.tokens[self.first + row], None) for row in range(self.segment.num_logits)
-        ]
+        tokens = self.tokens.numbers[self.first : self.first + self.segment.num_logits]
+        picked: list[Picked] = [(token, None) for token in tokens]
         return picked if len(self.segment) > 1 else picked[0]
 
 
@@ -144,7 +127,7 @@ class DraftSteps:
             slots += [self._tables.slot_of(segment)] * len(segment)
             kind = kind | segment.sampler.kind if segment.sampler is not None else kind
         bucket = self._bucket(len(rows), adapted=adapted)
-        tokens = HostTokens(bucket.run(torch.tensor([rows, ids, positions, slots]), kind))
+        tokens = HostCopy(bucket.run(torch.tensor([rows, ids, positions, slots]), kind))
         self.num_steps += 1
         launched, end = [], 0
         for segment in segments:

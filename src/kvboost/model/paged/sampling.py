@@ -8,7 +8,7 @@ A random number is a hash of the request's seed and of the token's position: the
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 
 from kvboost.config import SamplingParams
 from kvboost.model.sampling import LEAST_TEMPERATURE, Picked, PickedSoon, chosen
-from kvboost.model.triton.host import send, to_device
+from kvboost.model.triton.host import HostCopy, send, to_device
 
 MOST_LIKELY = 256
 """If all requests of a batch have a ``top_k`` up to this, only so many tokens are sorted."""
@@ -202,22 +202,15 @@ class RowSampler:
 
 
 class PickedOnDevice:
-    """A token that a device picks. A copy of it is on its way to the host."""
+    """A token that a device picks."""
 
     def __init__(self, token: torch.Tensor) -> None:
-        self._token = token
-        self.is_done: Callable[[], bool] | None = None
-        self._wait: Callable[[], None] = lambda: None
-        if token.device.type == "cuda":
-            self._token = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
-            self._token.copy_(token, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-            self.is_done, self._wait = copied.query, copied.synchronize
+        self._copy = HostCopy(token)
+        self.is_done = self._copy.is_done
 
     def get(self) -> Picked:
-        self._wait()
-        return int(self._token), None
+        self._copy.wait()
+        return int(self._copy.values), None
 
 
 def _likeliest(scores: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:

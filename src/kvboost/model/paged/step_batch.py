@@ -7,9 +7,10 @@ from typing import Protocol
 import torch
 
 from kvboost.model.attention import Batch
-from kvboost.model.paged.graphs import Capture
+from kvboost.model.paged.adapter_slots import NO_ADAPTER
+from kvboost.model.paged.graphs import Capture, Function
 from kvboost.model.paged.row_batch import Fresh, RowBatch
-from kvboost.model.paged.sampling import DeviceSampling
+from kvboost.model.paged.sampling import DeviceSampling, Kind
 from kvboost.model.paged.slab import PAGE, Slab
 from kvboost.model.segment import Segment
 from kvboost.model.triton.attention import attend
@@ -79,6 +80,44 @@ class StepTables(Protocol):
 
     def slot_of(self, segment: Segment) -> int:
         """Where the adapter of a segment is; negative if it has none."""
+
+
+class StepGraphs:
+    """Steps of one size: the model and sampling, each captured when it is first needed."""
+
+    suffix = ""
+    """Of the names under which sampling is captured."""
+
+    def __init__(self, tables: StepTables, name: str, batch: StepBatch, *, adapted: bool) -> None:
+        self._tables, self._name, self._batch = tables, name, batch
+        if adapted:
+            batch.adapters = torch.full_like(batch.slots, NO_ADAPTER)
+        self.logits = torch.empty(0)
+        self._run: Function | None = None
+        self._samplers: dict[Kind, Function] = {}
+
+    def replay(self, kind: Kind) -> torch.Tensor:
+        """Runs a step; returns the tokens: the same tensor in every step. Sampling reads logits
+        where those of the first step were: it may be a graph even if the model, whose logits are
+        elsewhere in every step then, is none."""
+        if self._run is None:
+            self._run = self._tables.capture(self._forward, self._name)
+        logits = self._run()
+        if not len(self.logits):
+            self.logits = logits
+        elif logits is not self.logits:
+            self.logits.copy_(logits)
+        if kind not in self._samplers:
+            name = f"sampling ({kind}){self.suffix}"
+            self._samplers[kind] = self._tables.capture(lambda: self._sample(kind), name)
+        return self._samplers[kind]()
+
+    def _forward(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _sample(self, kind: Kind) -> torch.Tensor:
+        """Gives the same result if it is called again: a capture runs it more than once."""
+        raise NotImplementedError
 
 
 class StepBatch(RowBatch):

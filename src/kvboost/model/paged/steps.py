@@ -17,14 +17,13 @@ from kvboost.model.adapters.adapter import AppliedAdapter
 from kvboost.model.kv import RequestKV
 from kvboost.model.paged.adapter_slots import NO_ADAPTER, AdapterSlots
 from kvboost.model.paged.draft_steps import DraftSteps, Launched
-from kvboost.model.paged.graphs import Capture, Function
-from kvboost.model.paged.host_tokens import HostTokens
+from kvboost.model.paged.graphs import Capture
 from kvboost.model.paged.sampling import GREEDY, DeviceSampling, Kind
 from kvboost.model.paged.slab import SCRATCH, Slab
-from kvboost.model.paged.step_batch import Beside, RunModel, batch_of
+from kvboost.model.paged.step_batch import Beside, RunModel, StepGraphs, batch_of
 from kvboost.model.sampling import Picked
 from kvboost.model.segment import Segment
-from kvboost.model.triton.host import to_device
+from kvboost.model.triton.host import HostCopy, to_device
 
 StepResult = torch.Tensor | Picked | list[Picked]
 
@@ -37,26 +36,22 @@ def bucket_of(count: int) -> int:
     return -(-count // step) * step
 
 
-class _Bucket:
+class _Bucket(StepGraphs):
     """Steps of one number of rows, with or without rows ``beside`` them and adapters."""
 
     def __init__(
         self, size: int, steps: Steps, beside: Beside | None = None, *, adapted: bool = False
     ) -> None:
+        name = "the model" if beside is None else "steps that heal"
+        name = f"{name} with adapters" if adapted else name
+        super().__init__(steps, name, batch_of(steps.slab, size, beside), adapted=adapted)
         self.size = size
         self._steps = steps
-        self._beside = beside
-        self._batch = batch_of(steps.slab, size, beside)
         self._requests = [SCRATCH] * size
         self.rows = torch.zeros(size, dtype=torch.int64, device=steps.slab.shape.device)
-        if adapted:
-            self._batch.adapters = torch.full_like(self._batch.slots, NO_ADAPTER)
         self.positions = torch.zeros_like(self.rows)
         self.ids = torch.zeros_like(self.rows)
         self.picked = torch.zeros_like(self.rows)
-        self.logits = torch.empty(0)
-        self._run: Function | None = None
-        self._samplers: dict[Kind, Function] = {}
 
     def run(self, requests: Sequence[int], kind: Kind) -> torch.Tensor:
         """The next tokens of the requests with these rows, int64 ``[size]``: the same tensor in
@@ -65,23 +60,7 @@ class _Bucket:
         if padded != self._requests:
             self._requests = padded
             self.rows.copy_(to_device(padded, torch.int64, self.rows.device))
-        if self._run is None:
-            name = "the model" if self._beside is None else "steps that heal"
-            name = name if self._batch.adapters is None else f"{name} with adapters"
-            self._run = self._steps.capture(self._forward, name)
-        self._keep(self._run())
-        if kind not in self._samplers:
-            name = f"sampling ({kind})"
-            self._samplers[kind] = self._steps.capture(lambda: self._sample(kind), name)
-        return self._samplers[kind]()
-
-    def _keep(self, logits: torch.Tensor) -> None:
-        """Sampling reads logits where those of the first step were: it may be a graph even if the
-        model, whose logits are elsewhere in every step then, is none."""
-        if not len(self.logits):
-            self.logits = logits
-        elif logits is not self.logits:
-            self.logits.copy_(logits)
+        return self.replay(kind)
 
     def _forward(self) -> torch.Tensor:
         steps, batch = self._steps, self._batch
@@ -98,7 +77,6 @@ class _Bucket:
         return self._batch.joins
 
     def _sample(self, kind: Kind) -> torch.Tensor:
-        """Gives the same result if it is called again: a capture runs it more than once."""
         steps, after = self._steps, self.positions + 1
         token = steps.sampling.pick(self.logits, self.rows, after, self.ids, kind)
         self.picked.copy_(token)
@@ -113,14 +91,14 @@ class _Pending:
 
     serial: int
     position: int
-    tokens: HostTokens
+    tokens: HostCopy
     index: int
     logits: torch.Tensor | None
     beside: Segment | None
     """The rows that are computed with it."""
 
     def get(self) -> torch.Tensor | Picked:
-        return (self.tokens[self.index], None) if self.logits is None else self.logits
+        return (self.tokens.numbers[self.index], None) if self.logits is None else self.logits
 
 
 class Steps:
@@ -281,7 +259,7 @@ class Steps:
         kind = GREEDY
         for segment in segments:
             kind = kind | segment.sampler.kind if segment.sampler is not None else kind
-        tokens = HostTokens(bucket.run([_row(segment) for segment in segments], kind))
+        tokens = HostCopy(bucket.run([_row(segment) for segment in segments], kind))
         self.num_steps += 1
         launched = []
         for index, segment in enumerate(segments):

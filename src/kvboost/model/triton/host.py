@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,31 @@ def to_device(
     if not isinstance(numbers, torch.Tensor):
         numbers = torch.tensor(numbers, dtype=dtype)
     return send(numbers.to(dtype), device)
+
+
+class HostCopy:
+    """A copy of a tensor on the host, which starts at once."""
+
+    def __init__(self, there: torch.Tensor) -> None:
+        self.is_done: Callable[[], bool] | None = None
+        """Whether ``values`` are there, if a GPU may still be at it."""
+        self.wait: Callable[[], None] = lambda: None
+        """Returns when they are."""
+        if there.device.type != "cuda":
+            self.values = there.clone()
+            return
+        self.values = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+        self.values.copy_(there, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        self.is_done, self.wait = copied.query, copied.synchronize
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """All of them. Waits."""
+        self.wait()
+        found: list[int] = self.values.tolist()
+        return found
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from kvboost.cache.quantize import PLAIN, KVData
 from kvboost.model.paged.slab import PAGE
 from kvboost.model.segment import Hook
 from kvboost.model.triton import attention, mass, move, shift
+from kvboost.model.triton.host import HostCopy
 from kvboost.model.triton.pages import PagedLayers
 from kvboost.model.triton.rows import Tile, TiledRows, dense_tile
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows
@@ -267,14 +268,9 @@ class PagedMass(Hook):
 
     def give(self, mass: torch.Tensor) -> None:
         """Hands over what was seen. The host goes on meanwhile."""
-        if mass.device.type != "cuda":
-            self.seen.mass = mass.clone()
-            return
-        self.seen.mass = torch.empty(mass.shape, pin_memory=True)
-        self.seen.mass.copy_(mass, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        self.seen.wait, self.seen.is_complete = copied.synchronize, copied.query
+        copy = HostCopy(mass)
+        self.seen.mass, self.seen.wait = copy.values, copy.wait
+        self.seen.is_complete = copy.is_done
 
 
 class PagedShift(Hook):

@@ -15,7 +15,7 @@ from kvboost.cache.tiers.ram import RamTier
 from kvboost.reuse.assemble import KVRows, Packer
 from kvboost.runtime.parallel.messages import Copy, Give, Has, Packed, PackRows, Place, Take
 from kvboost.runtime.parallel.ranks import Handle, Ranks
-from kvboost.runtime.parallel.rows import ShardedKV
+from kvboost.runtime.parallel.rows import number_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,18 +55,17 @@ class ShardedPacker(Packer):
         self._ranks = ranks
 
     def place(self, hit: Hit, data: KVData, kv: KVRows, share: float | None = None) -> None:
-        assert isinstance(kv, ShardedKV) and isinstance(data, ShardedData)
+        assert isinstance(data, ShardedData)
         base = hit.chunk.base_position
         where = base, hit.offset, hit.start, hit.end
-        self._ranks.cast(Place(kv.number, data.number, *where, share))
+        self._ranks.cast(Place(number_of(kv), data.number, *where, share))
         super().place(hit, data, kv, share)
 
     def packing(self, kv: KVRows) -> Pack:
-        assert isinstance(kv, ShardedKV)
-        pack_here = super().packing(kv)
+        number, pack_here = number_of(kv), super().packing(kv)
 
         def pack(parts: Sequence[NewRows]) -> list[KVData]:
-            asked = [self._ask_to_pack(kv, part) for part in parts]
+            asked = [self._ask_to_pack(number, part) for part in parts]
             local = pack_here(parts)
             return [
                 self._joined(data, handle, packed)
@@ -75,12 +74,12 @@ class ShardedPacker(Packer):
 
         return pack
 
-    def _ask_to_pack(self, kv: ShardedKV, part: NewRows) -> tuple[Handle, list[Packed]]:
+    def _ask_to_pack(self, kv: int, part: NewRows) -> tuple[Handle, list[Packed]]:
         """Has the other ranks pack ``part``."""
         handle = self._ranks.new_handle()
         known = part.like.number if isinstance(part.like, ShardedData) else None
-        where = kv.number, part.start, part.end
-        return handle, self._ranks.ask(PackRows(handle.number, *where, known, part.common))
+        asked = PackRows(handle.number, kv, part.start, part.end, known, part.common)
+        return handle, self._ranks.ask(asked)
 
     def _joined(self, local: KVData, handle: Handle, packed: Sequence[Packed]) -> ShardedData:
         if any(other.bits != local.bits for other in packed):

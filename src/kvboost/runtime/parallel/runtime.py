@@ -26,7 +26,7 @@ from kvboost.runtime.parallel.hooks import HookMessage, add_up, observed
 from kvboost.runtime.parallel.messages import Load, Observed, Run, SegmentMessage, Serve
 from kvboost.runtime.parallel.processes import open_ranks
 from kvboost.runtime.parallel.ranks import Ranks
-from kvboost.runtime.parallel.rows import ShardedKV, ShardedPool
+from kvboost.runtime.parallel.rows import ShardedPool, number_of
 from kvboost.runtime.runtime import Runtime
 
 
@@ -49,10 +49,9 @@ class LeadingForward(PartForward):
 
 
 def _describe(segment: Segment) -> SegmentMessage:
-    assert isinstance(segment.kv, ShardedKV)
     positions, absent = segment.positions, segment.absent
     return SegmentMessage(
-        kv=segment.kv.number,
+        kv=number_of(segment.kv),
         token_ids=segment.token_ids.cpu(),
         positions=positions if isinstance(positions, range) else positions.cpu(),
         num_logits=segment.num_logits,
