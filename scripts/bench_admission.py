@@ -26,7 +26,7 @@ from kvboost.cache.tiers.arena import Arena
 from kvboost.cache.tiers.gpu import GpuTier
 from kvboost.cache.tiers.open import Tiers
 from kvboost.cache.tiers.ram import RamTier
-from kvboost.model.kv import KVShape
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import Slab
 from kvboost.reuse.assemble import Packer

@@ -12,7 +12,8 @@ from kvboost.model.far.memory import FarMemory, HostMemory
 from kvboost.model.far.rows import FarAttention
 from kvboost.model.far.slots import Slots
 from kvboost.model.far.streamed import StreamedAttention
-from kvboost.model.kv import KVShape, RequestKV
+from kvboost.model.kv import RequestKV
+from kvboost.model.kv_shape import KVShape
 
 
 def poison(memory: torch.Tensor) -> None:

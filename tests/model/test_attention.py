@@ -10,7 +10,8 @@ import torch
 from kvboost import UnsupportedModelError
 from kvboost.model import attention
 from kvboost.model.attention import attend
-from kvboost.model.kv import KVShape, RequestKV
+from kvboost.model.kv import RequestKV
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.segment import Segment
 
 HEADS, KV_HEADS, DIM = 4, 2, 8

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvboost.model.kv import KVPool, KVShape, RequestKV
+from kvboost.model.kv import KVPool, RequestKV
+from kvboost.model.kv_shape import KVShape
 
 SHAPE = KVShape(2, 3, 4, torch.float32, torch.device("cpu"))
 

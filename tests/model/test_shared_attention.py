@@ -10,7 +10,8 @@ import torch
 from kvboost.model import attention, partial_attention, shared_attention
 from kvboost.model import kv as kv_module
 from kvboost.model.attention import attend
-from kvboost.model.kv import KVPool, KVShape, RequestKV
+from kvboost.model.kv import KVPool, RequestKV
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.segment import Segment
 
 HEADS, KV_HEADS, DIM = 6, 2, 8

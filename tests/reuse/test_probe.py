@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvboost.model.kv import KVShape, RequestKV
+from kvboost.model.kv import RequestKV
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.segment import rows_first
 from kvboost.reuse import probe
 from kvboost.reuse.probe import END_ROWS, KINDS, AttentionMass, Bands, Deviation

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvboost.model.kv import KVShape, RequestKV
+from kvboost.model.kv import RequestKV
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.segment import rows_first
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import BLOCKS, ERROR_WEIGHT, FAR_ROWS, PRIOR_ROWS, REACH, Shift, Spans

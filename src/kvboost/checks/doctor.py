@@ -30,7 +30,9 @@ def examine(model: str, device: str | None = None, dtype: str | None = None) -> 
     chosen_device = pick_device(device)
     chosen_dtype = pick_dtype(dtype, chosen_device)
     advice = []
+    kernels = "no: only on CPUs"
     if chosen_device.type == "cpu":
+        kernels = native.describe(chosen_dtype)
         advice.append(
             "no GPU is used: reading a prompt is the slow part here, and the part that reuse "
             "saves; `kvboost bench ttft` measures both"
@@ -57,9 +59,6 @@ def examine(model: str, device: str | None = None, dtype: str | None = None) -> 
     if model in weights.BUNDLED and model not in weights.installed():
         advice.append(f"{model} is fetched and converted on first use: about a minute")
     packs = can_pack(chosen_device, chosen_dtype)
-    kernels = "no: only on CPUs"
-    if chosen_device.type == "cpu":
-        kernels = native.describe(chosen_dtype)
     if "compiler" in kernels:
         advice.append(
             "with gcc or clang installed, attention and decoding take our own kernels: answers "

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from kvboost.errors import UnsupportedModelError
 from kvboost.model import attention
 from kvboost.model.attention import Batch
-from kvboost.model.kv import KVShape
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.segment import Segment
 
 

@@ -9,31 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
 from kvboost.config import RepairParams
+from kvboost.model.segment import Hook
 from kvboost.reuse.repair import STRATEGIES, MovedText, Probe
 from kvboost.reuse.rounds import Rounds, asks_stale_answer
 from kvboost.reuse.shift import Spans
 
-H = TypeVar("H", covariant=True)
-"""A hook, as whoever drives the repair runs it."""
-
 
 @dataclass(frozen=True)
-class Part(Generic[H]):
+class Part:
     """Rows of the prompt at ``positions``, increasing, and a hook that shifts others."""
 
     positions: torch.Tensor
-    hook: H | None
+    hook: Hook | None
 
 
-class ShiftedRows(Protocol[H]):
+class ShiftedRows(Protocol):
     """The rows of a request."""
 
-    def shift(self, positions: torch.Tensor, spans: Spans) -> H | None:
+    def shift(self, positions: torch.Tensor, spans: Spans) -> Hook | None:
         """A hook for a repair of ``positions`` that shifts the other rows of ``spans``; None if
         there is nothing to shift."""
 
@@ -45,12 +43,12 @@ Given = torch.Tensor | None
 def repair_rows(
     moved: MovedText,
     repair: RepairParams,
-    rows: ShiftedRows[H],
+    rows: ShiftedRows,
     slice_rows: int,
     *,
     end: int | None = None,
     takes_rounds: bool = True,
-) -> Generator[Probe | Part[H], Given, tuple[Rounds, list[torch.Tensor]]]:
+) -> Generator[Probe | Part, Given, tuple[Rounds, list[torch.Tensor]]]:
     """Chooses rows with the strategy of ``repair`` and computes them, together with those that are
     not known, before row ``end``, ``slice_rows`` at a time. Returns what was chosen, and the logits
     of the last round's parts."""
@@ -70,8 +68,8 @@ def repair_rows(
 
 
 def _compute(
-    rounds: Rounds, rows: ShiftedRows[H], slice_rows: int, end: int | None
-) -> Generator[Part[H], Given, list[torch.Tensor]]:
+    rounds: Rounds, rows: ShiftedRows, slice_rows: int, end: int | None
+) -> Generator[Part, Given, list[torch.Tensor]]:
     """Runs the rows of a round and shifts the others of its spans."""
     logits, since = [], 0
     # What a slice shifts depends on where it ends, so slices do not depend on the batch.

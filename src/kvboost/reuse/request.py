@@ -13,11 +13,12 @@ from kvboost.cache.quantize import KVData
 from kvboost.model.kv import RequestKV
 from kvboost.model.segment import Hook
 from kvboost.reuse.assemble import Packer
+from kvboost.reuse.driver import ShiftedRows
 from kvboost.reuse.rope import Rotation
 from kvboost.reuse.shift import Shift, Spans
 
 
-class RequestRows(Protocol):
+class RequestRows(ShiftedRows, Protocol):
     """The contract for rows in buffers and in pages."""
 
     @property
@@ -42,10 +43,6 @@ class RequestRows(Protocol):
 
     def probe(self, hook: Hook, positions: torch.Tensor) -> Hook:
         """What does in a probe of the last rows, at ``positions``, what ``hook`` would do."""
-
-    def shift(self, positions: torch.Tensor, spans: Spans) -> Hook | None:
-        """A hook for a repair of ``positions`` that shifts the other rows of ``spans``; None if
-        there is nothing to shift."""
 
 
 class BufferedRows:

@@ -14,7 +14,7 @@ from kvboost.config import EngineConfig
 from kvboost.errors import ConfigError
 from kvboost.model import native
 from kvboost.model.far.place import FarPlace, in_file, on_host
-from kvboost.model.kv import KVShape
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.machine import memory_bytes
 
 MEMORY_SHARE = 0.25
@@ -46,9 +46,6 @@ class Device:
     def kv_bytes(self) -> int:
         """How many bytes the KV of running requests may take."""
         return int(memory_bytes() * MEMORY_SHARE) or 4 * 1024**3
-
-    def wait(self) -> None:
-        """Returns when the device has done what it was told."""
 
     def facts(self, dtype: torch.dtype) -> dict[str, Any]:
         """The name of the device, and what runs a model of this ``dtype`` on it."""
@@ -87,9 +84,6 @@ class NvidiaGpu(Device):
 
     def kv_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0] * 2 * MEMORY_SHARE)
-
-    def wait(self) -> None:
-        torch.cuda.synchronize(self.device)
 
     def facts(self, dtype: torch.dtype) -> dict[str, Any]:
         return {**super().facts(dtype), "device_name": torch.cuda.get_device_name(self.device)}

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from kvboost.config import GenerationMode
+from kvboost.model.far.memory import wait_for
 from kvboost.model.kv import RequestKV
 from kvboost.model.paged.sampling import TokenSampler
 from kvboost.model.sampling import Picked, describe_rows
@@ -91,7 +92,7 @@ class Generation:
         """The logits of the prompt's last ``num_logits`` rows; keeps nothing."""
         with self._lend_kv():
             logits = run_alone(self._backend, self._prompt_logits())
-            self._backend.device.wait()
+            wait_for(logits.device)
             self._state.clock.lap("prefill")
             self._keeping.touch_used()
             return logits

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvboost.model.kv import RequestKV
-from kvboost.model.segment import Hook, Segment
+from kvboost.model.segment import Segment
 from kvboost.reuse.driver import Part, repair_rows
 from kvboost.reuse.plan import Plan
 from kvboost.reuse.repair import MovedText, Probe
@@ -66,7 +66,7 @@ class Repairing:
         state.clock.lap("repair")
         return logits[-1] if len(logits) == 1 else torch.cat(logits)
 
-    def _segment(self, some: Probe | Part[Hook]) -> Segment:
+    def _segment(self, some: Probe | Part) -> Segment:
         """The rows as the forward runs them."""
         ids, positions = self._ids[some.positions], some.positions
         if isinstance(some, Part):

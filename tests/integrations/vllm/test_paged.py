@@ -7,7 +7,8 @@ import torch
 
 from kvboost.integrations.vllm.paged import PagedRows, ProbeHook, ShiftHook
 from kvboost.integrations.vllm.pages import Pages
-from kvboost.model.kv import KVShape, RequestKV
+from kvboost.model.kv import RequestKV
+from kvboost.model.kv_shape import KVShape
 from kvboost.reuse.paged.hooks import EnoughLayers
 from kvboost.reuse.probe import AttentionMass, Bands
 from kvboost.reuse.rope import Rotation

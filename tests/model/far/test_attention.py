@@ -12,7 +12,8 @@ from kvboost.model import attention
 from kvboost.model.attention import Batch, attend
 from kvboost.model.far.host import HostAttention
 from kvboost.model.far.rows import FarRows
-from kvboost.model.kv import KVShape, RequestKV
+from kvboost.model.kv import RequestKV
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.native.kernels import Kernels
 from kvboost.model.partial_attention import attend_part
 from kvboost.model.segment import Segment

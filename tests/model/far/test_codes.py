@@ -17,7 +17,7 @@ from kvboost.model.far.costs import FarCosts
 from kvboost.model.far.place import FarPlace, on_host
 from kvboost.model.far.slots import Slots
 from kvboost.model.far.streamed import StreamedAttention
-from kvboost.model.kv import KVShape
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.partial_attention import attend_part
 from tiny import DEVICE, make_engine, tiny_model
 

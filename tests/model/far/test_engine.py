@@ -19,7 +19,7 @@ from kvboost.model.far.memory import HostMemory
 from kvboost.model.far.place import FarPlace
 from kvboost.model.far.store import FarStore
 from kvboost.model.far.streamed import StreamedAttention
-from kvboost.model.kv import KVShape
+from kvboost.model.kv_shape import KVShape
 from tiny import DEVICE, dynamic_model, make_engine, tiny_model
 
 PROMPT = [(7 * number + 3) % 250 for number in range(200)]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kernel_forms import CPU, close, each_dtype
-from kvboost.model.kv import KVShape, RequestKV
+from kvboost.model.kv import RequestKV
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.native import moved_rows
 from kvboost.model.native.moved_rows import RecomputedRows, move_keys
 from kvboost.model.segment import rows_first

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvboost.model.kv import KVShape, RequestKV
+from kvboost.model.kv import RequestKV
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.triton.pages import slots_of
 from kvboost.model.triton.shift import ShiftPlan, ShiftRows, shift
 from kvboost.reuse.rope import Rotation

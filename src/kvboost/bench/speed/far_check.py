@@ -9,7 +9,7 @@ import torch
 
 from kvboost import EngineConfig, KVBoost
 from kvboost.model.far.store import FarStore
-from kvboost.model.kv import KVShape
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.shapes import number_tokenizer
 
 LEAST_ROWS = 384

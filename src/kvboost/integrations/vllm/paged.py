@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from kvboost.integrations.vllm.pages import Pages
-from kvboost.model.kv import KVShape
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.segment import Hook
 from kvboost.reuse.paged.hooks import EnoughLayers
 from kvboost.reuse.probe import AttentionMass

@@ -13,7 +13,8 @@ from kvboost.errors import KVBoostError
 from kvboost.model.far.memory import wait_for
 from kvboost.model.far.rows import FarAttention, FarRows
 from kvboost.model.host_memory import host_memory
-from kvboost.model.kv import KVShape, Prefix
+from kvboost.model.kv import Prefix
+from kvboost.model.kv_shape import KVShape
 
 BLOCK = 1024
 """Rows whose codes are next to each other in memory."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from kvboost.model.far.rows import FarRows
-from kvboost.model.kv import KVShape
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.native.kernels import Kernels, PartPlan
 from kvboost.model.partial_attention import Part, attend_part
 

@@ -9,7 +9,8 @@ import torch
 
 from kvboost.model.far.memory import FarMemory, copy_rows
 from kvboost.model.far.rows import FarAttention, FarRows
-from kvboost.model.kv import KVShape, RequestKV, SharedRows
+from kvboost.model.kv import RequestKV, SharedRows
+from kvboost.model.kv_shape import KVShape
 
 GRID = 64
 """Rows become far in multiples of this."""

@@ -17,7 +17,7 @@ from kvboost.model.far.memory import FarMemory, FileMemory, HostMemory
 from kvboost.model.far.rows import FarAttention
 from kvboost.model.far.slots import SLOTS, CudaTransfers, Slots
 from kvboost.model.far.streamed import StreamedAttention
-from kvboost.model.kv import KVShape
+from kvboost.model.kv_shape import KVShape
 
 LEAST_SLOT_ROWS = 16
 SLOT_BYTES = 128 * 1024**2

@@ -11,7 +11,7 @@ import torch
 from kvboost.model.far.costs import FarCosts
 from kvboost.model.far.memory import copy_rows
 from kvboost.model.far.rows import FarRows
-from kvboost.model.kv import KVShape
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.slot_events import SlotEvents
 
 SLOTS = 2

@@ -15,7 +15,7 @@ from kvboost.model.far.kv import FarKV
 from kvboost.model.far.memory import FarMemory
 from kvboost.model.far.place import FarPlace
 from kvboost.model.far.rows import FarAttention
-from kvboost.model.kv import KVShape
+from kvboost.model.kv_shape import KVShape
 
 
 class FarStore:

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 
 from kvboost.model import native
-from kvboost.model.kv import KVShape, RequestKV, SharedRows
+from kvboost.model.kv import RequestKV, SharedRows
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.native.layers import BLOCK, scratch
 from kvboost.model.segment import Segment
 

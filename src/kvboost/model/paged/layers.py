@@ -193,11 +193,11 @@ def _probe(slab: Slab, run_model: RunModel) -> None:
     batch.positions.copy_(positions)
     batch.slots.copy_(positions)
     run_model(positions - 2, positions, batch)
-    holding = slab.take(PROBED_ROWS[device.type])
+    positions = torch.arange(PROBED_ROWS[device.type], device=device)
+    holding = slab.take(len(positions))
     if holding is None:
         return
     try:
-        positions = torch.arange(PROBED_ROWS[device.type], device=device)
         ids = positions % 199
         prompt = Segment(PagedKV(slab, holding), ids, range(len(ids)))
         run_model(ids, positions, PagedBatch([prompt]))

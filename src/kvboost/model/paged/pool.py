@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvboost.model.kv import KVPool, KVShape, Prefix, RequestKV, SharedRows
+from kvboost.model.kv import KVPool, Prefix, RequestKV, SharedRows
+from kvboost.model.kv_shape import KVShape
 from kvboost.model.paged.kv import PagedKV, SharedPages
 from kvboost.model.paged.slab import PAGE, Slab, pages_for
 
@@ -51,11 +52,6 @@ class PagedPool(KVPool):
                 self._on_slab(made)
                 self._slab = made
             return self._slab
-
-    @property
-    def made_slab(self) -> Slab | None:
-        """The slab, if a request has needed one."""
-        return self._slab
 
     def prepare(self) -> None:
         """Allocates the slab now, not with the first request."""

@@ -86,8 +86,7 @@ def place(
     """Moves a model from the host to ``device``, and leaves the layers on the host that do not fit
     into the budget. Layers that are streamed need their memory on the host once: each slab takes
     the place of a layer's own tensors, of which ``spilled_bytes`` are in a file."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what it took to make the model
+    torch.cuda.empty_cache()  # what it took to make the model
     layers = decoder_layers(model)
     sizes = measure(model, layers)
     in_memory = max(0, sum(sizes.layers) - spilled_bytes)

@@ -15,6 +15,7 @@ import torch
 from kvboost.model.paged.graphs import Capture
 from kvboost.model.paged.row_batch import Fresh, RowBatch
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab, pages_for
+from kvboost.model.paged.step_batch import RunModel
 from kvboost.model.segment import Hook, Segment, rows_first
 from kvboost.model.triton.write import write
 from kvboost.reuse.paged.graphs import (
@@ -33,9 +34,6 @@ log = logging.getLogger("kvboost")
 
 MOST_KEYS = 1 << 18
 """Requests with more rows of KV than this have no such forwards: buffers would take too much."""
-
-RunRows = Callable[[torch.Tensor, torch.Tensor, RowBatch, torch.Tensor], torch.Tensor]
-"""Runs token ids at positions, both int64 ``[rows]``, of a batch; returns logits of some rows."""
 
 
 class SlabPages:
@@ -143,7 +141,7 @@ class SegmentForwards:
         kernels: GpuKernels,
         slab: Slab,
         heads: int,
-        run_rows: RunRows,
+        run_rows: RunModel,
         capture: Capture,
     ) -> None:
         self.kernels = kernels

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvboost.model.kv import KVPool, KVShape, RequestKV
+from kvboost.model.kv import KVPool, RequestKV
+from kvboost.model.kv_shape import KVShape
 from kvboost.runtime.parallel.messages import Clear, NewKV, Reserve
 from kvboost.runtime.parallel.ranks import Ranks
 
