@@ -27,7 +27,7 @@ USES = {
         "kvboost.model.triton.attention",
         "kvboost.model.triton.mass",
     ),
-    "write": ("kvboost.model.paged.row_batch", "kvboost.reuse.paged.forwards"),
+    "write": ("kvboost.model.paged.batch", "kvboost.reuse.paged.forwards"),
     "add_norm": ("kvboost.model.paged.layers",),
     "rotate_and_write": ("kvboost.model.paged.layers",),
     "gate": ("kvboost.model.paged.layers",),

@@ -42,7 +42,7 @@ from kvboost.results import (
     Score,
     VerificationReport,
 )
-from kvboost.runtime.alone import text_pieces
+from kvboost.runtime.computing import text_pieces
 from kvboost.runtime.embedding import LoadedModelEmbedder
 from kvboost.runtime.facts import describe, facts_of
 from kvboost.runtime.generation import Generation

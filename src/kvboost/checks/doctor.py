@@ -15,7 +15,7 @@ from kvboost.model.device import cpu_has_bf16, pick_device, pick_dtype, slow_dty
 from kvboost.model.fast_layers import can_pack
 from kvboost.model.fit.bandwidths import bandwidths
 from kvboost.model.machine import memory_bytes
-from kvboost.model.paged.choose import why_no_pages
+from kvboost.model.paged.pool import why_no_pages
 from kvboost.model.quantized.products import describe_path
 
 

@@ -114,7 +114,7 @@ class Forward:
         for layer, ours in layers.items():
             replace_forward(layer, ours)
         if not packed.is_quantized:
-            far = float((self(probe) - expected).abs().max() / expected.abs().max())
+            far = float(_distance(self(probe), expected))
         self.release()
         if not far < limit:
             log.warning("our whole layers are off by %.3f; the model's own are left alone", far)
@@ -126,13 +126,13 @@ class Forward:
     ) -> float:
         """How far one of our layers is from the model's own on the same rows. With quantised
         weights, rows are rounded to 8 bits, so that small differences grow from layer to layer."""
-        distances: list[float] = []
+        distances: list[torch.Tensor] = []
         for layer, ours in layers.items():
-            compare_forward(layer, ours, distances)
+            compare_forward(layer, ours, _distance, distances)
         self(probe)
         for layer in layers:
             restore_forward(layer)
-        return max(distances)
+        return float(max(distances))
 
     @property
     def takes_steps(self) -> bool:
@@ -299,6 +299,11 @@ class Forward:
         finally:
             self._depth -= 1
         return logits if self._selects_rows else logits[wanted]
+
+
+def _distance(given: torch.Tensor, expected: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    """Of the number that is furthest off, relative to the largest."""
+    return (given - expected).abs().max() / expected.abs().max()
 
 
 def _digest(segment: Segment) -> str:

@@ -1,7 +1,7 @@
 """One request: plan → assemble → repair or prefill → decode → admit.
 
 ``steps()`` is a generator. It yields the rows to run next and receives their logits. A request
-that runs alone makes one forward of each segment (``runtime/alone.py``); in a batch,
+that runs alone makes one forward of each segment (``runtime/computing.py``); in a batch,
 ``runtime/loop.py`` packs the segments of many requests into one forward.
 """
 
@@ -24,11 +24,10 @@ from kvboost.model.sampling import Picked, describe_rows
 from kvboost.model.segment import Segment
 from kvboost.results import SpanKind
 from kvboost.reuse.plan import Plan
-from kvboost.runtime.alone import run_alone
 from kvboost.runtime.answer import Answer
 from kvboost.runtime.assembling import Assembling
 from kvboost.runtime.audit import RECORDED_TOKENS, TopTokens
-from kvboost.runtime.computing import Computing, Given, Steps, await_device
+from kvboost.runtime.computing import Computing, Given, Steps, await_device, run_alone
 from kvboost.runtime.drafts import Drafts
 from kvboost.runtime.keeping import Keeping
 from kvboost.runtime.planner import Lookup

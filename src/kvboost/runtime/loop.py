@@ -20,7 +20,6 @@ from typing import TypeVar
 from kvboost.config import EngineConfig
 from kvboost.errors import KVBoostError, ShuttingDownError
 from kvboost.results import GenerationResult
-from kvboost.runtime.capacity import check_size, has_room
 from kvboost.runtime.company import Company
 from kvboost.runtime.computing import Results, Steps, next_need
 from kvboost.runtime.errands import Errands
@@ -83,7 +82,7 @@ class Loop:
         """Queues a request. Raises ``KVTooLargeError`` if it could never run, ``QueueFullError``
         if the queue is ``bounded`` and full, ``ShuttingDownError`` while draining."""
         state.batched = True
-        check_size(self._runtime, state.request)
+        self._runtime.check_size(state.request)
         now = time.monotonic()
         job = Job(
             state,
@@ -472,7 +471,7 @@ class Loop:
 
     def _fits(self, job: Job) -> bool:
         """Whether the KV of one more request fits the budget. One request alone always runs."""
-        return not self._running() or has_room(self._runtime, job)
+        return not self._running() or self._runtime.has_room(job.state.request, job.root)
 
     def _needs(self) -> dict[Job, int]:
         """How many rows each running request needs next."""

@@ -15,9 +15,8 @@ from kvboost.cache.store import ChunkStore
 from kvboost.cache.tiers.ordered import Aside
 from kvboost.model.kv import Prefix, RequestKV
 from kvboost.model.paged import draft_steps
-from kvboost.model.paged.choose import make_capture
 from kvboost.model.paged.forward import PagedForward
-from kvboost.model.paged.graphs import Capture, NoCapture
+from kvboost.model.paged.graphs import Capture, NoCapture, make_capture
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.pool import PagedPool
 from kvboost.model.paged.slab import Slab

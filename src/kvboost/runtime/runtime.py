@@ -12,11 +12,11 @@ from kvboost.cache.events.publisher import EventPublisher
 from kvboost.cache.eviction.learned import LearnedPolicy
 from kvboost.cache.lookup.anchors import anchor_window
 from kvboost.cache.store import ChunkStore
-from kvboost.config import EngineConfig
-from kvboost.errors import KVBoostError
+from kvboost.config import EngineConfig, GenerationMode
+from kvboost.errors import KVBoostError, KVTooLargeError
 from kvboost.model.kv import RequestKV
 from kvboost.model.load import LoadedModel
-from kvboost.model.paged.choose import why_buffers
+from kvboost.model.paged.pool import why_buffers
 from kvboost.results import ReuseReport
 from kvboost.reuse.cost import CostModel
 from kvboost.reuse.request import RequestRows
@@ -105,6 +105,24 @@ class Runtime:
             return prompt + answer
         reserved = answer if batched else min(answer, INITIAL_ANSWER_ROWS)
         return prompt + reserved
+
+    def check_size(self, request: Request) -> None:
+        """Raises ``KVTooLargeError`` if a request could not even run alone."""
+        rows, far = self.rows_for(request, batched=True), self.pool.far
+        needed = rows * self.model.forward.shape.row_bytes
+        if far is not None and far.takes(rows):
+            far.check(rows)
+        elif needed > self.max_kv_bytes:
+            raise KVTooLargeError(rows, needed, self.max_kv_bytes)
+
+    def has_room(self, request: Request, root: ChunkKey) -> bool:
+        """Whether the KV of one more request fits beside that of those that run."""
+        rows, far = self.rows_for(request, batched=True), self.pool.far
+        if far is not None and far.takes(rows) and not far.has_room(rows):
+            return False
+        if request.mode is GenerationMode.PREFIX_CACHE:  # other modes may reuse moved text instead
+            rows -= self.running.num_shared(request, root)
+        return self.running.nbytes()[0] + self.pool.bytes_for(rows) <= self.max_kv_bytes
 
     def plan(self, request: Request) -> ReuseReport:
         """How a request would be served now."""

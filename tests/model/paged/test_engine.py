@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost.model.paged.choose import make_capture, why_buffers
-from kvboost.model.paged.pool import PagedPool
+from kvboost.model.paged.graphs import make_capture
+from kvboost.model.paged.pool import PagedPool, why_buffers
 from kvboost.model.paged.sampling import PickedOnDevice
 from kvboost.model.paged.slab import PAGE, Holding, Slab
 from kvboost.reuse.paged.forwards import SegmentForwards

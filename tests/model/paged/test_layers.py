@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -64,6 +67,7 @@ def test_a_layer_whose_linears_were_replaced_runs_as_it_is() -> None:
     """As an adapter replaces them."""
     layer = tiny_model("llama", **SMALL).model.layers[0]
     ours = layers.FusedLayer(layer, "model.layers.0")
-    assert ours.serves()
+    batch: Any = SimpleNamespace(is_fused=True)
+    assert ours.serves(batch, 1)
     layer.mlp.up_proj = nn.Linear(64, 96)
-    assert not ours.serves()
+    assert not ours.serves(batch, 1)

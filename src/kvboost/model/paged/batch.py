@@ -1,5 +1,5 @@
-"""Packed segments whose KV is in pages. One kernel of ours attends for all of them, except for long
-runs of consecutive rows, which kernels of torch's attend for faster."""
+"""Batches whose rows are in pages, and packed segments as one. One kernel of ours attends for all,
+except for long runs of consecutive rows, which kernels of torch's attend for faster."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from itertools import accumulate
 
 import torch
 
-from kvboost.model.attention import attend_segment
+from kvboost.model.attention import Batch, attend_segment
 from kvboost.model.paged.long_rows import LongKernel, long_kernels
-from kvboost.model.paged.row_batch import Fresh, RowBatch
-from kvboost.model.paged.slab import PAGE
+from kvboost.model.paged.slab import PAGE, Slab
 from kvboost.model.segment import Segment, rows_first, split
 from kvboost.model.triton.attention import attend
 from kvboost.model.triton.dense import gather, merge
 from kvboost.model.triton.host import to_device
 from kvboost.model.triton.rows import Tile, TiledRows
+from kvboost.model.triton.write import write
+
+Fresh = tuple[torch.Tensor, torch.Tensor]
+"""The keys and values of a batch's rows, ``[rows, kv_heads, dim]`` each."""
 
 LEAST_DENSE_ROWS = 256
 """Where none of torch's long kernels serves: from so many consecutive rows on, gathering the keys
@@ -26,6 +29,56 @@ and calling torch's causal attention is faster than reading the pages in place."
 FEW_SEGMENTS, LEAST_OF_MANY = 4, 1024
 """A long kernel runs once for each segment. In a batch of more segments than this, only those with
 so many rows get one."""
+
+
+class RowBatch(Batch):
+    """Rows of one or more requests, all in pages of one slab."""
+
+    slots: torch.Tensor
+    """int64 ``[rows]``: where the rows are written in every layer."""
+    is_fused = True
+    adapters: torch.Tensor | None = None
+    """int64 ``[rows]``: the slots of the rows' adapters in a decode step, negative for rows without
+    one; None if no row has one."""
+
+    def __init__(self, slab: Slab, segments: Sequence[Segment] = ()) -> None:
+        super().__init__(segments)
+        self._slab = slab
+
+    def pages(self, layer: int) -> torch.Tensor:
+        """A layer's pages, ``[pages, kv_heads, page, 2 * dim]``."""
+        return self._slab.layers[layer]
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        write(rows_first(keys), rows_first(values), self.pages(layer), self.slots)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        fresh = rows_first(key), rows_first(value)
+        rows = rows_first(query)
+        return self.attend_rows(layer, rows, scale, window, softcap, fresh=fresh)[None]
+
+    def attend_rows(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        *,
+        fresh: Fresh | None = None,
+    ) -> torch.Tensor:
+        """Attention of ``query``, ``[rows, heads, dim]``; returns the same shape. ``fresh`` are the
+        keys and values of these rows, which have been written."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,16 @@ class Recorded:
         return self.result
 
 
+def make_capture(device: torch.device, graphs: str, memory: int | None = None) -> Capture:
+    """``graphs`` is the option of that name; ``memory`` is what the engine may take of the
+    device's, None: all."""
+    if device.type != "cuda":
+        return NoCapture("CUDA graphs need a GPU")
+    if graphs == "off":
+        return NoCapture("graphs='off'")
+    return GraphCapture(device, None if memory is None else int(memory * MEMORY_SHARE))
+
+
 class GraphCapture:
     """Captures CUDA graphs, all in one pool of memory, until they take ``max_bytes``. A function
     that cannot be captured runs as it is, and so do later ones of the same name."""

@@ -17,10 +17,11 @@ from torch import nn
 from torch.nn.functional import linear
 
 from kvboost.model.adapters.layers import adapted_rows
+from kvboost.model.attention import Batch
+from kvboost.model.native.decoder import compare_forward, replace_forward, restore_forward
 from kvboost.model.paged.adapter_slots import AdapterSlots, Place, Product
-from kvboost.model.paged.batch import PagedBatch
+from kvboost.model.paged.batch import PagedBatch, RowBatch
 from kvboost.model.paged.kv import PagedKV
-from kvboost.model.paged.row_batch import RowBatch
 from kvboost.model.paged.slab import Slab
 from kvboost.model.paged.step_batch import RunModel, StepBatch
 from kvboost.model.segment import Segment
@@ -78,15 +79,17 @@ class FusedLayer:
         groups = [("q", "k", "v"), ("o",), ("gate", "up"), ("down",)]
         self.places = [_place(layer, name, group) for group in groups]
 
-    def serves(self) -> bool:
-        """Whether the layer still has the linear layers that were merged: an adapter replaces
-        them."""
+    def serves(self, batch: Batch, rows: int) -> bool:
+        """Whether a batch is one for layers of ours, no rows have adapters outside of slots, and
+        the layer still has the linear layers that were merged: an adapter replaces them."""
+        if not batch.is_fused or adapted_rows() is not None:
+            return False
         return linears_of(self._layer) == self._linears
 
     def __call__(
-        self, hidden: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], batch: RowBatch
+        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: RowBatch
     ) -> torch.Tensor:
-        """``hidden`` is ``[rows, width]``; cosine and sine are ``[rows, head_dim]``."""
+        hidden, cos_sin = hidden[0], (cos[0], sin[0])
         layer = self._layer
         attention, number = layer.self_attn, layer.self_attn.layer_idx
         before, after = layer.input_layernorm, layer.post_attention_layernorm
@@ -105,7 +108,7 @@ class FusedLayer:
         out, change = self._product(3, gated, batch, lambda rows: summed.addmm_(rows, down))
         if change is not None:
             expand(change, out)
-        return out
+        return out[None]
 
     def _product(
         self, place: int, rows: torch.Tensor, batch: RowBatch, product: Product
@@ -150,7 +153,7 @@ class FusedLayers:
             return
         distances: list[torch.Tensor] = []
         for layer, ours in self._layers.items():
-            _compare_forward(layer, ours, distances)
+            compare_forward(layer, ours, _distance, distances)
         try:
             with torch.inference_mode():
                 _probe(slab, run_model)
@@ -181,7 +184,9 @@ class FusedLayers:
     def restore(self) -> None:
         """Leaves the model as it was."""
         for layer, ours in self._layers.items():
-            restore_forward(layer, ours)
+            restore_forward(layer)
+            for merged in (ours.qkv, ours.gate_up):
+                merged.separate()
         self._layers = {}
 
 
@@ -203,24 +208,6 @@ def _probe(slab: Slab, run_model: RunModel) -> None:
         run_model(ids, positions, PagedBatch([prompt]))
     finally:
         slab.release(holding)
-
-
-def _compare_forward(module: nn.Module, ours: FusedLayer, distances: list[torch.Tensor]) -> None:
-    """Makes the layer run its own forward and then ``ours``, and adds how far apart they are.
-    The rows of the next layer are the model's own: in 16 bits, errors of all layers together would
-    say little about one."""
-    stock = module.forward
-
-    def forward(
-        hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
-    ) -> Any:
-        expected = stock(hidden_states, *args, past_key_values=past_key_values, **kwargs)
-        cos, sin = kwargs["position_embeddings"]
-        given = ours(hidden_states[0], (cos[0], sin[0]), past_key_values.batch)
-        distances.append(_distance(given, expected[0], hidden_states[0]))
-        return expected
-
-    module.forward = forward
 
 
 def _distance(given: torch.Tensor, expected: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -257,27 +244,3 @@ def _are_biases_alike(linears: Sequence[nn.Linear]) -> bool:
     """Whether the linear layers that become one all have a bias, or none has."""
     biases = [[each.bias is None for each in group] for group in (linears[:3], linears[4:6])]
     return all(len(set(group)) == 1 for group in biases) and linears[6].bias is None
-
-
-def replace_forward(module: nn.Module, ours: FusedLayer) -> None:
-    """Makes ``ours`` run rows in pages; other calls reach the layer as it was."""
-    stock = module.forward
-
-    def forward(
-        hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
-    ) -> Any:
-        batch = getattr(past_key_values, "batch", None)
-        is_fused = batch is not None and batch.is_fused and ours.serves()
-        if batch is None or not is_fused or adapted_rows() is not None:
-            return stock(hidden_states, *args, past_key_values=past_key_values, **kwargs)
-        cos, sin = kwargs["position_embeddings"]
-        return ours(hidden_states[0], (cos[0], sin[0]), batch)[None]
-
-    module.forward = forward
-
-
-def restore_forward(module: nn.Module, ours: FusedLayer) -> None:
-    """Undoes :func:`replace_forward` and the merging of weights."""
-    vars(module).pop("forward", None)
-    for merged in (ours.qkv, ours.gate_up):
-        merged.separate()

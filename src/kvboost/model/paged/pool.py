@@ -1,18 +1,45 @@
-"""Lends pages to requests."""
+"""Lends pages to requests, if they have any."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
+import torch
+
+from kvboost.model import triton
 from kvboost.model.kv import KVPool, Prefix, RequestKV, SharedRows
 from kvboost.model.kv_shape import KVShape
 from kvboost.model.paged.kv import PagedKV, SharedPages
 from kvboost.model.paged.slab import PAGE, Slab, pages_for
 
+if TYPE_CHECKING:
+    from kvboost.model.forward import Forward
+
 SPARE_REQUESTS = 16
 """Requests beyond those of the batch that can have pages: those that run alone."""
+
+
+def why_buffers(forward: Forward) -> str:
+    """Why requests of a model have buffers of their own; empty if they have pages. Pages need our
+    attention, a GPU that Triton's kernels run on, and a model in one piece."""
+    if len({weight.device for weight in forward.model.parameters()}) != 1:
+        return "the model is on several devices"
+    own = "" if forward.packed else "the model keeps its own attention"
+    return why_no_pages(forward.shape.device) or own
+
+
+def why_no_pages(device: torch.device) -> str:
+    """Why no model on this device has pages; empty if one can."""
+    if device.type != "cuda":
+        return "only on NVIDIA GPUs"
+    if not triton.is_available():
+        return "triton is not installed"
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
+        return "only on NVIDIA GPUs of compute capability 8.0 and later"
+    return ""
 
 
 class PagedPool(KVPool):

@@ -8,8 +8,8 @@ import torch
 
 from kvboost.model.attention import Batch
 from kvboost.model.paged.adapter_slots import NO_ADAPTER
+from kvboost.model.paged.batch import Fresh, RowBatch
 from kvboost.model.paged.graphs import Capture, Function
-from kvboost.model.paged.row_batch import Fresh, RowBatch
 from kvboost.model.paged.sampling import DeviceSampling, Kind
 from kvboost.model.paged.slab import PAGE, Slab
 from kvboost.model.segment import Segment
@@ -173,13 +173,14 @@ class StepBatch(RowBatch):
         *,
         fresh: Fresh | None = None,
     ) -> torch.Tensor:
-        rows, own = self._rows_for(query.shape[1]), len(self.positions)
+        own = 0 if self.joins else len(self.positions)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        pages = self.pages(layer)
         with aside(self._stream):
             if self._beside is not None:
                 self._beside.attend(layer, query[own:], scale, window, softcap, out[own:])
-        attend(query[:own], pages, rows, scale, window=window, soft_cap=softcap, out=out[:own])
+        if own:
+            pages, rows = self.pages(layer), self._rows_for(query.shape[1])
+            attend(query[:own], pages, rows, scale, window=window, soft_cap=softcap, out=out[:own])
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         return out
@@ -226,7 +227,7 @@ class JoinedBatch(StepBatch):
 
     def __init__(self, slab: Slab, beside: Beside) -> None:
         super().__init__(slab, 1)
-        self._joined = beside
+        self._beside = beside
         self.slots = torch.zeros(beside.num_rows, dtype=torch.int64, device=slab.shape.device)
 
     def load(
@@ -235,24 +236,11 @@ class JoinedBatch(StepBatch):
         """The rows beside it know where it is."""
 
     def inputs(self, ids: torch.Tensor, positions: torch.Tensor) -> StepInputs:
-        all_ids, all_positions, slots = self._joined.inputs()
+        assert self._beside is not None
+        all_ids, all_positions, slots = self._beside.inputs()
         self.slots.copy_(slots)
-        last = self._joined.last
+        last = self._beside.last
         return all_ids.index_copy(0, last, ids), all_positions, last
-
-    def attend_rows(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        *,
-        fresh: Fresh | None = None,
-    ) -> torch.Tensor:
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        self._joined.attend(layer, query, scale, window, softcap, out)
-        return out
 
 
 def batch_of(slab: Slab, size: int, beside: Beside | None) -> StepBatch:

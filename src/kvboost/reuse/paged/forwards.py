@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from kvboost.model.paged.batch import Fresh, RowBatch
 from kvboost.model.paged.graphs import Capture
-from kvboost.model.paged.row_batch import Fresh, RowBatch
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab, pages_for
 from kvboost.model.paged.step_batch import RunModel
 from kvboost.model.segment import Hook, Segment, rows_first

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvboost.config import GenerationMode, RepairParams, SamplingParams
-from kvboost.runtime import alone
+from kvboost.runtime.computing import text_pieces
 from kvboost.runtime.request import Request, RequestState
 from kvboost.tokens.hashing import as_token_ids
 
@@ -40,6 +40,6 @@ def test_a_step_takes_no_time_while_the_caller_has_a_piece() -> None:
         RepairParams(),
     )
     state = RequestState(request)
-    for _ in alone.text_pieces(backend, steps(), state):
+    for _ in text_pieces(backend, steps(), state):
         take(100.0)
     assert seconds == pytest.approx(310.5) and state.step_seconds == pytest.approx(3.5)
