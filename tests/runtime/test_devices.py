@@ -21,7 +21,7 @@ def test_on_cpus_other_programs_do_not_count() -> None:
 def test_a_device_decides_once(name: str, kind: type, max_running: int | None) -> None:
     device = device_of(torch.device(name))
     assert type(device) is kind and device.max_running == max_running
-    assert device.pauses == device.packs_into_ram == (name == "cpu")
+    assert device.is_host == (name == "cpu")
 
 
 def test_other_gpus_have_no_far_rows() -> None:

@@ -178,5 +178,5 @@ def make_quantizer(
     model: LoadedModel, rotation: Rotation | None, ram: RamTier, bits: int, measures_keys: bool
 ) -> Quantizer:
     """Where the model runs on the CPU, packed rows are in the memory of ``ram`` at once."""
-    own = ram.own if device_of(model.device).packs_into_ram else None
+    own = ram.own if device_of(model.device).is_host else None
     return Quantizer(bits, rotation, own=own, measures_keys=measures_keys)

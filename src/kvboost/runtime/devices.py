@@ -31,10 +31,9 @@ class Device:
     embedded_rows = 2048
     max_running: int | None = None
     """Requests that run at once by default; None: what the config says for all devices."""
-    pauses = False
-    """Whether forwards take so long that others should run between their layers."""
-    packs_into_ram = False
-    """Whether rows are where chunks in RAM are."""
+    is_host = False
+    """Whether rows are where chunks in RAM are, and forwards take so long that others should run
+    between their layers."""
     may_page = False
     """Whether requests could have pages."""
     clock = staticmethod(time.perf_counter)
@@ -60,7 +59,7 @@ class Device:
 class Cpu(Device):
     slice_rows = 1024
     step_rows = embedded_rows = 256
-    pauses = packs_into_ram = True
+    is_host = True
     # Counts the time in which this thread ran: other programs make some steps much longer than
     # others, and if steps of all sizes seem to take as long, drafts seem to cost nothing.
     clock = staticmethod(time.thread_time)

@@ -65,7 +65,7 @@ class Loop:
         """How many steps were run between the parts of other forwards."""
         self._in_forward: frozenset[Job] = frozenset()
         """The requests of the forwards that run."""
-        pauses = backend.device.pauses and backend.ends_forwards
+        pauses = backend.device.is_host and backend.ends_forwards
         self._pauses_forwards = pauses and bool(self._patience)
         if self._pauses_forwards:
             runtime.model.forward.between_parts = self.answer_meanwhile

@@ -63,7 +63,7 @@ def logits_of(model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"])
 def test_every_architecture_equals_the_model_it_was_made_from(home, monkeypatch, name: str) -> None:
     """By torch's products, which round as the model does."""
-    monkeypatch.setattr(products, "native_dtype", lambda dtype: None)
+    monkeypatch.setattr(products, "native_dtype", lambda *_: None)
     model = tiny_model(name).cpu()
     install_tiny(model, home)
     packed = load_tiny().forward.model
@@ -174,7 +174,7 @@ def test_packed_and_plain_weights_never_share_kv(home) -> None:
     install_tiny(tiny_model("llama", **WIDE).cpu(), home)
     identities = {load_tiny("plain").fingerprint, load_tiny().fingerprint}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "native_dtype", lambda dtype: None)
+        patch.setattr(products, "native_dtype", lambda *_: None)
         identities.add(load_tiny().fingerprint)
     assert len(identities) == (3 if native.is_available(torch.float32) else 2)
     assert load_tiny().fingerprint in identities
@@ -212,7 +212,7 @@ def test_a_packed_model_runs_in_pages(home, monkeypatch) -> None:
     """Layers whose weights are codes are not fused: their own products run."""
     from paged_engines import steps_of, use_pages
 
-    monkeypatch.setattr(products, "native_dtype", lambda dtype: None)
+    monkeypatch.setattr(products, "native_dtype", lambda *_: None)
     install_tiny(tiny_model("llama").cpu(), home)
     prompt = list(range(2, 60))
     with open_tiny("packed") as engine:

@@ -110,7 +110,7 @@ def test_compressed_tensors(
 
 def test_a_folder_becomes_a_model(tmp_path, monkeypatch) -> None:
     """A GPTQ folder: linear layers are packed, the embedding and the head stay as they are."""
-    monkeypatch.setattr(products, "native_dtype", lambda dtype: None)
+    monkeypatch.setattr(products, "native_dtype", lambda *_: None)
     model = tiny_model("qwen2").cpu()
     tensors = {}
     for name, weight in list(model.named_parameters()):

@@ -41,7 +41,7 @@ def test_a_parked_model_streams_its_codes(
 ) -> None:
     """Parked in memory, or as far as that goes, and then in a file."""
     monkeypatch.setenv("KVBOOST_HOME", str(tmp_path))
-    monkeypatch.setattr(products, "native_dtype", lambda dtype: None)
+    monkeypatch.setattr(products, "native_dtype", lambda *_: None)
     monkeypatch.setattr("kvboost.model.streaming.plan.OTHER_BYTES", 0)
     install_tiny(tiny_model("llama", num_hidden_layers=6).cpu(), tmp_path)
     options = {"strict": True, "dtype": "float32", "weight_form": "packed"}

@@ -15,11 +15,10 @@ from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import PLAIN, KVData
 from kvboost.model.kv import RequestKV
 from kvboost.results import SpanKind
-from kvboost.runtime.parallel.chunks import ShardedData
+from kvboost.runtime.parallel.chunks import ShardedData, ShardedKV
 from kvboost.runtime.parallel.messages import Give, Has, PackRows, Release
 from kvboost.runtime.parallel.processes import open_ranks
 from kvboost.runtime.parallel.ranks import Ranks
-from kvboost.runtime.parallel.rows import ShardedKV
 from split_models import save_model, split_engine, whole_engine
 from tiny import DEVICE
 

@@ -118,9 +118,11 @@ def any_library() -> ctypes.CDLL | None:
     return next((library(dtype) for dtype in FORMS if is_available(dtype)), None)
 
 
-def is_available(dtype: torch.dtype) -> bool:
-    """Whether our kernels serve ``dtype`` on this machine. Compiles them on the first call."""
-    return not isinstance(_load(dtype), str)
+def is_available(dtype: torch.dtype, device: torch.device | None = None) -> bool:
+    """Whether our kernels serve ``dtype`` on this machine, for tensors on ``device``. Compiles them
+    on the first call."""
+    is_here = device is None or device.type == "cpu"
+    return is_here and not isinstance(_load(dtype), str)
 
 
 def why_not(dtype: torch.dtype) -> str | None:

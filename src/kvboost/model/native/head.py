@@ -87,8 +87,7 @@ def _fits(linear: nn.Linear) -> bool:
     return (
         linear.bias is None
         and weight.dtype == torch.float32
-        and weight.device.type == "cpu"
         and weight.is_contiguous()
         and linear.in_features % LANES == 0
-        and native.is_available(torch.float32)
+        and native.is_available(torch.float32, weight.device)
     )

@@ -55,8 +55,8 @@ class _Call(ctypes.Structure):
 
 def serves(shape: KVShape) -> bool:
     """Whether our kernels serve KV of this shape on this machine."""
-    fits = shape.device.type == "cpu" and shape.head_dim % BLOCK == 0
-    return fits and shape.head_dim <= MOST_DIM and native.is_available(shape.dtype)
+    fits = shape.head_dim % BLOCK == 0 and shape.head_dim <= MOST_DIM
+    return fits and native.is_available(shape.dtype, shape.device)
 
 
 class Kernels:

@@ -78,8 +78,7 @@ class Product:
 def can_multiply(weight: torch.Tensor) -> bool:
     """Whether there is a kernel for this weight, ``[n, k]``, on this machine."""
     n, k = weight.shape
-    fits = n % BLOCK == 0 and k % BLOCK == 0 and weight.device.type == "cpu"
-    return fits and native.is_available(weight.dtype)
+    return n % BLOCK == k % BLOCK == 0 and native.is_available(weight.dtype, weight.device)
 
 
 def can_halve(weight: torch.Tensor) -> bool:
@@ -89,8 +88,7 @@ def can_halve(weight: torch.Tensor) -> bool:
 
 def can_norm(weight: torch.Tensor) -> bool:
     """Whether there is a kernel for a norm with this weight on this machine."""
-    fits = len(weight) % LANES == 0 and weight.device.type == "cpu"
-    return fits and native.is_available(weight.dtype)
+    return len(weight) % LANES == 0 and native.is_available(weight.dtype, weight.device)
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

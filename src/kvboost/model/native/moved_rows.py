@@ -194,14 +194,13 @@ def move_keys(
     cos, sin = (part.contiguous() for part in rotation)
     layers, heads, tokens, dim = keys.shape
     pairs = cos.shape[1]
-    fits = keys.dtype == out.dtype and keys.shape == out.shape
-    fits = fits and keys.device.type == out.device.type == "cpu"
-    fits = fits and all(part.stride()[2:] == (dim, 1) for part in (keys, out))
+    alike = (keys.dtype, keys.shape, keys.device) == (out.dtype, out.shape, out.device)
+    fits = alike and all(part.stride()[2:] == (dim, 1) for part in (keys, out))
     fits = fits and pairs % LANES == 0 and 2 * pairs <= dim
     fits = fits and all(
         part.shape == (layers, pairs) and part.dtype == torch.float32 for part in (cos, sin)
     )
-    if not (fits and native.is_available(keys.dtype)):
+    if not (fits and native.is_available(keys.dtype, keys.device)):
         return False
     native.library(keys.dtype).kvboost_move(
         *(keys.data_ptr(), keys.stride(0), keys.stride(1)),

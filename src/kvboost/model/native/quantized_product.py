@@ -120,8 +120,7 @@ class QuantizedProduct:
 
 def can_multiply_quantized(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> bool:
     """Whether there is a kernel for this weight and rows of ``dtype`` on this machine."""
-    fits = why_not(weight) is None and weight.codes.device.type == "cpu"
-    return fits and native.is_available(dtype)
+    return why_not(weight) is None and native.is_available(dtype, weight.codes.device)
 
 
 def why_not(weight: QuantizedWeight) -> str | None:

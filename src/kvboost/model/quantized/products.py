@@ -59,7 +59,7 @@ def _products(
     dtype: torch.dtype,
     fine: bool,
 ) -> Sequence[Product]:
-    rows = native_dtype(dtype) if device.type == "cpu" else None
+    rows = native_dtype(dtype, device)
     if rows is not None and all(can_multiply_quantized(weight, rows) for weight in weights):
         given = [bias for bias in biases if bias is not None]
         if len(given) in (0, len(biases)):
@@ -79,12 +79,10 @@ def _product(
     return BlockProduct(weight.to(device), placed)
 
 
-def native_dtype(dtype: torch.dtype) -> torch.dtype | None:
+def native_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
     """The dtype of rows that our kernels take for rows of ``dtype``; None without kernels."""
-    for each in (dtype, torch.float32):
-        if native.is_available(each):
-            return each
-    return None
+    served = (each for each in (dtype, torch.float32) if native.is_available(each, device))
+    return next(served, None)
 
 
 def joint_product(parent: nn.Module, names: Sequence[str]) -> QuantizedProduct | None:
@@ -98,9 +96,9 @@ def joint_product(parent: nn.Module, names: Sequence[str]) -> QuantizedProduct |
 
 def describe_path(device: torch.device, dtype: torch.dtype) -> str:
     """What multiplies with packed weights, for people."""
+    if native_dtype(dtype, device) is not None:
+        return "yes: native kernels, with rows rounded to 8 or 15 bits"
     if device.type == "cpu":
-        if native_dtype(dtype) is not None:
-            return "yes: native kernels, with rows rounded to 8 or 15 bits"
         return "slow: there are no native kernels here, so weights are expanded for every product"
     if has_tensor_cores(device, dtype):
         return "yes: int4 tensor cores and Triton for few rows; for many, bfloat16 is made of codes"
@@ -109,6 +107,4 @@ def describe_path(device: torch.device, dtype: torch.dtype) -> str:
 
 def is_fast(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether packed weights are at least as fast as plain ones here."""
-    if device.type == "cpu":
-        return native_dtype(dtype) is not None
-    return has_tensor_cores(device, dtype)
+    return native_dtype(dtype, device) is not None or has_tensor_cores(device, dtype)

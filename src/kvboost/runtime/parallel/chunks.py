@@ -1,4 +1,4 @@
-"""Chunks in memory, of which every rank holds its heads."""
+"""Running requests and chunks in memory, of which every rank holds its heads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,62 @@ from kvboost.cache.chunk import KVChunk
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import KVData, NewRows, Quantizer, join_heads
 from kvboost.cache.tiers.ram import RamTier
+from kvboost.model.kv import KVPool, RequestKV
+from kvboost.model.kv_shape import KVShape
 from kvboost.reuse.assemble import KVRows, Packer
-from kvboost.runtime.parallel.messages import Copy, Give, Has, Packed, PackRows, Place, Take
+from kvboost.runtime.parallel.messages import (
+    Clear,
+    Copy,
+    Give,
+    Has,
+    NewKV,
+    Packed,
+    PackRows,
+    Place,
+    Reserve,
+    Take,
+)
 from kvboost.runtime.parallel.ranks import Handle, Ranks
-from kvboost.runtime.parallel.rows import number_of
+
+
+class ShardedKV(RequestKV):
+    """Rank 0's heads. The other ranks have a buffer with the same rows."""
+
+    def __init__(self, ranks: Ranks, shape: KVShape, num_tokens: int) -> None:
+        super().__init__(shape, num_tokens)
+        self._ranks = ranks
+        self._handle = ranks.new_handle()
+        ranks.cast(NewKV(self.number, num_tokens))
+
+    @property
+    def number(self) -> int:
+        return self._handle.number
+
+    def reserve(self, num_tokens: int) -> None:
+        if num_tokens > self.capacity:
+            self._ranks.cast(Reserve(self.number, num_tokens))
+            super().reserve(num_tokens)
+
+    def clear(self, start: int, end: int) -> None:
+        self._ranks.cast(Clear(self.number, start, end))
+        super().clear(start, end)
+
+
+def number_of(kv: object) -> int:
+    """What the other ranks call a buffer."""
+    assert isinstance(kv, ShardedKV)
+    return kv.number
+
+
+class ShardedPool(KVPool):
+    """Idle buffers keep theirs on the other ranks, too."""
+
+    def __init__(self, ranks: Ranks, shape: KVShape, max_idle: int) -> None:
+        super().__init__(shape, max_idle)
+        self._ranks = ranks
+
+    def _make(self, num_tokens: int) -> RequestKV:
+        return ShardedKV(self._ranks, self.shape, num_tokens)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,12 +21,11 @@ from kvboost.model.parallel import PartForward, check_split, load_part, num_kv_h
 from kvboost.model.segment import Segment
 from kvboost.reuse.assemble import Packer
 from kvboost.runtime.backend import MAX_IDLE, Backend
-from kvboost.runtime.parallel.chunks import RankShards, ShardedPacker
+from kvboost.runtime.parallel.chunks import RankShards, ShardedPacker, ShardedPool, number_of
 from kvboost.runtime.parallel.hooks import HookMessage, add_up, observed
 from kvboost.runtime.parallel.messages import Load, Observed, Run, SegmentMessage, Serve
 from kvboost.runtime.parallel.processes import open_ranks
 from kvboost.runtime.parallel.ranks import Ranks
-from kvboost.runtime.parallel.rows import ShardedPool, number_of
 from kvboost.runtime.runtime import Runtime
 
 
