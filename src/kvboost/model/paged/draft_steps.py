@@ -52,8 +52,8 @@ class _Bucket(StepGraphs):
 
     def _forward(self) -> torch.Tensor:
         rows, ids, positions, slots = self._given
-        self._batch.load(rows, positions, slots)
-        return self._tables.run_model(ids, positions, self._batch)
+        self.batch.load(rows, positions, slots)
+        return self._tables.run_model(ids, positions, self.batch)
 
     def _sample(self, kind: Kind) -> torch.Tensor:
         rows, ids, positions, _ = self._given

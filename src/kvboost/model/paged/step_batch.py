@@ -89,7 +89,7 @@ class StepGraphs:
     """Of the names under which sampling is captured."""
 
     def __init__(self, tables: StepTables, name: str, batch: StepBatch, *, adapted: bool) -> None:
-        self._tables, self._name, self._batch = tables, name, batch
+        self._tables, self._name, self.batch = tables, name, batch
         if adapted:
             batch.adapters = torch.full_like(batch.slots, NO_ADAPTER)
         self.logits = torch.empty(0)
@@ -174,12 +174,13 @@ class StepBatch(RowBatch):
         fresh: Fresh | None = None,
     ) -> torch.Tensor:
         own = 0 if self.joins else len(self.positions)
+        rows = self._rows_for(query.shape[1]) if own else None
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         with aside(self._stream):
             if self._beside is not None:
                 self._beside.attend(layer, query[own:], scale, window, softcap, out[own:])
-        if own:
-            pages, rows = self.pages(layer), self._rows_for(query.shape[1])
+        if rows is not None:
+            pages = self.pages(layer)
             attend(query[:own], pages, rows, scale, window=window, soft_cap=softcap, out=out[:own])
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)

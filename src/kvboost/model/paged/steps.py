@@ -63,18 +63,13 @@ class _Bucket(StepGraphs):
         return self.replay(kind)
 
     def _forward(self) -> torch.Tensor:
-        steps, batch = self._steps, self._batch
+        steps, batch = self._steps, self.batch
         self.positions.copy_(steps.lengths[self.rows])
         self.ids.copy_(steps.tokens[self.rows])
         adapters = None if batch.adapters is None else steps.adapters[self.rows]
         batch.load(self.rows, self.positions, adapters)
         ids, positions, wanted = batch.inputs(self.ids, self.positions)
         return steps.run_model(ids, positions, batch, wanted)
-
-    @property
-    def joins(self) -> bool:
-        """Whether its only row is the last of those beside it."""
-        return self._batch.joins
 
     def _sample(self, kind: Kind) -> torch.Tensor:
         steps, after = self._steps, self.positions + 1
@@ -254,7 +249,7 @@ class Steps:
         rows = next((segment.beside for segment in segments if segment.beside is not None), None)
         bucket = self._bucket(size, with_beside=rows is not None, adapted=adapted)
         if rows is not None and self.beside is not None:
-            self.beside.load(rows, segments[0].first if bucket.joins else None)
+            self.beside.load(rows, segments[0].first if bucket.batch.joins else None)
             self.num_rows_beside += len(rows)
         kind = GREEDY
         for segment in segments:
