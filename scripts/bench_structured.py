@@ -46,8 +46,8 @@ class Counted:
     """Counts the forwards of an engine."""
 
     def __init__(self, engine: KVBoost) -> None:
-        self._engine = engine
-        self._run = engine._model.forward.run
+        self._forward: Any = engine._runtime.backend.forward
+        self._run = self._forward.run
         self.forwards = 0
 
     def __enter__(self) -> Counted:
@@ -55,11 +55,11 @@ class Counted:
             self.forwards += 1
             return self._run(segments)
 
-        self._engine._model.forward.run = counted  # type: ignore[method-assign]
+        self._forward.run = counted
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._engine._model.forward.run
+        del self._forward.run
 
 
 @dataclass(frozen=True)

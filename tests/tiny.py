@@ -141,6 +141,12 @@ def make_engine(model: PreTrainedModel, *, strict: bool = True, **config: Any) -
     )
 
 
+def runner_of(engine: KVBoost) -> Any:
+    """What runs its segments. Over pages it is made with the first request, or now."""
+    with engine._runtime.pool.lend(1):
+        return engine._runtime.backend.forward
+
+
 def dynamic_model() -> PreTrainedModel:
     """Dynamic NTK: beyond the 64 tokens of its config, frequencies depend on the length."""
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}

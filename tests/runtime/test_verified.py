@@ -12,7 +12,7 @@ from kvboost import ConfigError, SpanKind
 from kvboost.runtime.generation import Generation
 from paged_engines import TWO_LAYERS, leaks, paged_engine, steps_of
 from test_reuse import BASELINE, EXACT, HEADER, PASSAGES, QUESTION, prompt_of, words
-from tiny import ROPE_MODELS, dynamic_model, longrope_model, make_engine, tiny_model
+from tiny import ROPE_MODELS, dynamic_model, longrope_model, make_engine, runner_of, tiny_model
 
 VERIFIED = {**SLOPPY, "exactness": "verified"}
 NOTE = "verified: only exact hits are reused"
@@ -44,14 +44,15 @@ def test_a_greedy_answer_is_that_of_a_full_prefill(name, tiny_engine) -> None:
 
 def test_it_computes_the_rows_that_prefix_cache_computes(engine, monkeypatch) -> None:
     prompt = prompt_of([3, 1])
-    run = engine._model.forward.run
+    forward = runner_of(engine)
+    run = forward.run
     rows: list[list[int]] = []
 
     def spy(segments):
         rows[-1].extend(len(segment) for segment in segments)
         return run(segments)
 
-    monkeypatch.setattr(engine._model.forward, "run", spy)
+    monkeypatch.setattr(forward, "run", spy)
     for options in ({"mode": EXACT, "ignore_eos": True}, VERIFIED):
         rows.append([])
         engine.generate(prompt, 9, keep=False, **options)
@@ -164,7 +165,7 @@ def test_a_cancelled_one_leaves_only_exact_rows(engine, monkeypatch, forwards) -
     given = None
     for _ in range(forwards):
         segment = steps.send(given)
-        given = None if segment is None else engine._model.forward.run([segment])[0]
+        given = None if segment is None else runner_of(engine).run([segment])[0]
     state.closing = True
     steps.close()
     ids = [*prompt, *state.token_ids]

@@ -19,7 +19,7 @@ from kvboost import KVBoost, StructuredOutputError
 from kvboost.model.segment import Segment
 from kvboost.structured.formats import after_reasoning, json_grammar
 from schemas import schemas
-from tiny import EOS, longrope_model, make_engine, tiny_model
+from tiny import EOS, longrope_model, make_engine, runner_of, tiny_model
 
 EXAMPLES = int(os.environ.get("KVBOOST_TEST_SCHEMAS", "40"))
 """``KVBOOST_TEST_SCHEMAS=1000`` tries a thousand schemas."""
@@ -51,7 +51,7 @@ def engine() -> Iterator[KVBoost]:
 def forwards(engine: KVBoost, monkeypatch) -> list[list[int]]:
     """The number of rows of each segment, forward by forward."""
     seen: list[list[int]] = []
-    forward = engine._model.forward
+    forward = runner_of(engine)
     run = forward.run
 
     def counted(segments: list[Segment]) -> Any:

@@ -16,7 +16,7 @@ from kvboost.tokens.hashing import as_token_ids
 from paged_engines import leaks, paged_engine, steps_of
 from scripted_drafts import always_draft, always_wrong, at_random, oracle, script
 from test_reuse import words
-from tiny import EOS, longrope_model, make_engine, tiny_model
+from tiny import EOS, longrope_model, make_engine, runner_of, tiny_model
 
 PROMPT = words(5, 40)
 SEEDED = {"temperature": 1.2, "top_k": 40, "seed": 11}
@@ -35,13 +35,14 @@ def engine() -> Iterator[KVBoost]:
 def rows_run(engine: KVBoost, monkeypatch) -> list[list[int]]:
     """The number of rows of each segment, forward by forward."""
     seen: list[list[int]] = []
-    run = engine._model.forward.run
+    forward = runner_of(engine)
+    run = forward.run
 
     def counted(segments: Any) -> Any:
         seen.append([len(segment) for segment in segments])
         return run(segments)
 
-    monkeypatch.setattr(engine._model.forward, "run", counted)
+    monkeypatch.setattr(forward, "run", counted)
     return seen
 
 
