@@ -193,7 +193,7 @@ class Runtime:
     def _load_draft_model(self) -> DraftModel | None:
         if self._config.draft_model is None or self._config.speculate == "off":
             return None
-        draft_model = DraftModel(self._config.draft_model, self.model, self.backend.device.clock)
+        draft_model = DraftModel(self._config.draft_model, self.model)
         self.speculation.make_drafters = draft_model.make_drafters
         return draft_model
 

@@ -15,18 +15,7 @@ from kvboost.cache.tiers.ram import RamTier
 from kvboost.model.kv import KVPool, RequestKV
 from kvboost.model.kv_shape import KVShape
 from kvboost.reuse.assemble import KVRows, Packer
-from kvboost.runtime.parallel.messages import (
-    Clear,
-    Copy,
-    Give,
-    Has,
-    NewKV,
-    Packed,
-    PackRows,
-    Place,
-    Reserve,
-    Take,
-)
+from kvboost.runtime.parallel import messages
 from kvboost.runtime.parallel.ranks import Handle, Ranks
 
 
@@ -37,7 +26,7 @@ class ShardedKV(RequestKV):
         super().__init__(shape, num_tokens)
         self._ranks = ranks
         self._handle = ranks.new_handle()
-        ranks.cast(NewKV(self.number, num_tokens))
+        ranks.cast(messages.NewKV(self.number, num_tokens))
 
     @property
     def number(self) -> int:
@@ -45,11 +34,11 @@ class ShardedKV(RequestKV):
 
     def reserve(self, num_tokens: int) -> None:
         if num_tokens > self.capacity:
-            self._ranks.cast(Reserve(self.number, num_tokens))
+            self._ranks.cast(messages.Reserve(self.number, num_tokens))
             super().reserve(num_tokens)
 
     def clear(self, start: int, end: int) -> None:
-        self._ranks.cast(Clear(self.number, start, end))
+        self._ranks.cast(messages.Clear(self.number, start, end))
         super().clear(start, end)
 
 
@@ -90,7 +79,7 @@ class ShardedData(KVData):
         if devices == {one.device.type for one in self.tensors.values()}:
             return replace(self, tensors=changed)
         handle = self.ranks.new_handle()
-        self.ranks.cast(Copy(handle.number, self.number, devices.pop()))
+        self.ranks.cast(messages.Copy(handle.number, self.number, devices.pop()))
         return replace(self, tensors=changed, handle=handle)
 
 
@@ -110,7 +99,7 @@ class ShardedPacker(Packer):
         assert isinstance(data, ShardedData)
         base = hit.chunk.base_position
         where = base, hit.offset, hit.start, hit.end
-        self._ranks.cast(Place(number_of(kv), data.number, *where, share))
+        self._ranks.cast(messages.Place(number_of(kv), data.number, *where, share))
         super().place(hit, data, kv, share)
 
     def packing(self, kv: KVRows) -> Pack:
@@ -126,14 +115,16 @@ class ShardedPacker(Packer):
 
         return pack
 
-    def _ask_to_pack(self, kv: int, part: NewRows) -> tuple[Handle, list[Packed]]:
+    def _ask_to_pack(self, kv: int, part: NewRows) -> tuple[Handle, list[messages.Packed]]:
         """Has the other ranks pack ``part``."""
         handle = self._ranks.new_handle()
         known = part.like.number if isinstance(part.like, ShardedData) else None
-        asked = PackRows(handle.number, kv, part.start, part.end, known, part.common)
+        asked = messages.PackRows(handle.number, kv, part.start, part.end, known, part.common)
         return handle, self._ranks.ask(asked)
 
-    def _joined(self, local: KVData, handle: Handle, packed: Sequence[Packed]) -> ShardedData:
+    def _joined(
+        self, local: KVData, handle: Handle, packed: Sequence[messages.Packed]
+    ) -> ShardedData:
         if any(other.bits != local.bits for other in packed):
             raise RuntimeError("numbers too large to be quantized, in the heads of some ranks only")
         norms = [local.key_norm, *(other.key_norm for other in packed)]
@@ -155,7 +146,9 @@ class RankShards:
         own, *others = (self._part(chunk.data, rank) for rank in range(self._ranks.size))
         handle = self._ranks.new_handle()
         contiguous = torch.Tensor.contiguous
-        self._ranks.ask_each([Take(handle.number, part.map(contiguous)) for part in others])
+        self._ranks.ask_each(
+            [messages.Take(handle.number, part.map(contiguous)) for part in others]
+        )
         return _with(chunk, shard(own.map(self._ram.own), self._ranks, handle))
 
     def join(self, part: KVChunk) -> KVChunk | None:
@@ -163,14 +156,14 @@ class RankShards:
         own = KVData(part.data.bits, part.data.tensors, part.data.key_norm)
         if not self._is_split:
             return _with(part, own)
-        others = self._ranks.ask(Give(part.data.number))
+        others = self._ranks.ask(messages.Give(part.data.number))
         if any(other is None for other in others):
             return None
         return _with(part, replace(join_heads([own, *others]), key_norm=own.key_norm))
 
     def is_complete(self, part: KVChunk) -> bool:
         assert isinstance(part.data, ShardedData)
-        return all(self._ranks.ask(Has(part.data.number)))
+        return all(self._ranks.ask(messages.Has(part.data.number)))
 
     def _part(self, data: KVData, rank: int) -> KVData:
         if not self._is_split:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from kvboost.model.kv import RequestKV
 from kvboost.model.load import LoadedModel, load
 from kvboost.model.quantized.products import is_fast
 from kvboost.model.segment import Segment
+from kvboost.runtime.devices import device_of
 from kvboost.runtime.request import Request
 from kvboost.runtime.speculation.drafters import Drafter, Kind, Offer, TextDrafter
 from kvboost.runtime.speculation.suffixes import IndexedText
@@ -29,11 +30,9 @@ EXPECTED = 0.6
 class DraftModel:
     """An engine's. Thread-safe: one forward runs at a time."""
 
-    def __init__(
-        self, name: str | os.PathLike[str], serves: LoadedModel, clock: Callable[[], float]
-    ) -> None:
-        """Loads the model that drafts for ``serves``, on the same device, whose ``clock`` times
-        it. Raises ConfigError if they have other tokens."""
+    def __init__(self, name: str | os.PathLike[str], serves: LoadedModel) -> None:
+        """Loads the model that drafts for ``serves``, on the same device. Raises ConfigError if
+        they have other tokens."""
         dtype = serves.forward.shape.dtype
         form = "packed" if _has_codes(name) and is_fast(serves.device, dtype) else "auto"
         self._model = load(name, device=serves.device, dtype=dtype, weight_form=form)
@@ -43,7 +42,7 @@ class DraftModel:
                 f"draft_model={os.fspath(name)!r} has another vocabulary than {serves.name!r}; a "
                 "draft model must have the same tokens, as models of one family do"
             )
-        self._now = clock
+        self._now = device_of(serves.device).clock
         self._seconds: deque[float] = deque(maxlen=9)
         kv = self.make_kv(1)
         for _ in range(3):
