@@ -72,16 +72,17 @@ def measure(
     pages: Pages, forward: SparseForward, vocab_size: int, most_rows: int
 ) -> list[tuple[int, int, float]]:
     """Times a few forwards: rows, keys, seconds. The first run of a size is not counted."""
+    synchronize = torch.cuda.synchronize if pages.on_gpu else lambda: None
     measured = []
     ids = torch.from_numpy(np.random.default_rng(1).integers(0, vocab_size, most_rows))
     rows, table = torch.arange(most_rows), torch.arange(1, 1 + -(-most_rows // pages.size))
     table = table.to(pages.device)
     for number in (most_rows // 16, most_rows // 4, most_rows):
         for is_warm in (False, True):
-            _synchronize(pages.device)
+            synchronize()
             started = time.perf_counter()
             forward(ids[:number], rows[:number], table)
-            _synchronize(pages.device)
+            synchronize()
             if is_warm:
                 measured.append((number, number // 2, time.perf_counter() - started))
     return measured
@@ -92,8 +93,3 @@ def _difference(left: torch.Tensor, right: torch.Tensor) -> float:
     left, right = (part.float().flatten(-3) for part in (left, right))
     distance = (left - right).norm(dim=-1) / right.norm(dim=-1).clamp(min=1e-12)
     return float(distance.nan_to_num(nan=float("inf")).max())
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -37,6 +37,7 @@ class Pages:
         self.num_blocks, self.num_kv_heads, self.size, both = first.shape
         self.head_dim = both // 2
         self.device, self.dtype = first.device, first.dtype
+        self.on_gpu = first.device.type == "cuda"
         if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise _not_plain(self.dtype)  # its kernel may not even take plain numbers
         # Taken now: our forwards put hooks in their place for a while.
@@ -46,7 +47,8 @@ class Pages:
         self.is_plain = bool((index == natural.permute(2, 1, 0, 3).flatten()).all())
         if not self.is_plain and not all(cache.is_contiguous() for cache in self.caches):
             raise UnsupportedModelError("its pages are packed and not contiguous")
-        self._index = index.view(2, self.size, -1).to(self.device)
+        in_page = index.view(2, self.size, self.num_kv_heads, self.head_dim).permute(1, 2, 0, 3)
+        self._index = in_page.contiguous().to(self.device)
 
     @property
     def row_bytes(self) -> int:
@@ -61,13 +63,18 @@ class Pages:
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values at ``slots``: ``[rows, kv_heads, head_dim]`` each."""
-        cache, block, row = self.caches[layer], slots // self.size, slots % self.size
-        if self.is_plain:
-            both = cache[block, :, row]
-            return both[..., : self.head_dim], both[..., self.head_dim :]
-        flat, shape = cache.flatten(1), (len(slots), self.num_kv_heads, self.head_dim)
-        keys, values = (flat[block[:, None], part[row]].view(shape) for part in self._index)
+        keys, values = self._read(self.caches[layer], *self._places(slots)).unbind(2)
         return keys, values
+
+    def _places(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The page of each slot, and the row in it."""
+        return slots // self.size, slots % self.size
+
+    def _read(self, cache: torch.Tensor, page: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """``[rows, kv_heads, 2, head_dim]``."""
+        if self.is_plain:
+            return cache[page, :, row].view(len(row), self.num_kv_heads, 2, self.head_dim)
+        return cache.flatten(1)[page[:, None, None, None], self._index[row]]
 
     def write(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
@@ -78,18 +85,11 @@ class Pages:
         )
 
     def read_all(self, slots: torch.Tensor) -> torch.Tensor:
-        """The rows of all layers, ``[2, layers, kv_heads, rows, head_dim]``, as chunks hold
-        them."""
-        out = torch.empty(
-            (2, len(self.caches), self.num_kv_heads, len(slots), self.head_dim),
-            dtype=self.dtype,
-            device=self.device,
-        )
-        for layer in range(len(self.caches)):
-            keys, values = self.read(layer, slots)
-            out[0, layer].copy_(keys.transpose(0, 1))
-            out[1, layer].copy_(values.transpose(0, 1))
-        return out
+        """The rows of all layers, ``[2, layers, kv_heads, rows, head_dim]``, as chunks hold them.
+        In memory they are in another order: on a GPU, one launch for each layer is enough."""
+        places = self._places(slots)
+        rows = torch.stack([self._read(cache, *places) for cache in self.caches])
+        return rows.permute(3, 0, 2, 1, 4)
 
     def write_all(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Writes rows as :meth:`read_all` gives them."""
