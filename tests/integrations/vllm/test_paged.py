@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvboost.integrations.vllm.paged import PagedRows, ProbeHook, ShiftHook
+from kvboost.integrations.vllm.paged import GatheredMass, GatheredRows, GatheredShift
 from kvboost.integrations.vllm.pages import Pages
 from kvboost.model.kv import RequestKV
 from kvboost.model.kv_shape import KVShape
@@ -20,7 +20,7 @@ TABLE = torch.tensor([5, 2, 6, 3])
 each_form = pytest.mark.parametrize("form", FORMS)
 
 
-def both(form: str) -> tuple[Pages, PagedRows, RequestKV]:
+def both(form: str) -> tuple[Pages, GatheredRows, RequestKV]:
     """The same random rows in pages and on their own."""
     pages = FORMS[form]()
     kv = RequestKV(KVShape(LAYERS, KV_HEADS, DIM, torch.float32, torch.device("cpu")), ROWS)
@@ -29,7 +29,7 @@ def both(form: str) -> tuple[Pages, PagedRows, RequestKV]:
     pages.write_all(noise, torch.arange(BLOCKS * PAGE))
     slots = pages.slots(TABLE, torch.arange(ROWS))
     pages.write_all(kv.data[:, :, :, :ROWS], slots)
-    return pages, PagedRows(pages, slots), kv
+    return pages, GatheredRows(pages, slots), kv
 
 
 @each_form
@@ -49,7 +49,7 @@ def test_the_probe_sees_the_same_attention(form: str) -> None:
     absent = torch.zeros(start, dtype=torch.bool)
     absent[4:9] = True
     mine, its = (AttentionMass(Bands(range(1), range(1, 2)), start, absent) for _ in range(2))
-    hook = ProbeHook(mine, rows, 5)
+    hook = GatheredMass(mine, rows, 5)
     its.kv = kv
     for layer in range(LAYERS):
         its.on_query(layer, query[-5:], 0.3)
@@ -68,7 +68,7 @@ def test_the_shift_changes_the_same_rows(form: str) -> None:
     spans = Spans.of([range(5, 15), range(20, 29)], ROWS)
     positions = torch.tensor([1, 6, 7, 12, 21, 25, 30])
     rotation = Rotation(torch.rand(LAYERS, DIM // 2))
-    hook = ShiftHook(Shift(rotation, positions, spans), rows)
+    hook = GatheredShift(Shift(rotation, positions, spans), rows)
     its = Shift(rotation, positions, spans)
     its.kv = kv
     fresh = torch.randn(2, LAYERS, len(positions), KV_HEADS, DIM)

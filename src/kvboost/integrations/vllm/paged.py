@@ -15,7 +15,7 @@ from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.shift import Shift
 
 
-class PagedRows:
+class GatheredRows:
     """Rows ``[0, len(slots))`` of a request. One layer at a time is gathered and, if it was
     changed, written back."""
 
@@ -50,10 +50,10 @@ class PagedRows:
         self._pages.write(layer, keys, values, self._slots[rows.start : rows.stop])
 
 
-class ProbeHook(Hook):
+class GatheredMass(Hook):
     """Gives ``mass`` the attention of the last ``num_rows`` rows of a forward."""
 
-    def __init__(self, mass: AttentionMass, kv: PagedRows, num_rows: int) -> None:
+    def __init__(self, mass: AttentionMass, kv: GatheredRows, num_rows: int) -> None:
         self._mass, self._kv, self._num_rows = mass, kv, num_rows
         mass.kv = kv  # type: ignore[assignment]
 
@@ -68,10 +68,10 @@ class ProbeHook(Hook):
             raise EnoughLayers
 
 
-class ShiftHook(Hook):
+class GatheredShift(Hook):
     """Applies ``shift`` to the rows that the forward does not compute."""
 
-    def __init__(self, shift: Shift, kv: PagedRows) -> None:
+    def __init__(self, shift: Shift, kv: GatheredRows) -> None:
         self._shift, self._kv = shift, kv
         shift.kv = kv  # type: ignore[assignment]
 

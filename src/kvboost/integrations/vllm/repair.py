@@ -68,7 +68,7 @@ class Repairer:
         # Our kernels leave the choice to the host: a GPU would wait for its many small steps.
         device = pages.device if self._kernels is None else torch.device("cpu")
         moved = MovedText(load, total, len(pages.caches), device)
-        shifted = _LoadRows(self, table)
+        shifted = _ShiftedLoad(pages, self._rotation, self._kernels, table)
         steps = repair_rows(
             moved, load.repair, shifted, slice_rows, end=load.end, takes_rounds=False
         )
@@ -108,7 +108,7 @@ class Repairer:
         """One forward; ``ids`` are those of the whole prompt."""
         started = time.perf_counter()
         self._forward(ids[rows], rows, table, hook)
-        if table.device.type == "cpu":
+        if not self._pages.on_gpu:
             seconds = time.perf_counter() - started
             self.measured.append((len(rows), int(rows[-1]) // 2, seconds))
 
@@ -119,25 +119,23 @@ class Repairer:
             return self._kernels.probe(mass, rows, table)
         pages = self._pages
         slots = pages.slots(table, torch.arange(int(rows[-1]) + 1, device=pages.device))
-        return paged.ProbeHook(mass, paged.PagedRows(pages, slots), len(rows))
-
-    def shift_hook(self, part: torch.Tensor, spans: Spans, table: torch.Tensor) -> LayerHook | None:
-        """Shifts the moved rows of ``spans``; None if there is nothing to shift."""
-        if self._kernels is not None:
-            return self._kernels.shift(part, spans, table)
-        pages = self._pages
-        shift = Shift(self._rotation, part.to(pages.device), spans.to(pages.device))
-        if not shift.useful:
-            return None
-        slots = pages.slots(table, torch.arange(shift.touched.stop, device=pages.device))
-        return paged.ShiftHook(shift, paged.PagedRows(pages, slots))
+        return paged.GatheredMass(mass, paged.GatheredRows(pages, slots), len(rows))
 
 
-class _LoadRows:
+class _ShiftedLoad:
     """The rows of a load, whose pages are ``table``."""
 
-    def __init__(self, repairer: Repairer, table: torch.Tensor) -> None:
-        self._repairer, self._table = repairer, table
+    def __init__(
+        self, pages: Pages, rotation: Rotation, kernels: GpuKernels | None, table: torch.Tensor
+    ) -> None:
+        self._pages, self._rotation, self._kernels, self._table = pages, rotation, kernels, table
 
     def shift(self, positions: torch.Tensor, spans: Spans) -> LayerHook | None:
-        return self._repairer.shift_hook(positions.cpu(), spans.to("cpu"), self._table)
+        if self._kernels is not None:
+            return self._kernels.shift(positions.cpu(), spans.to("cpu"), self._table)
+        pages = self._pages
+        shift = Shift(self._rotation, positions.to(pages.device), spans.to(pages.device))
+        if not shift.useful:
+            return None
+        slots = pages.slots(self._table, torch.arange(shift.touched.stop, device=pages.device))
+        return paged.GatheredShift(shift, paged.GatheredRows(pages, slots))
