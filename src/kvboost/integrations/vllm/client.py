@@ -74,7 +74,7 @@ class VllmServer:
     def _tokenize(self, text: str) -> list[int]:
         """Without special tokens."""
         body = {"model": self._name(), "prompt": text, "add_special_tokens": False}
-        answer = self._post("/tokenize", body)
+        answer = self._send("/tokenize", body)
         with self._understood():
             return [int(token) for token in answer["tokens"]]
 
@@ -129,7 +129,7 @@ class VllmServer:
         }
         if self._salt is not None:
             body["cache_salt"] = self._salt
-        return self._post("/v1/completions", body)
+        return self._send("/v1/completions", body)
 
     def _name(self) -> str:
         if self._model is None:
@@ -141,22 +141,20 @@ class VllmServer:
                 raise ServerError(f"the server at {self._url} has no model")
         return self._model
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return self._send(path, json.dumps(body).encode())
-
-    def _send(self, path: str, body: bytes | None) -> dict[str, Any]:
+    def _send(self, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        request = urllib.request.Request(self._url + path, body, headers)
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, headers)
         try:
             with _OPENER.open(request, timeout=SECONDS) as response:
-                data = response.read(MOST_BYTES + 1)
-                if len(data) > MOST_BYTES:
+                said = response.read(MOST_BYTES + 1)
+                if len(said) > MOST_BYTES:
                     raise ServerError(
                         f"{self._url}{path} answers with more than {MOST_BYTES:,} bytes"
                     )
-                answer: dict[str, Any] = json.loads(data)
+                answer: dict[str, Any] = json.loads(said)
                 return answer
         except urllib.error.HTTPError as error:
             with error:

@@ -89,12 +89,9 @@ def installed() -> tuple[str, str]:
 
 
 def _probe() -> dict[str, object]:
+    command = [sys.executable, "-c", PROBE]
     done = subprocess.run(
-        [sys.executable, "-c", PROBE],
-        capture_output=True,
-        text=True,
-        timeout=PROBE_SECONDS,
-        check=True,
+        command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=True
     )
     found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -61,14 +61,8 @@ class Tally:
         loads = Counter({"failed" if failed else "loaded": 1})
         self._tokens.update(tokens)
         self._loads.update(loads)
-        merge(
-            self._new,
-            {
-                "tokens": dict(+tokens),
-                "loads": dict(loads),
-                "seconds": [] if failed else [seconds],
-            },
-        )
+        new = {"tokens": dict(+tokens), "loads": dict(loads)}
+        merge(self._new, new if failed else {**new, "seconds": [seconds]})
 
     def hear(self, tiers: Mapping[int, Mapping[str, TierStats]]) -> None:
         """What the tiers of some workers hold now, by the worker's rank."""
