@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from engines import ALWAYS, MODEL, PAGE, Engine, Texts
@@ -222,6 +223,25 @@ def steps_while_loading(engine: Engine) -> int:
 
 
 @pytest.mark.usefixtures("read")
+def test_a_request_that_waits_for_pages_is_planned_once(
+    engine: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, planner = engine.scheduler.kv_cache_manager, engine.connector._planner
+    allocate, plan, planned, refused = manager.allocate_slots, planner.plan, [], []
+
+    def none_at_first(*given: Any, **more: Any) -> Any:
+        if len(refused) < 3:
+            return refused.append(1)
+        return allocate(*given, **more)
+
+    monkeypatch.setattr(manager, "allocate_slots", none_at_first)
+    monkeypatch.setattr(planner, "plan", lambda *given: planned.append(1) or plan(*given))
+    moved = engine.ask(texts.prompt(2, 1, 0))
+    assert moved.usage is not None and moved.usage["moved_tokens"] > 400
+    assert (len(refused), len(planned)) == (3, 1)
+
+
+@pytest.mark.usefixtures("read")
 def test_an_aborted_load_frees_its_pages(engine: Engine, texts: Texts) -> None:
     ids = texts.prompt(2, 1, 0)
     expected = engine.ask(ids)
@@ -236,7 +256,7 @@ def test_an_aborted_load_frees_its_pages(engine: Engine, texts: Texts) -> None:
     assert engine.worker._loading
     engine.engine.abort_request([aborted])
     assert engine.finish().keys() == {bystander}
-    assert not engine.worker._loading and not engine.connector._loading
+    assert not engine.worker._loading and not engine.connector._served
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
     engine.fresh()
     engine.set_slices(2048)

@@ -29,7 +29,7 @@ class Router:
         """A request over ``ids`` ends; returns the chunks that are stored for it."""
         exact = len(ids) if exact_rows is None else exact_rows
         asked = RequestOptions.parse(None, self.options)
-        keep, _ = self.planner.keep("r", ids[:exact], [], SALT, asked)
+        keep, _ = self.planner.keep(ids[:exact], [], SALT, asked)
         self.planner.announce(hashes(ids)[: exact // PAGE], ids[:exact], SALT)
         return [info.key for info in keep.infos] if keep is not None else []
 

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvboost.cache.chunk import ChunkInfo, KVChunk
 from kvboost.cache.data import ChunkData
@@ -66,7 +68,7 @@ def keep(
     salt: str = "",
     asked: RequestOptions = asked(),  # noqa: B008
 ) -> tuple[ChunkInfo, ...]:
-    kept, _ = planner.keep("kept", ids, range(1, 100), salt, asked)
+    kept, _ = planner.keep(ids, range(1, 100), salt, asked)
     return kept.infos if kept is not None else ()
 
 
@@ -110,7 +112,7 @@ def test_nothing_is_planned_before_the_workers_are_ready() -> None:
     planner = Planner(Options.parse({}), PAGE)
     assert not planner.is_open
     assert planner.plan("request", text(1, 300), 0, "", asked()) is None
-    assert planner.keep("request", text(1, 300), [1], "", asked()) == (None, [])
+    assert planner.keep(text(1, 300), [1], "", asked()) == (None, [])
     assert planner.forget() == []
     planner.gone([ChunkKey("00")])
 
@@ -271,6 +273,72 @@ def test_only_auto_weighs_costs(start: Start) -> None:
     planner = start(hello, reuse_moved="when_faster", recompute_strategy="query")
     keep(planner, text(1, 400))
     assert plan(planner, join(text(2, 40), text(1, 400))) is not None
+
+
+def searches(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Before which rows plans have looked for moved text."""
+    assert planner._index is not None
+    found: list[int] = []
+    lookup = planner._index.lookup
+
+    def watched(root: ChunkKey, ids: TokenIds, *, moved_before: int = 0) -> Any:
+        found.append(moved_before)
+        return lookup(root, ids, moved_before=moved_before)
+
+    monkeypatch.setattr(planner._index, "lookup", watched)
+    return found
+
+
+def test_where_moving_cannot_pay_nobody_looks_for_moved_text(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hello = Hello("weights", "a model", 8, measured=fast_rows(0.1))
+    planner = start(hello, reuse_moved="when_faster")
+    searched = searches(planner, monkeypatch)
+    for length in (100, 120, 200, 400, 2000):
+        plan(planner, text(1, length))
+    assert searched == [0, 0, 184, 384, 1984]
+    planner = start(hello, reuse_moved="always")
+    searched = searches(planner, monkeypatch)
+    plan(planner, text(1, 100))
+    assert searched == [84]
+
+
+@given(st.floats(0.0, 1.0), st.integers(80, 700), st.integers(0, 500), st.sampled_from([0, 32, 64]))
+@settings(max_examples=40, deadline=None)
+def test_looking_only_where_it_may_pay_changes_no_plan(
+    fixed: float, known: int, more: int, local: int
+) -> None:
+    hello = Hello("weights", "a model", 8, measured=fast_rows(fixed))
+    planner = Planner(Options.parse({"chunk_size": CHUNK}), PAGE)
+    planner.open([hello])
+    keep(planner, text(1, known))
+    prompt = join(text(2, 70), text(1, known), text(3, more + 1))
+    found = plan(planner, prompt, local)
+    planner._may_pay = lambda *_: True  # type: ignore[method-assign]
+    assert plan(planner, prompt, local) == found
+
+
+def test_what_may_change_plans_is_counted(start: Start) -> None:
+    planner, ids = start(), text(1, 200)
+    numbers = [planner.num_changes]
+
+    def changes() -> bool:
+        numbers.append(planner.num_changes)
+        return numbers[-1] > numbers[-2]
+
+    keys = [info.key for info in keep(planner, ids)]
+    assert changes()
+    keep(planner, ids)
+    plan(planner, ids)
+    planner.gone([])
+    planner.learn([])
+    assert not changes()
+    planner.gone(keys[-1:])
+    assert changes()
+    planner.learn(fast_rows(0.1))
+    assert changes()
+    assert planner.forget() and changes()
 
 
 # Who may reuse what.
@@ -453,7 +521,7 @@ def test_a_search_says_that_the_remote_store_is_silent(start: Start) -> None:
 def test_a_shorter_chunk_that_is_replaced_is_dropped(start: Start) -> None:
     planner, ids = start(), text(1, 200)
     short = keep(planner, ids[:150])
-    kept, replaced = planner.keep("request", ids, range(9), "", asked())
+    kept, replaced = planner.keep(ids, range(9), "", asked())
     assert kept is not None and replaced == [short[-1].key]
     assert [info.base_position for info in kept.infos] == [128, 160, 192]
 

@@ -12,7 +12,7 @@ them are moved, repaired or computed on the way. vLLM never asks how rows came t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +52,25 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvboost")
 
 
+@dataclass
+class Served:
+    """A request that vLLM has."""
+
+    asked: RequestOptions
+    salt: str
+    error: str = ""
+    """Why what it asks could not be read."""
+    is_kept: bool = True
+    """False if something under its salt was forgotten when it ran."""
+    planned: tuple[object, Load | None] = (None, None)
+    """Its load, after what it was planned for."""
+    load: Load | None = None
+    """What was sent to the workers."""
+    is_loading: bool = False
+    has_failed: bool = False
+    recomputed: int = 0
+
+
 class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -75,16 +94,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         self._tally = Tally()
         self._commands = Commands(self._planner, self._tally)
         self._pool: BlockPool | None = None
-        self._asked: dict[str, RequestOptions] = {}
-        self._planned: dict[str, Load] = {}
-        self._loading: dict[str, Load] = {}
-        self._loaded: dict[str, Load] = {}
-        self._recomputed: dict[str, int] = {}
-        self._failed: set[str] = set()
-        self._salts: dict[str, str] = {}
-        self._unkept: set[str] = set()
-        """Requests that ran when something under their salt was forgotten."""
-        self._errors: dict[str, str] = {}
+        self._served: dict[str, Served] = {}
         self._step = Step()
         self._ended: list[Callable[[], None]] = []
         """What is left to do for requests whose answers are on their way."""
@@ -108,9 +118,10 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """A turn of a conversation whose pages are approximate continues in their branch. A
         command begins."""
-        asked = self._ask(request)
+        served = self._of(request)
+        asked = served.asked
         if asked.command is not None:
-            self._begin(request, asked.command)
+            self._begin(request.request_id, asked.command, served.salt)
         if asked.mode != "repaired" or self._pool is None or not self._serves(request):
             return
         pool = self._pool
@@ -128,8 +139,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         request_id = request.request_id
         if self._commands.waits(request_id):
             return None, False  # vLLM asks again
-        self._planned.pop(request_id, None)
-        if request.num_preemptions or request_id in self._loaded or not self._serves(request):
+        served = self._of(request)
+        if request.num_preemptions or served.load is not None or not self._serves(request):
             return 0, False
         if request.skip_reading_prefix_cache:  # it wants the log probabilities of its prompt
             return 0, False
@@ -139,33 +150,34 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             self._branches.leave(request_id, request.block_hashes)
             branch = None
         self._finish_ended()
-        load = self._planner.plan(
-            request_id,
-            prompt_ids(request.prompt_token_ids or ()),
-            num_computed_tokens,
-            self._salt(request),
-            self._ask(request),
-        )
-        if load is None:
+        # If vLLM has no pages for a request, it asks in every step.
+        asked = (num_computed_tokens, request.num_tokens, self._planner.num_changes)
+        if served.planned[0] != asked:
+            ids = prompt_ids(request.prompt_token_ids or ())
+            load = self._planner.plan(
+                request_id, ids, num_computed_tokens, served.salt, served.asked
+            )
+            served.planned = asked, load
+        if (load := served.planned[1]) is None:
             return 0, False
         if branch is None and load.exact_rows < load.end:
             name = repair_name(load.repair)
             self._branches.enter(
                 request_id, request.block_hashes, Branch(load.exact_rows // self._page, name)
             )
-        self._planned[request_id] = load
         return load.end - num_computed_tokens, True
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        load = self._planned.pop(request.request_id, None)
+        served = self._of(request)
+        _, load = served.planned
         if load is not None and num_external_tokens:
             pages = tuple(blocks.get_block_ids()[0])[: load.end // self._page]
-            load = replace(load, pages=pages)
-            self._loading[request.request_id] = load
+            served.load, served.is_loading = replace(load, pages=pages), True
             self._tally.start(request.request_id)
-            self._step.loads.append(load)
+            self._step.loads.append(served.load)
+        served.planned = None, None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
         self._finish_ended()
@@ -181,57 +193,54 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
             self._planner.learn(report.measured)
             self._tally.hear(report.tiers)
             self._commands.hear(report.replies)
-            loading = self._loading.keys()
-            self._recomputed |= {
-                one: rows for one, rows in report.recomputed.items() if one in loading
-            }
-            self._failed |= loading & set(report.failed)
+            for request_id in self._served.keys() & report.recomputed.keys():
+                self._served[request_id].recomputed = report.recomputed[request_id]
+            for request_id in self._served.keys() & report.failed:
+                self._served[request_id].has_failed = True
         for request_id in connector_output.finished_recving or ():
-            if (load := self._loading.pop(request_id, None)) is not None:
-                failed = request_id in self._failed
-                self._failed.discard(request_id)
-                self._loaded[request_id] = load.failed() if failed else load
-                self._tally.finish(load, self._recomputed.get(request_id, 0), failed=failed)
+            served = self._served.get(request_id)
+            if served is not None and served.is_loading and served.load is not None:
+                self._tally.finish(served.load, served.recomputed, failed=served.has_failed)
+                served.is_loading = False
+                if served.has_failed:
+                    served.load = served.load.failed()
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        later, params = self._finish(request, block_ids)
-        answer = self._commands.take_answer(request.request_id)
-        if (error := self._errors.pop(request.request_id, None)) is not None:
-            answer = {"error": error}
-        if answer is not None:
-            params = {"kvboost": {**(params or {}).get("kvboost", {}), **answer}}
-        return later, params
+        """vLLM frees the pages now. The next step is the first that can write to them, and it
+        begins with the copy."""
+        served = self._of(request)
+        self._finish(request, served, block_ids)
+        del self._served[request.request_id]
+        said: dict[str, Any] = {}
+        if served.load is not None and not served.is_loading:
+            said = usage(served.load, served.recomputed)
+        said |= self._commands.take_answer(request.request_id) or {}
+        if served.error:
+            said["error"] = served.error
+        return False, {"kvboost": said} if said else None
 
-    def _finish(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        request_id = request.request_id
-        branch, load = self._branches.of(request_id), self._loaded.pop(request_id, None)
-        asked = self._ask(request)
-        recomputed = self._recomputed.pop(request_id, 0)
+    def _finish(self, request: Request, served: Served, block_ids: list[int]) -> None:
+        request_id, load = request.request_id, served.load
+        branch = self._branches.of(request_id)
         self._branches.forget(request_id)
-        self._asked.pop(request_id, None)
-        self._planned.pop(request_id, None)
-        self._salts.pop(request_id, None)
-        is_kept = request_id not in self._unkept
-        self._unkept.discard(request_id)
-        if self._loading.pop(request_id, None) is not None:
+        if served.is_loading:
             self._tally.cancel(request_id)
-            self._failed.discard(request_id)
             self._step.cancelled.append(request_id)
-            return False, None
-        if not is_kept or not self._serves(request):
-            return False, _usage(load, recomputed)
+            return
+        if not served.is_kept or not self._serves(request):
+            return
         num_rows = min(request.num_computed_tokens, request.num_tokens - 1)
         num_rows = min(num_rows, len(block_ids) * self._page)
-        exact_rows = num_rows if branch is None else min(num_rows, self._exact_rows(branch, load))
-        # Hashes of approximate pages are ours.
-        exact_pages = num_rows // self._page if branch is None else branch.first
+        exact_rows, exact_pages = num_rows, num_rows // self._page
+        if branch is not None:  # hashes of approximate pages are ours
+            exact_rows = branch.first * self._page
+            if load is not None and load.first <= exact_rows:
+                exact_rows = max(exact_rows, load.exact_rows)
+            exact_rows, exact_pages = min(num_rows, exact_rows), branch.first
         pages = tuple(block_ids)
-        self._ended.append(lambda: self._keep(request, asked, pages, exact_rows, exact_pages))
-        # vLLM frees the pages now. The next step is the first that can write to them, and it
-        # begins with the copy.
-        return False, _usage(load, recomputed)
+        self._ended.append(lambda: self._keep(request, served, pages, exact_rows, exact_pages))
 
     def _finish_ended(self) -> None:
         """Enters what ended requests leave. Their answers need not wait for that, so it is done
@@ -243,13 +252,14 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
     def _keep(
         self,
         request: Request,
-        asked: RequestOptions,
+        served: Served,
         pages: tuple[int, ...],
         exact_rows: int,
         exact_pages: int,
     ) -> None:
-        token_ids, salt = prompt_ids(request.all_token_ids[:exact_rows]), self._salt(request)
-        keep, replaced = self._planner.keep(request.request_id, token_ids, pages, salt, asked)
+        token_ids = prompt_ids(request.all_token_ids[:exact_rows])
+        asked, salt = served.asked, served.salt
+        keep, replaced = self._planner.keep(token_ids, pages, salt, asked)
         self._step.dropped += replaced
         if keep is not None:
             self._step.keeps.append(keep)
@@ -306,48 +316,37 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         self._branches.clear()
         return True
 
-    def _ask(self, request: Request) -> RequestOptions:
-        """What a request wants; the default if it says so in a way that cannot be read."""
+    def _of(self, request: Request) -> Served:
+        """What is known of a request. It asks for the default if what it says cannot be read."""
         request_id = request.request_id
-        if request_id not in self._asked:
-            extra = request.sampling_params and request.sampling_params.extra_args
-            try:
-                self._asked[request_id] = RequestOptions.of_request(extra, self._options)
-            except ConfigError as error:
-                logger.warning("KVBoost ignores what request %s asks: %s", request_id, error)
-                self._errors[request_id] = str(error)
-                self._asked[request_id] = RequestOptions.parse(None, self._options)
-            asked = self._asked[request_id]
-            self._salts[request_id] = salt = self._salt(request)
-            if self._commands.is_forgetting(salt):
-                self._unkept.add(request_id)
-            if request.lora_request is not None and asked.mode == "repaired":
-                # Our forwards run without the adapter.
-                self._asked[request_id] = replace(asked, mode="exact")
-        return self._asked[request_id]
+        if (known := self._served.get(request_id)) is not None:
+            return known
+        extra, error = request.sampling_params and request.sampling_params.extra_args, ""
+        try:
+            asked = RequestOptions.of_request(extra, self._options)
+        except ConfigError as refused:
+            logger.warning("KVBoost ignores what request %s asks: %s", request_id, refused)
+            asked, error = RequestOptions.parse(None, self._options), str(refused)
+        adapter, name = request.lora_request, None
+        if adapter is not None:
+            name = f"{adapter.lora_name}\0{adapter.lora_path}"
+            if asked.mode == "repaired":  # our forwards run without the adapter
+                asked = replace(asked, mode="exact")
+        salt = salt_of(request.cache_salt, name)
+        is_kept = not self._commands.is_forgetting(salt)
+        served = self._served[request_id] = Served(asked, salt, error, is_kept)
+        return served
 
-    def _begin(self, request: Request, command: Command) -> None:
-        salt = self._salt(request)
-        if command.name == "forget":
+    def _begin(self, request_id: str, command: Command, salt: str) -> None:
+        for one in self._served.values() if command.name == "forget" else ():
             # Its tokens may be in the rows that requests compute now.
-            self._unkept |= {one for one, its in self._salts.items() if its == salt}
-        self._commands.begin(request.request_id, command, salt)
+            one.is_kept &= one.salt != salt
+        self._commands.begin(request_id, command, salt)
 
     def _serves(self, request: Request) -> bool:
         """Whether the KV of a request depends on its tokens alone."""
         embeds = request.prompt_embeds is not None or request.prompt_token_ids is None
         return self._planner.is_open and not (embeds or request.mm_features)
-
-    def _salt(self, request: Request) -> str:
-        adapter = request.lora_request
-        name = None if adapter is None else f"{adapter.lora_name}\0{adapter.lora_path}"
-        return salt_of(request.cache_salt, name)
-
-    def _exact_rows(self, branch: Branch, load: Load | None) -> int:
-        rows: int = branch.first * self._page
-        if load is not None and load.first <= rows:
-            rows = max(rows, load.exact_rows)
-        return rows
 
     # The workers' side.
 
@@ -360,11 +359,13 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Called at the start of every step, before anything is written to a page."""
         super().bind_connector_metadata(connector_metadata)
-        for keep in self._metadata.keeps:
+        assert isinstance(connector_metadata, Step)
+        self._bound = connector_metadata
+        for keep in connector_metadata.keeps:
             self._worker.keep(keep)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._worker.step(self._metadata)
+        self._worker.step(self._bound)
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
@@ -383,20 +384,9 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> Report | None:
         return self._worker.take_report()
 
-    @property
-    def _metadata(self) -> Step:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, Step)
-        return metadata
-
     def shutdown(self) -> None:
         if self._role is KVConnectorRole.WORKER:
             self._worker.close()
         else:
             self._commands.close()
             self._planner.close()
-
-
-def _usage(load: Load | None, recomputed: int) -> dict[str, Any] | None:
-    """What is said of a request in its answer's ``kv_transfer_params``."""
-    return None if load is None else {"kvboost": usage(load, recomputed)}

@@ -18,10 +18,9 @@ from kvboost.tokens.hashing import ChunkKey
 
 @dataclass
 class Greeting(KVConnectorHandshakeMetadata):
-    """From a worker, at the start. Without ``hello`` nothing is reused; ``problem`` says why."""
+    """From a worker, at the start. Without ``hello`` nothing is reused, and its log says why."""
 
     hello: Hello | None
-    problem: str = ""
 
 
 @dataclass
@@ -41,12 +40,12 @@ class Step(KVConnectorMetadata):
 class Report(KVConnectorWorkerMetadata):
     """From a worker, after a step."""
 
-    gone: list[ChunkKey] = field(default_factory=list)
+    gone: set[ChunkKey] = field(default_factory=set)
     recomputed: dict[str, int] = field(default_factory=dict)
     """Moved rows that were computed again, by request."""
     measured: list[tuple[int, int, float]] = field(default_factory=list)
     """Forwards that were timed: rows, keys, seconds."""
-    failed: list[str] = field(default_factory=list)
+    failed: set[str] = field(default_factory=set)
     """Requests whose rows could not be loaded."""
     tiers: dict[int, dict[str, TierStats]] = field(default_factory=dict)
     """What the tiers hold, by the worker's rank, if it has changed."""
@@ -56,17 +55,15 @@ class Report(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
         """What is gone from one worker is gone: each holds some heads of every chunk."""
         assert isinstance(other, Report)
-        gone = list(dict.fromkeys([*self.gone, *other.gone]))
-        failed = list(dict.fromkeys([*self.failed, *other.failed]))
         replies = {
             request_id: [*self.replies.get(request_id, ()), *other.replies.get(request_id, ())]
             for request_id in (*self.replies, *other.replies)
         }
         return Report(
-            gone,
-            {**other.recomputed, **self.recomputed},
+            self.gone | other.gone,
+            other.recomputed | self.recomputed,
             self.measured,
-            failed,
-            {**self.tiers, **other.tiers},
+            self.failed | other.failed,
+            self.tiers | other.tiers,
             replies,
         )

@@ -6,7 +6,7 @@ calls it from one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -26,7 +26,7 @@ from kvboost.cache.tiers.remote.tier import Listing, RemoteTier, open_remote
 from kvboost.config import RepairParams
 from kvboost.integrations.vllm.options import Options, RequestOptions
 from kvboost.reuse.copies import further_copies
-from kvboost.reuse.cost import CostModel
+from kvboost.reuse.cost import WORTHWHILE_RATIO, CostModel
 from kvboost.reuse.plan import LIVE_TOKENS, Plan, make_plan
 from kvboost.tokens.chunking import fixed
 from kvboost.tokens.hashing import ChunkKey, TokenIds, as_token_ids, root_key
@@ -112,7 +112,6 @@ class Load:
 class Keep:
     """New chunks of a request that has ended, to be copied out of its ``pages``."""
 
-    request_id: str
     infos: tuple[ChunkInfo, ...]
     pages: tuple[int, ...]
 
@@ -140,6 +139,8 @@ class Planner:
         self._remote: RemoteTier | None = None
         self._in_remote: RemoteLookup | None = None
         self._announced = announced
+        self.num_changes = 0
+        """Of what is known: after one, a plan may be another."""
 
     def open(self, workers: Sequence[Hello]) -> None:
         """The workers are ready: finds what is in the folder. What the first of them has, all
@@ -187,15 +188,15 @@ class Planner:
     ) -> Load | None:
         """How to load a prompt whose first ``local`` rows vLLM has; None if that would not pay.
         The last row is always left to vLLM, which needs its logits."""
-        if self._index is None or asked.mode == "off":
+        index = self._index
+        if index is None or asked.mode == "off":
             return None
         self._refresh()
         total, repair, root = len(token_ids), self.repair(asked), self.root(salt)
         ids = token_ids[: total - 1]
         moved_before = 0
-        if self._moves and asked.mode == "repaired":
+        if self._moves and asked.mode == "repaired" and self._may_pay(local, total, repair):
             moved_before = max(0, total - LIVE_TOKENS)
-        index = self._index
 
         def lookup() -> KnownRows:
             return index.lookup(root, ids, moved_before=moved_before)
@@ -211,16 +212,21 @@ class Planner:
         if load is not None and load.moved:
             load = replace(load, copies=further_copies(known.moved, load.moved, "ram"))
         used = {info.key for info in load.infos} if load is not None else set()
-        self._index.remove([key for key in in_remote if key not in used])
+        index.remove([key for key in in_remote if key not in used])
         return load
 
+    def _may_pay(self, local: int, total: int, repair: RepairParams) -> bool:
+        """Whether moving could pay if all rows from ``local`` on were known: finding them takes
+        longer the longer the prompt is. At least as often as ``CostModel.moving_pays``."""
+        if repair.strategy != "auto" or repair.reuse_moved == "always":
+            return True
+        rows, forward = total - local, self._cost.forward
+        moving = forward(round(repair.ratio * rows), total) + forward(LIVE_TOKENS, total)
+        moving += LOAD_SECONDS if self._cost.is_measured else 0.0
+        return moving < WORTHWHILE_RATIO * forward(rows, (local + total) // 2)
+
     def keep(
-        self,
-        request_id: str,
-        token_ids: TokenIds,
-        pages: Sequence[int],
-        salt: str,
-        asked: RequestOptions,
+        self, token_ids: TokenIds, pages: Sequence[int], salt: str, asked: RequestOptions
     ) -> tuple[Keep | None, list[ChunkKey]]:
         """What to keep of a request that has ended, and the chunks that this replaces.
         ``token_ids`` are those of its exact rows. The others stay in vLLM's pages alone: stored,
@@ -228,7 +234,8 @@ class Planner:
         if self._index is None or asked.mode == "off":
             return None, []
         new, replaced = self._index.store(self.root(salt), token_ids, boundaries=asked.boundaries)
-        return Keep(request_id, tuple(new), tuple(pages)) if new else None, replaced
+        self.num_changes += bool(new or replaced)
+        return Keep(tuple(new), tuple(pages)) if new else None, replaced
 
     def announce(self, hashes: Sequence[bytes], token_ids: TokenIds, salt: str) -> None:
         """Announces the blocks of ``token_ids``, named by ``hashes``, that are stored exactly."""
@@ -243,18 +250,21 @@ class Planner:
             return []
         return self._announced.take(lambda key: key in index)
 
-    def gone(self, keys: Sequence[ChunkKey]) -> None:
+    def gone(self, keys: Collection[ChunkKey]) -> None:
         """A worker does not have these any more."""
-        if self._index is not None:
+        if self._index is not None and keys:
             self._index.remove(keys)
+            self.num_changes += 1
 
     def learn(self, measured: Sequence[tuple[int, int, float]]) -> None:
         """Workers have timed these forwards."""
         for rows, keys, seconds in measured:
             self._cost.observe(rows, keys, seconds)
+        self.num_changes += bool(measured)
 
     def forget(self) -> list[ChunkKey]:
         """Forgets everything; returns the keys, which workers must drop."""
+        self.num_changes += 1
         return [] if self._index is None else self._index.clear()
 
     def search(self, salt: str, texts: Sequence[TokenIds] | None) -> Callable[[], Found]:
@@ -305,6 +315,7 @@ class Planner:
         if self._disk is None or self._index is None:
             return
         changes = self._disk.refresh(now=now)
+        self.num_changes += bool(changes.gone or changes.added)
         self._index.remove([key for key in changes.gone if self._index.tier(key) == "disk"])
         for info in changes.added:
             if info.key not in self._index:

@@ -100,7 +100,7 @@ class Worker:
             if self._pages is not None:
                 self._pages, self._problem = None, "another worker has a problem"
             logger.warning("KVBoost reuses nothing: %s", self._problem)
-            return Greeting(None, self._problem)
+            return Greeting(None)
         pages, model = self._pages, self._runner.model
         parallel = self._config.parallel_config
         hello = Hello(
@@ -199,7 +199,7 @@ class Worker:
             report.recomputed, repairer.recomputed = repairer.recomputed, {}
             report.measured, repairer.measured = repairer.measured, []
         if self._pages is not None:
-            report.gone = self._data.take_gone()
+            report.gone = set(self._data.take_gone())
             if (tiers := self._data.stats()) != self._tiers:
                 self._tiers = tiers
                 report.tiers = {self._config.parallel_config.rank: tiers}
@@ -233,7 +233,7 @@ class Worker:
             return rows, True
         except Lost:
             self._failed_pages.update(load.pages[load.first // self._open_pages.size :])
-            self._report.failed.append(load.request_id)
+            self._report.failed.add(load.request_id)
             return rows, True
 
     def _serve(self, load: Load) -> Loading:
