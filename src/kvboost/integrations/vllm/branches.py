@@ -34,6 +34,7 @@ class Branches:
         self._of: dict[str, Branch] = {}
         self._exact: dict[str, list[Any]] = {}
         self._known: OrderedDict[tuple[str, bytes], int] = OrderedDict()
+        self._firsts: set[int] = set()  # the pages at which branches begin: few
 
     def of(self, request_id: str) -> Branch | None:
         """The branch of a request; None if it is exact."""
@@ -51,7 +52,8 @@ class Branches:
             self._known.move_to_end(name)
             if len(self._known) > MOST_BRANCHES:
                 self._known.popitem(last=False)
-        hashes[branch.first :] = _approximate(hashes[branch.first :], branch.repair)
+            self._firsts.add(branch.first)
+            hashes[branch.first :] = _approximate(hashes[branch.first :], branch.repair)
 
     def leave(self, request_id: str, hashes: list[Any]) -> None:
         """The request has no approximate row after all and gets its own hashes back. Only for one
@@ -66,7 +68,7 @@ class Branches:
         """Enters the branch in which an earlier request with the same beginning ran, the last of
         several, unless the exact page is there too. ``is_cached`` says whether vLLM's prefix cache
         holds a page."""
-        for page in range(len(hashes) - 1, -1, -1):
+        for page in sorted((one for one in self._firsts if one < len(hashes)), reverse=True):
             if (repair, bytes(hashes[page])) in self._known:
                 (approximate,) = _approximate([hashes[page]], repair)
                 if is_cached(hashes[page]) or not is_cached(approximate):
@@ -84,14 +86,12 @@ class Branches:
     def clear(self) -> None:
         """No page is in vLLM's cache any more."""
         self._known.clear()
+        self._firsts.clear()
 
 
 def _approximate(page_hashes: Sequence[Any], repair: str) -> list[Any]:
     """The names of approximate pages, of the same type as the exact ones, which are of one length:
-    each differs from its exact one in the same random bits. A long prompt has many pages, and a
-    digest of each would take a millisecond."""
-    if not page_hashes:
-        return []
+    each differs from its exact one in the same random bits. A digest of each would take longer."""
     size, joined = len(page_hashes[0]), b"".join(page_hashes)
     bits = hashlib.shake_256(b"kvboost approximate\0" + repair.encode()).digest(size)
     flipped = int.from_bytes(joined, "big") ^ int.from_bytes(bits * len(page_hashes), "big")
