@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from engines import ALWAYS, MODEL, PAGE, Engine, Texts
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvboost import KVBoost
 from kvboost.integrations.vllm import check
+from kvboost.integrations.vllm import worker as worker_module
 from kvboost.integrations.vllm.branches import Branches
 from kvboost.reuse.rope import Rotation
 
@@ -220,6 +223,87 @@ def steps_while_loading(engine: Engine) -> int:
         engine.engine.step()
         steps += 1
     return steps
+
+
+@pytest.mark.usefixtures("read")
+def test_of_several_loads_the_first_does_not_wait_for_the_last(
+    engine: Engine, texts: Texts
+) -> None:
+    orders = [(2, 1, 0), (1, 0, 2), (1, 2, 0)]
+    engine.set_repair("selective")  # what `auto` shifts depends on the slice
+    alone = []
+    for order in orders:
+        alone.append(engine.ask(texts.prompt(*order)))
+        engine.fresh()
+    engine.set_slices(64)
+    names = [engine.add(texts.prompt(*order)) for order in orders]
+    loading = []
+    while not loading or loading[-1]:
+        engine.engine.step()
+        loading.append(len(engine.worker._loading))
+    assert loading[0] == 3 and {1, 2} & set(loading)
+    answers = engine.finish()
+    for name, expected in zip(names, alone, strict=True):
+        assert answers[name].tokens == expected.tokens
+        assert answers[name].usage == expected.usage
+
+
+@pytest.mark.usefixtures("read")
+def test_loads_go_on_when_vllm_has_launched_its_own_forward(
+    engine: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.26 starts loads before it, 0.32 after it."""
+    worker, seen = engine.worker, []
+    connector: Any = get_kv_transfer_group()
+    start, finished = connector.start_load_kv, connector.get_finished
+
+    def started(*given: Any, **more: Any) -> None:
+        start(*given, **more)
+        seen.append(("started", len(worker._loading)))
+
+    def asked(*given: Any) -> Any:
+        result = finished(*given)
+        seen.append(("asked", len(worker._loading)))
+        return result
+
+    monkeypatch.setattr(connector, "start_load_kv", started)
+    monkeypatch.setattr(connector, "get_finished", asked)
+    bystander = engine.add(texts.question, "off", 40)
+    for _ in range(4):
+        engine.engine.step()
+    engine.set_slices(16)
+    engine.add(texts.prompt(2, 1, 0))
+    engine.engine.step()
+    assert seen[-2:] == [("started", 0), ("asked", 1)]
+    assert bystander in engine.finish()
+
+
+@pytest.mark.usefixtures("read")
+def test_chunks_that_are_not_where_pages_are_come_meanwhile(
+    engine: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = texts.prompt(2, 1, 0)
+    expected = engine.ask(ids)
+    worker, brought = engine.worker, []
+    bring = worker._bring
+
+    def watched(infos: Any, is_ahead: bool) -> Any:
+        brought.append((threading.current_thread() is threading.main_thread(), is_ahead))
+        return bring(infos, is_ahead)
+
+    monkeypatch.setattr(worker, "_bring", watched)
+    monkeypatch.setattr(worker, "_is_near", False)
+    for most, is_ahead in ((worker_module.AHEAD_ROWS, True), (8, False)):
+        monkeypatch.setattr(worker_module, "AHEAD_ROWS", most)
+        engine.fresh()
+        bystander = engine.add(texts.question, "off", 40)
+        for _ in range(4):
+            engine.engine.step()
+        request = engine.add(ids)
+        answers = engine.finish()
+        assert answers[request].tokens == expected.tokens
+        assert answers[request].usage == expected.usage and bystander in answers
+        assert brought.pop() == (False, is_ahead) and not worker._ahead
 
 
 @pytest.mark.usefixtures("read")

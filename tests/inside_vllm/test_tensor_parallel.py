@@ -149,7 +149,7 @@ class Late:
 
     def submit(self, call: Any, *given: Any) -> Any:
         coming: Future[Any] = self._thread.submit(call, *given)
-        if call.__name__ != "fetch":
+        if call.__name__ != "_bring":
             return coming
         result = coming.result()
         late: Any = Future()

@@ -364,8 +364,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
         for keep in connector_metadata.keeps:
             self._worker.keep(keep)
 
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._worker.step(self._bound)
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None: ...
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
@@ -376,7 +375,9 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None: ...
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._worker.take_received() or None
+        """vLLM has launched its own forward, if there is one. Loads go on behind it: in front of
+        it, a GPU would wait for what the host prepares."""
+        return None, self._worker.step(self._bound) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_failed_pages()

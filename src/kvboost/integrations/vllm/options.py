@@ -49,7 +49,7 @@ class Options:
     mode: str = "repaired"
     """What requests reuse unless they say otherwise: ``"repaired"``, ``"exact"`` or ``"off"``."""
     slice_rows: int = 2048
-    """While other requests run, at most this many rows are repaired between two steps of vLLM."""
+    """While others run or are loaded, at most so many rows are repaired between steps of vLLM."""
     self_check: bool = True
     """Whether moved reuse is compared with a plain forward at the start, and turned off if they
     differ."""

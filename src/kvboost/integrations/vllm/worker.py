@@ -1,18 +1,21 @@
 """The workers' side: puts known rows into vLLM's pages, repairs moved ones, and keeps new ones.
 
-All work on pages happens in the thread that runs vLLM's model; one thread of our own moves chunks
-between memory and the slow tiers.
+All work on pages happens in the thread and in the order in which vLLM's model runs, after the
+forward of each step was launched, so that a GPU has work meanwhile. One thread of our own moves
+chunks between the slow tiers, host memory and the GPU.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -38,21 +41,25 @@ from kvboost.integrations.vllm.sparse import SparseForward, find_runner
 from kvboost.integrations.vllm.support import why_not_moved
 from kvboost.model import triton
 from kvboost.model.fingerprint import fingerprint
-from kvboost.model.triton.host import one_thread, to_device
+from kvboost.model.triton.host import one_thread, send, to_device
 from kvboost.reuse.rope import Rotation
 
 if TYPE_CHECKING:
     from kvboost.integrations.vllm.commands import Reply
-    from kvboost.reuse.paged.kernels import GpuKernels
+    from kvboost.reuse.paged.kernels import GpuKernels, Placed
 
-PLACED_ROWS = 4096
-"""Rows that are put into pages together: a copy of them is made on the device."""
-KEPT_ROWS = 4096
-"""Rows that are copied out of pages together."""
-MEASURED_ROWS = {"cuda": 2048, "cpu": 128}
+COPIED_ROWS = 4096
+"""Rows that go into pages or out of them together, where a copy of them is made on the device."""
+AHEAD_ROWS = 2 * COPIED_ROWS
+"""Rows that may be copied to a GPU, on a stream of their own, before they are put into pages."""
+MEASURED_ROWS, MEASURED_ON_CPU = 2048, 128
 """The largest forward that is timed at the start."""
 
 logger = init_logger("vllm.kvboost")
+
+Some = TypeVar("Some", Hit, ChunkInfo)
+Brought = tuple["list[KVChunk] | None", "torch.cuda.Event | None"]
+"""Chunks, None if one is lost, and what must have happened before they are read."""
 
 
 class Lost(Exception):
@@ -69,13 +76,19 @@ class Worker:
         self._pages: Pages | None = None
         self._problem = "no KV cache was registered"
         self._loading: dict[str, tuple[Load, Loading]] = {}
-        self._received: set[str] = set()
         self._failed_pages: set[int] = set()
         self._report = Report()
         self._tiers: dict[str, TierStats] = {}
         self._orders: dict[str, Future[Reply]] = {}
         self._thread = ThreadPoolExecutor(1, "kvboost-data")
         self._stream: torch.cuda.Stream | None = None
+        """Of our thread, on a GPU."""
+        self._is_near = True
+        """Whether chunks in memory are in that of the pages, as a rule."""
+        self._ahead: dict[str, int] = {}
+        """Rows on a GPU that are not put into pages yet, by request."""
+        self._passing: deque[tuple[torch.cuda.Event, list[KVChunk]]] = deque()
+        """Chunks that a GPU may still be reading."""
         self._rotation: Rotation | None = None
         self._kernels: GpuKernels | None = None
         self._repairer: Repairer | None = None
@@ -101,49 +114,38 @@ class Worker:
                 self._pages, self._problem = None, "another worker has a problem"
             logger.warning("KVBoost reuses nothing: %s", self._problem)
             return Greeting(None)
-        pages, model = self._pages, self._runner.model
-        parallel = self._config.parallel_config
-        hello = Hello(
-            fingerprint(
-                model,
-                self._config.model_config.hf_text_config,
-                dtype=str(pages.dtype),
-                rank=parallel.rank,
-                size=parallel.tensor_parallel_size,
-            ),
-            Path(self._config.model_config.model).name,
-            pages.row_bytes,
-        )
-        vocab = self._config.model_config.get_vocab_size()
+        pages, model, config = self._pages, self._runner.model, self._config.model_config
+        vocab, text, dtype = config.get_vocab_size(), config.hf_text_config, str(pages.dtype)
+        rank = self._config.parallel_config.rank
+        size = self._config.parallel_config.tensor_parallel_size
+        weights = fingerprint(model, text, dtype=dtype, rank=rank, size=size)
+        hello = Hello(weights, Path(config.model).name, pages.row_bytes)
         try:
             problem = why_not_moved(self._config, pages.layers)
-            self._rotation = rope.rotation(model, len(pages.caches))
-            self._kernels = _gpu_kernels(pages, self._rotation)
-            self._forward = SparseForward(
-                self._runner, self._config, pages, self._kernels, graphs=problem is None
+            rotation = self._rotation = rope.rotation(model, len(pages.caches))
+            kernels = self._kernels = _gpu_kernels(pages, rotation)
+            forward = self._forward = SparseForward(
+                self._runner, self._config, pages, kernels, graphs=problem is None
             )
-            self._repairer = Repairer(
-                pages, self._forward, self._rotation, self._kernels, self._ranks
-            )
+            self._repairer = Repairer(pages, forward, rotation, kernels, self._ranks)
             if problem is None and self._options.self_check:
-                problem = check.find_problem(
-                    pages, self._forward, self._rotation, vocab, self._ranks
-                )
+                problem = check.find_problem(pages, forward, rotation, vocab, self._ranks)
         except UnsupportedModelError as error:
             problem = str(error)
         if problem is None:
-            rows = min(MEASURED_ROWS[pages.device.type], (pages.num_blocks - 1) * pages.size)
+            most = MEASURED_ROWS if pages.on_gpu else MEASURED_ON_CPU
+            rows = min(most, (pages.num_blocks - 1) * pages.size)
             measured = check.measure(pages, self._forward, vocab, rows)
             hello = replace(hello, measured=tuple(measured))
         else:
             logger.warning("KVBoost reuses exact text only, moved text is off: %s", problem)
             hello = replace(hello, moved_problem=problem)
-        config = self._options.engine_of(parallel.rank, parallel.tensor_parallel_size)
-        tiers = open_tiers(config, pages.device)
+        tiers = open_tiers(self._options.engine_of(rank, size), pages.device)
         format = KVFormat(len(pages.caches), pages.num_kv_heads, pages.head_dim, pages.dtype)
         self._data = ChunkData(tiers, format=format)
+        self._is_near = tiers.gpu is not None or not pages.on_gpu
         self._packer = Quantizer(16, self._rotation)
-        if pages.device.type == "cuda":
+        if pages.on_gpu:
             self._stream = torch.cuda.Stream(pages.device)
         return Greeting(hello)
 
@@ -154,40 +156,45 @@ class Worker:
 
     # In every step.
 
-    def step(self, step: Step) -> None:
-        """Starts the loads of a step, and goes on with all of them: to the end if no other request
-        computes, else for ``slice_rows``."""
+    def step(self, step: Step) -> set[str]:
+        """Starts the loads of a step, and goes on with all of them: to the end if there is only one
+        and no other request computes, else for ``slice_rows``. Called when vLLM has launched what
+        it computes in this step. Returns requests whose rows have arrived, or will not."""
+        under_way = {*self._loading, *(load.request_id for load in step.loads)}
         for request_id in step.cancelled:
-            if self._loading.pop(request_id, None) is not None:
-                self._received.add(request_id)
+            self._loading.pop(request_id, None)
+            self._ahead.pop(request_id, None)
+        while self._passing and self._passing[0][0].query():
+            self._passing.popleft()
         if step.dropped:
             self._thread.submit(self._data.drop, step.dropped)
         for order in step.orders:
             self._orders[order.request_id] = self._thread.submit(order.obey, self._data)
+        # New ones first: what others wait for, say a probe, is done meanwhile.
+        turns = [*(load.request_id for load in step.loads), *self._loading]
         for load in step.loads:
             self._loading[load.request_id] = (load, self._serve(load))
-        with one_thread() if self._kernels is not None else nullcontext():
-            if step.is_busy:
-                self._go_on(self._options.slice_rows, waits=False)
-            else:
-                if len(self._loading) > 1:  # one waits while the others go on
-                    self._go_on(None, waits=False)
-                self._go_on(None, waits=True)
+        if self._loading:
+            with one_thread() if self._kernels is not None else nullcontext():
+                is_alone = len(self._loading) == 1 and not step.is_busy
+                budget = sys.maxsize if is_alone else self._options.slice_rows
+                if is_alone or not (self._go_on(turns, budget, waits=False) or step.is_busy):
+                    self._go_on(turns, budget, waits=True)
+        return under_way - self._loading.keys()
 
-    def _go_on(self, budget: int | None, *, waits: bool) -> None:
-        for request_id, (load, serving) in list(self._loading.items()):
-            if budget is not None and budget <= 0:
+    def _go_on(self, turns: Iterable[str], budget: int, *, waits: bool) -> bool:
+        """Whether a load has ended."""
+        before = len(self._loading)
+        for request_id in turns:
+            if budget <= 0:
                 break
-            rows, has_ended = self._advance(load, serving, budget, waits)
-            budget = None if budget is None else budget - rows
+            if request_id not in self._loading:
+                continue
+            rows, has_ended = self._advance(*self._loading[request_id], budget, waits)
+            budget -= rows
             if has_ended:
                 del self._loading[request_id]
-                self._received.add(request_id)
-
-    def take_received(self) -> set[str]:
-        """Requests whose rows have arrived."""
-        received, self._received = self._received, set()
-        return received
+        return len(self._loading) < before
 
     def take_failed_pages(self) -> set[int]:
         failed, self._failed_pages = self._failed_pages, set()
@@ -215,18 +222,18 @@ class Worker:
 
     # Loading.
 
-    def _advance(
-        self, load: Load, serving: Loading, budget: int | None, waits: bool
-    ) -> tuple[int, bool]:
+    def _advance(self, load: Load, serving: Loading, budget: int, waits: bool) -> tuple[int, bool]:
         """Goes on with a load for ``budget`` rows, and beyond where it ``waits``; returns the rows
         it has computed, and whether it has ended. A load that fails is computed by vLLM: its pages
         are reported."""
         rows = 0
         try:
-            while budget is None or rows < budget:
+            while rows < budget:
                 computed = next(serving)
-                if computed == WAITS and not waits:
-                    return rows, False
+                if computed == WAITS:
+                    if not waits:
+                        return rows, False
+                    time.sleep(0.0002)
                 rows += computed
             return rows, False
         except StopIteration:
@@ -241,6 +248,9 @@ class Worker:
         chunks = yield from self._fetch(load)
         table = to_device([*load.pages, SCRATCH_PAGE], torch.int64, self._open_pages.device)
         self._place(load, chunks, table)
+        self._ahead.pop(load.request_id, None)
+        if self._open_pages.on_gpu:
+            self._passing.append((torch.cuda.current_stream().record_event(), chunks))
         if load.moved:
             assert self._repairer is not None
             yield from self._repairer.repair(load, table, self._options.slice_rows)
@@ -248,60 +258,72 @@ class Worker:
     def _fetch(self, load: Load) -> Generator[int, None, list[KVChunk]]:
         """Raises ``Lost`` unless every worker has its heads of every chunk. All of them go on in
         the same step: the forwards that follow run in all of them together."""
-        if self._data.is_ready([info.key for info in load.infos]):
-            chunks, coming = self._data.fetch(load.infos), None
+        infos = load.infos
+        coming: Future[Brought] = Future()
+        if self._is_near and self._data.is_ready([info.key for info in infos]):
+            coming.set_result((self._data.fetch(infos), None))
         else:
-            chunks, coming = None, self._thread.submit(self._data.fetch, load.infos)
-        while self._ranks.least(coming is None or coming.done()) == 0:
+            rows = sum(info.num_tokens for info in infos)
+            if is_ahead := rows + sum(self._ahead.values()) <= AHEAD_ROWS:
+                self._ahead[load.request_id] = rows
+            coming = self._thread.submit(self._bring, infos, is_ahead)
+        while self._ranks.least(coming.done()) == 0:
             yield WAITS
-            time.sleep(0.0005)
-        if coming is not None:
-            chunks = coming.result()
+        chunks, copied = coming.result()
         if self._ranks.least(chunks is not None) == 0 or chunks is None:
+            self._ahead.pop(load.request_id, None)
             raise Lost(load.request_id)
+        if copied is not None:
+            copied.wait()
         return chunks
+
+    def _bring(self, infos: Sequence[ChunkInfo], is_ahead: bool) -> Brought:
+        """Runs in our thread: chunks from the slow tiers, or on their way to a GPU, with the event
+        that ends it."""
+        device = self._open_pages.device
+        with torch.cuda.stream(self._stream):
+            chunks = self._data.fetch(infos)
+            if chunks is None or self._stream is None:
+                return chunks, None
+            if is_ahead:
+                with suppress(torch.OutOfMemoryError):  # then they are copied as they are placed
+                    chunks = [
+                        replace(one, data=one.data.map(lambda rows: send(rows, device)))
+                        for one in chunks
+                    ]
+            return chunks, self._stream.record_event()
 
     def _place(self, load: Load, chunks: Sequence[KVChunk], table: torch.Tensor) -> None:
         """Writes the known rows into the pages of ``table``, keys of moved ones rotated, and mixes
         further copies with them."""
-        for number, hits in enumerate((load.hits, *load.copies), start=1):
-            share = None if number == 1 else 1 / number
-            for batch in _batches(hits, PLACED_ROWS):
-                some, chunks = chunks[: len(batch)], chunks[len(batch) :]
-                if self._kernels is not None:
-                    self._kernels.place(batch, some, table, share)
-                else:
-                    self._place_with_torch(batch, some, table, share)
-
-    def _place_with_torch(
-        self,
-        hits: Sequence[Hit],
-        chunks: Sequence[KVChunk],
-        table: torch.Tensor,
-        share: float | None,
-    ) -> None:
-        pages = self._open_pages
-        buffer = torch.empty(
-            (
-                2,
-                len(pages.caches),
-                pages.num_kv_heads,
-                sum(hit.num_tokens for hit in hits),
-                pages.head_dim,
-            ),
-            dtype=pages.dtype,
-            device=pages.device,
+        place = self._place_with_torch if self._kernels is None else self._kernels.place_rows
+        is_here = self._kernels is not None and all(
+            rows.device == table.device for one in chunks for rows in one.data.tensors.values()
         )
-        row = 0
-        for hit, chunk in zip(hits, chunks, strict=True):
-            out = buffer[:, :, :, row : row + hit.num_tokens]
-            self._packer.place(chunk.data, hit.chunk.base_position, hit.offset, hit.start, out)
-            row += hit.num_tokens
-        positions = np.concatenate([np.arange(hit.start, hit.end) for hit in hits])
-        slots = pages.slots(table, torch.from_numpy(positions).to(pages.device))
-        if share is not None:
-            buffer.lerp_(pages.read_all(slots), 1 - share)
-        pages.write_all(buffer, slots)
+        rest = iter(chunks)
+        groups: list[Placed] = [
+            ([(hit, next(rest).data) for hit in batch], None if number == 1 else 1 / number)
+            for number, hits in enumerate((load.hits, *load.copies), start=1)
+            for batch in _batches(hits, sys.maxsize if is_here else COPIED_ROWS)
+        ]
+        for some in [groups] if is_here else [[group] for group in groups]:
+            place(some, table)
+
+    def _place_with_torch(self, groups: Sequence[Placed], table: torch.Tensor) -> None:
+        pages = self._open_pages
+        for stored, share in groups:
+            positions = np.concatenate([np.arange(hit.start, hit.end) for hit, _ in stored])
+            shape = (2, len(pages.caches), pages.num_kv_heads, len(positions), pages.head_dim)
+            buffer = torch.empty(shape, dtype=pages.dtype, device=pages.device)
+            row = 0
+            for hit, data in stored:
+                out = buffer[:, :, :, row : row + hit.num_tokens]
+                self._packer.place(data, hit.chunk.base_position, hit.offset, hit.start, out)
+                row += hit.num_tokens
+            slots = pages.slots(table, torch.from_numpy(positions).to(pages.device))
+            if share is not None:
+                buffer.lerp_(pages.read_all(slots), 1 - share)
+            pages.write_all(buffer, slots)
 
     # Keeping.
 
@@ -311,21 +333,18 @@ class Worker:
         ordered after these reads."""
         pages = self._open_pages
         table = to_device(keep.pages, torch.int64, pages.device)
-        for infos in _batches(keep.infos, KEPT_ROWS):
+        for infos in _batches(keep.infos, COPIED_ROWS):
             rows = np.concatenate([np.arange(one.base_position, one.end) for one in infos])
             slots = pages.slots(table, to_device(rows, torch.int64, pages.device))
             kv = pages.read_all(slots)
-            ready = None
-            if self._stream is not None:
-                ready = torch.cuda.Event()
-                ready.record()
+            ready = torch.cuda.current_stream().record_event() if pages.on_gpu else None
             self._thread.submit(self._put, infos, kv, ready)
 
     def _put(
         self, infos: Sequence[ChunkInfo], kv: torch.Tensor, ready: torch.cuda.Event | None
     ) -> None:
         """Runs in our thread."""
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        with torch.cuda.stream(self._stream):
             if ready is not None:
                 ready.wait()
             chunks, row = [], 0
@@ -333,28 +352,20 @@ class Worker:
                 rows = kv[:, :, :, row : row + info.num_tokens].contiguous()
                 chunks.append(KVChunk(replace(info, nbytes=rows.nbytes), plain(rows)))
                 row += info.num_tokens
-            self._data.put(chunks)
             if self._stream is not None:
-                self._stream.synchronize()
+                self._stream.synchronize()  # from now on they may be read on another stream
+            self._data.put(chunks)
 
 
 def _gpu_kernels(pages: Pages, rotation: Rotation) -> GpuKernels | None:
     """Our kernels, where they serve these pages."""
-    if pages.device.type != "cuda" or not pages.is_plain or not triton.is_available():
+    if not pages.on_gpu or not pages.is_plain or not triton.is_available():
         return None
     from kvboost.reuse.paged.kernels import GpuKernels
 
     kernels = GpuKernels(pages, rotation)
     kernels.warm_up(pages.layers[0].impl.num_heads)
     return kernels
-
-
-class _Counted(Protocol):
-    @property
-    def num_tokens(self) -> int: ...
-
-
-Some = TypeVar("Some", bound=_Counted)
 
 
 def _batches(pieces: Sequence[Some], most_rows: int) -> list[list[Some]]:
