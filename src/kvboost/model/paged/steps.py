@@ -254,7 +254,8 @@ class Steps:
         kind = GREEDY
         for segment in segments:
             kind = kind | segment.sampler.kind if segment.sampler is not None else kind
-        tokens = HostCopy(bucket.run([_row(segment) for segment in segments], kind))
+        picked = bucket.run([_row(segment) for segment in segments], kind)
+        tokens = HostCopy(picked, sleeps=True)  # the GPU mostly has the next step already
         self.num_steps += 1
         launched = []
         for index, segment in enumerate(segments):

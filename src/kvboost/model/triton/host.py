@@ -35,7 +35,9 @@ def to_device(
 class HostCopy:
     """A copy of a tensor on the host, which starts at once."""
 
-    def __init__(self, there: torch.Tensor) -> None:
+    def __init__(self, there: torch.Tensor, *, sleeps: bool = False) -> None:
+        """Whoever waits takes a processor's whole time meanwhile, unless it ``sleeps``: then it
+        hears some microseconds later."""
         self.is_done: Callable[[], bool] | None = None
         """Whether ``values`` are there, if a GPU may still be at it."""
         self.wait: Callable[[], None] = lambda: None
@@ -45,7 +47,7 @@ class HostCopy:
             return
         self.values = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
         self.values.copy_(there, non_blocking=True)
-        copied = torch.cuda.Event()
+        copied = torch.cuda.Event(blocking=sleeps)
         copied.record()
         self.is_done, self.wait = copied.query, copied.synchronize
 
