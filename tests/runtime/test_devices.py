@@ -17,10 +17,12 @@ def test_on_cpus_other_programs_do_not_count() -> None:
     assert device_of(torch.device("mps")).clock is time.perf_counter
 
 
-@pytest.mark.parametrize("name, kind, max_running", [("cpu", Cpu, None), ("cuda:1", NvidiaGpu, 64)])
-def test_a_device_decides_once(name: str, kind: type, max_running: int | None) -> None:
+@pytest.mark.parametrize(
+    "name, kind, usual", [("cpu", Cpu, (None, None)), ("cuda:1", NvidiaGpu, (64, 512))]
+)
+def test_a_device_decides_once(name: str, kind: type, usual: tuple[int | None, int | None]) -> None:
     device = device_of(torch.device(name))
-    assert type(device) is kind and device.max_running == max_running
+    assert type(device) is kind and (device.max_running, device.chunk_size) == usual
     assert device.is_host == (name == "cpu")
 
 

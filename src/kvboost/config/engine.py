@@ -34,7 +34,8 @@ class EngineConfig:
     """
 
     chunk_size: int = 128
-    """Tokens in a chunk, the unit in which KV is kept, found and evicted."""
+    """Tokens in a chunk, the unit in which KV is kept, found and evicted. ``from_pretrained`` sets
+    512 for a model on a GPU, unless it is told otherwise."""
     max_chunks: int | None = None
     """The most chunks in memory; by default only bytes limit them."""
     max_cache_bytes: int = 2 * 1024**3

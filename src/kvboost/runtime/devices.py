@@ -31,6 +31,8 @@ class Device:
     embedded_rows = 2048
     max_running: int | None = None
     """Requests that run at once by default; None: what the config says for all devices."""
+    chunk_size: int | None = None
+    """Tokens in a chunk by default; None: the same."""
     is_host = False
     """Whether rows are where chunks in RAM are, and forwards take so long that others should run
     between their layers."""
@@ -79,6 +81,8 @@ class Cpu(Device):
 
 class NvidiaGpu(Device):
     max_running = 64  # they take little longer for a step than 16
+    # Chunks are pages there, so that large ones cost no copies; the host's time goes by chunks.
+    chunk_size = 512
     may_page = True
 
     def kv_bytes(self) -> int:

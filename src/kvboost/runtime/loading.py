@@ -54,10 +54,10 @@ def load_model(
 
 def fill_in(config: EngineConfig, given: Collection[str], model: LoadedModel) -> EngineConfig:
     """``config`` with defaults that depend on the model's device, except for options ``given``."""
-    usual = device_of(model.device).max_running
-    if "max_running" in given or usual is None:
-        return config
-    return replace(config, max_running=usual)
+    device = device_of(model.device)
+    usual: dict[str, Any] = {"max_running": device.max_running, "chunk_size": device.chunk_size}
+    missing = {name: value for name, value in usual.items() if value and name not in given}
+    return replace(config, **missing)
 
 
 def _check(config: EngineConfig, tp_size: int) -> None:
