@@ -12,6 +12,7 @@ import torch
 
 from kvboost.cache.lookup.hits import KnownRows
 from kvboost.cache.store import ChunkStore
+from kvboost.cache.tiers.gpu import SPARE_SHARE
 from kvboost.cache.tiers.ordered import Aside
 from kvboost.model.kv import Prefix, RequestKV
 from kvboost.model.paged import draft_steps
@@ -39,9 +40,6 @@ TAILS = (64, 128, 256, 512)
 """Rows after a known beginning whose graphs are recorded at the start."""
 REPAIRED = (256, 512, 1280)
 """Rows of a repair: those of moved prompts of about 2,000 to 8,000 tokens."""
-
-SPARE_SHARE = 64
-"""One of so many pages is kept free, by a thread that evicts chunks before requests must."""
 
 Part = tuple[int, Callable[[], object]]
 """How many rows a graph has, and what records it."""
@@ -185,11 +183,18 @@ class PagedBackend(Backend):
             self.tiers.gpu.pages = self._page_store = PageStore(slab)
             slab.free_kept = self._free_pages
             slab.num_spare = slab.num_pages // SPARE_SHARE
-            spare = partial(self._free_pages, 2 * slab.num_spare)
-            slab.on_low = Aside(spare, "kvboost-pages").ask
+            spare = partial(self._spare_pages, 2 * slab.num_spare)
+            slab.on_low = self.tiers.gpu.on_low = Aside(spare, "kvboost-pages").ask
 
     def _free_pages(self, number: int) -> None:
         """Evicts chunks until so many pages are free, as far as possible."""
         if (pages := self._page_store) is not None:
-            with torch.inference_mode():
-                self._store.free_gpu(lambda: pages.num_free >= number)
+            self._store.free_gpu(lambda: pages.num_free >= number)
+
+    def _spare_pages(self, number: int) -> None:
+        """Evicts chunks until so many pages are free, and twice the part of the budget that is kept
+        free."""
+        pages, tier = self._page_store, self.tiers.gpu
+        if pages is not None and tier is not None:
+            with torch.inference_mode():  # this is another thread than that of requests
+                self._store.free_gpu(lambda: tier.has_spare(2) and pages.num_free >= number)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from kvboost import KVBoost
 from kvboost.cache.lookup.hits import KnownRows
+from kvboost.cache.tiers.residency import Residency
 from kvboost.model import triton
 from kvboost.model.kv import Prefix
 from kvboost.model.paged.pool import PagedPool
@@ -140,20 +143,35 @@ def test_rows_that_can_be_moved_again_are_not_copied_to_ram(engine: KVBoost) -> 
     assert (again.moved_tokens, again.token_ids) == (moved.moved_tokens, moved.token_ids)
 
 
+@pytest.mark.parametrize("is_bounded", [False, True])
 def test_a_thread_frees_pages_before_requests_need_them(
-    engine: KVBoost, monkeypatch: pytest.MonkeyPatch
+    is_bounded: bool, engine: KVBoost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvboost.runtime.paged_backend.SPARE_SHARE", 4)
+    """Whether pages become few, or what ``gpu_cache_bytes`` allows."""
+    for module in ("kvboost.runtime.paged_backend", "kvboost.cache.tiers.gpu"):
+        monkeypatch.setattr(f"{module}.SPARE_SHARE", 4)
     engine.generate([1], 1)
-    slab = slab_of(engine)
+    slab, tier = slab_of(engine), engine._runtime.store._holdings.residency._gpu
+    assert tier is not None
+    if is_bounded:
+        tier.max_bytes //= 3
     monkeypatch.setattr(slab, "free_kept", lambda _: pytest.fail("a request had to free pages"))
+    evicted_by: set[str] = set()
+    evict = Residency._evict
+
+    def watched(residency: Residency, *args: Any) -> bool:
+        evicted_by.add(threading.current_thread().name)
+        return evict(residency, *args)
+
+    monkeypatch.setattr(Residency, "_evict", watched)
     for start in range(slab.num_pages):
         engine.generate([start, *TEXT[1:PAGE]], 1, EXACT, ignore_eos=True)
         end = time.monotonic() + 20
-        while slab.num_free < slab.num_spare:
+        while slab.num_free < slab.num_spare or not tier.has_spare():
             assert time.monotonic() < end, "the thread freed too few pages"
             time.sleep(0.001)
     assert engine.cache_stats()["tiers"]["ram"]["chunks"] > 0
+    assert evicted_by == {"kvboost-pages"}
 
 
 def test_forgotten_rows_stay_for_a_request_that_reads_them(engine: KVBoost) -> None:

@@ -5,7 +5,7 @@ Where running requests have pages, chunks in full precision are pages too. Other
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
@@ -16,6 +16,9 @@ from kvboost.cache.chunk import KVChunk
 from kvboost.cache.quantize import KVData
 from kvboost.cache.tiers.ram import RamTier
 
+SPARE_SHARE = 64
+"""Where chunks are in pages, one part of so many is kept free: a thread evicts chunks before
+requests must."""
 ON_THE_WAY = 256 * 1024**2
 """Bytes of rows that are being copied into chunks."""
 
@@ -35,6 +38,8 @@ class GpuTier(RamTier):
     name = "gpu"
     pages: Pages | None = None
     """Attached with the first request."""
+    on_low: Callable[[], None] = staticmethod(lambda: None)
+    """Is called when chunks have come in and less than the spare part of ``max_bytes`` is left."""
 
     def __init__(self, max_bytes: int, device: torch.device, *, in_pages: bool = False) -> None:
         """Unless chunks are ``in_pages``, has torch take all of its memory from the driver: piece
@@ -50,6 +55,10 @@ class GpuTier(RamTier):
         if not self.in_pages:
             return super().adopt(chunks)
         return [chunk if chunk.data.in_pages else self._bring_in(chunk) for chunk in chunks]
+
+    def has_spare(self, parts: int = 1) -> bool:
+        """Whether so many times the part that is kept free is left."""
+        return SPARE_SHARE * (self.max_bytes - self.nbytes) >= parts * self.max_bytes
 
     def has_pages_for(self, chunk: KVChunk) -> bool:
         """Whether pages are free for the rows of ``chunk``, if it needs some."""

@@ -195,6 +195,8 @@ class Residency:
         for tier in self._tiers():
             tier.order_new()
         self._settle_aside()
+        if self._gpu is not None and not self._gpu.has_spare():
+            self._gpu.on_low()
 
     def settle(self) -> None:
         """Brings the eviction orders up to date. Any thread may call this, without the lock."""
