@@ -73,8 +73,8 @@ def test_learned_costs_survive_the_process_and_damage_is_ignored(tmp_path) -> No
     assert not (tmp_path / "no").exists()
 
 
-def moved_plan(num_tokens: int, start: int, end: int) -> Plan:
-    hit = Hit(make_chunk(range(end - start)).info, start, end - start)
+def moved_plan(num_tokens: int, start: int, end: int, tier: str = "ram") -> Plan:
+    hit = Hit(make_chunk(range(end - start)).info, start, end - start, tier=tier)
     return make_plan(num_tokens, KnownRows(moved=(MovedRun((hit,), 0.0),)))
 
 
@@ -87,6 +87,17 @@ def test_moving_pays_where_it_is_faster_by_a_tenth() -> None:
         cost.moving_pays(moved_plan(420, 16, 390), auto, probe_depth=x) for x in (0, 9)
     )
     assert shallow and not deep
+
+
+def test_rows_from_a_slow_folder_do_not_make_those_in_memory_seem_slow(tmp_path) -> None:
+    cost, auto = learned(tmp_path / "costs.json"), RepairParams()
+    cost.observe_place(4000, 0.01)
+    cost.observe_place(4000, 9.0, slow=True)
+    cost.save()
+    for known in (cost, CostModel(3e-4, tmp_path / "costs.json")):
+        assert known.moving_pays(moved_plan(4000, 16, 3900), auto)
+        for tier in ("disk", "remote"):
+            assert not known.moving_pays(moved_plan(4000, 16, 3900, tier), auto)
 
 
 def test_only_auto_weighs_and_only_what_is_moved() -> None:

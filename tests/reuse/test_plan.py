@@ -81,6 +81,12 @@ def test_a_donor_with_the_same_context_wins_and_exact_wins_over_approximate() ->
     assert choose([exact, longer])[0].end == 200
 
 
+def test_a_donor_in_memory_wins_over_one_in_a_folder() -> None:
+    here, there = run(0, 64), run(0, 64, 0.9)
+    there = MovedRun(tuple(hit._replace(tier="disk") for hit in there.hits), 0.9)
+    assert choose([there, here]) == (here,)
+
+
 def test_clipping_a_run_keeps_rows_and_donors_together() -> None:
     whole = MovedRun((Hit(chunk("a", 50, 40), 100, 40), Hit(chunk("b", 90, 40), 140, 40)), 0.5)
     part = whole.clip(130, 150)

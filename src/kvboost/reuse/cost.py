@@ -48,6 +48,7 @@ class CostModel:
         self._target = np.zeros(3)
         self._rows = [float("inf"), 0.0]
         self._place = [0.0, 0.0]
+        self._slow_place = [0.0, 0.0]
         self._steps = StepTimes()
         self._solved: np.ndarray | None = None
         self.computed_rows: Callable[[int], int] = unpadded
@@ -74,10 +75,13 @@ class CostModel:
             self._rows = [min(self._rows[0], rows), max(self._rows[1], rows)]
             self._solved = None
 
-    def observe_place(self, rows: int, seconds: float) -> None:
-        """Learns that copying ``rows`` cached rows into place took ``seconds``."""
+    def observe_place(self, rows: int, seconds: float, *, slow: bool = False) -> None:
+        """Learns that copying ``rows`` cached rows into place took ``seconds``; ``slow`` ones had
+        to be read first. Each is learned by itself: rows that a folder gives once would otherwise
+        make all moved text seem slow, and what is not moved is not measured again."""
         with self._lock:
-            self._place = [self._place[0] * 0.9 + rows, self._place[1] * 0.9 + seconds]
+            place = self._slow_place if slow else self._place
+            place[:] = [place[0] * 0.9 + rows, place[1] * 0.9 + seconds]
 
     @property
     def is_measured(self) -> bool:
@@ -118,9 +122,10 @@ class CostModel:
     def _size(self, rows: int, drafted: bool) -> int:
         return self.drafted_rows(rows) if drafted else self.plain_rows(rows)
 
-    def place(self, rows: int) -> float:
+    def place(self, rows: int, *, slow: bool = False) -> float:
+        """The expected time to copy ``rows`` cached rows into place; 0 if it is not known."""
         with self._lock:
-            seen, seconds = self._place
+            seen, seconds = self._slow_place if slow else self._place
             return rows * seconds / seen if seen and self.is_measured else 0.0
 
     def moving_pays(
@@ -143,7 +148,8 @@ class CostModel:
         recomputed = round(repair.ratio * plan.num_moved)
         moving = self.forward(unknown + recomputed, total)
         moving += self.forward(min(unknown, PROBE_ROWS), total) * probe_depth
-        moving += self.place(plan.num_moved + plan.num_shared)
+        slow = sum(hit.num_tokens for run in plan.moved for hit in run.hits if hit.is_slow)
+        moving += self.place(plan.num_moved + plan.num_shared - slow) + self.place(slow, slow=True)
         if self.is_measured:  # else costs are not in seconds
             moving += more_seconds
         return moving < WORTHWHILE_RATIO * plain
@@ -160,6 +166,7 @@ class CostModel:
                 "target": self._target.tolist(),
                 "rows": self._rows,
                 "place": self._place,
+                "slow_place": self._slow_place,
             }
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,9 +186,10 @@ class CostModel:
             if learned:
                 gram, target = np.array(learned["gram"]), np.array(learned["target"])
                 rows, place = map(float, learned["rows"]), map(float, learned["place"])
+                slow = list(map(float, learned["slow_place"]))
                 if gram.shape == (3, 3) and target.shape == (3,):
                     self._gram, self._target = gram, target
-                    self._rows, self._place = list(rows), list(place)
+                    self._rows, self._place, self._slow_place = list(rows), list(place), slow
         except (OSError, ValueError, TypeError, KeyError):
             return  # damaged, or written by another version: the costs are learned again
 

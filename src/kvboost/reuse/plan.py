@@ -86,10 +86,12 @@ def make_plan(num_tokens: int, known: KnownRows, num_shared: int = 0) -> Plan:
 def choose(runs: Sequence[MovedRun]) -> tuple[MovedRun, ...]:
     """Chooses among overlapping ``runs`` so that few rows are left to compute: the longest run
     first, then what it leaves free of the others. Between runs of about the same length, a donor
-    that was read after more of the same text goes first and an approximate donor last."""
+    that was read after more of the same text goes first, and last go an approximate one and one
+    that is not in memory."""
 
     def worth(run: MovedRun) -> float:
-        return (run.end - run.start) * (1 + 0.1 * run.resemblance) * (1.0 if run.is_exact else 0.9)
+        worth = (run.end - run.start) * (1 + 0.1 * run.resemblance) * (1.0 if run.is_exact else 0.9)
+        return 0.8 * worth if any(hit.is_slow for hit in run.hits) else worth
 
     chosen: list[MovedRun] = []
     taken: list[tuple[int, int]] = []  # the intervals of the chosen runs, in order

@@ -80,7 +80,8 @@ class Assembling:
         state.reuse = ReuseReport(plan.spans, notes)
         if plan.moved:
             placed = plan.num_known + sum(hit.num_tokens for hit in more)
-            runtime.cost.observe_place(placed, seconds)
+            slow = sum(hit.num_tokens for hit in plan.hits if hit.is_slow)
+            runtime.cost.observe_place(slow or placed, seconds, slow=slow > 0)
         return plan
 
     def _not_in_place(self, plan: Plan) -> Sequence[Hit]:

@@ -25,6 +25,11 @@ class Hit(NamedTuple):
         return self.start + self.num_tokens
 
     @property
+    def is_slow(self) -> bool:
+        """Whether its chunk must be read from a folder or over a network."""
+        return self.tier in ("disk", "remote")
+
+    @property
     def distance(self) -> int:
         """How far these rows are moved."""
         return self.start - (self.chunk.base_position + self.offset)
