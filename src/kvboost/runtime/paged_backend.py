@@ -26,7 +26,7 @@ from kvboost.progress import Progress
 from kvboost.reuse.cost import CostModel, unpadded
 from kvboost.reuse.paged.beside import RowsBeside
 from kvboost.reuse.paged.forwards import MOST_KEYS, SegmentForwards, SlabPages
-from kvboost.reuse.paged.hooks import PROBES, REPAIRS, ROWS
+from kvboost.reuse.paged.hooks import PROBES, REPAIRS, ROWS, SCORED
 from kvboost.reuse.paged.kernels import GpuKernels
 from kvboost.reuse.paged.request import PagedRequest
 from kvboost.reuse.paged.stored import PageStore
@@ -148,6 +148,7 @@ class PagedBackend(Backend):
             parts.append((steps.beside_rows + 1, partial(steps.record, 1, with_beside=True)))
             parts.append((0, forwards.compile_kernels))
             wanted |= {(REPAIRS, rows) for rows in REPAIRED} | {(PROBES, 0)}
+            wanted.add((SCORED, steps.beside_rows))  # the last ones that heal during an answer
         made = {(kind, forwards.size_for(kind, rows)) for kind, rows in wanted}
         kept = [(kind, size) for kind, size in made if size <= forwards.most_rows]
         return parts + [(size, partial(forwards.record, kind, size)) for kind, size in kept]

@@ -24,7 +24,7 @@ if not triton.is_available():
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from kvboost.reuse.paged.forwards import SegmentForwards
-from kvboost.reuse.paged.hooks import ANSWERED, PROBES, REPAIRS, ROWS
+from kvboost.reuse.paged.hooks import ANSWERED, PROBES, REPAIRS, ROWS, SCORED
 from kvboost.reuse.paged.request import PagedRequest
 
 MOST_APART = 4
@@ -92,6 +92,12 @@ def test_rows_after_known_ones_are_those_of_a_packed_forward(
     two.check(range(45, PROMPT))
     two.check(torch.tensor([3, 4, 20, 50, 59]))
     assert two.capture.names == [ROWS] and two.capture.replays == 2
+    for tail, scored in ((range(45, PROMPT), 9), (range(58, PROMPT), 2), (range(50, 53), 3)):
+        found = two.logits(two.paged, tail, num_logits=scored)
+        assert len(found) == scored
+        expected = two.logits(two.plain, tail, num_logits=scored)
+        torch.testing.assert_close(found, expected, **CLOSE)
+    assert two.capture.names == [ROWS, SCORED] and two.capture.replays == 5
     none = two.logits(two.paged, range(45, 50), num_logits=0)
     assert none.shape == (0, two.logits(two.plain, range(45, 50)).shape[1])
     assert two.forwards.note is None
@@ -169,13 +175,11 @@ def test_what_does_not_fit_runs_as_it_did(monkeypatch: pytest.MonkeyPatch) -> No
     assert takes(segment(kv, tail))
     assert not takes(segment(two.plain, tail))
     assert not takes(segment(kv, tail, as_stock=True))
-    assert not takes(segment(kv, tail, num_logits=2))
+    assert takes(segment(kv, tail, num_logits=2))
+    assert not takes(segment(kv, range(70), num_logits=65))
     assert not takes(segment(kv, tail, hook=Hook()))
     assert not takes(segment(kv, tail, until=0))
     assert not takes(segment(kv, range(65)))  # too many rows, and not all of them have pages
-    torch.testing.assert_close(
-        two.logits(kv, tail, num_logits=2), two.logits(two.plain, tail, num_logits=2), **CLOSE
-    )
     kv.reserve(PAGE + 9)
     kv.share(PAGE + 9)
     assert kv.own_start == PAGE

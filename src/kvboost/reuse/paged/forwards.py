@@ -26,12 +26,22 @@ from kvboost.reuse.paged.graphs import (
     FixedRows,
     FixedShift,
 )
-from kvboost.reuse.paged.hooks import ANSWERED, PROBES, REPAIRS, ROWS, Attention, EnoughLayers
+from kvboost.reuse.paged.hooks import (
+    ANSWERED,
+    PROBES,
+    REPAIRS,
+    ROWS,
+    SCORED,
+    Attention,
+    EnoughLayers,
+)
 from kvboost.reuse.paged.kernels import GpuKernels
 from kvboost.reuse.repair import PROBE_ROWS
 
 log = logging.getLogger("kvboost")
 
+MOST_SCORED = 64
+"""The most rows of a segment whose logits are asked for."""
 MOST_KEYS = 1 << 18
 """Requests with more rows of KV than this have no such forwards: buffers would take too much."""
 
@@ -195,7 +205,7 @@ class SegmentForwards:
             and kind not in self._refused
             and kv.slab is self.slab
             and len(segment) <= (PROBE_ROWS if kind in (PROBES, ANSWERED) else self.most_rows)
-            and segment.num_logits <= 1
+            and segment.num_logits <= (MOST_SCORED if kind == SCORED else 1)
             and segment.sampler is None
             and not segment.as_stock
             and kv.own_start <= segment.first
@@ -217,7 +227,7 @@ class SegmentForwards:
             return None
         self.num_runs += 1
         logits: torch.Tensor = forward.result
-        return logits[: segment.num_logits].clone()
+        return logits[len(logits) - segment.num_logits :].clone()
 
     def _find(self, kind: str, size: int) -> CapturedForward[Any] | None:
         if (kind, size) not in self._forwards:
@@ -239,6 +249,8 @@ class SegmentForwards:
         elif kind == REPAIRS:
             hook = FixedShift(kernels, size, capacity, rows.table)
         batch: CapturedBatch | None = None
+        scored = MOST_SCORED if kind == SCORED else 1
+        before_last = torch.arange(1 - scored, 1, device=kernels.pages.device)
 
         def model(
             ids: torch.Tensor,
@@ -252,7 +264,8 @@ class SegmentForwards:
                 batch = CapturedBatch(self.slab, size, hook, attention)
             batch.load(slots)
             try:
-                return self._run_rows(ids.long(), positions, batch, rows.last.long())
+                which = (rows.last + before_last).clamp(min=0)
+                return self._run_rows(ids.long(), positions, batch, which)
             except EnoughLayers:
                 return rows.last
 
@@ -266,7 +279,8 @@ class SegmentForwards:
 
 def _kind(segment: Segment) -> str | None:
     """What kind of forward a segment is; None if it is another."""
-    kind = ROWS if segment.hook is None else segment.hook.kind
+    rows = ROWS if segment.num_logits <= 1 else SCORED
+    kind = rows if segment.hook is None else segment.hook.kind
     if segment.absent is not None and kind not in (PROBES, ANSWERED):
         return None
     return kind if (segment.until is not None) == (kind == PROBES) else None
