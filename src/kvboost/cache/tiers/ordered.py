@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -16,6 +17,9 @@ READ_AHEAD = 32
 """One of so many chunks of a tier is chosen for eviction at a time."""
 MANY_NEWS = 32
 """With so much to tell a policy, a thread of its own does it."""
+ORDER_SECONDS = 0.05
+"""The pause between two times: requests come by the hundred each second, and each time takes all
+their news."""
 IDLE_SECONDS = 5.0
 """After so long without work, that thread ends."""
 
@@ -195,10 +199,11 @@ class Aside:
     """Does some work in a thread of its own when it is asked to. Asked again meanwhile, it does it
     once more. Thread-safe."""
 
-    def __init__(self, work: Callable[[], None], name: str) -> None:
-        """``name``: of the thread."""
+    def __init__(self, work: Callable[[], None], name: str, pause: float = 0.0) -> None:
+        """``name``: of the thread. ``pause``: the least seconds between two times."""
         self._work = work
         self._name = name
+        self._pause = pause
         self._asked = threading.Event()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -215,3 +220,4 @@ class Aside:
         while self._asked.wait(IDLE_SECONDS):
             self._asked.clear()
             self._work()
+            time.sleep(self._pause)

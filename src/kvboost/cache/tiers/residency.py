@@ -15,7 +15,7 @@ from typing import Protocol
 from kvboost.cache.chunk import ChunkInfo, KVChunk, Lineage
 from kvboost.cache.eviction.policy import Entry, EvictionPolicy, recompute_cost
 from kvboost.cache.tiers.open import Tiers
-from kvboost.cache.tiers.ordered import Aside, OrderedTier
+from kvboost.cache.tiers.ordered import ORDER_SECONDS, Aside, OrderedTier
 from kvboost.cache.tiers.stats import MoveStats, TierStats
 from kvboost.cache.tiers.writer import Writer
 from kvboost.tokens.hashing import ChunkKey
@@ -74,7 +74,7 @@ class Residency:
         self._keys_on_gpu: Collection[ChunkKey] = ()
         if self._on_gpu is not None:
             self._keys_on_gpu = self._on_gpu.parents
-        self._ordering = Aside(self.settle, "kvboost-order")
+        self._ordering = Aside(self.settle, "kvboost-order", ORDER_SECONDS)
 
     def where(self, key: ChunkKey) -> str | None:
         """The fastest tier that holds ``key``; None if no tier does."""
