@@ -56,7 +56,7 @@ class Drafts:
         """Tokens to run after the last ``rows`` of the answer: no more than it may still get after
         the next one if it has ``limit`` at most, and none from a position on at which the rotation
         changes."""
-        if self.speculator is None:
+        if self.speculator is None or self.speculator.rests():
             return []
         state = self._state
         self.speculator.follow()

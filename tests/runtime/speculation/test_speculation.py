@@ -31,6 +31,8 @@ def speculator(speculate: str | int, *, runs_ahead: bool, others: int) -> Specul
 
 def drafted(speculate: str | int, *, runs_ahead: bool, others: int) -> int:
     found = speculator(speculate, runs_ahead=runs_ahead, others=others)
+    if found.rests():
+        return 0
     found.follow()
     return len(found.draft(1, 8, len))
 
@@ -44,3 +46,15 @@ def test_beside_others_steps_that_run_ahead_have_no_drafts_unless_asked_for() ->
     assert not drafted("auto", runs_ahead=True, others=3)
     assert drafted("auto", runs_ahead=False, others=3)
     assert drafted(8, runs_ahead=True, others=3)
+
+
+def test_after_a_rest_it_knows_what_the_answer_has_got_meanwhile() -> None:
+    found = speculator("auto", runs_ahead=True, others=3)
+    state = found._state
+    for token in (2, 3, 4, 5):
+        assert found.rests()
+        state.token_ids.append(token)
+    state.other_rows = state.other_tokens = 0
+    assert not found.rests()
+    found.follow()
+    assert found.draft(1, 3, len) == [6, 7, 8]

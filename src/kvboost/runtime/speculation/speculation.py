@@ -101,13 +101,20 @@ class Speculator:
         for token in new:
             self._compare(token)
 
+    def rests(self) -> bool:
+        """Whether nothing is drafted now. Then there is no need to ``follow`` either."""
+        if not self._is_paused():
+            return False
+        if self._expected:
+            self.follow()
+            self._expected = []
+        self._state.expected_tokens, self._drafted = 1.0, False
+        return True
+
     def draft(self, rows: int, most: int, allowed: Callable[[list[int]], int]) -> list[int]:
         """The tokens to run with the next ``rows`` rows of the request: at most ``most``, and those
         at their beginning that may follow, as ``allowed`` counts them."""
         self._expected = []
-        if self._is_paused():
-            self._state.expected_tokens, self._drafted = 1.0, False
-            return []
         tokens = self._choose(rows, most, allowed)
         self._drafted = bool(tokens)
         return tokens
