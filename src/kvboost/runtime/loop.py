@@ -397,7 +397,8 @@ class Loop:
         the requests that run, with this one."""
         assert job.steps is not None
         company = self._company() if company is None else company
-        job.state.slice_rows = self._slice_rows(job, company.num_answering > 0)
+        if job.is_reading:
+            job.state.slice_rows = self._slice_rows(job, company.num_answering > 0)
         job.state.has_slack = self._scheduler.has_slack(job)
         job.state.is_awaited = bool(self._scheduler.waiting)
         company.take(job)

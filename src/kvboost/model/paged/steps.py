@@ -194,11 +194,10 @@ class Steps:
         missing = [index for index, found in enumerate(ready) if found is None]
         drafted = [index for index in missing if has_drafts and self.drafts.takes(segments[index])]
         plain = [index for index in missing if index not in drafted]
-        ahead = [] if has_drafts else self._ahead_of(segments)
+        goes_on = [not has_drafts and self._looks_ahead(segment) for segment in segments]
         joining: list[int] = []
-        if ahead and len(missing) < len(segments):
+        if any(goes_on) and len(missing) < len(segments):
             joining = [index for index in plain if _may_join(segments[index])]
-            ahead = self._ahead_of([s for index, s in enumerate(segments) if index not in joining])
             plain = [index for index in plain if index not in joining]
         launched: list[_Pending | Launched] = []
         if plain:
@@ -207,15 +206,14 @@ class Steps:
             launched += self._launch_drafts([segments[index] for index in drafted])
         for index, result in zip([*plain, *drafted], launched, strict=True):
             ready[index] = result
-        following = [*ahead, *(segments[index] for index in joining)]
-        if following:
+        if any(goes_on):
+            ahead = (index for index, wanted in enumerate(goes_on) if wanted)
+            following = [_after(segments[index]) for index in ahead if index not in joining]
+            following += [segments[index] for index in joining]
             self.num_ahead += 1
             for segment, pending in zip(following, self._launch(following), strict=True):
                 self._pending[_row(segment)] = pending
         return [None if found is None else found.get() for found in ready]
-
-    def _ahead_of(self, segments: Sequence[Segment]) -> list[Segment]:
-        return [_after(segment) for segment in segments if self._looks_ahead(segment)]
 
     def _launch_drafts(self, segments: Sequence[Segment]) -> list[Launched]:
         for segment in segments:
