@@ -114,9 +114,20 @@ class Scripted(FakeEngine):
 
     script: Sequence[Sequence[Any]] = ()
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken = threading.Semaphore(0)
+
     def astream(self, *args: Any, **options: Any) -> FakeStream:
         self.pieces, *self.script = self.script
+        self.taken.release()
         return super().astream(*args, **options)
+
+    def wait_for(self, requests: int) -> None:
+        """Waits until as many further requests have come. A page that cancels one at once may
+        do so before the server has read it."""
+        for _ in range(requests):
+            assert self.taken.acquire(timeout=60)
 
 
 @pytest.fixture
@@ -135,6 +146,7 @@ def test_show_me_can_be_stopped_and_leaves_a_conversation(
     sent = sent_by(page)
     engine.script = [[None]]
     page.get_by_role("button", name="Show me").click()
+    engine.wait_for(1)
     page.get_by_role("button", name="Cancel").click()
     expect(page.locator("#status")).to_have_text("Stopped.")
     expect(page.locator(".turn")).to_have_count(0)
@@ -144,6 +156,7 @@ def test_show_me_can_be_stopped_and_leaves_a_conversation(
     page.keyboard.press("Enter")
     expect(page.locator("#status")).to_contain_text("2 of 2")
     expect(page.locator(".reading")).to_contain_text("Reading the prompt")
+    engine.wait_for(2)
     page.keyboard.press("Escape")
     answered(page)
     expect(page.locator(".answer")).to_have_text("In 1902.")
