@@ -18,8 +18,8 @@ READ_AHEAD = 32
 MANY_NEWS = 32
 """With so much to tell a policy, a thread of its own does it."""
 ORDER_SECONDS = 0.05
-"""The pause between two times: requests come by the hundred each second, and each time takes all
-their news."""
+"""How long the thread rests after it has put chunks in order: requests come by the hundred each
+second, and it takes the news of all at once."""
 IDLE_SECONDS = 5.0
 """After so long without work, that thread ends."""
 

@@ -1,8 +1,9 @@
 """In which tiers each chunk is, and which chunk each tier evicts next.
 
 New chunks stay where they were computed: on a GPU, or in RAM. A hit brings a chunk up; a full tier
-evicts one, and one that leaves the GPU and is nowhere else goes to RAM. Room is made before
-anything is put in, so every budget holds at every moment.
+evicts one. An exact chunk that leaves the GPU and is nowhere else goes to RAM; an approximate one,
+which is as fast to make again, is gone. Room is made before anything is put in, so every budget
+holds at every moment.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from typing import Protocol
 
 import torch
 
-from kvboost.cache.chunk import KVChunk
 from kvboost.cache.lookup.hits import Hit
 from kvboost.cache.quantize import PLAIN, KVData
 from kvboost.model.paged.slab import PAGE
@@ -79,21 +78,9 @@ class GpuKernels:
         pairs = self.rotation.cos_sin(0, torch.zeros(1))[0].shape[1]
         warm_up(self._layers, heads, pairs, BLOCKS, interleaved=self.rotation.interleaved)
 
-    def place(
-        self,
-        hits: Sequence[Hit],
-        chunks: Sequence[KVChunk],
-        table: torch.Tensor,
-        share: float | None = None,
-    ) -> None:
-        """Writes the rows of hits into pages, their keys rotated, in all layers at once. With a
-        ``share``, they are mixed with what is in place."""
-        stored = [(hit, chunk.data) for hit, chunk in zip(hits, chunks, strict=True)]
-        self.place_rows([(stored, share)], table)
-
     def place_rows(self, groups: Sequence[Placed], table: torch.Tensor) -> None:
-        """As :meth:`place`, group by group; with the rows of the whole chunks, in full
-        precision."""
+        """Writes the rows of hits into pages, their keys rotated, in all layers at once, group by
+        group. With a share, a group is mixed with what is in place."""
         distances = sorted({hit.distance for stored, _ in groups for hit, _ in stored})
         number = {distance: number for number, distance in enumerate(distances)}
         spans = [
