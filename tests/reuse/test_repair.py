@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,7 +49,7 @@ def moved_rows(
     in the early layer and in late ones."""
 
     plan = Planned((run(10, 60, resemblance[0]), run(60, 110, resemblance[1])))
-    moved = MovedText(plan, PROMPT, LAYERS, torch.device("cpu"))
+    moved = MovedText(plan, PROMPT, LAYERS)
     probe = moved.probe_attention()
     assert isinstance(probe.hook, AttentionMass) and probe.positions[-1] == PROMPT - 1
     see(probe.hook.mass)
@@ -56,8 +57,8 @@ def moved_rows(
 
 
 def chosen(moved: MovedText, strategy: str, ratio: float) -> list[int]:
-    rows: torch.Tensor = STRATEGIES[strategy](moved, RepairParams(strategy, ratio)).rows
-    return rows.nonzero()[:, 0].tolist()
+    rows = STRATEGIES[strategy](moved, RepairParams(strategy, ratio)).rows
+    return np.flatnonzero(rows).tolist()
 
 
 def test_the_end_of_the_prompt_counts_as_much_as_all_its_last_rows() -> None:

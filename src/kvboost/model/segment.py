@@ -49,7 +49,7 @@ class Segment:
 
     ``positions`` is a ``range`` if they are consecutive, else an increasing tensor. Every row of
     ``kv`` below the last position must be written before, or by this segment itself, unless it is
-    ``absent``: ``[end]``, true for rows that no query may attend to.
+    ``absent``: ``[end]``, on the host, true for rows that no query may attend to.
     The forward returns logits of the last ``num_logits`` rows. With ``until``, it ends in that
     layer after its fresh rows are written and the hook has seen its queries; there are no logits.
     ``as_stock``: if it is alone in the forward, it makes the calls that stock transformers makes;
@@ -175,7 +175,7 @@ class Block:
         if window is not None:
             hidden |= keys <= queries - window
         if absent is not None:
-            hidden[:, : last + 1 - first_key] |= absent[first_key : last + 1]
+            hidden[:, : last + 1 - first_key] |= absent[first_key : last + 1].to(like.device)
         rows, width = round_up(len(positions), grid), round_up(len(keys), 8)
         mask = torch.zeros(rows, width, dtype=like.dtype, device=like.device)[:, : len(keys)]
         mask[: len(positions)].masked_fill_(hidden, float("-inf"))

@@ -11,18 +11,20 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from kvboost.config import RepairParams
 from kvboost.model.segment import Hook
 from kvboost.reuse.repair import STRATEGIES, MovedText, Probe
 from kvboost.reuse.rounds import Rounds, asks_stale_answer
-from kvboost.reuse.shift import Spans
+from kvboost.reuse.shift import Positions, Spans
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of the prompt at ``positions``, increasing, and a hook that shifts others."""
+    """Rows of the prompt at ``positions``, increasing and on the host, and a hook that shifts
+    others."""
 
     positions: torch.Tensor
     hook: Hook | None
@@ -31,7 +33,7 @@ class Part:
 class ShiftedRows(Protocol):
     """The rows of a request."""
 
-    def shift(self, positions: torch.Tensor, spans: Spans) -> Hook | None:
+    def shift(self, positions: Positions, spans: Spans) -> Hook | None:
         """A hook for a repair of ``positions`` that shifts the other rows of ``spans``; None if
         there is nothing to shift."""
 
@@ -73,14 +75,15 @@ def _compute(
     """Runs the rows of a round and shifts the others of its spans."""
     logits, since = [], 0
     # What a slice shifts depends on where it ends, so slices do not depend on the batch.
-    for part in torch.split(rounds.rows[:end].nonzero()[:, 0], slice_rows):
-        hook = None
+    positions = np.flatnonzero(rounds.rows[:end])
+    for start in range(0, len(positions), slice_rows):
+        part, hook = positions[start : start + slice_rows], None
         if rounds.spans is not None:
             # A slice shifts the rows between the end of the last slice and its own, once.
             until = int(part[-1]) + 1
             hook = rows.shift(part, rounds.spans.between(since, until))
             since = until
-        given = yield Part(part, hook)
+        given = yield Part(torch.from_numpy(part), hook)
         if given is not None:
             logits.append(given)
     return logits

@@ -47,7 +47,8 @@ class AttentionMass(Hook):
     """Sums, over the layers of each band, how much a prompt's last rows attend to each row before
     them: ``mass`` is ``[2, KINDS, start]``, the weights after softmax, averaged over heads and
     summed over the rows from ``start`` on by their ``row_weights``. Rows that are ``absent``,
-    ``[start]``, receive none. ``ends``: whether the forward ends in the last observed layer."""
+    ``[start]``, on the host, receive none. ``ends``: whether the forward ends in the last observed
+    layer."""
 
     def __init__(
         self, bands: Bands, start: int, absent: torch.Tensor, *, ends: bool = True
@@ -73,6 +74,7 @@ class AttentionMass(Hook):
         if (band := self.bands.number(layer)) is None:
             return
         kv, query, start = self.kv, heads_first(query), self.start
+        self.mass = self.mass.to(query.device)
         _, heads, rows, dim = query.shape
         counted = row_weights(rows)
         if window is None:
@@ -102,15 +104,16 @@ class AttentionMass(Hook):
             hidden = positions > positions[start:, None]
             if window is not None:
                 hidden |= positions <= positions[start:, None] - window
-            hidden[:, :start] |= self.absent
+            hidden[:, :start] |= self.absent.to(like.device)
             mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
             self._masks[window] = mask.masked_fill_(hidden, float("-inf"))
         return self._masks[window]
 
 
 class Deviation(Hook):
-    """How far the recomputed keys and values of rows are from the cached ones in ``layer``.
-    ``squared``, ``[rows]``, is the squared distance of keys and values together."""
+    """How far the recomputed keys and values of rows, at ``positions`` on the host, are from the
+    cached ones in ``layer``. ``squared``, ``[rows]``, is the squared distance of keys and values
+    together."""
 
     def __init__(self, layer: int, positions: torch.Tensor) -> None:
         self.args = (layer, positions)

@@ -19,7 +19,7 @@ from kvboost.cache.lookup.hits import MovedRun
 from kvboost.config import RepairParams
 from kvboost.model.segment import Hook
 from kvboost.reuse.probe import AttentionMass, Bands, Deviation
-from kvboost.reuse.shift import Spans
+from kvboost.reuse.shift import Floats, Positions, Spans, Which
 
 PROBE_ROWS = 64
 """At most this many of a prompt's last rows are probed for what they attend to."""
@@ -54,8 +54,9 @@ def probed_layers(num_layers: int) -> Bands:
 
 
 class Probe(NamedTuple):
-    """Rows of the prompt at ``positions`` that run through the model up to layer ``until``, or
-    through all layers, for what ``hook`` sees. Rows that are ``absent`` are not attended to."""
+    """Rows of the prompt at ``positions``, on the host, that run through the model up to layer
+    ``until``, or through all layers, for what ``hook`` sees. Rows that are ``absent`` are not
+    attended to."""
 
     positions: torch.Tensor
     hook: Hook
@@ -70,10 +71,10 @@ class Probe(NamedTuple):
 
 @dataclass(frozen=True)
 class RepairChoice:
-    """``rows``, ``[prompt]``, is true for moved rows to recompute. ``shift`` says whether the other
-    rows of their spans are shifted (see ``kvboost.reuse.shift``)."""
+    """``rows`` is true for moved rows to recompute. ``shift`` says whether the other rows of their
+    spans are shifted (see ``kvboost.reuse.shift``)."""
 
-    rows: torch.Tensor
+    rows: Which
     shift: bool = False
 
 
@@ -102,7 +103,6 @@ class MovedText:
     plan: MovedPlan
     live_end: int
     num_layers: int
-    device: torch.device
     charged_tokens: float = field(default=0.0, init=False)
     """Rows through all layers."""
     charged_keys: float = field(default=0.0, init=False)
@@ -111,48 +111,46 @@ class MovedText:
     _deviations: list[Deviation] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        is_moved, is_unknown = np.zeros((2, self.plan.num_tokens), bool)
+        self.rows, self.unknown = np.zeros((2, self.plan.num_tokens), bool)
         for run in self.runs:
-            is_moved[run.start : run.end] = True
+            self.rows[run.start : run.end] = True
         for computed in self.plan.computed():
-            is_unknown[computed.start : computed.stop] = True
-        self.rows, self.unknown = (
-            torch.from_numpy(rows).to(self.device) for rows in (is_moved, is_unknown)
-        )
+            self.unknown[computed.start : computed.stop] = True
 
     @property
     def runs(self) -> Sequence[MovedRun]:
         return self.plan.moved
 
-    def attention(self) -> torch.Tensor:
+    def attention(self) -> Floats:
         """Which share of their attention to moved rows the prompt's last rows give to each of them:
         ``[prompt]``. One half is the share of all these rows, the other that of those at the very
         end, with which the answer begins. Late layers count more than the early one."""
         seen = self._observed()
-        mass = seen.mass[:, :2] * self.rows[: seen.start]
-        early, late = (mass / mass.sum(-1, keepdim=True).clamp(min=1e-30)).mean(1)
-        scores = torch.zeros(len(self.rows), device=self.device)
-        scores[: seen.start] = EARLY_SHARE * early + (1 - EARLY_SHARE) * late
+        mass = seen[:, :2] * self.rows[: seen.shape[2]]
+        early, late = (mass / np.maximum(mass.sum(-1, keepdims=True), 1e-30)).mean(1)
+        scores = np.zeros(len(self.rows), np.float32)
+        scores[: len(late)] = EARLY_SHARE * early + (1 - EARLY_SHARE) * late
         return scores
 
     def last_share(self) -> float:
         """Which share of the last row's attention goes to moved rows. Attention to the prompt's
         first row counts half, by a geometric mean: models that need nothing attend to it, and some
         send half of all attention there."""
-        seen = self._observed()
-        of_last = seen.mass[1, 2] / len(seen.bands.late)
-        moved = float((of_last * self.rows[: seen.start])[1:].sum())
+        of_last = self._observed()[1, 2] / len(probed_layers(self.num_layers).late)
+        moved = float((of_last * self.rows[: len(of_last)])[1:].sum())
         return moved / math.sqrt(max(1e-6, 1 - float(of_last[0])))
 
-    def _observed(self) -> AttentionMass:
+    def _observed(self) -> Floats:
+        """What the probe has seen, ``[2, KINDS, start]``."""
         assert self._seen is not None, "the prompt's last rows were not probed"
         self._seen.wait()
-        return self._seen
+        mass: Floats = self._seen.mass.cpu().numpy()
+        return mass
 
-    def seams(self) -> torch.Tensor:
-        """The first rows of runs that were read after some of the same text: ``[prompt]``. They
-        attended to another neighbour there."""
-        rows = torch.zeros_like(self.rows)
+    def seams(self) -> Which:
+        """The first rows of runs that were read after some of the same text. They attended to
+        another neighbour there."""
+        rows = np.zeros_like(self.rows)
         for run in self.runs:
             if run.resemblance > 0:
                 rows[run.start : min(run.end, run.start + SEAM_ROWS)] = True
@@ -173,63 +171,64 @@ class MovedText:
         """The probe for ``attention``: the last rows run over the moved KV as it is and do not
         attend to rows that are not computed yet."""
         start = self.tail.start
-        rows = torch.arange(start, self.live_end, device=self.device)
-        absent = self.unknown[: self.live_end].clone()
-        absent[start:] = False
+        hidden = self.unknown[: self.live_end].copy()
+        hidden[start:] = False
+        absent = torch.from_numpy(hidden)
         bands = probed_layers(self.num_layers)
         self._seen = AttentionMass(bands, start, absent[:start], ends=not through_all_layers)
         until = None if through_all_layers else bands.last
-        return self._probe(rows, self._seen, until, absent if bool(absent.any()) else None)
+        rows = np.arange(start, self.live_end)
+        return self._probe(rows, self._seen, until, absent if hidden.any() else None)
 
     def probe_deviation(self) -> list[Probe]:
         """The probes for ``deviation``: all moved and unknown rows run through layer 0."""
-        needed = (self.rows | self.unknown)[: self.live_end].nonzero()[:, 0]
+        needed = np.flatnonzero((self.rows | self.unknown)[: self.live_end])
         layer = min(1, self.num_layers - 1)
-        self._deviations = [Deviation(layer, some) for some in torch.split(needed, PROBE_SLICE)]
-        return [self._probe(one.positions, one, layer) for one in self._deviations]
+        slices = torch.split(torch.from_numpy(needed), PROBE_SLICE)
+        self._deviations = [Deviation(layer, some) for some in slices]
+        return [self._probe(one.positions.numpy(), one, layer) for one in self._deviations]
 
-    def deviation(self) -> torch.Tensor:
+    def deviation(self) -> Floats:
         """How far each moved row's keys and values in layer 1 are from those computed at its new
         position: ``[prompt]``."""
-        scores = torch.zeros(len(self.rows), device=self.device)
+        scores = np.zeros(len(self.rows), np.float32)
         for one in self._deviations:
-            scores[one.positions] = one.squared
+            scores[one.positions.numpy()] = one.squared.numpy()
         return scores * self.rows
 
     def _probe(
         self,
-        positions: torch.Tensor,
+        positions: Positions,
         hook: Hook,
         until: int | None,
         absent: torch.Tensor | None = None,
     ) -> Probe:
         depth = 1.0 if until is None else (until + PARTIAL_LAYER) / self.num_layers
         self._charge(positions, depth)
-        return Probe(positions, hook, until, absent)
+        return Probe(torch.from_numpy(positions), hook, until, absent)
 
-    def charge(self, rows: torch.Tensor) -> None:
-        """Counts ``rows``, ``[prompt]``, as computed once for the repair."""
-        self._charge(rows[: self.live_end].nonzero()[:, 0], 1.0)
+    def charge(self, rows: Which) -> None:
+        """Counts ``rows`` as computed once for the repair."""
+        self._charge(np.flatnonzero(rows[: self.live_end]), 1.0)
 
-    def _charge(self, positions: torch.Tensor, depth: float) -> None:
+    def _charge(self, positions: Positions, depth: float) -> None:
         self.charged_tokens += depth * len(positions)
         self.charged_keys += depth * float(positions.sum())
 
     def charged_flops(self, attention_share: float) -> float:
         """What the repair has cost, as a share of the arithmetic of computing all moved rows.
         ``attention_share``: attending to one key, relative to one row through the weights."""
-        moved_keys = float(self.rows.nonzero().sum())
+        moved_keys = float(np.flatnonzero(self.rows).sum())
         computed = self.plan.num_moved + attention_share * moved_keys
         return (self.charged_tokens + attention_share * self.charged_keys) / computed
 
-    def top(
-        self, scores: torch.Tensor, num_rows: int, without: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def top(self, scores: Floats, num_rows: int, without: Which | None = None) -> Which:
         """The ``num_rows`` moved rows that score highest, ``without`` some of them."""
-        chosen = torch.zeros_like(self.rows)
-        candidates = self.rows if without is None else self.rows & ~without
-        ranked = scores.masked_fill(~candidates, float("-inf"))
-        chosen[ranked.topk(num_rows, sorted=False).indices] = True
+        candidates = np.flatnonzero(self.rows if without is None else self.rows & ~without)
+        others = len(candidates) - num_rows
+        ranked = scores[candidates].argpartition(min(others, len(candidates) - 1))
+        chosen = np.zeros_like(self.rows)
+        chosen[candidates[ranked[others:]]] = True
         return chosen
 
     def spans(self) -> Spans:
@@ -240,17 +239,17 @@ class MovedText:
             parts = -(-length // SHIFT_TOKENS)
             bounds = [run.start + length * part // parts for part in range(parts + 1)]
             ranges += (range(*two) for two in pairwise(bounds))
-        return Spans.of(ranges, len(self.rows)).to(self.device)
+        return Spans.of(ranges, len(self.rows))
 
 
 def none(moved: MovedText, repair: RepairParams) -> RepairChoice:
     """Moved rows are used as they are."""
-    return RepairChoice(torch.zeros_like(moved.rows))
+    return RepairChoice(np.zeros_like(moved.rows))
 
 
 def selective(moved: MovedText, repair: RepairParams) -> RepairChoice:
     """The first and the last ``overlap`` rows of every run."""
-    rows = torch.zeros_like(moved.rows)
+    rows = np.zeros_like(moved.rows)
     for run in moved.runs:
         overlap = min(repair.overlap, run.end - run.start)
         rows[run.start : run.start + overlap] = True
@@ -270,7 +269,7 @@ def random(moved: MovedText, repair: RepairParams) -> RepairChoice:
     choice is worth is what it gains over this."""
     num_rows = round(repair.ratio * moved.plan.num_moved)
     drawn = torch.rand(len(moved.rows), generator=torch.Generator().manual_seed(num_rows))
-    return RepairChoice(moved.top(drawn.to(moved.device), num_rows), shift=True)
+    return RepairChoice(moved.top(drawn.numpy(), num_rows), shift=True)
 
 
 def asks_attention(repair: RepairParams) -> bool:
@@ -283,8 +282,9 @@ def query(moved: MovedText, repair: RepairParams) -> RepairChoice:
     shifted."""
     num_rows = round(repair.ratio * moved.plan.num_moved)
     if num_rows in (0, moved.plan.num_moved):  # nothing to choose
-        return RepairChoice(moved.rows.clone() if num_rows else torch.zeros_like(moved.rows))
-    scores = moved.attention().masked_fill(moved.seams(), float("inf"))
+        return RepairChoice(moved.rows.copy() if num_rows else np.zeros_like(moved.rows))
+    scores = moved.attention()
+    scores[moved.seams()] = np.inf
     return RepairChoice(moved.top(scores, num_rows), shift=True)
 
 

@@ -15,15 +15,11 @@ from kvboost.model.segment import Hook
 from kvboost.reuse.assemble import Packer
 from kvboost.reuse.driver import ShiftedRows
 from kvboost.reuse.rope import Rotation
-from kvboost.reuse.shift import Shift, Spans
+from kvboost.reuse.shift import Positions, Shift, Spans
 
 
 class RequestRows(ShiftedRows, Protocol):
     """The contract for rows in buffers and in pages."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the rows to recompute are chosen."""
 
     @property
     def slice_rows(self) -> int | None:
@@ -53,10 +49,6 @@ class BufferedRows:
     def __init__(self, kv: RequestKV, packer: Packer, rotation: Rotation | None) -> None:
         self._kv, self._packer, self._rotation = kv, packer, rotation
 
-    @property
-    def device(self) -> torch.device:
-        return self._kv.shape.device
-
     def place(self, hit: Hit, data: KVData, share: float | None = None) -> None:
         self._packer.place(hit, data, self._kv, share)
 
@@ -71,8 +63,9 @@ class BufferedRows:
     def probe(self, hook: Hook, positions: torch.Tensor) -> Hook:
         return hook
 
-    def shift(self, positions: torch.Tensor, spans: Spans) -> Hook | None:
+    def shift(self, positions: Positions, spans: Spans) -> Hook | None:
         if self._rotation is None:
             return None
-        shift = Shift(self._rotation, positions, spans)
+        on_device = torch.from_numpy(positions).to(self._kv.shape.device)
+        shift = Shift(self._rotation, on_device, spans)
         return shift if shift.useful else None

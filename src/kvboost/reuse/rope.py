@@ -8,9 +8,11 @@ scales lengths, which a rotation does not change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
@@ -41,6 +43,8 @@ class Rotation:
         self.kinds: list[int] = kinds.tolist()
         """One number per layer; layers of one kind rotate alike. Most models have one kind, Gemma 3
         has two."""
+        self._different = self._frequencies if len(set(self.kinds)) > 1 else self._frequencies[:1]
+        """One entry for all layers if they rotate alike."""
 
     def move(self, keys: torch.Tensor, distance: int, out: torch.Tensor) -> None:
         """Writes ``keys``, ``[layers, kv_heads, tokens, dim]``, moved by ``distance`` positions
@@ -63,6 +67,12 @@ class Rotation:
         """Cosine and sine ``[positions, pairs]`` of each position's rotation in one layer."""
         angles = positions.cpu().double()[:, None] * self._frequencies[layer]
         return _cos_sin(angles, positions.device)
+
+    def turns(self, distances: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Cosine and sine ``[2, layers, distances, pairs]`` of rotations by ``distances``, on the
+        host; one entry for all layers if they rotate alike."""
+        angles = np.array(distances)[:, None] * self._different[:, None].numpy()
+        return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
 
     def rotate(self, keys: torch.Tensor, cos_sin: CosSin, *, back: bool = False) -> torch.Tensor:
         """``keys`` in float32, ``[..., positions, dim]``, rotated to their positions, or
@@ -98,8 +108,7 @@ class Rotation:
         table = self._tables.get(device)
         if table is None or table[0].shape[1] < num_positions:
             positions = torch.arange(max(1024, 2 * num_positions), dtype=torch.float64)
-            layers = self._frequencies if len(set(self.kinds)) > 1 else self._frequencies[:1]
-            table = _cos_sin(positions[:, None] * layers[:, None, :], device)
+            table = _cos_sin(positions[:, None] * self._different[:, None, :], device)
             self._tables[device] = table
         return table
 

@@ -9,11 +9,12 @@ in the error, so the product of the change and the squared share is the KL to ex
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from kvboost.config import MOST_RECOMPUTED, RepairParams
 from kvboost.reuse.repair import MovedText, RepairChoice
-from kvboost.reuse.shift import Spans
+from kvboost.reuse.shift import Floats, Spans
 
 GROWTH = 2.0
 """A second round makes the recomputed share at least so many times as large: fewer rows would not
@@ -32,8 +33,8 @@ def asks_stale_answer(moved: MovedText, repair: RepairParams) -> bool:
 
 
 class Rounds:
-    """The rounds of one repair, at most two. ``fresh``, ``[prompt]``, are the moved rows that are
-    recomputed so far; ``rows``, ``[prompt]``, are those that the next forward runs."""
+    """The rounds of one repair, at most two. ``fresh`` are the moved rows that are recomputed so
+    far; ``rows`` are those that the next forward runs."""
 
     def __init__(
         self,
@@ -73,18 +74,18 @@ class Rounds:
         most = round(MOST_RECOMPUTED * num_moved)
         if self.expected_kl <= self._tolerance or num_fresh >= most:
             return False
-        enough = int((change * stale_shares.square() > self._tolerance).sum())
+        enough = int((change * stale_shares**2 > self._tolerance).sum())
         num_rows = min(max(enough, round(GROWTH * num_fresh)), most)
         self.expected_kl = change * float(stale_shares[num_rows]) ** 2
         self._choose(num_rows - num_fresh)
         return True
 
-    def _stale_shares(self) -> torch.Tensor:
+    def _stale_shares(self) -> Floats:
         """Which share of the question's attention to moved rows goes to stale ones, if so many rows
         are recomputed: ``[moved + 1]``, from 1 to 0."""
-        attention = self._moved.attention()[self._moved.rows].double()
-        covered = attention.sort(descending=True).values.cumsum(0)
-        return torch.cat([covered.new_ones(1), 1 - covered / covered[-1].clamp(min=1e-30)])
+        attention = np.sort(self._moved.attention()[self._moved.rows])[::-1]
+        covered = attention.cumsum(dtype=np.float64)
+        return np.append(1.0, 1 - covered / max(covered[-1], 1e-30))
 
     def _choose(self, num_rows: int) -> None:
         """The next rows by attention. The rows of the first round, which have attended to rows that
@@ -94,7 +95,7 @@ class Rounds:
         self.spans = self.spans.after(self.fresh)
         new = moved.top(moved.attention(), num_rows, without=self.fresh)
         self.fresh = self.fresh | new
-        self.rows = self.fresh.clone()
+        self.rows = self.fresh.copy()
         self.rows[moved.tail.start :] = True
         moved.charge(self.rows)
 

@@ -34,17 +34,28 @@ ERROR_WEIGHT = 4.0
 relative to the mean of its span. A few rows have errors of their own that are many times as large,
 and say nothing about the others."""
 
+Positions = np.ndarray[Any, np.dtype[np.int64]]
+"""Of rows of a prompt, increasing. The host chooses rows: a GPU would wait for its many small
+steps."""
+Which = np.ndarray[Any, np.dtype[np.bool_]]
+"""``[prompt]``: true for some of its rows."""
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+_NUMBER = np.arange(BLOCKS, dtype=np.float32)
+_APART = abs(_NUMBER[:, None] - _NUMBER)
+"""``[BLOCKS, BLOCKS]``: how many blocks lie between two."""
+
 
 @dataclass(frozen=True)
 class Spans:
     """Rows that share an offset, more or less. ``block_of``, ``[prompt]``, is the block of each
     row, and -1 for rows that are not moved; span ``n`` has the blocks from ``n * BLOCKS`` on.
     ``block_tokens``, ``[spans]``: how long these are. ``seen``, ``[spans]``: how many rows have
-    shown the offset in earlier rounds of the same repair."""
+    shown the offset in earlier rounds of the same repair. All on the host."""
 
-    block_of: torch.Tensor
-    block_tokens: torch.Tensor
-    seen: torch.Tensor
+    block_of: np.ndarray[Any, np.dtype[np.int64]]
+    block_tokens: Floats
+    seen: Floats
 
     @classmethod
     def of(cls, ranges: Sequence[range], num_tokens: int) -> Spans:
@@ -52,48 +63,43 @@ class Spans:
         block_of = np.full(num_tokens, -1)
         for number, rows in enumerate(ranges):
             block_of[rows.start : rows.stop] = _blocks(len(rows)) + number * BLOCKS
-        tokens = torch.tensor([len(rows) / BLOCKS for rows in ranges])
-        return cls(torch.from_numpy(block_of), tokens, torch.zeros(len(ranges)))
-
-    def to(self, device: torch.device | str) -> Spans:
-        parts = (self.block_of, self.block_tokens, self.seen)
-        return Spans(*(part.to(device) for part in parts))
+        tokens = np.array([len(rows) / BLOCKS for rows in ranges], np.float32)
+        return cls(block_of, tokens, np.zeros(len(ranges), np.float32))
 
     def between(self, start: int, end: int) -> Spans:
         """The spans of rows ``[start, end)`` alone."""
-        block_of = self.block_of.clone()
+        block_of = self.block_of.copy()
         block_of[:start] = block_of[end:] = -1
         return replace(self, block_of=block_of)
 
-    def after(self, fresh: torch.Tensor) -> Spans:
+    def after(self, fresh: Which) -> Spans:
         """The spans for the next round, when rows ``fresh``, ``[prompt]``, are recomputed. Those
         are not shifted any more, and the other rows have the offset that they have shown."""
         seen = self.seen + self.rows_by_block(fresh).sum(1)
-        return replace(self, block_of=self.block_of.masked_fill(fresh, -1), seen=seen)
+        return replace(self, block_of=np.where(fresh, -1, self.block_of), seen=seen)
 
-    def weights(self, positions: torch.Tensor) -> torch.Tensor | None:
+    def weights(self, positions: Positions) -> Floats | None:
         """What each of the recomputed ``positions`` adds to the offset of a block:
         ``[spans, BLOCKS, BLOCKS]``, of the block in dimension 1, if it is in the one in dimension
         2. None if there are no rows to learn from or none to shift."""
         rows = self.rows_by_block(positions)[:, None]
-        if not 2 <= int(rows.sum()) < int((self.block_of >= 0).sum()):
+        if not 2 <= rows.sum() < np.count_nonzero(self.block_of >= 0):
             return None
-        count = rows.sum(2, keepdim=True)
-        number = torch.arange(BLOCKS, device=rows.device)
-        distance = (number[:, None] - number).abs() * self.block_tokens[:, None, None]
-        near = torch.exp(-distance / REACH)
-        share = near + FAR_ROWS / count.clamp(min=1)
-        share /= (near * rows).sum(2, keepdim=True) + FAR_ROWS
+        count = rows.sum(2, keepdims=True)
+        near = np.exp(_APART * (self.block_tokens / -REACH)[:, None, None])
+        share = near + FAR_ROWS / np.maximum(count, 1)
+        share /= (near * rows).sum(2, keepdims=True) + FAR_ROWS
         known = count + PRIOR_ROWS + self.seen[:, None, None]
-        return torch.where(count >= 2, count / known, 0.0) * share
+        weights: Floats = np.where(count >= 2, count / known, 0) * share
+        return weights
 
-    def rows_by_block(self, positions: torch.Tensor) -> torch.Tensor:
+    def rows_by_block(self, positions: Positions | Which) -> Floats:
         """How many of the rows at ``positions``, or of those where it is true, are in each block:
         ``[spans, BLOCKS]``."""
-        blocks = self.block_of[positions]
-        count = torch.zeros(len(self.seen) * BLOCKS + 1, device=blocks.device)
-        count.scatter_add_(0, blocks % len(count), torch.ones(len(blocks), device=blocks.device))
-        return count[:-1].view(-1, BLOCKS)
+        others = len(self.seen) * BLOCKS  # the number of rows in no block comes last
+        blocks = self.block_of[positions] % (others + 1)
+        count = np.bincount(blocks, minlength=others + 1)[:others]
+        return count.astype(np.float32).reshape(-1, BLOCKS)
 
 
 @cache
@@ -108,28 +114,31 @@ class Shift(Hook):
     and values; rows that differ much count less. Keys are compared at position 0, and the
     difference is rotated to the position of each row.
 
-    ``positions`` are all rows of the segment, in order.
+    ``positions``, on the device, are all rows of the segment, in order.
     """
 
     def __init__(self, rotation: Rotation, positions: torch.Tensor, spans: Spans) -> None:
         self.args = (positions, spans)
         self._rotation = rotation
-        weights = spans.weights(positions)
+        at, device = positions.cpu().numpy(), positions.device
+        weights = spans.weights(at)
         self.useful = weights is not None
         if weights is None:
             return
-        self._weights = weights
-        self._total = weights @ spans.rows_by_block(positions)[..., None]
-        self._index = (spans.block_of[positions] >= 0).nonzero()[:, 0]
+        total = weights @ spans.rows_by_block(at)[..., None]
+        self._weights, self._total, block_of = (
+            torch.from_numpy(part).to(device) for part in (weights, total, spans.block_of)
+        )
+        self._index = (block_of[positions] >= 0).nonzero()[:, 0]
         self._fresh = positions[self._index]
-        moved = (spans.block_of >= 0).nonzero()[:, 0]
+        moved = np.flatnonzero(spans.block_of >= 0)
         # The shift touches all rows between the first and the last moved one. Rows that are not
         # moved get a zero offset, and fresh rows are overwritten right after.
         self._start, self._end = int(moved[0]), int(moved[-1]) + 1
         num_blocks = weights.shape[0] * BLOCKS
-        between = spans.block_of[self._start : self._end]
+        between = block_of[self._start : self._end]
         self._offset_of = torch.where(between >= 0, between, num_blocks)
-        which = spans.block_of[self._fresh]
+        which = block_of[self._fresh]
         self._rows = (self._index, self._fresh, which, num_blocks, BLOCKS, ERROR_WEIGHT)
         self._cos_sin: dict[int, tuple[CosSin, CosSin]] = {}
 

@@ -27,8 +27,7 @@ class Repairing:
         self._repair = state.request.repair
         self._num_logits = num_logits
         self._rows = runtime.rows_of(kv)
-        ids = torch.from_numpy(state.request.token_ids.astype(np.int64))
-        self._ids = ids.to(self._rows.device)
+        self._ids = torch.from_numpy(state.request.token_ids.astype(np.int64))
 
     def run(self, plan: Plan) -> Computing[torch.Tensor]:
         """Returns the logits of the prompt's last rows."""
@@ -37,8 +36,7 @@ class Repairing:
         for unknown in plan.computed():
             self._rows.clear(unknown)
         live_end = total - self._num_logits + 1
-        layers = self._kv.shape.num_layers
-        moved = MovedText(plan, live_end, layers, self._rows.device)
+        moved = MovedText(plan, live_end, self._kv.shape.num_layers)
         slice_rows = min(filter(None, (self._runtime.backend.prefill_slice, self._rows.slice_rows)))
         steps = repair_rows(moved, self._repair, self._rows, slice_rows)
         given: torch.Tensor | None = None
@@ -58,7 +56,7 @@ class Repairing:
         state.reuse = replace(
             state.reuse,
             strategy=self._repair.strategy,
-            recomputed=tuple(rounds.fresh.nonzero()[:, 0].tolist()),
+            recomputed=tuple(np.flatnonzero(rounds.fresh).tolist()),
             charged_tokens=moved.charged_tokens,
             charged_flops=moved.charged_flops(self._runtime.model.attention_share),
             expected_kl=rounds.expected_kl,

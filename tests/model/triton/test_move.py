@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,12 +23,11 @@ def source(tokens: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
     return random(2, LAYERS, KV_HEADS, tokens, dim, dtype=dtype)
 
 
-def cos_sin(rotation: Rotation, distances: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[layers, rotations, pairs]``; the rotation by a distance is that to a position."""
+def turns_of(rotation: Rotation, distances: list[int]) -> np.ndarray:
+    """``[2, layers, rotations, pairs]``; the rotation by a distance is that to a position."""
     at = torch.tensor(distances)
-    parts = [rotation.cos_sin(layer, at) for layer in range(LAYERS)]
-    cos, sin = zip(*parts, strict=True)
-    return torch.stack(cos), torch.stack(sin)
+    parts = [torch.stack(rotation.cos_sin(layer, at)) for layer in range(LAYERS)]
+    return torch.stack(parts, 1).numpy()
 
 
 @each_dtype
@@ -51,7 +51,7 @@ def test_rows_are_rotated_into_the_pages_of_all_layers(
     ]
     rotation = Rotation(torch.rand(LAYERS, pairs), interleaved=interleaved)
     distances = [13, 100, -59]
-    (rows,) = MovedRows.of([spans], cos_sin(rotation, distances), table, layers)
+    (rows,) = MovedRows.of([spans], turns_of(rotation, distances), table, layers)
     move(rows, layers, interleaved=interleaved)
     touched = []
     for span in spans:
@@ -80,7 +80,7 @@ def test_a_span_goes_over_pages_of_its_source() -> None:
     table = make_tables(1, 9, 12)[0]
     slab = random(LAYERS, 5, KV_HEADS, 64, 2 * 32, dtype=torch.float32)  # five pages of 64 rows
     pages = slab.unflatten(-1, (2, -1)).permute(4, 1, 0, 2, 3, 5)  # [2, 5, layers, heads, 64, 32]
-    turn = torch.ones(1, 1, 4), torch.zeros(1, 1, 4)
+    turn = np.stack([np.ones((1, 1, 4), np.float32), np.zeros((1, 1, 4), np.float32)])
     numbers, start, count, position = [4, 1, 2], 50, 100, 7
     span = StoredSpan(
         Source(pages[:, 0], page_step=KV_HEADS * 64), start, count, position, 0, numbers
@@ -100,10 +100,10 @@ def test_layers_that_rotate_alike_share_one_table() -> None:
     table = make_tables(1, 4, 12)[0]
     rotation = Rotation(torch.rand(1, 16).expand(LAYERS, 16))
     spans = [StoredSpan(Source(source(33, 32, torch.float32)), 0, 33, 5)]
-    cos, sin = cos_sin(rotation, [5])
-    move(*MovedRows.of([spans], (cos[:1], sin[:1]), table, layers), layers)
+    assert rotation.turns([5]).shape == (2, 1, 1, 16)
+    move(*MovedRows.of([spans], rotation.turns([5]), table, layers), layers)
     given = [pages.clone() for pages in layers.pages]
-    move(*MovedRows.of([spans], (cos, sin), table, layers), layers)
+    move(*MovedRows.of([spans], turns_of(rotation, [5]), table, layers), layers)
     assert all(torch.equal(*both) for both in zip(given, layers.pages, strict=True))
     expected = torch.empty_like(spans[0].source.tensor[0])
     rotation.move(spans[0].source.tensor[0], 5, expected)
@@ -114,7 +114,7 @@ def test_layers_that_rotate_alike_share_one_table() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     layers = make_layers(32, torch.float32, "tokens first")
     table = make_tables(1, 4, 12)[0]
-    data, turn = source(20, 32, torch.float32), torch.ones(1, 1, 16)
+    data, turn = source(20, 32, torch.float32), np.ones((2, 1, 1, 16), np.float32)
     for span, message in [
         (StoredSpan(Source(data), 5, 16, 0), "moves rows 5 to 21 to 0; its source has 20 rows"),
         (StoredSpan(Source(data), 0, 16, 49), "the request's pages 64"),
@@ -124,14 +124,14 @@ def test_what_does_not_fit_is_refused() -> None:
         (StoredSpan(Source(data.bfloat16()), 0, 4, 0), "span 0 is torch.bfloat16"),
     ]:
         with pytest.raises(ValueError, match=message):
-            MovedRows.of([[span]], (turn, turn), table, layers)
+            MovedRows.of([[span]], turn, table, layers)
     with pytest.raises(ValueError, match="no spans to move"):
-        MovedRows.of([], (turn, turn), table, layers)
+        MovedRows.of([], turn, table, layers)
     with pytest.raises(ValueError, match="span 1 moves 0 rows"):
         each = [StoredSpan(Source(data), 0, 4, 0), StoredSpan(Source(data), 0, 0, 0)]
-        MovedRows.of([each], (turn, turn), table, layers)
-    with pytest.raises(ValueError, match=r"cosines have shape \(1, 1, 16\).* and 2 rotations"):
-        MovedRows.of([[StoredSpan(Source(data), 0, 4, 0, 1)]], (turn, turn), table, layers)
+        MovedRows.of([each], turn, table, layers)
+    with pytest.raises(ValueError, match=r"turns have shape \(2, 1, 1, 16\).* and 2 rotations"):
+        MovedRows.of([[StoredSpan(Source(data), 0, 4, 0, 1)]], turn, table, layers)
     with pytest.raises(ValueError, match="all layers must be alike"):
         PagedLayers([layers.first, layers.first[:, :, :8]])
 
@@ -143,7 +143,7 @@ def test_rows_that_stay_in_place_keep_their_bits(dtype: torch.dtype) -> None:
     table = make_tables(1, 4, 12)[0]
     stored = source(40, 32, dtype)
     stored[:, :, :, ::3] *= 0.0
-    turns = cos_sin(Rotation(torch.rand(LAYERS, 16)), [0])
+    turns = turns_of(Rotation(torch.rand(LAYERS, 16)), [0])
     move(*MovedRows.of([[StoredSpan(Source(stored), 0, 40, 7)]], turns, table, layers), layers)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     for number, pages in enumerate(layers.pages):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,9 +20,9 @@ SPANS = Spans.of([range(7, 60), range(60, 63), range(80, 140)], PROMPT)
 
 
 def shift_rows(positions: torch.Tensor) -> ShiftRows:
-    weights = SPANS.weights(positions)
+    weights = SPANS.weights(positions.numpy())
     assert weights is not None
-    return ShiftRows.of(positions, SPANS.block_of, weights)
+    return ShiftRows.of(positions.numpy(), SPANS.block_of, weights)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_the_shift_is_that_of_dense_rows(
 
     kv = RequestKV(KVShape(2, KV_HEADS, dim, dtype, torch.device(DEVICE)), PROMPT)
     kv.data[:, 1, :, :PROMPT] = dense(pages, table)[:, :, :PROMPT]
-    hook = Shift(rotation, positions.to(DEVICE), SPANS.to(DEVICE))
+    hook = Shift(rotation, positions.to(DEVICE), SPANS)
     assert hook.useful
     hook.kv = kv
     hook.on_fresh(1, keys, values)
@@ -58,7 +59,7 @@ def test_the_shift_is_that_of_dense_rows(
     at = rotation.cos_sin(1, torch.arange(PROMPT, device=DEVICE))
     shift(keys, values, pages, plan, at, error_weight=ERROR_WEIGHT, interleaved=interleaved)
     found, expected = dense(pages, table)[:, :, :PROMPT], kv.data[:, 1, :, :PROMPT]
-    stale = (SPANS.block_of >= 0).to(DEVICE)
+    stale = torch.from_numpy(SPANS.block_of >= 0).to(DEVICE)
     stale[positions.to(DEVICE)] = False  # fresh rows are written by the forward
     limit = 1e-5 if dtype == torch.float32 else 2e-2
     stale_found, stale_expected = (part[:, :, stale].float() for part in (found, expected))
@@ -75,10 +76,9 @@ def test_the_shift_is_that_of_dense_rows(
 def test_nothing_to_learn_from_shifts_nothing() -> None:
     pages = make_pages(12, KV_HEADS, PAGE, 32, torch.float32, "tokens first")
     before, table = pages.clone(), make_tables(1, 10, 12)[0]
-    positions = torch.tensor([0, 1, 149])  # none of them moved
-    plan = ShiftPlan.of(
-        ShiftRows.of(positions, SPANS.block_of, torch.zeros(3, BLOCKS, BLOCKS)), table
-    )
+    positions = np.array([0, 1, 149])  # none of them moved
+    none = np.zeros((3, BLOCKS, BLOCKS), np.float32)
+    plan = ShiftPlan.of(ShiftRows.of(positions, SPANS.block_of, none), table)
     keys = random(3, KV_HEADS, 32)
     table_of = random(PROMPT, 16)
     shift(keys, keys, pages, plan, (table_of, table_of), error_weight=ERROR_WEIGHT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -112,16 +113,16 @@ def test_a_repair_shifts_as_over_buffers(name: str, monkeypatch: pytest.MonkeyPa
     buffered = BufferedRows(two.plain, backend.packer, backend.rotation)
     paged = backend.rows_of(two.paged)
     assert isinstance(paged, PagedRequest)
-    found = two.logits(two.paged, rows, hook=paged.shift(rows, SPANS))
+    found = two.logits(two.paged, rows, hook=paged.shift(rows.numpy(), SPANS))
     on_device = rows.to(DEVICE)
-    shift = buffered.shift(on_device, SPANS.to(DEVICE))
+    shift = buffered.shift(rows.numpy(), SPANS)
     assert shift is not None
     expected = two.logits(two.plain, on_device, hook=shift)
     torch.testing.assert_close(found, expected, **CLOSE)
     two.compare(PROMPT)
     assert not torch.equal(two.plain.rows(6, 9), before[:, :, :, 6:9])
     assert two.capture.names == [REPAIRS] and two.forwards.num_runs == 1
-    assert paged.shift(torch.tensor([50]), SPANS) is None
+    assert paged.shift(np.array([50]), SPANS) is None
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
@@ -213,7 +214,7 @@ def test_many_segments_are_packed_and_those_with_hooks_are_not(
     monkeypatch.setattr("kvboost.model.paged.forward.MOST_APART", MOST_APART)
     two = Two(paged_engine(monkeypatch, "phi3", sizes=TWO_LAYERS), monkeypatch)
     repaired = torch.tensor([5, 9, 13, 30, 31, 44])
-    hook = two.backend.rows_of(two.paged).shift(repaired, SPANS)
+    hook = two.backend.rows_of(two.paged).shift(repaired.numpy(), SPANS)
     shifting = Segment(two.paged, IDS[repaired], repaired, hook=hook)
     tails = [
         Segment(two.paged, IDS[start:PROMPT], range(start, PROMPT))

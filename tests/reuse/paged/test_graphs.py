@@ -170,7 +170,7 @@ def test_a_repair_in_buffers_is_the_repair(
         for run in (graphs, lambda *given: run_plainly(model, kernels, *given)):
             for cache, before in zip(model.caches, start, strict=True):
                 cache.copy_(before)
-            hook = kernels.shift(rows, spans(), table) if shifted else None
+            hook = kernels.shift(rows.numpy(), spans(), table) if shifted else None
             assert (hook is not None) == shifted
             ran = run(ids, rows, table, hook)
             assert ran is (True if run is graphs else None)
@@ -219,7 +219,7 @@ def test_what_has_no_graph_is_left_to_others(
     assert not graphs(ids[:20], few, table.repeat(2), None)  # too many pages
     quarters = [range(at, at + PROMPT // 4) for at in range(0, PROMPT // 4 * 4, PROMPT // 4)]
     crowded = Spans.of(quarters, PROMPT)
-    assert not graphs(ids[:20], few, table, kernels.shift(few, crowded, table))
+    assert not graphs(ids[:20], few, table, kernels.shift(few.numpy(), crowded, table))
     assert torch.equal(content(model, table), before)
     assert graphs.num_replays == 0
 

@@ -23,7 +23,7 @@ from kvboost.reuse.driver import Part, repair_rows
 from kvboost.reuse.probe import AttentionMass
 from kvboost.reuse.repair import MovedText, Probe
 from kvboost.reuse.rope import Rotation
-from kvboost.reuse.shift import Shift, Spans
+from kvboost.reuse.shift import Positions, Shift, Spans
 
 if TYPE_CHECKING:
     from kvboost.integrations.vllm.sparse import SparseForward
@@ -65,9 +65,7 @@ class Repairer:
         and ``SCRATCH_PAGE``."""
         pages, total = self._pages, len(load.token_ids)
         ids = torch.from_numpy(load.token_ids.astype(np.int64))
-        # Our kernels leave the choice to the host: a GPU would wait for its many small steps.
-        device = pages.device if self._kernels is None else torch.device("cpu")
-        moved = MovedText(load, total, len(pages.caches), device)
+        moved = MovedText(load, total, len(pages.caches))
         shifted = _ShiftedLoad(pages, self._rotation, self._kernels, table)
         steps = repair_rows(
             moved, load.repair, shifted, slice_rows, end=load.end, takes_rounds=False
@@ -79,7 +77,7 @@ class Repairer:
                 rounds, _ = end.value
                 break
             if isinstance(some, Part):
-                self.run(ids, some.positions.cpu(), table, some.hook)
+                self.run(ids, some.positions, table, some.hook)
                 yield len(some.positions)
             else:
                 num_rows = self._probe(some, ids, table)
@@ -92,9 +90,9 @@ class Repairer:
         with the probe instead."""
         hook = probe.hook
         assert isinstance(hook, AttentionMass)
-        tail = rows = probe.positions.cpu()
+        tail = rows = probe.positions
         if probe.absent is not None:
-            rows = torch.cat([probe.absent.nonzero()[:, 0].cpu(), tail])
+            rows = torch.cat([probe.absent.nonzero()[:, 0], tail])
         self.run(ids, rows, table, self._probe_hook(hook, tail, table))
         if self._ranks.are_several:
             hook.wait()
@@ -130,11 +128,11 @@ class _ShiftedLoad:
     ) -> None:
         self._pages, self._rotation, self._kernels, self._table = pages, rotation, kernels, table
 
-    def shift(self, positions: torch.Tensor, spans: Spans) -> LayerHook | None:
+    def shift(self, positions: Positions, spans: Spans) -> LayerHook | None:
         if self._kernels is not None:
-            return self._kernels.shift(positions.cpu(), spans.to("cpu"), self._table)
+            return self._kernels.shift(positions, spans, self._table)
         pages = self._pages
-        shift = Shift(self._rotation, positions.to(pages.device), spans.to(pages.device))
+        shift = Shift(self._rotation, torch.from_numpy(positions).to(pages.device), spans)
         if not shift.useful:
             return None
         slots = pages.slots(self._table, torch.arange(shift.touched.stop, device=pages.device))

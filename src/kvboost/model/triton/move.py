@@ -21,7 +21,6 @@ ROWS = 32
 WARPS = 4
 
 
-CosSin = tuple[torch.Tensor, torch.Tensor]
 Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -74,36 +73,30 @@ class MovedRows:
     def of(
         cls,
         groups: Sequence[Sequence[StoredSpan]],
-        cos_sin: CosSin,
+        turns: Numbers,
         table: torch.Tensor,
         layers: PagedLayers,
     ) -> list[MovedRows]:
         """The rows of spans, group by group, which go to the request whose pages are ``table``,
-        ``[pages]``. ``cos_sin`` are float32 ``[layers, rotations, pairs]`` on the host, or ``[1,
-        rotations, pairs]`` if layers rotate alike. Pairs are channels ``(i, i + pairs)``, or
-        neighbours; those beyond ``2 * pairs`` are not rotated."""
+        ``[pages]``. ``turns`` are cosines and sines, float32 ``[2, layers, rotations, pairs]``, or
+        ``[2, 1, rotations, pairs]`` if layers rotate alike. Pairs are channels ``(i, i + pairs)``,
+        or neighbours; those beyond ``2 * pairs`` are not rotated."""
         spans = [span for group in groups for span in group]
         if not all(groups) or not spans:
             raise ValueError("there are no spans to move")
-        _check_rotations(cos_sin[0], spans, layers)
+        _check_turns(turns, spans, layers)
         sources, span, items = _describe(spans, table, layers)
-        angles = torch.stack(cos_sin).numpy()
-        parts = [part.view(np.int32).ravel() for part in (sources, items, angles)]
+        parts = [part.view(np.int32).ravel() for part in (sources, items, turns)]
         sent = send(torch.from_numpy(np.concatenate(parts)), table.device)
         on_device = sent.split([len(part) for part in parts])
         firsts = np.cumsum([0, *(len(group) for group in groups)])
         ends = np.searchsorted(span, firsts)
+        described = on_device[0].view(torch.int64).view(-1, 6)
         moved = on_device[1].view(-1, 4)
+        cos_sin = on_device[2].view(torch.float32).view(turns.shape)
         are_aligned = not (sources[:, :5] % VECTOR_BYTES).any()
         return [
-            cls(
-                group,
-                on_device[0].view(torch.int64).view(-1, 6),
-                moved[start:end],
-                on_device[2].view(torch.float32).view(angles.shape),
-                table,
-                are_aligned,
-            )
+            cls(group, described, moved[start:end], cos_sin, table, are_aligned)
             for group, start, end in zip(groups, ends[:-1], ends[1:], strict=True)
         ]
 
@@ -170,13 +163,13 @@ def _check_source(source: torch.Tensor, number: int, layers: PagedLayers) -> Non
         )
 
 
-def _check_rotations(cos: torch.Tensor, spans: Sequence[StoredSpan], layers: PagedLayers) -> None:
-    kinds, rotations, pairs = cos.shape
+def _check_turns(turns: Numbers, spans: Sequence[StoredSpan], layers: PagedLayers) -> None:
+    _, kinds, rotations, pairs = turns.shape
     needed = 1 + max(span.rotation for span in spans)
     if kinds not in (1, len(layers)) or rotations < needed or 2 * pairs > layers.dim:
         raise ValueError(
-            f"cosines have shape {tuple(cos.shape)}; {len(layers)} layers of dimension "
-            f"{layers.dim} and {needed} rotations need [{len(layers)} or 1, {needed} or more, "
+            f"turns have shape {turns.shape}; {len(layers)} layers of dimension "
+            f"{layers.dim} and {needed} rotations need [2, {len(layers)} or 1, {needed} or more, "
             f"at most {layers.dim // 2}]"
         )
 

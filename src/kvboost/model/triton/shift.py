@@ -46,29 +46,26 @@ class ShiftRows:
     """One past the last moved position."""
 
     @classmethod
-    def of(
-        cls, positions: torch.Tensor, block_of: torch.Tensor, weights: torch.Tensor
-    ) -> ShiftRows:
-        """``positions`` are all rows of the segment; ``block_of``, ``[prompt]``, is -1 for rows
-        that are not moved, and each span has ``blocks`` of them; ``weights``,
+    def of(cls, at: Array, block_of: Array, weights: Array) -> ShiftRows:
+        """``at`` are the positions of all rows of the segment; ``block_of``, ``[prompt]``, is -1
+        for rows that are not moved, and each span has ``blocks`` of them; ``weights``,
         ``[spans, blocks, blocks]``, are what a row adds to the offset of each block (dimension 1)
-        if it is in another (dimension 2). All on the CPU."""
-        at, every = positions.numpy(), block_of.numpy()
+        if it is in another (dimension 2)."""
         spans, blocks, _ = weights.shape
-        which = every[at]
+        which = block_of[at]
         index = np.flatnonzero(which >= 0)
         which = which[index]
         order = which.argsort(kind="stable")
         index, which = index[order], which[order]
-        is_stale = every >= 0
+        is_stale = block_of >= 0
         moved = np.flatnonzero(is_stale)
         is_stale[at] = False
         stale = np.flatnonzero(is_stale)
         return cls(
             np.stack([index, at[index]]),
-            weights.numpy().transpose(0, 2, 1).reshape(-1, blocks)[which],
+            weights.transpose(0, 2, 1).reshape(-1, blocks)[which],
             np.searchsorted(which // blocks, np.arange(spans + 1)),
-            np.stack([every[stale], stale]),
+            np.stack([block_of[stale], stale]),
             int(moved[-1]) + 1 if len(moved) else 0,
         )
 

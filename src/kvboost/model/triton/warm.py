@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product, starmap
 
+import numpy as np
 import torch
 
 from kvboost.model.triton.attention import FEW_COMBINED, attend
@@ -77,11 +78,11 @@ def warm_up(
 
     angles = torch.ones(page + 1, pairs, device=like.device)
     stored = torch.zeros(2, len(layers), kv_heads, 1, dim, dtype=like.dtype, device=like.device)
-    turn = torch.ones(1, 1, pairs)
-    (moved,) = MovedRows.of([[StoredSpan(Source(stored), 0, 1, 0)]], (turn, turn), table, own)
+    turn = np.ones((2, 1, 1, pairs), np.float32)
+    (moved,) = MovedRows.of([[StoredSpan(Source(stored), 0, 1, 0)]], turn, table, own)
     for share in (None, 0.5):
         move(moved, own, interleaved=interleaved, share=share)
-    block_of = torch.zeros(page + 1, dtype=torch.int64)
-    plan = ShiftPlan.of(ShiftRows.of(position, block_of, torch.ones(1, blocks, blocks)), table)
+    block_of, shares = np.zeros(page + 1, np.int64), np.ones((1, blocks, blocks), np.float32)
+    plan = ShiftPlan.of(ShiftRows.of(position.numpy(), block_of, shares), table)
     fresh = query.new_zeros(1, kv_heads, dim)
     shift(fresh, fresh, pages, plan, (angles, angles), error_weight=1.0, interleaved=interleaved)

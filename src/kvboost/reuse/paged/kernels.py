@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from kvboost.cache.lookup.hits import Hit
@@ -23,12 +24,14 @@ from kvboost.reuse.paged.hooks import ANSWERED, PROBES, REPAIRS, Attention, Enou
 from kvboost.reuse.paged.stored import PagedData
 from kvboost.reuse.probe import AttentionMass, row_weights
 from kvboost.reuse.rope import CosSin, Rotation
-from kvboost.reuse.shift import BLOCKS, ERROR_WEIGHT, Spans
+from kvboost.reuse.shift import BLOCKS, ERROR_WEIGHT, Positions, Spans
 
 MOST_DENSE_BYTES = 1 << 29
 """The most memory for the keys and values of a request in one piece, one layer at a time."""
 
 
+NO_TURN = np.array([1, 0], np.float32).reshape(2, 1, 1, 1)
+"""Cosine and sine of models without rotary positions, whose rows stay where they are."""
 Placed = tuple[Sequence[tuple[Hit, KVData]], "float | None"]
 """Hits, each with the rows of its chunk, and their share if they are mixed with what is in
 place."""
@@ -87,9 +90,10 @@ class GpuKernels:
             [self._span(hit, data, number[hit.distance]) for hit, data in stored]
             for stored, _ in groups
         ]
-        cos_sin = self._rotations_by(torch.tensor(distances))
-        interleaved = self._rotation is not None and self._rotation.interleaved
-        several = move.MovedRows.of(spans, cos_sin, table, self._layers)
+        rotation = self._rotation
+        turns = NO_TURN if rotation is None else rotation.turns(distances)
+        interleaved = rotation is not None and rotation.interleaved
+        several = move.MovedRows.of(spans, turns, table, self._layers)
         for rows, (_, share) in zip(several, groups, strict=True):
             move.move(rows, self._layers, interleaved=interleaved, share=share)
 
@@ -105,17 +109,6 @@ class GpuKernels:
         rows = data.tensors[PLAIN].to(self.pages.device, non_blocking=True)
         source = move.Source(rows)
         return move.StoredSpan(source, hit.offset, hit.num_tokens, hit.start, rotation)
-
-    def _rotations_by(self, distances: torch.Tensor) -> CosSin:
-        """Cosine and sine ``[1 or layers, distances, pairs]``, on the host."""
-        if self._rotation is None:
-            return torch.ones(1, len(distances), 1), torch.zeros(1, len(distances), 1)
-        kinds = self._rotation.kinds
-        found = [self._rotation.cos_sin(layer, distances) for layer in _first_of_each(kinds)]
-        if len(found) == 1:
-            return found[0][0][None], found[0][1][None]
-        cos, sin = zip(*(found[kind] for kind in _numbered(kinds)), strict=True)
-        return torch.stack(cos), torch.stack(sin)
 
     def attention(self, rows: torch.Tensor, table: torch.Tensor, heads: int) -> Attention:
         return self.attend_rows(self.rows(rows, table, heads))
@@ -143,9 +136,8 @@ class GpuKernels:
     def probe(self, seen: AttentionMass, rows: torch.Tensor, table: torch.Tensor) -> PagedMass:
         return PagedMass(self, seen, rows, table)
 
-    def shift(self, part: torch.Tensor, spans: Spans, table: torch.Tensor) -> PagedShift | None:
-        """A hook that shifts the moved rows of ``spans``; None if there is nothing to shift.
-        Both are on the host."""
+    def shift(self, part: Positions, spans: Spans, table: torch.Tensor) -> PagedShift | None:
+        """A hook that shifts the moved rows of ``spans``; None if there is nothing to shift."""
         if (weights := spans.weights(part)) is None:
             return None
         return PagedShift(self, ShiftRows.of(part, spans.block_of, weights), table)

@@ -15,16 +15,14 @@ from kvboost.reuse.assemble import Packer
 from kvboost.reuse.paged.kernels import GpuKernels
 from kvboost.reuse.paged.stored import PageStore
 from kvboost.reuse.probe import AttentionMass
-from kvboost.reuse.shift import Spans
+from kvboost.reuse.shift import Positions, Spans
 
 PLACED_ROWS = 4096
 """Rows of other devices that are placed together: a copy of them is made on the GPU."""
 
 
 class PagedRequest:
-    """The choice of rows is left to the host: a GPU would wait for its many small steps."""
-
-    device = torch.device("cpu")
+    """The contract for rows in pages."""
 
     def __init__(
         self,
@@ -77,5 +75,5 @@ class PagedRequest:
             return hook
         return self._kernels.probe(hook, positions, self._table)
 
-    def shift(self, positions: torch.Tensor, spans: Spans) -> Hook | None:
+    def shift(self, positions: Positions, spans: Spans) -> Hook | None:
         return self._kernels.shift(positions, spans, self._table)
