@@ -26,7 +26,7 @@ def test_attention_mass_is_the_weight_each_row_receives(window, at_once, monkeyp
     kv, query = filled_kv(), torch.randn(1, HEADS, ROWS, DIM)
     absent = torch.zeros(START, dtype=torch.bool)
     absent[3:6] = True
-    mass = AttentionMass(Bands(range(1, 3), range(2, 4)), START, absent)
+    mass = AttentionMass(Bands(range(1, 3), range(2, 4)), absent)
     mass.kv = kv
     for layer in range(5):  # layer 1 is early, layers 2 and 3 are late
         mass.on_query(layer, rows_first(query), 0.3, window)

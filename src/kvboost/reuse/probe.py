@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -50,14 +51,11 @@ class AttentionMass(Hook):
     ``[start]``, on the host, receive none. ``ends``: whether the forward ends in the last observed
     layer."""
 
-    def __init__(
-        self, bands: Bands, start: int, absent: torch.Tensor, *, ends: bool = True
-    ) -> None:
-        self.args = (bands, start, absent)
+    def __init__(self, bands: Bands, absent: torch.Tensor, *, ends: bool = True) -> None:
+        self.args = (bands, absent)
         self.bands = bands
         self.absent = absent
         self.ends = ends
-        self.mass = torch.zeros(2, KINDS, start, device=absent.device)
         self.wait: Callable[[], None] = lambda: None
         """Returns when ``mass`` is complete: a GPU may still be at it."""
         self.is_complete: Callable[[], bool] | None = None
@@ -67,6 +65,10 @@ class AttentionMass(Hook):
     @property
     def start(self) -> int:
         return len(self.absent)
+
+    @cached_property
+    def mass(self) -> torch.Tensor:
+        return torch.zeros(2, KINDS, self.start)
 
     def on_query(
         self, layer: int, query: torch.Tensor, scale: float, window: int | None = None

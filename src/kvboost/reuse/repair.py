@@ -175,7 +175,7 @@ class MovedText:
         hidden[start:] = False
         absent = torch.from_numpy(hidden)
         bands = probed_layers(self.num_layers)
-        self._seen = AttentionMass(bands, start, absent[:start], ends=not through_all_layers)
+        self._seen = AttentionMass(bands, absent[:start], ends=not through_all_layers)
         until = None if through_all_layers else bands.last
         rows = np.arange(start, self.live_end)
         return self._probe(rows, self._seen, until, absent if hidden.any() else None)

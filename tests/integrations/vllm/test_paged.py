@@ -48,7 +48,7 @@ def test_the_probe_sees_the_same_attention(form: str) -> None:
     start = ROWS - 5
     absent = torch.zeros(start, dtype=torch.bool)
     absent[4:9] = True
-    mine, its = (AttentionMass(Bands(range(1), range(1, 2)), start, absent) for _ in range(2))
+    mine, its = (AttentionMass(Bands(range(1), range(1, 2)), absent) for _ in range(2))
     hook = GatheredMass(mine, rows, 5)
     its.kv = kv
     for layer in range(LAYERS):

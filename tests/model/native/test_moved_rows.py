@@ -21,7 +21,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mass_of(kv: RequestKV, query: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
     """Over all three layers."""
-    mass = AttentionMass(Bands(range(1), range(1, 3)), len(absent), absent)
+    mass = AttentionMass(Bands(range(1), range(1, 3)), absent)
     mass.kv = kv
     for layer in range(3):
         mass.on_query(layer, rows_first(query), 0.2)

@@ -135,7 +135,7 @@ def test_a_probe_sees_what_it_sees_over_buffers(name: str, monkeypatch: pytest.M
     tail = torch.arange(50, PROMPT)
     seen = []
     for kv, device in ((two.paged, "cpu"), (two.plain, DEVICE)):
-        mass = AttentionMass(probed_layers(2), 50, absent[:50].to(device))
+        mass = AttentionMass(probed_layers(2), absent[:50].to(device))
         hook = paged.probe(mass, tail) if kv is two.paged else mass
         rows = tail.to(device)
         options = {"hook": hook, "until": until, "absent": absent.to(device)}
@@ -154,7 +154,7 @@ def test_a_probe_through_all_layers_also_answers(monkeypatch: pytest.MonkeyPatch
     absent[45:50] = True
     seen, answers = [], []
     for kv, device in ((two.paged, "cpu"), (two.plain, DEVICE)):
-        mass = AttentionMass(probed_layers(2), 50, absent[:50].to(device), ends=False)
+        mass = AttentionMass(probed_layers(2), absent[:50].to(device), ends=False)
         hook = paged.probe(mass, tail) if kv is two.paged else mass
         options = {"hook": hook, "absent": absent.to(device)}
         answers.append(two.logits(kv, tail.to(device), num_logits=1, **options))

@@ -193,7 +193,7 @@ def test_a_probe_in_buffers_sees_what_the_probe_sees(
     ids = torch.randint(0, VOCAB, (len(rows),))
     found = []
     for run in (graphs, lambda *given: run_plainly(model, kernels, *given)):
-        seen = AttentionMass(probed_layers(LAYERS), start, absent)
+        seen = AttentionMass(probed_layers(LAYERS), absent)
         model.layers_run = 0
         ran = run(ids, rows, table, kernels.probe(seen, last, table))
         assert ran is (True if run is graphs else None)
@@ -251,7 +251,7 @@ def test_a_probe_forgets_the_keys_of_a_longer_prompt(model: Model, kernels: GpuK
     table = make_tables(1, 6, 12)[0]
     for start, num_rows in ((80, 10), (30, 16), (50, 3)):
         absent = torch.rand(start) < 0.3
-        seen = AttentionMass(probed_layers(LAYERS), start, absent)
+        seen = AttentionMass(probed_layers(LAYERS), absent)
         hook = kernels.probe(seen, torch.arange(start, start + num_rows), table)
         assert mass.load(hook)
         expected = torch.ones(CAPACITY, dtype=torch.bool)

@@ -22,7 +22,7 @@ from kvboost.model.triton.shift import ShiftPlan, ShiftRows
 from kvboost.model.triton.warm import warm_up
 from kvboost.reuse.paged.hooks import ANSWERED, PROBES, REPAIRS, Attention, EnoughLayers
 from kvboost.reuse.paged.stored import PagedData
-from kvboost.reuse.probe import AttentionMass, row_weights
+from kvboost.reuse.probe import KINDS, AttentionMass, row_weights
 from kvboost.reuse.rope import CosSin, Rotation
 from kvboost.reuse.shift import BLOCKS, ERROR_WEIGHT, Positions, Spans
 
@@ -225,7 +225,7 @@ class PagedMass(Hook):
         if (band := self.seen.bands.number(layer)) is None:
             return
         if self._tiled is None:
-            self._mass = torch.zeros(self.seen.mass.shape, device=query.device)
+            self._mass = torch.zeros(2, KINDS, self.seen.start, device=query.device)
             self._tiled = self._kernels.rows(self._rows, self._table, query.shape[1])
             absent = torch.nn.functional.pad(self.seen.absent, (0, self.num_rows))
             self._absent = absent.to(query.device, non_blocking=True)

@@ -49,6 +49,7 @@ def observed(hook: Hook | None) -> torch.Tensor | None:
     return hook.squared if isinstance(hook, Deviation) else None
 
 
+@torch.inference_mode()
 def add_up(hook: Hook, others: Sequence[torch.Tensor]) -> None:
     """Makes a hook of rank 0 know what the hooks of the other ranks have found out."""
     own = observed(hook)
