@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvboost.model import triton
+from live_server import wait_for
 from paged_engines import leaks, paged_engine, steps_of
 from replay_again import ReplayAgain
 from tiny import DEVICE, make_engine, tiny_model
@@ -45,6 +46,18 @@ def test_recording_ends_where_the_memory_for_graphs_does(monkeypatch: pytest.Mon
         use_torch_kernels(monkeypatch)
     with paged_engine(monkeypatch, "gpt2") as engine:
         assert engine._runtime.backend.record_graphs(3) == 3
+
+
+def test_idle_time_records_what_requests_have_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = ReplayAgain()
+    monkeypatch.setattr("kvboost.runtime.paged_backend.make_capture", lambda *_: capture)
+    with paged_engine(monkeypatch, "gpt2") as engine:
+        backend = engine._runtime.backend
+        recorded = backend.record_graphs(1)
+        engine.generate(TEXT, 1, ignore_eos=True)
+        (later,) = engine.generate_batch([TEXT + TEXT[:20]], 1, ignore_eos=True)
+        assert later.exact_tokens > 16
+        wait_for(lambda: capture.num_graphs == recorded + 1 and not backend.lacks_graphs)
 
 
 def test_without_pages_there_is_nothing_to_record() -> None:

@@ -109,6 +109,14 @@ class Backend:
         there are."""
         return 0
 
+    @property
+    def lacks_graphs(self) -> bool:
+        """Whether requests have needed graphs that are not recorded yet."""
+        return False
+
+    def record_missing(self) -> None:
+        """Records one of them."""
+
     def notes(self, *, has_adapters: bool) -> list[str]:
         """Why decoding runs slower on a GPU than it could."""
         return [f"requests have no pages: {self._why_buffers}"] if self.device.may_page else []

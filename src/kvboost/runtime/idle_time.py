@@ -1,10 +1,12 @@
-"""Work in idle time: it begins once no request has come for a while."""
+"""Work in idle time: healing, and graphs that were missing. It begins once no request has come for
+a while."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
+from kvboost.runtime.backend import Backend
 from kvboost.runtime.healing import Healer, Stop
 from kvboost.runtime.idle_work import IdleQueue
 
@@ -42,10 +44,10 @@ class Quiet:
 
 
 class IdleTime:
-    """The idle time of a loop, in which conversations are healed. Use it within one thread."""
+    """The idle time of a loop. Use it within one thread."""
 
-    def __init__(self, healer: Healer, queue: IdleQueue) -> None:
-        self._healer, self._queue = healer, queue
+    def __init__(self, backend: Backend, healer: Healer, queue: IdleQueue) -> None:
+        self._backend, self._healer, self._queue = backend, healer, queue
         self._quiet = Quiet()
 
     def broken(self) -> None:
@@ -57,14 +59,19 @@ class IdleTime:
         """Whether something is to be done now, if there are no requests."""
         if self._queue.is_held:
             self._quiet.broken()
-        return self._healer.has_work and not self._quiet.seconds_left
+        has_some = self._backend.lacks_graphs or self._healer.has_work
+        return has_some and not self._quiet.seconds_left
 
     @property
     def look_again(self) -> float | None:
         """In how many seconds there may be work; None if some must be added before."""
-        return self._quiet.seconds_left or LOOK_SECONDS if len(self._queue) else None
+        may_have_some = self._backend.lacks_graphs or len(self._queue)
+        return self._quiet.seconds_left or LOOK_SECONDS if may_have_some else None
 
     def use(self, stop: Stop) -> None:
         """Works until ``stop`` says that a request has come, or one piece is done."""
-        self._healer.heal_next(stop)
+        if self._backend.lacks_graphs:
+            self._backend.record_missing()
+        else:
+            self._healer.heal_next(stop)
         self._quiet.used(interrupted=stop())

@@ -43,7 +43,7 @@ class Loop:
     def __init__(self, runtime: Runtime, config: EngineConfig, healer: Healer) -> None:
         self._runtime = runtime
         self._backend = backend = runtime.backend
-        self._idle_time = IdleTime(healer, runtime.idle_work)
+        self._idle_time = IdleTime(backend, healer, runtime.idle_work)
         self._config = config
         self._scheduler = Scheduler(config, backend.step_rows)
         self.max_kv_bytes = runtime.max_kv_bytes

@@ -1,5 +1,6 @@
 """Requests and chunks in the pages of one slab: on NVIDIA GPUs. Rows run as CUDA graphs, those of
-the usual sizes recorded when an engine starts, so that its first requests do not wait for them."""
+the usual sizes recorded when an engine starts and the others in idle time, so that no request waits
+for them."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from kvboost.progress import Progress
 from kvboost.reuse.cost import CostModel, unpadded
 from kvboost.reuse.paged.beside import RowsBeside
 from kvboost.reuse.paged.forwards import MOST_KEYS, SegmentForwards, SlabPages
+from kvboost.reuse.paged.graphs import SIZES
 from kvboost.reuse.paged.hooks import PROBES, REPAIRS, ROWS, SCORED
 from kvboost.reuse.paged.kernels import GpuKernels
 from kvboost.reuse.paged.request import PagedRequest
@@ -33,13 +35,14 @@ from kvboost.reuse.paged.stored import PageStore
 from kvboost.reuse.request import RequestRows
 from kvboost.reuse.step_times import size_of
 from kvboost.runtime.backend import Backend
+from kvboost.runtime.scheduler import MOST_BESIDE_HEALING
 
 log = logging.getLogger("kvboost")
 
-TAILS = (64, 128, 256, 512)
+TAILS = (64, 128, 256, 512, 1024, SIZES[-1])
 """Rows after a known beginning whose graphs are recorded at the start."""
-REPAIRED = (256, 512, 1280)
-"""Rows of a repair: those of moved prompts of about 2,000 to 8,000 tokens."""
+REPAIRED = (256, 512, 768, 1024, 1280, SIZES[-1])
+"""Rows of a repair: those of moved prompts of about 2,000 to 8,000 tokens, and of longer ones."""
 
 Part = tuple[int, Callable[[], object]]
 """How many rows a graph has, and what records it."""
@@ -114,8 +117,8 @@ class PagedBackend(Backend):
 
     def record_graphs(self, max_running: int) -> int:
         """Records decode steps, those with drafts, the usual rows after known text, and what moved
-        text takes, until half of the memory for graphs is used; other sizes are recorded when they
-        are first needed."""
+        text takes, until half of the memory for graphs is used. Other sizes are recorded in idle
+        time, once they were needed."""
         self.pool.prepare()
         paged = self._paged
         if paged is None or not paged.steps.capture.has_room:
@@ -136,6 +139,16 @@ class PagedBackend(Backend):
                 step.advance()
         return paged.num_graphs
 
+    @property
+    def lacks_graphs(self) -> bool:
+        if self._paged is None or self.forwards is None:
+            return False
+        return self.forwards.is_missing_some and self._paged.steps.capture.has_room
+
+    def record_missing(self) -> None:
+        if self._paged is not None and self.forwards is not None:
+            self._paged.exclusively(self.forwards.record_missing)
+
     def _parts(self, paged: PagedForward, max_running: int) -> list[Part]:
         steps, forwards = paged.steps, self.forwards
         assert forwards is not None
@@ -145,7 +158,9 @@ class PagedBackend(Backend):
             parts += [(size, partial(steps.drafts.record, size)) for size in draft_steps.SIZES]
         wanted = {(ROWS, rows) for rows in TAILS}
         if self.rotation is not None:
-            parts.append((steps.beside_rows + 1, partial(steps.record, 1, with_beside=True)))
+            for size in {bucket_of(requests) for requests in range(1, MOST_BESIDE_HEALING + 1)}:
+                rows = steps.beside_rows + size
+                parts.append((rows, partial(steps.record, size, with_beside=True)))
             parts.append((0, forwards.compile_kernels))
             wanted |= {(REPAIRS, rows) for rows in REPAIRED} | {(PROBES, 0)}
             wanted.add((SCORED, steps.beside_rows))  # the last ones that heal during an answer

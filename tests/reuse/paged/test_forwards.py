@@ -9,6 +9,7 @@ import torch
 from kvboost import KVBoost
 from kvboost.model import triton
 from kvboost.model.kv import RequestKV
+from kvboost.model.paged.forward import PagedForward
 from kvboost.model.paged.kv import PagedKV
 from kvboost.model.paged.slab import PAGE, SCRATCH, Slab
 from kvboost.model.segment import Hook, Segment
@@ -17,7 +18,7 @@ from kvboost.reuse.repair import probed_layers
 from kvboost.reuse.request import BufferedRows
 from kvboost.reuse.shift import Spans
 from kvboost.runtime.paged_backend import PagedBackend
-from paged_engines import SMALL, TWO_LAYERS, paged_engine
+from paged_engines import SMALL, SMALL_FORWARDS, TWO_LAYERS, paged_engine
 from replay_again import ReplayAgain
 from tiny import DEVICE
 
@@ -206,6 +207,24 @@ def test_forwards_that_cannot_be_captured_run_all_the_same(monkeypatch: pytest.M
     two.check(range(45, PROMPT))
     two.check(range(50, PROMPT))
     assert two.capture.names == []
+
+
+def test_rows_run_in_a_larger_graph_while_their_own_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    two = Two(paged_engine(monkeypatch, "phi3"), monkeypatch)
+    small, large = SMALL_FORWARDS
+    forward = two.forward
+    assert isinstance(forward, PagedForward)
+    forward.exclusively(lambda: two.forwards.record(ROWS, large))
+    two.check(range(45, PROMPT))
+    assert len(two.capture.names) == 1 and two.forwards.size_for(ROWS, PROMPT - 45) == small
+    assert two.backend.lacks_graphs
+    two.backend.record_missing()
+    assert len(two.capture.names) == 2 and not two.backend.lacks_graphs
+    before = two.capture.replays
+    two.check(range(50, PROMPT))
+    assert len(two.capture.names) == 2 and two.capture.replays == before + 1
 
 
 def test_many_segments_are_packed_and_those_with_hooks_are_not(

@@ -1,7 +1,8 @@
 """Forwards of one request's rows over our own pages, as CUDA graphs.
 
 Rows after a known beginning, rows of a repair and the last rows of a prompt that probe it run
-through buffers of a few sizes. Each size becomes a graph when it is first needed.
+through buffers of a few sizes. Each size is a graph; while one is missing, rows run in a larger
+one.
 """
 
 from __future__ import annotations
@@ -162,6 +163,8 @@ class SegmentForwards:
         self._capture = capture
         self._sizes = SIZES
         self._forwards: dict[tuple[str, int], CapturedForward[Any]] = {}
+        self._missing: list[tuple[str, int]] = []
+        """The kinds and sizes that rows would have run in."""
         self._refused: dict[str, str] = {}
 
     @property
@@ -188,7 +191,21 @@ class SegmentForwards:
 
     def record(self, kind: str, size: int) -> None:
         """Records a forward before a request needs it. It runs padding."""
-        self._find(kind, size)
+        if (kind, size) in self._forwards or kind in self._refused:
+            return
+        try:
+            self._forwards[kind, size] = self._make(kind, size)
+        except Exception as error:
+            self._refused[kind] = f"{type(error).__name__}: {error}"
+            log.warning(self.note)
+
+    @property
+    def is_missing_some(self) -> bool:
+        return bool(self._missing)
+
+    def record_missing(self) -> None:
+        """Records one of the forwards that were missing."""
+        self.record(*self._missing.pop(0))
 
     def compile_kernels(self) -> None:
         """Compiles the kernels that place and shift rows."""
@@ -197,6 +214,7 @@ class SegmentForwards:
     def forget_graphs(self) -> None:
         """Records all forwards anew: the model has changed."""
         self._forwards.clear()
+        self._missing.clear()
 
     def takes(self, segment: Segment) -> bool:
         kv, kind = segment.kv, _kind(segment)
@@ -230,14 +248,16 @@ class SegmentForwards:
         return logits[len(logits) - segment.num_logits :].clone()
 
     def _find(self, kind: str, size: int) -> CapturedForward[Any] | None:
+        """A forward of this kind with room for so many rows. If there is a larger one only, that
+        is taken: requests would wait much longer for one to be recorded."""
         if (kind, size) not in self._forwards:
-            try:
-                self._forwards[kind, size] = self._make(kind, size)
-            except Exception as error:
-                self._refused[kind] = f"{type(error).__name__}: {error}"
-                log.warning(self.note)
-                return None
-        return self._forwards[kind, size]
+            larger = [one for tried, one in self._forwards if tried == kind and one > size]
+            if larger:
+                if (kind, size) not in self._missing:
+                    self._missing.append((kind, size))
+                return self._forwards[kind, min(larger)]
+            self.record(kind, size)
+        return self._forwards.get((kind, size))
 
     def _make(self, kind: str, size: int) -> CapturedForward[Any]:
         kernels, capacity = self.kernels, min(self.slab.most_rows, MOST_KEYS)
