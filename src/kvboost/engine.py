@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -445,7 +446,10 @@ class KVBoost(TextCache):
         """Answers made-up prompts of many sizes, as many at once as may run, and forgets them;
         returns the seconds it took. On a GPU, later requests then wait for no CUDA graph to be
         recorded. ``kvboost serve`` does it when it starts."""
-        return rehearse(self, self.config.max_running)
+        began = time.monotonic()
+        rehearse(self, self.config.max_running)
+        self._runtime.backend.record_missing()
+        return time.monotonic() - began
 
     def verify_correctness(self, max_new_tokens: int = 32) -> VerificationReport:
         """Answers built-in prompts with and without reuse and compares the answers. The report is

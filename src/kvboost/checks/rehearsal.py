@@ -1,14 +1,13 @@
 """Requests of many sizes before the first real one.
 
-On a GPU, the first step, probe or repair of each size records a CUDA graph, which takes about
-0.3 s. Users who come to a server that has just started would wait for it, all of them each time.
+On a GPU, each size of a step, probe or repair is a CUDA graph, which takes about 0.3 s to record.
+Users who come to a server that has just started would wait for it, all of them each time.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
@@ -61,10 +60,9 @@ class Engine(Protocol):
     def forget_salt(self, cache_salt: str) -> object: ...
 
 
-def rehearse(engine: Engine, max_running: int) -> float:
-    """Answers made-up prompts of many sizes and forgets them; returns the seconds it took. A
-    failure is logged: what was not rehearsed is recorded when users need it."""
-    began = time.monotonic()
+def rehearse(engine: Engine, max_running: int) -> None:
+    """Answers made-up prompts of many sizes and forgets them. A failure is logged: what was not
+    rehearsed is recorded when users need it."""
     try:
         _answer(engine, max_running)
     except KVBoostError as error:
@@ -72,7 +70,6 @@ def rehearse(engine: Engine, max_running: int) -> float:
     finally:
         with suppress(ForgetError):  # what is left of made-up prompts harms nobody
             engine.forget_salt(SALT)
-    return time.monotonic() - began
 
 
 def _answer(engine: Engine, max_running: int) -> None:

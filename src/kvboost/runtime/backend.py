@@ -3,6 +3,7 @@ made. Here requests have buffers; ``runtime/paged_backend.py`` gives them pages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -114,8 +115,8 @@ class Backend:
         """Whether requests have needed graphs that are not recorded yet."""
         return False
 
-    def record_missing(self) -> None:
-        """Records one of them."""
+    def record_missing(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Records them, until ``stop`` says so."""
 
     def notes(self, *, has_adapters: bool) -> list[str]:
         """Why decoding runs slower on a GPU than it could."""

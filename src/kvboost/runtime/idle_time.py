@@ -70,8 +70,7 @@ class IdleTime:
 
     def use(self, stop: Stop) -> None:
         """Works until ``stop`` says that a request has come, or one piece is done."""
-        if self._backend.lacks_graphs:
-            self._backend.record_missing()
-        else:
+        self._backend.record_missing(stop)
+        if self._healer.has_work and not stop():
             self._healer.heal_next(stop)
         self._quiet.used(interrupted=stop())

@@ -145,8 +145,9 @@ class PagedBackend(Backend):
             return False
         return self.forwards.is_missing_some and self._paged.steps.capture.has_room
 
-    def record_missing(self) -> None:
-        if self._paged is not None and self.forwards is not None:
+    def record_missing(self, stop: Callable[[], bool] = lambda: False) -> None:
+        while self.lacks_graphs and not stop():
+            assert self._paged is not None and self.forwards is not None
             self._paged.exclusively(self.forwards.record_missing)
 
     def _parts(self, paged: PagedForward, max_running: int) -> list[Part]:

@@ -8,6 +8,7 @@ one.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,8 @@ log = logging.getLogger("kvboost")
 
 MOST_SCORED = 64
 """The most rows of a segment whose logits are asked for."""
+MOST_MISSED = 8
+"""A size that was missing so often is recorded while requests wait."""
 MOST_KEYS = 1 << 18
 """Requests with more rows of KV than this have no such forwards: buffers would take too much."""
 
@@ -163,8 +166,8 @@ class SegmentForwards:
         self._capture = capture
         self._sizes = SIZES
         self._forwards: dict[tuple[str, int], CapturedForward[Any]] = {}
-        self._missing: list[tuple[str, int]] = []
-        """The kinds and sizes that rows would have run in."""
+        self._missing: Counter[tuple[str, int]] = Counter()
+        """How often rows would have run in a forward of this kind and size."""
         self._refused: dict[str, str] = {}
 
     @property
@@ -191,6 +194,7 @@ class SegmentForwards:
 
     def record(self, kind: str, size: int) -> None:
         """Records a forward before a request needs it. It runs padding."""
+        self._missing.pop((kind, size), None)
         if (kind, size) in self._forwards or kind in self._refused:
             return
         try:
@@ -204,8 +208,9 @@ class SegmentForwards:
         return bool(self._missing)
 
     def record_missing(self) -> None:
-        """Records one of the forwards that were missing."""
-        self.record(*self._missing.pop(0))
+        """Records the forward that was missing most often."""
+        for wanted, _ in self._missing.most_common(1):
+            self.record(*wanted)
 
     def compile_kernels(self) -> None:
         """Compiles the kernels that place and shift rows."""
@@ -249,15 +254,16 @@ class SegmentForwards:
 
     def _find(self, kind: str, size: int) -> CapturedForward[Any] | None:
         """A forward of this kind with room for so many rows. If there is a larger one only, that
-        is taken: requests would wait much longer for one to be recorded."""
-        if (kind, size) not in self._forwards:
+        is taken a few times: requests would wait longer for one to be recorded, which idle time may
+        do."""
+        wanted = kind, size
+        if wanted not in self._forwards:
             larger = [one for tried, one in self._forwards if tried == kind and one > size]
-            if larger:
-                if (kind, size) not in self._missing:
-                    self._missing.append((kind, size))
+            if larger and self._missing[wanted] < MOST_MISSED:
+                self._missing[wanted] += 1
                 return self._forwards[kind, min(larger)]
-            self.record(kind, size)
-        return self._forwards.get((kind, size))
+            self.record(*wanted)
+        return self._forwards.get(wanted)
 
     def _make(self, kind: str, size: int) -> CapturedForward[Any]:
         kernels, capacity = self.kernels, min(self.slab.most_rows, MOST_KEYS)
