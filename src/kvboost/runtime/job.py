@@ -95,11 +95,12 @@ class Job:
     def common_with(self, other: Job) -> tuple[int, list[int]]:
         """How many tokens both prompts begin with, and at which places after them the other one has
         windows of this one."""
-        if other not in self._common:
-            begin = common_prefix(self.token_ids, other.token_ids)
-            places = (place for hash, place in other.windows.items() if hash in self.windows)
-            self._common[other] = begin, [place for place in places if place >= begin]
-        return self._common[other]
+        found = self._common.get(other)
+        if found is None:
+            begin, theirs = common_prefix(self.token_ids, other.token_ids), other.windows
+            places = (theirs[hash] for hash in theirs.keys() & self.windows.keys())
+            found = self._common[other] = begin, [place for place in places if place >= begin]
+        return found
 
     @cached_property
     def _common(self) -> WeakKeyDictionary[Job, tuple[int, list[int]]]:

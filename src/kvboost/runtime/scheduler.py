@@ -11,6 +11,7 @@ those requests keep their pace.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ MOST_BESIDE_HEALING = 8
 """While more jobs answer, none is healed: their steps have no time to spare."""
 PATIENCE_SECONDS = 5.0
 """A prompt that has been read for longer than this goes before shorter ones."""
+
+Left = Sequence[range]
+"""The rows of a prompt that are not computed yet."""
 
 
 @dataclass
@@ -81,14 +85,18 @@ class Scheduler:
         fit. ``rows``: how many rows each running job needs next; None starts jobs even if the next
         step is full. Call it again once the returned job has been planned: other jobs may have to
         wait for what it reads."""
-        if len(self.running) >= self.config.max_running:
+        if not self.waiting or len(self.running) >= self.config.max_running:
             return None
         # The tenant with the fewest running jobs goes first; sorting keeps the order of arrival.
         busy = Counter(job.tenant for job in self.running)
+        left = {job: job.left_to_read for job in self.running if job.is_reading}
+        full_from = math.inf if rows is None else self._full_from(left, rows, now)
+        sharing = self._sharing(left)
         ready = (
             job
             for job in sorted(self.waiting, key=lambda job: busy[job.tenant])
-            if not self._waits_for_sharing(job, now) and not self._step_is_full(job, rows, now)
+            if not self._waits_for_sharing(job, sharing, now)
+            and (len(job.token_ids) < full_from or now - job.arrived > PATIENCE_SECONDS)
         )
         job = next(ready, None)
         if job is None or not fits(job):
@@ -137,50 +145,57 @@ class Scheduler:
         is_patient = now - job.started <= PATIENCE_SECONDS
         return is_patient, job.rows_left if is_patient else job.started
 
-    def _step_is_full(self, job: Job, rows: Mapping[Job, int] | None, now: float) -> bool:
-        """Whether the prompts that go before ``job`` fill the next step. Assembling ``job`` now
-        would only delay them. A job is not kept waiting for long, nor by a longer prompt."""
-        if rows is None or now - job.arrived > PATIENCE_SECONDS:
-            return False
-        reading = [one for one in self.running if one.is_reading and one.state.awaits is None]
-        if any(other not in rows for other in reading):
-            return True  # it is being assembled, which takes a moment
-        limit = (True, len(job.token_ids))
-        first = (other for other in reading if self._priority(other, now) <= limit)
-        someone_answers = any(not other.is_reading for other in self.running)
-        return sum(rows[other] for other in first) >= self.slice_rows(someone_answers)
+    def _full_from(self, left: Mapping[Job, Left], rows: Mapping[Job, int], now: float) -> float:
+        """The number of tokens from which on a prompt does not start yet: those that go before it
+        fill the next step, and assembling it now would only delay them. It is not kept waiting for
+        long, nor by a longer prompt."""
+        reading = [job for job in left if job.state.awaits is None]
+        if any(job not in rows for job in reading):
+            return 0  # it is being assembled, which takes a moment
+        most, taken = self.slice_rows(len(left) < len(self.running)), 0
+        for is_patient, number, job_rows in sorted(
+            (*self._priority(job, now), rows[job]) for job in reading
+        ):
+            taken += job_rows
+            if taken >= most:
+                return number if is_patient else 0
+        return math.inf
 
-    def _waits_for_sharing(self, job: Job, now: float) -> bool:
+    def _sharing(self, left: Mapping[Job, Left]) -> list[tuple[Job, Left]]:
+        """The jobs that still have to read text that may serve others, and that text."""
+        if not self.config.sharing_wait:
+            return []
+        return [
+            (job, rows)
+            for job, rows in left.items()
+            if job.mode is not GenerationMode.BASELINE and sum(map(len, rows)) >= LEAST_SHARED
+        ]
+
+    def _waits_for_sharing(self, job: Job, sharing: Sequence[tuple[Job, Left]], now: float) -> bool:
         """Whether a job should wait until another one has read the text that both need."""
-        if not self.config.sharing_wait or job.mode is GenerationMode.BASELINE:
+        if not sharing or job.mode is GenerationMode.BASELINE:
             return False
         if job.held_since is not None and now - job.held_since >= self.config.sharing_wait:
             return False
-        if not any(self._shares_with(job, other) for other in self.running):
+        if not any(
+            other.root == job.root and num_shared(job, other, left) >= LEAST_SHARED
+            for other, left in sharing
+        ):
             return False
         if job.held_since is None:
             job.held_since = now
         return True
 
-    def _shares_with(self, job: Job, other: Job) -> bool:
-        """Whether ``other`` still has to read text that would serve ``job``."""
-        if not other.is_reading or other.root != job.root:
-            return False
-        if other.mode is GenerationMode.BASELINE or other.rows_left < LEAST_SHARED:
-            return False
-        return num_shared(job, other) >= LEAST_SHARED
 
-
-def num_shared(job: Job, other: Job) -> int:
-    """About how many of the tokens that ``other`` still has to read would serve ``job``: in its
-    prefix, or with moved reuse anywhere."""
+def num_shared(job: Job, other: Job, left: Left) -> int:
+    """About how many of the tokens that ``other`` still has to read, ``left``, would serve ``job``:
+    in its prefix, or with moved reuse anywhere."""
     common, elsewhere = job.common_with(other)
-    left = other.left_to_read
     prefix = sum(max(0, min(common, rows.stop) - rows.start) for rows in left)
     if job.mode is not GenerationMode.CHUNK_KV_REUSE or prefix >= LEAST_SHARED:
         return prefix
     return prefix + SAMPLED * _num_within(elsewhere, left)
 
 
-def _num_within(places: Iterable[int], ranges: Sequence[range]) -> int:
+def _num_within(places: Iterable[int], ranges: Left) -> int:
     return sum(any(place in rows for rows in ranges) for place in places)
