@@ -19,7 +19,7 @@ class Company:
         self._tokens = self._promises = 0.0
         self._rows = 0
         for job in jobs:
-            self.add(job)
+            self._count(job, 1)
 
     def add(self, job: Job) -> None:
         self._count(job, 1)
@@ -27,14 +27,16 @@ class Company:
     def take(self, job: Job) -> None:
         """Takes a request out and tells it of the others."""
         self._count(job, -1)
-        job.state.other_tokens = self._tokens
-        job.state.other_promises = self._promises
-        job.state.other_rows = self._rows
+        state = job.state
+        state.other_tokens, state.other_promises = self._tokens, self._promises
+        state.other_rows = self._rows
 
     def _count(self, job: Job, sign: int) -> None:
-        if not job.is_reading:
+        state, need = job.state, job.need
+        is_reading = job.is_reading
+        if not is_reading:
             self.num_answering += sign
-            self._tokens += sign * job.state.expected_tokens
-            self._promises += sign * job.state.promised_tokens
-        if job.need is not None and (self._shares_forwards or not job.is_reading):
-            self._rows += sign * len(job.need)
+            self._tokens += sign * state.expected_tokens
+            self._promises += sign * state.promised_tokens
+        if need is not None and (self._shares_forwards or not is_reading):
+            self._rows += sign * len(need)

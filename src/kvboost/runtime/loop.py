@@ -241,7 +241,8 @@ class Loop:
         probes = [job for job in self._running() if job.is_probing]
         self._run_all(self._needs())
         repairs = {job for job in probes if not job.is_probing}  # a repair follows its probe
-        self._run_all({job: rows for job, rows in self._needs().items() if job in repairs})
+        if repairs:
+            self._run_all({job: rows for job, rows in self._needs().items() if job in repairs})
         self._idle_time.broken()
 
     def _run_all(self, needs: dict[Job, int]) -> None:
@@ -264,20 +265,27 @@ class Loop:
         wait for the device are left until it is done, as long as there are others."""
         running = self._running()
         ready = [job for job in running if not job.awaits_device]
-        for job in ready or ([] if self._scheduler.waiting else running):
-            if job.need is None and job.steps is not None:
-                self._advance(job, None)
+        resumed = ready or ([] if self._scheduler.waiting else running)
+        paused = [job for job in resumed if job.need is None and job.steps is not None]
+        company = self._company() if paused else None
+        for job in paused:
+            self._advance(job, None, company)
 
     def _start_waiting(self) -> None:
         """Starts waiting requests that fit, until the next step is full."""
+        if not self._scheduler.waiting:
+            return
+        needs, company = self._needs(), self._company()
         while True:
             with self._changed:
-                job = self._scheduler.start(time.monotonic(), self._fits, self._needs())
+                job = self._scheduler.start(time.monotonic(), self._fits, needs)
             if job is None:
                 return
             job.state.clock.lap("queue")
             job.steps = self._steps(job)
-            self._advance(job, None)
+            self._advance(job, None, company)
+            if job.need is not None:
+                needs[job] = len(job.need)
 
     def answer_meanwhile(self) -> None:
         """Runs the next step of the requests that are answering, if they would otherwise wait too
@@ -397,13 +405,14 @@ class Loop:
         the requests that run, with this one."""
         assert job.steps is not None
         company = self._company() if company is None else company
-        if job.is_reading:
-            job.state.slice_rows = self._slice_rows(job, company.num_answering > 0)
-        job.state.has_slack = self._scheduler.has_slack(job)
-        job.state.is_awaited = bool(self._scheduler.waiting)
+        state, is_reading = job.state, job.is_reading
+        if is_reading:
+            state.slice_rows = self._slice_rows(job, company.num_answering > 0)
+        state.has_slack = self._scheduler.has_slack(job)
+        state.is_awaited = bool(self._scheduler.waiting)
         company.take(job)
         try:
-            if job.is_reading:
+            if is_reading:
                 job.need = next_need(self._backend, job.steps, given)
             else:  # a step has no work for several threads, and no time to set their number
                 job.need = job.steps.send(given)
