@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,8 +26,7 @@ MOST_BIASES = 300
 """Biases that a request may have on the device; OpenAI's limit."""
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """What sampling for a request takes. A batch takes what any of its requests does."""
 
     penalizes: bool = False

@@ -9,7 +9,9 @@ next step can start before the host has seen the tokens of the last one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
 
 import torch
 
@@ -80,20 +82,40 @@ class _Bucket(StepGraphs):
         return self.picked
 
 
-@dataclass(frozen=True)
-class _Pending:
+class _Row(NamedTuple):
+    """A row of a request that takes part in a step: the one that a segment asks for, or the one
+    after it, whose token the device has."""
+
+    segment: Segment
+    number: int
+    """Of its request in the slab's table."""
+    serial: int
+    position: int
+    beside: Segment | None
+    """The rows that are computed with it."""
+
+    @classmethod
+    def of(cls, segment: Segment) -> _Row:
+        holding = segment.kv.holding
+        return cls(segment, holding.row, holding.serial, segment.first, segment.beside)
+
+    def after(self) -> _Row:
+        segment, number, serial, position, _ = self
+        return _Row(segment, number, serial, position + 1, segment.beside_ahead)
+
+
+class _Pending(NamedTuple):
     """The result of a row that has been launched."""
 
     serial: int
     position: int
     tokens: HostCopy
-    index: int
+    at: int
     logits: torch.Tensor | None
     beside: Segment | None
-    """The rows that are computed with it."""
 
     def get(self) -> torch.Tensor | Picked:
-        return (self.tokens.numbers[self.index], None) if self.logits is None else self.logits
+        return (self.tokens.numbers[self.at], None) if self.logits is None else self.logits
 
 
 class Steps:
@@ -189,7 +211,8 @@ class Steps:
         theirs: it has no result yet, and the next call with it has. While a request has a draft,
         no step is launched ahead: it would not have the rows of the next one. At most one segment
         may have rows beside it."""
-        ready: list[_Pending | Launched | None] = [self._claim(segment) for segment in segments]
+        rows = [_Row.of(segment) for segment in segments]
+        ready: list[_Pending | Launched | None] = [self._claim(row) for row in rows]
         has_drafts = any(len(segment) > 1 for segment in segments)
         missing = [index for index, found in enumerate(ready) if found is None]
         drafted = [index for index in missing if has_drafts and self.drafts.takes(segments[index])]
@@ -201,36 +224,36 @@ class Steps:
             plain = [index for index in plain if index not in joining]
         launched: list[_Pending | Launched] = []
         if plain:
-            launched += self._launch([segments[index] for index in plain])
+            launched += self._launch([rows[index] for index in plain])
         if drafted:
             launched += self._launch_drafts([segments[index] for index in drafted])
         for index, result in zip([*plain, *drafted], launched, strict=True):
             ready[index] = result
         if any(goes_on):
             ahead = (index for index, wanted in enumerate(goes_on) if wanted)
-            following = [_after(segments[index]) for index in ahead if index not in joining]
-            following += [segments[index] for index in joining]
+            following = [rows[index].after() for index in ahead if index not in joining]
+            following += [rows[index] for index in joining]
             self.num_ahead += 1
-            for segment, pending in zip(following, self._launch(following), strict=True):
-                self._pending[_row(segment)] = pending
+            for row, pending in zip(following, self._launch(following), strict=True):
+                self._pending[row.number] = pending
         return [None if found is None else found.get() for found in ready]
 
     def _launch_drafts(self, segments: Sequence[Segment]) -> list[Launched]:
         for segment in segments:
-            self._next.pop(_row(segment), None)  # the host says which token follows
+            self._next.pop(segment.kv.holding.row, None)  # the host says which token follows
         adapted = self._place_adapters(segments)
         return self.drafts.run(segments, adapted=adapted)
 
-    def _claim(self, segment: Segment) -> _Pending | None:
-        """The result of a segment that an earlier call has launched. It is a token: a segment that
+    def _claim(self, row: _Row) -> _Pending | None:
+        """The result of a row that an earlier call has launched. It is a token: a segment that
         asks for logits, or has other rows beside it, runs again."""
-        found = self._pending.pop(_row(segment), None)
-        if found is None or segment.sampler is None or len(segment) > 1:
+        found = self._pending.pop(row.number, None)
+        if found is None or row.segment.sampler is None or len(row.segment) > 1:
             return None
-        if segment.beside is not None and _rows(segment.beside) != _rows(found.beside):
+        if row.beside is not None and _rows(row.beside) != _rows(found.beside):
             return None
-        wanted = (_serial(segment), segment.first)
-        return found if (found.serial, found.position) == wanted else None
+        is_same = found.serial == row.serial and found.position == row.position
+        return found if is_same else None
 
     def _looks_ahead(self, segment: Segment) -> bool:
         rows = segment.beside_ahead
@@ -238,33 +261,30 @@ class Steps:
         wanted = wanted and (rows is None or self._takes_beside(rows, segment.kv))
         return wanted and segment.sampler is not None and segment.end < segment.kv.capacity
 
-    def _launch(self, segments: Sequence[Segment]) -> list[_Pending]:
-        """Starts a step of these segments."""
-        adapted = self._place_adapters(segments)
-        self._upload(segments)
-        count = len(segments)
-        size = bucket_of(count)
-        rows = next((segment.beside for segment in segments if segment.beside is not None), None)
-        bucket = self._bucket(size, with_beside=rows is not None, adapted=adapted)
-        if rows is not None and self.beside is not None:
-            self.beside.load(rows, segments[0].first if bucket.batch.joins else None)
-            self.num_rows_beside += len(rows)
-        kind = GREEDY
-        for segment in segments:
-            kind = kind | segment.sampler.kind if segment.sampler is not None else kind
-        picked = bucket.run([_row(segment) for segment in segments], kind)
+    def _launch(self, rows: Sequence[_Row]) -> list[_Pending]:
+        """Starts a step of these rows."""
+        adapted = self._place_adapters([row.segment for row in rows])
+        self._upload(rows)
+        beside = next((row.beside for row in rows if row.beside is not None), None)
+        size = bucket_of(len(rows))
+        bucket = self._bucket(size, with_beside=beside is not None, adapted=adapted)
+        if beside is not None and self.beside is not None:
+            self.beside.load(beside, rows[0].position if bucket.batch.joins else None)
+            self.num_rows_beside += len(beside)
+        samplers = (row.segment.sampler for row in rows)
+        kinds = {sampler.kind for sampler in samplers if sampler is not None}
+        picked = bucket.run([row.number for row in rows], reduce(or_, kinds, GREEDY))
         tokens = HostCopy(picked, sleeps=True)  # the GPU mostly has the next step already
         self.num_steps += 1
         launched = []
-        for index, segment in enumerate(segments):
-            row, serial, position = _row(segment), _serial(segment), segment.first
+        for at, row in enumerate(rows):
             logits = None
-            if segment.sampler is None:
-                logits = bucket.logits[index : index + 1].clone()
-                self._next.pop(row, None)  # another token than the one picked here will follow
+            if row.segment.sampler is None:
+                logits = bucket.logits[at : at + 1].clone()
+                self._next.pop(row.number, None)  # another token than this one will follow
             else:
-                self._next[row] = (serial, position + 1)
-            launched.append(_Pending(serial, position, tokens, index, logits, segment.beside))
+                self._next[row.number] = (row.serial, row.position + 1)
+            launched.append(_Pending(row.serial, row.position, tokens, at, logits, row.beside))
         return launched
 
     def _bucket(self, size: int, *, with_beside: bool = False, adapted: bool = False) -> _Bucket:
@@ -276,7 +296,7 @@ class Steps:
 
     def _place_adapters(self, segments: Sequence[Segment]) -> bool:
         """Makes the adapters of these segments ready; whether there are any."""
-        applied = [segment.kv.adapter for segment in segments]
+        applied = (segment.kv.adapter for segment in segments)
         wanted = [each.adapter for each in applied if each is not None]
         if wanted and self.adapter_slots is not None:
             self.adapter_slots.place(wanted)
@@ -289,19 +309,16 @@ class Steps:
             return NO_ADAPTER
         return self.adapter_slots.slot_of(applied.adapter)
 
-    def _upload(self, segments: Sequence[Segment]) -> None:
+    def _upload(self, rows: Sequence[_Row]) -> None:
         """Tells the device the tokens and positions that it does not have."""
-        unknown = [
-            segment
-            for segment in segments
-            if self._next.get(_row(segment)) != (_serial(segment), segment.first)
-        ]
+        known = self._next
+        unknown = [row for row in rows if known.get(row.number) != (row.serial, row.position)]
         if unknown:
-            rows = [_row(segment) for segment in unknown]
-            ids = [int(segment.token_ids[0]) for segment in unknown]
-            positions = [segment.first for segment in unknown]
-            slots = [self.slot_of(segment) for segment in unknown]
-            sent = to_device([*rows, *ids, *positions, *slots], torch.int64, self.tokens.device)
+            numbers = [row.number for row in unknown]
+            ids = [int(row.segment.token_ids[0]) for row in unknown]
+            positions = [row.position for row in unknown]
+            slots = [self.slot_of(row.segment) for row in unknown]
+            sent = to_device([*numbers, *ids, *positions, *slots], torch.int64, self.tokens.device)
             at, ids_there, positions_there, slots_there = sent.view(4, -1)
             self.adapters.index_copy_(0, at, slots_there)
             self.tokens.index_copy_(0, at, ids_there)
@@ -313,25 +330,6 @@ def _may_join(segment: Segment) -> bool:
     return segment.sampler is not None and segment.beside is None
 
 
-def _row(segment: Segment) -> int:
-    return segment.kv.holding.row
-
-
-def _serial(segment: Segment) -> int:
-    return segment.kv.holding.serial
-
-
 def _rows(beside: Segment | None) -> tuple[int, int]:
     """Where they begin and end."""
     return (0, 0) if beside is None else (beside.first, beside.end)
-
-
-def _after(segment: Segment) -> Segment:
-    """The row after this one. The device has its token."""
-    return Segment(
-        segment.kv,
-        segment.token_ids,
-        range(segment.end, segment.end + 1),
-        sampler=segment.sampler,
-        beside=segment.beside_ahead,
-    )
