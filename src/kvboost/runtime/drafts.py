@@ -34,6 +34,8 @@ class Drafts:
     def confirm(self) -> tuple[int, Given | None]:
         """How many of the answer's tokens without rows were drafted, and the logits after the last
         of them, or the token picked from these; None if some of the tokens were not drafted."""
+        if not self._rows:
+            return 0, None
         state = self._state
         confirmed, logits = 0, None
         for token in state.token_ids[state.rows - len(state.request.token_ids) :]:

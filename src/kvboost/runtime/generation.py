@@ -216,7 +216,10 @@ class Generation:
         keeps_at = time.monotonic() + KEPT_AFTER if keeps_early else math.inf
         is_first = True
         while True:
-            picked = yield from self._choose(sampler, constraint, given)
+            if constraint is None and isinstance(given, tuple):  # nearly always, over pages
+                picked = [given]
+            else:
+                picked = yield from self._choose(sampler, constraint, given)
             self._observe_cost()
             is_complete = constraint is not None and constraint.is_complete
             ended = answer.take(picked, completes=is_complete)
@@ -265,11 +268,11 @@ class Generation:
         """Keeps what the last token was drawn from, to be compared when the request is healed. On a
         GPU that picks tokens itself, there are logits of the first one only."""
         state, request = self._state, self._request
-        if state.is_exact or request.heal == "off" or len(state.recorded) == RECORDED_TOKENS:
+        if not isinstance(given, torch.Tensor) or state.is_exact or request.heal == "off":
             return
         if request.grammar is not None:  # it decides as well, and forced tokens have no logits
             return
-        if isinstance(given, torch.Tensor) and len(state.recorded) + 1 == len(state.token_ids):
+        if len(state.token_ids) == len(state.recorded) + 1 <= RECORDED_TOKENS:
             state.recorded.append(TopTokens.of(given))
 
     def _next(
@@ -286,22 +289,23 @@ class Generation:
             return logits
         start, end = state.rows, len(self._request.token_ids) + len(state.token_ids)
         draft: list[int] = []
-        switches_at = self._runtime.model.support.switches_at
-        if any(map(switches_at, range(start, end))):
+        support = self._runtime.model.support
+        if support.switches and any(map(support.switches_at, range(start, end))):
             # From here on, every position rotates by other factors: compute the whole sequence
             # again. Its KV fits no shorter prompt, so it is not kept.
             state.kept = False
             ids = as_token_ids(np.concatenate([self._request.token_ids, state.token_ids]))
             given: Given | list[Picked] | None = yield from self._compute(ids, range(len(ids)), 1)
         else:
-            if self._healing is not None and self._healing.catches_up(end):
-                return (yield from self._healing.catch_up(end))
-            draft = self._drafts.draft(end - start, limit, constraint, switches_at)
+            healing = self._healing if state.has_slack else None
+            if healing is not None and healing.catches_up(end):
+                return (yield from healing.catch_up(end))
+            draft = self._drafts.draft(end - start, limit, constraint, support.switches_at)
             self._rows_run = end + len(draft) - start
             kv.prepare(start, end + len(draft))
             beside = following = None
-            if self._healing is not None and (beside := self._healing.rows_beside()) is not None:
-                following = self._healing.rows_after(beside, end)
+            if healing is not None and (beside := healing.rows_beside()) is not None:
+                following = healing.rows_after(beside, end)
             self._last_token[0] = state.token_ids[-1]
             few = [*state.token_ids[start - end :], *draft] if self._rows_run > 1 else None
             given = yield Segment(
@@ -317,8 +321,8 @@ class Generation:
                 beside=beside,
                 beside_ahead=following,
             )
-            if self._healing is not None and beside is not None:
-                self._healing.computed(beside)
+            if healing is not None and beside is not None:
+                healing.computed(beside)
         assert given is not None
         state.rows = end  # only now: a request that is cancelled here keeps only computed rows
         if isinstance(given, tuple):
@@ -379,7 +383,7 @@ class Generation:
     def _reusable_rows(self) -> int:
         return self._runtime.planner.reusable(self._request)
 
-    @property
+    @cached_property
     def _as_stock(self) -> bool:
         """Whether a request that runs alone makes stock transformers' calls: if nothing is reused,
         and if the prompt must go through in one piece, which would take too much scratch memory."""
