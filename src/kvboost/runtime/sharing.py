@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvboost.config import GenerationMode
 from kvboost.model.kv import Prefix, RequestKV
 from kvboost.runtime.request import Request, RequestState
-from kvboost.tokens.hashing import ChunkKey, common_prefix, common_steps
+from kvboost.tokens.hashing import HASHED_STEP, ChunkKey, common_prefix, common_steps
 
 LEAST_SHARED = 512
 """Fewer rows are copied instead: attending to them separately would cost more."""
@@ -66,7 +66,8 @@ class RunningRequests:
             kvs = [one.kv for one in self._running]
         held: dict[int, int] = {}
         for kv in kvs:
-            held |= kv.memory()
+            if id(kv.slab) not in held:  # all requests with pages of a slab say the same
+                held |= kv.memory()
         return sum(held.values()), sum(kv.spared_bytes for kv in kvs)
 
     def _find(self, request: Request, root: ChunkKey) -> tuple[_Running | None, int]:
@@ -87,8 +88,12 @@ class RunningRequests:
                 usable = min(usable, one.kv.own_start)
             if usable // GRID * GRID <= most:
                 continue
-            known = one.state.request.prefix_hashes
-            usable = min(usable, common_steps(known, request.prefix_hashes))
+            known, wanted = one.state.request.prefix_hashes, request.prefix_hashes
+            # A hash is one of all tokens before it: most prompts are ruled out by a single one.
+            longer = (most // GRID + 1) * GRID // HASHED_STEP - 1
+            if len(known) <= longer or known[longer] != wanted[longer]:
+                continue
+            usable = min(usable, common_steps(known, wanted))
             if usable // GRID * GRID > most:
                 best, most = one, usable // GRID * GRID
         if best is None or common_prefix(best.state.request.token_ids, request.token_ids) < most:
