@@ -32,11 +32,12 @@ class Company:
         state.other_rows = self._rows
 
     def _count(self, job: Job, sign: int) -> None:
-        state, need = job.state, job.need
-        is_reading = job.is_reading
-        if not is_reading:
+        state = job.state
+        if state.token_ids:
             self.num_answering += sign
             self._tokens += sign * state.expected_tokens
             self._promises += sign * state.promised_tokens
-        if need is not None and (self._shares_forwards or not is_reading):
-            self._rows += sign * len(need)
+        elif not self._shares_forwards:
+            return
+        if job.need is not None:
+            self._rows += sign * len(job.need)

@@ -143,6 +143,24 @@ def test_a_bias_ends_with_its_request() -> None:
     )
 
 
+@pytest.mark.parametrize("before", OPTIONS.values(), ids=OPTIONS)
+def test_a_greedy_request_is_greedy_beside_any_other(before: dict[str, Any]) -> None:
+    """In a row that had a request with other options, in one that had a greedy one, and in one that
+    had none."""
+    sampling = DeviceSampling(4, VOCAB, torch.device(DEVICE))
+    sampler_of(sampling, 1, **before)
+    sampler_of(sampling, 2)
+    other = sampler_of(sampling, 3, **OPTIONS["all"])
+    logits = peaked(4)
+    for _ in range(2):
+        greedy = [sampler_of(sampling, row, temperature=0.0) for row in (1, 2)]
+        samplers = [*greedy, other, RowSampler(sampling, 0, Kind())]
+        drawn = [pick(sampling, samplers, logits, position) for position in range(20)]
+        for index in (0, 1, 3):
+            assert {tokens[index] for tokens in drawn} == {int(logits[index].argmax())}
+        sampler_of(sampling, 1, **before)
+
+
 def test_random_numbers_are_uniform() -> None:
     seeds = torch.tensor([0, 1, 2**63 - 1], device=DEVICE)[:, None]
     numbers = uniform(seeds, torch.arange(20_000, device=DEVICE)[None])

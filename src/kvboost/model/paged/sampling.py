@@ -74,6 +74,8 @@ class DeviceSampling:
         self._biases = torch.zeros(num_rows, MOST_BIASES, device=device)
         self._biased: set[int] = set()
         """Rows with biases that are not zero."""
+        self._entered: set[int] = set()
+        """Rows with options of their own: the others have those of greedy requests."""
         self._seen: torch.Tensor | None = None
         self._true = torch.ones((), dtype=torch.bool, device=device)
 
@@ -102,11 +104,17 @@ class DeviceSampling:
             params.samples and not 0 < options.top_k <= MOST_LIKELY,
             bool(biases),
         )
+        if kind == GREEDY and row not in self._entered:
+            return RowSampler(self, row, kind)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         temperature = max(options.temperature, LEAST_TEMPERATURE)
         numbers = [temperature, options.top_p, options.min_p, options.repetition_penalty]
         whole = [int(params.samples), options.top_k, seed]
         self._send(row, numbers, whole, biases)
+        if kind == GREEDY:
+            self._entered.remove(row)
+        else:
+            self._entered.add(row)
         if kind.penalizes:
             seen = self._seen_tokens()
             ids = torch.from_numpy(np.array(prompt_ids, np.int64)).to(self._device)

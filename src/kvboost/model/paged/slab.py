@@ -220,8 +220,9 @@ class Slab:
 
     def _drop(self, page: int) -> None:
         self._holders[page] -= 1
-        self._num_held -= not self._holders[page]
-        self._free_if_unused(page)
+        if not self._holders[page]:
+            self._num_held -= 1
+            self._free_if_unused(page)
 
     def _free_if_unused(self, page: int) -> None:
         if not self._holders[page] and not self._keepers[page]:
