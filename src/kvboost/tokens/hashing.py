@@ -92,19 +92,25 @@ def common_steps(left: PrefixHashes, right: PrefixHashes) -> int:
 
 
 def window_hashes(space: ChunkKey, token_ids: TokenIds, window: int) -> npt.NDArray[np.uint64]:
-    """Hashes of all windows of ``window`` tokens; empty if there are fewer tokens than that.
+    """Hashes of all windows of ``window`` tokens; empty if there are fewer tokens than that."""
+    return hashes_in(space, window_polynomials(token_ids, window))
 
-    A hash is a polynomial of the tokens mod 2**64, ``sum(token[i] * BASE**i)``: the difference of
-    two sums from the first token on, divided by the power at which the window begins. ``space`` is
-    mixed in, and the high bits into the low ones.
-    """
-    count = max(0, len(token_ids) - window + 1)
-    powers, inverses = _powers(max(1024, 1 << len(token_ids).bit_length()))
-    sums = np.cumsum(token_ids.astype(np.uint64) * powers[: len(token_ids)])
-    hashes = sums[window - 1 :].copy()
-    hashes[1:] -= sums[: count - 1] if count else sums[:0]
-    hashes *= inverses[:count]
-    hashes ^= np.uint64(int(space[:16], 16))
+
+def window_polynomials(token_ids: TokenIds, window: int) -> npt.NDArray[np.uint64]:
+    """Of each window of ``window`` tokens, ``sum(token[i] * BASE**i)`` mod 2**64: the difference of
+    two sums from the first token on, divided by the power at which the window begins."""
+    length = len(token_ids)
+    powers, inverses = _powers(max(1024, 1 << length.bit_length()))
+    sums = np.zeros(length + 1, np.uint64)
+    (token_ids.astype(np.uint64) * powers[:length]).cumsum(out=sums[1:])
+    polynomials = sums[window:] - sums[: max(0, length - window + 1)]
+    polynomials *= inverses[: len(polynomials)]
+    return polynomials
+
+
+def hashes_in(space: ChunkKey, polynomials: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The hashes of windows: ``space`` is mixed in, and the high bits into the low ones."""
+    hashes = polynomials ^ np.uint64(int(space[:16], 16))
     hashes *= _MIX
     hashes ^= hashes >> np.uint64(32)
     return hashes

@@ -61,7 +61,7 @@ class OrderedTier:
     def find(self, ids: object, start: int = 0, space: ChunkKey = SPACE) -> list[Run]:
         """What is found, once it is shown to be true, maximal, unique and in order."""
         prompt = as_token_ids(ids)
-        runs = self.anchors.find(self.tree, space, prompt, start)
+        runs = self.anchors.find(self.tree, [space], prompt, start)
         for run in runs:
             self.check(run, prompt, start)
         assert len(set(runs)) == len(runs) < 2 * MAX_DONORS * (len(prompt) / WINDOW + 1)
@@ -274,8 +274,8 @@ def test_spaces_do_not_see_each_other() -> None:
 def test_a_hash_is_not_trusted(monkeypatch) -> None:
     monkeypatch.setattr(
         anchors,
-        "window_hashes",
-        lambda space, ids, window: np.zeros(max(0, len(ids) - window + 1), dtype=np.uint64),
+        "hashes_in",
+        lambda space, polynomials: np.zeros_like(polynomials),
     )
     shelf = OrderedTier()
     shelf.store(PASSAGES[0][:128])

@@ -19,6 +19,7 @@ Not thread-safe: the store holds its lock around every call.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, islice
@@ -29,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost.cache.lookup.prefix_tree import TOKEN_BYTES, Node, PrefixTree, sortable
-from kvboost.tokens.hashing import ChunkKey, TokenIds, window_hashes
+from kvboost.tokens.hashing import ChunkKey, TokenIds, hashes_in, window_polynomials
 
 WINDOW = 32
 MAX_DONORS = 4
@@ -85,16 +86,16 @@ class AnchorIndex:
 
         A chunk shorter than a window has no anchor: it is reached from its neighbours.
         """
-        hashes = window_hashes(space, np.concatenate([ids for _, ids in chunks]), self._window)
+        polynomials = window_polynomials(np.concatenate([ids for _, ids in chunks]), self._window)
         starts = accumulate((len(ids) for _, ids in chunks), initial=0)
         offsets = [_offsets(len(ids), self._window) for _, ids in chunks]
         rows = [start + one for start, some in zip(starts, offsets, strict=False) for one in some]
-        chosen = hashes[np.array(rows, np.intp)]
-        np.add.at(self._filter, _slots(chosen), np.uint32(1))
-        values, donors = iter(chosen.tolist()), self._donors
+        hashes = hashes_in(space, polynomials[np.array(rows, np.intp)])
+        np.add.at(self._filter, _slots(hashes), np.uint32(1))
+        values, donors = iter(hashes.tolist()), self._donors
         for (key, _), some in zip(chunks, offsets, strict=True):
             self._last = number = self._last + _ROWS
-            windows = [(next(values), offset) for offset in some]
+            windows = list(zip(islice(values, len(some)), some, strict=True))
             self._chunks[key] = _Anchors(space, number, windows)
             self._keys[number] = key
             for value, offset in windows:
@@ -117,32 +118,47 @@ class AnchorIndex:
     def find(
         self,
         tree: PrefixTree,
-        space: ChunkKey,
+        spaces: Sequence[ChunkKey],
         token_ids: TokenIds,
         start: int = 0,
         order: bytes | None = None,
     ) -> list[Run]:
-        """The runs of stored tokens in ``token_ids[start:]``, by where they begin.
+        """The runs of stored tokens in ``token_ids[start:]``, by where they begin. Each of
+        ``spaces`` is searched only where nothing was found in those before it.
 
-        Each is as long as its chunks allow; those of different donors may overlap. ``tree`` must
+        A run is as long as its chunks allow; those of different donors may overlap. ``tree`` must
         hold every chunk that was inserted here. ``order``: the tokens, and perhaps more that
         follow, as sortable bytes, if they are at hand.
         """
-        window, all_donors = self._window, self._donors
-        hashes = window_hashes(space, token_ids[start:], window)
-        maybe = np.flatnonzero(self._filter[_slots(hashes)])[::-1]
+        window = self._window
         order = sortable(token_ids) if order is None else order
-        search = _Search(tree, self._chunks, token_ids, order, start, window)
+        polynomials = window_polynomials(token_ids[start:], window)
+        runs: list[Run] = []
+        for space in spaces:
+            for first, end in _free(runs, start, len(token_ids), window):
+                hashes = hashes_in(space, polynomials[first - start : end - start - window + 1])
+                search = _Search(tree, self._chunks, token_ids[:end], order, first, window)
+                self._follow_all(space, hashes, search)
+                runs += search.runs
+            runs.sort(key=_start)
+        return runs
+
+    def _follow_all(self, space: ChunkKey, hashes: npt.NDArray[np.uint64], search: _Search) -> None:
+        """Follows the windows of a search, of which these are the ``hashes``."""
+        window, all_donors = self._window, self._donors
+        (maybe,) = self._filter[_slots(hashes)].nonzero()
+        rows, values, first = (maybe + search.start).tolist(), hashes.data, search.start
         followed: dict[int, int] = {}  # by hash, at which row
-        depth, seen = search.depth, search.seen
+        begins, seen = search.begins, search.seen
         # From the last row to the first: the newest donors of a text that repeats itself are at
         # its end, and what they contain comes before them.
-        for row, value in zip((maybe + start).tolist(), hashes[maybe].tolist(), strict=True):
-            end = row + window
-            if depth[end - 1] >= MAX_DONORS or followed.get(value, end) < end:
-                continue
+        left = len(rows)
+        while left:
+            left -= 1
+            row = rows[left]
+            value, end = values[row - first], row + window
             donors = all_donors.get(value)
-            if donors is None:
+            if donors is None or followed.get(value, end) < end:
                 continue
             followed[value] = row
             for donor in donors if len(donors) == 1 else islice(reversed(donors), MAX_DONORS):
@@ -151,7 +167,9 @@ class AnchorIndex:
                     key = self._keys[number]
                     if self._chunks[key].space == space:
                         search.follow(key, row + donor - number, row)
-        return sorted(search.runs, key=_start)
+            if len(begins) >= MAX_DONORS:
+                # All runs end after this window. Skip earlier ones whose last token is in enough.
+                left = bisect_left(rows, begins[MAX_DONORS - 1] - window + 1, 0, left)
 
     def check_integrity(self) -> list[str]:
         """What does not add up between chunks, donors and filter; empty when all is well."""
@@ -191,10 +209,10 @@ class _Search:
         self._window = window
         self._token_ids = token_ids
         self._order = order
-        self._start = start
-        self._held = np.zeros(len(token_ids), dtype=np.uint32)
+        self.start = start
+        self._end = len(token_ids)
         self.seen: dict[int, int] = {}  # by diagonal: its first row in a run
-        self.depth = self._held.data  # how many runs hold a row
+        self.begins: list[int] = []  # the first rows of the runs, sorted
         self.runs: list[Run] = []
 
     def follow(self, key: ChunkKey, base: int, row: int) -> None:
@@ -208,7 +226,7 @@ class _Search:
         pieces = [Piece(key, begin, begin - base, end - begin)]
         ended = end - base < len(node.token_ids)
         # What the chunks before it add, the last one first.
-        while begin == base > self._start and (earlier := nodes.get(node.parent)) is not None:
+        while begin == base > self.start and (earlier := nodes.get(node.parent)) is not None:
             before, node = node.parent, earlier
             base = begin - len(node.token_ids)
             first, _ = self._agreement(node, base, begin - 1)
@@ -223,7 +241,7 @@ class _Search:
                 seen[chunks[match.key].number + end] = end
                 pieces.append(Piece(match.key, end, 0, match.num_tokens))
                 end += match.num_tokens
-        self._held[begin:end] += 1
+        insort(self.begins, begin)
         self.runs.append(Run(begin, end, tuple(pieces)))
 
     def _agreement(self, node: Node, base: int, row: int) -> tuple[int, int]:
@@ -232,10 +250,11 @@ class _Search:
         If they differ at ``row`` itself, ``begin`` is after it.
         """
         tokens, first, last = node.token_ids, base, base + len(node.token_ids)
-        is_inside = first >= self._start and last <= len(self._token_ids)
-        if is_inside and self._order.startswith(node.order, base * TOKEN_BYTES):
-            return first, last
-        first, last = max(first, self._start), min(last, len(self._token_ids))
+        if first >= self.start and last <= self._end:
+            if self._order.startswith(node.order, base * TOKEN_BYTES):
+                return first, last
+        else:
+            first, last = max(first, self.start), min(last, self._end)
         differ = (tokens[first - base : last - base] != self._token_ids[first:last]).tobytes()
         before, after = differ.rfind(1, 0, row - first + 1), differ.find(1, row - first + 1)
         return first + before + 1, last if after < 0 else first + after
@@ -260,3 +279,13 @@ def _slots(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
 def anchor_window(chunk_size: int) -> int:
     """The window for chunks of ``chunk_size`` tokens: smaller ones need smaller windows."""
     return min(WINDOW, 1 << (chunk_size.bit_length() - 1))
+
+
+def _free(runs: Sequence[Run], start: int, end: int, least: int) -> list[tuple[int, int]]:
+    """The rows of ``[start, end)`` that no run covers, where ``least`` or more are together."""
+    free = []
+    for first, last in [*((run.start, run.end) for run in runs), (end, end)]:
+        if first - start >= least:
+            free.append((start, first))
+        start = max(start, last)
+    return free

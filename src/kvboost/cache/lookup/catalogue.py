@@ -95,11 +95,9 @@ class Catalogue:
         in_place = [*exact, *approximate]
         start = in_place[-1].end if in_place else 0
         ids = token_ids[:moved_before]
-        runs = self._anchors.find(self._tree, root, ids, start, order)
         # Copies of copies only where there is no original.
-        for first, end in _free(runs, start, len(ids)):
-            runs += self._anchors.find(self._tree, _approximate(root), ids[:end], first, order)
-        runs.sort(key=lambda run: run.start)
+        spaces = (root, _approximate(root))
+        runs = self._anchors.find(self._tree, spaces, ids, start, order)
         return KnownRows(exact, approximate, self._moved(in_place, runs, where))
 
     def in_place(
@@ -318,13 +316,3 @@ def _approximate(root: ChunkKey) -> ChunkKey:
     """The space in which approximate chunks of ``root`` are anchored. It is searched after the
     exact ones."""
     return branch_key(root, "anchors")
-
-
-def _free(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, int]]:
-    """The rows of ``[start, end)`` that no run covers, where they are long enough for an anchor."""
-    free = []
-    for first, last in [*((run.start, run.end) for run in runs), (end, end)]:
-        if first - start >= WINDOW:
-            free.append((start, first))
-        start = max(start, last)
-    return free
