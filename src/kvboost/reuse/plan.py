@@ -6,7 +6,6 @@ import sys
 from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from kvboost.cache.lookup.hits import Hit, KnownRows, MovedRun
 from kvboost.results import Span, SpanKind
@@ -96,20 +95,23 @@ def choose(runs: Sequence[MovedRun]) -> tuple[MovedRun, ...]:
     chosen: list[MovedRun] = []
     taken: list[tuple[int, int]] = []  # the intervals of the chosen runs, in order
     for run in sorted(runs, key=worth, reverse=True):
-        for start, end in list(_free(run, taken)):
+        for start, end in _free(run, taken):
             chosen.append(run.clip(start, end))
             insort(taken, (start, end))
     return tuple(sorted(chosen, key=lambda run: run.start))
 
 
-def _free(run: MovedRun, taken: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _free(run: MovedRun, taken: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """The parts of ``run`` that are not ``taken`` and are long enough to be worth moving."""
     start, last = run.start, run.end
-    first = max(0, bisect_right(taken, (start, last)) - 1)
-    for begin, end in [*takewhile(lambda one: one[0] < last, taken[first:]), (last, last)]:
+    free = []
+    for begin, end in taken[max(0, bisect_right(taken, (start, last)) - 1) :]:
+        if begin >= last:
+            break
         if begin - start >= LEAST_MOVED:
-            yield start, begin
+            free.append((start, begin))
         start = max(start, end)
+    return [*free, (start, last)] if last - start >= LEAST_MOVED else free
 
 
 def _cover(

@@ -195,7 +195,7 @@ class Catalogue:
         """``runs``, by their starts, each cut off where a chunk is lost."""
         ends = [(hit.end, hit.chunk.key, hit.num_tokens) for hit in in_place]
         for run in runs:
-            ends += [(one.start + one.num_tokens, one.key, one.num_tokens) for one in run.pieces]
+            ends += [(start + count, key, count) for key, start, _, count in run.pieces]
         ends.sort(reverse=True)
         before: dict[ChunkKey, int] = {}  # chunks that end where a run begins or earlier
         infos, moved = self._infos, []
@@ -233,7 +233,7 @@ class Catalogue:
                 break
             shared += before.get(earlier.key, 0)
             info = earlier
-        return min(1.0, shared / max(1, hit.start, hit.start - hit.distance))
+        return min(1.0, shared / max(1, hit.start, hit.chunk.base_position + hit.offset))
 
 
 def preceding(

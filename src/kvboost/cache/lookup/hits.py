@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvboost.cache.chunk import ChunkInfo, Lineage
@@ -43,25 +43,20 @@ class Hit(NamedTuple):
         return self._replace(start=start, num_tokens=end - start, offset=offset)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class MovedRun:
     """Consecutive rows of a prompt that are cached at another position. ``resemblance`` compares
     the text before them here and there: what both share, divided by the longer of the two."""
 
     hits: tuple[Hit, ...]
     resemblance: float
+    start: int = field(init=False)
+    end: int = field(init=False)
+    is_exact: bool = field(init=False)
 
-    @property
-    def start(self) -> int:
-        return self.hits[0].start
-
-    @property
-    def end(self) -> int:
-        return self.hits[-1].end
-
-    @property
-    def is_exact(self) -> bool:
-        return all(hit.chunk.lineage is Lineage.EXACT for hit in self.hits)
+    def __post_init__(self) -> None:
+        self.start, self.end = self.hits[0].start, self.hits[-1].end
+        self.is_exact = all(hit.chunk.lineage is Lineage.EXACT for hit in self.hits)
 
     def clip(self, start: int, end: int) -> MovedRun:
         if start <= self.start and end >= self.end:
