@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from kvboost.config import GenerationMode, SamplingParams
 from kvboost.results import Healing
 from kvboost.runtime.audit import AnswerComparison
 from kvboost.runtime.request import Request, RequestState
-from kvboost.tokens.hashing import as_token_ids
+from kvboost.tokens.hashing import TokenIds
 
 MOST_CONVERSATIONS = 64
 MOST_TOKENS = 1024**2
@@ -156,13 +155,12 @@ class IdleQueue:
     def is_held(self) -> bool:
         return bool(self._holds)
 
-    def add_unhealed(self, state: RequestState, num_rows: int, *, takes_likeliest: bool) -> None:
-        """Takes in a request that has ended, of which ``num_rows`` rows were kept, if it is to be
+    def add_unhealed(self, state: RequestState, ids: TokenIds, *, takes_likeliest: bool) -> None:
+        """Takes in a request that has ended, of which the rows of ``ids`` were kept, if it is to be
         healed. ``takes_likeliest``: each of its tokens was the likeliest one."""
-        request = state.request
+        request, num_rows = state.request, len(ids)
         if request.heal == "off" or num_rows <= state.exact_rows:
             return
-        ids = as_token_ids(np.concatenate([request.token_ids, state.token_ids])[:num_rows])
         answer = state.token_ids if takes_likeliest else []
         state.healing = Healing(num_rows - state.exact_rows)
         one = Unhealed(

@@ -13,7 +13,7 @@ from kvboost.model.sampling import takes_likeliest
 from kvboost.runtime.request import RequestState
 from kvboost.runtime.runtime import Runtime
 from kvboost.runtime.step_healing import StepHealing
-from kvboost.tokens.hashing import TokenIds, as_token_ids
+from kvboost.tokens.hashing import TokenIds
 
 
 class Keeping:
@@ -76,10 +76,11 @@ class Keeping:
             healing.finish(is_kept=is_kept)
         elif is_kept:
             # A sequence that fills what may be reused could not be read again in parts.
-            num_rows = min(state.rows, self._reusable_rows - 1)
+            num_rows = max(0, min(state.rows, self._reusable_rows - 1))
             greedy = takes_likeliest(request.params, runtime.model.generation_config)
             is_free = request.grammar is None
-            runtime.idle_work.add_unhealed(state, num_rows, takes_likeliest=greedy and is_free)
+            ids = self._token_ids[:num_rows]
+            runtime.idle_work.add_unhealed(state, ids, takes_likeliest=greedy and is_free)
 
     @property
     def _keeps_rows(self) -> bool:
@@ -94,5 +95,6 @@ class Keeping:
     def _token_ids(self) -> TokenIds:
         answer, known = self._state.token_ids, self._ids
         if len(known) < len(self._request.token_ids) + len(answer):
-            self._ids = as_token_ids(np.concatenate([self._request.token_ids, answer]))
+            self._ids = np.concatenate([self._request.token_ids, answer], dtype=np.int32)
+            self._ids.flags.writeable = False
         return self._ids

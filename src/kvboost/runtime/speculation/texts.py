@@ -57,4 +57,7 @@ class TenantTexts:
 
 
 def _continues(text: IndexedText, old: IndexedText) -> bool:
-    return len(old) <= len(text) and np.array_equal(text.ids[: len(old)], old.ids)
+    length = len(old)
+    if length > len(text) or (length and text.ids[length - 1] != old.ids[-1]):  # nearly always
+        return False
+    return np.array_equal(text.ids[:length], old.ids)
