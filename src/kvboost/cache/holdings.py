@@ -66,31 +66,27 @@ class Holdings:
             self.residency.mark_lost(key)
         return known
 
-    def sibling(self, place: Place) -> tuple[ChunkKey | None, int]:
-        """The available child of the same parent that shares most leading tokens, and how many
-        those are."""
+    def find_existing(self, place: Place) -> ChunkKey | None:
+        """The chunk that holds the part, in use from now on; None if there is none. Sets the
+        ``sibling`` of ``place``: the available one that shares most leading tokens."""
+        place.sibling, place.common = None, 0
         found = self.catalogue.sibling(place.parent, place.token_ids)
         if found is None:
-            return None, 0
+            return None
         if self.residency.where(found[0]) is None:
             self.residency.mark_lost(found[0])
-            return None, 0
-        return found
-
-    def find_existing(self, place: Place) -> ChunkKey | None:
-        """The chunk that holds the part, in use from now on; None if there is none."""
-        sibling, common = self.sibling(place)
-        if sibling is None or not place.is_held_by(self.catalogue.info(sibling), common):
+            return None
+        sibling, common = place.sibling, place.common = found
+        if not place.is_held_by(self.catalogue.info(sibling), common):
             return None
         self.in_use[sibling] += 1
         return sibling
 
     def rows_of(self, place: Place) -> NewRows:
         """The rows of a new chunk at ``place``, and a stored chunk that begins alike."""
-        sibling, common = self.sibling(place)
-        ready = None if sibling is None else self.residency.ready(sibling)
+        ready = None if place.sibling is None else self.residency.ready(place.sibling)
         like = None if ready is None else ready.data
-        return NewRows(place.part.start, place.part.end, like, common)
+        return NewRows(place.part.start, place.part.end, like, place.common)
 
     def insert(self, chunks: Sequence[KVChunk]) -> tuple[int, list[ChunkKey]]:
         """Takes new chunks of one sequence in, parents first. Returns how many of the first ones
@@ -150,10 +146,12 @@ class Holdings:
 
     def release(self, keys: Sequence[ChunkKey]) -> None:
         """A request does not use these any more."""
-        self.in_use.subtract(keys)
-        for key in set(keys):
-            if self.in_use[key] <= 0:
-                del self.in_use[key]
+        in_use = self.in_use
+        for key in keys:
+            if in_use[key] > 1:
+                in_use[key] -= 1
+            else:
+                in_use.pop(key, None)
 
     def pin(
         self, name: str, root: ChunkKey, token_ids: TokenIds, *, repair: str, ttl: float | None

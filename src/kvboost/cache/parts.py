@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvboost.cache.chunk import ChunkInfo, Lineage, Origin
 from kvboost.cache.quantize import KVData
@@ -14,8 +15,7 @@ Cut = Callable[[TokenIds, Sequence[int]], list[tuple[int, int]]]
 first chunks must not depend on the tokens after them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One chunk to be admitted: the ``depth``-th of its sequence."""
 
     depth: int
@@ -34,11 +34,15 @@ class Place:
 
     part: Part
     token_ids: TokenIds
+    """A view of those of the sequence."""
     root: ChunkKey
     before: ChunkKey
     parent: ChunkKey
     key: ChunkKey | None = None
     """The chunk that holds the part, or will hold it."""
+    sibling: ChunkKey | None = None
+    """A stored chunk of the same parent that begins alike, and how many tokens both share."""
+    common: int = 0
 
     def is_held_by(self, info: ChunkInfo, common: int) -> bool:
         """Whether a child of the same parent, which shares the first ``common`` tokens, holds the
@@ -74,9 +78,7 @@ class Naming:
         for part in cut_parts(self._cut(token_ids, boundaries), exact_rows):
             before = path[part.depth - 1] if part.depth else root
             parent = branch_key(before, repair) if part.branches else before
-            # Ids of its own: a view would keep the whole prompt alive.
-            ids = as_token_ids(token_ids[part.start : part.end])
-            place = Place(part, ids, root, before, parent)
+            place = Place(part, token_ids[part.start : part.end], root, before, parent)
             yield place
             if place.key is None:
                 return
@@ -95,7 +97,7 @@ class Naming:
 
     def describe(self, place: Place, data: KVData | None = None) -> ChunkInfo:
         """A new chunk at ``place``, of which the ``data`` need not be known."""
-        ids = place.token_ids
+        ids = as_token_ids(place.token_ids)  # a view would keep the whole prompt alive
         return ChunkInfo(
             key=place.key or self.name(place),
             parent=place.parent,

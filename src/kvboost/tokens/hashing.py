@@ -48,10 +48,8 @@ def root_key(
 
 def chain_key(parent: ChunkKey, token_ids: TokenIds, *, secret: bytes = b"") -> ChunkKey:
     """The key of the chunk that holds ``token_ids`` after ``parent``; keyed with a ``secret``."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=secret)
-    digest.update(bytes.fromhex(parent))
-    digest.update(np.ascontiguousarray(token_ids, dtype="<i4").tobytes())
-    return ChunkKey(digest.hexdigest())
+    data = bytes.fromhex(parent) + token_ids.astype("<i4", copy=False).tobytes()
+    return ChunkKey(hashlib.blake2b(data, digest_size=_DIGEST_BYTES, key=secret).hexdigest())
 
 
 @lru_cache(maxsize=1 << 16)  # a lookup asks for that of every chunk of a prompt
