@@ -72,8 +72,8 @@ class AnchorIndex:
         self._chunks: dict[ChunkKey, _Anchors] = {}
         self._keys: dict[int, ChunkKey] = {}  # by number
         self._last = 0  # the newest number
-        # By hash: numbers minus offsets. A dict for its order, the newest last.
-        self._donors: dict[int, dict[int, None]] = {}
+        # By hash: a number minus an offset, or several. A dict for its order, the newest last.
+        self._donors: dict[int, int | dict[int, None]] = {}
         # How many donors share a slot: most windows of a prompt fall into an empty one.
         self._filter = np.zeros(_SLOTS, dtype=np.uint32)
         self._counts = self._filter.data  # the same, for one slot at a time
@@ -99,20 +99,23 @@ class AnchorIndex:
             self._chunks[key] = _Anchors(space, number, windows)
             self._keys[number] = key
             for value, offset in windows:
-                if value in donors:
-                    donors[value][number - offset] = None
+                known = donors.get(value)
+                if known is None:
+                    donors[value] = number - offset
+                elif isinstance(known, int):
+                    donors[value] = {known: None, number - offset: None}
                 else:
-                    donors[value] = {number - offset: None}
+                    known[number - offset] = None
 
     def remove(self, key: ChunkKey) -> None:
         _, number, windows = self._chunks.pop(key)
         del self._keys[number]
         for value, offset in windows:
             donors = self._donors[value]
-            if len(donors) > 1:
-                del donors[number - offset]
-            else:
+            if isinstance(donors, int) or len(donors) == 1:
                 del self._donors[value]
+            else:
+                del donors[number - offset]
             self._counts[value % _SLOTS] -= 1
 
     def find(
@@ -161,7 +164,8 @@ class AnchorIndex:
             if donors is None or followed.get(value, end) < end:
                 continue
             followed[value] = row
-            for donor in donors if len(donors) == 1 else islice(reversed(donors), MAX_DONORS):
+            newest = (donors,) if isinstance(donors, int) else islice(reversed(donors), MAX_DONORS)
+            for donor in newest:
                 if seen.get(donor + row, end) > row:
                     number = -(-donor // _ROWS) * _ROWS
                     key = self._keys[number]
@@ -179,7 +183,11 @@ class AnchorIndex:
             for anchors in self._chunks.values()
             for value, offset in anchors.windows
         }
-        found = {(value, donor) for value, donors in self._donors.items() for donor in donors}
+        found = {
+            (value, donor)
+            for value, donors in self._donors.items()
+            for donor in ((donors,) if isinstance(donors, int) else donors)
+        }
         if filed != found or not all(self._donors.values()):
             problems.append(f"{len(filed)} anchors of chunks and {len(found)} of donors differ")
         slots = np.fromiter((value % _SLOTS for value, _ in found), dtype=np.intp)
