@@ -23,6 +23,7 @@ MOST_TOKENS = 1024**2
 """Token ids of all conversations that wait. The oldest are dropped when there are more."""
 MOST_READ_TOKENS = 8 * 1024**2
 """Token ids of all documents that wait. Further ones are not taken."""
+_ONE_TOKEN = SamplingParams(max_new_tokens=1)
 
 
 @dataclass(eq=False)
@@ -168,7 +169,7 @@ class IdleQueue:
                 request,
                 token_ids=ids,
                 mode=GenerationMode.PREFIX_CACHE,
-                params=SamplingParams(max_new_tokens=1),
+                params=_ONE_TOKEN,
                 grammar=None,
             ),
             state.epoch,
