@@ -58,6 +58,6 @@ class TenantTexts:
 
 def _continues(text: IndexedText, old: IndexedText) -> bool:
     length = len(old)
-    if length > len(text) or (length and text.ids[length - 1] != old.ids[-1]):  # nearly always
+    if length > len(text) or (length and text.ids[length - 1] != old.ids[-1]):
         return False
     return np.array_equal(text.ids[:length], old.ids)
