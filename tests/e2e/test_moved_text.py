@@ -8,11 +8,11 @@ from kvboost.bench.texts.questions import make_questions
 
 
 def test_repair_brings_real_answers_closer_and_full_repair_all_the_way(smollm) -> None:
-    questions = make_questions(1, seed=3, num_passages=4, words_per_passage=90)
+    questions = make_questions(1, seed=3, num_passages=4, words_per_passage=60)
     settings = Settings(
         passages=4,
-        passage_tokens=200,
-        answer_tokens=8,
+        passage_tokens=120,
+        answer_tokens=4,
         strategies=("query", "none"),
         ratios=(0.2, 1.0),
         donors=("header",),

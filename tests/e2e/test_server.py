@@ -211,7 +211,7 @@ def test_terminating_under_load_finishes_answers_and_keeps_the_cache(tmp_path: P
             stream = client.completions.create(
                 model="tiny",
                 prompt=f"{DOCUMENT} {number}",
-                max_tokens=400,
+                max_tokens=200,
                 logit_bias={"256": -100},
                 stream=True,
             )
