@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from chunks import ORIGIN, ROOT, packing
@@ -88,6 +88,10 @@ texts = st.lists(
 )
 
 
+A = [1, 1, 0, 1, 0, 0, 1, 0, 1, 1, 1, 1, 0, 1, 0]
+"""Some text."""
+
+
 @settings(deadline=None, max_examples=80)
 @given(
     texts,
@@ -95,6 +99,7 @@ texts = st.lists(
     st.sampled_from([0, 12, 40]),
     st.sampled_from([None, None, 3]),
 )
+@example([([*A[:4], *[1] * 11], 16), ([*A, *A[1:8], 1], 6), ([*A, *[0] * 15], 27)], 8, 40, None)
 def test_together_or_one_by_one(
     texts, max_rows: int, gpu_rows: int, max_chunks: int | None
 ) -> None:

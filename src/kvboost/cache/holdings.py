@@ -91,17 +91,21 @@ class Holdings:
     def insert(self, chunks: Sequence[KVChunk]) -> tuple[int, list[ChunkKey]]:
         """Takes new chunks of one sequence in, parents first. Returns how many of the first ones
         can be kept, and are in use from now on, and the chunks that they replaced."""
-        self.residency.make_room(self._room_for([chunk.info for chunk in chunks]))
+        # A shorter one that becomes useless makes room for those that follow.
+        useless = [self._replaced_by(chunk.info) for chunk in chunks]
+        others = max((at for at, one in enumerate(useless, 1) if one is not None), default=0)
         new: list[ChunkInfo] = []
         replaced: list[ChunkKey] = []
         kept = 0
-        for chunk in chunks:
+        for number, (chunk, shorter) in enumerate(zip(chunks, useless, strict=True)):
             info = chunk.info
+            if number == others:
+                self.residency.make_room(sum(one.nbytes for one in chunks[others:]))
             if info.key not in self.catalogue:  # otherwise another process has just written it
                 if not self.residency.put(chunk):
                     self.counts["rejected"] += 1
                     break
-                if (shorter := self._replaced_by(info)) is not None:
+                if shorter is not None and shorter in self.catalogue:
                     self.drop([shorter])
                     replaced.append(shorter)
                 new.append(info)
@@ -110,17 +114,6 @@ class Holdings:
         self.catalogue.add(*new)
         self.counts["admitted"] += len(new)
         return kept, replaced
-
-    def _room_for(self, infos: Sequence[ChunkInfo]) -> int:
-        """The most bytes that new chunks add at a time: each is put in before the one that it
-        replaces is dropped."""
-        added = most = 0
-        for info in infos:
-            added += info.nbytes
-            most = max(most, added)
-            if (shorter := self._replaced_by(info)) is not None:
-                added -= self.catalogue.info(shorter).nbytes
-        return most
 
     def _replaced_by(self, info: ChunkInfo) -> ChunkKey | None:
         """The chunk that a new one makes useless."""
