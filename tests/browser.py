@@ -49,6 +49,8 @@ def ask(
     page.get_by_label("Max tokens").fill(str(max_tokens))
     page.get_by_role("button", name=button, exact=True).click()
     answered(page)
+    error = page.locator("#ask-error")
+    assert not error.is_visible(), error.inner_text()
 
 
 def open_settings(page: Page) -> None:
