@@ -9,12 +9,14 @@ in the error, so the product of the change and the squared share is the KL to ex
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from kvboost.config import MOST_RECOMPUTED, RepairParams
 from kvboost.reuse.repair import MovedText, RepairChoice
-from kvboost.reuse.shift import Floats, Spans
+from kvboost.reuse.shift import Spans
 
 GROWTH = 2.0
 """A second round makes the recomputed share at least so many times as large: fewer rows would not
@@ -80,7 +82,7 @@ class Rounds:
         self._choose(num_rows - num_fresh)
         return True
 
-    def _stale_shares(self) -> Floats:
+    def _stale_shares(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Which share of the question's attention to moved rows goes to stale ones, if so many rows
         are recomputed: ``[moved + 1]``, from 1 to 0."""
         attention = np.sort(self._moved.attention()[self._moved.rows])[::-1]

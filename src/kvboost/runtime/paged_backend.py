@@ -1,6 +1,6 @@
 """Requests and chunks in the pages of one slab: on NVIDIA GPUs. Rows run as CUDA graphs, those of
-the usual sizes recorded when an engine starts and the others in idle time, so that no request waits
-for them."""
+the usual sizes recorded when an engine starts and most others in idle time: recording takes longer
+than any of them."""
 
 from __future__ import annotations
 

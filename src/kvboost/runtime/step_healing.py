@@ -51,8 +51,9 @@ class StepHealing:
         return self._state.is_exact
 
     def rows_beside(self) -> Segment | None:
-        """The rows to compute beside the next step; None if it has no time for any."""
-        if self.is_done or not self._state.has_slack:
+        """The rows to compute beside the next step, which has time for some; None if there are
+        none."""
+        if self.is_done:
             return None
         rows = self._next_rows(self._state.exact_rows)
         self._state.accompanied |= rows is not None
@@ -72,10 +73,10 @@ class StepHealing:
         self._state.exact_rows = rows.end
 
     def catches_up(self, end: int) -> bool:
-        """Whether all rows up to ``end`` that are not exact yet run now."""
+        """Whether all rows up to ``end`` that are not exact yet run now, if there is time."""
         start = self._state.exact_rows
         is_near = end - start <= self._most or start >= len(self._prompt) - 1
-        return not self.is_done and self._state.has_slack and is_near
+        return not self.is_done and is_near
 
     def catch_up(self, end: int) -> Computing[torch.Tensor]:
         """Computes them, the current token's row last, and compares the answer so far with what

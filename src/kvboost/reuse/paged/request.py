@@ -22,7 +22,7 @@ PLACED_ROWS = 4096
 
 
 class PagedRequest:
-    """The contract for rows in pages."""
+    """Rows of one request, in pages."""
 
     def __init__(
         self,
