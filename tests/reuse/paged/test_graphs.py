@@ -143,9 +143,10 @@ def run_plainly(
     rows: torch.Tensor,
     table: torch.Tensor,
     hook: Hook | None,
+    absent: torch.Tensor | None = None,
 ) -> None:
     slots = slots_of(rows.to(DEVICE), table, PAGE)
-    attention = kernels.attention(rows, table, HEADS)
+    attention = kernels.attention(rows, table, HEADS, absent)
     model(ids.to(DEVICE, torch.int32), rows.to(DEVICE), slots, hook, attention)
 
 
@@ -184,18 +185,17 @@ def test_a_repair_in_buffers_is_the_repair(
 def test_a_probe_in_buffers_sees_what_the_probe_sees(
     model: Model, kernels: GpuKernels, table: torch.Tensor, tail: int
 ) -> None:
-    graphs = make_graphs(model, kernels, 16, 32)
+    graphs = make_graphs(model, kernels, 32)
     start = PROMPT - tail
-    absent = torch.zeros(start, dtype=torch.bool)
+    absent = torch.zeros(PROMPT, dtype=torch.bool)
     absent[:12] = tail < PROBE_ROWS
-    last = torch.arange(start, PROMPT)
-    rows = torch.cat([absent.nonzero()[:, 0], last])
-    ids = torch.randint(0, VOCAB, (len(rows),))
+    rows = torch.arange(start, PROMPT)
+    ids = torch.randint(0, VOCAB, (tail,))
     found = []
-    for run in (graphs, lambda *given: run_plainly(model, kernels, *given)):
-        seen = AttentionMass(probed_layers(LAYERS), absent)
+    for run in (graphs, lambda *given: run_plainly(model, kernels, *given, absent)):
+        seen = AttentionMass(probed_layers(LAYERS), absent[:start])
         model.layers_run = 0
-        ran = run(ids, rows, table, kernels.probe(seen, last, table))
+        ran = run(ids, rows, table, kernels.probe(seen, rows, table))
         assert ran is (True if run is graphs else None)
         if DEVICE == "cpu":
             assert model.layers_run == probed_layers(LAYERS).last + 1 < LAYERS
@@ -203,7 +203,7 @@ def test_a_probe_in_buffers_sees_what_the_probe_sees(
         found.append(seen.mass)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert float(found[0].sum()) > 0
-    assert not found[0][..., absent].any()
+    assert not found[0][..., absent[:start]].any()
 
 
 def test_what_has_no_graph_is_left_to_others(
@@ -225,13 +225,12 @@ def test_what_has_no_graph_is_left_to_others(
 
 
 def test_tiles_are_filled_as_counted_row_by_row(kernels: GpuKernels) -> None:
-    size, lead, group, tile = 40, 12, 3, Tile(16, 32, 4, 1)
-    places = [*_tiles(0, lead, tile, group), *_tiles(lead, size, tile, group)]
+    size, group, tile = 40, 3, Tile(16, 32, 4, 1)
+    places = _tiles(size, tile, group)
     tiles = FixedTiles(places, tile, group, kernels.pages)
-    for num_last, rest in ((12, 28), (5, 9), (0, 1), (7, 0)):
+    for number in (40, 14, 1):
         positions = np.full(size, -1, np.int32)
-        positions[:num_last] = 1000 + np.arange(num_last)
-        positions[lead : lead + rest] = 3 * np.arange(rest)
+        positions[:number] = 3 * np.arange(number)
         buffer = np.zeros(tiles.size, np.int32)
         tiles.fill(buffer, positions)
         items = buffer[: -len(places) * len(TILE_FIELDS)].reshape(-1, len(ITEM_FIELDS))
@@ -246,8 +245,8 @@ def test_tiles_are_filled_as_counted_row_by_row(kernels: GpuKernels) -> None:
 
 
 def test_a_probe_forgets_the_keys_of_a_longer_prompt(model: Model, kernels: GpuKernels) -> None:
-    rows = FixedRows(kernels, HEADS, PROBE_ROWS, CAPACITY, PROBE_ROWS)
-    mass = FixedMass(kernels, rows, hides=True)
+    rows = FixedRows(kernels, HEADS, PROBE_ROWS, CAPACITY, in_pages=True)
+    mass = FixedMass(kernels, rows)
     table = make_tables(1, 6, 12)[0]
     for start, num_rows in ((80, 10), (30, 16), (50, 3)):
         absent = torch.rand(start) < 0.3

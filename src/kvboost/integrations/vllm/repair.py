@@ -86,14 +86,15 @@ class Repairer:
         self.recomputed[load.request_id] = int(rounds.fresh[: load.end].sum())
 
     def _probe(self, probe: Probe, ids: torch.Tensor, table: torch.Tensor) -> int:
-        """Runs a probe; returns its rows. vLLM's attention knows no absent rows: they are computed
-        with the probe instead."""
+        """Runs a probe; returns its rows. vLLM's own attention knows no absent rows: without
+        kernels they are computed with the probe."""
         hook = probe.hook
         assert isinstance(hook, AttentionMass)
         tail = rows = probe.positions
-        if probe.absent is not None:
-            rows = torch.cat([probe.absent.nonzero()[:, 0], tail])
-        self.run(ids, rows, table, self._probe_hook(hook, tail, table))
+        absent = probe.absent
+        if absent is not None and self._kernels is None:
+            rows, absent = torch.cat([absent.nonzero()[:, 0], tail]), None
+        self.run(ids, rows, table, self._probe_hook(hook, tail, table), absent)
         if self._ranks.are_several:
             hook.wait()
             on_device = hook.mass.to(self._pages.device)
@@ -101,11 +102,16 @@ class Repairer:
         return len(rows)
 
     def run(
-        self, ids: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, hook: LayerHook | None
+        self,
+        ids: torch.Tensor,
+        rows: torch.Tensor,
+        table: torch.Tensor,
+        hook: LayerHook | None,
+        absent: torch.Tensor | None = None,
     ) -> None:
         """One forward; ``ids`` are those of the whole prompt."""
         started = time.perf_counter()
-        self._forward(ids[rows], rows, table, hook)
+        self._forward(ids[rows], rows, table, hook, absent)
         if not self._pages.on_gpu:
             seconds = time.perf_counter() - started
             self.measured.append((len(rows), int(rows[-1]) // 2, seconds))

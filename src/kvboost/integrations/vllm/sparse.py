@@ -78,12 +78,14 @@ class SparseForward:
         rows: torch.Tensor,
         table: torch.Tensor,
         hook: LayerHook | None = None,
+        absent: torch.Tensor | None = None,
         *,
         stock: bool = False,
     ) -> None:
         """Runs the tokens at ``rows``, which increase, of the sequence whose pages are ``table``.
-        ``token_ids`` and ``rows`` are int64 on the host. ``stock`` attends with vLLM's backend and
-        replays no graphs."""
+        ``token_ids`` and ``rows`` are int64 on the host. Rows that are ``absent``, ``[keys]``, are
+        not attended to; only kernels can do that, and a captured probe takes them from its
+        ``hook``. ``stock`` attends with vLLM's backend and replays no graphs."""
         self.num_rows += len(rows)
         if not stock and self._graphs is not None and self._graphs(token_ids, rows, table, hook):
             return
@@ -92,9 +94,10 @@ class SparseForward:
         positions = rows.to(device, non_blocking=True)
         slots = self._pages.slots(table, positions)
         if self._kernels is not None and not stock:
-            attention = self._kernels.attention(rows, table, self._heads)
+            attention = self._kernels.attention(rows, table, self._heads, absent)
             self._run(ids, positions, slots, hook, attention)
         else:
+            assert absent is None, "vLLM's attention knows no absent rows"
             metadata = self._metadata(rows, positions, slots, table)
             self._run(ids, positions, slots, hook, None, metadata)
 

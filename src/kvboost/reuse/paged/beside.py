@@ -55,7 +55,7 @@ class RowsBeside:
         if own is not None:
             ids = torch.nn.functional.pad(ids, (0, 1))
             positions = torch.cat([positions, torch.tensor([own])])
-        self._rows.load(ids, positions, self._table(segment.kv), 0)
+        self._rows.load(ids, positions, self._table(segment.kv))
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ids, positions, slots = self._rows.inputs()

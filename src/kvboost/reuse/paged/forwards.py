@@ -268,10 +268,10 @@ class SegmentForwards:
     def _make(self, kind: str, size: int) -> CapturedForward[Any]:
         kernels, capacity = self.kernels, min(self.slab.most_rows, MOST_KEYS)
         probes = kind in (PROBES, ANSWERED)
-        rows = FixedRows(kernels, self._heads, size, capacity, size if probes else 0)
+        rows = FixedRows(kernels, self._heads, size, capacity, in_pages=probes)
         hook: FixedHook[Any] | None = None
         if probes:
-            hook = FixedMass(kernels, rows, hides=True, ends=kind == PROBES)
+            hook = FixedMass(kernels, rows, ends=kind == PROBES)
         elif kind == REPAIRS:
             hook = FixedShift(kernels, size, capacity, rows.table)
         batch: CapturedBatch | None = None

@@ -41,8 +41,6 @@ from kvboost.reuse.shift import BLOCKS
 
 SIZES = (*range(64, 512, 64), *range(512, 2049, 128))
 """Rows of the graphs: up to what a load computes at a time (``slice_rows``)."""
-MOST_PROBED = 512
-"""A probe of more rows, with text that is not known, has no graph."""
 MOST_SPANS = 256
 """Spans that one forward can shift."""
 
@@ -79,22 +77,16 @@ class Graphs:
     ) -> None:
         capture = capture or capture_cuda()
 
-        def forward(size: int, lead: int) -> CapturedForward[Any]:
-            rows = FixedRows(kernels, heads, size, capacity, lead)
-            hook: FixedHook[Any] = (
-                FixedMass(kernels, rows)
-                if lead
-                else FixedShift(kernels, size, capacity, rows.table)
-            )
+        def repair(size: int) -> CapturedForward[Any]:
+            rows = FixedRows(kernels, heads, size, capacity)
+            hook = FixedShift(kernels, size, capacity, rows.table)
             return CapturedForward(model, kernels, rows, hook, capture)
 
+        probed = FixedRows(kernels, heads, PROBE_ROWS, capacity, in_pages=True)
         # The largest first: the others then fit into its memory.
-        ordered = sorted(sizes, reverse=True)
-        repairs = [forward(size, 0) for size in ordered]
-        probes = [forward(size, PROBE_ROWS) for size in ordered if size <= MOST_PROBED]
         self._forwards: dict[str | None, list[CapturedForward[Any]]] = {
-            REPAIRS: repairs,
-            PROBES: probes,
+            REPAIRS: [repair(size) for size in sorted(sizes, reverse=True)],
+            PROBES: [CapturedForward(model, kernels, probed, FixedMass(kernels, probed), capture)],
         }
         self.num_replays = 0
 
@@ -103,7 +95,7 @@ class Graphs:
     ) -> bool:
         """Runs a forward as ``SparseForward`` does; False if there is no graph for it."""
         forwards = reversed(self._forwards.get(REPAIRS if hook is None else hook.kind, []))
-        found = next((each for each in forwards if each.has_room(len(rows), hook)), None)
+        found = next((each for each in forwards if each.has_room(len(rows))), None)
         if found is None or not found.run(ids, rows, table, hook):
             return False
         self.num_replays += 1
@@ -122,10 +114,6 @@ class FixedHook(Hook, Generic[H]):
 
     def begin(self) -> None:
         """The forward begins, on the device."""
-
-    def num_last(self, hook: H) -> int:
-        """How many of the last rows it must find."""
-        return 0
 
     def load(self, hook: H) -> bool:
         """Prepares for a request; False if it does not fit."""
@@ -159,16 +147,15 @@ class CapturedForward(Generic[H]):
         self.result: Any = None
         """What the model gave; it changes with the next run."""
 
-    def has_room(self, num_rows: int, hook: H) -> bool:
-        last = 0 if self._hook is None else self._hook.num_last(hook)
-        return self._rows.has_room(num_rows - last)
+    def has_room(self, num_rows: int) -> bool:
+        return self._rows.has_room(num_rows)
 
     def run(self, ids: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, hook: H) -> bool:
         """Runs a forward as ``SparseForward`` does; False if it does not fit."""
         own = self._hook
         if not self._rows.fits(table) or (own is not None and not own.load(hook)):
             return False
-        self._rows.load(ids, rows, table, 0 if own is None else own.num_last(hook))
+        self._rows.load(ids, rows, table)
         self.result = self._replay()
         if own is not None:
             own.finish(hook)
@@ -176,36 +163,32 @@ class CapturedForward(Generic[H]):
 
 
 class FixedRows:
-    """The inputs of a forward of up to ``size`` rows. The last rows of a prompt come first, in
-    ``lead`` places of their own, if a probe is to find them. ``last``, int32 ``[1]``, is where the
-    last row is; ``table``, int32, has the pages of the request."""
+    """The inputs of a forward of up to ``size`` rows. ``last``, int32 ``[1]``, is where the last
+    row is; ``table``, int32, has the pages of the request. Rows that are attended to ``in_pages``
+    are never copied into one piece for that."""
 
     def __init__(
-        self, kernels: GpuKernels, heads: int, size: int, capacity: int, lead: int = 0
+        self,
+        kernels: GpuKernels,
+        heads: int,
+        size: int,
+        capacity: int,
+        *,
+        in_pages: bool = False,
     ) -> None:
         pages = kernels.pages
-        self._page, self._size, self._lead = pages.size, size, lead
+        self._page, self._size = pages.size, size
         group = heads // pages.num_kv_heads
-        dense = None if lead else kernels.dense_tile(heads, size, capacity)
-        tile, lead_tile = dense or kernels.tile(heads, size), kernels.tile(heads, lead)
-        all_tiles = [*_tiles(0, lead, tile, group), *_tiles(lead, size, tile, group)]
-        self._tiles = FixedTiles(all_tiles, tile, group, pages)
-        if lead == size:  # a probe of the last rows alone
-            self._lead_tiles = self._tiles
-        else:
-            lead_tiles = _tiles(0, lead, lead_tile, group)
-            self._lead_tiles = FixedTiles(lead_tiles, lead_tile, group, pages)
-        own = self._lead_tiles.size if lead < size else 0
-        parts = [size, size, 1, 1, self._tiles.size, own]
+        dense = None if in_pages else kernels.dense_tile(heads, size, capacity)
+        tile = dense or kernels.tile(heads, size)
+        self._tiles = FixedTiles(_tiles(size, tile, group), tile, group, pages)
+        parts = [size, size, 1, 1, self._tiles.size]
         self._inputs = torch.zeros(sum(parts), dtype=torch.int32, device=pages.device)
-        self._ids, self._positions, self.last, num_keys, work, own_work = self._inputs.split(parts)
+        self._ids, self._positions, self.last, num_keys, work = self._inputs.split(parts)
         self._positions.fill_(-1)
         self.table = torch.zeros(-(-capacity // pages.size), dtype=torch.int32, device=pages.device)
-        table = self.table[None]
-        paged = self._tiles.paged(self._positions, work, table, capacity)
+        paged = self._tiles.paged(self._positions, work, self.table[None], capacity)
         self.paged = replace(paged, num_keys=num_keys)
-        lead_work = own_work if own else work
-        self.lead = self._lead_tiles.paged(self._positions[:lead], lead_work, table, capacity)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids, int32, positions and slots, int64."""
@@ -217,26 +200,17 @@ class FixedRows:
         return len(table) <= len(self.table)
 
     def has_room(self, num_rows: int) -> bool:
-        """For so many rows that are not the last ones."""
-        return num_rows <= self._size - self._lead
+        return num_rows <= self._size
 
-    def load(
-        self, ids: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, num_last: int
-    ) -> None:
-        """``ids`` and ``rows`` are on the host; ``num_last`` of them go into the lead."""
-        rest = len(rows) - num_last
+    def load(self, ids: torch.Tensor, rows: torch.Tensor, table: torch.Tensor) -> None:
+        """``ids`` and ``rows`` are on the host."""
+        number, size = len(rows), self._size
         sent = np.zeros(len(self._inputs), np.int32)
-        positions = sent[self._size : 2 * self._size]
-        positions.fill(-1)
-        for given, to in ((ids.numpy(), sent[: self._size]), (rows.numpy(), positions)):
-            to[:num_last] = given[rest:]
-            to[self._lead : self._lead + rest] = given[:rest]
-        sent[2 * self._size] = num_last - 1 if num_last else self._lead + rest - 1
-        sent[2 * self._size + 1] = rows[-1] + 1
-        work = sent[2 * self._size + 2 :]
-        self._tiles.fill(work[: self._tiles.size], positions)
-        if self._lead_tiles is not self._tiles:
-            self._lead_tiles.fill(work[self._tiles.size :], positions)
+        sent[:number] = ids.numpy()
+        positions = sent[size : 2 * size]
+        positions[:number], positions[number:] = rows.numpy(), -1
+        sent[2 * size : 2 * size + 2] = number - 1, rows[-1] + 1
+        self._tiles.fill(sent[2 * size + 2 :], positions)
         send_into(torch.from_numpy(sent), self._inputs)
         self.table[: len(table)].copy_(table, non_blocking=True)
 
@@ -299,11 +273,10 @@ class FixedTiles:
         )
 
 
-def _tiles(begin: int, end: int, tile: Tile, group: int) -> list[tuple[int, int]]:
-    """Where the tiles of rows ``[begin, end)`` start and what they have room for, in rows times
-    heads."""
-    first, last, step = begin * group, end * group, tile.rows
-    return [(at, min(step, last - at)) for at in range(first, last, step)]
+def _tiles(num_rows: int, tile: Tile, group: int) -> list[tuple[int, int]]:
+    """Where the tiles of so many rows start and what they have room for, in rows times heads."""
+    last, step = num_rows * group, tile.rows
+    return [(at, min(step, last - at)) for at in range(0, last, step)]
 
 
 class FixedShift(FixedHook[PagedShift | None]):
@@ -325,15 +298,13 @@ class FixedShift(FixedHook[PagedShift | None]):
 
 
 class FixedMass(FixedHook[PagedMass]):
-    """What the last rows of any prompt attend to. They are the lead of ``rows``. With ``hides``,
-    attention of the forward does not see absent rows either: they are not computed with it.
-    ``ends``: whether the forward ends in the last layer that is observed."""
+    """What ``rows``, the last ones of any prompt, attend to. Nothing in the forward sees rows that
+    are absent: they are not computed yet. ``ends``: whether it ends in the last layer that is
+    observed."""
 
-    def __init__(
-        self, kernels: GpuKernels, rows: FixedRows, *, hides: bool = False, ends: bool = True
-    ) -> None:
-        device, capacity = kernels.pages.device, rows.lead.end
-        self._kernels, self._rows = kernels, rows.lead
+    def __init__(self, kernels: GpuKernels, rows: FixedRows, *, ends: bool = True) -> None:
+        device, capacity = kernels.pages.device, rows.paged.end
+        self._kernels, self._rows = kernels, rows.paged
         self._bands = probed_layers(len(kernels.pages.caches))
         # In one piece: weights of the last rows, and which keys are absent.
         self._num_rows = len(self._rows.positions)
@@ -348,7 +319,7 @@ class FixedMass(FixedHook[PagedMass]):
         """From here on, all keys are absent."""
         self._mass = torch.zeros(2, KINDS, capacity, device=device)
         self._ends = ends
-        self.hidden = self._absent if hides else None
+        self.hidden = self._absent
 
     def begin(self) -> None:
         self._mass.zero_()
@@ -370,9 +341,6 @@ class FixedMass(FixedHook[PagedMass]):
         )
         if layer == self._bands.last and self._ends:
             raise EnoughLayers
-
-    def num_last(self, hook: PagedMass) -> int:
-        return hook.num_rows
 
     def load(self, hook: PagedMass) -> bool:
         known, num_rows = hook.seen.absent, hook.num_rows

@@ -110,8 +110,17 @@ class GpuKernels:
         source = move.Source(rows)
         return move.StoredSpan(source, hit.offset, hit.num_tokens, hit.start, rotation)
 
-    def attention(self, rows: torch.Tensor, table: torch.Tensor, heads: int) -> Attention:
-        return self.attend_rows(self.rows(rows, table, heads))
+    def attention(
+        self,
+        rows: torch.Tensor,
+        table: torch.Tensor,
+        heads: int,
+        absent: torch.Tensor | None = None,
+    ) -> Attention:
+        """As :meth:`attend_rows`, of rows and absent keys that are on the host."""
+        if absent is not None:
+            absent = absent.to(self.pages.device, non_blocking=True)
+        return self.attend_rows(self.rows(rows, table, heads), absent)
 
     def attend_rows(self, rows: TiledRows, absent: torch.Tensor | None = None) -> Attention:
         """Attention of ``rows`` over the pages; not to keys that are ``absent``, ``[keys]``."""
