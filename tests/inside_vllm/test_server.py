@@ -204,7 +204,7 @@ def test_a_document_is_warmed_once_and_forgotten_by_its_words(
 
 def test_salts_are_apart(server: Server, files: list[Path]) -> None:
     mine = run(server, "warm", str(files[0]), "--salt", "mine")["chunks_of_salt"]
-    assert mine > 1
+    assert mine > 0
     assert run(server, "forget", "--everything") == {"forgotten": 0}
     assert run(server, "forget", "--everything", "--salt", "theirs") == {"forgotten": 0}
     stats = run(server, "stats")

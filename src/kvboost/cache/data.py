@@ -7,7 +7,7 @@ hears of every chunk that has left the last tier.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -36,7 +36,7 @@ class ChunkData:
         self._lock = threading.RLock()
         self._known: set[ChunkKey] = set()
         self._held: Counter[ChunkKey] = Counter()
-        self._gone: list[ChunkKey] = []
+        self._gone: deque[ChunkKey] = deque()
         self._residency = Residency(tiers, self, policy=policy)
         self._transfers = Transfers(tiers, self._residency, self._lock, format)
         self._transfers.open()
@@ -85,14 +85,13 @@ class ChunkData:
         return self._transfers.purge(keys)
 
     def take_gone(self) -> list[ChunkKey]:
-        """What has left the last tier since the last call."""
-        with self._lock:
-            gone, self._gone = self._gone, []
-            return gone
+        """What has left the last tier since the last call. Takes no lock: whoever asks in every
+        step must not wait for another thread's copies."""
+        return [self._gone.popleft() for _ in range(len(self._gone))]
 
     def stats(self) -> dict[str, TierStats]:
-        with self._lock:
-            return self._residency.tier_stats()
+        """What the tiers hold. Takes no lock either: its numbers may be some moments apart."""
+        return self._residency.tier_stats()
 
     def remote_stats(self) -> RemoteStats | None:
         """Of the remote store, which is asked; None if there is none."""

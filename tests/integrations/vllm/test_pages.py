@@ -55,6 +55,20 @@ def test_other_rows_stay_as_they_are(form: str) -> None:
 
 
 @each_form
+@pytest.mark.parametrize(
+    "span", [(0, 3 * PAGE), (1, PAGE), (PAGE - 1, 2 * PAGE + 1), (PAGE, PAGE + 1)]
+)
+def test_rows_of_copied_pages_are_those_that_were_written(form: str, span: tuple[int, int]) -> None:
+    pages, table = FORMS[form](), torch.tensor([5, 1, 3])
+    rows = torch.randn(2, LAYERS, KV_HEADS, 3 * PAGE, DIM)
+    pages.write_all(rows, pages.slots(table, torch.arange(3 * PAGE)))
+    copied = pages.copy(table)
+    for cache in pages.caches:
+        cache.zero_()
+    assert torch.equal(pages.rows_of(copied, *span), rows[:, :, :, slice(*span)])
+
+
+@each_form
 def test_finding_the_layout_writes_to_no_page(form: str) -> None:
     pages = FORMS[form]()
     assert all((cache == 0).all() for cache in pages.caches)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kvboost.cache.secret import Secret
-from kvboost.cache.tiers.arena import Arena, Fence, GetBlock
+from kvboost.cache.tiers.arena import Arena, GetBlock
 from kvboost.cache.tiers.disk import DiskTier
 from kvboost.cache.tiers.gpu import ON_THE_WAY, GpuTier
 from kvboost.cache.tiers.ram import RamTier
@@ -35,10 +36,12 @@ def open_tiers(
     device: torch.device,
     locked_memory: GetBlock | None = None,
     page_bytes: int = 0,
+    streams: Sequence[torch.cuda.Stream] = (),
 ) -> Tiers:
     """Where an engine on ``device`` keeps its chunks. ``locked_memory`` gives blocks for those in
-    RAM; a GPU must copy from them on its default stream only. ``page_bytes``: the memory of all
-    pages, if chunks on the GPU are in the pages of running requests."""
+    RAM; a GPU must copy from them on ``streams`` only, which is its default one if none is given.
+    ``page_bytes``: the memory of all pages, if chunks on the GPU are in the pages of running
+    requests."""
     on_gpu = device.type == "cuda"
     secret = Secret(config.cache_secret) if config.cache_secret else None
     arena = None
@@ -46,7 +49,7 @@ def open_tiers(
         # New chunks have memory before others are evicted for them, and what these leave is lent
         # again only when the GPU has done what it was told before.
         most = config.max_cache_bytes + 2 * ON_THE_WAY
-        arena = Arena(locked_memory, most, lambda: _passed(device))
+        arena = Arena(locked_memory, most, lambda: _Passed(device, streams))
     ram = RamTier(config.max_cache_bytes, pinned=on_gpu, arena=arena)
     gpu = disk = remote = None
     if page_bytes:
@@ -70,8 +73,12 @@ def _least(limit: int | None, number: int) -> int:
     return number if limit is None else min(limit, number)
 
 
-def _passed(device: torch.device) -> Fence:
-    """Is passed when the device has done what it was told so far."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.default_stream(device))
-    return event
+class _Passed:
+    """Is passed when ``streams`` have done what they were told so far."""
+
+    def __init__(self, device: torch.device, streams: Sequence[torch.cuda.Stream]) -> None:
+        told = streams or [torch.cuda.default_stream(device)]
+        self._events = [stream.record_event() for stream in told]
+
+    def query(self) -> bool:
+        return all(event.query() for event in self._events)

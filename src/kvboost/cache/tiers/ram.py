@@ -24,8 +24,8 @@ class CopiesAside:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._sources: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
-        """What is being copied, which must stay until its event has happened."""
+        self._copied: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
+        """What is read and written, which must stay until its event has happened."""
         self._lock = threading.Lock()
 
     def start(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -33,7 +33,7 @@ class CopiesAside:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 torch._foreach_copy_(targets, sources, non_blocking=True)
-            self._sources.append((self._stream.record_event(), sources))
+            self._copied.append((self._stream.record_event(), [*sources, *targets]))
             self._release()
 
     def settle(self) -> None:
@@ -43,8 +43,8 @@ class CopiesAside:
             self._release()
 
     def _release(self) -> None:
-        while self._sources and self._sources[0][0].query():  # type: ignore[no-untyped-call]
-            self._sources.popleft()
+        while self._copied and self._copied[0][0].query():  # type: ignore[no-untyped-call]
+            self._copied.popleft()
 
 
 class RamTier:

@@ -91,6 +91,28 @@ class Pages:
         rows = torch.stack([self._read(cache, *places) for cache in self.caches])
         return rows.permute(3, 0, 2, 1, 4)
 
+    def copy(self, pages: torch.Tensor) -> torch.Tensor:
+        """These pages of all layers, ``[layers, pages, ...]``, as they are in memory."""
+        first = self.caches[0]
+        copied = first.new_empty(len(self.caches), len(pages), *first.shape[1:])
+        for cache, out in zip(self.caches, copied, strict=True):
+            torch.index_select(cache, 0, pages, out=out)
+        return copied
+
+    def rows_of(self, copied: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """Rows ``[start, end)`` of what :meth:`copy` gave, counted from its first page, as
+        :meth:`read_all` gives them."""
+        first = start // self.size
+        some = copied[:, first : -(-end // self.size)]
+        layers, pages = some.shape[:2]
+        if self.is_plain:
+            rows = some.view(layers, pages, self.num_kv_heads, self.size, 2, self.head_dim)
+            rows = rows.permute(4, 0, 2, 1, 3, 5)
+        else:
+            rows = some.flatten(2)[:, :, self._index].permute(4, 0, 3, 1, 2, 5)
+        shape = 2, layers, self.num_kv_heads, pages * self.size, self.head_dim
+        return rows.reshape(shape)[:, :, :, start - first * self.size : end - first * self.size]
+
     def write_all(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Writes rows as :meth:`read_all` gives them."""
         for layer in range(len(self.caches)):

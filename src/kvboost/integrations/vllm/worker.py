@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -41,6 +42,7 @@ from kvboost.integrations.vllm.sparse import SparseForward, find_runner
 from kvboost.integrations.vllm.support import why_not_moved
 from kvboost.model import triton
 from kvboost.model.fingerprint import fingerprint
+from kvboost.model.host_memory import host_memory
 from kvboost.model.triton.host import one_thread, send, to_device
 from kvboost.reuse.rope import Rotation
 
@@ -140,13 +142,18 @@ class Worker:
         else:
             logger.warning("KVBoost reuses exact text only, moved text is off: %s", problem)
             hello = replace(hello, moved_problem=problem)
-        tiers = open_tiers(self._options.engine_of(rank, size), pages.device)
+        streams = []
+        if pages.on_gpu:
+            self._stream = torch.cuda.Stream(pages.device)
+            streams = [torch.cuda.current_stream(), self._stream]
+        locked = partial(host_memory, device=pages.device)
+        tiers = open_tiers(
+            self._options.engine_of(rank, size), pages.device, locked, streams=streams
+        )
         format = KVFormat(len(pages.caches), pages.num_kv_heads, pages.head_dim, pages.dtype)
         self._data = ChunkData(tiers, format=format)
         self._is_near = tiers.gpu is not None or not pages.on_gpu
         self._packer = Quantizer(16, self._rotation)
-        if pages.on_gpu:
-            self._stream = torch.cuda.Stream(pages.device)
         return Greeting(hello)
 
     @property
@@ -332,26 +339,30 @@ class Worker:
         this must come before anything that the next step writes; on a GPU, later writes are
         ordered after these reads."""
         pages = self._open_pages
-        table = to_device(keep.pages, torch.int64, pages.device)
         for infos in _batches(keep.infos, COPIED_ROWS):
-            rows = np.concatenate([np.arange(one.base_position, one.end) for one in infos])
-            slots = pages.slots(table, to_device(rows, torch.int64, pages.device))
-            kv = pages.read_all(slots)
+            # They follow each other.
+            first, end = infos[0].base_position // pages.size, -(-infos[-1].end // pages.size)
+            copied = pages.copy(to_device(keep.pages[first:end], torch.int64, pages.device))
             ready = torch.cuda.current_stream().record_event() if pages.on_gpu else None
-            self._thread.submit(self._put, infos, kv, ready)
+            self._thread.submit(self._put, infos, copied, first * pages.size, ready)
 
     def _put(
-        self, infos: Sequence[ChunkInfo], kv: torch.Tensor, ready: torch.cuda.Event | None
+        self,
+        infos: Sequence[ChunkInfo],
+        copied: torch.Tensor,
+        start: int,
+        ready: torch.cuda.Event | None,
     ) -> None:
-        """Runs in our thread."""
+        """Runs in our thread. ``copied`` are pages from row ``start`` on."""
         with torch.cuda.stream(self._stream):
             if ready is not None:
                 ready.wait()
-            chunks, row = [], 0
+            chunks = []
             for info in infos:
-                rows = kv[:, :, :, row : row + info.num_tokens].contiguous()
+                rows = self._open_pages.rows_of(
+                    copied, info.base_position - start, info.end - start
+                ).contiguous()
                 chunks.append(KVChunk(replace(info, nbytes=rows.nbytes), plain(rows)))
-                row += info.num_tokens
             if self._stream is not None:
                 self._stream.synchronize()  # from now on they may be read on another stream
             self._data.put(chunks)
