@@ -53,6 +53,16 @@ def test_every_question_is_served_in_every_way(rows) -> None:
         assert row.no_context_kl is not None and row.no_context_kl > 0
 
 
+def test_every_edit_is_served_from_an_earlier_version_of_the_prompt(loaded) -> None:
+    edits = ("edit", "cleared", "dropped", "tools", "compacted", "session")
+    settings = Settings(strategies=("auto",), ratios=(0.2,), donors=(*edits, "healed"), **ASKING)
+    (found,) = measure(loaded, QUESTIONS[:1], settings, lambda: None)
+    by_donor = {row.donor: row for row in found}
+    assert set(by_donor) == {*edits, "healed"}
+    assert all(row.hit_rate > 0 for row in found), found
+    assert by_donor["edit"].charged_share < by_donor["compacted"].charged_share
+
+
 def test_recomputing_everything_deviates_by_nothing_and_is_charged_in_full(rows) -> None:
     everything = [row for row in rows if row.ratio == 1.0]
     assert everything and all(row.kl < 1e-6 and row.top1 == 1 for row in everything)

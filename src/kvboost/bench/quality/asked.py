@@ -27,8 +27,17 @@ DONORS = {
     "contexts": "each passage read after the header, and after three passages of another question",
     "idle": "each passage read after the header, and in idle time after three of the others",
     "orders": "several earlier requests with moved text, each in another order",
+    "edit": "all passages read after one more line near the front",
+    "cleared": "all passages read with one more in the middle, which was cleared since",
+    "dropped": "all passages read after two more at the front, which were dropped since",
+    "tools": "all passages read with the first two in the other order",
+    "compacted": "all passages but the first, which stands for a summary, read after four others",
+    "session": "earlier turns with moved text: each adds a passage and changes a line at the front",
+    "healed": "the same, and idle time heals after every turn",
     EXACT: "the same prompt read before: exact hits",
 }
+ASKED_BEFORE = "Summarize this."
+EDITED_LINE = "It is 12:31 on Tuesday; branch main, 3 files changed.\n\n"
 ALL_CHUNKS = 1_000_000
 MOST_BYTES = 1 << 30
 """Of a GPU's memory, for a request's rows and for the cache each: processes may share it."""
@@ -154,8 +163,36 @@ class Asked:
         elif donor == "orders":
             for number in range(self._asking.orders):
                 engine.generate(self._shuffled(self._seed + number), 1, cache_salt=salt)
+        elif donor in ("session", "healed"):
+            for turn in range(1, len(documents) + 1):
+                line = EDITED_LINE.replace("12:31", f"12:{30 + turn}")
+                engine.generate(self._before([line, *documents[:turn]]), 1, cache_salt=salt)
+                if donor == "healed":
+                    engine.heal()
         else:
-            engine.generate(self._shuffled(self._seed), 1, exact, cache_salt=salt)
+            engine.generate(self._edited(donor), 1, exact, cache_salt=salt)
+
+    def _edited(self, donor: str) -> list[int]:
+        """An earlier prompt, of which this one is an edit."""
+        documents, others = self._documents, self._others
+        before = {
+            "edit": [EDITED_LINE, *documents],
+            "cleared": [
+                *documents[: len(documents) // 2],
+                others[0],
+                *documents[len(documents) // 2 :],
+            ],
+            "dropped": [*others[:2], *documents],
+            "tools": [documents[1], documents[0], *documents[2:]],
+            "compacted": [*others[:4], *documents[1:]],
+        }
+        if donor not in before:
+            return self._shuffled(self._seed)
+        return self._before(before[donor])
+
+    def _before(self, documents: list[str]) -> list[int]:
+        """An earlier prompt with these documents."""
+        return self._engine.arrange(None, documents, ASKED_BEFORE, cache_salt="none").prompt
 
     def _read_after(self, other: str, text: str, salt: str) -> None:
         """Reads ``text`` after the header and another document."""
@@ -167,7 +204,7 @@ class Asked:
         order, shuffler = list(self._documents), random.Random(seed)
         while order == self._documents and len(set(order)) > 1:
             shuffler.shuffle(order)
-        return self._engine.arrange(None, order, "Summarize this.", cache_salt="none").prompt
+        return self._before(order)
 
     def served(self, donor: str, cell: Cell, salt: str, paid: float | None = None) -> Row:
         """``paid``: what ``auto`` has paid per moved row, for a control with the same budget."""
