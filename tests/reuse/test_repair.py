@@ -18,8 +18,10 @@ from kvboost.reuse.repair import (
     LEAST_BUDGET,
     MOST_BUDGET,
     STRATEGIES,
+    TYPICAL_ERROR,
     TYPICAL_SHARE,
     MovedText,
+    mean_error,
     probed_layers,
 )
 
@@ -99,6 +101,7 @@ def test_auto_repairs_more_where_the_last_row_attends_more_to_moved_text(
         last[0], last[30] = 0.36 * DEPTH, 0.8 * share * DEPTH  # 0.8 = (1 - 0.36) ** 0.5
 
     moved = moved_rows(see)
+    assert moved.weights().sum() > TYPICAL_ERROR  # so that nothing is saved for that
     assert moved.last_share() == pytest.approx(share)
     assert len(chosen(moved, "auto", 0.2)) == round(20 * times)
     assert len(chosen(moved, "query", 0.2)) == 20
@@ -112,3 +115,39 @@ def test_seams_of_runs_that_were_read_after_the_same_text_are_recomputed() -> No
     assert chosen(moved_rows(see), "query", 0.05) == [20, 21, 22, 23, 24]
     after_some = moved_rows(see, (0.0, 0.3))
     assert chosen(after_some, "query", 0.05) == [20, 21, 22, 60, 61]
+
+
+def even(mass: torch.Tensor) -> None:
+    """All moved rows are attended to alike, the last row to as many of them as is typical."""
+    mass[..., MOVED.start : MOVED.stop] = 1.0
+    mass[1, 2, MOVED.start : MOVED.stop] = TYPICAL_SHARE * DEPTH / len(MOVED)
+
+
+def test_auto_repairs_less_where_little_has_changed_before_the_rows() -> None:
+    numbers = [len(chosen(moved_rows(even, (same, same)), "auto", 0.5)) for same in (0, 0.9, 1)]
+    assert numbers[0] == 50 > numbers[1] > numbers[2] > 0
+
+
+def test_rows_behind_a_seam_are_repaired_first() -> None:
+    moved = moved_rows(even, (1.0, 1.0))
+    errors = moved.errors()
+    assert (np.diff(errors[10:60]) < 0).all() and errors[60] == errors[10] > 3 * errors[59]
+    rows = chosen(moved, "auto", 0.2)
+    first, second = ([row for row in rows if row in part] for part in (range(60), range(60, 110)))
+    assert abs(len(first) - len(second)) <= 1
+    assert first == [*range(10, 10 + len(first))] and second == [*range(60, 60 + len(second))]
+
+
+@pytest.mark.parametrize("same", [0.0, 0.7, 1.0])
+def test_the_mean_error_of_runs_is_that_of_their_rows(same: float) -> None:
+    moved = moved_rows(even, (same, 0.5))
+    rows = slice(MOVED.start, MOVED.stop)
+    assert mean_error(moved.runs) == pytest.approx(float(moved.errors()[rows].mean()), rel=0.1)
+
+
+def test_a_part_of_a_run_follows_the_rows_that_are_cut_off() -> None:
+    whole = run(10, 60, 0.5)
+    part = whole.clip(40, 50)
+    assert whole.rows_before == 510 and part.rows_before == 540
+    assert part.rows_changed == pytest.approx(whole.rows_changed)
+    assert whole.clip(0, 30).resemblance == 0.5

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvboost.config import RepairParams
 from kvboost.reuse.plan import Plan
-from kvboost.reuse.repair import PROBE_ROWS
+from kvboost.reuse.repair import PROBE_ROWS, mean_error, needed_share
 from kvboost.reuse.step_times import FIXED_ROWS, StepTimes, size_of
 
 WORTHWHILE_RATIO = 0.9
@@ -145,7 +145,7 @@ class CostModel:
         known = plan.in_place[-1].end if plan.in_place else plan.num_shared
         plain = self.forward(total - known, (known + total) // 2)
         unknown = sum(len(rows) for rows in plan.computed())
-        recomputed = round(repair.ratio * plan.num_moved)
+        recomputed = round(repair.ratio * needed_share(mean_error(plan.moved)) * plan.num_moved)
         moving = self.forward(unknown + recomputed, total)
         moving += self.forward(min(unknown, PROBE_ROWS), total) * probe_depth
         slow = sum(hit.num_tokens for run in plan.moved for hit in run.hits if hit.is_slow)

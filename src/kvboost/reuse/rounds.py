@@ -2,9 +2,9 @@
 
 Most prompts are close to a full prefill after the first share of rows, a few are not. Two numbers
 tell them apart: how much the first round has changed the distribution of the first token, from what
-it was over stale text (a KL), and which share of the question's attention to moved text still goes
-to stale rows. The error that is left is about proportional to that share, and KL is about quadratic
-in the error, so the product of the change and the squared share is the KL to expect.
+it was over stale text (a KL), and which share of the error of moved rows is left, as far as the
+question attends to them. KL is about quadratic in the error, so the product of the change and the
+squared share is the KL to expect.
 """
 
 from __future__ import annotations
@@ -83,19 +83,19 @@ class Rounds:
         return True
 
     def _stale_shares(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Which share of the question's attention to moved rows goes to stale ones, if so many rows
-        are recomputed: ``[moved + 1]``, from 1 to 0."""
-        attention = np.sort(self._moved.attention()[self._moved.rows])[::-1]
-        covered = attention.cumsum(dtype=np.float64)
+        """Which share of the expected error of moved rows is left, if so many of them are
+        recomputed: ``[moved + 1]``, from 1 to 0."""
+        weights = np.sort(self._moved.weights()[self._moved.rows])[::-1]
+        covered = weights.cumsum(dtype=np.float64)
         return np.append(1.0, 1 - covered / max(covered[-1], 1e-30))
 
     def _choose(self, num_rows: int) -> None:
-        """The next rows by attention. The rows of the first round, which have attended to rows that
+        """The next rows by weight. The rows of the first round, which have attended to rows that
         were stale, and the prompt's last rows are computed again with them."""
         moved = self._moved
         assert self.spans is not None
         self.spans = self.spans.after(self.fresh)
-        new = moved.top(moved.attention(), num_rows, without=self.fresh)
+        new = moved.top(moved.weights(), num_rows, without=self.fresh)
         self.fresh = self.fresh | new
         self.rows = self.fresh.copy()
         self.rows[moved.tail.start :] = True

@@ -58,11 +58,27 @@ class MovedRun:
         self.start, self.end = self.hits[0].start, self.hits[-1].end
         self.is_exact = all(hit.chunk.lineage is Lineage.EXACT for hit in self.hits)
 
+    @property
+    def rows_before(self) -> int:
+        """How many rows were before them here or there, whichever are more."""
+        first = self.hits[0]
+        return max(1, first.start, first.chunk.base_position + first.offset)
+
+    @property
+    def rows_changed(self) -> float:
+        """How many of ``rows_before`` are not shared."""
+        return (1 - self.resemblance) * self.rows_before
+
     def clip(self, start: int, end: int) -> MovedRun:
+        """The part that serves rows ``[start, end)``. The rows before it here are before it there
+        as well."""
         if start <= self.start and end >= self.end:
             return self
         hits = (hit.clip(start, end) for hit in self.hits if hit.start < end and hit.end > start)
-        return MovedRun(tuple(hits), self.resemblance)
+        clipped = MovedRun(tuple(hits), self.resemblance)
+        if clipped.start > self.start:
+            clipped.resemblance = max(0.0, 1 - self.rows_changed / clipped.rows_before)
+        return clipped
 
 
 @dataclass(frozen=True)

@@ -216,12 +216,13 @@ class Planner:
         return load
 
     def _may_pay(self, local: int, total: int, repair: RepairParams) -> bool:
-        """Whether moving could pay if all rows from ``local`` on were known: finding them takes
-        longer the longer the prompt is. At least as often as ``CostModel.moving_pays``."""
+        """Whether moving could pay if all rows from ``local`` on were known and hardly any had to
+        be computed again: finding them takes longer the longer the prompt is. At least as often as
+        ``CostModel.moving_pays``."""
         if repair.strategy != "auto" or repair.reuse_moved == "always":
             return True
         rows, forward = total - local, self._cost.forward
-        moving = forward(round(repair.ratio * rows), total) + forward(LIVE_TOKENS, total)
+        moving = 2 * forward(LIVE_TOKENS, total)
         moving += LOAD_SECONDS if self._cost.is_measured else 0.0
         return moving < WORTHWHILE_RATIO * forward(rows, (local + total) // 2)
 
